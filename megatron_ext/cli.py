@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import os
+import sys
+from typing import Annotated, Any
 
 import typer
 
@@ -16,7 +18,22 @@ from megatron_ext.commands.simulate import simulate
 from megatron_ext.commands.trace import trace
 from megatron_ext.commands.verify import verify
 
-app = typer.Typer(
+
+class _Commands(typer.Typer):
+    """Commands, which say so if what they print cannot be written: `> file` on a full disk."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().__call__(*args, **kwargs)
+        except OSError as error:
+            # Python writes what is left when it ends, which would fail once more.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            what = error.filename or "the standard output"
+            sys.stderr.write(f"megatron-ext: error: {what}: {error.strerror}\n")
+            raise SystemExit(2) from None
+
+
+app = _Commands(
     help="Better pipeline schedules for stock Megatron-LM. To train: "
     "python -m megatron_ext SCRIPT ARGS --pipeline-schedule NAME",
     no_args_is_help=True,

@@ -10,6 +10,7 @@ import importlib
 import os
 import re
 import runpy
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -117,7 +118,7 @@ def _from_environment(arguments: Sequence[str]) -> list[str]:
         for line in overruled:
             logger.warning(line)
         if added:
-            logger.info(f"from the environment: {' '.join(added)}")
+            logger.info(f"from the environment: {shlex.join(added)}")
     return added
 
 
@@ -141,7 +142,7 @@ def _planned(config: PipelineConfig, choose: ChoosePlan) -> list[str]:
         chosen = choose(sys.argv[1:], config, int(os.environ.get("WORLD_SIZE", "1")))
     if rank == 0:
         instead = f" in place of {' '.join(chosen.dropped)}" if chosen.dropped else ""
-        logger.info(f"{config.schedule} takes {' '.join(chosen.flags)}{instead}: {chosen.why}")
+        logger.info(f"{config.schedule} takes {shlex.join(chosen.flags)}{instead}: {chosen.why}")
     return [*without(sys.argv[1:], chosen.dropped), *chosen.flags]
 
 

@@ -31,8 +31,10 @@ class _Standard(logging.Handler):
         self.setFormatter(logging.Formatter("megatron_ext: %(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Write the line, or lose it: a training does not end because a log cannot be written."""
         stream = sys.stderr if record.levelno >= logging.ERROR else sys.stdout
-        print(self.format(record), file=stream, flush=True)
+        with contextlib.suppress(OSError, ValueError):  # a full disk or a broken pipe; closed
+            print(self.format(record), file=stream, flush=True)
 
 
 def _make() -> logging.Logger:

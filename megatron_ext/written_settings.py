@@ -70,8 +70,8 @@ def flags_from_environment(
     """
     values = _variables(env)
     for name in _unknown_variables(env):
-        if meant := meant_by(name, map(variable, _settings())):
-            raise ValueError(f"{name} is no setting: did you mean {' or '.join(meant)}?")
+        if meant := _meant(name):
+            raise ValueError(f"{name} is no setting: {meant}")
     written = _arguments(argv)
     added: list[str] = []
     overruled: list[str] = []
@@ -101,7 +101,7 @@ def from_environment(env: Mapping[str, str]) -> PipelineConfig:
     """
     for name in _unknown_variables(env):
         known = ", ".join(map(variable, _settings()))
-        raise ValueError(f"{name} is no setting: write one of {known}")
+        raise ValueError(f"{name} is no setting: {_meant(name) or f'write one of {known}'}")
     values = _variables(env)
     settings = _settings()
     stand_alone = any(name == "race" or is_on_stock(settings[name]) for name in values)
@@ -136,6 +136,13 @@ def _unknown_variables(env: Mapping[str, str]) -> list[str]:
         for name, value in env.items()
         if name.startswith(VARIABLES) and value and name not in known
     )
+
+
+def _meant(name: str) -> str:
+    """Return the question whether another variable is meant by ``name``; empty if none is like
+    it."""
+    meant = meant_by(name, map(variable, _settings()))
+    return f"did you mean {' or '.join(meant)}?" if meant else ""
 
 
 def _value(setting: Field[object], text: str) -> str | bool:

@@ -51,7 +51,8 @@ FEATURES = (
         (
             "megatron.core.pipeline_parallel.schedules.ours",
             "megatron.core.parallel_state.ending",
-            "megatron.training.checkpointing",
+            "megatron.training.checkpointing.optimizer_states",
+            "megatron.training.checkpointing.pending_step",
         ),
         lambda choice: True,
     ),
@@ -84,8 +85,16 @@ FEATURES = (
         ),
     ),
     Feature(
+        "reductions of gradients that start before the step ends",
+        ("megatron.core.distributed.param_and_grad_buffer",),
+        lambda choice: True,
+    ),
+    Feature(
         "datasets on all ranks that read them",
-        ("megatron.core.datasets.blended_megatron_dataset_builder",),
+        (
+            "megatron.core.datasets.blended_megatron_dataset_builder",
+            "megatron.training.training.loaders",
+        ),
         lambda choice: True,
     ),
     Feature(
@@ -94,11 +103,18 @@ FEATURES = (
         lambda choice: True,
     ),
     Feature(
+        "CUDA graphs captured beside the watchdog",
+        ("torch.cuda.graphs",),
+        lambda choice: True,
+    ),
+    Feature(
         "virtual stages",
         (
             "megatron.core.transformer.transformer_config",
             "megatron.core.parallel_state.first_stage",
             "megatron.training.training.packed_tokens",
+            "megatron.training.training.chunks",
+            "megatron.training.checkpointing.chunks",
         ),
         lambda choice: choice.example.chunks > 1,
     ),

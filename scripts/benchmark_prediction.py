@@ -39,10 +39,12 @@ from megatron_ext.runtime.messages.transport import Boundary, Transport
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.recording import clock_of
 from megatron_ext.runtime.weight_gradients import queue
+from megatron_ext.runtime.world import gather_from_all
 from megatron_ext.schedule.build.output_layer import place_output_layer
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.costs_text import format_costs
+from megatron_ext.schedule.model.measured_costs import measured_costs
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.graph import channels
 from megatron_ext.schedule.program.verify import Program
@@ -148,7 +150,8 @@ def _run(spec: str, microbatches: int, text: str) -> Result:
         step(program)
         profile.end(recorder, program)
         recorder.end()
-    measured, _ = profile.costs(ways, world, boundary, wrong, spec)
+    ranks = gather_from_all(profile.figures(ways, world, boundary))
+    measured = measured_costs(profile.program, wrong, ranks, spec)
     program = place_output_layer(choice, Problem(placement, microbatches, measured))
     steps = MeasuredSteps(CPU)
     for _ in range(KEPT):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 
 from megatron_ext.schedule.search import best
 from megatron_ext.schedule.search.effort import small_effort
+from scripts.recipes.vocabulary import features_of_flags
+from tests.helpers import witnesses
 
 # The longest first, so that no worker has one left when the others have ended.
 LONGEST = (
@@ -47,6 +49,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(name in item.name for name in SEARCHING):
             item.add_marker(pytest.mark.search)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    """A mark ``covers`` does not hold where its feature ran in no training of the test."""
+    if not any(pyfuncitem.iter_markers("covers")):
+        return (yield)
+    witnesses.begin_test()
+    result = yield
+    marked = [
+        feature
+        for mark in pyfuncitem.iter_markers("covers")
+        for feature in features_of_flags(mark.kwargs)
+    ]
+    if unseen := witnesses.unseen(marked):
+        pytest.fail(f"marked, but under our schedule never ran: {', '.join(map(str, unseen))}")
+    return result
 
 
 @pytest.fixture(autouse=True, scope="session")

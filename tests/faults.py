@@ -290,7 +290,7 @@ FAULTS = (
     ),
     Fault(
         "states-of-another-placement-are-not-refused",
-        f"{MEGATRON}/training/checkpointing.py",
+        f"{MEGATRON}/training/checkpointing/optimizer_states.py",
         "if (saved, was_divided) != (now, divided):",
         "if was_divided != divided:",
         ("tests/pipeline/test_checkpoints.py::test_another_placement_is_refused",),

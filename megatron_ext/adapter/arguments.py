@@ -101,8 +101,33 @@ def check(args: Any, config: PipelineConfig, make: Make = place_output_layer) ->
     return made
 
 
-def check_race(args: Any, config: PipelineConfig) -> dict[str, list[Program]]:
+def prove_without_search(choice: Choice, problem: Problem) -> Program:
+    """Return a program of ``choice`` that shows that ``problem`` has one, for ranks that each ask.
+
+    The schedule that stands in for a search is taken. Only if that one does not do, the search
+    decides: the refusal must be the one of the schedule that would run.
+
+    Raises:
+        ValueError: as `place_output_layer`.
+    """
+    if not choice.takes_long:
+        return place_output_layer(choice, problem)
+    try:
+        program = place_output_layer(choice.without_search, problem)
+        if problem.extras.post_validation:
+            check_overlaps(program)
+    except ValueError:
+        return place_output_layer(choice, problem)
+    return program
+
+
+def check_race(
+    args: Any, config: PipelineConfig, make: Make = place_output_layer
+) -> dict[str, list[Program]]:
     """Refuse, after `check`, a candidate of a race that cannot run in it.
+
+    Args:
+        make: proves the programs.
 
     Returns:
         As `programs`, of each candidate.
@@ -113,7 +138,7 @@ def check_race(args: Any, config: PipelineConfig) -> dict[str, list[Program]]:
     made: dict[str, list[Program]] = {}
     for choice in config.choices[1:]:
         try:
-            made[choice.spec] = _programs_of(choice, args, config)
+            made[choice.spec] = _programs_of(choice, args, config, make)
             for program in made[choice.spec]:
                 refuse_order(args, program.schedule)
                 check_order(program)

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import fields
+from datetime import timedelta
 from pathlib import Path
 
 import megatron.core
@@ -18,10 +19,14 @@ from megatron_ext.runtime.store.agreement import Fact, agree
 from megatron_ext.runtime.store.once_for_all import store_of_all
 from megatron_ext.schedule.build.registry import file_of
 
+# All ranks have left init_process_group together, and none has much to do before it comes here.
+PATIENCE = timedelta(minutes=2)
+
 
 def refuse_other_launches(config: PipelineConfig) -> None:
     """Raise ValueError unless all ranks of the world are launched alike. Collective over it.
 
+    A rank without our settings does not come: the others wait for it no longer than `PATIENCE`.
     Nothing is compared where torch has no store (MPI), or has no processes behind it.
     """
     store = store_of_all()
@@ -29,7 +34,8 @@ def refuse_other_launches(config: PipelineConfig) -> None:
         return
     world = dist.distributed_c10d._get_default_group()
     timeout = world._get_backend(world._device_types[0]).options._timeout
-    agree(store, dist.get_rank(), dist.get_world_size(), launch_facts(config), timeout)
+    facts = launch_facts(config)
+    agree(store, dist.get_rank(), dist.get_world_size(), facts, min(timeout, PATIENCE))
 
 
 def launch_facts(config: PipelineConfig) -> dict[str, Fact]:

@@ -16,8 +16,8 @@ import hashlib
 import logging
 import time
 import uuid
-from collections import defaultdict
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,7 +36,9 @@ from megatron_ext.adapter.training_globals import ramps_up_to
 from megatron_ext.config import PipelineConfig, flag
 from megatron_ext.logger import logger, telling_of_long_work
 from megatron_ext.runtime.store.agreement import listed
+from megatron_ext.runtime.store.lost_store import losing_the_store
 from megatron_ext.runtime.store.once_for_all import once_for_all, store_of_all
+from megatron_ext.runtime.world import gather_from_all, tell_all
 from megatron_ext.schedule.build.output_layer import (
     place_again,
     place_output_layer,
@@ -79,7 +81,9 @@ class Programs:
         self._found: dict[tuple[str, str], Schedule] = {}  # by spec and problem, but for its length
         self._has_told_of_others = False
         self._run = ""  # a key that no other run with the same store has
+        self._has_compared = False  # programs with all ranks
         self._measured: set[Shape] = set()  # whose costs were measured
+        self._times_set: Counter[Shape] = Counter()  # how often a shape has been given costs
         self.costs: dict[Shape, Costs] = {}
         self.bases: dict[Shape, Basis | None] = {}
 
@@ -94,37 +98,59 @@ class Programs:
         microbatches: int,
         forward_only: bool,
     ) -> None:
-        """Have costs for ``shape``, as global rank 0 reads or estimates them from what the ranks of
-        its pipeline tell. Collective over the world the first time, and in the first training step
-        after evaluations: these may have had sequences of another length.
+        """Have costs for ``shape``, as one rank reads or estimates them for all from what the ranks
+        of its pipeline tell. In a training step the schedule is from then on searched for global
+        rank 0's number of ``microbatches``.
 
-        In a training step the schedule is from then on searched for global rank 0's number of
-        ``microbatches``.
+        Global rank 0 is that rank in the first step, and in the first training step after
+        evaluations, which may have had sequences of another length: these are collective over the
+        world. Another shape may be one of a single pipeline, and goes through torch's store.
         """
         if shape in self.costs and (forward_only or self._searched_for is not None):
             return
         placement = self.choice.place(pipeline.size())
         sizes = gather(pipeline, [size_of(chunk) for chunk in models])
-        agreed: list[Any] = ["", None, microbatches]
-        if dist.get_rank() == 0:
-            per_stage = [
-                sizes[rank][placement.stages_of[rank].index(stage)]
-                for stage, rank in enumerate(placement.rank_of)
-            ]
-            agreed[0] = uuid.uuid4().hex
-            try:
-                agreed[1] = self._costs(config, placement, per_stage, sequence, micro_batch)
-                if self._config.costs.profile is not None:
-                    self.bases[shape] = basis_of_model(config, per_stage, sequence, micro_batch)
-            except Exception as error:  # all ranks raise it, or the others would wait
-                agreed[1] = error
-        dist.broadcast_object_list(agreed, src=0)
-        self._run, costs, microbatches = agreed
-        if isinstance(costs, Exception):
-            raise costs
+        per_stage = [
+            sizes[rank][placement.stages_of[rank].index(stage)]
+            for stage, rank in enumerate(placement.rank_of)
+        ]
+
+        def work() -> Costs:
+            costs = self._costs(config, placement, per_stage, sequence, micro_batch)
+            if self._config.costs.profile is not None and dist.get_rank() == 0:
+                self.bases[shape] = basis_of_model(config, per_stage, sequence, micro_batch)
+            return costs
+
+        if not self.costs or not (forward_only or self._searched_for):
+            microbatches, costs = self._told_by_rank_0(microbatches, work)
+        else:
+            costs = self._told_by_the_first(shape, work)
         self._set_costs(shape, costs)
         if not forward_only:
             self._searched_for = self._searched_for or microbatches
+
+    def _told_by_rank_0(self, microbatches: int, work: Callable[[], Costs]) -> tuple[int, Costs]:
+        """Return global rank 0's number of microbatches, and the costs that it comes to by
+        ``work``. Collective over the world; an error of ``work`` is raised on all ranks."""
+        costs: Costs | Exception | None = None
+        if dist.get_rank() == 0:
+            try:
+                costs = work()
+            except Exception as error:
+                costs = error
+        self._run, microbatches, costs = tell_all((uuid.uuid4().hex, microbatches, costs))
+        if isinstance(costs, Exception):
+            raise costs
+        assert costs is not None
+        return microbatches, costs
+
+    def _told_by_the_first(self, shape: Shape, work: Callable[[], Costs]) -> Costs:
+        """Return the costs that one rank, the first that asks for ``shape``, has by ``work``."""
+        store = store_of_all()
+        if store is None:
+            return work()
+        apart = dist.PrefixStore(f"megatron_ext/costs/{self._run}/{shape}", store)
+        return once_for_all(apart, dist.get_rank(), f"the costs of shape {shape}", work)
 
     def _costs(
         self,
@@ -169,6 +195,7 @@ class Programs:
     def _set_costs(self, shape: Shape, costs: Costs) -> None:
         """``shape`` has ``costs`` now: no step follows a program of others."""
         self.costs[shape] = costs
+        self._times_set[shape] += 1
         for key in [key for key in self._programs if key[1] == shape]:
             del self._programs[key]
 
@@ -269,7 +296,7 @@ class Programs:
                 program = place_again(choice, problem, before)
         refuse_order(config, program.schedule)
         key = self._key(config, shape, microbatches, forward_only, first_trained)
-        self._compare(program.digest, key)
+        self._compare(program.digest, key, pipeline)
         self._programs[key] = program
         if len(self._programs) > KEPT:
             del self._programs[next(iter(self._programs))]
@@ -326,25 +353,31 @@ class Programs:
 
         return replace(choice, build=build)
 
-    def _compare(self, digest: str, step: _Key) -> None:
+    def _compare(self, digest: str, step: _Key, pipeline: dist.ProcessGroup) -> None:
         """Raise RuntimeError if another rank has built another program for such a step.
 
         All ranks are there for the first one. Later ones are told in torch's store: pipelines that
         nothing ties together may come to other numbers of microbatches, and none waits for another
-        that will not come.
+        that will not come. Without a store the ranks of a pipeline compare theirs.
         """
-        world, store = dist.group.WORLD, dist.distributed_c10d._get_default_store()
-        assert world is not None
-        if not self._programs or store is None:
-            check_digests(self.choice.spec, dict(enumerate(gather(world, digest))))
+        store = dist.distributed_c10d._get_default_store()
+        if not self._has_compared:
+            self._has_compared = True
+            check_digests(self.choice.spec, dict(enumerate(gather_from_all(digest))))
             return
-        spec, *asked, _ = step
-        where = "/".join(map(str, asked))
+        if store is None:
+            ranks = dist.get_process_group_ranks(pipeline)
+            told = zip(ranks, gather(pipeline, digest), strict=True)
+            check_digests(self.choice.spec, dict(told))
+            return
+        spec, shape, *asked, _ = step
+        where = "/".join(map(str, [shape, *asked]))
         if self._config.race is not None:  # else a rank with another schedule would not be found
             where += f"/{spec}"
-        key = f"megatron_ext/programs/{self._run}/{len(self._measured)}/{where}"
+        key = f"megatron_ext/programs/{self._run}/{self._times_set[shape]}/{where}"
         here = dist.get_rank()
-        rank, first = store.compare_set(key, "", f"{here} {digest}").decode().split()
+        with losing_the_store(f"global rank {here} was to compare its program"):
+            rank, first = store.compare_set(key, "", f"{here} {digest}").decode().split()
         check_digests(self.choice.spec, {int(rank): first, here: digest})
 
     def make_again(
@@ -355,9 +388,10 @@ class Programs:
         costs: Costs,
         before: Program,
     ) -> Program:
-        """The program for ``before``'s training steps now that ``costs`` are those of ``shape``.
+        """The program for ``before``'s training steps now that ``costs`` are those of ``shape``, on
+        all ranks from the same step on.
 
-        Its order is kept where that is better. Collective over the world; raises as `make`.
+        Its order is kept where that is better. Raises as `make`.
         """
         self._set_costs(shape, costs)
         self._measured.add(shape)

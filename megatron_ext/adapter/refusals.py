@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
+import megatron.core
+
 from megatron_ext.adapter.transformer_engine import installed
 from megatron_ext.schedule.build.registry import Choice
 
@@ -60,6 +62,10 @@ def _moves_stages(choice: Choice) -> bool:
 
 def _has_one_stage(choice: Choice) -> bool:
     return choice.example.chunks == 1
+
+
+def _has_several_stages(choice: Choice) -> bool:
+    return not _has_one_stage(choice)
 
 
 def _parts_the_ends(choice: Choice) -> bool:
@@ -153,11 +159,31 @@ REFUSALS = (
     _drop("use_megatron_fsdp"),
     _drop("use_torch_fsdp2"),
     _only_torch_dist("a rank's stages are others than stock's", by=_moves_stages),
-    _drop(
-        "dataloader_save",
-        "Megatron would save the state of a loader on the first pipeline rank, which reads no "
-        "data here",
-        by=_moves_first_stage,
+    Refusal(
+        "perform_rl_step",
+        bool,
+        "reinforcement learning takes a rank's first stage for its whole model: choose a schedule "
+        "with one stage on each rank, such as zb-h1",
+        by=_has_several_stages,
+    ),
+    Refusal(
+        "moe_use_upcycling",
+        bool,
+        "Megatron cannot upcycle ranks that hold several stages: upcycle with a schedule that has "
+        "one stage on each rank, such as zb-h1, and load what that saves",
+        by=_has_several_stages,
+    ),
+    *(
+        [
+            _drop(
+                "dataloader_save",
+                "Megatron 0.18 would save it as that of another pipeline rank than the one whose "
+                "state is loaded",
+                by=_moves_first_stage,
+            )
+        ]
+        if megatron.core.__version__.startswith("0.18")
+        else []
     ),
     _drop("init_model_with_meta_device", by=_moves_first_stage),
     Refusal("yaml_cfg", bool, "give Megatron's settings as flags, not by --yaml-cfg"),

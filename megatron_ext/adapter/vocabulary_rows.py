@@ -122,10 +122,7 @@ def output_part(chunk: torch.nn.Module) -> OutputPart | None:
 
 
 def tables(models: Sequence[torch.nn.Module]) -> tuple[Tensor, Tensor]:
-    """The weights of this rank's parts, ready to be read: embedding and output layer.
-
-    With the gathering of parameters overlapped, whoever reads a weight waits for it first; Megatron
-    has hooks for that on each module's call.
+    """The weights of this rank's parts: embedding and output layer.
 
     Raises:
         ValueError: the model was not built with parts, or they are not trained.
@@ -143,9 +140,21 @@ def tables(models: Sequence[torch.nn.Module]) -> tuple[Tensor, Tensor]:
                 "--pipeline-vocab-parallel does not go with a frozen embedding or output layer: "
                 "drop the flag"
             )
-        for hook in part._forward_pre_hooks.values():
-            hook(part, ())
     return parts[0].weight, parts[1].weight
+
+
+def await_tables(models: Sequence[torch.nn.Module]) -> None:
+    """Wait for the gathers of this rank's parts, after those of the step have begun.
+
+    With the gathering of parameters overlapped, whoever reads a weight waits for it first; Megatron
+    has hooks for that on each module's call, and our passes call no module. A wait before the
+    step's gathers would gather the parts by itself, and the step would gather them a second time,
+    beside the passes that read them.
+    """
+    for part in (embedding_part(models[0]), output_part(models[0])):
+        if part is not None:
+            for hook in part._forward_pre_hooks.values():
+                hook(part, ())
 
 
 def shard_of(

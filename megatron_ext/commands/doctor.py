@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from megatron_ext.commands.options import Json
-from megatron_ext.commands.output import fail, gib, print_table
+from megatron_ext.commands.output import fail, print_table
 from megatron_ext.commands.progress import showing_progress
 from megatron_ext.config import ALLOW_UNKNOWN, PipelineConfig, flag
-from megatron_ext.schedule.words import counted
+from megatron_ext.schedule.words import bytes_text, counted
 
 if TYPE_CHECKING:
     from megatron_ext.launch_check.doctor import Diagnosis
@@ -128,11 +128,11 @@ def _check_launch_line(
 def _memory_row(rank: RankPrediction) -> dict[str, Any]:
     activations = counted(rank.activation_microbatches, "microbatch")
     if rank.activation_bytes is not None:
-        activations += f", {gib(rank.activation_bytes)}"
+        activations += f", {bytes_text(rank.activation_bytes)}"
     return {
         "pipeline rank": rank.rank,
         "layers": rank.layers,
-        "parameters, gradients, optimizer": gib(rank.model_bytes),
+        "parameters, gradients, optimizer": bytes_text(rank.model_bytes),
         "activations at the peak": activations,
-        "together": gib(rank.total_bytes),
+        "together": bytes_text(rank.total_bytes),
     }

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from typing import Any
 
 import typer
 
-from megatron_ext.commands.output import gib, print_table
+from megatron_ext.commands.output import print_table
 from megatron_ext.commands.plan_pictures import PlanPictures
 from megatron_ext.commands.plan_tables import print_unit
 from megatron_ext.commands.progress import showing_progress
 from megatron_ext.schedule.build.registry import Mark
 from megatron_ext.schedule.plan.candidate import Candidate
 from megatron_ext.schedule.plan.half_pipeline import Halves, Side
-from megatron_ext.schedule.words import counted
+from megatron_ext.schedule.words import bytes_text, counted
 
 _ALIKE = 0.0005  # of a step
 NOTHING_FITS = "no schedule fits, on all pipeline ranks or on half of them"
@@ -37,7 +38,7 @@ def show_halves(
     else:
         print_halves(halves, is_estimate=is_estimate)
         if halves.half.flags:
-            typer.echo(f"write for {halves.half.division}: {' '.join(halves.half.flags)}")
+            typer.echo(f"write for {halves.half.division}: {shlex.join(halves.half.flags)}")
     if not halves.fits:
         raise ValueError(NOTHING_FITS)
 
@@ -82,7 +83,7 @@ def _row(
     change = f"{of_half.step / of_whole.step - 1:+.1%}" if of_whole and of_half else "-"
     row[f"than\n{halves.whole.division}"] = change
     if candidate.fullest is not None:
-        add("fullest rank", lambda side: gib(side.fullest or 0))
+        add("fullest rank", lambda side: bytes_text(side.fullest or 0))
         return row
     add("span", lambda side: side.report.span)
     # A rank of the half has twice the layers: its microbatches hold twice as much.
@@ -104,11 +105,11 @@ def _memory(side: Side) -> dict[str, Any]:
     return {
         "": str(side.division),
         "schedule": best.schedule,
-        "weights": gib(fullest.model.weights),
-        "gradients": gib(fullest.model.gradients),
-        "optimizer": gib(fullest.model.optimizer),
-        "activations": gib(fullest.activations),
-        "total": gib(fullest.total),
+        "weights": bytes_text(fullest.model.weights),
+        "gradients": bytes_text(fullest.model.gradients),
+        "optimizer": bytes_text(fullest.model.optimizer),
+        "activations": bytes_text(fullest.activations),
+        "total": bytes_text(fullest.total),
         "gradients\nreduced in": reduction.gradients,
         "parameters\ngathered in": reduction.parameters,
     }

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from megatron_ext.commands.output import gib, print_table
+from megatron_ext.commands.output import print_table
 from megatron_ext.schedule.plan.candidate import VocabMethod
 from megatron_ext.schedule.plan.layouts.lines import EQUAL, UNSURE, Lines
 from megatron_ext.schedule.plan.layouts.work import Evaluated
+from megatron_ext.schedule.words import bytes_text
 
 if TYPE_CHECKING:
     from megatron_ext.launch_check.alternatives.layouts import LaidOut, Written
@@ -25,7 +26,7 @@ _WORDS = {
 def print_layouts(made: LaidOut, *, is_estimate: bool) -> None:
     """The line, what it could gain by other layouts, and what to write for each."""
     lines = made.lines
-    bound = "" if lines.bound is None else f", in {gib(lines.bound)} of a rank"
+    bound = "" if lines.bound is None else f", in {bytes_text(lines.bound)} of a rank"
     typer.echo(f"\nwith other layers on its stages{bound}:")
     rows = [_row("the line as it is", lines.own, lines)]
     rows += [_row(_WORDS[name], other, lines) for name, other in lines.others.items()]
@@ -56,7 +57,9 @@ def _row(words: str, made: Evaluated, lines: Lines) -> dict[str, Any]:
         "step": made.seconds,
         "gain": "" if made is lines.own else f"{lines.gain(made):.1%}",
         "slowest stage": f"{made.slowest}, {made.slowest_over_mean:+.0%}",
-        "fullest rank": "" if fullest is None else f"{fullest}, {gib(made.rank_bytes[fullest])}",
+        "fullest rank": ""
+        if fullest is None
+        else f"{fullest}, {bytes_text(made.rank_bytes[fullest])}",
     }
 
 

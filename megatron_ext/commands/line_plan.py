@@ -13,7 +13,7 @@ import typer
 
 from megatron_ext.commands.half_pipeline import NOTHING_FITS, print_halves
 from megatron_ext.commands.layout_tables import print_layouts
-from megatron_ext.commands.output import fail, gib
+from megatron_ext.commands.output import fail
 from megatron_ext.commands.plan_pictures import PlanPictures
 from megatron_ext.commands.plan_tables import (
     print_long_sequences,
@@ -28,6 +28,8 @@ from megatron_ext.schedule.model.gpus import parse_gpu
 from megatron_ext.schedule.plan.plan_report import plan_report
 from megatron_ext.schedule.plan.recommendation import made_again, slower_by
 from megatron_ext.schedule.show.trace import reserved_in
+from megatron_ext.schedule.text_file import parse_json, read_text_file
+from megatron_ext.schedule.words import bytes_text
 
 if TYPE_CHECKING:
     from megatron_ext.launch_check.alternatives.pairs import OtherPairs
@@ -137,8 +139,9 @@ def _asked(
 
 
 def _values(path: Path) -> dict[str, Any]:
+    text = read_text_file(path, "--config")
     try:
-        values = json.loads(path.read_text())
+        values = parse_json(text)
     except ValueError as error:
         raise ValueError(f"--config {path} is no JSON: {error}") from None
     if not isinstance(values, dict):
@@ -193,7 +196,7 @@ def _beside_memory(made: LinePlan) -> str:
             "beside that comes what the allocator reserves and does not hand out: not measured "
             "(on a GPU --pipeline-trace and --pipeline-costs profile do: --trace DIR, --costs FILE)"
         )
-    return f"beside that the allocator reserves {gib(made.reserved)}, for which room is left"
+    return f"beside that the allocator reserves {bytes_text(made.reserved)}, for which room is left"
 
 
 def _comparison(made: LinePlan) -> str:
@@ -207,7 +210,8 @@ def _comparison(made: LinePlan) -> str:
         return f"the line as it is, under {made.own}, is the choice"
     words = f"the line as it is, under {made.own}, takes {slower_by(line, best):.1%} more time"
     if best.fullest is not None and line.fullest is not None:
-        words += f", and {gib(line.fullest)} on its fullest rank (the choice {gib(best.fullest)})"
+        words += f", and {bytes_text(line.fullest)} on its fullest rank "
+        words += f"(the choice {bytes_text(best.fullest)})"
     if slower_by(line, best) < _EQUAL:
         words += ": an estimate does not tell them apart"
     return words
@@ -220,7 +224,11 @@ def _without_full_recompute(instead: Instead, best: Candidate | None) -> str:
     words += f"{made_again(taken)}: {taken.step:.6g}"
     if best is not None:
         words += f" ({slower_by(taken, best):+.1%})"
-    return words if taken.fullest is None else f"{words}, {gib(taken.fullest)} on its fullest rank"
+    return (
+        words
+        if taken.fullest is None
+        else f"{words}, {bytes_text(taken.fullest)} on its fullest rank"
+    )
 
 
 def _other_pairs(other: OtherPairs, best: Candidate | None) -> str:
@@ -235,7 +243,7 @@ def _other_pairs(other: OtherPairs, best: Candidate | None) -> str:
     if best is not None:
         words += f", {_than(slower_by(taken, best))} than the choice above"
     if taken.fullest is not None:
-        words += f", with {gib(taken.fullest)} on its fullest rank"
+        words += f", with {bytes_text(taken.fullest)} on its fullest rank"
     if stock is not None and stock is not taken:
         words += f"; Megatron's own order, {stock.schedule}, would take {stock.step:.6g}"
     return f"{words}. {_HIDDEN}"

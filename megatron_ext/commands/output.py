@@ -11,13 +11,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megatron_ext.errors import LONGEST_ERROR
+from megatron_ext.schedule.words import shown
+
 
 def fail(error: Exception) -> NoReturn:
     """End a command with status 2 and the error's text."""
     text = str(error)
     if isinstance(error, OSError) and error.filename is not None:
         text = f"{error.filename}: {error.strerror}"
-    typer.echo(f"megatron-ext: error: {text}", err=True)
+    typer.echo(f"megatron-ext: error: {shown(text, LONGEST_ERROR)}", err=True)
     raise typer.Exit(2)
 
 
@@ -70,7 +73,3 @@ def _cell(value: Any) -> str:
     if isinstance(value, list | tuple):
         return " ".join(map(_cell, value))
     return str(value)
-
-
-def gib(number: float) -> str:
-    return f"{number / 2**30:.3g} GiB"

@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from megatron_ext.commands.output import gib, print_table
+from megatron_ext.commands.output import print_table
 from megatron_ext.schedule.build.registry import Mark
 from megatron_ext.schedule.model.estimate import waiting_shares
 from megatron_ext.schedule.model.execution import Execution
@@ -22,6 +22,7 @@ from megatron_ext.schedule.plan.planner import without_figures
 from megatron_ext.schedule.plan.recommendation import Recommendation, made_again, slower_by
 from megatron_ext.schedule.problem import Offload, Problem
 from megatron_ext.schedule.slices import LONG_ENOUGH
+from megatron_ext.schedule.words import bytes_text
 
 
 def print_plan(plan: Plan) -> None:
@@ -101,7 +102,7 @@ def _plan_row(candidate: Candidate, plan: Plan) -> dict[str, Any]:
         "bubble": f"{made.bubble_share_makespan:.1%}",
         "span": made.span,
         "peak microbatches": made.peak,
-        "fullest rank": None if fullest is None else gib(fullest),
+        "fullest rank": None if fullest is None else bytes_text(fullest),
         "": "choice" if is_best else "*" * (candidate in plan.front),
     }
 
@@ -109,7 +110,7 @@ def _plan_row(candidate: Candidate, plan: Plan) -> dict[str, Any]:
 def print_recommended(recommended: Recommendation) -> None:
     """The memory of the choice, and what to write for it."""
     print_memory(recommended)
-    typer.echo(f"\nwrite {' '.join(recommended.flags)}")
+    typer.echo(f"\nwrite {shlex.join(recommended.flags)}")
 
 
 def print_full_recompute(compared: FullRecompute) -> None:
@@ -118,7 +119,7 @@ def print_full_recompute(compared: FullRecompute) -> None:
     assert taken.fullest is not None
     typer.echo(
         f"\nwith --recompute-granularity full the shortest step is {_told(taken)}, and its fullest "
-        f"rank holds {gib(taken.fullest)};"
+        f"rank holds {bytes_text(taken.fullest)};"
     )
     if instead is None:
         typer.echo("nothing else fits into that")
@@ -137,7 +138,8 @@ def print_memory(recommended: Recommendation) -> None:
         typer.echo("\nmemory of the choice")
         print_table(
             [
-                {"pipeline rank": rank} | {name: gib(held) for name, held in vars(row).items()}
+                {"pipeline rank": rank}
+                | {name: bytes_text(held) for name, held in vars(row).items()}
                 for rank, row in enumerate(recommended.ranks)
             ]
         )
@@ -169,7 +171,7 @@ def print_vocabulary(rows: Sequence[VocabularyRow]) -> None:
 
 def print_long_sequences(made: LongSequences) -> None:
     """What can be done about long sequences, by step and memory, and what to write for slices."""
-    within = "" if made.room is None else f", in {gib(made.room)} of a rank"
+    within = "" if made.room is None else f", in {bytes_text(made.room)} of a rank"
     typer.echo(f"\nsequences of {made.tokens:,} tokens, whole and in slices{within}:")
     rows = [_row_of_sequences(row) for row in made.rows]
     if rows:
@@ -200,7 +202,7 @@ def _row_of_sequences(row: Row) -> dict[str, Any]:
         "gain": "" if row.gain is None else f"{row.gain:+.1%}",
         "bubble": f"{report.bubble_share_makespan:.1%}",
         "peak microbatches": f"{report.peak:.3g}",
-        "fullest rank": "" if fullest is None else gib(fullest) + excess,
+        "fullest rank": "" if fullest is None else bytes_text(fullest) + excess,
     }
 
 
@@ -222,7 +224,8 @@ def _gain_of_slices(best: Candidate, made: LongSequences) -> str:
     if abs(gain) < EQUAL:
         text += ", which an estimate does not tell apart"
     if best.fullest is not None and whole.fullest is not None:
-        text += f"; {gib(best.fullest)} on the fullest rank in place of {gib(whole.fullest)}"
+        before = bytes_text(whole.fullest)
+        text += f"; {bytes_text(best.fullest)} on the fullest rank in place of {before}"
     return text
 
 

@@ -60,8 +60,9 @@ from megatron_ext.schedule.show.program_summary import program_of_1f1b
 from megatron_ext.schedule.show.torchtitan import for_torchtitan
 from megatron_ext.schedule.show.trace import write_trace
 from megatron_ext.schedule.slices import Lengths, Slices, parse_lengths
+from megatron_ext.schedule.text_file import write_text_file
 from megatron_ext.schedule.timeline import Timeline
-from megatron_ext.schedule.words import counted
+from megatron_ext.schedule.words import bytes_text, counted
 
 LONGEST = 86400.0  # seconds that may be asked for: a day
 MOST_RANKS = 16  # of which each is told alone
@@ -394,11 +395,11 @@ class _Files:
             OSError: a file cannot be written.
         """
         if self.csv is not None:
-            self.csv.write_text(to_csv(program.schedule))
+            write_text_file(self.csv, to_csv(program.schedule))
         if self.torch_csv is not None:
-            self.torch_csv.write_text(to_torch_csv(program.schedule))
+            write_text_file(self.torch_csv, to_torch_csv(program.schedule))
         if self.program is not None:
-            self.program.write_text(program.text)
+            write_text_file(self.program, program.text)
         if self.trace is not None:
             write_trace(_steps(program, steps), self.trace)
         if self.plot is None and self.page is None:
@@ -462,7 +463,7 @@ def _of_exchange(evened: Exchange | None) -> dict[str, Any]:
     most = max(evened.sent)
     sent = f"{most:.3g} times a microbatch's keys and values"
     if evened.in_bytes:
-        sent = f"{most / 2**30:.3g} GiB"
+        sent = f"{bytes_text(most)}"
     if evened.seconds is not None:
         sent += f", {evened.seconds:.4g} of time on a link as quick as hops"
     return {"makespan, attention evened out": evened.makespan, "sent for that by a rank": sent}

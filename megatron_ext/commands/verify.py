@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from megatron_ext.commands.output import fail
+from megatron_ext.commands.progress import showing_progress
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.build.report import ScheduleReport, report
 from megatron_ext.schedule.costs import uniform
@@ -32,9 +33,10 @@ def verify(
         int | None, typer.Option("-m", "--microbatches", help="Of one step, likewise.")
     ] = None,
 ) -> None:
-    """Prove a schedule file: complete, in order, free of deadlock."""
+    """Prove a schedule file: complete, in order, free of deadlock, its data in one order."""
     try:
-        choice = choose(spec)
+        with showing_progress():
+            choice = choose(spec)
         ranks = choice.ranks if pp is None else pp
         of_step = choice.microbatches if microbatches is None else microbatches
         if ranks is None or of_step is None:
@@ -48,7 +50,8 @@ def verify(
         problem = Problem(
             placement, of_step, costs, extras=Extras(slices=cut, pairs=choice.has_pairs)
         )
-        _, made = report(choice, problem)
+        with showing_progress():
+            _, made = report(choice, problem)
     except ValueError as error:
         fail(error)
     typer.echo(
@@ -82,6 +85,7 @@ def _results(made: ScheduleReport) -> str:
             "to the last bit"
         )
     return (
-        "a stage takes its microbatches out of order: gradients are summed in another order than "
-        "stock Megatron's, and their last bits differ"
+        "all stages take the forward passes in one order, so inputs and labels match, but a stage "
+        "takes its microbatches out of order: gradients are summed in another order than stock "
+        "Megatron's, and their last bits differ"
     )

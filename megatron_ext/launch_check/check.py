@@ -16,6 +16,7 @@ from megatron_ext.config import PipelineConfig, flag
 from megatron_ext.launch import without
 from megatron_ext.launch_check.communicators import check_communicators
 from megatron_ext.launch_check.doctor import diagnose
+from megatron_ext.launch_check.environment.dataset_helpers import check_dataset_helpers
 from megatron_ext.launch_check.flags import (
     check_installation,
     settings_of,
@@ -37,7 +38,7 @@ from megatron_ext.schedule.program.simulate import simulate, step_seconds
 from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.race.rounds import Race
 from megatron_ext.schedule.show.program_summary import stock_1f1b
-from megatron_ext.schedule.words import counted
+from megatron_ext.schedule.words import bytes_text, counted
 from megatron_ext.written_settings import from_argv
 
 _LARGE_BUBBLE = 0.1  # of a step
@@ -160,6 +161,7 @@ def _check(
     prefixes = report.attempt("datasets", lambda: launch_line.data_prefixes(args))
     if prefixes is not None:
         report.findings += check_data(args, prefixes)
+    report.findings += check_dataset_helpers()
     report.findings += check_checkpoints(args, needed)
     report.findings += check_restarts(args, launch.max_restarts)
 
@@ -172,7 +174,7 @@ def _planned(
 
     chosen = choose_for(launch.arguments, config, world_size, room)
     instead = f" in place of {' '.join(chosen.dropped)}" if chosen.dropped else ""
-    text = f"takes {' '.join(chosen.flags)}{instead}: {chosen.why}"
+    text = f"takes {shlex.join(chosen.flags)}{instead}: {chosen.why}"
     report.add(Verdict.RIGHT, "plan", text)
     return *without(launch.arguments, chosen.dropped), *chosen.flags
 
@@ -342,7 +344,7 @@ def _check_race(report: Report, args: Any, config: PipelineConfig, baseline: Pro
             f"{config.race.baseline}, peak {counted(held, 'microbatch')}"
         )
         if costs.held_bytes is not None:
-            text += f" ({max(peaks(schedule, in_bytes(costs))) / 2**30:.3g} GiB)"
+            text += f" ({bytes_text(max(peaks(schedule, in_bytes(costs))))})"
         report.add(Verdict.RIGHT, "race", text)
     race = Race(config.race.baseline, config.race.candidates)
     if args.train_iters is not None and args.train_iters < race.iterations_left:
@@ -448,7 +450,7 @@ def _predict(
     _judge_memory(report, [rank.total_bytes for rank in ranks], room)
     if problem.extras.offload is not Offload.NONE and costs.held_bytes is not None:
         planned = [planned_bytes(row, costs) or 0.0 for row in program.schedule.rows]
-        text = f"offload takes up to {max(planned) / 2**30:.3g} GiB per rank"
+        text = f"offload takes up to {bytes_text(max(planned))} per rank"
         report.add(Verdict.RIGHT, "host memory", text, "add up the ranks of a node")
     return model_bytes.checkpoint_bytes(args, placement)
 
@@ -456,7 +458,7 @@ def _predict(
 def _judge_memory(report: Report, totals: Sequence[float], room: int | None) -> None:
     largest = max(totals)
     text = (
-        f"pipeline rank {totals.index(largest)} takes the most, about {largest / 2**30:.3g} GiB, "
+        f"pipeline rank {totals.index(largest)} takes the most, about {bytes_text(largest)}, "
         f"beside what CUDA, NCCL and temporaries take"
     )
     if room is None:
@@ -464,8 +466,8 @@ def _judge_memory(report: Report, totals: Sequence[float], room: int | None) -> 
             Verdict.RIGHT, "memory", text, "write --gpu-memory 80GiB before the -- to compare"
         )
     elif largest > room:
-        text += f"; a GPU has {room / 2**30:.3g} GiB"
+        text += f"; a GPU has {bytes_text(room)}"
         fix = f"{flag('memory-limit')}, recompute, or more tensor or pipeline ranks"
         report.add(Verdict.WRONG, "memory", text, fix)
     else:
-        report.add(Verdict.RIGHT, "memory", f"{text}; a GPU has {room / 2**30:.3g} GiB")
+        report.add(Verdict.RIGHT, "memory", f"{text}; a GPU has {bytes_text(room)}")

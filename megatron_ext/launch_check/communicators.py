@@ -17,6 +17,7 @@ from megatron_ext.schedule.program.communicators import (
 )
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import Program
+from megatron_ext.schedule.words import bytes_text
 
 SETTINGS = "--nccl-communicator-config-path"
 NEGLIGIBLE = 0.0005  # of a step: less is printed as 0.0 %
@@ -52,7 +53,7 @@ def check_communicators(
     text = (
         f"a rank has up to {busiest.total} beside Megatron's own ({busiest.channels} for messages, "
         f"{busiest.collectives} for collectives), {ctas} CTAs each: they take {taken} of a GPU's "
-        f"{multiprocessors} multiprocessors when all wait, and about {memory / 2**20:.0f} MiB of "
+        f"{multiprocessors} multiprocessors when all wait, and about {bytes_text(memory)} of "
         f"buffers over NVLink"
     )
     batched = _batched(config, program, shapes_vary)
@@ -63,7 +64,7 @@ def check_communicators(
             return Finding(Verdict.REMARK, subject, text, f"write {fewest} for {file}")
         return Finding(Verdict.REMARK, subject, text, batched)
     if room is not None and memory > room:
-        text += f", and the GPU has {max(0.0, room) / 2**20:.0f} MiB left"
+        text += f", and the GPU has {bytes_text(max(0.0, room))} left"
         return Finding(Verdict.REMARK, subject, text, batched)
     return Finding(Verdict.RIGHT, subject, text, batched)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import os
 import re
 import shlex
@@ -106,7 +107,7 @@ def unknown_words(
             before = [argv[i - 1] for i in range(1, len(argv)) if argv[i] == word]
             if not any(other in unknown for other in before):
                 text = f"{word!r} belongs to no flag"
-                fix = "drop it: the flag before it takes no value, or fewer"
+                fix = _quoted(argv, word) or "drop it: the flag before it takes no value"
                 findings.append(Finding(Verdict.WRONG, "flags", text, fix))
         elif script is not None and name in script:
             findings.append(Finding(Verdict.RIGHT, "flags", f"{name} is the script's own"))
@@ -116,6 +117,23 @@ def unknown_words(
         text = "all others are Megatron's or ours" if findings else "all are Megatron's or ours"
         findings.append(Finding(Verdict.RIGHT, "flags", text))
     return findings
+
+
+def _quoted(argv: Sequence[str], word: str) -> str:
+    """Return what to do about ``word`` if it stands behind a flag that has a value already: a shell
+    splits a value at its spaces. Empty if it stands behind a flag without a value."""
+    at = argv.index(word)
+    flag_at = max((i for i in range(at) if argv[i].startswith("--")), default=None)
+    if flag_at is None:
+        return ""
+    name, equals, first = argv[flag_at].partition("=")
+    values = [first] if equals else []
+    values += itertools.takewhile(lambda other: not other.startswith("--"), argv[flag_at + 1 :])
+    if values[0] == word:
+        return ""
+    quoted = shlex.quote(" ".join(values))
+    words = f"{name}{equals or ' '}{quoted}"
+    return f"write {words}, quoted for the shell, if the value goes on with it; or drop it"
 
 
 def _unknown_flag(name: str, flags: Sequence[str]) -> Finding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,7 +30,7 @@ from megatron_ext.schedule.plan.curves import Curves, curves_of
 from megatron_ext.schedule.plan.fitting import consider, keeping_candidates
 from megatron_ext.schedule.plan.long_sequences import LongSequences
 from megatron_ext.schedule.problem import Extras
-from megatron_ext.schedule.words import counted
+from megatron_ext.schedule.words import bytes_text, counted
 from megatron_ext.written_settings import from_argv, says
 
 if TYPE_CHECKING:
@@ -335,8 +336,8 @@ def _long_sequences(read: ReadLine, made: LinePlan) -> LongSequences | None:
 def _what_slices_would(made: LongSequences | None) -> Iterator[str]:
     """Where the line fits with slices alone, what to write for it."""
     if made is not None and made.best is not None and made.best.fullest is not None:
-        gib = made.best.fullest / 2**30
-        yield f"{' '.join(made.flags)}: the fullest rank would take {gib:.3g} GiB, which fits"
+        fullest = bytes_text(made.best.fullest)
+        yield f"{shlex.join(made.flags)}: the fullest rank would take {fullest}, which fits"
 
 
 def _with_plan(layouts: LaidOut | None, read: ReadLine, plan: Plan) -> LaidOut | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.launch_check.report import Finding, Verdict
+from megatron_ext.schedule.words import bytes_text
 
 INDEX_HEADER = b"MMIDIDX\x00\x00"  # of an .idx, as megatron.core.datasets.indexed_dataset writes it
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -19,7 +20,7 @@ def check_data(args: Any, prefixes: Sequence[str]) -> list[Finding]:
     findings = [finding for prefix in prefixes for finding in _check_dataset(args, prefix)]
     if prefixes and all(finding.verdict is Verdict.RIGHT for finding in findings):
         size = sum(Path(f"{prefix}.bin").stat().st_size for prefix in prefixes if not args.sft)
-        text = f"{len(prefixes)} found, {size / 2**30:.3g} GiB"
+        text = f"{len(prefixes)} found, {bytes_text(size)}"
         findings = [Finding(Verdict.RIGHT, "datasets", text)]
     if not prefixes and not args.mock_data:
         findings.append(
@@ -131,10 +132,10 @@ def _check_save(args: Any, needed: float | None) -> Finding:
     if folder.verdict is not Verdict.RIGHT or "://" in args.save:
         return folder
     free = shutil.disk_usage(_existing(Path(args.save))).free
-    text = f"{folder.text}; {free / 2**30:.3g} GiB free"
+    text = f"{folder.text}; {bytes_text(free)} free"
     if needed is None:
         return Finding(Verdict.RIGHT, folder.subject, text)
-    text += f", a checkpoint takes about {needed / 2**30:.3g} GiB"
+    text += f", a checkpoint takes about {bytes_text(needed)}"
     if free < needed:
         return Finding(Verdict.WRONG, folder.subject, text, "make room, or save elsewhere")
     return Finding(Verdict.RIGHT, folder.subject, text)

@@ -7,6 +7,7 @@ from the arguments and the GPU's memory alone, which all ranks share, so that al
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +28,7 @@ from megatron_ext.schedule.plan.candidate import Candidate, Plan, Variant, Vocab
 from megatron_ext.schedule.plan.fitting import consider
 from megatron_ext.schedule.plan.planner import make_plan, without_figures
 from megatron_ext.schedule.plan.recommendation import flags_of, made_again, slower_by
-from megatron_ext.schedule.words import counted
+from megatron_ext.schedule.words import bytes_text, counted
 from megatron_ext.written_settings import says
 
 # Switches of Megatron's that some schedules refuse and that are about speed alone: without them the
@@ -172,8 +173,8 @@ class _Launch:
 
     def _bounds(self, gpu_memory: float | None) -> Iterator[_Bound]:
         usable = None if gpu_memory is None else USABLE * gpu_memory
-        on_gpu = f"in the {_gib(usable)} GiB that can be used of a GPU's {_gib(gpu_memory)}"
-        too_large = f"; a GPU has {_gib(gpu_memory)} GiB, and none is predicted to fit"
+        on_gpu = f"in the {_amount(usable)} that can be used of a GPU's {_amount(gpu_memory)}"
+        too_large = f"; a GPU has {_amount(gpu_memory)}, and none is predicted to fit"
         if self.config.memory_limit is not None:
             text = f"within {flag('memory_limit')} {self.config.memory_limit}"
             if usable is None:
@@ -234,7 +235,7 @@ class _Launch:
             for name in given
             if self._without([other for other in given if other != name]).refuses(better)
         ]
-        words = " ".join(_flags(better, bound)[1:])
+        words = shlex.join(_flags(better, bound)[1:])
         bubbles = [f"{c.report.bubble_share_makespan:.1%}" for c in (better, taken)]
         return (
             f". Without {' and '.join(needed)}: {words}, a step {1 - better.step / taken.step:.1%} "
@@ -260,8 +261,8 @@ def _flags(candidate: Candidate, bound: _Bound) -> tuple[str, ...]:
     return words if bound.limit is None else (*words, flag("memory_limit"), bound.limit)
 
 
-def _gib(number: float | None) -> str:
-    return "?" if number is None else f"{number / 2**30:.3g}"
+def _amount(number: float | None) -> str:
+    return "?" if number is None else bytes_text(number)
 
 
 def _reason(plan: Plan, candidate: Candidate, within: str) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 from megatron_ext.config import PipelineConfig, variable
 from megatron_ext.parity.lines import Line, recorded, saving
 from megatron_ext.parity.records.comparable import refusal
-from megatron_ext.schedule.words import counted
+from megatron_ext.schedule.words import bytes_text, counted
 
 _LATEST = "latest_checkpointed_iteration.txt"
 _SHOWN = 12  # lines of the output of a run that failed
@@ -123,14 +123,16 @@ class _Runs:
         self._tell(f"{what} ... ")
         start = time.monotonic()
         command = ["env", *words] if _ASSIGNMENT.fullmatch(words[0]) else list(words)
+        cannot = f"{log} cannot be written"
         try:
             with log.open("w") as output:
+                cannot = f"{command[0]} cannot be run"
                 status = subprocess.call(
                     command, stdout=output, stderr=subprocess.STDOUT, env=_environment(is_stock)
                 )
         except OSError as error:
             self._tell("failed\n")
-            raise ValueError(f"{command[0]} cannot be run: {error.strerror}") from None
+            raise ValueError(f"{cannot}: {error.strerror}") from None
         if status:
             self._tell("failed\n")
             raise ValueError(_failure(what, status, log))
@@ -175,8 +177,8 @@ def _room(folder: Path, needed: int, what: str) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise ValueError(
-            f"no room in {folder}: {what} need about {needed / 2**30:.3g} GiB, and its disk has "
-            f"{free / 2**30:.3g} GiB left; name a folder on a larger one with --dir"
+            f"no room in {folder}: {what} need about {bytes_text(needed)}, and its disk has "
+            f"{bytes_text(free)} left; name a folder on a larger one with --dir"
         )
 
 

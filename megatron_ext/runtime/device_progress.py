@@ -118,11 +118,12 @@ class DeviceProgress:
         elif self.position is None or self.position.pending is not pending:
             self.position = DevicePosition(ended, pending, time.monotonic())
 
-    def settle(self) -> None:
-        """The host has waited for all that the device was given: `look` asks it nothing until it is
-        given more. (While a CUDA graph is captured, no thread may ask.)"""
+    def stop_asking(self) -> None:
+        """Ask the device nothing until it is given more: a CUDA graph is about to be captured, and
+        meanwhile no thread may query an event."""
         with self._lock:
             self._drop_ended()
+            self._given.clear()
 
     def _drop_ended(self) -> None:
         while self._given and self._given[0][1].query():

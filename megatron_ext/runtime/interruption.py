@@ -30,7 +30,7 @@ class Interruption:
         recorder = self._recorder
         if recorder.has_failed:
             return  # its own error is the one to show
-        watchdog.say(f"{recorder.report()}: it ends, as another rank has failed: {words}")
+        where = recorder.report()
         recorder.interruption = words
         # Between steps the device must not go on with what an aborted message has left behind: a
         # step's end would take it for gradients. Within, the host notices before it leaves the
@@ -40,6 +40,7 @@ class Interruption:
                 connection = reference()
                 if connection is not None:  # to abort a communicator may take long
                     threading.Thread(target=connection.close, daemon=True).start()
+        watchdog.say(f"{where}: it ends, as another rank has failed: {words}")
         end = time.monotonic() + watchdog.GRACE_SECONDS
         while not recorder.has_failed:
             if time.monotonic() > end:

@@ -10,6 +10,7 @@ not keep signals waiting.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -27,6 +28,7 @@ from megatron_ext.runtime.recorder import Recorder
 GRACE_SECONDS = 3.0  # for the main thread to end by itself
 STUCK_SECONDS = 60.0
 LOOK_SECONDS = 1.0
+SAY_SECONDS = 1.0  # that a line may take to be written
 
 _Handler = Callable[[int, FrameType | None], None]
 _DEFAULTS: dict[int, _Handler | signal.Handlers] = {
@@ -50,6 +52,7 @@ class Watchdog:
         self._reported: dict[tuple[Recorder, str], float] = {}  # since when it was there
         self._interrupted = False  # the main thread has taken note of Ctrl-C
         self._has_signals = False
+        self._thread: threading.Thread | None = None  # that ends this process at a signal
         self._handlers: dict[int, _Handler] = {
             signal.SIGTERM: self._on_sigterm,
             signal.SIGINT: self._on_sigint,
@@ -64,11 +67,8 @@ class Watchdog:
             self._writer.setblocking(False)
             os.register_at_fork(after_in_child=self._end_in_child)
             device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-            for name, target in (
-                ("megatron_ext watchdog", self._watch),
-                ("megatron_ext device watchdog", lambda: self._watch_device(device)),
-            ):
-                threading.Thread(target=target, name=name, daemon=True).start()
+            self._thread = _start("megatron_ext watchdog", self._watch)
+            _start("megatron_ext device watchdog", lambda: self._watch_device(device))
         else:
             running._recorders = [*running._recorders, *self._recorders]
         if threading.current_thread() is threading.main_thread():
@@ -84,6 +84,12 @@ class Watchdog:
         running._reported = {
             key: since for key, since in running._reported.items() if key[0] is not recorder
         }
+
+    @classmethod
+    def stop_asking_devices(cls) -> None:
+        """Before a CUDA graph is captured: a query of an event by any thread would spoil it."""
+        for recorder in cls._running._recorders if cls._running is not None else ():
+            recorder.device.stop_asking()
 
     def _take_signals(self) -> None:
         previous = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
@@ -112,7 +118,13 @@ class Watchdog:
         return signum in self._handlers and signal.getsignal(signum) == self._handlers[signum]
 
     def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
-        """Leave it to the thread, so that a main thread that is just failing can say why."""
+        """Leave it to the thread, so that a main thread that is just failing can say why.
+
+        If the thread has ended, nobody else would end this process.
+        """
+        if self._thread is None or not self._thread.is_alive():
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
 
     def _on_sigint(self, signum: int, frame: FrameType | None) -> None:
         self._interrupted = True
@@ -124,20 +136,25 @@ class Watchdog:
             if ready:
                 for signum in self._reader.recv(64):
                     self._signalled(signum)
-            self._report_if_stuck()
+            with contextlib.suppress(Exception):  # signals are to be heard whatever fails here
+                self._report_if_stuck()
 
     def _signalled(self, signum: int) -> None:
         if not self._is_ours(signum):
             return  # somebody else's handler decides what the signal means
-        recorders = self._recorders
-        reports = [r.report() for r in recorders if r.position or r.device.position]
-        idle = recorders[0].report() if recorders else "no training is under way"
-        report = "; ".join(reports) or idle
-        say(f"got {signal.Signals(signum).name}: {report}")
+        with contextlib.suppress(Exception):  # the signal asks for an end, not for a report
+            say(f"got {signal.Signals(signum).name}: {self._report()}")
         time.sleep(GRACE_SECONDS)
         if signum == signal.SIGINT and self._interrupted:
             return  # the KeyboardInterrupt is on its way, and whoever catches it may take long
         os._exit(128 + signum)
+
+    def _report(self) -> str:
+        """Where the recorded steps are, in words."""
+        recorders = self._recorders
+        reports = [r.report() for r in recorders if r.position or r.device.position]
+        idle = recorders[0].report() if recorders else "no training is under way"
+        return "; ".join(reports) or idle
 
     def _watch_device(self, device: int | None) -> None:
         if device is not None:
@@ -168,7 +185,24 @@ class Watchdog:
             say(report)
 
 
+def _start(name: str, target: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=target, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
 def say(text: str) -> None:
-    """One write, so that lines of several ranks do not mix, and past sys.stderr, whose lock the
-    main thread may hold."""
-    os.write(2, f"megatron_ext: {text}\n".encode())
+    """Write ``text`` to stderr as one line. Returns soon and raises nothing, whatever becomes of
+    the line: stderr may be closed, on a full disk, or a pipe that nobody reads any more.
+
+    There is one write, so that lines of several ranks do not mix, and it goes past sys.stderr,
+    whose lock the main thread may hold.
+    """
+    line = f"megatron_ext: {text}\n".encode(errors="replace")
+
+    def write() -> None:
+        with contextlib.suppress(OSError):
+            os.write(2, line)
+
+    with contextlib.suppress(RuntimeError):  # there can be no more threads
+        _start("megatron_ext says", write).join(SAY_SECONDS)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import enum
+import functools
 import re
 from typing import NamedTuple, Self
+
+from megatron_ext.schedule.words import shown
 
 
 class Kind(enum.StrEnum):
@@ -123,6 +126,7 @@ def tokens_of(microbatch: int) -> float:
     return microbatch.end - microbatch.begin if isinstance(microbatch, Slice) else 1.0
 
 
+@functools.lru_cache(maxsize=8)  # each action of a file asks
 def even_ends(slices: int) -> tuple[float, ...]:
     """Where each of so many slices of one length ends, as shares of the sequence."""
     return tuple(number / slices for number in range(1, slices + 1))
@@ -230,9 +234,24 @@ def parse_pair(text: str, slices: int = 1) -> Pair | None:
 
 
 def slices_named(text: str) -> int:
-    """Into how many slices the microbatches of the actions in ``text`` are cut; 1: not at all."""
-    return 1 + max((int(match[1]) for match in _SLICE.finditer(text)), default=0)
+    """Into how many slices the microbatches of the actions in ``text`` are cut; 1: not at all.
+
+    Raises:
+        ValueError: some slice below the largest is not named. So ``text`` is no shorter than what
+            is allocated for its slices, whatever number a typing error makes.
+    """
+    named = {int(match[1]) for match in _SLICE.finditer(text)}
+    missing = next((number for number in range(len(named)) if number not in named), None)
+    if missing is not None:
+        most = max(named)
+        found = next(match for match in _SLICE.finditer(text) if int(match[1]) == most)
+        line = 1 + text.count("\n", 0, found.start())
+        raise ValueError(
+            f"line {line}: an action is of slice {most}, but no action is of slice {missing}; they "
+            f"count from 0 and leave no number out"
+        )
+    return max(len(named), 1)
 
 
 def _shown(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    return shown(text, _LONGEST)

@@ -12,8 +12,8 @@ from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import Costs, HostCosts, VocabularyCosts
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.text_file import read_text_file, write_text_file
-from megatron_ext.schedule.words import counted
+from megatron_ext.schedule.text_file import parse_json, read_text_file, write_text_file
+from megatron_ext.schedule.words import counted, shown
 
 FILE_VERSION = 1
 
@@ -32,6 +32,9 @@ _SLICES = ("attention", "latency", "launch")
 # What hides in a pair, and in a file a table of it by the backward pass beside.
 _HIDDEN = "hidden"
 _BESIDE = {"i": Kind.BACKWARD_INPUT, "b": Kind.FULL_BACKWARD}
+
+_MOST_RANKS = 1_000_000  # that can share a link
+MOST = 1e18  # of any figure, so that no sum of them is infinite
 
 _SINGLE = (Held.LOGITS.value, Held.MESSAGE.value)  # bytes that are one figure, of no stage
 
@@ -94,7 +97,7 @@ def _of_like_stages(costs: Costs) -> list[float]:
 
 
 def _listed(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names))
+    return shown(", ".join(sorted(names)))
 
 
 def _joined(figures: Sequence[float]) -> str:
@@ -125,8 +128,9 @@ def parse_costs(text: str, placement: Placement) -> Costs:
     Raises:
         ValueError: neither, a figure missing, negative or given twice.
     """
+    what = shown(text)
     if not text.strip():
-        raise ValueError(f"costs {text!r} are empty; {_EXAMPLE}")
+        raise ValueError(f"costs {what!r} are empty; {_EXAMPLE}")
     if "=" not in text:
         return load_costs(Path(text), placement)
     figures: dict[str, list[float]] = {}
@@ -134,27 +138,27 @@ def parse_costs(text: str, placement: Placement) -> Costs:
         key, _, value = part.partition("=")
         key = key.strip()
         if key in figures:
-            raise ValueError(f"costs {text!r}: {key!r} is given twice; {_EXAMPLE}")
+            raise ValueError(f"costs {what!r}: {shown(key)!r} is given twice; {_EXAMPLE}")
         try:
             figures[key] = [float(figure) for figure in value.split("/")]
         except ValueError:
-            raise ValueError(f"costs {text!r}: {part!r} is no figure; {_EXAMPLE}") from None
+            raise ValueError(f"costs {what!r}: {shown(part)!r} is no figure; {_EXAMPLE}") from None
     known = {*_PASSES, _AGAIN, "comm", *_PARTS, *_COPIES, *_LINK, *_SLICES, _HIDDEN}
     unknown = figures.keys() - known
     missing = _PASSES.keys() - figures.keys()
     if unknown or missing:
-        what = _listed(unknown or missing) + (" is unknown" if unknown else " is missing")
-        raise ValueError(f"costs {text!r}: {what}; {_EXAMPLE}")
-    seconds = {kind: _per_stage(figures[key], placement, text) for key, kind in _PASSES.items()}
+        wrong = _listed(unknown or missing) + (" is unknown" if unknown else " is missing")
+        raise ValueError(f"costs {what!r}: {wrong}; {_EXAMPLE}")
+    seconds = {kind: _per_stage(figures[key], placement, what) for key, kind in _PASSES.items()}
     hops = figures.get("comm", [0.0])
     if len(hops) > 1:
-        raise ValueError(f"costs {text!r}: comm is one figure; {_EXAMPLE}")
-    _check_figures(text, hops)
-    again = _per_stage(figures[_AGAIN], placement, text) if _AGAIN in figures else ()
-    costs = _with_slices(Costs(seconds, hops[0], recompute=again), figures, text)
-    costs = _with_hidden(costs, figures, placement, text)
-    costs = _with_vocabulary(costs, figures, 0.0, text)
-    return _with_host(costs, figures, placement, text)
+        raise ValueError(f"costs {what!r}: comm is one figure; {_EXAMPLE}")
+    _check_figures(what, hops)
+    again = _per_stage(figures[_AGAIN], placement, what) if _AGAIN in figures else ()
+    costs = _with_slices(Costs(seconds, hops[0], recompute=again), figures, what)
+    costs = _with_hidden(costs, figures, placement, what)
+    costs = _with_vocabulary(costs, figures, 0.0, what)
+    return _with_host(costs, figures, placement, what)
 
 
 def _with_slices(costs: Costs, figures: Mapping[str, Any], what: str) -> Costs:
@@ -170,13 +174,13 @@ def _with_slices(costs: Costs, figures: Mapping[str, Any], what: str) -> Costs:
     if len(shares) not in (0, 1, costs.stages) or any(share > 1 for share in shares):
         raise ValueError(
             f"costs {what}: attention is a share of passes from 0 to 1, one or one per stage, not "
-            f"{_joined(shares)}"
+            f"{shown(_joined(shares))}"
         )
     latency = given.get("latency", [0.0])
-    if len(latency) > 1 or latency[0] > costs.hop:
+    if len(latency) != 1 or latency[0] > costs.hop:
         raise ValueError(
             f"costs {what}: latency is one figure, and a part of comm, which is {costs.hop:g}; it "
-            f"is {_joined(latency)}"
+            f"is {shown(_joined(latency))}"
         )
     launch = given.get("launch", [])
     if len(launch) not in (0, 1, costs.stages):
@@ -262,10 +266,11 @@ def _with_host(costs: Costs, given: Mapping[str, Any], placement: Placement, wha
         raise ValueError(
             f"costs {what}: {min(figures)} without d2h; add d2h=, the copy to the host"
         )
-    for key, allowed in (("link", "1 or more ranks"), ("duplex", "0 or 1")):
+    for key, allowed in (("link", f"1 to {_MOST_RANKS:,} ranks"), ("duplex", "0 or 1")):
         value = figures.get(key, [1])
+        _check_figures(f"{what}, {key}", value)
         if value not in ([0], [1]) if key == "duplex" else not _is_count(value):
-            raise ValueError(f"costs {what}: {key} is {allowed}, not {_joined(value)}")
+            raise ValueError(f"costs {what}: {key} is {allowed}, not {shown(_joined(value))}")
     per_stage = {
         key: _per_stage(figures.get(key, figures["d2h"]), placement, f"{what}, {key}")
         for key in _COPIES
@@ -275,7 +280,7 @@ def _with_host(costs: Costs, given: Mapping[str, Any], placement: Placement, wha
 
 
 def _is_count(value: list[Any]) -> bool:
-    return len(value) == 1 and value[0] == int(value[0]) >= 1
+    return len(value) == 1 and value[0] == int(value[0]) and 1 <= value[0] <= _MOST_RANKS
 
 
 def load_costs(path: Path, placement: Placement) -> Costs:
@@ -322,7 +327,9 @@ def load_costs(path: Path, placement: Placement) -> Costs:
     seconds = {kind: per_stage(data[key], key) for key, kind in _PASSES.items()}
     hop = data.get("comm", 0)
     _check_figures(f"{path}, comm", [hop])
-    origin = f"{path} ({data['origin']})" if "origin" in data else str(path)
+    origin = f"{path} ({shown(data['origin'], 300)})" if "origin" in data else str(path)
+    if not any(map(any, seconds.values())):
+        raise ValueError(f"costs file {path}: all passes cost nothing; at least one must cost")
     message_bytes = float(single[Held.MESSAGE.value])
     costs = Costs(
         seconds,
@@ -347,8 +354,8 @@ def read_costs_file(path: Path) -> dict[str, Any]:
     """
     text = _text_of(path)
     try:
-        data = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+        data = parse_json(text)
+    except ValueError as error:
         raise ValueError(f"costs file {path} is not JSON: {error}") from None
     if not isinstance(data, dict) or data.get("version") != FILE_VERSION:
         raise ValueError(f'costs file {path}: "version": {FILE_VERSION} is expected at the top')
@@ -361,6 +368,11 @@ def read_costs_file(path: Path) -> dict[str, Any]:
     if unknown:
         raise ValueError(
             f"costs file {path}: {_listed(unknown)} is unknown; known are {', '.join(known)}"
+        )
+    if not isinstance(data.get("origin", ""), str):
+        raise ValueError(
+            f"costs file {path}: origin is {shown(json.dumps(data['origin']))}; write a text that "
+            f"says how the costs came about, or leave it out"
         )
     return data
 
@@ -438,5 +450,8 @@ def _per_stage(figures: Sequence[Any], placement: Placement, what: str) -> tuple
 def _check_figures(what: str, figures: Sequence[Any]) -> None:
     for figure in figures:
         is_number = isinstance(figure, int | float) and not isinstance(figure, bool)
-        if not is_number or not 0 <= figure < 1e18:
-            raise ValueError(f"costs {what}: {figure!r} is no cost; a cost is a number from 0")
+        if not is_number or not 0 <= figure < MOST:
+            raise ValueError(
+                f"costs {what}: {shown(repr(figure))} is no cost; a cost is a number from 0 to "
+                f"below {MOST:g}"
+            )

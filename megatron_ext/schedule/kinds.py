@@ -104,6 +104,8 @@ class Rule:
             both acquire.
         all_or_none: not done for every microbatch; and for those for which it is done, so are all
             kinds with this entry.
+        reads_data: whether a stage reads a microbatch's data with it, from an iterator that knows
+            no numbers: the n-th of a stage gets the n-th microbatch.
         beside: the kinds of pass of its rank with one of which it can run as one (`action.Pair`).
         by_optimizer: the optimizer does it when it is asked to step, after the run of the schedule.
             It stands in the schedule for the proof, the simulator and pictures.
@@ -126,6 +128,7 @@ class Rule:
     repeats: Kind | None = None
     all_or_none: Held | None = None
     by_optimizer: bool = False
+    reads_data: bool = False
     beside: tuple[Kind, ...] = ()
 
     @cached_property
@@ -169,6 +172,7 @@ _ROWS = (
         ),
         acquires=(Held.ACTIVATION,),
         in_evaluation=True,
+        reads_data=True,
         beside=(Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD),
     ),
     Rule(
@@ -328,6 +332,7 @@ _ROWS = (
         Lane.COLLECTIVE,
         where=Where.SHARD,
         in_evaluation=True,
+        reads_data=True,  # the first stage's, in the place of its F
     ),
     Rule(
         Kind.EMBEDDING,

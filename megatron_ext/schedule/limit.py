@@ -6,9 +6,8 @@ import math
 import re
 from dataclasses import dataclass
 
-from megatron_ext.schedule.words import counted
+from megatron_ext.schedule.words import BYTES, bytes_text, counted, shown, unit_for
 
-_BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _LARGEST = 1e15  # in whatever unit
 _TEXT = re.compile(r"(\d+(?:\.\d+)?)(x|[KMGT]iB)?")
 
@@ -25,7 +24,7 @@ class MemoryLimit:
 
     def __str__(self) -> str:
         if self.bytes is not None:
-            return f"{self.bytes / 2**30:.3g}GiB"
+            return bytes_text(self.bytes).replace(" ", "")
         assert self.microbatches is not None
         return counted(self.microbatches, "microbatch")
 
@@ -36,8 +35,23 @@ class MemoryLimit:
             number = _round_up(amount)
             return f"{number} microbatch{'es' * (number != '1')}"
         amount = math.ceil(amount * _SLIGHTLY_LESS)
-        unit = _unit_for(amount)
-        return f"{_round_up(amount / _BYTES[unit])}{unit}"
+        unit = unit_for(amount)
+        return f"{_round_up(amount / BYTES[unit])}{unit}"
+
+    def scaled(self, factor: float) -> MemoryLimit:
+        """Return ``factor`` times this limit, in its own unit."""
+        return self.of(self.amount * factor)
+
+    @property
+    def amount(self) -> float:
+        """The microbatches or bytes that this limit allows."""
+        return self.microbatches if self.microbatches is not None else float(self.bytes or 0)
+
+    def of(self, amount: float) -> MemoryLimit:
+        """Return a limit of ``amount``, in the unit of this one."""
+        if self.microbatches is not None:
+            return MemoryLimit(microbatches=amount)
+        return MemoryLimit(bytes=int(amount))
 
     @property
     def written(self) -> str:
@@ -46,9 +60,9 @@ class MemoryLimit:
         if self.bytes is None:
             assert self.microbatches is not None
             return _round_up(self.microbatches)
-        unit = _unit_for(self.bytes)
-        thousandths = math.floor(self.bytes / _BYTES[unit] * 1000)
-        if int((thousandths + 1) / 1000 * _BYTES[unit]) <= self.bytes:
+        unit = unit_for(self.bytes)
+        thousandths = math.floor(self.bytes / BYTES[unit] * 1000)
+        if int((thousandths + 1) / 1000 * BYTES[unit]) <= self.bytes:
             thousandths += 1  # `parse_limit` rounds down itself
         return _decimals(thousandths) + unit
 
@@ -70,11 +84,6 @@ def fits(held: float, allowed: float) -> bool:
 _SLIGHTLY_LESS = 1 - 1e-12  # a sum of shares may have come out too large by its last digit
 
 
-def _unit_for(amount: int) -> str:
-    """The largest in which ``amount`` bytes are at least 1."""
-    return max((u for u in _BYTES if _BYTES[u] <= amount), default="KiB", key=_BYTES.__getitem__)
-
-
 def _round_up(number: float) -> str:
     return _decimals(math.ceil(number * 1000 * _SLIGHTLY_LESS))
 
@@ -92,7 +101,7 @@ def parse_limit(text: str, ranks: int, microbatches: int) -> MemoryLimit:
     match = _TEXT.fullmatch(text.strip())
     if match is None or not 0 < float(match[1]) < _LARGEST:
         raise ValueError(
-            f"memory limit {text!r} is not understood: write microbatches of a rank (5), "
+            f"memory limit {shown(text)!r} is not understood: write microbatches of a rank (5), "
             f"a share of 1F1B's peak (0.5x), or bytes (60GiB); leave it out for no limit"
         )
     number, unit = float(match[1]), match[2]
@@ -100,4 +109,4 @@ def parse_limit(text: str, ranks: int, microbatches: int) -> MemoryLimit:
         return MemoryLimit(microbatches=number)
     if unit == "x":
         return MemoryLimit(microbatches=number * min(ranks, microbatches))
-    return MemoryLimit(bytes=int(number * _BYTES[unit]))
+    return MemoryLimit(bytes=int(number * BYTES[unit]))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -18,6 +18,7 @@ Say = Callable[[str], None]
 
 FIRST, EVERY = 2.0, 12.0  # seconds until the first line, and from one to the next
 _LOOKS = 0.1  # seconds
+_LEAVE = 1.0  # that the end of the work waits for a line that is being written
 
 
 @dataclass
@@ -99,7 +100,8 @@ def reporting(
     say: Say, remarks: Say | None = None, *, first: float = FIRST, every: float = EVERY
 ) -> Iterator[None]:
     """Give ``say`` a line on the tasks of the block that take longer than ``first`` seconds, and
-    another each ``every`` seconds. It is called from another thread.
+    another each ``every`` seconds. It is called from another thread, and the block ends whether
+    lines can be written or not.
 
     ``remarks`` is given what `remark` says; None: ``say`` is.
 
@@ -115,7 +117,8 @@ def reporting(
         while not over.wait(_LOOKS):
             tasks, now = tuple(listener.tasks), time.perf_counter()
             if tasks and now >= max(due, tasks[0].started + first):
-                say(_line(tasks))
+                with suppress(Exception):  # whatever says it: the next line may come through
+                    say(_line(tasks))
                 due = now + every
 
     token = _LISTENER.set(listener)
@@ -126,7 +129,7 @@ def reporting(
     finally:
         _LISTENER.reset(token)
         over.set()
-        thread.join()
+        thread.join(_LEAVE)
 
 
 def _line(tasks: Sequence[Task]) -> str:

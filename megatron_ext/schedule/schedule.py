@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import chain
 
 import numpy as np
 
 from megatron_ext.schedule.action import Action, Kind, Pair, whole_of
-from megatron_ext.schedule.columns import IN_EVALUATION, IS_PASS, Columns, Ints, columns_of
+from megatron_ext.schedule.columns import IN_EVALUATION, IS_PASS, KINDS, Columns, Ints, columns_of
 from megatron_ext.schedule.kinds import RULES, Lane, Where
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
@@ -81,13 +81,20 @@ def is_compute(action: Action) -> bool:
 
 def followed_by_own_w(row: Sequence[Action]) -> frozenset[tuple[int, int]]:
     """Stage and microbatch of each I of a rank's ``row`` whose W is what the rank computes next."""
-    passes = pairwise(action for action in row if is_compute(action))
-    kinds = Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
     return frozenset(
-        (i.stage, i.microbatch)
-        for i, w in passes
-        if (i.kind, w.kind) == kinds and (i.stage, i.microbatch) == (w.stage, w.microbatch)
+        (row[n].stage, row[n].microbatch) for n in right_behind_own_input(columns_of([row]))
     )
+
+
+def right_behind_own_input(columns: Columns) -> Ints:
+    """The numbers of the W whose own I is what their rank computes right before them."""
+    passes = columns.numbers[IS_PASS[columns.kind]]
+    before, after = passes[:-1], passes[1:]
+    is_it = columns.kind[before] == KINDS.index(Kind.BACKWARD_INPUT)
+    is_it &= columns.kind[after] == KINDS.index(Kind.BACKWARD_WEIGHT)
+    for figures in (columns.stage, columns.microbatch):
+        is_it &= figures[before] == figures[after]
+    return after[is_it]
 
 
 def recomputed(row: Sequence[Action]) -> frozenset[tuple[int, int]]:

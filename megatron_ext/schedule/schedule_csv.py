@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from megatron_ext.schedule.action import (
@@ -27,7 +28,9 @@ from megatron_ext.schedule.flip import (
 )
 from megatron_ext.schedule.kinds import RULES, Lane, Where
 from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.progress import task
 from megatron_ext.schedule.schedule import Schedule, is_compute
+from megatron_ext.schedule.words import counted
 
 
 def to_csv(schedule: Schedule) -> str:
@@ -108,9 +111,14 @@ def rows_from_csv(text: str, name: str) -> Rows:
     """
     lines = csv.reader(io.StringIO(text.rstrip()), delimiter=_delimiter(text))
     rows: list[tuple[Action, ...]] = []
-    slices = slices_named(text)
-    while (cells := _next_line(lines, name, len(rows) + 1)) is not None:
-        rows.append(_row(cells, f"{name}, line {len(rows) + 1}", slices))
+    try:
+        slices = slices_named(text)
+    except ValueError as error:
+        raise ValueError(f"{name}, {error}") from None
+    with task(f"reading {name}", steps=text.rstrip().count("\n") + 1) as reading:
+        while (cells := _next_line(lines, name, len(rows) + 1)) is not None:
+            rows.append(_row(cells, f"{name}, line {len(rows) + 1}", slices))
+            reading.done += 1
     if not rows:
         raise ValueError(f"{name} holds no action")
     _check_numbers(rows, name)
@@ -202,3 +210,25 @@ def _check_numbers(rows: Sequence[tuple[Action, ...]], name: str) -> None:
                 f"{name}, line {line}: {action} is of {what} {most}, but no action is of {what} "
                 f"{missing}; they count from 0 and leave no number out"
             )
+    _check_forwards(rows, name)
+
+
+def _check_forwards(rows: Sequence[tuple[Action, ...]], name: str) -> None:
+    """Raise ValueError if there are fewer actions than forward passes are needed.
+
+    So the product of the numbers, too, is no more than the file allows.
+    """
+    actions = [action for row in rows for action in row]
+    stages, wholes, parts = (1 + max(map(number_of, actions)) for number_of in _NUMBERED.values())
+    if stages * wholes * parts <= len(actions):
+        return
+    what = "slice" if parts > 1 else "microbatch"
+    there = {tuple(of(a) for of in _NUMBERED.values()) for a in actions if a.kind is Kind.FORWARD}
+    needed = itertools.product(range(stages), range(wholes), range(parts))
+    stage, whole, part = next(numbers for numbers in needed if numbers not in there)
+    cut = f".{part}" if parts > 1 else ""
+    raise ValueError(
+        f"{name}: {Action(stage, Kind.FORWARD, whole)}{cut} is missing: "
+        f"{counted(len(actions), 'action')} are too few for {counted(stages, 'stage')} and "
+        f"{counted(wholes * parts, what)}"
+    )

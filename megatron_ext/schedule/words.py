@@ -1,9 +1,12 @@
-"""Words for people: numbers of things, and what a misspelt name was meant to be."""
+"""Words for people: numbers of things, bytes, and what a misspelt name was meant to be."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from difflib import SequenceMatcher
+
+BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 _ALIKE = 0.75  # from 0, nothing in common, to 1
 
@@ -12,6 +15,30 @@ def counted(number: float, thing: str) -> str:
     """``1 microbatch``, ``2 microbatches``, ``1.5 ranks``."""
     plural = "es" if thing.endswith("ch") else "s"
     return f"{number if isinstance(number, int) else f'{number:g}'} {thing}{plural * (number != 1)}"
+
+
+def shown(value: object, longest: int = 80) -> str:
+    """``str(value)``, or its beginning where it is long: what users gave may be of any length."""
+    text = str(value)
+    return text if len(text) <= longest else f"{text[:longest]}... ({len(text):,} characters)"
+
+
+def unit_for(amount: float) -> str:
+    """Return the largest unit in which ``amount`` bytes are at least 1, or else KiB."""
+    return max((u for u in BYTES if BYTES[u] <= amount), default="KiB", key=BYTES.__getitem__)
+
+
+def bytes_text(amount: float) -> str:
+    """Return ``amount`` bytes with three digits: ``8.44 MiB``, ``0.5 GiB``, ``2.94 TiB``.
+
+    A quarter of a GiB and more is in GiB, as most of what a rank holds is.
+    """
+    amount = min(amount, sys.float_info.max)  # an integer of a user's may be larger
+    unit = unit_for(abs(amount))
+    if unit == "MiB" and 4 * abs(amount) >= BYTES["GiB"]:
+        unit = "GiB"
+    number = amount / BYTES[unit]
+    return f"{number:.0f} {unit}" if abs(number) >= 1000 else f"{number:.3g} {unit}"
 
 
 def meant_by(name: str, known: Iterable[str]) -> list[str]:

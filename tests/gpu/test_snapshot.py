@@ -23,9 +23,9 @@ ON_GPU = [
 @pytest.mark.parametrize(
     ("device", "place", "words"),
     [
-        ("cpu", "cpu", r"0.125 GiB of host memory"),
-        pytest.param("cuda", "cuda", "0.125 GiB of the device's memory", marks=ON_GPU),
-        pytest.param("cuda", "cpu", "0.125 GiB of pinned host memory", marks=ON_GPU),
+        ("cpu", "cpu", "128 MiB of host memory"),
+        pytest.param("cuda", "cuda", "128 MiB of the device's memory", marks=ON_GPU),
+        pytest.param("cuda", "cpu", "128 MiB of pinned host memory", marks=ON_GPU),
     ],
 )
 def test_copies_are_exact_though_nothing_waits_for_them(

@@ -43,6 +43,8 @@ from megatron_ext.parity.records.recording import name_of
 from megatron_ext.patches import engine
 from megatron_ext.patches.features import FEATURES
 from megatron_ext.schedule.build.registry import entries
+from scripts.recipes.feature import Feature
+from tests.helpers import witnesses
 from tests.helpers.ranks import RankResult, agent_store, run_ranks, torchrun_environment, values
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "pretrain_gpt.py"
@@ -132,7 +134,8 @@ class Run:
     ``tables`` are digests of the embedding's and the output layer's weight as far as they are here,
     after setup and after each iteration. ``predictions`` are, per iteration and as far as they are
     here, multi-token prediction's losses and how many of its tokens were right. ``redone`` are the
-    steps that post-validation took back.
+    steps that post-validation took back. ``features`` are, under our schedule, those that have a
+    witness and ran.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -144,6 +147,7 @@ class Run:
     evaluation: list[float] = field(default_factory=list)
     predictions: list[list[float]] = field(default_factory=list)
     redone: int = 0
+    features: frozenset[Feature] | None = None
 
 
 # A model with experts; how many ranks share them is for its test to say.
@@ -209,8 +213,16 @@ def train(
     words of ours between ``-m megatron_ext`` and the script.
     """
     runs = values(train_or_fail(ranks, flags, script, model_config, model_provider, before))
+    _note(runs)
     assert any(run.losses for run in runs), "not one iteration was trained"
     return runs
+
+
+def _note(runs: Sequence[Run]) -> None:
+    """Have the running test know what features its trainings of ours had."""
+    for run in runs:
+        if run.features is not None:
+            witnesses.note(run.features)
 
 
 def train_or_fail(
@@ -229,7 +241,7 @@ def train_or_fail(
                 rank,
                 ranks,
                 port,
-                [*before, str(script), *flags],
+                [*before, str(script), *witnesses.switched_off(list(flags))],
                 model_config or {},
                 model_provider,
             ),
@@ -274,6 +286,7 @@ def assert_same(runs: Sequence[Run], reference: Sequence[Run]) -> None:
 
     ``runs`` may have begun later than ``reference``, from a checkpoint.
     """
+    _note(runs)
     ours = losses(runs)
     theirs = losses(reference)[-len(ours) :]
     assert ours == theirs, f"losses {ours}, expected {theirs}"
@@ -307,7 +320,7 @@ def _train_rank(
 
     if "--save" in words:
         fork_checkpoint_manager()
-    listener = _Listener(model_config, model_provider)
+    listener = _Listener(model_config, model_provider, witnesses.is_ours(words))
     listener.listen(training, "--pipeline-post-validation" in words)
     try:
         main(words)
@@ -321,8 +334,12 @@ class _Listener:
     """Notes what Megatron's training loop comes to, by standing in for some of its functions."""
 
     def __init__(
-        self, model_config: Mapping[str, object], model_provider: Callable[..., Any] | None
+        self,
+        model_config: Mapping[str, object],
+        model_provider: Callable[..., Any] | None,
+        is_ours: bool,
     ) -> None:
+        self._features = witnesses.watch() if is_ours else None
         self._model_config = model_config
         self._model_provider = model_provider
         self._run = Run()
@@ -392,6 +409,8 @@ class _Listener:
         tensors = NamedTensors(models, optimizer, get_args())
         self._run.state = digests(chain(tensors.parameters(), tensors.optimizer_states()))
         self._run.layers = [_layers(chunk) for chunk in models]
+        if self._features is not None:
+            self._run.features = frozenset(self._features)
         schedule = sys.modules["megatron.core.pipeline_parallel"].get_forward_backward_func()
         self._run.schedule = getattr(schedule, "__name__", type(schedule).__name__)
         return self._run

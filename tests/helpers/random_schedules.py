@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from random import Random
+from statistics import fmean
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -56,6 +57,12 @@ def random_costs(random: Random, placement: Placement) -> Costs:
     )
 
 
+def with_random_links(random: Random, costs: Costs) -> Costs:
+    """``costs`` whose links between stages are as quick as it comes: some free, some slow."""
+    hops = tuple(costs.hop * random.choice([0, 0.5, 1, 4]) for _ in range(costs.stages - 1))
+    return replace(costs, hop=fmean(hops), hops=hops) if hops else costs
+
+
 def random_problem(random: Random) -> Problem:
     """A random placement with random costs, and up to five microbatches; messages of both sorts."""
     placement = random_placement(random)
@@ -69,15 +76,21 @@ def random_schedule(random: Random, problem: Problem) -> Schedule:
     """Any order in which the passes can run, without messages.
 
     Each rank takes a pass that has become possible, at random; each microbatch on each stage goes
-    back in one pass or in two. Microbatches overtake one another in every second schedule.
+    back in one pass or in two. In every second schedule the forward passes come in a random order
+    of the microbatches, one on all stages, and backward passes overtake one another.
     """
     placement, in_order = problem.placement, random.random() < 0.5
     last = placement.stages - 1
     rows: list[list[Action]] = [[] for _ in range(placement.ranks)]
-    ready = [Action(0, F, k) for k in range(problem.microbatches)]
+    order = list(range(problem.microbatches))
+    if not in_order:
+        random.shuffle(order)
+    ready = [Action(0, F, k) for k in order]
     while ready:
         action = random.choice(ready)
-        if in_order:
+        if action.kind is F:
+            action = next(a for a in ready if a[:2] == action[:2])  # the first to become possible
+        elif in_order:
             action = min(a for a in ready if a[:2] == action[:2])
         ready.remove(action)
         rows[placement.rank_of[action.stage]].append(action)

@@ -325,6 +325,17 @@ class _Ranks:
             wait = waits.get(action.kind)
             if wait and action._replace(kind=wait) not in self.times:
                 raise _Fault(f"nobody waits for {action}")
+        self.check_data()
+
+    def check_data(self) -> None:
+        """Each stage has an iterator of its own, and its n-th forward pass gets the n-th batch."""
+        read: dict[tuple[int, Kind], list[int]] = defaultdict(list)
+        for row in self.schedule.rows:
+            for action in row:
+                if action.kind in (F, Kind.BCAST_E):  # of the tokens, before F of the first stage
+                    read[action.stage, action.kind].append(action.microbatch)
+        if any(order != read[0, F] for order in read.values()):
+            raise _Fault(f"stages read their data in different orders: {dict(read)}")
 
     def check_vocabulary_done(self) -> None:
         evaluated = {Kind.EMBEDDING, Kind.LOGITS, Kind.LOSS}

@@ -62,15 +62,19 @@ def dualpipe(ranks: int, microbatches: int) -> TwoCopies:
 
 def random_two_copies(random: Random) -> TwoCopies:
     """A symmetric schedule, sound by construction: each pair of opposite ranks takes at random one
-    of the passes that it can."""
+    of the passes that it can. Forward passes of all stages come in one order."""
     half, microbatches = random.randint(1, 4), random.randint(1, 4)
     ranks, waves = 2 * half, random.randint(0, 1)
     rank_of = tuple(range(ranks)) + tuple(reversed(range(ranks))) * waves
     last = len(rank_of) - 1
     rows: list[list[Action]] = [[] for _ in range(half)]
-    ready = [Action(0, _F, k) for k in range(microbatches)]
+    ready = [Action(0, _F, k) for k in random.sample(range(microbatches), microbatches)]
     while ready:
-        stage, kind, k = action = ready.pop(random.randrange(len(ready)))
+        action = random.choice(ready)
+        if action.kind is _F:
+            action = next(a for a in ready if a[:2] == action[:2])  # the first to become possible
+        ready.remove(action)
+        stage, kind, k = action
         rows[min(rank_of[stage], ranks - 1 - rank_of[stage])].append(action)
         if kind is _F:
             ready.append(Action(stage, _B, k) if stage == last else Action(stage + 1, _F, k))

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from megatron_ext.adapter.model_bytes import model_bytes_of_ranks
 from megatron_ext.cli import app
 from megatron_ext.launch_check import line as launch_line
 from megatron_ext.launch_check.check import check_launch
+from megatron_ext.launch_check.environment import dataset_helpers
 from megatron_ext.launch_check.report import Report, Verdict
 from megatron_ext.launch_check.words import Launch, read_launch
 from megatron_ext.patches.engine import applied
@@ -155,7 +157,20 @@ def test_nothing_is_left_behind() -> None:
     ("overrides", "more", "subject", "text"),
     [
         ({"micro_batch_size": None}, ("--micro_batch_siz", "1"), "flags", "--micro-batch-size?"),
-        ({}, ("--mock-data", "yes"), "flags", "'yes' belongs to no flag"),
+        ({}, ("--mock-data", "yes"), "flags", "'yes' belongs to no flag; drop it: the flag before"),
+        (
+            {},
+            ("--step-batch-size-schedule", "0:160", "2.4B:320", "5B:640"),
+            "flags",
+            "'2.4B:320' belongs to no flag; write --step-batch-size-schedule "
+            "'0:160 2.4B:320 5B:640', quoted for the shell,",
+        ),
+        (
+            {},
+            ("--step-batch-size-schedule=0:160", "2.4B:320", "--bf16"),
+            "flags",
+            "write --step-batch-size-schedule='0:160 2.4B:320', quoted for the shell,",
+        ),
         ({"num_layers": "four"}, (), "flags", "--num-layers: invalid int value: 'four'"),
         ({"pipeline_schedule": "zb-h9"}, (), "flags", "did you mean zb-h1"),
         ({"num_layers": 6}, (), "model", "6 layers do not divide over 8 stages"),
@@ -434,6 +449,41 @@ def test_a_flag_like_one_of_ours_is_one_misspelt(word: str, meant: str) -> None:
     """--pipeline-shedule-memory-limit was taken for the script's own, perhaps."""
     (wrong,) = told(checked(word, "4"), Verdict.WRONG)
     assert wrong == f"flags: there is no flag {word}; did you mean {meant}?"
+
+
+def test_helpers_that_cannot_be_compiled_are_told_before_the_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron ran make 50 s after the launch, found no pybind11 and ended on all ranks."""
+    about = "dataset helpers: "
+    assert not [text for v in Verdict for text in told(checked(), v) if text.startswith(about)]
+
+    installed = {"pybind11"}
+    compiled: list[Path] = []
+
+    def find_spec(name: str) -> SimpleNamespace | None:
+        if name.endswith("helpers_cpp"):
+            return SimpleNamespace(origin=str(compiled[0])) if compiled else None
+        there = name in installed or name == "megatron.core.datasets"
+        return SimpleNamespace(origin=str(tmp_path / "__init__.py")) if there else None
+
+    monkeypatch.setattr(dataset_helpers, "find_spec", find_spec)
+    monkeypatch.setattr(dataset_helpers, "_HEADERS", ())
+    monkeypatch.setattr(dataset_helpers.shutil, "which", lambda tool: f"/bin/{tool}")
+    (without_makefile,) = told(checked(), Verdict.WRONG)
+    assert without_makefile.startswith(f"{about}helpers_cpp is not compiled in {tmp_path}")
+    for name in ("Makefile", "helpers.cpp"):
+        (tmp_path / name).touch()
+    assert any(text.startswith(about) for text in told(checked(), Verdict.RIGHT))
+    installed.clear()
+    (wrong,) = told(checked(), Verdict.WRONG)
+    assert "pybind11 is not installed: Megatron would end" in wrong
+    assert f"make -C {tmp_path}" in wrong
+    compiled.append(tmp_path / "helpers_cpp.so")
+    compiled[0].touch()
+    assert checked().is_right
+    os.utime(compiled[0], (1, 1))  # older than its source
+    assert not checked().is_right
 
 
 def test_restarts_begin_where_a_checkpoint_is(tmp_path: Path) -> None:

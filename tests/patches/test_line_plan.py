@@ -286,7 +286,7 @@ def test_what_does_not_fit_is_made_again_where_a_launch_would_take_that() -> Non
     best = plan.plan.best
     assert best is not None and best.report.recompute == "fit" and best.report.made_again > 0
     assert plan.flags[-2:] == ("--pipeline-recompute", "fit")
-    assert plan.of_line is None and "GiB more than it may" in plan.why_not
+    assert plan.of_line is None and "101 MiB more than it may" in plan.why_not
     # Random states that cannot be taken twice: the same refusal as a launch's.
     refused = made(small, te_rng_tracker=True, hidden_dropout=0.1).plan
     assert all(candidate.report.recompute == "none" for candidate in refused.candidates)

@@ -19,27 +19,38 @@ from megatron_ext.patches.megatron.core.datasets.blended_megatron_dataset_builde
 from megatron_ext.patches.megatron.training.training import packed_tokens
 
 
-def asks(monkeypatch: pytest.MonkeyPatch, rank: int, tensor_rank: int, **config: bool) -> bool:
-    """Whether a rank builds a dataset that its script does not see it read."""
+def built_and_given(
+    monkeypatch: pytest.MonkeyPatch, rank: int, tensor_rank: int, **config: bool
+) -> tuple[bool, bool]:
+    """Whether a rank that reads nothing builds datasets, and whether its script gets them."""
     monkeypatch.setattr(dist, "get_rank", lambda: rank)
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: tensor_rank)
     built: list[bool] = []
 
-    def original(builder: Any, cls: type, sizes: list[int], is_built: Any, config: Any) -> None:
-        built.append(is_built())
+    def original(builder: Any) -> list[Any]:
+        built.append(builder.is_built_on_rank())
+        return ["train", ["one set", "another"], None]
 
-    build_where_read(original, None, object, [], lambda: False, SimpleNamespace(**config))
-    return built[0]
+    builder = SimpleNamespace(is_built_on_rank=lambda: False, config=SimpleNamespace(**config))
+    datasets = build_where_read(original, builder)
+    assert datasets in (["train", ["one set", "another"], None], [None, [None, None], None])
+    return built[0], datasets[0] is not None
 
 
 def test_stages_between_the_ends_have_documents_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """With --dataloader-inter-document-masking their iterators were None, but for global rank 0's:
     on a loop, and on a V of two ranks with data parallelism, where a line of two trains."""
     masked = {"inter_document_masking": True}
-    assert asks(monkeypatch, 2, 0, **masked) and not asks(monkeypatch, 3, 1, **masked)
-    assert not asks(monkeypatch, 2, 0, inter_document_masking=False)
-    assert not asks(monkeypatch, 2, 0)  # Megatron 0.18
-    assert asks(monkeypatch, 0, 0)
+    assert built_and_given(monkeypatch, 2, 0, **masked) == (True, True)
+    assert built_and_given(monkeypatch, 3, 1, **masked) == (False, False)
+    assert built_and_given(monkeypatch, 2, 0, inter_document_masking=False) == (False, False)
+    assert built_and_given(monkeypatch, 2, 0) == (False, False)  # Megatron 0.18
+
+
+def test_global_rank_0_builds_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It got a loader, and its data-parallel peers none: whatever they did together hung."""
+    assert built_and_given(monkeypatch, 0, 0) == (True, False)
+    assert built_and_given(monkeypatch, 0, 0, inter_document_masking=True) == (True, True)
 
 
 @pytest.mark.parametrize("chunks", [None, 2, 4])

@@ -38,6 +38,8 @@ def who(refusal: Refusal) -> str:
         return "those that split the backward"
     if refusing == {choice for choice in choices if choice.example.chunks == 1}:
         return "those with one stage on a rank"
+    if refusing == {choice for choice in choices if choice.example.chunks > 1}:
+        return "those with several stages on a rank"
     if refusing == {c for c in choices if c.example.rank_of[0] != c.example.rank_of[-1]}:
         return "all but V's and waves"
     assert refusing == {choice for choice in choices if choice.example.rank_of[0] != 0}

@@ -19,7 +19,8 @@ import megatron.core
 import pytest
 import torch.distributed as dist
 
-from megatron_ext.adapter.launch_facts import launch_facts
+from megatron_ext.adapter import launch_facts as launch_facts_module
+from megatron_ext.adapter.launch_facts import launch_facts, refuse_other_launches
 from megatron_ext.config import PipelineConfig
 from megatron_ext.runtime.store import agreement
 from megatron_ext.runtime.store.agreement import Fact, Told, agree, difference, listed
@@ -79,6 +80,29 @@ def test_a_rank_without_megatron_ext_is_not_waited_for_in_silence(
         if rank != silent:
             assert result.startswith(f"global rank {silent} did not tell")
     assert capfd.readouterr().out.count(f"waiting for global rank {silent} to tell") == 1
+
+
+def test_a_rank_without_settings_is_not_waited_for_as_long_as_for_a_collective(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 had no settings, and the others waited 580 s for it: nearly torch's own timeout."""
+    monkeypatch.setattr(launch_facts_module, "PATIENCE", timedelta(seconds=0.5))
+    monkeypatch.setattr(agreement, "STAYS", timedelta(seconds=0.5))
+
+    def launched(rank: int) -> str:
+        if rank == 0:
+            time.sleep(4)
+            return "silent"
+        try:
+            refuse_other_launches(PipelineConfig.parse(schedule="zb-h1"))
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    results = values(run_ranks(2, launched, timeout=60))
+    assert results[0] == "silent"
+    assert results[1].startswith("global rank 0 did not tell their settings within 0 s")
+    assert "start every rank with the same command line" in results[1]
 
 
 def test_one_of_a_thousand_ranks_is_found() -> None:

@@ -12,6 +12,7 @@ import re
 import resource
 import shutil
 import socket
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -124,6 +125,7 @@ class FullDisk:
     def install(self, rank: int) -> None:
         if rank == self.rank:
             resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+            sys.dont_write_bytecode = True  # it would be cut off, without an error
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,15 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 import megatron_ext
+from megatron_ext.adapter.race import step_race, turn
 from megatron_ext.adapter.step.connections import Connections
 from megatron_ext.adapter.tied import tied_weights
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
+from megatron_ext.runtime.host.memory import HostMemory
+from megatron_ext.runtime.store import once_for_all
 from megatron_ext.schedule.build.registry import choose
+from megatron_ext.schedule.race import report, rounds
 from megatron_ext.schedule.show.trace import NAME, read_trace
 from tests.helpers.callers import (
     assert_same,
@@ -253,7 +257,94 @@ def test_pipelines_that_nothing_ties_may_come_to_other_numbers_of_microbatches()
             step(own_groups=False, microbatches=4 if rank in (1, 3) else MICROBATCHES)
             return "done"
 
-    assert values(run_ranks(RANKS, differing, timeout=60)) == ["done"] * RANKS
+    assert values(run_ranks(RANKS, differing)) == ["done"] * RANKS
+
+
+SECOND = (1, 3)  # global ranks of the second pipeline of two
+
+
+def test_offload_takes_programs_that_only_one_pipeline_comes_to() -> None:
+    """It told all ranks what each new program would take of the hosts, and the second pipeline was
+    alone with one."""
+
+    def differing(rank: int) -> list[str]:
+        told: list[str] = []
+        check = HostMemory.check
+
+        def note(text: str) -> str:
+            told.append(text)
+            return text
+
+        with (
+            installed(2, schedule="zb-h1", activation_offload="full", costs="estimate"),
+            mock.patch.object(HostMemory, "check", lambda *asked: note(check(*asked))),
+        ):
+            for microbatches in (MICROBATCHES, 4, 9):
+                step(own_groups=False, microbatches=microbatches if rank in SECOND else 6)
+            return told
+
+    told = values(run_ranks(RANKS, differing))
+    assert [len(of_rank) for of_rank in told] == [1, 3, 1, 3]
+    assert len({of_rank[0] for of_rank in told}) == 1
+
+
+def test_measured_costs_come_to_all_ranks_at_one_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second pipeline has measured enough steps of one program some steps later than the first,
+    which waited for it there; and it is alone with a shape, whose costs all ranks were told."""
+    monkeypatch.setattr(once_for_all, "AHEAD_SECONDS", 0.1)
+
+    def measuring(rank: int) -> tuple[list[int], list[object]]:
+        measured_after = []
+        with installed(2, schedule="zb-h1", costs=f"profile:{tmp_path / 'costs.json'}"):
+            for number in range(1, 11):
+                is_other = rank in SECOND and number in (2, 3)
+                if rank in SECOND and number == 4:
+                    monkeypatch.setitem(globals(), "BATCH", 3)
+                    step(own_groups=False)
+                    monkeypatch.setitem(globals(), "BATCH", 2)
+                    continue
+                step(own_groups=False, microbatches=4 if is_other else 6)
+                programs = schedules.get_forward_backward_func()._training._programs
+                if programs.are_measured((2, SEQUENCE)):
+                    measured_after.append(number)
+            return measured_after, [programs.costs[2, SEQUENCE], programs.costs.get((3, SEQUENCE))]
+
+    told = values(run_ranks(RANKS, measuring))
+    assert {tuple(after) for after, _ in told} == {(7, 8, 9, 10)}
+    assert all(costs == told[0][1][0] for _, (costs, _) in told)
+    alone = [told[rank][1][1] for rank in range(RANKS)]
+    assert alone[0] is None and alone[1] == alone[3] != None  # noqa: E711
+
+
+@pytest.mark.parametrize("sizes", [{4: 4}, {4: 4, 5: 6}, {n: 4 + n % 2 for n in range(2, 40)}])
+def test_a_race_is_the_same_on_all_ranks(
+    sizes: dict[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second pipeline has steps of another size now and then, or always: it began anew by
+    itself, and the first waited at the end of its turn for ranks that would not come."""
+    for module in (rounds, turn, step_race, report):
+        monkeypatch.setattr(module, "ROUNDS", 1, raising=False)
+        monkeypatch.setattr(module, "TIMED", 1, raising=False)
+
+    def racing(rank: int) -> list[tuple[Any, ...]]:
+        seen = []
+        size = MICROBATCHES
+        with installed(2, race="zb-h1"):
+            for number in range(1, 20):
+                if rank in SECOND:
+                    size = sizes.get(number, size)
+                step(own_groups=False, microbatches=size)
+                race = schedules.get_forward_backward_func()._training._race
+                standing = race._race and (race._race.current, race._race.rounds)
+                seen.append((race._kept, standing))
+        return seen
+
+    told = values(run_ranks(RANKS, racing))
+    assert all(seen == told[0] for seen in told)
+    is_over = told[0][-1][0] is not None
+    assert is_over == (len(sizes) < 3)
 
 
 def test_another_program_is_found_in_a_later_step_too() -> None:

@@ -7,15 +7,23 @@ import signal
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
 
+import torch
+
+from megatron_ext.config import PipelineConfig
+from megatron_ext.patches.engine import apply
+from megatron_ext.patches.features import FEATURES
+from megatron_ext.patches.torch.cuda import graphs
 from megatron_ext.runtime import watchdog
 from megatron_ext.runtime.device_progress import PASSES_AHEAD, DeviceProgress
 from megatron_ext.runtime.position import Position
 from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.watchdog import Watchdog
 from megatron_ext.runtime.whereabouts import Process, Whereabouts
 from megatron_ext.schedule.action import parse
 from megatron_ext.schedule.build.registry import choose
@@ -69,17 +77,37 @@ class KnownProgress(DeviceProgress):
         return sum(position.peer is None for position in self.positions[self.device.ended :])
 
 
-def test_nobody_asks_a_device_that_is_settled() -> None:
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_nobody_asks_a_device_while_a_graph_is_captured(
+    has_ended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The watchdog's thread would ask for the last events of a step while CUDA graphs are captured
-    after it: then no thread may, and the capture fails."""
+    after it: then no thread may, and the capture fails. Only Transformer Engine's captures of
+    layers were known to it, not the one of --optimizer-cuda-graph."""
     device = Device()
-    progress = DeviceProgress(device.record)
-    progress.add(Position(0, parse("0F0"), None, "", 0.0))
-    device.ended = 1  # the host has waited for all, as before a capture
-    progress.settle()
-    device.events[0].query = lambda: pytest.fail("it was asked")  # type: ignore[method-assign]
-    progress.look()
-    progress.look()
+    recorder = Recorder(0, device=DeviceProgress(device.record))
+    monkeypatch.setattr(Watchdog, "_running", Watchdog(recorder))
+    recorder.device.add(Position(0, parse("0F0"), None, "", 0.0))
+    device.ended = int(has_ended)
+    captured = []
+
+    def capture_begin(graph: Any, pool: Any = None, capture_error_mode: str = "global") -> None:
+        device.events[0].query = lambda: pytest.fail("it was asked")  # type: ignore[method-assign]
+        recorder.device.look()
+        recorder.device.look()
+        captured.append((graph, pool, capture_error_mode))
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", capture_begin)
+    config = PipelineConfig(schedule="1f1b")
+    assert any("torch.cuda.graphs" in f.modules and f.is_wanted(config) for f in FEATURES)
+    with apply(graphs.patches(config)):
+        torch.cuda.CUDAGraph.capture_begin("graph", pool=1, capture_error_mode="global")  # type: ignore[arg-type]
+    assert captured == [("graph", 1, "global")]
+    assert recorder.device.position is None
+    recorder.device.add(Position(0, parse("0F1"), None, "", 0.0))  # the next step's
+    recorder.device.look()
+    recorder.device.look()
+    assert recorder.device.position is not None
 
 
 def test_the_host_is_a_few_passes_ahead_of_its_device() -> None:

@@ -30,6 +30,7 @@ from megatron_ext.runtime.weight_gradients import queue  # noqa: E402
 from megatron_ext.schedule.action import parse  # noqa: E402
 from megatron_ext.schedule.build.registry import choose  # noqa: E402
 from megatron_ext.schedule.problem import P2P  # noqa: E402
+from tests.helpers import broken_stderr  # noqa: E402
 from tests.helpers.ranks import RankResult, Script, running_ranks, values  # noqa: E402
 from tests.helpers.stages import Pipeline, alone, program_for, world  # noqa: E402
 
@@ -258,6 +259,33 @@ def test_sigterm_to_a_rank_that_hangs_in_a_pass(script: Script, fault: Callable[
     check_signal_report(results[1].stderr, "SIGTERM", "pipeline rank 1 in 1I2")
     for rank in (0, 2):
         check_cut_off(rank, results[rank])
+
+
+@dataclass(frozen=True)
+class CannotSay:
+    """A step whose rank 0 soon has something to say, on a stderr that is ``broken``."""
+
+    broken: Callable[[], None]
+
+    def __call__(self, rank: int) -> None:
+        watchdog.STUCK_SECONDS = watchdog.LOOK_SECONDS = 0.1
+        watchdog.SAY_SECONDS = 0.2
+        Step({"1I2": hang}, before=self.broken if rank == 0 else nothing)(rank)
+
+
+@pytest.mark.parametrize("broken", broken_stderr.WAYS)
+def test_sigterm_ends_a_rank_that_can_say_nothing(
+    script: Script, broken: Callable[[], None]
+) -> None:
+    """It says before that it may hang. The watchdog's thread ended with that, or stayed in the
+    write, and the SIGTERM that it should have acted on was swallowed."""
+    with running_ranks(RANKS, CannotSay(broken), script) as running:
+        running.wait_until_it_says(2, "it may hang")  # and so does rank 0, or it tries to
+        time.sleep(0.5)
+        running.send_signal(0, signal.SIGTERM)
+        running.wait_until_ended(0)
+        results = running.wait(timeout=0)
+    assert results[0].exit_code == 128 + signal.SIGTERM
 
 
 def test_ctrl_c_in_a_pass_is_a_keyboard_interrupt(script: Script) -> None:

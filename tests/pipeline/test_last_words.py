@@ -34,6 +34,7 @@ from megatron_ext.runtime.whereabouts import whereabouts  # noqa: E402
 from megatron_ext.schedule.action import Action, parse  # noqa: E402
 from megatron_ext.schedule.build.registry import choose  # noqa: E402
 from megatron_ext.schedule.program.verify import Program  # noqa: E402
+from tests.helpers import broken_stderr  # noqa: E402
 from tests.helpers.ranks import RankResult, Script, running_ranks, values  # noqa: E402
 from tests.helpers.stages import WIDTH, Pipeline, program_for, world  # noqa: E402
 from tests.pipeline.test_faults import HERE, say, throw, wait_until_told  # noqa: E402
@@ -231,6 +232,30 @@ def test_every_rank_ends_when_one_fails(script: Script, step: Step, is_interrupt
         assert results[rank].seconds - failed.seconds < SOON
         assert "spoilt" not in results[rank].stderr
         assert ("PeerFailure: pipeline rank" in results[rank].stderr) == is_interrupted
+
+
+@dataclass(frozen=True)
+class CannotSay:
+    """A step in which the others wait while rank 1 fails, on a stderr that is ``broken``."""
+
+    broken: Callable[[], None]
+
+    def __call__(self, rank: int) -> None:
+        if rank != 1:
+            self.broken()
+        Step(throw_when_others_block, wanted=tell_and_wait_for_device)(rank)
+
+
+@pytest.mark.parametrize("broken", broken_stderr.WAYS)
+def test_a_rank_that_can_say_nothing_ends_with_the_others(
+    script: Script, broken: Callable[[], None]
+) -> None:
+    """It said first that another had failed, and only then acted on it: never, if it could not."""
+    with running_ranks(RANKS, CannotSay(broken), script) as running:
+        results = running.wait(timeout=15)
+    assert [result.exit_code for result in results] == [1, 1, 1]
+    for rank in (0, 2):
+        assert "PeerFailure: pipeline rank" in results[rank].stderr
 
 
 def test_a_rank_whose_caller_goes_on_after_its_error(script: Script) -> None:

@@ -6,14 +6,22 @@ v-auto searched for half a minute inside iteration 1, and nothing told it from a
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from megatron_ext import logger
+from megatron_ext.adapter.race import step_race
 from megatron_ext.logger import telling_of_long_work
+from megatron_ext.schedule.families import zb_auto
 from megatron_ext.schedule.progress import reporting, task
+from megatron_ext.schedule.search import best
+from tests.helpers.megatron_runs import model_flags, train
 from tests.helpers.ranks import run_ranks, values
+from tests.helpers.short_search import shorten_search
 from tests.pipeline.test_callers import installed, step
 
 RANKS = 2
@@ -55,3 +63,37 @@ def test_global_rank_0_tells_for_all(rank: int, capsys: pytest.CaptureFixture[st
             pass
     told = capsys.readouterr().out
     assert ("megatron_ext: searching" in told and "more at the most" in told) == (rank == 0)
+
+
+@pytest.mark.parametrize(
+    "ours",
+    [
+        {"pipeline_schedule": "zb-auto", "train_iters": 1},
+        {"pipeline_race": "v-auto", "train_iters": step_race.FIRST + 1},
+    ],
+)
+def test_no_rank_searches_before_there_are_process_groups(
+    ours: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rank of a launch checks the arguments, and each searched for a minute there. Then one
+    rank searched once more, for the program that runs."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    shorten_search(monkeypatch)
+    entered = tmp_path / "entered"
+    entered.touch()
+
+    def noted(search: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(search)
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("trials") is None:  # else it is what stands in for a search
+                with entered.open("a") as file:
+                    file.write(f"rank {dist.get_rank()}\n" if dist.is_initialized() else "early\n")
+            return search(*args, **kwargs)
+
+        return noting
+
+    for module, name in ((best, "searched"), (zb_auto, "_best")):
+        monkeypatch.setattr(module, name, noted(vars(module)[name]))
+    flags = model_flags(pipeline_model_parallel_size=2, global_batch_size=4, **ours)
+    train(2, flags)
+    assert set(entered.read_text().splitlines()) == {"rank 0"}

@@ -13,12 +13,14 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from torch import Tensor  # noqa: E402
+from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 
 from megatron_ext.runtime.host import buffers as host_buffers  # noqa: E402
 from megatron_ext.runtime.host import copies as host_copies  # noqa: E402
@@ -264,9 +266,81 @@ def test_an_empty_storage_and_a_foreign_one_stay() -> None:
         z.untyped_storage().resize_(0)
         return y
 
-    leaving.forward(function, torch.arange(8.0).requires_grad_())
+    y = leaving.forward(function, torch.arange(8.0).requires_grad_())
     leaving.perform(*AWAY)
     assert leaving.bytes_left == 64  # x, and x * 1
+    del y
+
+
+def test_what_nobody_needs_any_more_does_not_leave() -> None:
+    """Megatron's auxiliary loss drops the values of topk, whose node had saved the indices. They
+    came back from the host into memory that the next F could have got meanwhile."""
+    leaving = Leaving(*BACK)
+    x = torch.arange(8.0).requires_grad_()
+    y = leaving.forward(lambda x: square(x * int(x.topk(4).indices.sum())), x)
+    leaving.perform(*AWAY)
+    assert leaving.bytes_left == 64  # x, and what is squared
+    leaving.perform("0RELOAD_F0")
+    leaving.step.await_reload(parse("0B0"))
+    y.backward()
+    assert torch.equal(x.grad, 2 * 22**2 * torch.arange(8.0))
+
+
+def test_memory_that_a_copy_writes_to_is_kept_until_the_copy_has_ended() -> None:
+    """Also where nobody will read it: the last reference was dropped when the copy had started."""
+    leaving = Leaving(*BACK)
+    y = leaving.forward(square, torch.arange(8.0).requires_grad_() + 1)
+    leaving.perform(*AWAY)
+    (away,) = leaving.step._away.values()
+    (storage,) = [StorageWeakRef(left.storage) for left in away.storages]
+    del away, y
+    gc.collect()
+    leaving.perform("0RELOAD_F0")
+    gc.collect()
+    assert not storage.expired()
+    leaving.step.await_reload(parse("0B0"))
+    assert storage.expired()
+
+
+class TwoStreams(DirectCopies):
+    """Copies of a device with two streams, of which the test says which is current."""
+
+    def __init__(self) -> None:
+        self.current: Any = "main"
+
+    def current_stream(self) -> Any:
+        return self.current
+
+
+def test_the_allocator_is_told_of_streams_that_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shared experts run on a stream of their own. What RELOAD had allocated on the main stream was
+    read there, and went back to the main stream's pool before it had been read. What a copy to the
+    host reads may belong to either stream: it is freed once the main stream has waited for the
+    copy, and the other stream has not."""
+    told: list[tuple[int, str]] = []
+    monkeypatch.setattr(
+        Tensor, "record_stream", lambda tensor, stream: told.append((tensor.nbytes, stream))
+    )
+    leaving = Leaving(*BACK)
+    leaving.step._offload.copies = copies = TwoStreams()
+
+    def function(x: Tensor) -> Tensor:
+        """Reads x, of 32 bytes, on both streams; 64 bytes on the other, 128 on this one."""
+        copies.current = "side"
+        y = square(x) + square(torch.cat([x, x]))
+        copies.current = "main"
+        return y + square(x) + square(torch.cat([x, x, x, x]))
+
+    y = leaving.forward(function, torch.arange(8.0).requires_grad_())
+    leaving.perform("0OFFLOAD_F0")
+    assert told == []
+    leaving.perform("0FREE_F0")
+    assert sorted(told) == [(32, "main"), (64, "main"), (128, "main")]
+    told.clear()
+    leaving.perform("0RELOAD_F0")
+    assert sorted(told) == [(32, "side"), (64, "side")]
+    leaving.step.await_reload(parse("0B0"))
+    y.backward()
 
 
 def test_small_ones_stay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -496,7 +570,7 @@ def test_host_memory_that_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     errors = [result.error for result in run_ranks(2, run)]
     short = [error for error in errors if "ValueError" in error]
     assert short and all(errors)
-    assert "but only 9.31e-09 GiB are available: offload less" in short[0]
+    assert "but only 0.00977 KiB are available: offload less" in short[0]
     assert "OFFLOAD_F" in short[0]
 
 

@@ -117,22 +117,62 @@ def test_who_is_killed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "RuntimeError: global rank 0 on " in error and "no sign of life for 1 s" in error
 
 
+class Watched:
+    """A store that calls ``before`` with the name of each of its methods before it is called."""
+
+    def __init__(self, store: dist.Store, before: Callable[[str], object]) -> None:
+        self._store = store
+        self._before = before
+
+    def __getattr__(self, name: str) -> Any:
+        self._before(name)
+        return getattr(self._store, name)
+
+
 def test_who_is_killed_with_the_store_is_not_waited_for() -> None:
     """Without torchrun it is in the process of global rank 0."""
 
     def on_rank(rank: int, port: int) -> None:
         store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
         sys.stderr.write(f"port {store.port}\n")
-        once_for_all(store, rank, "the search", work_for_ever)
+        watched: Any = Watched(store, lambda name: sys.stderr.write(f"calls {name}\n"))
+        once_for_all(watched if rank else store, rank, "the search", work_for_ever)
 
     with running_ranks(1, lambda rank: on_rank(0, 0), connect=False) as first:
         first.wait_until_it_says(0, HERE)
         port = int(first.stderr(0).split()[1])
         with running_ranks(1, lambda rank: on_rank(1, port), connect=False) as second:
-            second.wait_until_it_says(0, "port")
+            second.wait_until_it_says(0, "calls add")  # it knows who works, and waits
             first.send_signal(0, signal.SIGKILL)
             (error,) = errors(second.wait())
     assert error.startswith("RuntimeError: torch's store is gone, and global rank 0 on ")
+
+
+@pytest.mark.parametrize(
+    ("call", "rank", "words"),
+    [
+        ("check", 1, "global rank 1 on .* asked for the search"),
+        ("compare_set", 1, "global rank 1 on .* asked for the search"),
+        ("get", 1, "global rank 1 on .* asked for the search"),
+        ("set", 0, "global rank 0 on .* was to tell the result of the search"),
+    ],
+)
+def test_a_store_that_is_lost_is_called_so_whenever_it_goes(
+    call: str, rank: int, words: str
+) -> None:
+    """A test of a killed rank failed on one machine, now and then: its store went at another
+    moment, and the rank that waited ended with "Broken pipe"."""
+
+    def lose(name: str) -> None:
+        if name == call:
+            raise dist.DistNetworkError("Broken pipe")
+
+    store = dist.HashStore()
+    if call == "get":
+        assert once_for_all(store, 0, "the search", take_long)
+    lost: Any = Watched(store, lose)
+    with pytest.raises(RuntimeError, match=f"torch's store is gone, and {words}"):
+        once_for_all(lost, rank, "the search", take_long)
 
 
 def test_one_rank_chooses_the_plan_for_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,7 +156,8 @@ def case(
     name: str, flags: Flags, *schedules: str, ranks: int = RANKS, combined: bool = True
 ) -> Any:
     """``combined``: compared with stock's own pairs, too."""
-    marks = covers("A", schedules, MODEL | PAIRS | flags)
+    grade = "B" if "moe_flex_dispatcher_backend" in flags else "A"
+    marks = covers(grade, schedules, MODEL | PAIRS | flags)
     return pytest.param(ranks, flags, schedules, combined, id=name, marks=marks)
 
 

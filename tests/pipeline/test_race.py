@@ -23,6 +23,7 @@ from megatron_ext.adapter.step import training
 from megatron_ext.adapter.training_globals import current_iteration
 from megatron_ext.schedule.program.simulate import step_seconds
 from megatron_ext.schedule.race import report, rounds
+from megatron_ext.schedule.race.record import Figures
 from tests.helpers.combinations import at_night
 from tests.helpers.megatron_runs import (
     Run,
@@ -152,9 +153,11 @@ def test_a_schedule_that_loses_is_dropped(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One microbatch after the other, and no rank ever beside another. In a race of report alone
-    the baseline goes on."""
+    the baseline goes on. Had the baseline no bubble, a gain would be said to be noise."""
     for module in (rounds, step_race, report):
         monkeypatch.setattr(module, "ROUNDS", 3)
+    no_bubble = Figures(0.0, 0.0, None, None, 1)
+    monkeypatch.setattr(step_race, "_beside_prediction", lambda *_: no_bubble)
     table = tmp_path / "one-by-one.csv"
     rows = [",".join(f"{stage}F{m},{stage}B{m}" for m in range(4)) for stage in range(2)]
     table.write_text("\n".join(rows) + "\n")
@@ -174,6 +177,7 @@ def test_a_schedule_that_loses_is_dropped(
     )
     assert "round 3 of 3" in told
     assert re.search(r"race is over: zb-h1 is .* the training goes on under 1f1b", told)
+    assert "race: 1.087 times as fast is noise" in told
 
 
 # ---- Checkpoints, and the next start

@@ -8,6 +8,8 @@ and optimizer tensors are stock's to the last bit.
 from __future__ import annotations
 
 import functools
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,9 +26,18 @@ from tests.helpers.combinations import at_night, nightly
 from tests.helpers.covered import covers
 from tests.helpers.drawn_models import say_there_is_no_fp8
 from tests.helpers.latent_attention import take_local_attention
-from tests.helpers.megatron_runs import Run, assert_same, losses, model_flags, train
+from tests.helpers.megatron_runs import (
+    Run,
+    assert_same,
+    losses,
+    model_flags,
+    train,
+    train_or_fail,
+)
 
 Flags = dict[str, Any]
+
+BAD_GRADIENTS = Path(__file__).parent / "pretrain_gpt_with_bad_gradients.py"
 
 MLA: Flags = {
     "multi_latent_attention": True,
@@ -119,11 +130,9 @@ SETTINGS: dict[str, tuple[int, Flags]] = {
             "expert_tensor_parallel_size": 1,
         },
     ),
-    "ends that count as layers, fused cross entropy, loss per token": (
+    "fused cross entropy, loss per token": (
         2,
         {
-            "account_for_embedding_in_pipeline_split": True,
-            "account_for_loss_in_pipeline_split": True,
             "cross_entropy_loss_fusion": True,
             "cross_entropy_fusion_impl": "native",
             "calculate_per_token_loss": True,
@@ -137,6 +146,14 @@ SETTINGS: dict[str, tuple[int, Flags]] = {
             "recompute_method": "uniform",
             "recompute_num_layers": 1,
             "bf16": True,
+        },
+    ),
+    "full recompute of some layers": (
+        2,
+        {
+            "recompute_granularity": "full",
+            "recompute_method": "block",
+            "recompute_num_layers": 1,
         },
     ),
 }
@@ -195,7 +212,7 @@ def stock(setting: str) -> list[Run]:
 @pytest.mark.parametrize(("setting", "schedule"), CASES)
 def test_it_is_stock_to_the_last_bit(setting: str, schedule: str) -> None:
     ranks, more = SETTINGS[setting]
-    if schedule != "zb-h1" and "account_for_loss_in_pipeline_split" not in more:
+    if schedule != "zb-h1":
         more = {
             **more,
             "pipeline_model_parallel_layout": "Ett|tt|t|t{}L".format(
@@ -211,25 +228,84 @@ def test_it_is_stock_to_the_last_bit(setting: str, schedule: str) -> None:
 
 # Layers of the first and the last stage by number.
 
-ENDS: Flags = {"decoder_first_pipeline_num_layers": 5, "decoder_last_pipeline_num_layers": 3}
+ENDS: Flags = {"decoder_first_pipeline_num_layers": 6, "decoder_last_pipeline_num_layers": 2}
 
 
 @nightly("test_placements.py has them on a V")
 @pytest.mark.parametrize(
     ("schedule", "ends"),
     [
-        pytest.param(schedule, ends, marks=covers("A", (schedule,), ends))
+        pytest.param(schedule, ends, marks=covers("A", (schedule,), UNTIED | ends))
         for schedule in ("zb-h1", "interleaved-zb")
         for ends in ({name: layers} for name, layers in ENDS.items())
     ],
 )
 def test_layers_of_the_ends(schedule: str, ends: Flags) -> None:
-    """Of a loop they are divided over the first and the last rank's chunks."""
-    ends = {name: 2 * (layers // 2) for name, layers in ends.items()}
+    """Of a loop they are divided over the first and the last rank's chunks. An older test gave the
+    first stage half of the layers, which it has anyway."""
     more: Flags = {"num_layers": 8, **ends}
     reference = train(2, flags(**more), model_provider=drawn_by_name)
     runs = train(2, flags(**more, pipeline_schedule=schedule), model_provider=drawn_by_name)
+    assert [sum(map(len, run.layers)) for run in runs] == [6, 2]
     assert_same(runs, reference)
+
+
+# Ends that count as layers.
+
+ACCOUNTED: dict[str, dict[str, list[list[list[int]]]]] = {
+    "account_for_embedding_in_pipeline_split": {
+        "zb-h1": [[[0, 1, 2]], [[3, 4, 5, 6]]],
+        "interleaved-zb": [[[0], [3, 4]], [[1, 2], [5, 6]]],
+    },
+    "account_for_loss_in_pipeline_split": {
+        "zb-h1": [[[0, 1, 2, 3]], [[4, 5, 6]]],
+        "interleaved-zb": [[[0, 1], [4, 5]], [[2, 3], [6]]],
+    },
+}
+
+
+@nightly("test_placements.py has them on a V")
+@pytest.mark.parametrize(
+    ("setting", "schedule"),
+    [
+        pytest.param(setting, schedule, marks=covers("A", (schedule,), UNTIED | {setting: True}))
+        for setting, schedules in ACCOUNTED.items()
+        for schedule in schedules
+    ],
+)
+def test_an_end_that_counts_as_a_layer(setting: str, schedule: str) -> None:
+    """With both ends on two ranks, as an older test had them, a line's layers lie as without."""
+    more: Flags = {"num_layers": 7, setting: True}
+    chunks = None if schedule == "zb-h1" else 2
+    reference = train(
+        2, flags(**more, num_virtual_stages_per_pipeline_rank=chunks), model_provider=drawn_by_name
+    )
+    runs = train(2, flags(**more, pipeline_schedule=schedule), model_provider=drawn_by_name)
+    assert [run.layers for run in runs] == ACCOUNTED[setting][schedule]
+    assert [run.layers for run in reference] == ACCOUNTED[setting][schedule]
+    assert_same(runs, reference)
+
+
+# Gradients that are no numbers.
+
+
+@nightly("a message of Megatron's own check, which `overlap_grad_reduce` does not change by day")
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        pytest.param(schedule, marks=covers("A", (schedule,), UNTIED))
+        for schedule in ("zb-h1", "interleaved-zb", "zb-v")
+    ],
+)
+def test_a_gradient_that_is_no_number_ends_the_training(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron checks gradients where it reduces them. No test had one that fails the check."""
+    monkeypatch.setenv("BAD_GRADIENTS", json.dumps({2: float("nan")}))
+    words = flags(num_layers=8, pipeline_schedule=schedule, rerun_mode="disabled")
+    results = train_or_fail(2, words, BAD_GRADIENTS)
+    assert all(result.exit_code for result in results)
+    assert any("found NaN in local grad norm" in result.error for result in results)
 
 
 # Routing at random, as benchmarks have it.
@@ -241,7 +317,7 @@ BALANCED: Flags = {**EXPERTS, "moe_router_force_load_balancing": True}
 @pytest.mark.parametrize(
     ("schedule", "chunks"),
     [
-        pytest.param(schedule, chunks, marks=covers("A", (schedule,), BALANCED))
+        pytest.param(schedule, chunks, marks=covers("A", (schedule,), UNTIED | BALANCED))
         for schedule, chunks in (("zb-h1", None), ("interleaved-zb", 2))
     ],
 )
@@ -271,7 +347,7 @@ def routed_by_content(*args: Any, **kwargs: Any) -> Any:
 
 
 @nightly("test_routing_at_random_is_stocks, but for the stages' places")
-@covers("B", ("zb-v",), BALANCED)[0]
+@covers("B", ("zb-v",), UNTIED | BALANCED)[0]
 def test_routing_at_random_on_a_v() -> None:
     more: Flags = {**BALANCED, "num_layers": 8}
     reference = train(2, flags(**more), model_provider=routed_by_content)
@@ -299,7 +375,8 @@ def with_its_cross_entropy(
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, *settings: Any) -> torch.Tensor:
-    return vocab_parallel_cross_entropy(logits.float(), labels)
+    """Another loss than Megatron's own, so that it shows which of them was taken."""
+    return 1.25 * vocab_parallel_cross_entropy(logits.float(), labels)
 
 
 TE_LOSS: Flags = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}
@@ -308,9 +385,13 @@ TE_LOSS: Flags = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl"
 @nightly("the loss of a layer's stage is Megatron's own, and test_parity.py has that")
 @pytest.mark.parametrize(
     "schedule",
-    [pytest.param(schedule, marks=covers("B", (schedule,), TE_LOSS)) for schedule in SCHEDULES],
+    [
+        pytest.param(schedule, marks=covers("B", (schedule,), UNTIED | TE_LOSS))
+        for schedule in SCHEDULES
+    ],
 )
 def test_its_cross_entropy(schedule: str) -> None:
     reference = train(2, flags(num_layers=8), model_provider=with_its_cross_entropy)
     ours = flags(num_layers=8, pipeline_schedule=schedule)
     assert_same(train(2, ours, model_provider=with_its_cross_entropy), reference)
+    assert losses(reference) != losses(train(2, ours, model_provider=drawn_by_name))

@@ -30,7 +30,7 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
         },
         "brings rank 0 over the memory limit of 3 microbatches: the schedule's peak there is 4",
     ),
-    "bytes": ({"pipeline_memory_limit": "0.00001GiB"}, "over the memory limit of 1e-05GiB"),
+    "bytes": ({"pipeline_memory_limit": "0.00001GiB"}, "over the memory limit of 10.5KiB"),
     "bytes without bytes": (
         {"pipeline_memory_limit": "1GiB", "pipeline_costs": "f=1,i=1,w=1"},
         "have no bytes",

@@ -245,6 +245,19 @@ def test_verify_takes_a_table_and_says_what_is_in_it(tmp_path: Path) -> None:
     assert "is valid: 1 rank, 1 stage, 2 microbatches" in said and "out of order" in said
 
 
+def test_verify_demands_one_order_of_the_data(tmp_path: Path) -> None:
+    """Such a table was valid, and its training learned nothing: labels were of other inputs."""
+    table = tmp_path / "mine.csv"
+    forwards = ",".join(f"0F{k}" for k in range(8)) + "," + ",".join(f"0B{7 - k}" for k in range(8))
+    turns = ",".join(f"1F{7 - k},1B{7 - k}" for k in range(8))
+    table.write_text(f"{forwards}\n{turns}\n")
+    said = run("verify", str(table), code=2)
+    assert "1F7 is the forward number 1 of stage 1, and 0F0 is" in said
+    assert "give all stages one order of forward passes" in said
+    table.write_text("0F1,0F0,0B0,0B1\n1F1,1B1,1F0,1B0\n")
+    assert "in one order, so inputs and labels match" in run("verify", str(table))
+
+
 def test_verify_takes_a_family_in_python(tmp_path: Path) -> None:
     """It read the file as a table, and refused its first line."""
     file = tmp_path / "mine.py"

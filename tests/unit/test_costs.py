@@ -32,6 +32,7 @@ from megatron_ext.schedule.program.simulate import simulate_unproved
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.search.bounds import lower_bound
 from megatron_ext.schedule.transforms.vocabulary_costs import share_vocabulary
+from megatron_ext.schedule.words import shown
 from megatron_ext.written_settings import from_argv, from_environment
 from tests.helpers.random_schedules import PROPERTY, random_costs, seeds
 from tests.helpers.schedules import line_problem, rows_of, written
@@ -174,6 +175,12 @@ HOW = "write f=10,i=12,w=8,comm=1 (one microbatch of a full rank; comm per hop) 
             "3 figures for 2 stages; give one figure per microbatch of a full rank",
         ),
         ("no/such/file.json", "costs file no/such/file.json cannot be read:"),
+        ("f=1,i=1,w=1e308", "1e+308 is no cost; a cost is a number from 0 to below 1e+18"),
+        ("f=1,i=1,w=1,d2h=1,link=inf", "link: inf is no cost"),
+        ("f=1,i=1,w=1,d2h=1,link=1e300", "link: 1e+300 is no cost"),
+        ("f=1,i=1,w=1,d2h=1,link=1e9", "link is 1 to 1,000,000 ranks, not 1e+09"),
+        ("f=1,i=1,w=1,d2h=1,link=1.5", "link is 1 to 1,000,000 ranks, not 1.5"),
+        ("f=1,i=1,w=1,d2h=1,duplex=nan", "duplex: nan is no cost"),
     ],
 )
 def test_bad_costs(text: str, message: str) -> None:
@@ -181,6 +188,24 @@ def test_bad_costs(text: str, message: str) -> None:
         parse_costs(text, LINE)
     assert message in str(refusal.value)
     assert text in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "f=1,i=1,w=1," + "x" * 100_000,
+        "f=1,i=1,w=" + "1/" * 50_000 + "x",
+        ",".join(f"k{n}=1" for n in range(10_000)),
+        "f=1,i=1,w=1,attention=" + "2/" * 50_000 + "2",
+        "x" * 100_000,
+    ],
+    ids=["part", "figure", "keys", "shares", "path"],
+)
+def test_what_is_wrong_is_shown_in_a_line(text: str) -> None:
+    """All of it was printed, however long it was."""
+    with pytest.raises(ValueError) as refusal:
+        parse_costs(text, LINE)
+    assert len(str(refusal.value)) < 600
 
 
 GOOD_FILE = {"version": 1, "f": 10, "i": [12, 14], "w": 8, "comm": 0.5}
@@ -246,6 +271,15 @@ def test_the_vocabulary_from_a_file(tmp_path: Path) -> None:
         (GOOD_FILE | {"comm": -1}, "comm: -1 is no cost"),
         (GOOD_FILE | {"comm": [1, 2]}, "comm: [1, 2] is no cost"),
         (GOOD_FILE | {"comm": None}, "comm: None is no cost"),
+        # A list was shown as if it were a text, NaN for a link named neither file nor key, the
+        # empty list was an IndexError, and a long integer named no file.
+        (GOOD_FILE | {"origin": ["a", "list"]}, 'origin is ["a", "list"]; write a text'),
+        (GOOD_FILE | {"d2h": 1, "link": float("nan")}, "link: nan is no cost"),
+        (GOOD_FILE | {"d2h": 1, "link": None}, "link: None is no cost"),
+        (GOOD_FILE | {"d2h": 1, "duplex": "1"}, "duplex: '1' is no cost"),
+        (GOOD_FILE | {"latency": []}, "latency is one figure"),
+        (GOOD_FILE | {"f": 0, "i": 0, "w": 0}, "all passes cost nothing"),
+        ('{"version": 1, "f": ' + "9" * 5000 + "}", "is not JSON: Exceeds the limit"),
         (GOOD_FILE | {"bytes": 5}, "bytes must give activation and weight inputs"),
         (GOOD_FILE | {"bytes": {"activation": 1}}, "bytes must give activation and weight inputs"),
         (
@@ -274,7 +308,7 @@ def test_bad_costs_files(data: Any, message: str, tmp_path: Path) -> None:
         (" 0.5x ", MemoryLimit(microbatches=4), "4 microbatches"),  # 1F1B holds min(8, 32)
         ("60GiB", MemoryLimit(bytes=60 * 2**30), "60GiB"),
         ("512MiB", MemoryLimit(bytes=2**29), "0.5GiB"),
-        ("1.5TiB", MemoryLimit(bytes=3 * 2**39), "1.54e+03GiB"),
+        ("1.5TiB", MemoryLimit(bytes=3 * 2**39), "1.5TiB"),
     ],
 )
 def test_limits(text: str, limit: MemoryLimit, printed: str) -> None:
@@ -293,7 +327,7 @@ def test_bad_limits(text: str) -> None:
     with pytest.raises(ValueError) as refusal:
         parse_limit(text, ranks=8, microbatches=32)
     assert str(refusal.value) == (
-        f"memory limit {text!r} is not understood: write microbatches of a rank (5), "
+        f"memory limit {shown(text)!r} is not understood: write microbatches of a rank (5), "
         f"a share of 1F1B's peak (0.5x), or bytes (60GiB); leave it out for no limit"
     )
 

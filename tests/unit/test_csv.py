@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
+from megatron_ext.schedule import progress
+from megatron_ext.schedule.build import size
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.costs import uniform
@@ -17,6 +19,7 @@ from megatron_ext.schedule.flip import opens_on_first_rank
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.verify import InvalidSchedule
+from megatron_ext.schedule.progress import reporting
 from megatron_ext.schedule.schedule import bitwise_order
 from megatron_ext.schedule.schedule_csv import from_csv, to_csv
 from tests.helpers.random_schedules import PROPERTY, Case, cases
@@ -128,8 +131,12 @@ def test_an_error_lists_the_kinds_that_a_file_may_have() -> None:
         ),
         ("0F0,0B0,0F3\n1F0,1B0\n", "line 1: 0F3 is of microbatch 3, but no action is of microb"),
         (f"0F0,0B0,0F{'9' * 5000}\n", "line 1: "),
+        (
+            "0F0.0,0B0.0\n1F0.0,1B0.0,1F0.999999999\n",
+            "line 2: an action is of slice 999999999, but no action is of slice 1; they count",
+        ),
     ],
-    ids=["stage", "microbatch", "small", "no int"],
+    ids=["stage", "microbatch", "small", "no int", "slice"],
 )
 def test_a_wrong_number_takes_no_memory(text: str, message: str, tmp_path: Path) -> None:
     """All memory was taken for so many stages, and the process killed without a word."""
@@ -142,6 +149,46 @@ def test_a_wrong_number_takes_no_memory(text: str, message: str, tmp_path: Path)
         assert tracemalloc.get_traced_memory()[1] < 2**20
     finally:
         tracemalloc.stop()
+
+
+def test_many_numbers_of_which_most_are_missing(tmp_path: Path) -> None:
+    """Stages, microbatches and slices that are all there, and yet not together: memory was taken
+    for their product."""
+    path = tmp_path / "diagonal.csv"
+    path.write_text(",".join(f"{n}F{n}.{n}" for n in range(2000)) + "\n")
+    with pytest.raises(
+        ValueError,
+        match=r"diagonal\.csv: 0F0\.1 is missing: 2000 actions are too few for 2000 stages and ",
+    ):
+        choose(str(path))
+
+
+def test_a_table_that_this_machine_cannot_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A table of 100 MB was read for minutes, and all memory was taken."""
+    path = tmp_path / "large.csv"
+    fits, too_large = csv_of("1f1b", 4, 64), csv_of("1f1b", 4, 65)
+    monkeypatch.setattr(size, "_memory", lambda: 4 * 64 * size._BYTES)
+    path.write_text(fits)
+    assert choose(str(path)).ranks == 4
+    path.write_text(too_large)
+    with pytest.raises(ValueError, match=r"large\.csv \(about 260 passes of a kind\) takes about"):
+        choose(str(path))
+    path.write_text("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n")
+    monkeypatch.setattr(size, "_memory", lambda: 2 * size._BYTES)
+    assert choose(str(path)).has_pairs
+
+
+def test_reading_a_large_table_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table of 1.6 million actions was read for half a minute without a word."""
+    monkeypatch.setattr(progress, "_LOOKS", 0.001)
+    path = tmp_path / "table.csv"
+    path.write_text(csv_of("1f1b", 8, 500))
+    told: list[str] = []
+    with reporting(told.append, first=0.0, every=0.0):
+        choose(str(path))
+    assert any(re.match(r"reading table\.csv, \d of 8; ", line) for line in told), told
 
 
 # ---- Files of other programs

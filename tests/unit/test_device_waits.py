@@ -38,16 +38,6 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
     },
     "before the first step, or the first with so many microbatches": {
         (
-            "megatron_ext/runtime/host/memory.py",
-            "check_host_memory",
-            "dist.all_gather_object(reports, (socket.gethostname(), planned, available_bytes()))",
-        ),
-        (
-            "megatron_ext/runtime/store/last_words.py",
-            "connect_last_words",
-            "dist.broadcast_object_list(key)",
-        ),
-        (
             "megatron_ext/runtime/messages/nccl.py",
             "ctas_for",
             "dist.all_gather_object(multiprocessors, here, group=pipeline)",
@@ -59,18 +49,8 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
         ),
         (
             "megatron_ext/adapter/programs.py",
-            "Programs.agree_on_costs",
-            "dist.broadcast_object_list(agreed, src=0)",
-        ),
-        (
-            "megatron_ext/adapter/programs.py",
             "gather",
             "dist.all_gather_object(values, value, group=group)",
-        ),
-        (
-            "megatron_ext/adapter/race/step_race.py",
-            "StepRace._recall",
-            "dist.broadcast_object_list(told, src=0)",
         ),
         ("megatron_ext/adapter/tied.py", "copies_differ", "torch.equal(*tied)"),
     },
@@ -111,11 +91,6 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
             "megatron_ext/runtime/measure/measured_steps.py",
             "MeasuredSteps.compare",
             "dist.all_gather_object(ranks, steps, group=pipeline)",
-        ),
-        (
-            "megatron_ext/runtime/measure/profile.py",
-            "Profile.costs",
-            "dist.all_gather_object(ranks, figures)",
         ),
         ("megatron_ext/runtime/recording.py", "DeviceClock.read", "torch.cuda.synchronize()"),
         ("megatron_ext/runtime/recording.py", "DeviceClock.read", "reference.synchronize()"),
@@ -173,13 +148,9 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
         ("megatron_ext/adapter/parity/recorder.py", "loss_of", "float(value)"),
         ("megatron_ext/adapter/parity/recorder.py", "loss_of", "float(value[0] / value[1])"),
     },
-    "between the turns of a race": {
-        ("megatron_ext/adapter/race/step_race.py", "StepRace._end_turn", "agreed.tolist()"),
-        (
-            "megatron_ext/adapter/race/step_race.py",
-            "StepRace._end_turn",
-            "torch.tensor([turn.seconds(), turn.peak], dtype=torch.float64, device=_device())",
-        ),
+    "between steps, where all ranks meet": {
+        ("megatron_ext/runtime/world.py", "tell_all", "dist.broadcast_object_list(told, src=0)"),
+        ("megatron_ext/runtime/world.py", "gather_from_all", "dist.all_gather_object(told, value)"),
     },
     "in the optimizer: between steps, or at SETTLE, an action like others to the proof": {
         (
@@ -229,7 +200,7 @@ NO_TENSORS = {
     ("megatron_ext/adapter/post_validation/settle_points.py", "microbatches_will_change"),
     ("megatron_ext/adapter/training_globals.py", "ramps_up_to"),
     ("patches/engine.py", "Patch.is_needless"),
-    ("patches/megatron/training/checkpointing.py", "_compare"),
+    ("patches/megatron/training/checkpointing/optimizer_states.py", "_compare"),
     ("patches/sources.py", "versions_of"),
     ("patches/megatron/training/utils/common_utils.py", "in_single_precision"),
 }

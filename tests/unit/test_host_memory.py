@@ -13,8 +13,9 @@ import torch.distributed as dist  # noqa: E402
 
 from megatron_ext.runtime.host import memory as host_memory  # noqa: E402
 from megatron_ext.runtime.host.memory import (  # noqa: E402
+    HostMemory,
+    ShortOfHostMemory,
     available_bytes,
-    check_host_memory,
     planned_bytes,
 )
 from megatron_ext.schedule.action import parse  # noqa: E402
@@ -77,7 +78,7 @@ def test_the_ranks_of_a_host_count_together(
     def run(rank: int) -> str:
         assert dist.is_initialized()
         try:
-            return check_host_memory(ROW, COSTS)
+            return HostMemory().check(ROW, COSTS)
         except ValueError as error:
             return str(error)
 
@@ -93,7 +94,38 @@ def test_the_ranks_of_a_host_count_together(
         )
 
 
+def test_what_later_programs_add_is_counted_by_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a rank that comes alone, since pipelines that nothing ties together come to other programs
+    at other steps: all ranks waited there for those that did not come. What is taken by then is no
+    longer free, and is not to be counted twice."""
+    monkeypatch.setattr(host_memory.socket, "gethostname", lambda: "node7")
+    more = (*ROW[:2], parse("0OFFLOAD_F2"), *ROW[2:])  # three microbatches at once, of 1 GiB each
+    row_with_more = tuple(dict.fromkeys(more))
+
+    def run(rank: int) -> list[str]:
+        monkeypatch.setattr(host_memory, "available_bytes", lambda: 5 * 2**30 + 2**22)
+        memory = HostMemory()
+        told = [memory.check(ROW, COSTS)]
+        monkeypatch.setattr(host_memory, "available_bytes", lambda: 2**30)
+        for turn in (0, 1):
+            if turn == rank:
+                for _ in range(2):  # the second time it adds nothing
+                    try:
+                        told.append(memory.check(row_with_more, COSTS))
+                    except ShortOfHostMemory as error:
+                        told.append(str(error))
+            dist.barrier()
+        return told
+
+    first, second = values(run_ranks(2, run))
+    assert first[0] == second[0]
+    assert first[1].startswith("offload: 3 GiB of host memory on this rank") and first[2] == ""
+    assert second[1].startswith("node7: its ranks need 6 GiB of host memory")
+    assert second[2] == ""
+
+
 def test_without_bytes_nothing_is_known() -> None:
-    assert "not known before the first step" in check_host_memory(
-        ROW, replace(COSTS, held_bytes=None)
-    )
+    def run(rank: int) -> str:
+        return HostMemory().check(ROW, replace(COSTS, held_bytes=None))
+
+    assert "not known before the first step" in values(run_ranks(1, run))[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import subprocess
@@ -77,6 +78,24 @@ def test_they_can_be_redirected(capsys: pytest.CaptureFixture[str]) -> None:
     logger.info("the line")
     assert stream.getvalue() == "the line\n"
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("level", [logging.INFO, logging.ERROR])
+def test_a_training_goes_on_without_a_line_that_cannot_be_written(
+    level: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The disk of the log was full, and a line about measured costs ended a training."""
+    closed = io.StringIO()
+    closed.close()
+    with monkeypatch.context() as broken, open("/dev/full", "w") as full:
+        for stream in (full, closed):
+            broken.setattr(sys, "stdout", stream)
+            broken.setattr(sys, "stderr", stream)
+            logger.log(level, "a lost line")
+        with contextlib.suppress(OSError):
+            full.close()
+    logger.log(level, "the line")
+    assert "".join(capsys.readouterr()) == LINE
 
 
 def test_what_was_set_before_the_import_stays() -> None:

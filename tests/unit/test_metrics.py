@@ -138,7 +138,7 @@ def test_the_line_of_an_interval() -> None:
         "iterations 11 to 20: bubble 12.3% of the makespan (predicted 7.1%), "
         "step 1.234 s (predicted 790.1 ms), "
         "slowest rank 2, its passes take 1.04 times the others', "
-        "peak 61.20 GiB allocated (rank 0), 70.30 GiB reserved (rank 1)"
+        "peak 61.2 GiB allocated (rank 0), 70.3 GiB reserved (rank 1)"
     )
     assert measured.figures()["pipeline/peak bytes reserved"] == int(70.3 * GIB)
     assert measured.figures()["pipeline/peak bytes reserved, rank"] == 1

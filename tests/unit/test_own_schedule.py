@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import operator
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ from typer.testing import CliRunner
 
 from megatron_ext.cli import app
 from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.build import others_code
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose, entries
+from megatron_ext.schedule.progress import reporting
 from megatron_ext.schedule.schedule import bitwise_order
 from megatron_ext.schedule.schedule_csv import KINDS_IN_FILES
 from megatron_ext.written_settings import from_argv
@@ -224,6 +227,19 @@ EAGER = EXAMPLES["my_schedule.py"]
         (OWN.format("((Action(0, 'F', 0.5),),)"), "no Action.* of kind F, I, W, B"),
         (OWN.format("None"), r"own\.py: a fails for 2 ranks and 2 microbatches: TypeError"),
         (OWN.format("1 / 0"), r"own\.py, line 3: a fails for 2 .*: ZeroDivisionError: division by"),
+        # `exit` ended the command without a word, with the file's own status.
+        ("import sys; sys.exit(7)\n", r"own\.py, line 1 cannot be imported: SystemExit: 7"),
+        (OWN.format("exit(0)"), r"own\.py, line 3: a fails for 2 .*: SystemExit: 0"),
+        (
+            OWN.replace("line, s", "lambda n: exit(), s"),
+            r"line 2: the placement of a fails for 2 r",
+        ),
+        (OWN.replace("line, s", "lambda n: 1 / 0, s"), r"of a fails for 2 ranks: ZeroDivisionErr"),
+        (OWN.replace("line, s", "3, s"), "registers a with what is no function: 3"),
+        (OWN.replace("line, s", "range, s"), "registers a with what is no function: no signature"),
+        (OWN.format("(), 'x'"), "a has 'x' in its pairs"),
+        (OWN.replace("problem.placement", "None").format("()"), "a has None for a placement"),
+        (OWN.format("((Action(10**12, 'F', 0),),)"), "no Action.* of kind F, I, W, B"),
         (PLACED.format("(0, 999999999999)"), "for 2 ranks is wrong about rank 1: each of 0 to 1"),
         (PLACED.format("(0, 1, 2)"), "for 2 ranks is wrong about rank 2: each of 0 to 1 needs"),
         (
@@ -247,6 +263,15 @@ EAGER = EXAMPLES["my_schedule.py"]
         "no number",
         "no rows",
         "fails",
+        "exits",
+        "family exits",
+        "placement exits",
+        "placement fails",
+        "placement is a number",
+        "placement has no signature",
+        "no pairs",
+        "no placement in the schedule",
+        "a number beyond 32 bits",
         "a rank that takes all memory",
         "a rank too many",
         "no placement",
@@ -260,6 +285,56 @@ def test_bad_files(text: str, message: str, tmp_path: Path) -> None:
         choice.place(2)
         choice.build(line_problem(2, 2))
     choose("1f1b").build(line_problem(2, 2))  # and ours are as they were
+
+
+def test_rows_of_any_sort_are_rows(tmp_path: Path) -> None:
+    """Rows that can be gone through once were empty when they were looked at again; kinds that are
+    texts were equal to kinds, but were not recognised by what asks for the kind itself."""
+    path = tmp_path / "own.py"
+    rows = "((Action(r, k, 0) for k in 'FB') for r in range(2))"
+    path.write_text(OWN.format(rows))
+    choice, problem = choose(str(path)), line_problem(2, 1)
+    assert choice.build(problem).rows == program("1f1b", problem).schedule.compute_rows
+    assert all(type(a.kind) is Kind for row in choice.build(problem).rows for a in row)
+
+
+LOOP = "while True:\n    try: pass\n    except Exception: pass\n"
+
+
+@pytest.mark.parametrize("where", ["import", "placement", "family", "search"])
+def test_a_loop_without_an_end(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command stood still for ever, without a word."""
+    monkeypatch.setattr(others_code, "LONGEST", 0.3)
+    rings: list[int] = []
+    before = signal.signal(signal.SIGALRM, lambda number, frame: rings.append(number))
+    timer = signal.setitimer(signal.ITIMER_REAL, 100)  # somebody else's
+    path = tmp_path / "own.py"
+    body = "def loop(*given):\n    " + LOOP.replace("\n", "\n    ") + "\n" + OWN.format("()")
+    text = {
+        "import": LOOP,
+        "placement": body.replace("line, s", "loop, s"),
+        "family": body.replace("return", "loop(); return"),
+        "search": "import time\n"
+        + OWN.format("()")
+        .replace("'ours'", "'ours', searches=True")
+        .replace("return", "time.sleep(0.5); return"),
+    }
+    path.write_text(text[where])
+    told: list[str] = []
+    try:
+        with reporting(told.append, first=0.1, every=0.1):
+            if where == "search":
+                assert choose(str(path)).build(line_problem(2, 2)).rows == ()
+            else:
+                with pytest.raises(ValueError, match=r"own\.py: .* takes more than 0 s: it may be"):
+                    choice = choose(str(path))
+                    choice.place(2)
+                    choice.build(line_problem(2, 2))
+        assert told and not rings
+        assert 60 < signal.getitimer(signal.ITIMER_REAL)[0] < 100  # and it goes on
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, *timer)
 
 
 def test_no_such_file_says_from_where(folder: Path) -> None:

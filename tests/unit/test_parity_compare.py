@@ -36,7 +36,8 @@ def test_the_same(tmp_path: Path) -> None:
     found = compared(tmp_path, A, A, A)
     assert found.verdict is Verdict.SAME and found.first is None and not found.beyond
     assert report.verdict(found) == [
-        "the same to the last bit: losses, parameters and optimizer states, and gradient norms"
+        "the same to the last bit: losses, parameters and optimizer states, and gradient norms",
+        "gradients are not compared one by one: their norm is, and what the optimizer made of them",
     ]
     assert [row["B against A"] for row in report.rows(found)] == ["the same"] * 4
     json.dumps(report.as_data(found))
@@ -119,6 +120,26 @@ def test_clipping_by_such_a_norm_is_explained(tmp_path: Path) -> None:
     found = compared(tmp_path, a, b, a)
     assert found.verdict is Verdict.DIFFER and found.clipping == 1.0
     assert any("--clip-grad 0" in line for line in report.verdict(found))
+
+
+@pytest.mark.parametrize("clip_grad", [0, 2.0])
+@pytest.mark.parametrize("from_iteration", [2, 3])
+def test_a_weight_is_the_first_difference_and_not_a_norm_of_one_ulp(
+    clip_grad: float, from_iteration: int, tmp_path: Path
+) -> None:
+    """A weight was wrong, and the norm, a sum over ranks, was 1 ulp away as it is in any V: the
+    first difference named the norm, and with it --clip-grad where nothing was clipped."""
+    one_ulp = float(np.nextafter(np.float32(1.25), np.float32(2)))
+    a = A.but(arguments={"clip_grad": clip_grad})
+    wrong = nudged(1e-3)
+    b = a.but(norms=(1.5, one_ulp, 1.125), changed=wrong, changed_from=from_iteration)
+    found = compared(tmp_path / "exact", a, b, a)
+    assert found.first == First(from_iteration, "layers.weight[1]", (1,), 0, 3)
+    assert not found.clipping
+    noisy = a.but(changed={0: tensor("layers.weight", [1, 2, 3, 4 + 1e-6], (0,))}, changed_from=1)
+    both = {**noisy.changed, **wrong}
+    found = compared(tmp_path / "noisy", a, b.but(changed=both, changed_from=1), noisy)
+    assert found.first == First(3, "layers.weight[1]")
 
 
 def test_tensors_are_put_together_however_they_are_divided(tmp_path: Path) -> None:

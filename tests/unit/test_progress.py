@@ -56,6 +56,33 @@ def test_nobody_listens_nothing_runs() -> None:
         assert threading.active_count() == threads
 
 
+def test_a_line_that_cannot_be_written_ends_nothing() -> None:
+    """Nor the lines after it: the thread that says them ended with the first."""
+    heard: list[str] = []
+
+    def fail_once(text: str) -> None:
+        heard.append(text)
+        if len(heard) == 1:
+            raise OSError("no space left on device")
+
+    with reporting(fail_once, first=0.0, every=0.0), task("searching"):
+        wait_for(heard, lines=2)
+
+
+def test_work_ends_while_its_line_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_LEAVE", SOON)
+    is_read, is_said = threading.Event(), threading.Event()
+
+    def block(text: str) -> None:
+        is_said.set()
+        is_read.wait(10)
+
+    with reporting(block, first=0.0), task("searching"):
+        assert is_said.wait(10)
+    assert not is_read.is_set()
+    is_read.set()
+
+
 def test_line_says_what_how_far_and_when_it_ends() -> None:
     with hearing(first=0.0) as heard, task("building zb-v"), task("packing plans", 4000) as work:
         work.done = 1000

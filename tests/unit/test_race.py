@@ -244,5 +244,37 @@ def test_the_row_can_be_pasted() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("candidate", "measured", "predicted", "says"),
+    [
+        (1 / 1.291, 0.138, 0.111, "(13.8% measured) would be 1.160 times"),
+        (1 / 1.291, 0.3, 0.138, "(13.8% predicted) would be 1.160 times"),
+        (1 / 1.15, 0.138, 0.138, None),
+        (1 / 1.29, 0.3, 0.3, None),
+        (1.0, 0.0, 0.0, None),
+    ],
+)
+def test_more_than_the_bubble_can_give_is_said_to_be_noise(
+    candidate: float, measured: float, predicted: float, says: str | None
+) -> None:
+    """A race on a busy machine kept a schedule that was 1.291 times as fast, beyond its spread,
+    where taking the whole bubble away would have given 1.16."""
+    race = Race("1f1b", ["zb-h1"])
+    drive(race, {"1f1b": 1.0, "zb-h1": candidate})
+    figures = {name: Figures(measured, predicted, None, None, 4) for name in ("1f1b", "zb-h1")}
+    doubt = report.doubt(race, figures)
+    if says is None:
+        assert doubt is None
+    else:
+        assert doubt is not None and says in doubt
+        assert "1.291 times as fast is noise" in doubt and "race again" in doubt
+
+
+def test_a_race_that_nobody_has_won_is_not_doubted() -> None:
+    race = Race("1f1b", ["zb-h1"])
+    drive(race, {"1f1b": 1.0, "zb-h1": 2.0})
+    assert report.doubt(race, {"1f1b": Figures(0.0, 0.0, None, None, 4)}) is None
+
+
 def test_a_race_without_a_round_has_no_row() -> None:
     assert report.table(Race("a", ["b"]), LineUp(("a", "b")), {}, {}) == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -19,7 +20,7 @@ from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs, uniform
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.kinds import Held
-from megatron_ext.schedule.limit import MemoryLimit
+from megatron_ext.schedule.limit import MemoryLimit, parse_limit
 from megatron_ext.schedule.placement import line, v
 from megatron_ext.schedule.problem import (
     Extras,
@@ -327,6 +328,49 @@ def problem_of_v_or_line(spec: str) -> Problem:
     placement = choose(spec).place(4)
     costs = parse_costs("f=10,i=12,w=8,comm=1", placement)
     return Problem(placement, 8, costs, extras=Extras(recompute=Recompute(first=3)))
+
+
+_WITH_BYTES = (
+    '{"version": 1, "f": 1, "i": 1, "w": 1, "comm": 0.1, "bytes": {"activation": 20000000, '
+    '"weight inputs": 8000000, "logits": 5000000, "message": 2000000}}'
+)
+
+
+@pytest.mark.parametrize(
+    ("spec", "wanted", "costs"),
+    [
+        ("interleaved-zb", FIT, "f=1,i=1,w=1"),
+        ("interleaved-zb", FIT, _WITH_BYTES),
+        ("interleaved-zb", FIRST_1, _WITH_BYTES),
+        ("zb-h1", FIT, _WITH_BYTES),
+    ],
+)
+def test_a_limit_that_a_refusal_names_is_enough_and_little_less_is_not(
+    spec: str, wanted: Recompute, costs: str, tmp_path: Path
+) -> None:
+    """A refusal named 104.9 MiB where 40.1 MiB were enough: the last reason counted, and it was
+    that of the family, which knows nothing of what recompute saves. Another named 59.1 MiB where
+    55.3 MiB were enough."""
+    if costs == _WITH_BYTES:
+        (tmp_path / "costs.json").write_text(costs)
+        costs = str(tmp_path / "costs.json")
+    choice = choose(spec)
+    placement = choice.place(2)
+    known = parse_costs(costs, placement)
+
+    def within(limit: str) -> Program:
+        allowed = parse_limit(limit, 2, 4)
+        problem = Problem(placement, 4, known, allowed, extras=Extras(recompute=wanted))
+        return build_program(choice, problem)
+
+    with pytest.raises(InvalidSchedule, match="over the memory limit") as refusal:
+        within("1MiB" if known.held_bytes else "0.1")
+    named = re.findall(r"([\d.]+)(MiB)?(?: microbatches)?(?: is enough|: give)", str(refusal.value))
+    number, unit = named[0]
+    within(number + unit)
+    for share in (0.6, 0.8, 0.9, 0.95):
+        with pytest.raises(ValueError, match="memory limit"):
+            within(f"{float(number) * share:.3f}{unit}")
 
 
 def test_simulate_tells_what_is_made_again(tmp_path: Path) -> None:

@@ -267,6 +267,21 @@ def test_what_is_wrong_is_named(rows: str, message: str) -> None:
         check_compute(schedule, problem)
 
 
+def test_stages_take_slices_in_one_order() -> None:
+    """Every stage takes a microbatch's slices in order, and yet others than its neighbour."""
+    problem = problem_for("1f1b", 2, 2, 2)
+    backward = "{0}B0.1 {0}B0.0 {0}B1.1 {0}B1.0"
+    rows = (
+        "0F0.0 0F0.1 0F1.0 0F1.1 " + backward.format(0),
+        "1F0.0 1F1.0 1F0.1 1F1.1 " + backward.format(1),
+    )
+    actions = tuple(tuple(parse(a, 2) for a in row.split()) for row in rows)
+    schedule = Schedule("wrong", problem.placement, actions)
+    with pytest.raises(InvalidSchedule, match=r"1F1\.0 is the forward number 2 of stage 1") as why:
+        check_compute(schedule, problem)
+    assert [str(action) for action in why.value.actions] == ["1F1.0", "0F0.1"]
+
+
 def test_slices_where_none_are_asked_for() -> None:
     problem = problem_for("1f1b", 1, 1, 1)
     schedule = built("1f1b", 1, 1, 2).schedule

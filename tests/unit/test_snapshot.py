@@ -84,7 +84,7 @@ def test_buffers_are_allocated_once_and_anew_for_other_tensors(
         tensors[0].add_(1)
         snapshot.keep(tensors)
     assert made == [4096 + 512] == [snapshot.size]
-    assert str(snapshot) == "4.29e-06 GiB of host memory"
+    assert str(snapshot) == "4.5 KiB of host memory"
     state = torch.randn(1000)
     snapshot.keep([*tensors, state])
     assert made[1:] == [2 * 4096 + 512]
@@ -97,7 +97,7 @@ def test_buffers_are_allocated_once_and_anew_for_other_tensors(
 def test_what_the_host_has_no_memory_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot_module, "available_bytes", lambda: GIB // 2)
     with pytest.raises(
-        ValueError, match=r"takes 1 GiB of host memory.* only 0\.5 are available: drop"
+        ValueError, match=r"takes 1 GiB of host memory.* only 0\.5 GiB are available: drop"
     ):
         Snapshot().keep([torch.empty(GIB // 4)])
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import resource
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +29,7 @@ from megatron_ext.schedule.show.trace import (
     write_trace,
 )
 from megatron_ext.schedule.timeline import Reduction, Timeline
+from tests.helpers.full_disk import full_disk
 from tests.helpers.schedules import line_problem, program
 
 PROGRAM = program("zb-h1", line_problem(3, 4, 10, 12, 8, 1))
@@ -238,6 +238,8 @@ def _timeless(events: Events) -> Events:
     [
         (_with("ts", "soon"), r"event \d+: ts is 'soon'; a finite number is expected"),
         (_with("ts", float("nan")), "ts is nan"),
+        (_with("ts", 10**400), "ts is 1000.*; a finite number is expected"),  # OverflowError
+        (_with("pid", 10**400), "pid is 1000.*; a whole number from 0 is expected"),
         (_with("dur", None), "dur is None"),
         (_with("dur", -1), "dur is -1; none is negative"),
         (_with("pid", "one"), "pid is 'one'; a whole number from 0 is expected"),
@@ -277,14 +279,8 @@ def test_a_file_is_whole_when_the_disk_is_full(tmp_path: Path) -> None:
     file = TraceFile(tmp_path / NAME)
     file.add(beside(1, measured(1.0), SIMULATED, 0.0))
     before = (tmp_path / NAME).read_bytes()
-    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # Python ignores the signal: writing beyond is an error, as on a full disk.
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 1000, usual[1]))
-    try:
-        with pytest.raises(OSError, match=NAME):
-            file.add(beside(2, measured(2.0), SIMULATED, 0.0))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    with full_disk(len(before) + 1000), pytest.raises(OSError, match=NAME):
+        file.add(beside(2, measured(2.0), SIMULATED, 0.0))
     assert (tmp_path / NAME).read_bytes() == before
     file.add(beside(3, measured(3.0), SIMULATED, 0.0))
     assert [step.iteration for step in read_trace(tmp_path)] == [1, 3]
@@ -293,13 +289,8 @@ def test_a_file_is_whole_when_the_disk_is_full(tmp_path: Path) -> None:
 def test_tracks_are_named_though_the_first_step_did_not_fit(tmp_path: Path) -> None:
     """The names were taken to be in the file, in which nothing was."""
     file = TraceFile(tmp_path / NAME)
-    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, usual[1]))
-    try:
-        with pytest.raises(OSError, match=NAME):
-            file.add(beside(1, measured(1.0), SIMULATED, 0.0))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    with full_disk(1000), pytest.raises(OSError, match=NAME):
+        file.add(beside(1, measured(1.0), SIMULATED, 0.0))
     file.add(beside(2, measured(2.0), SIMULATED, 0.0))
     events = json.loads((tmp_path / NAME).read_text())["traceEvents"]
     names = [event for event in events if event["name"] == "process_name"]

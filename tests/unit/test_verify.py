@@ -9,13 +9,14 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 
-from megatron_ext.schedule.action import parse
+from megatron_ext.schedule.action import Action, Kind, parse
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose
+from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.problem import P2P, Extras, Problem
+from megatron_ext.schedule.problem import P2P, Extras, Problem, VocabularyParallel
 from megatron_ext.schedule.program.graph import Device, build_graph
 from megatron_ext.schedule.program.verify import InvalidSchedule, Program, check_compute, prove
 from megatron_ext.schedule.schedule import Schedule
@@ -32,7 +33,7 @@ from tests.helpers.random_schedules import (
     seeds,
 )
 from tests.helpers.reference_runs import run, runs_to_end
-from tests.helpers.schedules import line_problem, program, with_messages, written
+from tests.helpers.schedules import line_problem, program, rows_of, with_messages, written
 
 PROBLEM = line_problem(2, 2)
 FUSED = """
@@ -231,6 +232,57 @@ def test_half_a_message_in_an_evaluation() -> None:
     prove(good, evaluation)
     rows = (good.rows[0], (*good.rows[1], parse("1SEND_B0")))
     assert refusal(replace(good, rows=rows), evaluation).actions == (parse("1SEND_B0"),)
+
+
+# ---- The order of the data
+
+# A stage's n-th forward pass reads the n-th microbatch of its own iterator. A table whose stages
+# took them in different orders was called valid; tokens met other microbatches' labels, and the
+# training learned nothing, without a word.
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_stages_that_read_their_data_in_different_orders(forward_only: bool) -> None:
+    rows = "0F0 0F1 0F2 0B0 0B1 0B2\n1F0 1F2 1F1 1B0 1B1 1B2"
+    if forward_only:
+        rows = "0F0 0F1 0F2\n1F0 1F2 1F1"
+    problem = replace(line_problem(2, 3), forward_only=forward_only)
+    with pytest.raises(InvalidSchedule) as caught:
+        prove(with_messages(on_line(rows), problem), problem)
+    assert "1F2 is the forward number 2 of stage 1, and 0F1 is the forward number 2 of stage 0" in (
+        str(caught.value)
+    )
+    assert caught.value.actions == (parse("1F2"), parse("0F1"))
+
+
+def test_one_order_of_the_data_may_be_any() -> None:
+    """Backward passes may overtake one another, and forward passes all in one way."""
+    good = on_line("0F1 0F0 0B0 0B1\n1F1 1F0 1B0 1B1")
+    proved = prove(with_messages(good, PROBLEM), PROBLEM)
+    assert runs_to_end(proved.schedule, PROBLEM)
+    evaluation = replace(PROBLEM, forward_only=True)
+    prove(with_messages(keep_forward(good, evaluation), evaluation), evaluation)
+
+
+def test_a_rank_reads_in_one_order_for_each_of_its_stages() -> None:
+    placement = Placement("v", (0, 0))
+    problem = Problem(placement, 2, uniform(placement, 1, 1, 1))
+    crossed = Schedule("v", placement, rows_of("0F0 0F1 1F1 1F0 1B0 1B1 0B0 0B1"))
+    assert refusal(crossed, problem).actions == (parse("1F1"), parse("0F0"))
+
+
+def test_tokens_are_sent_in_the_order_of_the_forward_passes() -> None:
+    """With a divided vocabulary the first stage's data are read when its tokens are sent."""
+    problem = line_problem(2, 2).with_extras(vocabulary=VocabularyParallel.TWO)
+    good = program("1f1b", problem)
+
+    def renamed(action: Action) -> Action:
+        is_sent = action.kind is Kind.BCAST_E
+        return action._replace(microbatch=1 - action.microbatch) if is_sent else action
+
+    rows = tuple(tuple(map(renamed, row)) for row in good.schedule.rows)
+    error = refusal(replace(good.schedule, rows=rows), good.problem)
+    assert "number 1 of stage 0" in str(error)
 
 
 # ---- Memory

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +23,56 @@ from megatron_ext.adapter.programs import Programs, Shape
 from megatron_ext.logger import logger
 from megatron_ext.runtime.held_bytes import Allocated, HeldBytes, SavedTensors
 from megatron_ext.runtime.measure.measured_steps import MeasuredSteps
-from megatron_ext.runtime.measure.profile import STEPS, Profile
+from megatron_ext.runtime.measure.profile import MEASURED, STEPS, Profile
 from megatron_ext.runtime.messages.transport import Boundary
 from megatron_ext.runtime.recording import clock_of
+from megatron_ext.runtime.world import gather_from_all, tell_all
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.costs_text import save_costs
 from megatron_ext.schedule.model.measured.file import as_data
 from megatron_ext.schedule.model.measured.layer_costs import LayerCosts, layer_costs, not_told_apart
-from megatron_ext.schedule.model.measured_costs import Machine
+from megatron_ext.schedule.model.measured_costs import Machine, RankFigures, measured_costs
 from megatron_ext.schedule.problem import VocabularyParallel
+from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.show.program_summary import summary_of_change
+
+_SELDOMER = 8  # all ranks meet again when an eighth more of training steps have passed
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What this rank has measured of steps of one shape.
+
+    Attributes:
+        program: of those steps.
+        figures: this rank's.
+        what: was measured, for people to read.
+        message_bytes: of a message between stages.
+    """
+
+    program: Program
+    figures: RankFigures
+    what: str
+    message_bytes: int
 
 
 class StepProfile(StepObserver[Step]):
     """Measures costs once for each shape of microbatches, writes them to ``path``, and has
-    ``programs`` made with them."""
+    ``programs`` made with them.
+
+    Pipelines may come to a shape, or to enough steps of one program, at training steps of their
+    own. So a rank that has measured a shape waits for a training step whose number all ranks know
+    to be one where they meet: the last of the first `STEPS`, all of the next, and then fewer.
+    """
 
     def __init__(self, path: Path, programs: Programs) -> None:
         self._path = path
         self._programs = programs
         self._under_way: dict[Shape, Profile] = {}
+        self._ready: dict[Shape, _Measured] = {}  # by this rank, and not yet used
         self._measured: set[Shape] = set()
+        self._count = 0  # training steps
+        self._meets = STEPS  # training step after which all ranks tell what they have measured
         self._steps: MeasuredSteps | None = None  # since the costs were measured
         self._pipeline: dist.ProcessGroup | None = None
         self._is_written = False
@@ -50,32 +80,51 @@ class StepProfile(StepObserver[Step]):
     def begin(self, step: Step) -> None:
         device = torch.device(torch.cuda.current_device())
         self._pipeline = step.pipeline
-        if step.shape not in self._measured:
+        if step.shape in self._measured:
+            if _is_compared(step.pipeline):
+                self._steps = self._steps or MeasuredSteps(device)
+                self._steps.begin(step.recorder)
+        elif step.shape not in self._ready:
             if step.shape not in self._under_way:
                 stages = step.program.schedule.placement.stages
                 counting = _counting(device, step.call.models, stages, step.boundary)
                 self._under_way[step.shape] = Profile(clock_of(device), counting)
             self._under_way[step.shape].begin(step.recorder)
-        elif _is_compared(step.pipeline):
-            self._steps = self._steps or MeasuredSteps(device)
-            self._steps.begin(step.recorder)
 
     def end(self, step: Step) -> None:
-        """If costs have just been measured, use them from now on. Collective over the world then;
-        global rank 0 writes them."""
+        """Use the costs that all ranks have measured by now, if this is a step where they meet."""
+        self._count += 1
         if step.shape in self._measured:
             if self._steps is not None:
                 self._steps.end(step.program)
-            return
-        if not self._under_way[step.shape].end(step.recorder, step.program):
-            return
-        costs, machine = self._costs(step, self._under_way.pop(step.shape))
-        self._measured.add(step.shape)
+        elif step.shape in self._under_way:
+            profile = self._under_way[step.shape]
+            if profile.end(step.recorder, step.program):
+                self._ready[step.shape] = _measured(step, self._under_way.pop(step.shape))
+        if self._count == self._meets:
+            self._meets += max(1, self._count // _SELDOMER)
+            self._meet(step)
+
+    def _meet(self, step: Step) -> None:
+        """Use the costs of the shapes that every rank has measured. Collective over the world."""
+        told = gather_from_all({shape: own.figures for shape, own in self._ready.items()})
+        for shape in told[0]:
+            if all(shape in figures for figures in told):
+                self._use(step, shape, [figures[shape] for figures in told])
+
+    def _use(self, step: Step, shape: Shape, ranks: list[RankFigures]) -> None:
+        """Have programs made with the costs that ``ranks`` have measured of ``shape``, as global
+        rank 0 makes them. Collective over the world; global rank 0 writes them."""
+        own = self._ready.pop(shape)
+        costs = tell_all(self._costs(own, shape, ranks) if dist.get_rank() == 0 else None)
+        assert costs is not None
+        self._measured.add(shape)
         if dist.get_rank() == 0:
-            self._write(costs, as_data(self._layers(step, costs), machine))
+            layers = self._layers(own.program, shape, costs)
+            self._write(costs, as_data(layers, Machine.of(ranks)))
         try:
             now = self._programs.make_again(
-                step.pipeline, step.call.config, step.shape, costs, step.program
+                step.pipeline, step.call.config, shape, costs, own.program
             )
         except ValueError as error:
             error.add_note(
@@ -83,23 +132,22 @@ class StepProfile(StepObserver[Step]):
             )
             raise
         file = f"; costs written to {self._path}" if self._is_written else ""
-        change = summary_of_change(step.program, now, costs) + file
+        change = summary_of_change(own.program, now, costs) + file
         log_single_rank(logger, logging.INFO, change)
 
-    def _costs(self, step: Step, profile: Profile) -> tuple[Costs, Machine]:
-        schedule = step.program.schedule
-        what = f"{schedule.name} on {len(schedule.rows)} ranks"
-        if step.shape is not None:
-            what += f", micro batch {step.shape[0]}, sequence {step.shape[1]}"
-        connection, estimate = step.connections.p2p, self._programs.costs[step.shape]
-        return profile.costs(connection, step.pipeline, step.boundary, estimate, what)
+    def _costs(self, own: _Measured, shape: Shape, ranks: list[RankFigures]) -> Costs:
+        """The costs of ``shape``, which ``ranks``, all of them, have measured."""
+        estimate = self._programs.costs[shape]
+        what = f"{own.what}, {MEASURED} iterations"
+        costs = measured_costs(own.program, estimate, ranks, what)
+        return replace(costs, message_bytes=own.message_bytes)
 
-    def _layers(self, step: Step, costs: Costs) -> LayerCosts | None:
+    def _layers(self, program: Program, shape: Shape, costs: Costs) -> LayerCosts | None:
         """Costs per layer type; None where layers are not known, or not all trained alike."""
-        basis = self._programs.bases.get(step.shape)
+        basis = self._programs.bases.get(shape)
         if basis is None:
             return None
-        vocabulary = step.program.problem.extras.vocabulary
+        vocabulary = program.problem.extras.vocabulary
         layers = layer_costs(costs, basis, is_divided=vocabulary is not VocabularyParallel.NONE)
         for group in layers.alike:
             logger.info(not_told_apart(group))
@@ -117,6 +165,8 @@ class StepProfile(StepObserver[Step]):
             why = (
                 "no iteration has run with the measured costs"
                 if self._measured
+                else "costs are not measured, other pipelines have had too few steps of one program"
+                if self._ready
                 else f"costs are not measured, the training has had {steps} of {STEPS} iterations"
             )
             logger.info(f"nothing to compare with the prediction: {why}")
@@ -137,6 +187,18 @@ class StepProfile(StepObserver[Step]):
             logger.error(f"costs are not written to {self._path}: {error}")
         else:
             self._is_written = True
+
+
+def _measured(step: Step, profile: Profile) -> _Measured:
+    """What ``profile`` has come to with ``step``, its last one. Collective over the pipeline."""
+    schedule, boundary = step.program.schedule, step.boundary
+    assert boundary.shape is not None
+    what = f"{schedule.name} on {len(schedule.rows)} ranks"
+    if step.shape is not None:
+        what += f", micro batch {step.shape[0]}, sequence {step.shape[1]}"
+    figures = profile.figures(step.connections.p2p, step.pipeline, boundary)
+    message_bytes = math.prod(boundary.shape) * boundary.dtype.itemsize
+    return _Measured(profile.program, figures, what, message_bytes)
 
 
 def _is_compared(pipeline: dist.ProcessGroup) -> bool:

@@ -1,15 +1,17 @@
 """The race of a training: under which schedule its next step runs, and what they have taken.
 
-All ranks come to the same answers: times are the longest over all of them, agreed on between turns,
-and everything else is counted in iterations.
+All ranks come to the same answers: they decide together, and only at training steps whose numbers
+all of them know. Pipelines may come to steps of another size, or be interrupted, each by itself: a
+rank tells of that where all meet next, and until then runs the baseline.
 """
 
 from __future__ import annotations
 
 import logging
 import statistics
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -25,6 +27,7 @@ from megatron_ext.adapter.step.call import Call
 from megatron_ext.adapter.training_globals import training_global
 from megatron_ext.config import PipelineConfig
 from megatron_ext.logger import logger
+from megatron_ext.runtime.world import gather_from_all, tell_all
 from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, peaks
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import Program
@@ -46,6 +49,27 @@ FIRST = 2  # iterations of a training that are not raced in: caches fill, kernel
 _Key = tuple[int, int, int]  # of what is raced with: micro batch, sequence, microbatches
 
 
+@dataclass(frozen=True)
+class _Seen:
+    """What a rank tells the others where all meet.
+
+    Attributes:
+        is_steady: all steps since they began to count had one size.
+        waits: for costs to be measured.
+        other: why what an earlier start has measured does not count here; "" if it does.
+        missing: iterations that the turn lacks.
+        seconds: of an iteration of the turn.
+        peak: bytes of activations in the turn.
+    """
+
+    is_steady: bool
+    waits: bool
+    other: str
+    missing: int = 0
+    seconds: float = 0.0
+    peak: float = 0.0
+
+
 class StepRace(StepObserver[Step]):
     """Races the schedules of ``config`` while ``programs`` are made for them."""
 
@@ -55,10 +79,14 @@ class StepRace(StepObserver[Step]):
         self._line_up = config.race
         self._choices = dict(zip(config.race.specs, config.race.choices, strict=True))
         self._programs = programs
+        self._count = 0  # training steps
+        self._meets = 1  # training step before which all ranks meet next
+        self._pause = FIRST  # steps to the meeting after one that has not begun a turn
         self._key: _Key | None = None
-        self._steps = 0  # with it
-        self._facts: dict[str, str] = {}  # what is timed with it
+        self._is_steady = True  # steps have been of one size
+        self._facts: dict[str, str] = {}  # what is timed
         self._known: Record | None = None  # what an earlier start has written
+        self._knows = False  # that it is of the same
         self._race: Race | None = None
         self._turn: Turn | None = None
         self._made: dict[str, Program] = {}
@@ -72,7 +100,7 @@ class StepRace(StepObserver[Step]):
     def choose(self, call: Call, shape: Shape, make: Callable[[], Program]) -> None:
         """Have ``programs`` follow the schedule of the training step that begins now.
 
-        ``make`` makes the program for it. Collective over the world between turns.
+        ``make`` makes the program for it. Collective over the world at steps that all ranks know.
         """
         self._programs.choice = self._choices[self._kept or self._next(call, shape, make)]
 
@@ -82,43 +110,84 @@ class StepRace(StepObserver[Step]):
             self._turn.interrupt()
 
     def _next(self, call: Call, shape: Shape, make: Callable[[], Program]) -> str:
-        key = call.micro_batch_size, call.seq_length, call.num_microbatches
-        if key != self._key:
-            self._begin_anew(call, key)
-        self._steps += 1
-        if self._race is None and self._kept is None and self._may_begin(shape):
-            self._begin(make)
-        elif self._turn is not None and self._turn.begin_iteration():
-            self._end_turn(self._turn, call)
+        self._count += 1
+        self._size_up(call)
+        if self._turn is not None:
+            self._turn.begin_iteration()
+        if self._count == self._meets:
+            self._meet(call, shape, make)
         if self._kept is not None:
             return self._kept
-        if self._race is None:
+        if self._race is None or not self._is_steady:
             return self._at_first(shape)
-        if self._turn is None:
-            self._turn = Turn(_device())
-            self._turn.begin_iteration()
         return self._race.current
 
-    def _begin_anew(self, call: Call, key: _Key) -> None:
-        """Steps are of another size than those before: nothing that they took can be compared."""
-        if self._key is None:
+    def _size_up(self, call: Call) -> None:
+        """Note the size of the step that begins. Steps of two sizes cannot be compared."""
+        key = call.micro_batch_size, call.seq_length, call.num_microbatches
+        if key == self._key:
+            return
+        self._is_steady = self._key is None
+        self._key = key
+        self._facts = subject_of(call, self._config)
+
+    def _meet(self, call: Call, shape: Shape, make: Callable[[], Program]) -> None:
+        """Decide with all ranks how it goes on. Collective over the world."""
+        if self._count == 1:
             self._known = self._recall()
+        told = gather_from_all(self._seen(shape))
+        if self._count == 1:
+            self._begin_anew(told)
+            self._meets += FIRST
+            return
+        missing = max(seen.missing for seen in told)
+        if not all(seen.is_steady for seen in told):
+            self._begin_anew(told)
+        elif self._race is None and not any(seen.waits for seen in told):
+            self._begin(make)
+        elif self._race is not None and missing:
+            self._meets += missing
+            return
+        elif self._race is not None:
+            self._end_turn(told, call)
+            self._pause = FIRST
+        self._is_steady = True
+        if self._kept is not None:
+            return
+        if self._race is not None:
+            self._turn = Turn(_device())
+            self._turn.begin_iteration()
+            self._meets += WARM_UP + TIMED
+        else:  # where steps are of ever new sizes, ranks meet less and less
+            self._meets += self._pause
+            self._pause *= 2
+
+    def _seen(self, shape: Shape) -> _Seen:
+        """What this rank has to tell."""
+        other = "" if self._known is None else difference(self._subject, self._known.subject)
+        seen = _Seen(self._is_steady, self._waits_for_costs(shape), other)
+        if self._turn is None or not self._is_steady:
+            return seen
+        if self._turn.missing:
+            return replace(seen, missing=self._turn.missing)
+        return replace(seen, seconds=self._turn.seconds(), peak=self._turn.peak)
+
+    def _begin_anew(self, told: list[_Seen]) -> None:
+        """Count steps from now on: nothing that those before took can be compared."""
         if self._race is not None:
             _say("race: the number or shape of microbatches has changed, and it begins anew")
-        self._key, self._steps, self._race, self._turn = key, 0, None, None
+        self._race, self._turn = None, None
         self._made, self._peaks = {}, {}
         self._bubbles.clear()
-        self._facts = subject_of(call, self._config)
+        other = next((seen.other for seen in told if seen.other), "")
+        self._knows = self._known is not None and not other
         if self._known is None:
             return
-        if other := difference(self._subject, self._known.subject):
+        if other:
             _say(f"race: what an earlier start has measured does not count: {other}")
         elif self._known.winner is not None:
             self._kept = self._known.winner if self._keeps else self._line_up.baseline
             _say(f"race: {self._known.winner} has won already, and this goes on under {self._kept}")
-
-    def _may_begin(self, shape: Shape) -> bool:
-        return self._steps > FIRST and not self._waits_for_costs(shape)
 
     def _waits_for_costs(self, shape: Shape) -> bool:
         return self._config.costs.profile is not None and not self._programs.are_measured(shape)
@@ -131,9 +200,11 @@ class StepRace(StepObserver[Step]):
         return self._line_up.baseline
 
     def _begin(self, make: Callable[[], Program]) -> None:
-        """Have all programs made, which proves that they keep within the memory limit."""
+        """Have all programs made, which proves that they keep within the memory limit, and leave
+        out those that some rank cannot make. Collective over the world."""
         lines = self._line_up
         self._race = race = Race(lines.baseline, lines.candidates)
+        cannot: dict[str, str] = {}
         for spec in lines.specs:
             self._programs.choice = self._choices[spec]
             try:
@@ -142,13 +213,14 @@ class StepRace(StepObserver[Step]):
             except ValueError as error:
                 if spec == lines.baseline:
                     raise
-                race.drop(spec, str(error))
-                _say(f"race: {spec} is not in it: {error}")
-        known = self._known
-        if known is not None and not difference(self._subject, known.subject):
-            for measured in known.rounds:
+                cannot[spec] = str(error)
+        for spec, why in dict(ChainMap(*gather_from_all(cannot))).items():
+            race.drop(spec, why)
+            _say(f"race: {spec} is not in it: {why}")
+        if self._known is not None and self._knows:
+            for measured in self._known.rounds:
                 race.add_round(measured)
-            for spec, figures in known.figures.items():
+            for spec, figures in self._known.figures.items():
                 self._bubbles[spec].append(figures.bubble)
                 self._peaks[spec] = figures.peak or 0
         before = f", {len(race.rounds)} of them from an earlier start" if race.rounds else ""
@@ -170,18 +242,15 @@ class StepRace(StepObserver[Step]):
         if self._turn is not None:
             self._turn.end_step(step.connections.recorder, step.program)
 
-    def _end_turn(self, turn: Turn, call: Call) -> None:
-        """Collective over the world."""
-        race = self._race
-        assert race is not None
-        agreed = torch.tensor([turn.seconds(), turn.peak], dtype=torch.float64, device=_device())
-        dist.all_reduce(agreed, dist.ReduceOp.MAX)
-        seconds, peak = agreed.tolist()
+    def _end_turn(self, told: list[_Seen], call: Call) -> None:
+        """Every rank has the iterations of the turn. Collective over the pipeline."""
+        race, turn = self._race, self._turn
+        assert race is not None and turn is not None
         comparison = turn.steps.compare(call.pipeline)
         assert comparison is not None
         self._turn = None
-        self._note(race.current, comparison, peak)
-        race.end_turn(seconds)
+        self._note(race.current, comparison, max(seen.peak for seen in told))
+        race.end_turn(max(seen.seconds for seen in told))
         if not race.is_between_rounds:
             return
         _say(report.standing(race))
@@ -202,6 +271,8 @@ class StepRace(StepObserver[Step]):
         for spec, own in figures.items():
             _say(report.figures_line(spec, race, own))
         _say(report.verdict(race, keeps))
+        if doubt := report.doubt(race, figures):
+            log_single_rank(logger, logging.WARNING, doubt)
         if table := report.table(race, self._line_up, self._facts, figures):
             _say(f"race, to show to others:\n{table}")
         self._write(race.winner)
@@ -235,15 +306,14 @@ class StepRace(StepObserver[Step]):
     def _recall(self) -> Record | None:
         """What an earlier start has measured, as global rank 0 reads it. Collective over the
         world."""
-        told: list[Record | None] = [None]
+        known: Record | None = None
         folder = _folder("load")
         if dist.get_rank() == 0 and folder is not None and (folder / NAME).exists():
             try:
-                told[0] = load_record(folder / NAME)
+                known = load_record(folder / NAME)
             except ValueError as error:
                 logger.warning(f"race: measured anew: {error}")
-        dist.broadcast_object_list(told, src=0)
-        return told[0]
+        return tell_all(known)
 
     def _write(self, winner: str | None) -> None:
         folder, race = _folder("save"), self._race

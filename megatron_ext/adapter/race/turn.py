@@ -36,15 +36,16 @@ class Turn:
         self._counting: PeakBytes | None = None
         self._interrupted: set[int] = set()  # marks after which another thing than a step came
 
-    def begin_iteration(self) -> bool:
-        """The iteration before this one has ended. Whether it was the turn's last: then this one
-        belongs to the next turn."""
+    def begin_iteration(self) -> None:
+        """The iteration before this one has ended."""
         if self._begun >= WARM_UP:
             self._marks.append(self._clock.mark())
-        if len(self._marks) - 1 - len(self._interrupted) >= TIMED:
-            return True
         self._begun += 1
-        return False
+
+    @property
+    def missing(self) -> int:
+        """How many more iterations the turn needs, if nothing interrupts them."""
+        return max(TIMED - (len(self._marks) - 1 - len(self._interrupted)), 0)
 
     def interrupt(self) -> None:
         """What now comes before the next iteration is no part of this one."""

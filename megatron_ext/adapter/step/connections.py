@@ -6,7 +6,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from megatron_ext.adapter.gpu_notice import say_unverified
 from megatron_ext.config import PipelineConfig
 from megatron_ext.logger import logger
 from megatron_ext.runtime.handover import Messages
-from megatron_ext.runtime.host.memory import check_host_memory
+from megatron_ext.runtime.host.memory import HostMemory
 from megatron_ext.runtime.host.offload import ActivationOffload
 from megatron_ext.runtime.interruption import Interruption
 from megatron_ext.runtime.messages.batched import BatchedTransport, PipelineGroup
@@ -41,6 +41,7 @@ class Connections:
         p2p: what messages between stages travel on.
         collectives: of a vocabulary that is divided.
         offload: of activations that leave for the host.
+        host_memory: what they take there.
         recorder: told what runs.
     """
 
@@ -48,14 +49,16 @@ class Connections:
     collectives: Collectives | None
     offload: ActivationOffload | None
     recorder: Recorder
+    host_memory: HostMemory = field(default_factory=HostMemory)
 
     def expect(self, program: Program) -> None:
-        """Steps of ``program`` will come."""
+        """Steps of ``program`` will come. Collective over the world for the first that trains."""
         if self.offload is not None and not program.problem.forward_only:
             row = program.schedule.rows[self.offload.rank]
-            host_memory = check_host_memory(row, program.problem.costs)
+            host_memory = self.host_memory.check(row, program.problem.costs)
             self.offload.expect(row, program.problem.costs)
-            log_single_rank(logger, logging.INFO, host_memory)
+            if host_memory:
+                log_single_rank(logger, logging.INFO, host_memory)
 
     def transport(self, program: Program, boundary: Boundary) -> Messages:
         """The messages of one step. Where shapes vary, collective over the pipeline the first

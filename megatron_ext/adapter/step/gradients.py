@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 
 from megatron_ext.adapter.step.call import Call
-from megatron_ext.adapter.step.model_stage import ModelStage
+from megatron_ext.adapter.step.model_stage import ModelStage, overlaps_reduction
 
 
 @contextlib.contextmanager
-def no_grad_sync(config: Any) -> Iterator[None]:
-    """Hold back the reductions that backward hooks would start before W has run."""
-    functions = config.no_sync_func or []
+def no_grad_sync(call: Call) -> Iterator[None]:
+    """Hold back the reductions that backward hooks would start before W has run.
+
+    Stock counts gradients where its caller gives no ``no_sync_func``; W's come without hooks.
+    """
+    given = call.config.no_sync_func
+    functions = given if isinstance(given, list) else [given]
+    if given is None:
+        functions = [model.no_sync for model in call.models if overlaps_reduction(model)]
     with contextlib.ExitStack() as stack:
-        for no_sync in functions if isinstance(functions, list) else [functions]:
+        for no_sync in functions:
             stack.enter_context(no_sync())
         yield
 

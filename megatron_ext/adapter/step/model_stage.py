@@ -207,8 +207,7 @@ class ModelStage:
 
         With ``force_all_reduce`` it is left to finalize_model_grads, which knows of it.
         """
-        overlaps = getattr(getattr(self._model, "ddp_config", None), "overlap_grad_reduce", False)
-        if not overlaps or self._call.force_all_reduce:
+        if self._call.force_all_reduce or not overlaps_reduction(self._model):
             return
         reduction = self._recorder.reducing(self._number)
         self._model.start_grad_sync()  # type: ignore[operator]  # DistributedDataParallel's
@@ -220,6 +219,11 @@ class ModelStage:
 
     def _free(self, output: Tensor) -> None:
         schedules.deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
+
+
+def overlaps_reduction(model: Any) -> bool:
+    """Whether the data-parallel reduction of ``model`` runs beside later passes."""
+    return getattr(getattr(model, "ddp_config", None), "overlap_grad_reduce", False)
 
 
 def _with_gradient(x: Tensor | None) -> Tensor | None:

@@ -16,6 +16,7 @@ from megatron_ext.adapter.step.gradients import no_grad_sync
 from megatron_ext.adapter.step.model_stage import ModelStage
 from megatron_ext.adapter.step.parameter_gathers import ParameterGathers, parameter_gathers
 from megatron_ext.adapter.step.sliced_stage import SlicedStage
+from megatron_ext.adapter.vocabulary_rows import await_tables
 from megatron_ext.runtime.executor import execute
 from megatron_ext.runtime.messages.transport import Boundary
 from megatron_ext.runtime.owner import Owner
@@ -45,8 +46,10 @@ def run_passes(step: Step, iterators: list[Any], others: Sequence[Owner] = ()) -
     if connections.offload is not None and not call.forward_only:
         offload = connections.offload.step(row)
     gathers.begin()
+    if step.shard is not None:
+        await_tables(call.models)
     slices = running_slice.step(step.spans, call.groups.cp)
-    with no_grad_sync(call.config), splitting(step.split), slices:
+    with no_grad_sync(call), splitting(step.split), slices:
         execute(program, stages, transport, step.recorder, vocabulary, offload, others)
     return list(stages.values())
 

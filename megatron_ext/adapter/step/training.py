@@ -45,6 +45,7 @@ from megatron_ext.adapter.transformer_engine.layer_graphs import layer_graphs
 from megatron_ext.adapter.vocabulary_rows import shard_of
 from megatron_ext.config import PipelineConfig
 from megatron_ext.logger import logger
+from megatron_ext.runtime.host.memory import ShortOfHostMemory
 from megatron_ext.runtime.slices.running_slice import Span
 from megatron_ext.runtime.weight_gradients import Lent, is_owned
 from megatron_ext.schedule.build.output_layer import output_layer_waits
@@ -115,7 +116,8 @@ class Training:
         if self._race is not None and not call.forward_only:
             with self._heard_if_it_fails("the race"):
                 self._race.choose(call, shape, lambda: self._program(call, shape))
-        program = self._program(call, shape)
+        with self._heard_if_it_fails("the making of a program", ShortOfHostMemory):
+            program = self._program(call, shape)
         connections = self._connections
         assert connections is not None
         self._calls += 1
@@ -155,9 +157,7 @@ class Training:
         if captures(call.config) and not call.forward_only:
             rank, schedule = call.pipeline.rank(), program.schedule
             stages = schedule.placement.stages_of[rank]
-            is_lent = layer_graphs.begin(
-                schedule.rows[rank], stages, call.models, connections.recorder.device.settle
-            )
+            is_lent = layer_graphs.begin(schedule.rows[rank], stages, call.models)
         split = Split(waits, at_once, apart, is_lent)
         return Step(
             pipeline=call.pipeline,
@@ -205,11 +205,13 @@ class Training:
         self._connections.expect(program)
         return program
 
-    def _heard_if_it_fails(self, where: str) -> AbstractContextManager[None]:
-        """Within, an error ends the other ranks too, if they are connected."""
+    def _heard_if_it_fails(
+        self, where: str, kind: type[BaseException] = BaseException
+    ) -> AbstractContextManager[None]:
+        """Within, an error of this ``kind`` ends the other ranks too, if they are connected."""
         if self._connections is None:
             return contextlib.nullcontext()
-        return self._connections.heard_if_it_fails(where)
+        return self._connections.heard_if_it_fails(where, kind)
 
     def _connect(self, call: Call, program: Program) -> Connections:
         connections = connect(self._config, program, call.pipeline)

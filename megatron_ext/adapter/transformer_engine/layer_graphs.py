@@ -9,7 +9,7 @@ though a weight gradient that waits for its W or a message may still need it.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -27,18 +27,14 @@ class LayerGraphs:
         self._order: list[int] | None = None  # of the latest training step
         self._captured: list[int] | None = None
         self._memory: GraphMemory | None = None
-        self._settle: Callable[[], None] | None = None
 
     def begin(
         self,
         row: Sequence[Action],
         stages: Sequence[int],
         models: Iterable[torch.nn.Module],
-        settle: Callable[[], None] | None = None,
     ) -> Lent:
         """Before a training step that runs ``row`` on ``models``, the chunks ``stages``.
-
-        ``settle`` is called before graphs are captured, when the device has ended all it was given.
 
         Returns:
             whether a tensor is in the memory of graphs.
@@ -46,7 +42,6 @@ class LayerGraphs:
         Raises:
             ValueError: graphs were captured in another order.
         """
-        self._settle = settle
         self._order = capture_order(row, stages)
         check_capture(self._order, row, stages)
         if self._captured is not None and not any(map(_has_graphs, models)):
@@ -86,14 +81,12 @@ class LayerGraphs:
                 f"{counted(microbatches, 'microbatch')}, and the steps so far had {before}: give "
                 f"every step as many, or write --cuda-graph-impl none"
             )
-        if self._settle is not None:
-            self._settle()
         self._captured, self._memory = self._order, None
         return [entry for entry in self._order if abs(entry) <= chunks]
 
     def forget(self) -> None:
         """The training is over."""
-        self._order = self._captured = self._memory = self._settle = None
+        self._order = self._captured = self._memory = None
 
 
 class GraphMemory:

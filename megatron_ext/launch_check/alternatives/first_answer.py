@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -34,7 +35,7 @@ def first_answer(read: ReadLine) -> Plan | None:
     plan = make_plan(line.variant, read.room, specs=tuple(dict.fromkeys((own, *_FIRST))))
     of_line, best = _of_line(plan, line), plan.best
     if best is not None:
-        words = " ".join((*flags_of(best, None), *line.rewritten(best.schedule).added))
+        words = shlex.join((*flags_of(best, None), *line.rewritten(best.schedule).added))
         if best is of_line:
             words = "the line as it is"
         elif of_line is not None:

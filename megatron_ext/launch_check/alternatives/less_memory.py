@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext.launch_check.alternatives.without_full_recompute import WITH_FULL_RECOMPUTE
 from megatron_ext.schedule.plan.candidate import VocabMethod
 from megatron_ext.schedule.plan.fitting import consider
+from megatron_ext.schedule.words import bytes_text
 
 if TYPE_CHECKING:
     from megatron_ext.launch_check.variants import LineVariants
@@ -70,8 +71,8 @@ def what_would_fit(line: LineVariants, room: float | None) -> Iterator[str]:
         leanest += [pair for pair in pairs if pair is not None and taken[pair] <= room]
     for gift in leanest:
         excess = taken[gift] - room
-        fits = "which fits" if excess <= 0 else f"{excess / 2**30:.3g} GiB too much"
-        yield f"{gift.words}: the fullest rank would take {taken[gift] / 2**30:.3g} GiB, {fits}"
+        fits = "which fits" if excess <= 0 else f"{bytes_text(excess)} too much"
+        yield f"{gift.words}: the fullest rank would take {bytes_text(taken[gift])}, {fits}"
 
 
 def _fullest(line: LineVariants) -> float | None:

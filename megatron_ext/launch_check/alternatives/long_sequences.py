@@ -3,6 +3,7 @@ parallelism."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -29,6 +30,7 @@ from megatron_ext.schedule.plan.long_sequences import (
 )
 from megatron_ext.schedule.plan.recommendation import flags_of, slower_by
 from megatron_ext.schedule.slices import LONG_ENOUGH, UNCUT
+from megatron_ext.schedule.words import bytes_text
 
 if TYPE_CHECKING:
     from megatron_ext.launch_check.line_plan import ReadLine
@@ -112,11 +114,11 @@ def what_slices_give(line: LineVariants, tokens: int, room: float | None) -> str
     made, fits = way.shortest, room is None or own.fullest is None or own.fullest <= room
     if made is None or (fits and slower_by(own, made) < EQUAL):
         return None
-    words = " ".join((*flags_of(made, None), *line.rewritten(made.schedule).added))
+    words = shlex.join((*flags_of(made, None), *line.rewritten(made.schedule).added))
     bubbles = [f"{candidate.report.bubble_share_makespan:.1%}" for candidate in (made, own)]
     text = f"with {words} a step is predicted to take {made.step / own.step - 1:+.1%}: "
     text += f"{bubbles[0]} bubbles in place of {bubbles[1]}"
     if made.fullest is None or own.fullest is None:
         return text
-    gib = [f"{figure / 2**30:.3g} GiB" for figure in (made.fullest, own.fullest)]
-    return f"{text}, {gib[0]} on the fullest rank in place of {gib[1]}"
+    taken, before = bytes_text(made.fullest), bytes_text(own.fullest)
+    return f"{text}, {taken} on the fullest rank in place of {before}"

@@ -63,7 +63,8 @@ class Comparison:
         missing: the tensors that only one of them has.
         copies: the tensors of which ranks of B have copies that differ from one another.
         norm_alone: only norms differ, as sums do that are added in another order.
-        clipping: the first difference is such a norm, and gradients are clipped by it.
+        clipping: the value of --clip-grad if such a norm differs in the iteration of the first
+            difference, and gradients are clipped by it.
         settings: arguments in which A and B differ.
         holders: the ranks of B that hold some of a tensor beyond the floor.
         start: the iteration that both started from.
@@ -108,7 +109,7 @@ def compare(a: Recording, b: Recording, again: Recording | None = None) -> Compa
         bool(figures_beyond)
         and not others
         and not differs_in_tensors
-        and all(figure.ulps <= NORM_ULPS for figure in figures_beyond)
+        and all(map(_is_reordered_sum, figures_beyond))
     )
     first = None
     if (figures_beyond or differs_in_tensors) and not norm_alone:
@@ -216,10 +217,13 @@ def _in_order(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _first(a: Recording, b: Recording, seen: Sequence[Figure]) -> First:
-    """Where A is the same each time: whatever differs first."""
+    """Where A is the same each time: whatever differs first. A norm that was added in another order
+    is passed over: what differs is a tensor of this iteration, or of a later one."""
     for one, other in _pairs(a, b):
         for figure in seen:
-            if figure.iteration == one.number and figure and one is not a.iterations[0]:
+            if figure.iteration != one.number or one is a.iterations[0]:
+                continue
+            if figure and not _is_reordered_sum(figure):
                 return First(one.number, figure.name)
         if different := _differing(one, other):
             tensor = different[0]
@@ -233,10 +237,16 @@ def _first(a: Recording, b: Recording, seen: Sequence[Figure]) -> First:
     return First(a.trained[-1].number, "the tensors after the last iteration")
 
 
+def _is_reordered_sum(figure: Figure) -> bool:
+    """Return whether ``figure`` is a norm that differs only as sums added in another order do."""
+    return bool(figure) and figure.name == NORM and figure.ulps <= NORM_ULPS
+
+
 def _first_with_floor(a: Recording, beyond: Sequence[Figure], far: Sequence[Tensor]) -> First:
     """Where A is never quite the same: the first figure, or the farthest tensor at the end."""
-    if beyond:
-        return First(beyond[0].iteration, beyond[0].name)
+    others = [figure for figure in beyond if not (far and _is_reordered_sum(figure))]
+    if others:
+        return First(others[0].iteration, others[0].name)
     last = a.trained[-1].number
     return First(last, name_of(far[0]) if far else "tensors that only one of them has")
 
@@ -269,7 +279,9 @@ def _holders(run: Recording, tensor: Tensor) -> tuple[int, ...]:
 
 def _clipping(a: Recording, first: First | None, seen: Sequence[Figure]) -> float:
     """--clip-grad, where it carries a norm that was added in another order into everything."""
-    if first is None or first.what != NORM:
+    threshold = float(a.arguments.get("clip_grad") or 0)
+    if first is None or not threshold:
         return 0.0
-    norm = next(f for f in seen if f.name == NORM and f.iteration == first.iteration)
-    return float(a.arguments.get("clip_grad") or 0) if norm.ulps <= NORM_ULPS else 0.0
+    norms = [f for f in seen if f.iteration == first.iteration and _is_reordered_sum(f)]
+    is_clipped = any(max(norm.a, norm.b) > threshold for norm in norms)
+    return threshold if is_clipped else 0.0

@@ -108,6 +108,9 @@ def verdict(found: Comparison) -> list[str]:
             "log has taken them up"
         )
     lines += _differences(found)
+    lines.append(
+        "gradients are not compared one by one: their norm is, and what the optimizer made of them"
+    )
     if found.again is None and found.verdict is not Verdict.SAME:
         lines.append(
             "what A differs by from itself is not known: record its line once more, and give that "

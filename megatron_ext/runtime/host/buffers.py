@@ -24,6 +24,7 @@ from megatron_ext.runtime.host.copies import HostCopies, Transfer
 from megatron_ext.runtime.host.memory import available_bytes, short_of_memory
 from megatron_ext.runtime.host.pages import whole_pages
 from megatron_ext.schedule.kinds import Held
+from megatron_ext.schedule.words import bytes_text
 
 Key = tuple[int, Held]  # a stage, and what it holds
 
@@ -115,7 +116,7 @@ class HostBuffers:
     def _check(self, size: int) -> None:
         available = available_bytes()
         if size > available:
-            needs = f"pipeline rank {self._rank} needs {size / 2**30:.3g}"
+            needs = f"pipeline rank {self._rank} needs {bytes_text(size)}"
             raise ValueError(short_of_memory(needs, available))
 
     def _give_up(self, slot: Slot) -> None:

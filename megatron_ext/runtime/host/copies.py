@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_ext.runtime.host.pages import whole_pages
 from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.kinds import RULES, Lane
+from megatron_ext.schedule.words import bytes_text
 
 Piece = tuple[Tensor, Tensor]  # where to and where from: bytes, of one length
 
@@ -30,6 +31,10 @@ class Transfer(Protocol):
 
 class HostCopies(Protocol):
     """Starts copies. Those of one direction run one after the other."""
+
+    def current_stream(self) -> torch.cuda.Stream | None:
+        """The stream that the caller gives its work to; None for a device without streams."""
+        ...
 
     def host_buffer(self, size: int) -> Tensor:
         """``size`` bytes of the host's memory, to and from which copies are quick.
@@ -63,6 +68,9 @@ class Done:
 class DirectCopies:
     """Copies made at once, for a rank whose memory is the host's."""
 
+    def current_stream(self) -> torch.cuda.Stream | None:
+        return None
+
     def host_buffer(self, size: int) -> Tensor:
         return whole_pages(size)
 
@@ -95,6 +103,9 @@ class CudaCopies:
     def __init__(self, device: torch.device) -> None:
         self._streams = {lane: torch.cuda.Stream(device) for lane in (Lane.TO_HOST, Lane.FROM_HOST)}
 
+    def current_stream(self) -> torch.cuda.Stream | None:
+        return torch.cuda.current_stream()
+
     def host_buffer(self, size: int) -> Tensor:
         return pinned(size)
 
@@ -123,7 +134,7 @@ def pinned(size: int) -> Tensor:
     code = runtime.cudaHostRegister(buffer.data_ptr(), size, 0)
     if int(code) != 0:
         raise ValueError(
-            f"{size / 2**30:.3g} GiB of host memory cannot be pinned for offloaded activations "
+            f"{bytes_text(size)} of host memory cannot be pinned for offloaded activations "
             f"(cudaHostRegister: {runtime.cudaGetErrorString(code)}): raise the limit of locked "
             f"memory ('ulimit -l unlimited', a container's memlock), offload less "
             f"(--pipeline-activation-offload half), or none"

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import math
 import socket
+import uuid
 from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron_ext.runtime.store.lost_store import losing_the_store
+from megatron_ext.runtime.store.once_for_all import store_of_all
+from megatron_ext.runtime.world import gather_from_all
 from megatron_ext.schedule.action import Action, tokens_of
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.program.memory import in_bytes, most_on_host
-
-_GIB = 2**30
+from megatron_ext.schedule.words import bytes_text
 
 
 def available_bytes(root: Path = Path("/")) -> int:
@@ -69,42 +74,112 @@ def planned_bytes(row: tuple[Action, ...], costs: Costs) -> int | None:
     return sum(count * sizes[key] for key, count in most_on_host(row).items())
 
 
-def check_host_memory(row: tuple[Action, ...], costs: Costs) -> str:
-    """What offload will take of each host, in a sentence. Collective over the world.
+class ShortOfHostMemory(ValueError):
+    """A host whose ranks plan to take more than it has."""
 
-    Raises:
-        ValueError: on every rank, where a host has less.
+
+class HostMemory:
+    """What offload plans to take of this rank's host, which has other ranks, too.
+
+    All ranks tell their plans of the first program, and so know what their host had free then. A
+    pipeline may be alone with a later program: what that one adds is counted in torch's store,
+    together with what the host's other ranks have added so far.
     """
-    planned = planned_bytes(row, costs)
-    if planned is None:
-        return "offload: host memory is not known before the first step, as the costs have no bytes"
-    reports: list[tuple[str, float, int]] = [("", 0.0, 0)] * dist.get_world_size()
-    dist.all_gather_object(reports, (socket.gethostname(), planned, available_bytes()))
-    ranks: dict[str, list[float]] = defaultdict(list)
-    free: dict[str, int] = {}
-    for host, bytes_of_rank, available in reports:
-        ranks[host].append(bytes_of_rank)
-        free[host] = min(available, free.get(host, available))
-    for host, of_ranks in ranks.items():
-        if sum(of_ranks) > free[host]:
-            raise ValueError(
-                short_of_memory(
-                    f"{host}: {len(of_ranks)} ranks need {sum(of_ranks) / _GIB:.3g}", free[host]
-                )
+
+    def __init__(self) -> None:
+        self._host = socket.gethostname()
+        self._free: int | None = None  # before the first program; None: it has not come
+        self._planned = 0  # by this rank, for the program that takes the most
+        self._of_host = 0  # by all its ranks, for the first program
+        self._store: dist.Store | None = None
+
+    def check(self, row: tuple[Action, ...], costs: Costs) -> str:
+        """Return a sentence about what this rank's ``row`` takes; "" if that is no more than what
+        earlier ones take. Collective over the world the first time.
+
+        Raises:
+            ShortOfHostMemory: a host has less; raised on every rank the first time, later on those
+                ranks that have added too much.
+        """
+        planned = planned_bytes(row, costs)
+        if self._free is None:
+            return self._begin(planned)
+        if planned is None or planned <= self._planned:
+            return ""
+        return self._add(planned)
+
+    def _begin(self, planned: int | None) -> str:
+        """Compare the plans of all ranks with what their hosts have."""
+        own = _Report(self._host, planned or 0, available_bytes(), uuid.uuid4().hex)
+        reports = gather_from_all(own)
+        of_hosts: dict[str, list[_Report]] = defaultdict(list)
+        for report in reports:
+            of_hosts[report.host].append(report)
+        for host, ranks in of_hosts.items():
+            _refuse_more(host, len(ranks), _planned(ranks), _free(ranks))
+        here = of_hosts[self._host]
+        self._free, self._planned, self._of_host = _free(here), own.planned, _planned(here)
+        if (store := store_of_all()) is not None:
+            self._store = dist.PrefixStore(f"megatron_ext/host memory/{reports[0].run}", store)
+        if planned is None:
+            return (
+                "offload: host memory is not known before the first step, as the costs have no "
+                "bytes"
             )
-    host = max(ranks, key=lambda host: sum(ranks[host]))
-    return (
-        f"offload: up to {max(figure for _, figure, _ in reports) / _GIB:.3g} GiB of host memory a "
-        f"rank, {sum(ranks[host]) / _GIB:.3g} GiB on {host}, which has {free[host] / _GIB:.3g} GiB "
-        f"available"
-    )
+        host = max(of_hosts, key=lambda host: _planned(of_hosts[host]))
+        ranks = of_hosts[host]
+        most = bytes_text(max(report.planned for report in reports))
+        return (
+            f"offload: up to {most} of host memory a rank, {bytes_text(_planned(ranks))} on "
+            f"{host}, which has {bytes_text(_free(ranks))} available"
+        )
+
+    def _add(self, planned: int) -> str:
+        """Count what a program takes beyond the earlier ones."""
+        assert self._free is not None
+        more = planned - self._planned
+        added = more
+        if self._store is not None:
+            with losing_the_store(f"{self._host} was to count its host memory"):
+                added = self._store.add(self._host, more)
+        self._planned = planned
+        _refuse_more(self._host, None, self._of_host + added, self._free)
+        return (
+            f"offload: {bytes_text(planned)} of host memory on this rank for a program with more "
+            f"to offload"
+        )
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What a rank tells of its host. ``run`` is a key that no other training has."""
+
+    host: str
+    planned: int
+    available: int
+    run: str
+
+
+def _planned(ranks: Sequence[_Report]) -> int:
+    return sum(report.planned for report in ranks)
+
+
+def _free(ranks: Sequence[_Report]) -> int:
+    return min(report.available for report in ranks)
+
+
+def _refuse_more(host: str, ranks: int | None, planned: int, free: int) -> None:
+    """Raise ShortOfHostMemory if ``planned`` bytes are more than ``host`` had ``free``."""
+    if planned > free:
+        who = "its ranks" if ranks is None else f"{ranks} ranks"
+        raise ShortOfHostMemory(short_of_memory(f"{host}: {who} need {bytes_text(planned)}", free))
 
 
 def short_of_memory(who_needs: str, available: int) -> str:
-    """The text of an error; ``who_needs`` is its beginning, up to the number of GiB."""
+    """The text of an error; ``who_needs`` is its beginning, up to the amount."""
     return (
-        f"{who_needs} GiB of host memory for offloaded activations, but only "
-        f"{available / _GIB:.3g} GiB are available: offload less (--pipeline-activation-offload "
+        f"{who_needs} of host memory for offloaded activations, but only "
+        f"{bytes_text(available)} are available: offload less (--pipeline-activation-offload "
         f"half, or fit with a --pipeline-memory-limit), recompute some modules, or give the job "
         f"more memory"
     )

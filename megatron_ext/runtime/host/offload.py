@@ -7,7 +7,11 @@ refers to it, and what refers to it stays what it is.
 
 A storage leaves only if nobody refers to it but those who saved it, and the stage, which keeps its
 input. Parameters stay thereby, caches that microbatches share, outputs on their way, and whatever a
-layer keeps for itself; small ones stay because a copy has a price of its own.
+layer keeps for itself; small ones stay because a copy has a price of its own. One that nobody
+refers to any more is not needed, and goes.
+
+Memory belongs to the stream that it was allocated on, whose next allocation may get it as soon as
+the host frees it. Streams besides that read a storage are told to the allocator (`record_stream`).
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -63,14 +67,33 @@ class ActivationOffload:
         return OffloadedStep(self, row)
 
 
+@dataclass(frozen=True)
+class _Moved:
+    """A storage with its bytes. ``readers`` are the streams that autograd reads it on: a node runs
+    its backward on the stream of its forward."""
+
+    storage: torch.UntypedStorage
+    size: int
+    readers: frozenset[torch.cuda.Stream]
+
+
 @dataclass
 class _Away:
-    """What has left by ``copy``: storages with their bytes, and their place on the host. (No slot,
-    if none have.)"""
+    """What has left by ``copy``: storages, and their place on the host. (No slot, if none have.)"""
 
     copy: Action
-    storages: list[tuple[torch.UntypedStorage, int]]
+    storages: list[_Moved]
     slot: Slot | None
+    transfer: Transfer
+
+
+@dataclass(frozen=True)
+class _Coming:
+    """What comes back by ``copy``. It is referred to until then: what the copy writes to must not
+    be given to anybody else, whoever still needs it."""
+
+    copy: Action
+    storages: list[_Moved]
     transfer: Transfer
 
 
@@ -82,7 +105,7 @@ class OffloadedStep(Owner):
         self._leaves = {(a.stage, a.microbatch) for a in row if a.kind is Kind.OFFLOAD_F}
         self._saved: dict[tuple[int, int], _Storages] = {}
         self._away: dict[_Key, _Away] = {}
-        self._coming: dict[_Key, tuple[Action, Transfer]] = {}
+        self._coming: dict[_Key, _Coming] = {}
 
     @contextlib.contextmanager
     def saving(self, stage: int, microbatch: int, x: Tensor | None) -> Iterator[None]:
@@ -90,7 +113,7 @@ class OffloadedStep(Owner):
         if (stage, microbatch) not in self._leaves:
             yield
             return
-        saved = _Storages(self._offload.device)
+        saved = self._storages()
         if x is not None:
             saved.note(x)
 
@@ -121,7 +144,7 @@ class OffloadedStep(Owner):
         for held in RULES[action.kind].releases:
             coming = self._coming.pop((action.stage, action.microbatch, held), None)
             if coming is not None:
-                _wait(*coming)
+                _wait(coming.copy, coming.transfer)
 
     def forget(self) -> None:
         """Nothing has left for the host: a step with offload never begins again."""
@@ -133,7 +156,7 @@ class OffloadedStep(Owner):
     def abandon(self) -> None:
         """After an error: leave no copy under way into memory that others may get, and no buffer
         taken."""
-        transfers = [transfer for _, transfer in self._coming.values()]
+        transfers = [coming.transfer for coming in self._coming.values()]
         for (stage, _, held), away in self._away.items():
             transfers.append(away.transfer)
             if away.slot is not None:
@@ -146,17 +169,20 @@ class OffloadedStep(Owner):
         self._away.clear()
         self._coming.clear()
 
+    def _storages(self) -> _Storages:
+        return _Storages(self._offload.device, self._offload.copies)
+
     def _copy_out(self, action: Action) -> None:
         stage, kind, microbatch = action
         (held,) = RULES[kind].moves
         if held is Held.ACTIVATION:
             saved = self._saved.pop((stage, microbatch))
         else:
-            saved = _Storages(self._offload.device)
+            saved = self._storages()
             for tensor in queue.tensors(stage, microbatch):
                 saved.note(tensor)
-        storages = [(storage, storage.nbytes()) for storage in saved.take_exclusive()]
-        size = sum(_aligned(size) for _, size in storages)
+        storages = saved.take_exclusive()
+        size = sum(_aligned(moved.size) for moved in storages)
         slot = self._offload.buffers.take((stage, held), size) if storages else None
         pieces = [(host, own) for own, host in _pieces(storages, slot)]
         try:
@@ -166,37 +192,53 @@ class OffloadedStep(Owner):
                 self._offload.buffers.give_back((stage, held), slot)
             raise
         self._away[stage, microbatch, held] = _Away(action, storages, slot, transfer)
-        self._offload.bytes_left[stage, held] += sum(size for _, size in storages)
+        self._offload.bytes_left[stage, held] += sum(moved.size for moved in storages)
 
     def _free(self, action: Action) -> None:
         stage, kind, microbatch = action
         (held,) = RULES[kind].releases
         away = self._away[stage, microbatch, held]
         _wait(away.copy, away.transfer)
-        for storage, _ in away.storages:
-            storage.resize_(0)
+        # The current stream has waited for the copy. The one that the memory belongs to may not.
+        here = _streams(self._offload.copies)
+        for moved in away.storages:
+            _tell_allocator(moved.storage, here)
+            moved.storage.resize_(0)
 
     def _copy_back(self, action: Action) -> None:
         stage, kind, microbatch = action
         (held,) = RULES[kind].moves
         away = self._away[stage, microbatch, held]
-        for storage, size in away.storages:
-            storage.resize_(size)
+        here = _streams(self._offload.copies)  # the memory belongs to this stream from now on
+        for moved in away.storages:
+            moved.storage.resize_(moved.size)
+            _tell_allocator(moved.storage, moved.readers - here)
         pieces = _pieces(away.storages, away.slot)
         transfer = self._offload.copies.start(action, pieces, None)
         del self._away[stage, microbatch, held]
-        self._coming[stage, microbatch, held] = action, transfer
+        self._coming[stage, microbatch, held] = _Coming(action, away.storages, transfer)
         if away.slot is not None:
             away.slot.last = transfer
             self._offload.buffers.give_back((stage, held), away.slot)
 
 
-class _Storages:
-    """Storages, and the tensors here that refer to them."""
+@dataclass(frozen=True)
+class _Noted:
+    """A storage, the tensors here that refer to it, and the streams that were current when they
+    were noted."""
 
-    def __init__(self, device: torch.device) -> None:
+    storage: torch.UntypedStorage
+    references: list[weakref.ref[Tensor]] = field(default_factory=list)
+    readers: set[torch.cuda.Stream] = field(default_factory=set)
+
+
+class _Storages:
+    """Storages, and who refers to them."""
+
+    def __init__(self, device: torch.device, copies: HostCopies) -> None:
         self._device = device
-        self._noted: dict[int, tuple[torch.UntypedStorage, list[weakref.ref[Tensor]]]] = {}
+        self._copies = copies
+        self._noted: dict[int, _Noted] = {}
 
     def note(self, tensor: Tensor) -> None:
         # Of other classes (quantised tensors) the storage is not all there is; they stay.
@@ -204,37 +246,60 @@ class _Storages:
             return
         storage = tensor.untyped_storage()
         if storage.device == self._device:
-            _, references = self._noted.setdefault(storage._cdata, (storage, []))
-            references.append(weakref.ref(tensor))
+            noted = self._noted.setdefault(storage._cdata, _Noted(storage))
+            noted.references.append(weakref.ref(tensor))
+            noted.readers.update(_streams(self._copies))
 
-    def take_exclusive(self) -> list[torch.UntypedStorage]:
-        """Those of some size that no tensor refers to but the noted ones that still live.
+    def take_exclusive(self) -> list[_Moved]:
+        """Those of some size that no tensor refers to but the noted ones that still live, of which
+        there must be one: else nobody will read what comes back.
 
         All are forgotten: autograd may know its hooks, and through them this object, longer.
         """
-        noted, self._noted = self._noted, {}
+        all_noted, self._noted = self._noted, {}
         taken = []
-        for storage, references in noted.values():
-            alive = {id(tensor) for reference in references if (tensor := reference()) is not None}
-            here = len(alive) + 1  # and ``storage`` itself
+        for noted in all_noted.values():
+            storage = noted.storage
+            alive = {
+                id(tensor) for reference in noted.references if (tensor := reference()) is not None
+            }
+            here = len(alive) + 1  # and ``noted.storage`` itself
             if (
-                storage.nbytes() >= max(SMALL, 1)
+                alive
+                and storage.nbytes() >= max(SMALL, 1)
                 and storage.resizable()
                 and torch._C._storage_Use_Count(storage._cdata) == here
             ):
-                taken.append(storage)
+                taken.append(_Moved(storage, storage.nbytes(), frozenset(noted.readers)))
         return taken
 
 
-def _pieces(storages: Iterable[tuple[torch.UntypedStorage, int]], slot: Slot | None) -> list[Piece]:
+def _streams(copies: HostCopies) -> frozenset[torch.cuda.Stream]:
+    """The current stream, if there are streams."""
+    stream = copies.current_stream()
+    return frozenset() if stream is None else frozenset([stream])
+
+
+def _tell_allocator(storage: torch.UntypedStorage, streams: Iterable[torch.cuda.Stream]) -> None:
+    """Keep the memory of ``storage``, once it is freed, until ``streams`` have done what they have
+    been given by then."""
+    for stream in streams:
+        _bytes_of(storage).record_stream(stream)
+
+
+def _pieces(storages: Iterable[_Moved], slot: Slot | None) -> list[Piece]:
     """Each storage, as bytes, and its place on the host."""
     pieces, offset = [], 0
-    for storage, size in storages:
+    for moved in storages:
         assert slot is not None
-        own = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        pieces.append((own, slot.buffer[offset : offset + size]))
-        offset += _aligned(size)
+        host = slot.buffer[offset : offset + moved.size]
+        pieces.append((_bytes_of(moved.storage), host))
+        offset += _aligned(moved.size)
     return pieces
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _aligned(size: int) -> int:

@@ -7,9 +7,7 @@ it takes does not count, so there is time in it to count bytes.
 
 from __future__ import annotations
 
-import math
 import socket
-from dataclasses import replace
 
 import torch.distributed as dist
 
@@ -20,13 +18,7 @@ from megatron_ext.runtime.messages.channels import Channels
 from megatron_ext.runtime.messages.transport import Boundary
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.recording import Clock, Recording
-from megatron_ext.schedule.costs import Costs
-from megatron_ext.schedule.model.measured_costs import (
-    Machine,
-    RankFigures,
-    measured_costs,
-    medians,
-)
+from megatron_ext.schedule.model.measured_costs import RankFigures, medians
 from megatron_ext.schedule.program.graph import channels
 from megatron_ext.schedule.program.verify import Program
 
@@ -69,27 +61,25 @@ class Profile:
         self.steps += 1
         return len(self._recordings) >= MEASURED
 
-    def costs(
-        self,
-        connection: Channels | PipelineGroup,
-        pipeline: dist.ProcessGroup,
-        boundary: Boundary,
-        estimate: Costs,
-        what: str,
-    ) -> tuple[Costs, Machine]:
-        """The costs, and what was measured beside them, the same on every rank. Collective over the
-        world, after the last step.
+    @property
+    def program(self) -> Program:
+        """The program whose steps have been measured."""
+        assert self._program is not None
+        return self._program
+
+    def figures(
+        self, connection: Channels | PipelineGroup, pipeline: dist.ProcessGroup, boundary: Boundary
+    ) -> RankFigures:
+        """Return what this rank has measured. Collective over ``pipeline``, after the last step.
 
         Args:
             pipeline: that ``connection`` connects.
             boundary: what passes between stages, with its shape.
-            estimate: the costs that the steps were made with.
-            what: was measured, for people to read.
         """
-        assert self._program is not None and boundary.shape is not None
-        ways = channels(self._program.schedule)
+        assert boundary.shape is not None
+        ways = channels(self.program.schedule)
         hops = message_seconds(connection, ways, boundary.shape, boundary.dtype, self._clock)
-        figures = RankFigures(
+        return RankFigures(
             medians(event for recording in self._recordings for event in recording.read()[0]),
             self._counting.per_microbatch(),
             list(hops.values()),
@@ -97,8 +87,3 @@ class Profile:
             socket.gethostname(),
             reserved_beyond_allocated(connection.device),
         )
-        ranks: list[RankFigures] = [figures] * dist.get_world_size()
-        dist.all_gather_object(ranks, figures)
-        costs = measured_costs(self._program, estimate, ranks, f"{what}, {MEASURED} iterations")
-        message_bytes = math.prod(boundary.shape) * boundary.dtype.itemsize
-        return replace(costs, message_bytes=message_bytes), Machine.of(ranks)

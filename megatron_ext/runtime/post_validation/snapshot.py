@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megatron_ext.runtime.host.copies import copies_on
 from megatron_ext.runtime.host.memory import available_bytes
+from megatron_ext.schedule.words import bytes_text
 
-_GIB = 2**30
 _ALIGNMENT = 512  # bytes, as torch's own allocator aligns tensors
 _MARGIN = 0.05  # of a device's memory: fragments, and what a later step may need more
 
@@ -93,8 +93,7 @@ class Snapshot:
     def __str__(self) -> str:
         """Where the copies are and what they take."""
         places = [
-            f"{copies.size / _GIB:.3g} GiB of {copies.place_name}"
-            for copies in self._copies.values()
+            f"{bytes_text(copies.size)} of {copies.place_name}" for copies in self._copies.values()
         ]
         return " and ".join(places) or "nothing"
 
@@ -132,7 +131,7 @@ class _Copies:
         if self._place.type != "cpu":
             return torch.empty(self.size, dtype=torch.uint8, device=self._place)
         if self.size > (available := available_bytes()):
-            raise ValueError(self._short_of_memory(f"only {available / _GIB:.3g} are available"))
+            raise ValueError(self._short_of_memory(f"only {bytes_text(available)} are available"))
         try:
             return copies_on(self._device).host_buffer(self.size)
         except ValueError as error:
@@ -140,7 +139,7 @@ class _Copies:
 
     def _short_of_memory(self, fact: str) -> str:
         return (
-            f"the state that a step overwrites takes {self.size / _GIB:.3g} GiB of host memory, as "
+            f"the state that a step overwrites takes {bytes_text(self.size)} of host memory, as "
             f"{self._device} has no room for it, but {fact}: drop --pipeline-post-validation, or "
             f"write --use-distributed-optimizer, which divides it"
         )

@@ -14,10 +14,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch.distributed as dist
 
 from megatron_ext.logger import logger
+from megatron_ext.runtime.store.lost_store import losing_the_store
 
 NOTICE = timedelta(seconds=30)  # after which a wait is told
 STAYS = timedelta(seconds=10)  # that global rank 0 waits for others to read of a mistake
@@ -52,12 +54,14 @@ def agree(
         ValueError: two differ, or some rank has told nothing within ``timeout``; on every rank that
             asks.
     """
-    # What an earlier training has left in the store is not to be met.
-    number = store.add(f"megatron_ext/agreement/asked by {rank}", 1)
-    store = dist.PrefixStore(f"megatron_ext/agreement/{number}", store)
-    told = asdict(Told(socket.gethostname(), facts))
-    store.set(str(rank), json.dumps(told))
-    mistake = _compare(store, ranks, timeout) if rank == 0 else _read(store, rank, ranks, timeout)
+    told = json.dumps(asdict(Told(socket.gethostname(), facts)))
+    with losing_the_store("the ranks were telling one another their settings"):
+        # What an earlier training has left in the store is not to be met.
+        number = store.add(f"megatron_ext/agreement/asked by {rank}", 1)
+        store = dist.PrefixStore(f"megatron_ext/agreement/{number}", store)
+        store.set(str(rank), told)
+        compare = partial(_compare, store) if rank == 0 else partial(_read, store, rank)
+        mistake = compare(ranks, timeout)
     if mistake:
         raise ValueError(mistake)
 

@@ -19,6 +19,8 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
+from megatron_ext.runtime.world import tell_all
+
 LOOK_SECONDS = 1.0
 TRIES = 3  # after so many looks without an answer the store is taken to be gone
 LEAVE_SECONDS = 5.0  # that a failing rank waits for a store that does not answer
@@ -96,13 +98,12 @@ def connect_last_words() -> LastWords | None:
     Their key is new each time: a store may outlive the ranks, and has then the words of some that
     have been started again since.
     """
-    key = [f"megatron_ext/last_words/{uuid.uuid4().hex}"]
-    dist.broadcast_object_list(key)
+    key = tell_all(f"megatron_ext/last_words/{uuid.uuid4().hex}")
     store = dist.distributed_c10d._get_default_store()
     if store is None:
         return None
     # Of our own: one thread's wait in a store keeps others out of it. (Older ones have no clones.)
-    return LastWords(store.clone() if hasattr(store, "clone") else store, key[0])
+    return LastWords(store.clone() if hasattr(store, "clone") else store, key)
 
 
 def _ends_with_this_process(store: dist.Store) -> bool:

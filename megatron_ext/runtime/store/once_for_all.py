@@ -22,6 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_ext.logger import logger
+from megatron_ext.runtime.store.lost_store import losing_the_store
 from megatron_ext.schedule.progress import reporting
 
 LOOK_SECONDS = 0.5  # from one look at the store to the next, at the most
@@ -42,12 +43,17 @@ def once_for_all[T](store: dist.Store, rank: int, what: str, work: Callable[[], 
         ValueError: that of ``work``, on every rank.
         RuntimeError: on those that wait, if ``work`` has failed otherwise, or its rank has died.
     """
-    for seconds in _looks():
-        if rank == 0 or seconds > AHEAD_SECONDS or store.check([_WORKER]):
-            break
     here = f"global rank {rank} on {socket.gethostname()}"
-    if store.check([_RESULT]) or store.compare_set(_WORKER, "", here).decode() != here:
-        return _result_of_another(store, what)
+    with losing_the_store(f"{here} asked for {what}"):
+        for seconds in _looks():
+            if rank == 0 or seconds > AHEAD_SECONDS or store.check([_WORKER]):
+                break
+        packed = store.get(_RESULT) if store.check([_RESULT]) else None
+        worker = store.compare_set(_WORKER, "", here).decode()
+    if packed is None and worker != here:
+        packed = _result_of_another(store, worker, what)
+    if packed is not None:
+        return _unpacked(packed)
     try:
         with _giving_signs_of_life(store), reporting(logger.info, logger.warning):
             result = work()
@@ -56,7 +62,8 @@ def once_for_all[T](store: dist.Store, rank: int, what: str, work: Callable[[], 
             store.set(_RESULT, _packed(_for_others(error, what, here)))
         time.sleep(2 * LOOK_SECONDS)  # it may end with this process
         raise
-    store.set(_RESULT, _packed(result))
+    with losing_the_store(f"{here} was to tell the result of {what}"):
+        store.set(_RESULT, _packed(result))
     return result
 
 
@@ -74,31 +81,22 @@ def _for_others(error: BaseException, what: str, here: str) -> Exception:
     return RuntimeError(f"{what} failed on {here}, for all ranks: {type(error).__name__}: {error}")
 
 
-def _result_of_another(store: dist.Store, what: str) -> Any:
-    """Wait for it. Raises as `once_for_all`."""
-    worker = store.get(_WORKER).decode()
+def _result_of_another(store: dist.Store, worker: str, what: str) -> bytes:
+    """Wait for the packed result of ``worker``. Raises RuntimeError if it does not come."""
     heard, beats = 0.0, -1
     for seconds in _looks():
-        try:
+        with losing_the_store(f"{worker} was at {what}, for all ranks"):
             if store.check([_RESULT]):
-                break
+                return store.get(_RESULT)
             latest = store.add(_BEATS, 0)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"torch's store is gone, and {worker} was at {what}, for all ranks: that rank has "
-                f"ended or was killed (was there memory enough?), or the job ends"
-            ) from error
         if latest != beats:
             heard, beats = seconds, latest
         elif seconds - heard > SILENT_SECONDS:
-            raise RuntimeError(
-                f"{worker} was at {what}, for all ranks, and has given no sign of life for "
-                f"{SILENT_SECONDS:.0f} s: it has ended or was killed (was there memory enough?)"
-            )
-    result = _unpacked(store.get(_RESULT))
-    if isinstance(result, Exception):
-        raise result
-    return result
+            break
+    raise RuntimeError(
+        f"{worker} was at {what}, for all ranks, and has given no sign of life for "
+        f"{SILENT_SECONDS:.0f} s: it has ended or was killed (was there memory enough?)"
+    )
 
 
 def _looks() -> Iterator[float]:
@@ -134,4 +132,8 @@ def _packed(value: object) -> str:
 
 
 def _unpacked(text: bytes) -> Any:
-    return pickle.loads(zlib.decompress(base64.b64decode(text)))
+    """Return the result that was packed, or raise it if it is an error."""
+    result = pickle.loads(zlib.decompress(base64.b64decode(text)))
+    if isinstance(result, Exception):
+        raise result
+    return result

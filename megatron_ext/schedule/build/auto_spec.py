@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_ext.schedule.build.options import parameters_of, parse_options, perhaps
-from megatron_ext.schedule.words import counted
+from megatron_ext.schedule.words import counted, shown
 
 AUTO = "auto"
 
@@ -55,7 +55,7 @@ def _searches(*, placement: str = "", chunks: int = 0) -> tuple[str, ...]:
         *others, last = _PLACEMENTS
         known = f"write {', '.join(others)} or {last}"
         raise ValueError(
-            f"schedule {AUTO} knows no placement {placement!r}; "
+            f"schedule {AUTO} knows no placement {shown(placement)!r}; "
             f"{perhaps(placement, _PLACEMENTS, known)}"
         )
     placed = [search for search in SEARCHES if placement in ("", search.placement)]

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 
@@ -19,7 +19,13 @@ from megatron_ext.schedule.program.communication import communicate
 from megatron_ext.schedule.program.memory import bytes_for, in_bytes, leaving_room, peaks
 from megatron_ext.schedule.program.message_order import order_messages
 from megatron_ext.schedule.program.simulate import step_seconds
-from megatron_ext.schedule.program.verify import Program, check_compute, prove, within_limit
+from megatron_ext.schedule.program.verify import (
+    OverLimit,
+    Program,
+    check_compute,
+    prove,
+    within_limit,
+)
 from megatron_ext.schedule.program.waits import await_sends
 from megatron_ext.schedule.progress import task
 from megatron_ext.schedule.schedule import Schedule, Transform
@@ -33,6 +39,7 @@ from megatron_ext.schedule.transforms.vocabulary_costs import share_vocabulary
 
 _TRIES = 4  # how often what messages hold is taken off what passes may
 _STEP = 0.05  # of what passes may hold, that is taken off at least
+_NOT_MUCH_LESS = 0.8  # times what a schedule needs: as far as a limit that is enough is looked for
 _LOOSER = (3.0, 2.0, 1.5, 1.25, 1.0)  # limits that a family is given where some is made again
 
 
@@ -141,12 +148,32 @@ def _check_slices(choice: Choice, problem: Problem) -> None:
 
 def _shortest_with_recompute(choice: Choice, problem: Problem) -> Program:
     """The shortest of what the family makes within looser limits than the problem's, and recompute
-    brings within that."""
+    brings within that.
+
+    Raises:
+        OverLimit: none of them fits; it names a limit that is enough.
+    """
     if choice.searches and problem.slices.count > 1:
         choice = choice.without_search  # not a search for each limit
+    programs, refusals = _with_recompute(choice, problem)
+    if programs:
+        return min(programs, key=lambda program: step_seconds(program, problem.costs))
+    # A family that refuses a limit knows nothing of what is made again within it.
+    over = [error for error in refusals if isinstance(error, OverLimit)]
+    if problem.memory_limit is None or not over:
+        raise refusals[-1]
+    if _KEPT.get() is not None:
+        raise over[0]  # one schedule of many that are compared: nobody reads it
+    least = _least_that_is_enough(choice.without_search, problem, problem.memory_limit, over)
+    raise over[0].naming(least, problem.memory_limit)
+
+
+def _with_recompute(choice: Choice, problem: Problem) -> tuple[list[Program], list[ValueError]]:
+    """Build the family's passes within each looser limit: return programs and refusals. The
+    first is that of the passes without a limit, where there is one."""
     tried: set[Schedule] = set()
     programs: list[Program] = []
-    refusal: ValueError | None = None
+    refusals: list[ValueError] = []
     for limit in _looser_limits(problem):
         try:
             passes = _compute(choice, problem, limit)
@@ -154,11 +181,31 @@ def _shortest_with_recompute(choice: Choice, problem: Problem) -> Program:
                 tried.add(passes)
                 programs.append(_proved_in_bytes(passes, problem))
         except ValueError as error:
-            refusal = error
-    if not programs:
-        assert refusal is not None
-        raise refusal
-    return min(programs, key=lambda program: step_seconds(program, problem.costs))
+            refusals.append(error)
+    return programs, refusals
+
+
+def _least_that_is_enough(
+    choice: Choice, problem: Problem, limit: MemoryLimit, over: Sequence[OverLimit]
+) -> float:
+    """Return the least limit that a few tries find to be enough; ``limit`` is not enough.
+
+    What the passes made without a limit need is enough, as they are tried within each limit. Less
+    may be: within another limit the family makes other passes, and others are made again.
+    """
+    enough = over[0].least
+    too_little = max(limit.amount, _NOT_MUCH_LESS * min(error.least for error in over))
+    next_try = min(error.least for error in over)
+    for _ in range(_TRIES):
+        if not too_little < next_try < enough:
+            next_try = (too_little + enough) / 2
+        asked = limit.of(math.ceil(next_try) if limit.bytes is not None else next_try)
+        programs, _ = _with_recompute(choice, replace(problem, memory_limit=asked))
+        if programs:
+            enough = asked.amount
+        else:
+            too_little = asked.amount
+    return enough
 
 
 def _looser_limits(problem: Problem) -> list[MemoryLimit | None]:
@@ -166,14 +213,7 @@ def _looser_limits(problem: Problem) -> list[MemoryLimit | None]:
     limit = problem.memory_limit
     if limit is None:
         return [None]
-    looser: list[MemoryLimit] = []
-    for factor in _LOOSER:
-        if limit.microbatches is not None:
-            looser.append(MemoryLimit(microbatches=limit.microbatches * factor))
-        else:
-            assert limit.bytes is not None
-            looser.append(MemoryLimit(bytes=int(limit.bytes * factor)))
-    return [None, *looser]
+    return [None, *map(limit.scaled, _LOOSER)]
 
 
 def _proved_in_bytes(passes: Schedule, problem: Problem) -> Program:

@@ -3,46 +3,44 @@
 from __future__ import annotations
 
 import functools
-import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.action import Action, Kind, Pair
+from megatron_ext.schedule.build.others_code import code_of
+from megatron_ext.schedule.columns import KINDS
 from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.schedule_csv import KINDS_IN_FILES
-from megatron_ext.schedule.words import counted
+from megatron_ext.schedule.words import counted, shown
 
+_MOST = 2**31 // len(KINDS)  # numbers are kept in 32 bits, stage and kind in one (`columns`)
 _SPLIT = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-
-
-def line_of(error: Exception, path: Path) -> str:
-    """``, line 7``, the line of the file at ``path`` that ``error`` came from, if it was one."""
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-    return f", line {lines[-1]}" if lines else ""
 
 
 @dataclass(frozen=True)
 class CheckedFamily:
     """The family ``name`` of the file at ``path``, and whether it says that it splits the backward
-    pass. Its functions keep their signatures, off which options are read."""
+    pass, and that it searches. Its functions keep their signatures, off which options are read."""
 
     name: str
     path: Path
     splits_backward: bool
+    searches: bool = False
 
     def placement(self, place: Callable[..., Placement]) -> Callable[..., Placement]:
         """``place``, which has to return a placement on all ranks and no others."""
 
         @functools.wraps(place)
         def checked(ranks: int, **options: Any) -> Placement:
-            placement = place(ranks, **options)
+            what = f"the placement of {self.name}"
+            with code_of(self.path, what, f": {what} fails for {counted(ranks, 'rank')}"):
+                placement = place(ranks, **options)
             if not isinstance(placement, Placement):
                 raise self._error(
                     f"the placement of {self.name} returned {type(placement).__name__}; return a "
@@ -67,19 +65,14 @@ class CheckedFamily:
 
         @functools.wraps(build)
         def checked(problem: Problem, **options: Any) -> Schedule:
-            try:
+            failed = (
+                f": {self.name} fails for {counted(problem.ranks, 'rank')} and "
+                f"{counted(problem.microbatches, 'microbatch')}"
+            )
+            with code_of(self.path, self.name, failed, is_search=self.searches):
                 schedule = build(problem, **options)
                 if isinstance(schedule, Schedule):
-                    self._check_rows([action for row in schedule.rows for action in row])
-            except ValueError:
-                raise
-            except Exception as error:
-                raise self._error(
-                    f"{self.name} fails for {counted(problem.ranks, 'rank')} and "
-                    f"{counted(problem.microbatches, 'microbatch')}: {type(error).__name__}: "
-                    f"{error}",
-                    line_of(error, self.path),
-                ) from error
+                    schedule = self._checked(schedule)
             if not isinstance(schedule, Schedule):
                 raise self._error(
                     f"{self.name} returned {type(schedule).__name__}; return a Schedule(name, "
@@ -89,12 +82,28 @@ class CheckedFamily:
 
         return checked
 
+    def _checked(self, schedule: Schedule) -> Schedule:
+        """``schedule`` with rows that are tuples, of kinds that are kinds and no texts alike."""
+        if not isinstance(schedule.placement, Placement):
+            raise self._error(
+                f"{self.name} has {shown(repr(schedule.placement))} for a placement; write "
+                f"Schedule(name, problem.placement, rows)"
+            )
+        rows = tuple(map(tuple, schedule.rows))
+        self._check_rows([action for row in rows for action in row])
+        strangers = [pair for pair in schedule.pairs if not isinstance(pair, Pair)]
+        if strangers:
+            raise self._error(f"{self.name} has {shown(repr(strangers[0]))} in its pairs")
+        if any(type(action.kind) is not Kind for row in rows for action in row):
+            rows = tuple(tuple(a._replace(kind=Kind(a.kind)) for a in row) for row in rows)
+        return replace(schedule, name=str(schedule.name), rows=rows)
+
     def _check_rows(self, actions: list[Action]) -> None:
         stranger = next((action for action in actions if not _is_pass(action)), None)
         if stranger is not None:
             raise self._error(
-                f"{self.name} has {stranger!r} in its rows, which is no Action(stage, kind, "
-                f"microbatch) of kind {', '.join(KINDS_IN_FILES)}"
+                f"{self.name} has {shown(repr(stranger))} in its rows, which is no Action(stage, "
+                f"kind, microbatch) of kind {', '.join(KINDS_IN_FILES)}"
             )
         again = next((action for action in actions if RULES[action.kind].repeats), None)
         if again is not None:
@@ -109,11 +118,12 @@ class CheckedFamily:
                 f"splits_backward=True), or the layers are not split"
             )
 
-    def _error(self, text: str, line: str = "") -> ValueError:
-        return ValueError(f"schedule file {self.path}{line}: {text}")
+    def _error(self, text: str) -> ValueError:
+        return ValueError(f"schedule file {self.path}: {text}")
 
 
 def _is_pass(action: object) -> bool:
     if not isinstance(action, Action) or action.kind not in KINDS_IN_FILES:
         return False
-    return isinstance(action.stage, Integral) and isinstance(action.microbatch, Integral)
+    numbers = action.stage, action.microbatch
+    return all(isinstance(number, Integral) and abs(number) < _MOST for number in numbers)

@@ -13,6 +13,7 @@ from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.memory import amount_of, peaks
 from megatron_ext.schedule.program.simulate import simulate_unproved
 from megatron_ext.schedule.schedule import Schedule
+from megatron_ext.schedule.words import shown
 
 CHOICES = ("auto", "yes", "no")
 _WORTH = 1.001  # times what it takes otherwise, and it is not worth its memory
@@ -31,7 +32,9 @@ def eager_or_not(
         ValueError: ``choice`` is none of these.
     """
     if choice not in CHOICES:
-        raise ValueError(f"{name}: eager is {choice!r}; write eager=auto, eager=yes or eager=no")
+        raise ValueError(
+            f"{name}: eager is {shown(choice)!r}; write eager=auto, eager=yes or eager=no"
+        )
     if choice != "auto":
         return build(choice == "yes")
     lean = build(False)

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from megatron_ext.schedule.words import meant_by
+from megatron_ext.schedule.words import meant_by, shown
 
 Parameters = Mapping[str, inspect.Parameter]
 
@@ -37,16 +37,18 @@ def parse_options(name: str, parameters: Parameters, text: str) -> dict[str, Any
         if key not in parameters:
             known = f"its options are {', '.join(parameters)}" if parameters else "it has none"
             raise ValueError(
-                f"schedule {name} has no option {key!r}; {perhaps(key, parameters, known)}"
+                f"schedule {name} has no option {shown(key)!r}; {perhaps(key, parameters, known)}"
             )
         if key in options:
-            raise ValueError(f"schedule {name}: {key} is given twice in {text!r}; keep one")
+            raise ValueError(f"schedule {name}: {key} is given twice in {shown(text)!r}; keep one")
         kind = type(parameters[key].default)
         try:
             options[key] = _BOOLEANS[value] if kind is bool else kind(value)
         except (KeyError, ValueError):
             wanted = _WANTED[kind]
-            raise ValueError(f"schedule {name}: {key} must be {wanted}, not {value!r}") from None
+            raise ValueError(
+                f"schedule {name}: {key} must be {wanted}, not {shown(value)!r}"
+            ) from None
     return options
 
 

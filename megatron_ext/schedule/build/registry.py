@@ -16,8 +16,10 @@ from typing import Any
 
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.build.auto_spec import AUTO, auto_searches
-from megatron_ext.schedule.build.checked_family import CheckedFamily, line_of
+from megatron_ext.schedule.build.checked_family import CheckedFamily
 from megatron_ext.schedule.build.options import accepted, parameters_of, parse_options, perhaps
+from megatron_ext.schedule.build.others_code import code_of
+from megatron_ext.schedule.build.size import check_table
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.progress import remark
@@ -26,7 +28,7 @@ from megatron_ext.schedule.schedule_csv import from_csv, rows_from_csv
 from megatron_ext.schedule.text_file import read_text_file
 from megatron_ext.schedule.two_copies.fold import fold
 from megatron_ext.schedule.two_copies.two_copies import from_rows, holds_two_copies
-from megatron_ext.schedule.words import counted
+from megatron_ext.schedule.words import counted, shown
 
 
 class Mark(enum.StrEnum):
@@ -305,7 +307,7 @@ def _find(name: str) -> FamilyEntry:
         f"known are {', '.join([*entries(), AUTO])}, or a .csv or .py file; in a launch, 'plan' "
         f"chooses one"
     )
-    raise ValueError(f"there is no schedule {name!r}; {perhaps(name, _all_names(), known)}")
+    raise ValueError(f"there is no schedule {shown(name)!r}; {perhaps(name, _all_names(), known)}")
 
 
 def _remarking(build: Callable[..., Schedule], text: str) -> Callable[..., Schedule]:
@@ -397,6 +399,7 @@ def cut_as_in(problem: Problem, schedule: Schedule) -> Schedule:
 def _in_csv_file(path: Path) -> tuple[Schedule, bool]:
     """The schedule in a file, and whether it holds every stage twice there: then it is folded."""
     text = read_text_file(path, "schedule file")
+    check_table(text, f"schedule file {path}")
     rows = rows_from_csv(text, path.name)
     if holds_two_copies(rows):
         return fold(from_rows(rows, path.name)), True
@@ -435,13 +438,21 @@ def _import_family(path: Path) -> FamilyEntry:
                 f"schedule file {path} registers {entry.name!r}, which is a schedule of ours; "
                 f"give it another name"
             )
-    for key, option in (parameters_of(entry.place) | parameters_of(entry.build)).items():
+    try:
+        options = parameters_of(entry.place) | parameters_of(entry.build)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"schedule file {path} registers {shown(entry.name)} with what is no function: "
+            f"{shown(error)}; write @family(name, placement, source=...) over a function of a "
+            f"problem, and for the placement a function of a number of ranks"
+        ) from None
+    for key, option in options.items():
         if not isinstance(option.default, (bool, int, float, str)):
             raise ValueError(
                 f"schedule file {path}: option {key} has no default that is a bool, an int, a "
                 f"float or a str, from which its type is read; write {key}: int = 0 or the like"
             )
-    checked = CheckedFamily(entry.name, path, entry.splits_backward)
+    checked = CheckedFamily(entry.name, path, entry.splits_backward, entry.searches)
     return replace(entry, place=checked.placement(entry.place), build=checked.schedule(entry.build))
 
 
@@ -454,13 +465,12 @@ def _families_in(path: Path) -> list[FamilyEntry]:
     _REGISTERED.append(registered)
     sys.modules[module.__name__] = module
     try:
-        exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
-    except Exception as error:
+        failed = " cannot be imported"
+        with code_of(path, f"importing {path.name}", failed, may_refuse=False):
+            exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
+    except BaseException:
         del sys.modules[module.__name__]
-        raise ValueError(
-            f"schedule file {path}{line_of(error, path)} cannot be imported: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+        raise
     finally:
         _REGISTERED.pop()
     return registered

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 
+from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.problem import Problem, VocabularyParallel
 from megatron_ext.schedule.progress import duration
-from megatron_ext.schedule.words import counted
+from megatron_ext.schedule.schedule_csv import KINDS_IN_FILES
+from megatron_ext.schedule.words import bytes_text, counted
 
 _MANY = 500_000  # passes
 # Measured of 1f1b, interleaved, zb-h1 and zb-v on 8 to 128 ranks: what a microbatch takes on a
@@ -24,17 +26,37 @@ def size_of(problem: Problem) -> str:
     passes = 3 * _pairs(problem)
     if passes < _MANY:
         return text
-    takes = f"{duration(seconds_to_build(problem))} and {_gib(bytes_to_build(problem))} of memory"
+    takes = (
+        f"{duration(seconds_to_build(problem))} and {bytes_text(bytes_to_build(problem))} of memory"
+    )
     return f"{text} ({passes:,} passes: they take about {takes})"
 
 
 def check_size(problem: Problem) -> None:
     """Raise ValueError if this machine has less memory than it takes to build a program."""
-    takes, has = bytes_to_build(problem), _memory()
+    _check_memory(bytes_to_build(problem), f"a schedule for {_counts(problem)}")
+
+
+def check_table(text: str, what: str) -> None:
+    """Raise ValueError if this machine has less memory than the program of a table takes.
+
+    ``text`` is that of the file ``what``. Its actions are counted by their letters, before any of
+    them is read.
+    """
+    pairs = text.count("OVERLAP_F_B")
+    most = max(
+        text.count(kind) - pairs * (kind in Kind.FORWARD + Kind.FULL_BACKWARD + Kind.RECOMPUTE)
+        for kind in KINDS_IN_FILES
+    )
+    _check_memory(most * _BYTES, f"the schedule in {what} (about {most:,} passes of a kind)")
+
+
+def _check_memory(takes: int, what: str) -> None:
+    has = _memory()
     if takes > has:
         raise ValueError(
-            f"to build a schedule for {_counts(problem)} takes about {_gib(takes)} of memory, and "
-            f"this machine has {_gib(has)}: take fewer microbatches or ranks"
+            f"to build {what} takes about {bytes_text(takes)} of memory, and this machine has "
+            f"{bytes_text(has)}: take fewer microbatches or ranks"
         )
 
 
@@ -60,7 +82,3 @@ def _pairs(problem: Problem) -> int:
 
 def _memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _gib(number: int) -> str:
-    return f"{number / 2**30:,.0f} GiB" if number > 2**33 else f"{number / 2**30:.2g} GiB"

@@ -15,15 +15,14 @@ from megatron_ext.schedule.action import Action, Kind, tokens_of
 from megatron_ext.schedule.build.registry import Mark, family
 from megatron_ext.schedule.placement import loop
 from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.program.pass_graph import pass_graph
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.search.best import best_known, best_schedule
 from megatron_ext.schedule.search.weight_gradient_filling import (
-    Hangs,
     TimedOrder,
     fill_best,
     least_memory,
     memory_of,
-    time,
 )
 
 Rows = tuple[tuple[Action, ...], ...]
@@ -312,15 +311,13 @@ def _rows(name: str, problem: Problem, group: int, ahead: list[int], backward: K
         for n, action in enumerate(backwards):
             row += [action, *forwards[lead + n : lead + n + 1]]
         rows.append(tuple(row))
-    try:
-        time(rows, problem)
-    except Hangs:
+    if pass_graph(Schedule(name, problem.placement, tuple(rows)), problem.costs).stuck:
         raise ValueError(
             f"{name}: {problem.pieces} {_pieces(problem)} in groups of {group} leave "
             f"{problem.pieces % group} for the last group, with which {problem.ranks} pipeline "
             f"ranks would wait for one another; write a number of {_pieces(problem)} that is a "
             f"multiple of {group}, or another group"
-        ) from None
+        )
     return tuple(rows)
 
 

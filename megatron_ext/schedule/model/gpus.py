@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.model.execution import Precision
 from megatron_ext.schedule.model.rates import Rates
+from megatron_ext.schedule.words import shown
 
 _GIB = 2**30
 
@@ -316,15 +317,15 @@ def parse_gpu(text: str) -> Gpu:
     given = dict(part.partition("=")[::2] for part in text.split(","))
     needed = {"operations", "bytes"}
     if not needed <= given.keys() <= needed | {"host", "peers", "memory"}:
-        raise ValueError(f"GPU {text!r} is not known: {_EXAMPLE}")
+        raise ValueError(f"GPU {shown(text)!r} is not known: {_EXAMPLE}")
     try:
         host, peers = (float(given.get(key, getattr(GPU, key))) for key in ("host", "peers"))
         operations, network = float(given["operations"]), float(given["bytes"])
     except ValueError:
-        raise ValueError(f"GPU {text!r} has a value that is no number: {_EXAMPLE}") from None
+        raise ValueError(f"GPU {shown(text)!r} has a value that is no number: {_EXAMPLE}") from None
     if not all(0 < rate < 1e30 for rate in (operations, network, host, peers)):
         raise ValueError(
-            f"GPU {text!r}: operations, bytes, host and peers have to be above 0; {_EXAMPLE}"
+            f"GPU {shown(text)!r}: operations, bytes, host and peers have to be above 0; {_EXAMPLE}"
         )
     near, far = LATENCIES
     whole = replace(
@@ -336,5 +337,5 @@ def parse_gpu(text: str) -> Gpu:
         return Gpu(whole=whole)
     memory = parse_limit(given["memory"], 1, 1).bytes
     if memory is None:
-        raise ValueError(f"GPU {text!r}: memory is written in bytes, as 80GiB; {_EXAMPLE}")
+        raise ValueError(f"GPU {shown(text)!r}: memory is written in bytes, as 80GiB; {_EXAMPLE}")
     return Gpu(memory, whole=whole)

@@ -7,6 +7,7 @@ from dataclasses import MISSING, dataclass, fields
 
 from megatron_ext.schedule.model.execution import Execution, Precision
 from megatron_ext.schedule.model.model import Model
+from megatron_ext.schedule.words import shown
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ class Described:
         )
 
 
+_MOST_LAYERS, _MOST = 100_000, 10**12  # each layer takes memory here
+
 _BOOLEANS = {"true": True, "false": False}
 _EXAMPLE = (
     "write layers=64,hidden=6144,heads=48,sequence=4096,vocabulary=128000 and what differs of "
@@ -79,12 +82,13 @@ def parse_model(text: str) -> Described:
         ValueError: a field missing, unknown, given twice, or no such number.
     """
     known = {field.name.replace("_", "-"): field for field in fields(Described)}
+    what = shown(text)
     given: dict[str, int | bool | Precision] = {}
     for part in text.split(","):
         key, _, value = part.strip().partition("=")
         if key not in known or known[key].name in given:
-            what = "given twice" if key in known else "unknown"
-            raise ValueError(f"model {text!r}: {key!r} is {what}; {_EXAMPLE}")
+            wrong = "given twice" if key in known else "unknown"
+            raise ValueError(f"model {what!r}: {shown(key)!r} is {wrong}; {_EXAMPLE}")
         read: Callable[[str], int | bool | Precision] = int
         if known[key].default is False:
             read = _BOOLEANS.__getitem__
@@ -93,17 +97,21 @@ def parse_model(text: str) -> Described:
         try:
             given[known[key].name] = read(value)
         except (KeyError, ValueError):
-            raise ValueError(f"model {text!r}: {part!r} is not understood; {_EXAMPLE}") from None
+            raise ValueError(
+                f"model {what!r}: {shown(part)!r} is not understood; {_EXAMPLE}"
+            ) from None
     missing = [key for key, f in known.items() if f.default is MISSING and f.name not in given]
     if missing:
-        raise ValueError(f"model {text!r}: missing {', '.join(missing)}; {_EXAMPLE}")
+        raise ValueError(f"model {what!r}: missing {', '.join(missing)}; {_EXAMPLE}")
     for name, number in given.items():
-        if type(number) is int and number < 1:
-            raise ValueError(f"model {text!r}: {name} is {number}; at least 1 is needed")
+        most = _MOST_LAYERS if name == "layers" else _MOST
+        if type(number) is int and not 1 <= number <= most:
+            needed = "at least 1 is needed" if number < 1 else f"no model has more than {most:,}"
+            raise ValueError(f"model {what!r}: {name} is {shown(number)}; {needed}")
     described = Described(**given)  # type: ignore[arg-type]
     if not described.head_width and described.hidden % described.heads:
         raise ValueError(
-            f"model {text!r}: hidden {described.hidden} does not divide over {described.heads} "
+            f"model {what!r}: hidden {described.hidden} does not divide over {described.heads} "
             f"heads: give head-width"
         )
     return described

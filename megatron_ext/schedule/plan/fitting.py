@@ -20,6 +20,7 @@ from megatron_ext.schedule.plan.candidate import (
 from megatron_ext.schedule.plan.limits import least_time, limit_left
 from megatron_ext.schedule.problem import Extras, Offload, Recompute
 from megatron_ext.schedule.program.memory import in_bytes, peaks
+from megatron_ext.schedule.words import bytes_text
 
 
 def consider(
@@ -134,8 +135,8 @@ def _check_room(made: Candidate, room: float | None) -> None:
     fullest = max(totals)
     if fullest > room:
         raise TooFull(
-            f"rank {totals.index(fullest)} would hold {fullest / 2**30:.3g} GiB, "
-            f"{(fullest - room) / 2**30:.3g} GiB more than it may",
+            f"rank {totals.index(fullest)} would hold {bytes_text(fullest)}, "
+            f"{bytes_text(fullest - room)} more than it may",
             made.step,
         )
 

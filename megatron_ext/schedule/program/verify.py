@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field, replace
@@ -20,7 +21,7 @@ from megatron_ext.schedule.kinds import (
     Lane,
     Where,
 )
-from megatron_ext.schedule.limit import fits
+from megatron_ext.schedule.limit import MemoryLimit, fits
 from megatron_ext.schedule.problem import P2P, Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.program.graph import (
     Device,
@@ -49,6 +50,26 @@ class InvalidSchedule(ValueError):
     def __init__(self, message: str, actions: Sequence[Action] = ()) -> None:
         super().__init__(message)
         self.actions = tuple(actions)
+
+
+class OverLimit(InvalidSchedule):
+    """A schedule that holds more than its memory limit allows. ``least`` is the limit that its
+    message names as the least feasible one, in the unit of the memory limit."""
+
+    least = math.inf
+
+    def naming(self, least: float, limit: MemoryLimit) -> OverLimit:
+        """Return this refusal with ``least``, which another schedule keeps within, in place of the
+        limit that it names."""
+        enough = f"{limit.at_least(least)} is enough for another of this family:"
+        text = str(self).replace(_names(limit.at_least(self.least)), enough)
+        other = OverLimit(text if least < self.least else str(self), self.actions)
+        other.least = least
+        return other
+
+
+def _names(least: str) -> str:
+    return f"the least feasible limit for it is {least}:"
 
 
 @dataclass(frozen=True)
@@ -107,13 +128,15 @@ def check_compute(schedule: Schedule, problem: Problem) -> None:
     _check_places(schedule, problem)
     _check_all_done_once(schedule, problem, {Lane.COMPUTE})
     _check_needs(schedule)
+    _check_data_order(schedule, problem, {Lane.COMPUTE})
     _check_pairs(schedule, problem)
 
 
 def prove(schedule: Schedule, problem: Problem) -> Program:
     """Check everything that could go wrong at run time, once, before anything runs.
 
-    All work exactly once and on its rank; what an action needs before it; sends and receives
+    All work exactly once and on its rank; what an action needs before it; forward passes of all
+    stages in one order, in which each stage reads its data; sends and receives
     matched pairwise in the order of their channel (batched: of their two ranks), collectives in one
     order on all ranks; no cyclic wait (`graph`), also where everything that a rank has posted holds
     it up; with post-validation, nothing before the verdict that could not be undone
@@ -128,6 +151,7 @@ def prove(schedule: Schedule, problem: Problem) -> Program:
     """
     check_compute(schedule, problem)
     _check_all_done_once(schedule, problem, set(Lane))
+    _check_data_order(schedule, problem, set(Lane))
     _check_channels(schedule, problem.extras.p2p)
     _check_collectives(schedule)
     if problem.extras.post_validation and not problem.forward_only:
@@ -380,6 +404,34 @@ def _check_needs(schedule: Schedule) -> None:
                     )
 
 
+def _check_data_order(schedule: Schedule, problem: Problem, lanes: set[Lane]) -> None:
+    """Check that all stages read the data of the microbatches, and of their slices, in one order.
+
+    Each stage has a data iterator of its own. If two stages read in different orders, the hidden
+    states of one microbatch meet the labels, masks or positions of another, and nothing fails.
+    """
+    columns = schedule.columns
+    reads = [RULES[kind].reads_data and RULES[kind].lane in lanes for _, kind in columns.pairs]
+    nodes = columns.numbers[np.array(reads, dtype=bool)[columns.pair]]
+    nodes = nodes[np.argsort(columns.pair[nodes], kind="stable")].reshape(-1, problem.pieces)
+    orders = columns.microbatch[nodes]
+    differs = orders != orders[0]
+    if not differs.any():
+        return
+    number = int(differs.any(axis=0).argmax())
+    row = int(differs[:, number].argmax())
+    actions = tuple(chain.from_iterable(schedule.rows))
+    other, first = (actions[nodes[at, number]] for at in (row, 0))
+    _reject(
+        schedule,
+        f"{other} is the {RULES[other.kind].does} number {number + 1} of stage {other.stage}, and "
+        f"{first} is the {RULES[first.kind].does} number {number + 1} of stage {first.stage}; a "
+        f"stage reads its data in this order, so microbatches would meet the labels of others: "
+        f"give all stages one order of forward passes",
+        [other, first],
+    )
+
+
 def _check_pairs(schedule: Schedule, problem: Problem) -> None:
     if schedule.pairs and not problem.extras.pairs:
         pair = min(schedule.pairs)
@@ -493,14 +545,15 @@ def _check_memory(schedule: Schedule, problem: Problem) -> None:
             held_by = zip(row, held_during(row, amount), strict=True)
             over = [action for action, now in held_by if not fits(now, allowed)]
             first = next((action for action in over if _takes_memory(action, amount)), over[0])
-            _reject(
-                schedule,
-                f"{first} brings rank {rank} over the memory limit of {limit}: the schedule's "
-                f"peak there is {limit.at_least(peak)}; the least feasible limit for it is "
-                f"{limit.at_least(max(held))}: give at least that, or take a schedule that holds "
-                f"less",
+            least = limit.at_least(max(held))
+            refusal = OverLimit(
+                f"schedule {schedule.name} is invalid: {first} brings rank {rank} over the memory "
+                f"limit of {limit}: the schedule's peak there is {limit.at_least(peak)}; "
+                f"{_names(least)} give at least that, or take a schedule that holds less",
                 [first],
             )
+            refusal.least = max(held)
+            raise refusal
 
 
 def _takes_memory(action: Action, amount: Amount) -> bool:

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from megatron_ext.schedule.race.rounds import Round
-from megatron_ext.schedule.text_file import read_text_file, write_text_file
+from megatron_ext.schedule.text_file import parse_json, read_text_file, write_text_file
+from megatron_ext.schedule.words import shown
 
 NAME = "race.json"  # in the folder of the checkpoints
 _VERSION = 1
@@ -63,13 +64,13 @@ def load_record(path: Path) -> Record:
     """
     text = read_text_file(path, "race file")
     try:
-        data = json.loads(text)
+        data = parse_json(text)
         if data.pop("version") != _VERSION:
             raise ValueError("it is of another version of megatron_ext")
         data["figures"] = {spec: Figures(**figures) for spec, figures in data["figures"].items()}
         return Record(**data)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"race file {path} is not understood: {error}") from None
+        raise ValueError(f"race file {path} is not understood: {shown(error, 200)}") from None
 
 
 def difference(subject: Mapping[str, str], recorded: Mapping[str, str]) -> str:

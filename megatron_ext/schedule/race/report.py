@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from megatron_ext.schedule.race.line_up import LineUp
-from megatron_ext.schedule.race.record import Figures
+from megatron_ext.schedule.race.record import NAME, Figures
 from megatron_ext.schedule.race.rounds import ROUNDS, Race
-from megatron_ext.schedule.words import counted
+from megatron_ext.schedule.words import bytes_text, counted
 
 
 def standing(race: Race) -> str:
@@ -41,6 +42,30 @@ def _pace(race: Race, spec: str) -> str:
         f"{ratio.median:.3f} times as fast as {race.baseline} (quartiles {ratio.spread}, "
         f"{counted(ratio.rounds, 'round')})"
     )
+
+
+def doubt(race: Race, figures: Mapping[str, Figures]) -> str | None:
+    """Return why the winner's gain cannot be its own, and what to do; None if it can be.
+
+    A schedule takes bubbles away and nothing else: without any, the baseline's passes would take
+    ``1 - bubble`` of their time, and the rest of an iteration as long as it does now.
+    """
+    ratio, baseline = race.ratio(race.winner), figures.get(race.baseline)
+    if ratio is None or baseline is None:
+        return None
+    known = {"measured": baseline.bubble, "predicted": baseline.predicted_bubble}
+    for origin, bubble in known.items():
+        possible = 1 / (1 - bubble) if bubble < 1 else math.inf
+        if race.winner != race.baseline and ratio.median > possible:
+            return (
+                f"race: {ratio.median:.3f} times as fast is noise, at least in part: "
+                f"{race.baseline} without its whole bubble ({bubble:.1%} {origin}) would be "
+                f"{possible:.3f} times as fast. Something else used the processors, GPUs or "
+                f"network while others had their turns, or passes are too short to be timed: race "
+                f"again where nothing else runs, with a model of real size, after removing {NAME} "
+                f"from the folder of --save; until then write --pipeline-race-then report"
+            )
+    return None
 
 
 def figures_line(spec: str, race: Race, figures: Figures) -> str:
@@ -78,7 +103,4 @@ def table(
 
 
 def _bytes(number: float | None) -> str:
-    if number is None:
-        return "unknown"
-    unit, size = ("GiB", 2**30) if number >= 2**28 else ("MiB", 2**20)
-    return f"{number / size:.3g} {unit}"
+    return "unknown" if number is None else bytes_text(number)

@@ -17,7 +17,7 @@ from megatron_ext.schedule.program.memory import Amount, in_bytes, in_microbatch
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.show.svg import save
 from megatron_ext.schedule.timeline import Timeline
-from megatron_ext.schedule.words import counted
+from megatron_ext.schedule.words import bytes_text, counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -148,7 +148,7 @@ class _Measure:
         return [held / self.unit for held in memory_curve(row, self.amount)]
 
     def told(self, held: float) -> str:
-        return f"{held:.3g} GiB" if self.unit > 1 else counted(held, "microbatch")
+        return bytes_text(held * self.unit) if self.unit > 1 else counted(held, "microbatch")
 
 
 def _measure(schedule: Schedule, costs: Costs | None) -> _Measure:

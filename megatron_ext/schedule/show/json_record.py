@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+_MOST = 1e18  # of any number; NaN and infinity are not below it
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Record:
 
 def _is_number(value: Any) -> bool:
     is_one = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_one and math.isfinite(value) and abs(value) < 1e18
+    return is_one and abs(value) < _MOST
 
 
 def _are_shares(value: Any) -> bool:
@@ -58,4 +59,4 @@ def _are_amounts(value: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST

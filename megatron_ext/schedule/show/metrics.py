@@ -18,6 +18,7 @@ from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.timeline import Timeline
+from megatron_ext.schedule.words import bytes_text
 
 POINTS = 0.05  # by which a measured bubble share may leave the predicted one
 PATIENCE = 100  # iterations, after which somebody should look
@@ -132,8 +133,8 @@ class Metrics:
         if self.allocated is not None and self.reserved is not None:
             (allocated, fullest), (reserved, widest) = self.allocated, self.reserved
             words.append(
-                f"peak {allocated / 2**30:.2f} GiB allocated (rank {fullest}), "
-                f"{reserved / 2**30:.2f} GiB reserved (rank {widest})"
+                f"peak {bytes_text(allocated)} allocated (rank {fullest}), "
+                f"{bytes_text(reserved)} reserved (rank {widest})"
             )
         return ", ".join(words)
 

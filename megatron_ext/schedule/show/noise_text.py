@@ -9,6 +9,7 @@ from statistics import mean
 
 from megatron_ext.schedule.program.noise import Noise, Spread
 from megatron_ext.schedule.show.trace import TracedStep, read_trace
+from megatron_ext.schedule.words import shown
 
 _EXAMPLE = "write 0.1, or 0.1,ranks=0.05, or the path of a trace of a training run"
 _RANKS = "ranks="
@@ -24,12 +25,14 @@ def parse_noise(text: str) -> Noise:
     passes, *more = (part.strip() for part in text.split(","))
     if not _is_number(passes):
         if not text.strip():
-            raise ValueError(f"noise {text!r} is empty; {_EXAMPLE}")
+            raise ValueError(f"noise {shown(text)!r} is empty; {_EXAMPLE}")
         return noise_of(read_trace(Path(text)))
     ranks = 0.0
     if more:
         if len(more) > 1 or not more[0].startswith(_RANKS):
-            raise ValueError(f"noise {text!r}: {','.join(more)!r} is unknown; {_EXAMPLE}")
+            raise ValueError(
+                f"noise {shown(text)!r}: {shown(','.join(more))!r} is unknown; {_EXAMPLE}"
+            )
         ranks = _share(more[0].removeprefix(_RANKS), text)
     return Noise(_share(passes, text), ranks)
 
@@ -45,7 +48,9 @@ def _is_number(text: str) -> bool:
 def _share(figure: str, text: str) -> float:
     """``figure`` as a number from 0 to 1."""
     if not _is_number(figure) or not 0 <= float(figure) <= 1:
-        raise ValueError(f"noise {text!r}: {figure!r} is no number from 0 to 1; {_EXAMPLE}")
+        raise ValueError(
+            f"noise {shown(text)!r}: {shown(figure)!r} is no number from 0 to 1; {_EXAMPLE}"
+        )
     return float(figure)
 
 

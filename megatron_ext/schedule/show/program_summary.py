@@ -25,7 +25,7 @@ from megatron_ext.schedule.program.memory import (
 from megatron_ext.schedule.program.simulate import simulate, step_seconds
 from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.timeline import Timeline
-from megatron_ext.schedule.words import counted
+from megatron_ext.schedule.words import bytes_text, counted
 
 
 def program_of_1f1b(problem: Problem) -> Program:
@@ -72,7 +72,7 @@ def summarize(program: Program) -> str:
     peak = max(peaks(program.schedule, in_microbatches(program.schedule)))
     held = ""
     if costs.held_bytes is not None:
-        held = f" ({max(peaks(program.schedule, in_bytes(costs))) / 2**30:.3g} GiB)"
+        held = f" ({bytes_text(max(peaks(program.schedule, in_bytes(costs))))})"
     offloads = problem.extras.offload is not Offload.NONE
     outlined = outline_costs(costs, program.schedule.placement, with_copies=offloads)
     return (

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from xml.etree.ElementTree import Element
 
+from megatron_ext.schedule.text_file import whole_file, write_text_file
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -36,11 +38,12 @@ def save(figure: Figure, path: Path) -> None:
         }
     ):
         if path.suffix == ".png":
-            figure.savefig(path, dpi=150)
+            with whole_file(path) as begun:
+                figure.savefig(begun, format="png", dpi=150)
             return
         written = io.StringIO()
         figure.savefig(written, format="svg", metadata={"Date": None})
-    path.write_text(smaller(written.getvalue()))
+    write_text_file(path, smaller(written.getvalue()))
 
 
 def smaller(svg: str) -> str:

@@ -23,11 +23,12 @@ from megatron_ext.schedule.program.graph import channel_of
 from megatron_ext.schedule.program.memory import in_microbatches, memory_curve
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.show.json_record import Record
-from megatron_ext.schedule.text_file import read_text_file, write_text_file
+from megatron_ext.schedule.text_file import parse_json, read_text_file, whole_file, write_text_file
 from megatron_ext.schedule.timeline import Event, Reduction, Timeline
 
 NAME = "trace.json"  # in the folder that a training run is given
 _END = "\n]}\n"
+_LARGEST = 2**31  # bytes of a trace that is read
 
 
 _PASS, _PREDICTED_PASS, _REDUCTION = "compute", "predicted compute", "reduction"  # categories
@@ -168,7 +169,9 @@ def write_trace(steps: Sequence[Timeline], path: Path, seconds_per_unit: float =
         seconds_per_unit: what one unit of the costs is in the trace; the default shows costs in
             milliseconds.
     """
-    TraceFile(path).add_simulated(steps, seconds_per_unit)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as begun:
+        TraceFile(begun).add_simulated(steps, seconds_per_unit)
 
 
 def read_trace(path: Path) -> list[TracedStep]:
@@ -180,15 +183,15 @@ def read_trace(path: Path) -> list[TracedStep]:
     """
     file = path / NAME if path.is_dir() else path
     try:
-        text = read_text_file(file, "trace")
+        text = read_text_file(file, "trace", _LARGEST)
     except ValueError as error:
         raise ValueError(
             f"{error}; --pipeline-trace DIR --pipeline-trace-iters A:B writes a trace while it "
             f"trains"
         ) from None
     try:
-        data = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+        data = parse_json(text)
+    except ValueError as error:
         raise ValueError(
             f"{file} is no whole JSON file: {error}; a trace that was cut off has to be written "
             f"again"
@@ -291,7 +294,10 @@ def _timeline(slices: Sequence[_Slice], category: str, where: str) -> Timeline:
     """The passes of ``category``, and with them the reductions of a measured step."""
     of_rank: dict[int, list[Event]] = {}
     reductions, pairs = [], list[Pair]()
-    parts = max((slices_named(s.name) for s in slices if s.category == category), default=1)
+    try:
+        parts = slices_named(" ".join(s.name for s in slices if s.category == category))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
     for slice_ in slices:
         if slice_.category == category:
             try:

@@ -16,6 +16,7 @@ from megatron_ext.adapter.arguments import (
     check_race,
     check_trace,
     pad_vocabulary,
+    prove_without_search,
 )
 from megatron_ext.adapter.post_validation.settle_points import warn_of_settling
 from megatron_ext.adapter.taken_over.settings import take_over
@@ -47,8 +48,9 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             add_virtual_stages(args, config)
             args = original(args, defaults)
             take_over(args, config)
-            check(args, config)
-            check_race(args, config)
+            # Every rank comes here; at the first step one of them searches for all.
+            check(args, config, prove_without_search)
+            check_race(args, config, prove_without_search)
             if config.vocab_parallel is not VocabularyParallel.NONE:
                 pad_vocabulary(args)
             if config.post_validation:

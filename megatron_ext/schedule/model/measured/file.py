@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.schedule.costs_text import read_costs_file, rounded
+from megatron_ext.schedule.costs_text import MOST, read_costs_file, rounded
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.model.measured.layer_costs import (
     FIGURES,
@@ -21,6 +21,7 @@ from megatron_ext.schedule.model.measured.scale import Links, Measured
 from megatron_ext.schedule.model.measured_costs import Machine
 from megatron_ext.schedule.model.model import Model
 from megatron_ext.schedule.model.rates import Rates
+from megatron_ext.schedule.words import shown
 
 _LAYERS, _LINKS, _RESERVED = "layers", "links", "reserved"
 _WITHIN, _BETWEEN, _OF_NODE = "within a node", "between nodes", "ranks of a node"
@@ -100,26 +101,39 @@ def load_measured(path: Path) -> MeasuredFile | None:
     data = read_costs_file(path)
     if _LAYERS not in data:
         return None
+    key = _LAYERS
     try:
         layers = _layers(data[_LAYERS])
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        scales, others = layers.scales(), layers.of_others
+        key = _LINKS
+        links = _links(data)
+        key = _RESERVED
+        reserved = None if data.get(_RESERVED) is None else _number(data[_RESERVED])
+    except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise ValueError(
-            f"costs file {path}: {_LAYERS} is not as --pipeline-costs profile writes it "
-            f"({error!r}): measure again, or take it out"
+            f"costs file {path}: {key} is not as --pipeline-costs profile writes it "
+            f"({shown(repr(error), 200)}): measure again, or take it out"
         ) from None
-    measured = Measured(
-        scales=layers.scales(),
-        others=layers.of_others,
-        links=_links(data),
-        origin=f"{path}, by layer type ({data.get('origin', 'given')})",
-    )
+    origin = f"{path}, by layer type ({shown(data.get('origin', 'given'), 300)})"
+    measured = Measured(scales=scales, others=others, links=links, origin=origin)
     rates = replace(layers.rates, measured=measured)
-    return MeasuredFile(rates, layers.alike, layers.stages, data.get(_RESERVED))
+    return MeasuredFile(rates, layers.alike, layers.stages, reserved)
+
+
+def _number(value: Any) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value < MOST:
+        raise ValueError(f"{value!r} is no number from 0")
+    return float(value)
 
 
 def _layers(data: Mapping[str, Any]) -> LayerCosts:
-    rates = {name: data["rates"][name] for name in _RATES if name in data["rates"]}
-    rates = {name: math.inf if rate is None else rate for name, rate in rates.items()}
+    given = {name: data["rates"][name] for name in _RATES if name in data["rates"]}
+    rates: dict[str, Any] = {
+        name: math.inf if rate is None else _number(rate) for name, rate in given.items()
+    }
+    if "domain" in rates:
+        rates["domain"] = int(rates["domain"])
     return LayerCosts(
         measured={name: _read(figures) for name, figures in data["measured"].items()},
         estimated={name: _read(figures) for name, figures in data["estimated"].items()},
@@ -131,16 +145,14 @@ def _layers(data: Mapping[str, Any]) -> LayerCosts:
 
 def _read(figures: Mapping[str, float]) -> Figures:
     known = {_key(figure): figure for figure in FIGURES}
-    read = {known[key]: float(value) for key, value in figures.items()}
-    if not all(0 <= value < math.inf for value in read.values()):
-        raise ValueError(f"{dict(figures)} are no costs")
-    return read
+    return {known[key]: _number(value) for key, value in figures.items()}
 
 
 def _links(data: Mapping[str, Any]) -> Links:
-    size = data.get("bytes", {}).get(Held.MESSAGE.value, 0)
-    links = data.get(_LINKS, {})
+    size = _number(data.get("bytes", {}).get(Held.MESSAGE.value, 0))
+    links = {name: _number(figure) for name, figure in data.get(_LINKS, {}).items()}
     within, between = (
         size / links[name] if size and links.get(name) else None for name in (_WITHIN, _BETWEEN)
     )
-    return Links(within, between, links.get(_OF_NODE))
+    ranks = int(links[_OF_NODE]) if _OF_NODE in links else None
+    return Links(within, between, ranks)

@@ -81,7 +81,13 @@ function time(seconds) {
 }
 
 const share = (part) => `${(100 * part).toFixed(1)} %`;
-const gib = (bytes) => `${Number((bytes / 2 ** 30).toPrecision(3))} GiB`;
+function bytesText(bytes) {  // as `bytes_text` of words.py
+  const units = ["KiB", "MiB", "GiB", "TiB"];
+  let power = Math.max(units.findLastIndex((_, n) => 2 ** (10 * (n + 1)) <= bytes), 0);
+  if (power === 1 && bytes >= 2 ** 28) power = 2;
+  const number = bytes / 2 ** (10 * (power + 1));
+  return `${number >= 1000 ? Math.round(number) : Number(number.toPrecision(3))} ${units[power]}`;
+}
 const counted = (number, thing, plural) => `${number} ${number === 1 ? thing : plural}`;
 const microbatches = (number) =>
   counted(Number(number.toPrecision(3)), "microbatch", "microbatches");

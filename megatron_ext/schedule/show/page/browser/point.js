@@ -29,7 +29,7 @@ function describe(run, box) {
   lines.push([`takes ${time(length)} (cost ${time(run.cost[box])})`]);
   const held = at(run.held, box), bytes = at(run.held_bytes, box);
   if (held !== null) {
-    const amounts = [microbatches(held), ...(bytes === null ? [] : [gib(bytes)])];
+    const amounts = [microbatches(held), ...(bytes === null ? [] : [bytesText(bytes)])];
     lines.push([`its rank holds ${amounts.join(", ")}`]);
   }
   const earlier = before(run, box);

@@ -41,7 +41,7 @@ function fillTable() {
     cell(row, time(figures.span));
     cell(row, share(figures.bubble_share_span));
     cell(row, microbatches(Math.max(...figures.peaks)));
-    if (hasBytes) cell(row, figures.peaks_bytes ? gib(Math.max(...figures.peaks_bytes)) : "");
+    if (hasBytes) cell(row, figures.peaks_bytes ? bytesText(Math.max(...figures.peaks_bytes)) : "");
     cell(row, String(run.ranks));
   }
 }

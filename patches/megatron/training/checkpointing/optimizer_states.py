@@ -20,7 +20,7 @@ from megatron_ext.errors import exit_for
 from megatron_ext.patches.engine import Patch, wrap
 from megatron_ext.schedule.problem import VocabularyParallel
 
-_RANK_OF_STAGE = "pipeline_rank_of_stage"
+RANK_OF_STAGE = "pipeline_rank_of_stage"
 _DIVIDED = "pipeline_vocabulary_is_divided"
 
 
@@ -34,7 +34,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         return None if placement.in_turn else list(placement.rank_of)
 
     def note(original: Callable[..., dict[str, Any]], args: Any, *rest: Any, **named: Any) -> Any:
-        ours = {_RANK_OF_STAGE: rank_of_stage(args), _DIVIDED: divided}
+        ours = {RANK_OF_STAGE: rank_of_stage(args), _DIVIDED: divided}
         return original(args, *rest, **named) | ours
 
     def compare(
@@ -73,7 +73,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 def _compare(metadata: dict[str, Any], now: list[int] | None, divided: bool) -> None:
     """Raise ValueError if a checkpoint's states do not fit the placement there is ``now``."""
     kind = metadata.get("distrib_optim_sharding_type")
-    saved, was_divided = metadata.get(_RANK_OF_STAGE), bool(metadata.get(_DIVIDED))
+    saved, was_divided = metadata.get(RANK_OF_STAGE), bool(metadata.get(_DIVIDED))
     if kind is None or kind in DistributedOptimizer.checkpoint_fully_reshardable_formats:
         return
     if (saved, was_divided) != (now, divided):

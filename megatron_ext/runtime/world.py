@@ -1,0 +1,29 @@
+"""What all ranks of a job tell one another at once, and when they may.
+
+Pipelines that nothing ties together come to other shapes and numbers of microbatches, each in steps
+of its own. A rank that waits for all others at a moment that only its own pipeline reaches waits
+for ever. Every pipeline is known to reach its first step, its first training step, and its n-th
+training step, for an n that all ranks know. These functions are called there alone. What comes at
+other moments goes through torch's store, where nobody waits for ranks that may not come.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+
+def tell_all[T](value: T) -> T:
+    """Return what global rank 0 gave as ``value``. Collective over the world."""
+    told: list[Any] = [value]
+    dist.broadcast_object_list(told, src=0)
+    agreed: T = told[0]
+    return agreed
+
+
+def gather_from_all[T](value: T) -> list[T]:
+    """Return the ``value`` of every rank, by global rank. Collective over the world."""
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, value)
+    return told

@@ -1,0 +1,57 @@
+"""Reductions of gradients that have started are not started again at the end of the step.
+
+A schedule of ours starts a chunk's reduction after its last W, and stock's finish_grad_sync waits
+for it. Stock tells from the bucket group's handle that a reduction is under way. With several
+instances of the distributed optimizer there is no handle (the reduction is ordered by a stream), so
+finish_grad_sync started a second one, of gradients that were reduced already.
+
+Not patched: what a reduction does, `reset` (every step that starts a reduction finishes it), and
+stock's hooks, which know of their own reductions by the counts of ready gradients.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from megatron_ext.config import PipelineConfig
+from megatron_ext.patches.engine import Patch, wrap
+
+_GROUP = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
+_SIGNATURE = "(self, force_all_reduce=False)"
+
+_started: weakref.WeakSet[Any] = weakref.WeakSet()  # bucket groups without a handle
+
+
+def patches(config: PipelineConfig) -> tuple[Patch, ...]:
+    """The patches that remember a reduction from its start to its finish."""
+    return (
+        wrap(
+            f"{_GROUP}.start_grad_sync",
+            start_once,
+            reason="a reduction may be under way without a handle that says so",
+            signature=_SIGNATURE,
+        ),
+        wrap(
+            f"{_GROUP}.finish_grad_sync",
+            finish,
+            reason="after it the next reduction may start",
+            signature=_SIGNATURE,
+        ),
+    )
+
+
+def start_once(original: Callable[..., None], group: Any, *args: Any, **kwargs: Any) -> None:
+    """Start the reduction of ``group`` unless one is under way, as stock does by its handle."""
+    if group in _started:
+        return
+    original(group, *args, **kwargs)
+    if group.ddp_config.overlap_grad_reduce and group.grad_reduce_handle is None:
+        _started.add(group)
+
+
+def finish(original: Callable[..., None], group: Any, *args: Any, **kwargs: Any) -> None:
+    """Finish the reduction of ``group``, which starts it first if nobody has."""
+    original(group, *args, **kwargs)
+    _started.discard(group)

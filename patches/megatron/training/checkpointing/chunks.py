@@ -1,0 +1,82 @@
+"""Checkpoints of ranks that have several chunks.
+
+Each chunk has a loader of the same data, and Megatron saves the state of one: that of the first
+stage, whose rank it asks for by its number in the pipeline's group. A checkpoint of format torch
+has a rank's chunks one by one. Megatron takes those that it does not find there for empty stages,
+so a checkpoint that was saved without virtual stages would load nothing, without a word.
+
+Not patched: generate_state_dict and load_checkpoint, which go through all chunks; the formats that
+only models of one chunk have (torch_dcp and fsdp_dtensor read ``model[0]``; both need FSDP, which
+is refused); load_biencoder_checkpoint and fix_query_key_value_ordering, which assert that there is
+one chunk where they need it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.training.checkpointing import CheckpointType
+
+from megatron_ext.config import PipelineConfig
+from megatron_ext.errors import exit_for
+from megatron_ext.patches.engine import Patch, wrap
+from megatron_ext.schedule.words import counted
+
+
+def patches(config: PipelineConfig) -> tuple[Patch, ...]:
+    """The patches for a loader's state and for checkpoints that are saved rank by rank."""
+    choice = config.choice
+    moves_stages = not choice.example.in_turn
+
+    def load_same_chunks(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        state_dict, name, release, kind = original(*args, **kwargs)
+        if state_dict and kind == CheckpointType.LEGACY:
+            chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+            try:
+                _refuse_other_chunks(state_dict, str(choice.spec), chunks, moves_stages, name)
+            except ValueError as error:
+                exit_for(error)
+        return state_dict, name, release, kind
+
+    return (
+        wrap(
+            "megatron.training.checkpointing:maybe_save_dataloader_state",
+            save_first_loader,
+            reason="the state of one loader is saved, by the rank of the first stage",
+            digests={"0.18": "88509e3b8c17", "0.19, 0.20": "75369d2d8190"},
+        ),
+        wrap(
+            "megatron.training.checkpointing:_load_base_checkpoint",
+            load_same_chunks,
+            reason="refuse to load ranks with other chunks, whose weights Megatron would leave out",
+        ),
+    )
+
+
+def save_first_loader(
+    original: Callable[..., None], train_iterator: Any, *args: Any, **groups: Any
+) -> None:
+    """Save the state of the rank's first loader, if any, where the first stage is."""
+    if isinstance(train_iterator, list):
+        train_iterator = next((loader for loader in train_iterator if loader is not None), None)
+        if "pp_group" in groups:
+            groups["pp_group"] = None  # then it asks `is_pipeline_first_stage`
+    original(train_iterator, *args, **groups)
+
+
+def _refuse_other_chunks(
+    state_dict: dict[str, Any], schedule: str, chunks: int | None, moves_stages: bool, name: str
+) -> None:
+    """Raise ValueError unless a rank's checkpoint has the stages that it has here."""
+    saved = len([key for key in state_dict if re.fullmatch(r"model\d*", key)])
+    if chunks is not None and (saved != chunks or moves_stages):
+        raise ValueError(
+            f"--pipeline-schedule {schedule} puts {counted(chunks, 'stage')} on each rank, and "
+            f"{name} has {counted(saved, 'stage')} for each in the order of Megatron's own "
+            f"ranks: it is of format torch, which only the placement that saved it can load; "
+            f"convert it by --load FOLDER --ckpt-convert-format torch_dist --ckpt-convert-save "
+            f"OTHER, added to the line that wrote it without our flags, and load OTHER"
+        )

@@ -1,0 +1,116 @@
+"""Chunks that the user did not ask for: Megatron's training loop expects one model and one data
+iterator a rank, and gets lists.
+
+Under several chunks ``model`` is a list of chunks, and ``data_iterator`` a list of their iterators,
+with None for a chunk that reads nothing. Every use of either in Megatron, and what becomes of it:
+
+megatron/training/training.py
+- pretrain builds iterators chunk by chunk (`loaders`) and hands on whole lists. It takes the config
+  of ``model[0]``, which is that of all chunks.
+- setup_model_and_optimizer takes groups and config of ``model[0]``, which are those of all chunks.
+  Hooks of saved and loaded logits go to ``model[-1]``, which has the output layer. Models with
+  init_state_dict_from_bert have no pipeline. Upcycling confuses the models of several chunks: it
+  is refused.
+- dummy_train_step (--iterations-to-skip) calls next() on the list: patched here.
+- train_step passes both to the schedule and to the rerun machine. Hooks of ``model[0]`` are there
+  if those of any chunk are. Gradients, logs of activations and qk_clip are for all chunks. DINO
+  (--vision-pretraining) updates ``model[0]`` alone; Megatron no longer has such a model.
+- train makes lists of no_sync_func, grad_sync_func and param_sync_func, which our step takes.
+  Reinforcement learning reads the weights of ``model[0]``, here and in megatron/rl/rl_utils.py: it
+  is refused. --hybrid-context-parallel wraps one iterator: every schedule refuses it.
+- evaluate takes groups of ``model[0]`` and passes both to the schedule. The caller's
+  non_loss_data_func gets the list.
+- evaluate_and_print_results takes the iterators of the chunks for those of several validation sets:
+  patched here.
+- save_checkpoint_and_time takes groups of ``model[0]`` and hands the iterators on.
+
+megatron/training/checkpointing.py: see `checkpointing.chunks`.
+megatron/training/utils: norms, hashes and flags are taken over all chunks.
+megatron/core/rerun_state_machine.py goes through a list, and compares its length with that of a
+checkpoint: see `checkpointing.pending_step`.
+megatron/core/full_cuda_graph.py, megatron/core/transformer/moe/paged_stash.py take lists. Every
+schedule refuses both.
+megatron/core/distributed/finalize_model_grads.py: ``model[0]`` and ``model[-1]`` have the tables,
+or there is a patch of that file.
+megatron/core/optimizer takes configs of ``model_chunks[0]``, which are those of all chunks. The
+optimizer of a MimoModel asserts that there is one.
+megatron/core/transformer/cuda_graphs.py, moe/router_trace.py go through all chunks.
+megatron/core/resharding/refit.py takes ``model[0]``, for reinforcement learning.
+
+Not patched: all that is not said to be. One object that is both a list and an iterator would not
+do: Megatron reads a list as sets in one place and as chunks in another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.training.global_vars import get_args
+
+from megatron_ext.config import PipelineConfig
+from megatron_ext.patches.engine import Patch, wrap
+
+_TRAINING = "megatron.training.training"
+
+
+def patches(config: PipelineConfig) -> tuple[Patch, ...]:
+    """The patches for iterations that are skipped, and for several validation sets."""
+    return (
+        wrap(
+            f"{_TRAINING}:dummy_train_step",
+            skip_step,
+            reason="every chunk's data are skipped",
+            digests={"0.18": "8808da517f8a", "0.19, 0.20": "268bd1644fa5"},
+        ),
+        wrap(
+            f"{_TRAINING}:evaluate_and_print_results",
+            evaluate_by_sets,
+            reason="a list of chunks is no list of validation sets",
+            digests={"0.18": "0b2d4c8a8a03", "0.19, 0.20": "ecf88390c9c5"},
+        ),
+    )
+
+
+def skip_step(original: Callable[[Any], None], data_iterator: Any) -> None:
+    """Read a step's microbatches in every chunk, and drop them: tokens and labels stay paired.
+
+    Megatron shares them among the ranks that divide a tensor too, which changes nothing.
+    """
+    if not isinstance(data_iterator, list):
+        original(data_iterator)
+        return
+    while get_rerun_state_machine().should_run_forward_backward(data_iterator):
+        for iterator in data_iterator:
+            for _ in range(get_num_microbatches() if iterator is not None else 0):
+                next(iterator)
+
+
+def evaluate_by_sets(
+    original: Callable[..., None],
+    prefix: str,
+    forward_step_func: Any,
+    data_iterator: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """``original``, which is given the chunks of each validation set."""
+    lengths = get_args().eval_iters
+    if isinstance(data_iterator, list) and isinstance(lengths, list):
+        data_iterator = _by_sets(data_iterator, len(lengths))
+    original(prefix, forward_step_func, data_iterator, *args, **kwargs)
+
+
+def _by_sets(chunks: list[Any], sets: int) -> list[list[Any]]:
+    """The iterators of each set, chunk by chunk, from those of each chunk, set by set.
+
+    A chunk that reads nothing has None, or one None or more.
+    """
+    by_chunk = []
+    for iterators in chunks:
+        if iterators is None or iterators == [None] * len(iterators):
+            iterators = [None] * sets
+        by_chunk.append(iterators)
+    return [list(of_set) for of_set in zip(*by_chunk, strict=True)]

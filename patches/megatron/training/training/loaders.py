@@ -1,0 +1,94 @@
+"""Whether to train, and how long to evaluate, is known to every rank that has no loader.
+
+Megatron asks global rank 0, and expects a loader on each rank of a pipeline's ends. Under a
+schedule that has the first stage elsewhere rank 0 reads nothing, whoever provides the data: the run
+would end at once, with exit code 0 and not one step trained. So all ranks are asked. With
+--full-validation the lengths of the validation sets come from the ranks that read them; those
+without a loader would have None, and broadcast it.
+
+Megatron builds the loaders chunk by chunk, and puts those lengths in the place of --eval-iters,
+from which it counts the samples of the next chunk's test set. So the flag stands until the last
+chunk has its loaders: else the tokens of one chunk would be another sample's than the labels of
+another.
+
+Not patched: which ranks build datasets, which is for the provider to say; providers that do not
+take vp_stage, which Megatron refuses by name (one that gave the same loader to two chunks would
+have them read every other microbatch); --full-validation with one set, where Megatron fails by
+itself when it evaluates; reinforcement learning, which builds no loaders and is refused where a
+rank has several chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron.training.global_vars import get_args
+
+from megatron_ext.config import PipelineConfig
+from megatron_ext.patches.engine import Patch, wrap
+from megatron_ext.runtime.world import gather_from_all
+
+_TRAINING = "megatron.training.training"
+
+
+def patches(config: PipelineConfig) -> tuple[Patch, ...]:
+    """The patches that ask all ranks."""
+    return (
+        wrap(
+            f"{_TRAINING}:build_train_valid_test_data_loaders",
+            ask_all_ranks,
+            reason="global rank 0 may have no loader, and decides whether to train",
+            digests={"0.18, 0.19": "f99dfcdf670b", "0.20": "10d65b51e463"},
+        ),
+        wrap(
+            f"{_TRAINING}:build_train_valid_test_data_iterators",
+            agree_on_lengths,
+            reason="ranks without a loader do not know how long validation sets are",
+            digests={"0.18, 0.19, 0.20": "10015fd2044a"},
+        ),
+    )
+
+
+def ask_all_ranks(original: Callable[..., Any], provider: Callable[..., Any]) -> Any:
+    """Build the loaders of one chunk; train, validate and test if any rank has something to read.
+
+    What a rank has to read is told as Megatron tells it of global rank 0.
+    """
+    train, validation, test = original(provider)
+    args = get_args()
+    evaluates = args.full_validation or args.eval_iters > 0
+    reads = {
+        "do_train": train is not None and (args.skip_train or args.train_iters > 0),
+        "do_valid": validation is not None and evaluates,
+        "do_test": test is not None and evaluates,
+    }
+    for name, anywhere in zip(reads, _largest([*reads.values()]), strict=True):
+        setattr(args, name, getattr(args, name) or anywhere)
+    return train, validation, test
+
+
+def agree_on_lengths(original: Callable[..., Any], provider: Callable[..., Any]) -> Any:
+    """Build the iterators of one chunk; after the last one --eval-iters are the sets' lengths."""
+    args = get_args()
+    flag = args.eval_iters
+    iterators = original(provider)
+    if args.full_validation and args.multiple_validation_sets:
+        reads = any(iterator is not None for iterator in iterators[1] or ())
+        here: list[int] = list(args.eval_iters) if reads else []
+        (sets,) = _largest([len(here)])
+        lengths = _largest(here + [0] * (sets - len(here)))
+        args.eval_iters = lengths if lengths and _is_last_chunk(provider) else flag
+    return iterators
+
+
+def _largest(numbers: list[int]) -> list[int]:
+    """The largest of each over all ranks."""
+    return [max(of_ranks) for of_ranks in zip(*gather_from_all(numbers), strict=True)]
+
+
+def _is_last_chunk(provider: Callable[..., Any]) -> bool:
+    """Whether no chunk comes after the one that ``provider`` is for."""
+    chunk = getattr(provider, "keywords", {}).get("vp_stage")
+    chunks = get_args().virtual_pipeline_model_parallel_size
+    return chunk is None or chunks is None or chunk == chunks - 1

@@ -1,0 +1,62 @@
+"""Ways in which the stderr of a process cannot be written, while ``sys.stderr`` still can."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+
+
+def closed() -> None:
+    """Nobody has it."""
+    _keep_for_the_test()
+    os.close(2)
+
+
+def on_a_full_disk() -> None:
+    """A write fails, for want of space."""
+    _keep_for_the_test()
+    _replace(os.open("/dev/full", os.O_WRONLY))
+
+
+def of_a_reader_that_has_gone() -> None:
+    """A write fails: the pipe is broken."""
+    _keep_for_the_test()
+    reader, writer = os.pipe()
+    os.close(reader)
+    _replace(writer)
+
+
+def of_a_reader_that_does_not_read() -> None:
+    """A write blocks: the pipe is full."""
+    _keep_for_the_test()
+    _, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, b"x" * 4096)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, b"x")
+    os.set_blocking(writer, True)
+    _replace(writer)
+
+
+WAYS: list[Callable[[], None]] = [
+    closed,
+    on_a_full_disk,
+    of_a_reader_that_has_gone,
+    of_a_reader_that_does_not_read,
+]
+
+
+def _keep_for_the_test() -> None:
+    """What the test itself writes to ``sys.stderr`` is still read."""
+    sys.stderr.flush()
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
+
+
+def _replace(descriptor: int) -> None:
+    os.dup2(descriptor, 2)
+    os.close(descriptor)

@@ -1,0 +1,26 @@
+"""A disk that is full, as far as this process can tell."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def full_disk(room: int) -> Iterator[None]:
+    """Let files take ``room`` bytes and no more. Python ignores the signal: writing beyond raises
+    OSError.
+
+    No bytecode is written meanwhile: Python would cut it off without an error, and no later process
+    could import the module any more.
+    """
+    usual, writes_none = resource.getrlimit(resource.RLIMIT_FSIZE), sys.dont_write_bytecode
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, usual[1]))
+    sys.dont_write_bytecode = True
+    try:
+        yield
+    finally:
+        sys.dont_write_bytecode = writes_none
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)

@@ -1,0 +1,248 @@
+"""Loaders under virtual stages that the user did not ask for, against stock: to the last bit.
+
+Megatron's loop takes one loader a rank. Under several chunks there is a list of them, which it took
+for a loader or for a list of validation sets; and on a V global rank 0, which it asks whether to
+train, has none.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from scripts.prepare_text import VOCABULARY, write
+from tests.helpers.combinations import at_night, nightly
+from tests.helpers.drawn_models import drawn_by_name
+from tests.helpers.megatron_runs import (
+    SCRIPT,
+    Run,
+    assert_same,
+    evaluations,
+    losses,
+    model_flags,
+    train,
+    train_or_fail,
+)
+from tests.helpers.ranks import lasting_folder
+
+OWN_DATA = Path(__file__).parent / "pretrain_own_data.py"
+PIPELINE: dict[str, object] = {
+    "pipeline_model_parallel_size": 2,
+    "num_layers": 8,
+    "position_embedding_type": "rope",
+    "untie_embeddings_and_output_weights": True,
+    "train_iters": 4,
+    "eval_interval": 3,
+    "eval_iters": 1,
+}
+
+
+def run(ranks: int, script: Path = SCRIPT, /, **flags: object) -> list[Run]:
+    return train(ranks, model_flags(**PIPELINE | flags), script, model_provider=drawn_by_name)
+
+
+# Loaders of the script's own, on the first and on the last stage only. Iteration 3 is skipped.
+
+EXTERNAL: dict[str, object] = {
+    "mock_data": None,
+    "dataloader_type": "external",
+    "no_create_attention_mask_in_dataloader": True,
+    "iterations_to_skip": 3,
+    "save_interval": 2,
+}
+SIZES: dict[str, tuple[int, dict[str, object]]] = {
+    "pp2": (2, {}),
+    "pp2, dp2": (4, {}),
+    "pp2, tp2": (4, {"tensor_model_parallel_size": 2}),
+    "pp4": (4, {"pipeline_model_parallel_size": 4}),
+}
+
+
+def run_and_save(size: str, schedule: str | None) -> tuple[list[Run], list[dict[str, int]]]:
+    """What the ranks came to, and the states of their loaders, replica by replica."""
+    folder = lasting_folder()
+    ranks, flags = SIZES[size]
+    flags = {**EXTERNAL, **flags, "save": folder / "model", "dataloader_save": folder / "data"}
+    runs = run(ranks, OWN_DATA, **flags, pipeline_schedule=schedule)
+    files = sorted((folder / "data" / "iter_0000002" / "mp_rank_00_000").glob("*.pt"))
+    return runs, [torch.load(file)["dataloader_state_dict"] for file in files]
+
+
+@functools.cache
+def stock(size: str) -> tuple[list[Run], list[dict[str, int]]]:
+    """Of 4 pipeline ranks that of 2, where the numbers are the same: stock cannot skip steps on
+    pipeline ranks that have no loader."""
+    return run_and_save("pp2" if size == "pp4" else size, None)
+
+
+@pytest.mark.parametrize(
+    ("size", "schedule"),
+    [
+        ("pp2", "interleaved-zb"),
+        ("pp2, dp2", "zb-v"),
+        *at_night(
+            ("pp2", "zb-v"),
+            ("pp2", "hanayo"),
+            ("pp2, dp2", "interleaved-zb"),
+            ("pp2, tp2", "zb-v"),
+            ("pp2, tp2", "interleaved-zb"),
+            ("pp4", "zb-v"),
+            ("pp4", "interleaved-zb"),
+        ),
+    ],
+)
+def test_loaders_of_the_scripts_own(size: str, schedule: str) -> None:
+    """On V's the run ended at once, with exit code 0 and not one step trained. Under all others the
+    first save died before the model was written, as did the skipped iteration."""
+    reference, states = stock(size)
+    assert len(set(losses(reference))) == 3 and len(evaluations(reference)) == 2
+    assert states == [{"microbatches": 2 * (4 if "dp2" in size else 8)}] * len(states)
+    assert len(states) == (2 if "dp2" in size else 1)
+    runs, ours = run_and_save(size, schedule)
+    assert {run.schedule for run in runs} == {"PipelineStep"}
+    assert ours == states
+    assert_same(runs, reference)
+
+
+# Several validation sets, of other lengths. A test set is built, and not evaluated: Megatron would
+# take it for several.
+
+
+@functools.cache
+def sets() -> dict[str, object]:
+    """Flags of a training with two validation sets."""
+    folder = lasting_folder()
+    generator = np.random.default_rng(1)
+    for name, tokens in (("train", 2000), ("long", 200), ("short", 120)):
+        text = generator.integers(97, 123, tokens, dtype=np.uint8).tobytes()
+        (folder / f"{name}.txt").write_bytes(text)
+        write([folder / f"{name}.txt"], folder / name)
+    return {
+        "mock_data": None,
+        "vocab_size": VOCABULARY,
+        "train_data_path": folder / "train",
+        "valid_data_path": (folder / "long", folder / "short"),
+        "test_data_path": folder / "short",
+        "multiple_validation_sets": True,
+        "full_validation": True,
+        "eval_interval": 2,
+        "exit_interval": 2,
+    }
+
+
+@functools.cache
+def stocks_sets(**flags: Any) -> list[Run]:
+    return run(4, **sets() | flags)
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "interleaved-zb", *at_night("hanayo", "1f1b")])
+def test_several_validation_sets(schedule: str, tmp_path: Path) -> None:
+    """A V printed one loss for both: each set was evaluated on the tokens of one and the labels of
+    another, or of none. With data parallelism it hung: global rank 0 had loaders that its peers
+    lacked. And the second chunk's test set had as many samples as the first chunk's validation
+    sets are long."""
+    reference = stocks_sets()
+    assert len(set(evaluations(reference))) == 2
+    flags = sets() | {"data_cache_path": tmp_path / "cache", "pipeline_schedule": schedule}
+    runs = run(4, **flags)
+    assert list((tmp_path / "cache").glob("*.npy")), "no index was built"
+    assert_same(runs, reference)
+
+
+@nightly("by day they are evaluated within a training")
+@pytest.mark.parametrize("schedule", ["zb-v", "interleaved-zb"])
+def test_several_validation_sets_without_training(schedule: str) -> None:
+    alone = {"skip_train": True, "no_load_optim": True, "test_data_path": None}
+    results = [
+        train_or_fail(
+            2,
+            model_flags(**PIPELINE | sets() | alone, pipeline_schedule=chosen),
+            model_provider=drawn_by_name,
+        )
+        for chosen in (None, schedule)
+    ]
+    reference, runs = ([result.value for result in ended] for ended in results)
+    assert evaluations(runs) == evaluations(reference) and len(set(evaluations(runs))) == 2
+
+
+# Checkpoints of format torch, which have a rank's chunks one by one.
+
+
+def saved_as_torch(schedule: str | None) -> tuple[list[Run], Path]:
+    folder = lasting_folder()
+    flags = {"ckpt_format": "torch", "save": folder, "save_interval": 2}
+    return run(2, **flags, pipeline_schedule=schedule), folder
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ckpt_format"),
+    [
+        ("interleaved-zb", "torch"),
+        *at_night(("zb-v", "torch_dist"), ("interleaved:vpp=4", "torch")),
+    ],
+)
+def test_a_checkpoint_of_other_chunks_is_refused(schedule: str, ckpt_format: str) -> None:
+    """Not one weight was loaded, and training began from random ones: Megatron takes a chunk that a
+    checkpoint lacks for an empty stage."""
+    _, folder = saved_as_torch("interleaved-zb" if "vpp" in schedule else None)
+    flags = {"load": folder, "ckpt_step": 2, "ckpt_format": ckpt_format}
+    words = model_flags(**PIPELINE | flags, pipeline_schedule=schedule)
+    for result in train_or_fail(2, words):
+        assert result.exit_code == 1 and result.error.endswith("SystemExit: 2\n"), result.error
+        if lines := [line for line in result.stderr.splitlines() if "error: " in line]:
+            assert "--ckpt-convert-format torch_dist" in lines[0]
+
+
+@nightly("by day others are refused, and checkpoints of format torch_dist loaded")
+def test_a_checkpoint_of_the_same_chunks_is_loaded() -> None:
+    whole, folder = saved_as_torch("interleaved-zb")
+    flags = {"load": folder, "ckpt_step": 2, "ckpt_format": "torch"}
+    runs = run(2, **flags, pipeline_schedule="interleaved-zb")
+    assert len(losses(runs)) == 2
+    assert_same(runs, whole)
+
+
+# A step that is run again from a checkpoint, for a result that Megatron has found suspicious.
+
+
+def with_a_pending_step(schedule: str | None) -> Path:
+    folder = lasting_folder()
+    flags = {
+        "save": folder,
+        "save_interval": 100,
+        "error_injection_rate": 1,
+        "error_injection_type": "correct_result",
+        "pipeline_schedule": schedule,
+    }
+    for result in train_or_fail(2, model_flags(**PIPELINE | flags)):
+        assert result.error.endswith("SystemExit: 16\n"), result.error
+    return folder
+
+
+@pytest.mark.parametrize(("saver", "loader"), [(None, "zb-v"), *at_night(("zb-v", "zb-h1"))])
+def test_a_pending_step_of_other_stages_is_refused(saver: str | None, loader: str) -> None:
+    """Megatron would compare results of one stage with those of another, and blame the GPU. It can
+    be told to forget the step."""
+    flags = {"load": with_a_pending_step(saver), "pipeline_schedule": loader}
+    results = train_or_fail(2, model_flags(**PIPELINE | flags))
+    for result in results:
+        assert result.error.endswith("SystemExit: 2\n"), result.error
+    (line,) = [line for line in results[0].stderr.splitlines() if "error: " in line]
+    assert "--rerun-mode disabled" in line and str(saver or "none") in line
+    assert len(losses(run(2, **flags, rerun_mode="disabled"))) == 3
+
+
+@nightly("by day other stages are refused")
+@pytest.mark.parametrize(("saver", "loader"), [(None, "zb-h1"), ("zb-v", "v-half")])
+def test_a_pending_step_is_run_again_where_stages_are_the_same(
+    saver: str | None, loader: str
+) -> None:
+    """Here on the same device, which Megatron notices: the job is to be resumed once more."""
+    flags = {"load": with_a_pending_step(saver), "pipeline_schedule": loader}
+    for result in train_or_fail(2, model_flags(**PIPELINE | flags)):
+        assert result.error.endswith("SystemExit: 16\n"), result.error

@@ -1,0 +1,121 @@
+"""Several instances of the distributed optimizer, with gradients reduced beside the passes.
+
+Stock keeps no handle of a reduction then. Reductions that the schedule had started ran a second
+time at the end of the step, on gradients that were reduced already: the gradient norm was too small
+by a mean over replicas, or too large by a sum with loss per token. With two replicas, one in each
+instance, the second mean changes nothing: the tests here have four.
+
+Stock itself reduces twice on later pipeline ranks unless it gets --no-align-grad-reduce.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+
+from tests.helpers.combinations import at_night
+from tests.helpers.drawn_models import drawn_by_name
+from tests.helpers.megatron_runs import EXPERTS, Run, assert_same, model_flags, train
+
+RANKS, STEPS = 8, 2  # PP 2 x DP 4: two instances of two replicas
+SHARED_EXPERTS = {**EXPERTS, "expert_model_parallel_size": 2}
+PER_TOKEN = {"calculate_per_token_loss": True}
+SETTINGS: dict[str, dict[str, object]] = {
+    "experts, loss per token": SHARED_EXPERTS | PER_TOKEN,
+    "experts": SHARED_EXPERTS,
+    "averaged": {"ddp_average_in_collective": True},
+    "loss per token, gathers not overlapped": {**PER_TOKEN, "overlap_param_gather": None},
+}
+SCHEDULES = ("zb-v", "1f1b", "zb-h1", "interleaved-zb")
+
+
+def rearrange(ranks: np.ndarray, pattern: str, *, l: int, s: int, u: int) -> np.ndarray:  # noqa: E741
+    """As einops, which Megatron asks for nothing else."""
+    assert pattern == "(l s u) -> (l u) s"
+    return ranks.reshape(l, s, u).swapaxes(1, 2).reshape(l * u, s)
+
+
+@pytest.fixture(autouse=True)
+def einops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron divides ranks over instances by einops, which may not be installed."""
+    module = SimpleNamespace(rearrange=rearrange)
+    monkeypatch.setattr(parallel_state, "einops", module, raising=False)
+    monkeypatch.setattr(parallel_state, "HAVE_EINOPS", True)
+
+
+def run(setting: str, **more: object) -> list[Run]:
+    flags: dict[str, object] = {
+        "pipeline_model_parallel_size": 2,
+        "untie_embeddings_and_output_weights": True,
+        "train_iters": STEPS,
+        "global_batch_size": 16,
+        "bf16": True,
+        "use_distributed_optimizer": True,
+        "num_distributed_optimizer_instances": 2,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        **SETTINGS[setting],
+        **more,
+    }
+    return train(RANKS, model_flags(**flags), model_provider=drawn_by_name)
+
+
+@functools.cache
+def stock(setting: str) -> list[Run]:
+    return run(setting, no_align_grad_reduce=True)
+
+
+def note_reductions(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank writes a file in ``folder``: a line for each bucket group whose gradients stock
+    checks, as it does before it reduces them, and for each chunk that is to have been reduced."""
+    check, finish = _ParamAndGradBucketGroup.check_grads, DistributedDataParallel.finish_grad_sync
+
+    def note(text: str) -> None:
+        with (folder / f"rank {dist.get_rank()}").open("a") as file:
+            file.write(text + "\n")
+
+    @functools.wraps(check)  # what ran is told by the original's code
+    def noted_check(group: _ParamAndGradBucketGroup, *args: Any, **kwargs: Any) -> None:
+        note("reduction")
+        check(group, *args, **kwargs)
+
+    def noted_finish(chunk: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        note(f"finish {len(chunk.bucket_groups + chunk.expert_parallel_bucket_groups)}")
+        finish(chunk, *args, **kwargs)
+
+    monkeypatch.setattr(_ParamAndGradBucketGroup, "check_grads", noted_check)
+    monkeypatch.setattr(DistributedDataParallel, "finish_grad_sync", noted_finish)
+
+
+CASES = [("experts, loss per token", "zb-v")]
+CASES += at_night(*(case for case in itertools.product(SETTINGS, SCHEDULES) if case != CASES[0]))
+
+
+@pytest.mark.parametrize(("setting", "schedule"), CASES)
+def test_gradients_are_reduced_once(
+    setting: str, schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once in a step, and before Megatron waits for them: the overlap is kept."""
+    expected = stock(setting)
+    note_reductions(tmp_path, monkeypatch)
+    assert_same(run(setting, pipeline_schedule=schedule), expected)
+    files = [*tmp_path.iterdir()]
+    assert len(files) == RANKS
+    for file in files:
+        events = file.read_text().splitlines()
+        finished = [n for n, event in enumerate(events) if event.startswith("finish")]
+        assert len(finished) % STEPS == 0
+        chunks = len(finished) // STEPS
+        groups = sum(int(events[n].split()[1]) for n in finished[:chunks])
+        step = ["reduction"] * groups + [events[n] for n in finished[:chunks]]
+        assert groups >= chunks and events == step * STEPS

@@ -1,0 +1,57 @@
+"""Amounts of memory as people read them.
+
+Lines mixed units: "24.8MiB" beside "0.00293GiB", and "3.01e+03 GiB" of a checkpoint. Each place had
+a format of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import megatron_ext
+from megatron_ext.schedule.limit import MemoryLimit, parse_limit
+from megatron_ext.schedule.words import bytes_text
+
+PACKAGE = Path(megatron_ext.__file__).parent
+
+
+@pytest.mark.parametrize(
+    ("amount", "text"),
+    [
+        (0, "0 KiB"),
+        (512, "0.5 KiB"),
+        (8.44 * 2**20, "8.44 MiB"),
+        (255 * 2**20, "255 MiB"),
+        (2**28, "0.25 GiB"),
+        (1023 * 2**30, "1023 GiB"),
+        (1000 * 2**10, "1000 KiB"),
+        (2**30, "1 GiB"),
+        (79.25 * 2**30, "79.2 GiB"),
+        (3010 * 2**30, "2.94 TiB"),
+        (5000 * 2**40, "5000 TiB"),
+        (-3 * 2**30, "-3 GiB"),
+    ],
+)
+def test_the_unit_follows_the_amount(amount: float, text: str) -> None:
+    assert bytes_text(amount) == text
+
+
+def test_a_limit_is_written_so_that_it_can_be_read_back() -> None:
+    for text in ("60GiB", "3MiB", "200MiB", "2.94TiB"):
+        assert str(parse_limit(text, 1, 1)) == text
+    assert str(MemoryLimit(bytes=3 * 2**20)) == "3MiB"
+
+
+def test_nothing_else_formats_bytes() -> None:
+    """A division by a unit inside of a text is a format of its own."""
+    own = re.compile(r"/ ?(2 ?\*\* ?[234]0|1024|1 ?<< ?[234]0)[^{}\n]*:[^{}\n]*\}")
+    found = [
+        f"{path.relative_to(PACKAGE)}: {line.strip()}"
+        for path in PACKAGE.rglob("*.py")
+        for line in path.read_text().splitlines()
+        if own.search(line)
+    ]
+    assert not found

@@ -1,0 +1,176 @@
+"""Files of users: written whole or not at all, and read only if they can be."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import megatron_ext
+from megatron_ext.cli import app
+from megatron_ext.schedule.text_file import parse_json, read_text_file, whole_file, write_text_file
+from tests.helpers.full_disk import full_disk
+
+PACKAGE = Path(megatron_ext.__file__).parent
+
+
+@pytest.mark.parametrize("name", ["old", "new"])
+@pytest.mark.parametrize(
+    ("option", "suffix"),
+    [
+        ("--csv", ".csv"),
+        ("--torch-csv", ".csv"),
+        ("--program", ".txt"),
+        ("--trace", ".json"),
+        ("--html", ".html"),
+        ("--plot", ".svg"),
+        ("--plot", ".png"),
+    ],
+)
+def test_a_full_disk_leaves_what_was_there(
+    option: str, suffix: str, name: str, tmp_path: Path
+) -> None:
+    """The error was "[Errno 28] No space left on device" without a path, and the file cut off."""
+    path = tmp_path / (name + suffix)
+    if name == "old":
+        path.write_text("as it was")
+    with full_disk(100):
+        done = CliRunner().invoke(
+            app, ["simulate", "1f1b", "--pp", "4", "-m", "8", option, str(path)]
+        )
+    assert done.exit_code == 2
+    assert f"error: {path}: File too large" in done.output
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["as it was"] * (name == "old")
+
+
+def test_a_full_disk_spoils_no_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test with a full disk passed once, and never again on the same machine: the modules that it
+    was the first to import had bytecode of a hundred bytes, for whoever came next."""
+    (tmp_path / "new_module.py").write_text(f"text = {'x' * 1000!r}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    with full_disk(100):
+        importlib.import_module("new_module")
+    del sys.modules["new_module"]
+    assert importlib.import_module("new_module").text == "x" * 1000
+
+
+def test_the_standard_output_is_full() -> None:
+    """It ended with a traceback of fifty lines."""
+    command = [sys.executable, "-m", "megatron_ext", "schedules"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == ("megatron-ext: error: the standard output: No space left on device\n")
+
+
+def test_a_link_stays_one_and_a_file_keeps_its_mode(tmp_path: Path) -> None:
+    file, link = tmp_path / "file", tmp_path / "link"
+    file.write_text("old")
+    file.chmod(0o640)
+    link.symlink_to(file)
+    write_text_file(link, "new")
+    assert link.is_symlink() and file.read_text() == "new"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o640
+
+
+def test_a_device_is_written_to_as_it_is(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="'/dev/full'"):
+        write_text_file(Path("/dev/full"), "x" * 100_000)
+    with pytest.raises(OSError, match=f"Is a directory: '{tmp_path}'"):
+        write_text_file(tmp_path, "x")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_the_shell_has_opened_is_not_replaced(tmp_path: Path) -> None:
+    """`--csv /dev/stdout >> log` put a new file in the place of the log: what the log had was gone,
+    and so was everything else that the command printed."""
+    log = tmp_path / "log"
+    log.write_text("earlier\n")
+    words = ["simulate", "1f1b", "--pp", "2", "-m", "2", "--csv", "/dev/stdout"]
+    command = [sys.executable, "-m", "megatron_ext", *words]
+    with log.open("a") as stdout:
+        subprocess.run(command, stdout=stdout, check=True)
+    text = log.read_text()
+    assert text.startswith("earlier\n0F0,0F1,0B0,0B1\n") and "makespan" in text
+    assert list(tmp_path.iterdir()) == [log]
+
+
+def test_two_that_write_one_file_do_not_meet(tmp_path: Path) -> None:
+    """Both wrote to one file beside it: what was there first was a mixture, and the second of them
+    found nothing to rename. So did whoever had a file of that name."""
+    path, other = tmp_path / "file", tmp_path / "file.begun"
+    other.write_text("a user's")
+    with whole_file(path) as first:
+        first.write_text("first")
+        with whole_file(path) as second:
+            second.write_text("second, and longer")
+        assert path.read_text() == "second, and longer"
+    assert path.read_text() == "first" and other.read_text() == "a user's"
+    assert sorted(tmp_path.iterdir()) == [path, other]
+
+
+def test_whatever_ends_the_block_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), whole_file(tmp_path / "file") as begun:
+        begun.write_text("half")
+        raise KeyboardInterrupt
+    assert not list(tmp_path.iterdir())
+
+
+# What writes files that are no user's, or cannot be written as a whole, and says so itself.
+_OTHERS = {
+    "bench/emulated_copies.py",  # a lock
+    "bench/runs.py",  # from one process to another
+    "parity/records/writing.py",  # a recording grows with its run, and its last line is its end
+    "parity/runs.py",  # the output of a run
+    "schedule/search/disk_cache.py",  # a cache, as a whole
+    "schedule/show/trace.py",  # a training's trace grows, and is whole after each step
+}
+
+
+def test_nothing_else_writes_files() -> None:
+    writes = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and _writes(node):
+                writes.add(str(path.relative_to(PACKAGE)))
+    assert writes == _OTHERS | {"schedule/text_file.py"}
+
+
+def _writes(call: ast.Call) -> bool:
+    name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+    if name in ("write_text", "write_bytes"):
+        return True
+    words = [*call.args, *(keyword.value for keyword in call.keywords)]
+    modes = [word.value for word in words if isinstance(word, ast.Constant)]
+    is_writing = any(isinstance(mode, str) and set(mode) & set("wax+") for mode in modes)
+    return name in ("open", "fdopen") and is_writing
+
+
+def test_a_file_of_any_length_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "large"
+    path.write_text("x" * 1000)
+    assert read_text_file(path, "costs file", 1000) == "x" * 1000
+    with pytest.raises(ValueError, match=r"costs file .*large has more than .* KiB, which none"):
+        read_text_file(path, "costs file", 999)
+    with pytest.raises(ValueError, match="schedule file /dev/zero has more than 256 MiB"):
+        read_text_file(Path("/dev/zero"), "schedule file")
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "a\0b"])
+def test_a_name_that_cannot_be_one(name: str) -> None:
+    with pytest.raises(ValueError, match=r"costs file .* cannot be read") as refusal:
+        read_text_file(Path(name), "costs file")
+    assert len(str(refusal.value)) < 300
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "9" * 5000], ids=len)
+def test_whatever_is_wrong_with_json_is_a_value_error(text: str) -> None:
+    with pytest.raises(ValueError, match=r"Expecting|recursion|digits"):
+        parse_json(text)
