@@ -18,7 +18,7 @@ from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.schedule_csv import from_csv
 from megatron_ext.schedule.search.bounds import lower_bound
-from megatron_ext.schedule.search.certify import certify
+from megatron_ext.schedule.search.certify import _search, certify
 from tests.helpers.random_schedules import random_case
 
 pytestmark = pytest.mark.search
@@ -109,6 +109,17 @@ def test_search_raises_the_bound_and_never_passes_the_makespan() -> None:
     analytic = lower_bound(made.problem, splits_backward=True)
     certificate = certify(made, seconds=10)
     assert analytic <= certificate.lower_bound <= certificate.makespan
+
+
+def test_search_knows_the_hop_of_each_link() -> None:
+    """It took the least of them for all: a microbatch alone could have been 32 sooner."""
+    pytest.importorskip("ortools")
+    problem = program("1f1b", 3, 1, (10, 12, 8, 9)).problem
+    costs = replace(problem.costs, hops=(1.0, 17.0))
+    made = build_program(choose("1f1b"), replace(problem, costs=costs))
+    makespan = simulate(made, costs).makespan
+    assert makespan == 126
+    assert _search(made, makespan, seconds=10) == pytest.approx(makespan)
 
 
 def test_search_knows_the_memory_limit() -> None:

@@ -138,9 +138,9 @@ def test_an_order_is_timed_as_it_is_simulated(model: Model, spec: str) -> None:
     figures = StageFigures(training)
     problem = training.variant(spec, layout).problem
     order = Order(choose(spec).build(problem), problem.costs)
-    of_stages = figures.of(np.array([layout.layers]))
-    assert order.seconds(of_stages)[0] == pytest.approx(exact.candidate.step, rel=0.03)
-    assert order.rank_bytes(of_stages)[0] == pytest.approx(exact.rank_bytes, rel=0.05)
+    counts = np.array([layout.layers])
+    assert order.seconds(figures, counts)[0] == pytest.approx(exact.candidate.step, rel=0.03)
+    assert order.rank_bytes(figures.of(counts))[0] == pytest.approx(exact.rank_bytes, rel=0.05)
 
 
 @pytest.mark.parametrize("spec", ["1f1b", "zb-h1"])

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.schedule.build.build import complete
+from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit
@@ -40,7 +42,7 @@ from megatron_ext.schedule.search.shop import (
     starts_of,
     timed,
 )
-from tests.helpers.random_schedules import PROPERTY, random_costs, seeds
+from tests.helpers.random_schedules import PROPERTY, random_costs, seeds, with_random_links
 from tests.helpers.short_search import little_effort
 
 COMPILED = "megatron_ext.schedule.search.compiled"
@@ -144,6 +146,19 @@ def test_costs_without_a_common_unit_become_ticks_too() -> None:
     assert shop.durations[0] * shop.tick == pytest.approx(0.0123456 / 2, rel=1e-4)
 
 
+@pytest.mark.parametrize(("spec", "place"), [("zb-h1", line), ("zb-v", v)])
+def test_each_link_takes_its_own_time(spec: str, place: Callable[[int], Placement]) -> None:
+    """A search was blind to one slow link: it took the mean of all hops for each."""
+    placement = place(4)
+    hops = tuple(8.0 if placement.rank_of[s] == 1 else 1.0 for s in range(placement.last))
+    costs = replace(uniform(placement, 10, 12, 8, fmean(hops)), hops=hops)
+    problem = Problem(placement, 8, costs)
+    shop, rows = shop_of(problem), choose(spec).build(problem).rows
+    program = complete(Schedule(spec, placement, rows), problem)
+    exact = simulate(program, costs).makespan
+    assert end_of(starts_of(rows, shop), shop) * shop.tick == pytest.approx(exact, rel=1e-3)
+
+
 # ---- The search
 
 
@@ -211,7 +226,7 @@ def test_compiled_packing_is_the_same_to_the_digit(
 ) -> None:
     compiled = pytest.importorskip(COMPILED)
     random, placement = Random(seed), place(p)
-    costs = random_costs(random, placement)
+    costs = with_random_links(random, random_costs(random, placement))
     limit = MemoryLimit(1 + more / placement.chunks)
     if more % 2:
         limit = MemoryLimit(bytes=int(random.uniform(3e9, 9e9) * placement.chunks) + 1)

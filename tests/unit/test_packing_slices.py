@@ -32,7 +32,7 @@ from megatron_ext.schedule.search.pack import packer
 from megatron_ext.schedule.search.shop import Shop, Starts, end_of, rows_of, shop_of, starts_of
 from megatron_ext.schedule.slices import Lengths, Slices
 from tests.helpers.combinations import at_night
-from tests.helpers.random_schedules import PROPERTY, random_costs, seeds
+from tests.helpers.random_schedules import PROPERTY, random_costs, seeds, with_random_links
 from tests.helpers.short_search import little_effort
 
 pytestmark = pytest.mark.search
@@ -61,7 +61,7 @@ def costs_of_slices(random: Random, placement: Placement) -> Costs:
 def random_problem(random: Random, place: Place, p: int, m: int, k: int) -> Problem:
     """Within one microbatch and any share of others; every second limit in bytes."""
     placement = place(p)
-    costs = costs_of_slices(random, placement)
+    costs = with_random_links(random, costs_of_slices(random, placement))
     assert costs.held_bytes is not None
     limit = MemoryLimit(microbatches=1 + 3 * random.random())
     if random.random() < 0.5:
@@ -81,6 +81,18 @@ def random_plan(random: Random, shop: Shop) -> Starts:
     return np.array([sorted(random.randrange(far) for _ in range(shop.pieces)) for _ in lanes])
 
 
+def hops_between(shop: Shop) -> dict[frozenset[int], tuple[int, ...]]:
+    """Ticks of the messages between each two lanes, by column, however time runs."""
+    hops = {}
+    for lane, row in enumerate(shop.before_by_column):
+        for other, of_columns, columns in row:
+            after = {n: figures for n, figures, _ in shop.after_by_column[other]}
+            assert [after[lane][n] for n in columns] == of_columns
+            turned = of_columns[::-1] if shop.is_mirrored else of_columns
+            hops[frozenset((lane, other))] = tuple(turned)
+    return hops
+
+
 @settings(PROPERTY, max_examples=20)
 @given(seed=seeds, place=shapes, p=st.integers(1, 3), m=st.integers(1, 4), k=st.integers(2, 5))
 def test_any_plan_packs_soundly(seed: int, place: Place, p: int, m: int, k: int) -> None:
@@ -91,6 +103,7 @@ def test_any_plan_packs_soundly(seed: int, place: Place, p: int, m: int, k: int)
     shop = shop_of(problem)
     assert shop.fits
     for side in (shop, shop.mirrored()):
+        assert hops_between(side.mirrored()) == hops_between(side)
         plan = random_plan(random, side)
         packed = packer(side)(plan)
         compiled = pytest.importorskip("megatron_ext.schedule.search.compiled")

@@ -33,6 +33,7 @@ from megatron_ext.schedule.search.patterns import (
     W_INNER,
     W_OUTER,
     Arrangements,
+    Hops,
     Pattern,
     RankWork,
     _Line,
@@ -61,7 +62,11 @@ def usual(p: int, limit: float) -> list[RankWork]:
     return ranks_of([USUAL] * p, 2 * limit)
 
 
-def check(pattern: Pattern, ranks: Sequence[RankWork], hop: int, period: int) -> None:
+def alike(ranks: Sequence[RankWork], hop: int) -> list[Hops]:
+    return [(hop, hop)] * (len(ranks) - 1)
+
+
+def check(pattern: Pattern, ranks: Sequence[RankWork], hops: Sequence[Hops], period: int) -> None:
     """The definition of a pattern, tick by tick."""
     for starts, rank in zip(pattern, ranks, strict=True):
         taken = [
@@ -73,11 +78,12 @@ def check(pattern: Pattern, ranks: Sequence[RankWork], hop: int, period: int) ->
         for start, end in ((I_INNER, W_INNER), (I_OUTER, W_OUTER)):
             assert starts[start] + rank.ticks[start] <= starts[end]
         assert held(starts, rank, period) <= rank.limit
-    for (inner, far), (outer, near) in itertools.pairwise(zip(pattern, ranks, strict=True)):
-        assert outer[F_OUTER] + near.ticks[F_OUTER] + hop <= inner[F_OUTER]
-        assert inner[F_INNER] + far.ticks[F_INNER] + hop <= outer[F_INNER]
-        assert outer[I_INNER] + near.ticks[I_INNER] + hop <= inner[I_INNER]
-        assert inner[I_OUTER] + far.ticks[I_OUTER] + hop <= outer[I_OUTER]
+    neighbours = itertools.pairwise(zip(pattern, ranks, strict=True))
+    for ((inner, far), (outer, near)), hop in zip(neighbours, hops, strict=True):
+        assert outer[F_OUTER] + near.ticks[F_OUTER] + hop[0] <= inner[F_OUTER]
+        assert inner[F_INNER] + far.ticks[F_INNER] + hop[1] <= outer[F_INNER]
+        assert outer[I_INNER] + near.ticks[I_INNER] + hop[1] <= inner[I_INNER]
+        assert inner[I_OUTER] + far.ticks[I_OUTER] + hop[0] <= outer[I_OUTER]
 
 
 def held(starts: Sequence[int], rank: RankWork, period: int) -> float:
@@ -100,10 +106,11 @@ def way_of(pattern: Pattern) -> int:
 @pytest.mark.parametrize(("p", "limit"), [(4, 3), (8, 5), (8, 8), (16, 9)])
 def test_patterns_are_what_they_say(p: int, limit: float) -> None:
     ranks = usual(p, limit)
-    chosen = patterns(ranks, 1, 30, 20, Arrangements.EACH)
+    hops = alike(ranks, 1)
+    chosen = patterns(ranks, hops, 30, 20, Arrangements.EACH)
     assert len(set(chosen)) == len(chosen) == 20
     for pattern in chosen:
-        check(pattern, ranks, 1, 30)
+        check(pattern, ranks, hops, 30)
     ways = [way_of(pattern) for pattern in chosen]
     assert ways == sorted(ways, reverse=True)
 
@@ -117,7 +124,8 @@ def test_patterns_are_what_they_say(p: int, limit: float) -> None:
     spread=st.sampled_from(Arrangements),
 )
 def test_any_costs(seed: int, p: int, hop: int, idle: int, spread: Arrangements) -> None:
-    """Costs and bytes that differ from rank to rank, W that needs more than F left, odd p."""
+    """Costs and bytes that differ from rank to rank, links that differ from one to the next, W that
+    needs more than F left, odd p."""
     random = Random(seed)
     ranks = [
         RankWork(
@@ -131,8 +139,9 @@ def test_any_costs(seed: int, p: int, hop: int, idle: int, spread: Arrangements)
     period = max(sum(rank.ticks) for rank in ranks) + idle
     if max(period - sum(rank.ticks) for rank in ranks) > 2:
         spread = Arrangements.ONE_GAP
-    for pattern in patterns(ranks, hop, period, 8, spread):
-        check(pattern, ranks, hop, period)
+    hops = [(random.randint(0, hop), random.randint(0, hop)) for _ in range(p - 1)]
+    for pattern in patterns(ranks, hops, period, 8, spread):
+        check(pattern, ranks, hops, period)
 
 
 def circles(ticks: Sequence[int], period: int) -> Many:
@@ -219,7 +228,7 @@ def test_none_of_three_ranks_is_shorter() -> None:
 
 def shortest(ranks: Sequence[RankWork], hop: int, period: int) -> int | None:
     """What a microbatch takes at least in a pattern."""
-    line = _Line(tuple(ranks), hop, period, Arrangements.EACH)
+    line = _Line(tuple(ranks), alike(ranks, hop), period, Arrangements.EACH)
     return min((way_of(line.pattern(end, 0)) for end in line.ends()[-1:]), default=None)
 
 
@@ -237,24 +246,28 @@ def shortest(ranks: Sequence[RankWork], hop: int, period: int) -> int | None:
 def test_below_half_of_the_ranks_and_one_a_v_idles(
     p: int, limit: float, period: int, there: bool
 ) -> None:
-    assert exists(usual(p, limit), 1, period) == there
+    ranks = usual(p, limit)
+    assert exists(ranks, alike(ranks, 1), period) == there
 
 
 @nightly("the same with idle time, in which there are thousands of arrangements")
 @pytest.mark.parametrize(("p", "limit", "period"), [(8, 4.0, 34), (8, 4.5, 34), (16, 8.5, 32)])
 def test_nor_does_a_longer_period_help(p: int, limit: float, period: int) -> None:
     """None at 34 is none at anything less."""
-    assert not exists(usual(p, limit), 1, period)
+    ranks = usual(p, limit)
+    assert not exists(ranks, alike(ranks, 1), period)
 
 
 def test_a_rank_with_more_work_than_the_period_has_none() -> None:
-    assert not patterns(usual(4, 4), 1, 29, 1, Arrangements.EACH)
+    ranks = usual(4, 4)
+    assert not patterns(ranks, alike(ranks, 1), 29, 1, Arrangements.EACH)
 
 
 def test_fineness_of_ticks_changes_nothing() -> None:
-    fine = [replace(rank, ticks=tuple(100 * t for t in rank.ticks)) for rank in usual(8, 5)]
-    coarse = patterns(usual(8, 5), 1, 30, 5, Arrangements.EACH)
-    assert patterns(fine, 100, 3000, 5, Arrangements.EACH) == [
+    ranks = usual(8, 5)
+    fine = [replace(rank, ticks=tuple(100 * t for t in rank.ticks)) for rank in ranks]
+    coarse = patterns(ranks, alike(ranks, 1), 30, 5, Arrangements.EACH)
+    assert patterns(fine, alike(ranks, 100), 3000, 5, Arrangements.EACH) == [
         tuple(tuple(100 * start for start in row) for row in pattern) for pattern in coarse
     ]
 
@@ -339,6 +352,17 @@ def test_excluded_period_is_that_of_the_work_at_least() -> None:
     assert excluded_period(problem_of(8, 32, 4, halves), seconds=0) == pytest.approx(30 / 8)
     unrelated = (1.0123456, 1.3456789, 0.9876543, 0.1)  # rounded to ticks: nothing is proved
     assert excluded_period(problem_of(8, 32, 4, unrelated), seconds=0) is None
+
+
+def test_a_period_is_excluded_by_the_hop_of_each_link() -> None:
+    """Of one slow pair of ranks at the open end, the mean hop was taken for every link: by that
+    there is no pattern, and one was said to be impossible that exists."""
+    problem = problem_of(8, 32, 5)
+    hops = tuple({0: 9.0, 14: 9.0, 7: 0.0}.get(stage, 1.0) for stage in range(15))
+    linked = replace(problem.costs, hop=2.0, hops=hops)
+    assert excluded_period(replace(problem, costs=linked), seconds=0) is None
+    alike = replace(problem.costs, hop=2.0)
+    assert excluded_period(replace(problem, costs=alike), seconds=0) == 30
 
 
 @nightly("the same, with idle time")

@@ -30,7 +30,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
@@ -56,6 +56,7 @@ from megatron_ext.schedule.kinds import (
 )
 from megatron_ext.schedule.placement import Neighbour, Placement
 from megatron_ext.schedule.problem import P2P
+from megatron_ext.schedule.program.longest_paths import Precedence
 from megatron_ext.schedule.program.node_lists import NodeLists
 from megatron_ext.schedule.schedule import Schedule
 
@@ -270,74 +271,30 @@ def needed_numbers(columns: Columns, placement: Placement) -> Iterator[Ints]:
         yield columns.of_pairs(pairs, shifts if is_cut else None)
 
 
-@dataclass(frozen=True, eq=False)
-class Graph:
-    """Actions as numbered nodes with the nodes each must wait for.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Graph(Precedence):
+    """Actions as nodes.
 
     Attributes:
         actions: all actions of all ranks, rank after rank.
         ranks: the rank of each.
-        before: for each, the nodes that must have ended before it can start.
         partners: by the node of a message, that of its other end; -1 for other nodes.
         batches: by the node of a batched message, the nodes that move together.
         leaders: by the node of a collective, the node of it that all its others wait for; for
             other nodes, themselves.
-        known_order: the nodes, each after all it waits for, if that is known.
     """
 
     actions: tuple[Action, ...]
     ranks: Ints
-    before: NodeLists
     partners: Ints
     batches: Mapping[int, Sequence[int]]
     leaders: Ints
-    known_order: Ints | None = None
-
-    @cached_property
-    def order(self) -> Ints:
-        """The nodes, each after all it waits for; shorter than ``actions`` if there is a cycle."""
-        if self.known_order is not None:
-            return self.known_order
-        waiting: list[int] = np.diff(self.before.bounds).tolist()
-        after = self.before.turned
-        # As views: lists of their numbers would take as much memory as all actions.
-        bounds, later = memoryview(after.bounds), memoryview(after.nodes)
-        order = [node for node, count in enumerate(waiting) if not count]
-        for node in order:  # which grows
-            for follower in later[bounds[node] : bounds[node + 1]]:
-                waiting[follower] -= 1
-                if not waiting[follower]:
-                    order.append(follower)
-        return np.array(order, dtype=np.int32)
-
-    def longest_paths(
-        self, seconds: Sequence[float], earliest: Sequence[float] | None = None
-    ) -> tuple[list[float], list[float]]:
-        """When each node starts and ends, if it starts as soon as all it waits for has ended.
-
-        What waits in a circle starts at its earliest and ends at 0.
-
-        Args:
-            seconds: what each node takes. (Any unit of time; whole numbers stay whole.)
-            earliest: before which each does not start; 0 if not given.
-        """
-        zeros: list[float] = [0] * len(self.actions)
-        starts, ends = list(earliest or zeros), zeros
-        bounds, before = memoryview(self.before.bounds), memoryview(self.before.nodes)
-        for node in memoryview(self.order):
-            start = starts[node]
-            for earlier in before[bounds[node] : bounds[node + 1]]:
-                if ends[earlier] > start:
-                    start = ends[earlier]
-            starts[node] = start
-            ends[node] = start + seconds[node]
-        return starts, ends
 
     def cycle(self) -> list[Action]:
         """Actions that wait for one another, each for the next and the last for the first."""
-        if len(self.order) == len(self.actions):
+        stuck = set(self.stuck)
+        if not stuck:
             return []
-        stuck = set(range(len(self.actions))) - set(self.order.tolist())
         node = min(stuck)
         path: list[int] = []
         position: dict[int, int] = {}
@@ -396,13 +353,13 @@ def build_graph(
     batches = _move_in_batches(schedule, partners, waits) if p2p is P2P.BATCHED else {}
     leaders = _move_together(columns, waits)
     return Graph(
-        tuple(chain.from_iterable(schedule.rows)),
-        columns.rank,
-        waits.before,
-        partners,
-        batches,
-        leaders,
-        known_order,
+        before=waits.before,
+        known_order=known_order,
+        actions=tuple(chain.from_iterable(schedule.rows)),
+        ranks=columns.rank,
+        partners=partners,
+        batches=batches,
+        leaders=leaders,
     )
 
 

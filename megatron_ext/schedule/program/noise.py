@@ -13,22 +13,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_ext.schedule.columns import IS_PASS, Columns
-from megatron_ext.schedule.program.graph import Graph
+from megatron_ext.schedule.program.longest_paths import BatchedTimes, Floats
 from megatron_ext.schedule.program.simulate import links_of, seconds_of, take_turns
 from megatron_ext.schedule.program.verify import Program
 
 SAMPLES = 1000
 _QUANTILES = (0.5, 0.9)
 _TIMES = 2**23  # kept at once: 64 MiB of them
-
-_Floats = NDArray[np.float64]
-_Places = NDArray[np.intp]
 
 
 @dataclass(frozen=True)
@@ -76,12 +71,12 @@ def spread(program: Program, noise: Noise, samples: int = SAMPLES) -> Spread:
     return Spread(samples, _quantiles(makespans), _quantiles(spans))
 
 
-def _quantiles(parts: list[_Floats]) -> Quantiles:
+def _quantiles(parts: list[Floats]) -> Quantiles:
     median, most = np.quantile(np.concatenate(parts), _QUANTILES)
     return Quantiles(float(median), float(most))
 
 
-def factors_of(columns: Columns, noise: Noise, samples: int) -> Iterator[_Floats]:
+def factors_of(columns: Columns, noise: Noise, samples: int) -> Iterator[Floats]:
     """By sample and action, as many samples at a time as memory has room for, which makes no
     difference to any."""
     at_once = max(_TIMES // len(columns), 1)
@@ -103,7 +98,7 @@ def factors_of(columns: Columns, noise: Noise, samples: int) -> Iterator[_Floats
         yield factors
 
 
-def _lognormal(dice: np.random.Generator, deviation: float, size: tuple[int, int]) -> _Floats:
+def _lognormal(dice: np.random.Generator, deviation: float, size: tuple[int, int]) -> Floats:
     """Numbers whose mean is 1 and whose standard deviation is ``deviation``."""
     variance = math.log1p(deviation**2)
     return np.exp(dice.standard_normal(size) * math.sqrt(variance) - variance / 2)
@@ -115,64 +110,26 @@ class _Paths:
     def __init__(self, program: Program) -> None:
         self._graph = program.graph
         self._links = links_of(program.graph, program.problem.costs)
-        self._levels = None if self._links else _Levels(program.graph)
+        self._times = None if self._links else BatchedTimes(program.graph)
         columns = program.schedule.columns
         passes = columns.numbers[IS_PASS[columns.kind]]
         _, self._first = np.unique(columns.rank[passes], return_index=True)
         self._last = np.append(self._first[1:], len(passes)) - 1
         self._passes = passes
 
-    def of(self, seconds: _Floats) -> tuple[_Floats, _Floats]:
+    def of(self, seconds: Floats) -> tuple[Floats, Floats]:
         """By sample and rank, when its first pass starts and its last one ends.
 
         Args:
             seconds: by sample and node.
         """
         first, last = self._passes[self._first], self._passes[self._last]
-        if self._levels is None:  # whose turn it is on a link depends on the sample
+        starting = seconds[:, first]
+        if self._times is None:  # whose turn it is on a link depends on the sample
             zeros = [0.0] * seconds.shape[1]
             runs = (take_turns(self._graph, row, self._links, zeros) for row in seconds.tolist())
             ends = np.array([end for _, end in runs])
-        else:
-            ends = self._levels.ends(seconds)
-        return ends[:, first] - seconds[:, first], ends[:, last]
-
-
-class _Levels:
-    """The nodes of a graph by the number of nodes on the longest way to each: those of a level wait
-    for none of theirs. In a level, those that wait for most come first."""
-
-    def __init__(self, graph: Graph) -> None:
-        depths, _ = graph.longest_paths([1] * len(graph.actions))
-        level = np.array(depths, dtype=np.int32)
-        bounds = graph.before.bounds
-        waits_for = np.diff(bounds)
-        self._order = np.lexsort((-waits_for, level))
-        place = np.empty_like(self._order)
-        place[self._order] = np.arange(len(place))
-        self._place = place
-        firsts = np.flatnonzero(np.diff(level[self._order], prepend=-1)).tolist()
-        # By level, its first and last place, and of its k-th turn the places that its first nodes
-        # wait for: so many have that many.
-        self._levels: list[tuple[int, int, list[_Places]]] = []
-        for first, last in pairwise([*firsts, len(place)]):
-            nodes = self._order[first:last]
-            turns = []
-            for turn in range(waits_for[nodes[0]]):
-                some = nodes[: np.searchsorted(-waits_for[nodes], -turn)]
-                turns.append(place[graph.before.nodes[bounds[some] + turn]])
-            self._levels.append((first, last, turns))
-
-    def ends(self, seconds: _Floats) -> _Floats:
-        """By sample and node, when each ends; ``seconds`` is by sample and node too."""
-        ends = np.ascontiguousarray(seconds.T[self._order])
-        for first, last, turns in self._levels:
-            if not turns:
-                continue
-            latest = ends[turns[0]]
-            for earlier in turns[1:]:
-                some = latest[: len(earlier)]
-                np.maximum(some, ends[earlier], out=some)
-            ends[first:last] += latest
-        by_sample: _Floats = ends[self._place].T
-        return by_sample
+            return ends[:, first] - starting, ends[:, last]
+        place, times = self._times.place, np.ascontiguousarray(seconds.T[self._times.order])
+        self._times.run(times)
+        return times[place[first]].T - starting, times[place[last]].T

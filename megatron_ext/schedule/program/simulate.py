@@ -9,7 +9,7 @@ from itertools import islice
 
 import numpy as np
 
-from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.columns import IS_PASS
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import HOST_LANES, RULES, Lane
@@ -18,7 +18,7 @@ from megatron_ext.schedule.program.communication import communicate
 from megatron_ext.schedule.program.graph import Device, Graph, build_graph
 from megatron_ext.schedule.program.pairs import seconds_in_pairs
 from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.schedule import Schedule, followed_by_own_w
+from megatron_ext.schedule.schedule import Schedule, right_behind_own_input
 from megatron_ext.schedule.timeline import Event, Timeline
 
 _STEPS = 16  # consecutive ones, after the first half of which a step takes what it always will
@@ -129,7 +129,7 @@ def seconds_of(graph: Graph, schedule: Schedule, costs: Costs) -> list[float]:
     for node in columns.numbers[graph.leaders != columns.numbers].tolist():
         lasts[node] = 0.0
     if any(costs.spared):
-        for node in _after_own_input_gradient(graph, schedule):
+        for node in right_behind_own_input(columns).tolist():
             lasts[node] -= costs.spared_by(graph.actions[node])
     for node, first, second in seconds_in_pairs(schedule, costs):
         lasts[node], lasts[node + 1] = first, second
@@ -138,16 +138,6 @@ def seconds_of(graph: Graph, schedule: Schedule, costs: Costs) -> list[float]:
 
 # What `Event._make` does, which is most of a simulation's time if Python does it.
 _event: Callable[[tuple[int, Action, float, float]], Event] = partial(tuple.__new__, Event)
-
-
-def _after_own_input_gradient(graph: Graph, schedule: Schedule) -> list[int]:
-    """The W that are right behind their I on their rank."""
-    behind = frozenset().union(*map(followed_by_own_w, schedule.rows))
-    return [
-        node
-        for node, action in enumerate(graph.actions)
-        if action.kind is Kind.BACKWARD_WEIGHT and (action.stage, action.microbatch) in behind
-    ]
 
 
 def _earliest(graph: Graph, free: Sequence[float]) -> list[float]:

@@ -14,7 +14,8 @@ from typing import Any
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.problem import Offload, VocabularyParallel
-from megatron_ext.schedule.program.graph import needed, partner_of
+from megatron_ext.schedule.program.graph import needed
+from megatron_ext.schedule.program.pass_graph import senders
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.progress import task
@@ -96,8 +97,7 @@ def _search(program: Program, makespan: float, seconds: float) -> float:
             "--certify needs OR-tools here: pip install 'megatron_ext[certify]'"
         ) from None
     costs = program.problem.costs
-    least_hop = min(costs.hops, default=costs.hop)
-    tick = common_tick([least_hop, *(costs.of(a) for a in program.graph.actions)], makespan)
+    tick = common_tick((costs.of(a) for a in program.graph.actions), makespan)
     horizon = round(makespan / tick)
     model: Any = cp_model.CpModel()
     starts: dict[Action, Any] = {}
@@ -115,9 +115,8 @@ def _search(program: Program, makespan: float, seconds: float) -> float:
             model.add_hint(starts[action], _ticks(event.start, tick))
         model.add_no_overlap(intervals)
     for action in starts:
-        for needed_action, is_remote in _producers(action, program, starts):
-            hop = _ticks(least_hop, tick) if is_remote else 0
-            model.add(starts[action] >= ends[needed_action] + hop)
+        for needed_action, hop in _producers(action, program, starts):
+            model.add(starts[action] >= ends[needed_action] + _ticks(hop, tick))
         following = action._replace(microbatch=action.microbatch + 1)
         if following in starts:
             model.add(starts[following] >= ends[action])
@@ -135,16 +134,14 @@ def _search(program: Program, makespan: float, seconds: float) -> float:
 
 def _producers(
     action: Action, program: Program, passes: Container[Action]
-) -> Iterator[tuple[Action, bool]]:
-    """The passes whose results ``action`` uses, and whether they come from another rank."""
-    placement = program.schedule.placement
+) -> Iterator[tuple[Action, float]]:
+    """The passes whose results ``action`` uses, and the seconds of the message between the two."""
+    placement, costs = program.schedule.placement, program.problem.costs
     for _, choices in needed(action, placement):
-        for choice in choices:
-            if choice in passes:
-                yield choice, False
-            elif RULES[choice.kind].is_message:
-                for _, senders in needed(partner_of(choice, placement), placement):
-                    yield from ((sender, True) for sender in senders if sender in passes)
+        yield from ((choice, 0.0) for choice in choices if choice in passes)
+    for sender, send in senders(action, placement):
+        if sender in passes:
+            yield sender, costs.of(send)
 
 
 def _ticks(figure: float, tick: float) -> int:

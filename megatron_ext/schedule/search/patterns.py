@@ -44,6 +44,7 @@ LANES = 6  # of a rank, as a `Shop` has them
 F_OUTER, F_INNER, I_INNER, I_OUTER, W_INNER, W_OUTER = range(LANES)
 
 Pattern = tuple[tuple[int, ...], ...]  # by rank and lane, the first start in ticks
+Hops = tuple[int, int]  # of the outer chunk and of the inner one, ticks of a message
 
 _Ints = NDArray[np.int32]
 _NEVER = -(1 << 20)  # periods
@@ -79,18 +80,19 @@ class RankWork:
 
 
 def patterns(
-    ranks: Sequence[RankWork], hop: int, period: int, most: int, idle: Arrangements
+    ranks: Sequence[RankWork], hops: Sequence[Hops], period: int, most: int, idle: Arrangements
 ) -> list[Pattern]:
     """At most ``most`` patterns with which a microbatch comes every ``period`` ticks; those first
     in which the way of one takes most, so that they make most of the memory.
 
     Args:
         ranks: the turn of the V is on the first, its open end on the last.
-        hop: ticks from the end of a pass to the start of the one that waits for it on another rank.
+        hops: for each rank but the first, ticks of the messages between it and the one before: of
+            those of the outer chunk, and those of the inner one.
     """
     if any(sum(rank.ticks) > period for rank in ranks):
         return []
-    line = _Line(tuple(ranks), hop, period, idle)
+    line = _Line(tuple(ranks), hops, period, idle)
     chosen: dict[Pattern, None] = {}
     for end in line.ends():
         for variant in range(_VARIANTS):
@@ -104,9 +106,9 @@ _VARIANTS = 3  # for each end: there may be many patterns that take equally long
 _PRIME = 7919  # to choose by, of however many
 
 
-def exists(ranks: Sequence[RankWork], hop: int, period: int) -> bool:
+def exists(ranks: Sequence[RankWork], hops: Sequence[Hops], period: int) -> bool:
     """Whether there is any pattern of ``period`` ticks. If not, there is none of a shorter one."""
-    return bool(patterns(ranks, hop, period, 1, Arrangements.EACH))
+    return bool(patterns(ranks, hops, period, 1, Arrangements.EACH))
 
 
 def arrangements_of(rank: RankWork, period: int) -> int:
@@ -219,21 +221,25 @@ class _Line:
     """The dynamic programme, rank by rank."""
 
     def __init__(
-        self, ranks: tuple[RankWork, ...], hop: int, period: int, spread: Arrangements
+        self,
+        ranks: tuple[RankWork, ...],
+        hops: Sequence[Hops],
+        period: int,
+        spread: Arrangements,
     ) -> None:
-        self.ranks, self.hop, self.period = ranks, hop, period
+        self.ranks, self.hops, self.period = ranks, hops, period
         circle_of = {rank: _circle(rank, period, spread) for rank in set(ranks)}
         self.circles = [circle_of[rank] for rank in ranks]
         # By rank, arrangement and periods of the way within: the most periods of the way without.
         self.most: list[_Ints] = [self._at_turn()]
         self.joints: list[dict[int, _Ints]] = [{}]
-        made: dict[tuple[RankWork, RankWork], dict[int, _Ints]] = {}
+        made: dict[tuple[RankWork, RankWork, Hops], dict[int, _Ints]] = {}
         for rank, (inner, outer) in enumerate(itertools.pairwise(ranks), 1):
-            if (outer, inner) not in made:
-                least = _between(outer.ticks, inner.ticks, hop)
+            key = outer, inner, hops[rank - 1]
+            if key not in made:
                 circles = self.circles[rank], self.circles[rank - 1]
-                made[outer, inner] = _joint(*circles, least, period)
-            self.joints.append(made[outer, inner])
+                made[key] = _joint(*circles, self._between(rank), period)
+            self.joints.append(made[key])
             self.most.append(self._next(rank))
 
     def _room(self, rank: int, periods: int) -> _Ints:
@@ -299,13 +305,25 @@ class _Line:
     def _ways(self, rank: int, pair: tuple[int, int], periods: tuple[int, int]) -> tuple[int, ...]:
         """How long the four ways between ``rank`` and the one before it take, if they are to make
         the ways of ``rank`` so many ``periods`` longer."""
-        least = _between(self.ranks[rank].ticks, self.ranks[rank - 1].ticks, self.hop)
+        least = self._between(rank)
         outer, inner = (_only(self.circles[rank - n], pair[n]) for n in range(2))
         for ways in _turned(outer, inner, least, self.period):
             within, without = _longer(outer, inner, ways, self.period)
             if (within.item(), without.item()) == periods:
                 return tuple(int(way.item()) for way in ways)
         raise AssertionError("a joint that no turn has made")
+
+    def _between(self, rank: int) -> _Between:
+        """The least that the four ways between ``rank`` and the one before it take: F down, F up, I
+        down, I up."""
+        outer, inner = self.ranks[rank].ticks, self.ranks[rank - 1].ticks
+        hop_outer, hop_inner = self.hops[rank - 1]
+        return (
+            outer[F_OUTER] + hop_outer,
+            inner[F_INNER] + hop_inner,
+            outer[I_INNER] + hop_inner,
+            inner[I_OUTER] + hop_outer,
+        )
 
     def _unrolled(self, arrangements: list[int], ways: list[tuple[int, ...]]) -> Pattern:
         """The starts, from the arrangements by rank and the ways between them."""
@@ -339,17 +357,6 @@ class _Line:
 
 
 _Between = tuple[int, int, int, int]
-
-
-def _between(outer: Sequence[int], inner: Sequence[int], hop: int) -> _Between:
-    """The least that the four ways between two neighbours take: F down, F up, I down, I up; of
-    which ``outer`` is nearer to the open end."""
-    return (
-        outer[F_OUTER] + hop,
-        inner[F_INNER] + hop,
-        outer[I_INNER] + hop,
-        inner[I_OUTER] + hop,
-    )
 
 
 def _turned(

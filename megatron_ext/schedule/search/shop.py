@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain, pairwise
@@ -75,7 +75,7 @@ class Cut:
     Attributes:
         durations: ticks, by lane and slice, in the order in which the lane takes them.
         gains: the same of `Shop.gains`.
-        hops: the same of messages.
+        hops: the same of the messages from other ranks that passes wait for.
     """
 
     durations: Starts
@@ -86,8 +86,14 @@ class Cut:
     def slices(self) -> int:
         return self.durations.shape[1]
 
-    def mirrored(self) -> Cut:
-        return Cut(self.durations[:, ::-1], -self.gains[:, ::-1], self.hops[:, ::-1])
+    def mirrored(self, receivers: Sequence[int]) -> Cut:
+        """The slices with time running backwards.
+
+        Args:
+            receivers: by lane, the lane that its messages go to.
+        """
+        hops = self.hops[list(receivers), ::-1]
+        return Cut(self.durations[:, ::-1], -self.gains[:, ::-1], hops)
 
 
 @dataclass(frozen=True)
@@ -176,10 +182,15 @@ class Shop:
         return gains if self.given_up is None else gains + self.given_up
 
     @cached_property
+    def hops(self) -> tuple[int, ...]:
+        """Ticks of the message from another rank that a pass waits for, per lane; of slices the
+        mean. No pass waits for two."""
+        return tuple(max((hop for _, hop in row), default=0) for row in self.before)
+
+    @cached_property
     def hops_of_all(self) -> Starts:
-        """Ticks of a message from another rank that the pass waits for, by lane and column."""
-        hop = max(hop for row in self.before for _, hop in row)
-        return self._of_all((hop,) * self.lanes, None if self.cut is None else self.cut.hops)
+        """The same by lane and column."""
+        return self._of_all(self.hops, None if self.cut is None else self.cut.hops)
 
     def _of_all(self, per_lane: tuple[int, ...], by_slice: Starts | None) -> Starts:
         """By lane and column."""
@@ -243,21 +254,21 @@ class Shop:
     @cached_property
     def before_by_column(self) -> Edges:
         """`before`: the other lane, and by column the hop, and the column there."""
-        return self._by_column(self.before)
+        return self._by_column(self.before, lambda lane, other: lane)
 
     @cached_property
     def after_by_column(self) -> Edges:
         """The same of `after`."""
-        return self._by_column(self.after)
+        return self._by_column(self.after, lambda lane, other: other)
 
-    def _by_column(self, waits: Waits) -> Edges:
+    def _by_column(self, waits: Waits, receiver: Callable[[int, int], int]) -> Edges:
         none, straight = [0] * self.pieces, list(range(self.pieces))
         hops = self.hops_of_all.tolist()
         return [
             [
                 (
                     other,
-                    hops[lane] if hop else none,
+                    hops[receiver(lane, other)] if hop else none,
                     straight if self.is_forward[lane] == self.is_forward[other] else self.turned,
                 )
                 for other, hop in row
@@ -267,6 +278,9 @@ class Shop:
 
     def mirrored(self) -> Shop:
         """The same work with time running backwards."""
+        receivers = [
+            next((other for other, hop in row if hop), lane) for lane, row in enumerate(self.after)
+        ]
         return Shop(
             self.placement,
             self.pieces,
@@ -279,7 +293,7 @@ class Shop:
             heads=self.tails,
             tails=self.heads,
             given_up=None if self.given_up is None else -self.given_up[:, ::-1],
-            cut=None if self.cut is None else self.cut.mirrored(),
+            cut=None if self.cut is None else self.cut.mirrored(receivers),
             is_mirrored=not self.is_mirrored,
         )
 
@@ -357,8 +371,9 @@ def shop_of(problem: Problem, again: npt.NDArray[np.bool_] | None = None) -> Sho
     ]
     work = sum(fmean(row) for row, (_, kind) in zip(seconds, lanes, strict=True) if kind is not R)
     work /= placement.ranks
-    hop = costs.hop if len(parts) == 1 else fmean(map(costs.hop_of, parts))
-    unit = common_tick([*chain(*seconds), hop], work)
+    hops = _hops(problem)
+    means = {link: fmean(row) for link, row in hops.items()}
+    unit = common_tick([*chain(*seconds), *(means.values() or [costs.hop])], work)
     tick = unit / math.ceil(_FINEST * unit / work)
     # A pass that costs nothing still has its place in the order.
     durations = [[max(round(figure / tick), 1) for figure in row] for row in seconds]
@@ -374,7 +389,7 @@ def shop_of(problem: Problem, again: npt.NDArray[np.bool_] | None = None) -> Sho
         problem.pieces,
         tick,
         tuple(round(fmean(row)) for row in durations),
-        _before(placement, round(hop / tick), lanes),
+        _before(placement, {link: round(hop / tick) for link, hop in means.items()}, lanes),
         tuple(
             _gain(kind, activation[stage] // len(parts), rest[stage] // len(parts))
             for stage, kind in lanes
@@ -384,12 +399,25 @@ def shop_of(problem: Problem, again: npt.NDArray[np.bool_] | None = None) -> Sho
         heads=(0,) * placement.ranks,
         tails=_tails(problem, tick),
         given_up=given_up,
-        cut=_cut(problem, lanes, tick, durations, activation, rest) if len(parts) > 1 else None,
+        cut=_cut(problem, lanes, tick, durations, hops, activation, rest)
+        if len(parts) > 1
+        else None,
     )
 
 
-def _in_order(kind: Kind, parts: Sequence[int]) -> Sequence[int]:
-    """The slices of a microbatch as the passes of ``kind`` come."""
+def _hops(problem: Problem) -> dict[int, list[float]]:
+    """Seconds of a message by slice, for each link between two ranks: by the stage before it."""
+    placement, costs, parts = problem.placement, problem.costs, problem.parts(0)
+    links = [s for s in range(placement.last) if placement.is_remote(s, Neighbour.NEXT)]
+    if len(parts) == 1:
+        return {stage: [costs.hop_behind(stage)] for stage in links}
+    return {
+        stage: [costs.of(Action(stage, Kind.SEND_F, part)) for part in parts] for stage in links
+    }
+
+
+def _in_order[T](kind: Kind, parts: Sequence[T]) -> Sequence[T]:
+    """The slices of a microbatch, or figures of theirs, as the passes of ``kind`` come."""
     return parts if kind is F else parts[::-1]
 
 
@@ -398,6 +426,7 @@ def _cut(
     lanes: Sequence[tuple[int, Kind]],
     tick: float,
     durations: Sequence[Sequence[int]],
+    seconds_of_hops: Mapping[int, Sequence[float]],
     activation: Sequence[int],
     rest: Sequence[int],
 ) -> Cut:
@@ -409,9 +438,13 @@ def _cut(
         ]
         for stage, kind in lanes
     ]
+    none = [0.0] * len(parts)
     hops = [
-        [round(problem.costs.hop_of(part) / tick) for part in _in_order(kind, parts)]
-        for _, kind in lanes
+        [
+            round(hop / tick)
+            for hop in _in_order(kind, seconds_of_hops.get(stage - (kind is F), none))
+        ]
+        for stage, kind in lanes
     ]
     return Cut(*(np.array(table, np.int64) for table in (durations, gains, hops)))
 
@@ -419,7 +452,10 @@ def _cut(
 _SIGN = {F: -1, R: 1}  # of what a pass takes more where an activation is made again
 
 
-def _before(placement: Placement, hop: int, lanes: Sequence[tuple[int, Kind]]) -> Waits:
+def _before(
+    placement: Placement, hops: Mapping[int, int], lanes: Sequence[tuple[int, Kind]]
+) -> Waits:
+    """`Shop.before`, with ``hops`` by the stage before each link between two ranks."""
     lane_of = {key: lane for lane, key in enumerate(lanes)}
 
     def own(stage: int, *kinds: Kind) -> tuple[tuple[int, int], ...]:
@@ -435,7 +471,8 @@ def _before(placement: Placement, hop: int, lanes: Sequence[tuple[int, Kind]]) -
         other = placement.neighbour(stage, which)
         if other is None:
             return () if kind is F else own(stage, R, F)
-        there = (lane_of[other, kind], hop if placement.is_remote(stage, which) else 0)
+        hop = hops[min(stage, other)] if placement.is_remote(stage, which) else 0
+        there = (lane_of[other, kind], hop)
         return (there, *own(stage, R)) if kind is I and (stage, R) in lane_of else (there,)
 
     return tuple(waits_for(stage, kind) for stage, kind in lanes)
@@ -497,7 +534,7 @@ def _tails(problem: Problem, tick: float) -> tuple[int, ...]:
         return (0,) * placement.ranks
     begins = [0.0]
     for stage, forward in enumerate(costs.seconds[Kind.FORWARD][:-1]):
-        hop = costs.hop if placement.is_remote(stage, Neighbour.NEXT) else 0.0
+        hop = costs.hop_behind(stage) if placement.is_remote(stage, Neighbour.NEXT) else 0.0
         begins.append(begins[-1] + forward + hop)
     first = [begins[stages[0]] for stages in placement.stages_of]
     return tuple(round((max(first) - begin) / tick) for begin in first)

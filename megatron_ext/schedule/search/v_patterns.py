@@ -10,7 +10,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_ext.schedule.placement import Placement, v
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.placement import Neighbour, Placement, v
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.search.patterns import (
     F_INNER,
@@ -19,6 +20,7 @@ from megatron_ext.schedule.search.patterns import (
     W_INNER,
     W_OUTER,
     Arrangements,
+    Hops,
     RankWork,
     arrangements_of,
     exists,
@@ -37,14 +39,14 @@ def pattern_plans(shop: Shop) -> list[Starts]:
     there is none, only little more. None where ``shop`` is no V."""
     if not is_v(shop.placement):
         return []
-    works, hop = _ranks_of(shop), _hop_of(shop)
+    works, hops = _ranks_of(shop), _hops_of(shop)
     # What goes back so many slices later is held so much longer.
     works = [replace(w, limit=w.limit - (shop.slices - 1) * sum(w.activations)) for w in works]
     period = max(sum(rank.ticks) for rank in works)
     turns = period * shop.turns
     for more in range(_MORE_CHUNKS + 1):
         ranks = [replace(rank, limit=rank.limit + more * max(rank.activations)) for rank in works]
-        repeated = patterns(ranks, hop, period, _PLANS, Arrangements.ONE_GAP)
+        repeated = patterns(ranks, hops, period, _PLANS, Arrangements.ONE_GAP)
         if repeated:
             return [np.array(pattern).reshape(-1, 1) + turns for pattern in repeated]
     return []
@@ -63,9 +65,10 @@ def excluded_period(problem: Problem, seconds: float) -> float | None:
     if problem.memory_limit is None or not is_v(problem.placement):
         return None
     shop = shop_of(problem)
-    unit = math.gcd(*shop.durations, _hop_of(shop))
+    unit = math.gcd(*shop.durations, *shop.hops)
     if not _is_exact(shop, problem):
         return None
+    hops = [(outer // unit, inner // unit) for outer, inner in _hops_of(shop)]
     ranks = [replace(r, ticks=tuple(t // unit for t in r.ticks)) for r in _ranks_of(shop)]
     least = max(sum(rank.ticks) for rank in ranks)
     deadline = time.monotonic() + seconds
@@ -74,7 +77,7 @@ def excluded_period(problem: Problem, seconds: float) -> float | None:
         most = max(arrangements_of(rank, period) for rank in ranks)
         if most > _MOST_ARRANGEMENTS or (most * len(ranks)) ** 2 > _MOST_PAIRS:
             break
-        if exists(ranks, _hop_of(shop) // unit, period):
+        if exists(ranks, hops, period):
             break
         excluded = period * unit * shop.tick
         if time.monotonic() > deadline:
@@ -104,13 +107,21 @@ def _ranks_of(shop: Shop) -> list[RankWork]:
     return works
 
 
-def _hop_of(shop: Shop) -> int:
-    return max(hop for waits_for in shop.before for _, hop in waits_for)
+def _hops_of(shop: Shop) -> list[Hops]:
+    """For each rank but the first, the hops of the messages of its F that come from or go to the
+    one before."""
+    lanes = range(0, shop.lanes - LANES, LANES)
+    return [(shop.hops[lane + F_OUTER], shop.hops[lane + LANES + F_INNER]) for lane in lanes]
 
 
 def _is_exact(shop: Shop, problem: Problem) -> bool:
     """Whether the ticks of ``shop`` are the costs of ``problem``, not rounded."""
-    seconds = problem.costs.seconds
-    figures = [seconds[kind][stage] for stage, kind in passes_of(shop.placement)]
-    pairs = zip((*figures, problem.costs.hop), (*shop.durations, _hop_of(shop)), strict=True)
+    costs, placement, passes = problem.costs, shop.placement, passes_of(shop.placement)
+    figures = [costs.seconds[kind][stage] for stage, kind in passes]
+    ticks = list(shop.durations)
+    for lane, (stage, kind) in enumerate(passes):
+        if kind is Kind.FORWARD and placement.is_remote(stage, Neighbour.PREVIOUS):
+            figures.append(costs.hop_behind(stage - 1))
+            ticks.append(shop.hops[lane])
+    pairs = zip(figures, ticks, strict=True)
     return all(math.isclose(figure, ticks * shop.tick) for figure, ticks in pairs)

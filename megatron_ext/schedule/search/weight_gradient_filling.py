@@ -1,4 +1,4 @@
-"""Time an order of passes, and put weight gradients into its gaps.
+"""Put weight gradients into the gaps of an order of passes, and time one as it is.
 
 A family that splits the backward pass has to say in which order each rank does its F and I; where
 the W go follows from costs and memory. They are placed greedily, each rank's oldest first:
@@ -19,6 +19,9 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
 
 from megatron_ext.schedule.action import Action, Kind, tokens_of
 from megatron_ext.schedule.kinds import Held
@@ -26,6 +29,7 @@ from megatron_ext.schedule.limit import fits
 from megatron_ext.schedule.placement import Neighbour
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.memory import Amount, bytes_for, in_bytes
+from megatron_ext.schedule.program.pass_graph import with_messages
 from megatron_ext.schedule.program.simulate import simulate_unproved
 from megatron_ext.schedule.schedule import Schedule
 
@@ -136,12 +140,29 @@ def fill_once(
         DoesNotFit: ``orders`` need more memory.
         Hangs: ``orders`` cannot run, with whatever memory.
     """
-    return _Filling(orders, problem, memory, deadline, span).run(append=True)
+    return _Filling(orders, problem, memory, deadline, span).run()
 
 
 def time(rows: Sequence[Sequence[Action]], problem: Problem) -> TimedOrder:
-    """``rows``, complete ones, as they are."""
-    return _Filling(rows, problem, None, math.inf, math.inf).run(append=False)
+    """``rows``, complete ones, as they are.
+
+    Raises:
+        Hangs: they cannot run.
+    """
+    schedule = Schedule("timed", problem.placement, tuple(map(tuple, rows)))
+    columns = schedule.columns
+    graph, seconds = with_messages(schedule, problem.costs)
+    if graph.stuck:
+        is_stuck = np.isin(columns.numbers, graph.stuck)
+        _, firsts = np.unique(columns.rank[is_stuck], return_index=True)
+        actions = list(chain.from_iterable(rows))
+        stuck = [str(actions[node]) for node in columns.numbers[is_stuck][firsts].tolist()]
+        raise Hangs(f"the order would hang at {', '.join(stuck)}")
+    starts, ends = graph.longest_paths(seconds)
+    firsts = np.unique(columns.first)
+    lasts = np.append(firsts[1:], len(columns)) - 1
+    begins, free = np.array(starts)[firsts], np.array(ends)[lasts]
+    return TimedOrder(schedule.rows, float(free.max() - begins.min()), float((free - begins).max()))
 
 
 def fill_best(
@@ -236,7 +257,7 @@ class _Filling:
             self.share = [memory.of(stage) for stage in stages]
             self.left_for_w = [memory.amount(Held.WEIGHT_INPUTS, stage) for stage in stages]
 
-    def run(self, *, append: bool) -> TimedOrder:
+    def run(self) -> TimedOrder:
         at = [0] * len(self.orders)
         todo, queued = deque(range(len(at))), [True] * len(at)
         while todo:
@@ -244,7 +265,7 @@ class _Filling:
             queued[rank] = False
             order = self.orders[rank]
             while at[rank] < len(order):
-                woken = self.place(rank, order[at[rank]], keep_w=append)
+                woken = self.place(rank, order[at[rank]])
                 if woken is None:
                     break
                 at[rank] += 1
@@ -262,13 +283,10 @@ class _Filling:
         rows = tuple(map(tuple, self.rows))
         return TimedOrder(rows, max(self.free) - min(starts), max(spans))
 
-    def place(self, rank: int, action: Action, *, keep_w: bool) -> int | None:
+    def place(self, rank: int, action: Action) -> int | None:
         """Do ``action``. The rank that may go on for it (-1: none), or None: its input is not
         there yet."""
         stage, kind, k = action
-        if kind is Kind.BACKWARD_WEIGHT:
-            self.do(rank, action, self.free[rank])
-            return -1
         is_forward = kind is Kind.FORWARD
         ready = (self.forward_at if is_forward else self.gradient_at)[stage][k]
         if ready is None:
@@ -285,7 +303,7 @@ class _Filling:
         self.do(rank, action, start)
         if self.memory is not None:
             self.account(rank, action)
-        if kind is Kind.BACKWARD_INPUT and keep_w:
+        if kind is Kind.BACKWARD_INPUT:
             self.pending[rank].append(Action(stage, Kind.BACKWARD_WEIGHT, k))
         return self.pass_on(rank, action)
 

@@ -17,8 +17,7 @@ from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.plan.layouts.figures import Counts, Floats, StageFigures, busy
 from megatron_ext.schedule.plan.layouts.layout import Layout
 from megatron_ext.schedule.plan.layouts.minimax import is_layout, least_seconds, moves
-from megatron_ext.schedule.plan.layouts.order import Order
-from megatron_ext.schedule.plan.layouts.paired_order import PERIODS, PairedOrder
+from megatron_ext.schedule.plan.layouts.order import PERIODS_IN_PAIRS, Order
 from megatron_ext.schedule.plan.limits import limit_left
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.progress import Task
@@ -75,7 +74,7 @@ class Timed:
         self._figures, self._room = figures, room
         self._placement, self._microbatches = variant.problem.placement, work.microbatches
         periods, rest = divmod(work.microbatches, work.ranks)
-        told_by = PERIODS if variant.problem.extras.pairs else _PERIODS
+        told_by = PERIODS_IN_PAIRS if variant.problem.extras.pairs else _PERIODS
         self._short = min(periods, told_by) * work.ranks + rest
         problem = replace(
             variant.problem,
@@ -85,7 +84,6 @@ class Timed:
         limit = work.limit or limit_left(variant, room)
         self.schedule = _ordered(variant.choice.without_search, problem, limit)
         self._order = Order(self.schedule, problem.costs)
-        self._paired = PairedOrder(self.schedule, problem.costs) if self.schedule.pairs else None
 
     def in_less(self, share: float) -> Timed:
         """The same order, with so much of the room."""
@@ -140,10 +138,7 @@ class Timed:
 
     def seconds(self, counts: Counts) -> Floats:
         """Of the passes of a step, by layout."""
-        more = self._microbatches - self._short
-        if self._paired is not None:
-            return self._paired.seconds(self._figures, counts, more)
-        return self._order.seconds(self._figures.of(counts), more)
+        return self._order.seconds(self._figures, counts, self._microbatches - self._short)
 
     def fullest_bytes(self, counts: Counts) -> Floats:
         """What the fullest rank holds, by layout."""
