@@ -1,11 +1,12 @@
-"""How many recipes are accepted under our schedules, shown by tests, and what a plan would gain
-them: docs/recipes.md.
+"""How many public recipes are accepted under our schedules, shown by tests, and gain by a plan.
 
-    python scripts/recipe_coverage.py [FILE.json] [--output PAGE.md] [--json ROWS.json]
+    python scripts/recipe_coverage.py                                       writes docs/recipes.md
+    python scripts/recipe_coverage.py --recipes FILE.json [--models FILE.json] [--output PAGE.md]
 
-FILE has recipes by name, each with its settings by name, as scripts/recipes/recipes.json, which is
-taken without one. A recipe with a key, a value or a model that nobody knows is listed as such, does
-not count as accepted, and the exit status is 1. Plans take half an hour on two cores.
+FILE has recipes as they are public: by name, each with its settings by dotted names or nested, with
+values of JSON or as text, layouts as text or nested lists. A recipe with a key, a value or a model
+that is not understood is named as such, counts as not accepted, and makes the exit status 1. Plans
+take half an hour on two cores; without a page there are none.
 """
 
 from __future__ import annotations
@@ -18,56 +19,68 @@ from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "recipes.md"
 sys.path.insert(0, str(ROOT))
 
 from rich.console import Console  # noqa: E402
 from rich.progress import Progress, TaskID  # noqa: E402
 
-from scripts.recipes.accepting import as_on_gpus, judge, judge_on_v  # noqa: E402
+from scripts.recipes.accepting import as_on_gpus, judge, judge_on_v, others  # noqa: E402
 from scripts.recipes.configured import configuration_of  # noqa: E402
 from scripts.recipes.counting import as_json, count, rows  # noqa: E402
 from scripts.recipes.gains import Configuration, Found, all_gains  # noqa: E402
 from scripts.recipes.markers import collect  # noqa: E402
-from scripts.recipes.page import own, page  # noqa: E402
-from scripts.recipes.prospects import prospects_of  # noqa: E402
-from scripts.recipes.recipe import RECIPES, read_recipes  # noqa: E402
+from scripts.recipes.page import own, page, plans_of, summary  # noqa: E402
+from scripts.recipes.prospects import Prospect, prospects_of  # noqa: E402
+from scripts.recipes.public_form import read_recipes  # noqa: E402
+from scripts.recipes.recipe import RECIPES, read_models  # noqa: E402
 from scripts.recipes.tested import Evidence  # noqa: E402
 
 
 def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("file", nargs="?", type=Path, default=RECIPES)
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "recipes.md")
+    parser.add_argument("--recipes", type=Path, help="recipes; without it those of the repository")
+    parser.add_argument(
+        "--models", type=Path, help="more models by name, as scripts/recipes/models.json has them"
+    )
+    parser.add_argument("--output", type=Path, help="write a page such as docs/recipes.md")
+    parser.add_argument(
+        "--keep-plans", action="store_true", help="leave the plans of the page as they stand there"
+    )
     parser.add_argument("--json", type=Path, help="write all that is known of each recipe")
     arguments = parser.parse_args(words)
+    output = arguments.output or (PAGE if arguments.recipes is None else None)
     console = Console(stderr=True)
     try:
-        recipes = read_recipes(arguments.file)
+        recipes = read_recipes(arguments.recipes or RECIPES)
+        models = {**read_models(), **(read_models(arguments.models) if arguments.models else {})}
         with console.status("collecting what tests show"):
             evidence = Evidence(collect())
-    except (ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         console.print(f"error: {error}", markup=False)
         return 1
+    prospects: list[Prospect] = []
     with Progress(console=console) as progress, as_on_gpus():
         task = progress.add_task("recipes", total=len(recipes))
-        made = rows(recipes, evidence, judge, judge_on_v, lambda name: progress.advance(task))
-        planned = progress.add_task("plans", total=None)
-        understood = [row.recipe for row in made if row.recipe]
-        prospects = prospects_of(understood, configuration_of, partial(_plans, progress, planned))
-    arguments.output.write_text(page(made, evidence, prospects))
+        made = rows(
+            *(recipes, evidence, judge, judge_on_v, lambda name: progress.advance(task)),
+            others=others(),
+            models=models,
+        )
+        if output is not None and not arguments.keep_plans:
+            planned = progress.add_task("plans", total=None)
+            understood = [row.recipe for row in made if row.recipe]
+            plans = partial(_plans, progress, planned)
+            prospects = prospects_of(understood, configuration_of, plans)
+    if output is not None:
+        kept = plans_of(output.read_text()) if arguments.keep_plans else None
+        output.write_text(page(made, evidence, prospects, kept))
     if arguments.json is not None:
         of_recipes = {prospect.recipe.name: prospect.as_data() for prospect in prospects}
         data = [{**as_json(row), "plan": of_recipes.get(row.name)} for row in made]
         arguments.json.write_text(json.dumps(data, indent=1) + "\n")
-    total = count(made, own)
-    print(
-        f"{total.recipes} recipes: {total.accepted} accepted, {sum(total.tested.values())} shown, "
-        f"{sum(total.covered.values())} covered; {total.stock_cannot} stock cannot run"
-    )
-    for row in made:
-        if row.unknown:
-            print(f"not understood: {row.name}: {row.unknown}", file=sys.stderr)
-    return int(total.unknown > 0)
+    print("\n".join(summary(made)))
+    return int(count(made, own).unknown > 0)
 
 
 def _plans(

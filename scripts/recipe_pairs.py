@@ -25,7 +25,8 @@ from rich.progress import Progress  # noqa: E402
 from scripts.recipes.accepting import as_on_gpus  # noqa: E402
 from scripts.recipes.pairs.page import page  # noqa: E402
 from scripts.recipes.pairs.recipes import candidates_of, compare_all  # noqa: E402
-from scripts.recipes.recipe import RECIPES, read_models, read_recipes, resolve  # noqa: E402
+from scripts.recipes.public_form import read_recipes  # noqa: E402
+from scripts.recipes.recipe import RECIPES, read_models, resolve  # noqa: E402
 
 
 def main(words: Sequence[str]) -> int:

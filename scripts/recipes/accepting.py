@@ -12,11 +12,16 @@ import copy
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
+
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer import transformer_block
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from megatron_ext.adapter import arguments
 from megatron_ext.adapter.dimensions import equal_costs
@@ -77,8 +82,8 @@ _NOT_VALIDATED = (
     *("cross_entropy_loss_fusion", "overlap_param_gather_with_optimizer_step", "sft"),
 )
 
-# Which Megatron looks for a GPU for.
-_OF_GPUS = ("dsa_kernel_backend",)
+# Which Megatron looks for a GPU for, or for kernels.
+_OF_GPUS = ("dsa_kernel_backend", "attention_backend")
 
 # What Megatron cannot pipeline, and no check of its arguments says.
 _STOCK_CANNOT = {
@@ -170,8 +175,25 @@ def stock_arguments(recipe: Recipe) -> Any:
         ValueError: Megatron refuses them.
     """
     args = _arguments(recipe, recipe.settings)
-    _validate(recipe, args, recipe.settings, PipelineConfig())
+    model = _validate(recipe, args, recipe.settings, PipelineConfig())
+    _divide_layers(model, args)
     return args
+
+
+def _divide_layers(model: Any, args: Any) -> None:
+    """Divide the layers as stock does where it builds the ``model``, which its validation does not.
+
+    Raises:
+        ValueError: Megatron asserts that they divide, and they do not.
+    """
+    if args.hybrid_layer_pattern is not None or model.pipeline_model_parallel_layout is not None:
+        return  # these are validated whole
+    try:
+        for rank in range(args.pipeline_model_parallel_size):
+            for chunk in range(args.virtual_pipeline_model_parallel_size or 1):
+                transformer_block.get_num_layers_to_build(model, chunk, rank)
+    except AssertionError as error:
+        raise ValueError(f"Megatron asserts where it builds the model: {error}") from error
 
 
 def _check(recipe: Recipe, settings: Mapping[str, Value], config: PipelineConfig) -> int:
@@ -216,19 +238,32 @@ def _without(
 
 def _validate(
     recipe: Recipe, args: Any, settings: Mapping[str, Value], config: PipelineConfig
-) -> None:
+) -> Any:
+    """Validate ``args``, and return the model's config."""
     launch_line.validate(args, config, recipe.gpus or launch_line.least_world_size(args))
     for name, value in settings.items():
         name = _ARGUMENTS.get(name, name)
         if name in _NOT_VALIDATED or not hasattr(args, name):  # the latter have no flag
             setattr(args, name, value)
     launch_line.count_microbatches(args)
-    launch_line.check_model(args, config)
+    return launch_line.check_model(args, config)
 
 
 @cache
 def _defaults() -> Any:
     return launch_line.parse(_FLAGS).args
+
+
+@cache
+def others() -> Mapping[str, Value]:
+    """Megatron's arguments, and the fields of its configs, with their defaults.
+
+    A recipe may have them though the vocabulary has no line for them: they are asked of all that
+    refuses, as any other, and no test shows them.
+    """
+    configs = (MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
+    of_configs = {field.name: field.default for config in configs for field in fields(config)}
+    return {**of_configs, **vars(_defaults())}
 
 
 def _arguments(recipe: Recipe, settings: Mapping[str, Value]) -> Any:
@@ -261,7 +296,7 @@ def _as_argument(name: str, value: Value) -> Value:
     if name == "cuda_graph_modules":
         return [module for module in value if module != WHOLE_LAYERS]
     if name == "window_size":
-        return tuple(value)
+        return (value, 0) if isinstance(value, int) else tuple(value)
     return _DTYPES.get(value, value) if isinstance(value, str) else value
 
 

@@ -47,25 +47,37 @@ Judge = Callable[[Recipe], Verdict]
 
 
 def rows(
-    recipes: Mapping[str, Settings],
+    recipes: Mapping[str, Any],
     evidence: Evidence,
     judge: Judge,
     judge_on_v: Judge,
     told: Callable[[str], None] = lambda name: None,
+    others: Settings | None = None,
+    models: Mapping[str, Settings] | None = None,
 ) -> list[Row]:
-    """Of each of ``recipes``; ``told`` is called with its name before its turn."""
-    models = read_models()
+    """A row for each of ``recipes``, in any public form; ``told`` is called with its name first.
+
+    Whatever ends the reading or the judging of a recipe is why it is not understood: it is of this
+    recipe, and the other recipes have to be counted.
+
+    Args:
+        others: the settings that Megatron has beside those of the vocabulary, with their defaults.
+        models: by name; those of models.json without them.
+    """
+    models = read_models() if models is None else models
     made = []
     for name, raw in recipes.items():
         told(name)
         try:
-            recipe = resolve(name, raw, models)
+            recipe = resolve(name, raw, models, others)
+            own = Under(judge(recipe), evidence.of(recipe.kind, recipe.features))
+            on_v = Under(judge_on_v(recipe), evidence.of(V, recipe.features))
         except ValueError as error:
-            made.append(Row(name, unknown=str(error)))
-            continue
-        own = Under(judge(recipe), evidence.of(recipe.kind, recipe.features))
-        on_v = Under(judge_on_v(recipe), evidence.of(V, recipe.features))
-        made.append(Row(name, recipe, own, on_v))
+            made.append(Row(name, unknown=" ".join(str(error).split())))
+        except Exception as error:
+            made.append(Row(name, unknown=f"{type(error).__name__}: {error}"))
+        else:
+            made.append(Row(name, recipe, own, on_v))
     return made
 
 

@@ -18,7 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.recipes.feature import Feature, Value
-from scripts.recipes.vocabulary import GRADES, KINDS, features_of_flags, may_wait_for_a_gpu
+from scripts.recipes.vocabulary import (
+    GRADES,
+    KINDS,
+    features_of_flags,
+    has_a_stand_in,
+    may_wait_for_a_gpu,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 NIGHT = {"MEGATRON_EXT_NIGHTLY": "1"}
@@ -63,6 +69,10 @@ def read_mark(
         shown = features_of_flags(settings)
     except ValueError as error:
         raise ValueError(f"{test}: {error}") from None
+    if grade == "A" and (stood_in := sorted(filter(has_a_stand_in, shown))):
+        raise ValueError(
+            f"{test}: grade A is of Megatron's own code, and {stood_in[0]} has a stand-in"
+        )
     if needs_gpu:
         shown = frozenset(filter(may_wait_for_a_gpu, shown))
         if not shown:

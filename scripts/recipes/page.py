@@ -34,21 +34,31 @@ with its layers divided anew.
   feature. Every recipe has Transformer Engine's layers, so that B is the best there is.
 - **Covered**: both.
 
-`python scripts/recipe_coverage.py FILE.json` writes this page of another file, and with `--json`
-all that is known of each recipe. Settings, dimensions and their sources are in `scripts/recipes/`.
+`python scripts/recipe_coverage.py --recipes FILE.json` counts those of another file, in any public
+form, with `--output` writes this page of them, and with `--json` all that is known of each.
+Settings, dimensions and their sources are in `scripts/recipes/`.
 """
 
 
-def page(made: Sequence[Row], evidence: Evidence, prospects: Sequence[Prospect] = ()) -> str:
-    """The text of the page; without ``prospects`` of what a plan would gain it has nothing."""
+_REFUSED = "## What is refused\n"
+
+
+def page(
+    made: Sequence[Row],
+    evidence: Evidence,
+    prospects: Sequence[Prospect] = (),
+    plans: str | None = None,
+) -> str:
+    """The text of the page; without ``prospects`` of what a plan would gain it has nothing but the
+    text of other ``plans``."""
     parts = [
         _HEAD,
         "## How many\n",
         _totals(made),
         "## By model\n",
         _by_model(made),
-        *filter(None, [gains_section(prospects, made)]),
-        "## What is refused\n",
+        *filter(None, [plans or gains_section(prospects, made)]),
+        _REFUSED,
         _refusals(made),
         "## What no test shows\n",
         _missing(made),
@@ -62,6 +72,33 @@ def page(made: Sequence[Row], evidence: Evidence, prospects: Sequence[Prospect] 
         rules(),
     ]
     return "\n".join(parts)
+
+
+def plans_of(text: str) -> str | None:
+    """The part of a page's ``text`` that says what plans would gain; None if it has none."""
+    found = re.search(rf"^## What a plan would gain\n.*?(?=\n{_REFUSED})", text, re.M | re.S)
+    return found[0] if found else None
+
+
+def summary(made: Sequence[Row]) -> list[str]:
+    """The figures of ``made`` in a line, and a line for each recipe that is not accepted."""
+    total = count(made, own)
+    can = total.recipes - total.stock_cannot
+    lines = [
+        f"{total.recipes} recipes: {total.accepted} accepted, {sum(total.tested.values())} shown, "
+        f"{sum(total.covered.values())} covered; {total.stock_cannot} stock cannot run, "
+        f"{total.unknown} not understood; of the {can} others than those that stock cannot run "
+        f"{_share(total.accepted, can)} are accepted"
+    ]
+    for row in made:
+        verdict = row.own.verdict if row.own else None
+        if row.unknown:
+            lines.append(f"not understood: {row.name}: {row.unknown}")
+        elif verdict and verdict.why_stock:
+            lines.append(f"stock cannot run: {row.name}: {verdict.why_stock}")
+        elif verdict and verdict.why:
+            lines.append(f"refused: {row.name}: {verdict.why}")
+    return lines
 
 
 def own(row: Row) -> Under | None:

@@ -62,8 +62,8 @@ def prospects_of(
     for recipe in recipes:
         try:
             told.append((recipe, configuration_of(recipe)))
-        except ValueError as error:
-            told.append((recipe, " ".join(str(error).split())))
+        except Exception as error:  # of this recipe, as in `counting.rows`
+            told.append((recipe, " ".join(str(error).split()) or type(error).__name__))
     found = all_gains([known for _, known in told if isinstance(known, Configuration)])
     return [
         Prospect(recipe, known, found[known], published(recipe))

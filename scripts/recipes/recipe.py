@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
+from typing import Any
 
 from scripts.recipes.feature import Feature, Value
+from scripts.recipes.public_form import Settings, flat, layout_text, read_recipes
 from scripts.recipes.vocabulary import OTHER_NAMES, WHOLE_LAYERS, features, setting
 
 HERE = Path(__file__).parent
 RECIPES = HERE / "recipes.json"
 MODELS = HERE / "models.json"
 
-Settings = Mapping[str, Value]
-
-# The configs that a recipe is made of, by the first word of its keys.
-_CONFIGS = ("checkpoint", "comm_overlap", "dataset", "ddp", "model", "optimizer", "peft", "train")
+# The configs of a recipe of which no schedule sees anything but what has a name in the vocabulary.
+_NOT_OF_SCHEDULES = (
+    *("checkpoint", "dataset", "env_vars", "logger", "profiling", "scheduler", "straggler"),
+    *("tokenizer", "validation"),
+)
+# A key's last word, if its value is the name of the model.
+_MODEL = ("HF", "hf_path", "hf_model_id", "model")
+# A recipe needs these, which have no default.
+_NEEDED = ("seq_length", "micro_batch_size", "global_batch_size")
+# What makes a model of a recipe's own settings, where no other is named.
+_DIMENSIONS = ("num_layers", "hidden_size", "num_attention_heads")
 
 _PRECISIONS = {  # as names of recipes have them
     "bf16": "bf16",
@@ -35,9 +44,18 @@ _MIXED_PRECISIONS = {  # Megatron-Bridge's names; all of these add gradients up 
     "fp16_mixed": "fp16",
     "bf16_with_fp8_delayed_scaling_mixed": "fp8_delayed",
     "bf16_with_fp8_current_scaling_mixed": "fp8_cs",
+    "nemotron_h_bf16_with_fp8_current_scaling_mixed": "fp8_cs",
+    "nanov2_bf16_with_fp8_current_scaling_mixed": "fp8_sc",
     "bf16_with_mxfp8_mixed": "fp8_mx",
     "bf16_with_fp8_subchannel_scaling_mixed": "fp8_sc",
     "bf16_with_nvfp4_mixed": "nvfp4",
+    "nemotron_3_super_bf16_with_nvfp4_mixed": "nvfp4",
+}
+_FP8_RECIPES = {  # Megatron's names
+    "delayed": "fp8_delayed",
+    "tensorwise": "fp8_cs",
+    "mxfp8": "fp8_mx",
+    "blockwise": "fp8_sc",
 }
 
 # What a model brings along, where its recipe says nothing.
@@ -66,6 +84,8 @@ class Recipe:
         settings: by the vocabulary's names, as they take effect.
         model: the name of its model, and ``dimensions`` by Megatron's arguments' names.
         gpus, gpu: how many and which, of its name; None where it has none.
+        others: those of ``settings`` that are Megatron's and not the vocabulary's, and differ from
+            Megatron's defaults. No test shows them.
     """
 
     name: str
@@ -74,6 +94,7 @@ class Recipe:
     dimensions: Settings
     gpus: int | None
     gpu: str | None
+    others: frozenset[str] = frozenset()
 
     @property
     def ranks(self) -> int:
@@ -106,7 +127,8 @@ class Recipe:
     @cached_property
     def features(self) -> frozenset[Feature]:
         """What it switches on, and a test has to show."""
-        return features(self.settings)
+        named = {name: value for name, value in self.settings.items() if name not in self.others}
+        return features(named) | {Feature(name) for name in self.others}
 
     @property
     def parallel_copies(self) -> int | None:
@@ -141,41 +163,31 @@ def expanded(layout: str) -> str:
     return text
 
 
-def read_recipes(path: Path) -> dict[str, Settings]:
-    """The recipes of a file, by name, as they stand.
-
-    Raises:
-        ValueError: it is no such file.
-    """
-    try:
-        recipes = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
-    if not isinstance(recipes, dict) or not all(isinstance(r, dict) for r in recipes.values()):
-        raise ValueError(f"{path} is not a mapping of recipes to their settings")
-    return recipes
-
-
-def read_models() -> dict[str, Settings]:
+def read_models(path: Path = MODELS) -> dict[str, Settings]:
     """The models by name. A ``recipe`` is that of a model which its recipe does not name."""
-    return json.loads(MODELS.read_text())
+    models: dict[str, Settings] = json.loads(path.read_text())
+    return models
 
 
-def resolve(name: str, raw: Settings, models: Mapping[str, Settings]) -> Recipe:
-    """The recipe ``name`` with the settings ``raw``, understood.
+def resolve(
+    name: str, raw: Any, models: Mapping[str, Settings], others: Settings | None = None
+) -> Recipe:
+    """The recipe ``name`` with the settings ``raw``, in a public form, understood.
+
+    Args:
+        others: the defaults of the settings that Megatron has, beside those of the vocabulary.
 
     Raises:
-        ValueError: a key, a value or the model is unknown.
+        ValueError: a key, a value or the model is unknown, or something is missing.
     """
-    settings = _by_name(raw)
-    mixed = raw.get("mixed_precision")
-    model = _model_of(name, settings.pop("HF", None), models)
-    dimensions = models[model]
+    settings = _by_name(flat(raw), others or {})
+    mixed = settings.pop("mixed_precision", None)
+    model, dimensions = _model_of(name, settings, models)
     for key in _OF_MODELS:
         if key in dimensions or key == "untie_embeddings_and_output_weights":
             settings.setdefault(key, dimensions.get(key, False))
     if "_peft_" in name:  # whatever of its adapters is not Bridge's default
-        settings["peft"] = "lora"
+        settings.setdefault("peft", "lora")
     if "vision" in dimensions:
         settings["vision"] = True
     settings["precision"] = _precision(name, mixed, settings)
@@ -184,64 +196,164 @@ def resolve(name: str, raw: Settings, models: Mapping[str, Settings]) -> Recipe:
         settings.setdefault(key, value)
     settings["mtp_num_layers"] = _depths(name, settings, dimensions)
     settings = in_effect(settings)
+    _check_sizes(settings)
     gpus = re.search(r"_(\d+)gpu_([a-z]+\d+)", name)
     number, gpu = (int(gpus[1]), gpus[2]) if gpus else (None, None)
-    recipe = Recipe(name, settings, model, dimensions, number, gpu)
+    unnamed = {key for key in settings if not _is_named(key)}
+    of_others = {key for key in unnamed if settings[key] != (others or {}).get(key)}
+    settings = {key: value for key, value in settings.items() if key not in unnamed - of_others}
+    recipe = Recipe(name, settings, model, dimensions, number, gpu, frozenset(of_others))
     recipe.features  # noqa: B018  names and values are understood here, and not later
     return recipe
 
 
-def _by_name(raw: Settings) -> dict[str, Value]:
-    """``raw`` by the last word of its keys; a switch that two configs have is on if one is."""
+def _by_name(raw: Settings, others: Container[str]) -> dict[str, Value]:
+    """``raw`` by the last word of its keys, whose configs have to agree."""
     settings: dict[str, Value] = {}
     for key, value in raw.items():
-        config, _, name = key.partition(".")
-        name = name.rpartition(".")[2]
-        if key == "mixed_precision":
+        config, name = _named(key, value, others)
+        if name is None:
             continue
-        if config not in _CONFIGS:
-            raise ValueError(f"{key} is unknown: its config is none of {', '.join(_CONFIGS)}")
         if config == "peft":
-            settings["peft"] = "lora"
-            continue
-        name = OTHER_NAMES.get(name, name)
-        if name != "HF":
-            try:
-                setting(name)
-            except ValueError as error:
-                raise ValueError(f"{key} is unknown: {error}") from None
-        value = _as_list(value)
+            value = value if name == "peft" else settings.get("peft", "lora")
+            name = "peft"
+        if name == "pipeline_model_parallel_layout":
+            value = layout_text(value)
         if settings.get(name, value) != value:
             raise ValueError(f"{key}={value!r} and {name}={settings[name]!r}: which is it?")
         settings[name] = value
     return settings
 
 
-def _as_list(value: Value) -> Value:
-    """Lists stand as text in a recipe."""
-    if isinstance(value, str) and re.fullmatch(r"\[('[\w.]*'(, )?)*\]", value):
-        return re.findall(r"'([\w.]*)'", value)
-    return value
+def _named(key: str, value: Value, others: Container[str]) -> tuple[str, str | None]:
+    """The config of ``key``, and the name of its setting; None where no schedule sees it.
+
+    Raises:
+        ValueError: there is no such setting.
+    """
+    config, _, name = key.rpartition(".")
+    config = config.partition(".")[0]
+    if name in _MODEL and isinstance(value, str):
+        return config, "HF"
+    if config == "peft" or name == "peft":
+        kind = name in ("peft", "scheme", "type") and isinstance(value, str)
+        return "peft", "peft" if kind else name
+    if name in _OF_PRECISION and config in ("", "mixed_precision", "model"):
+        return config, name
+    name = OTHER_NAMES.get(name, name)
+    if name == "mixed_precision" or _is_named(name):
+        return config, name
+    if config in _NOT_OF_SCHEDULES and not ("pack" in name and value):
+        return config, None
+    if name in others:
+        return config, name
+    raise ValueError(f"{key} is unknown: neither scripts/recipes/vocabulary.py nor Megatron has it")
 
 
-def _model_of(name: str, given: str | None, models: Mapping[str, Settings]) -> str:
-    if given in models:
-        return str(given)
+def _is_named(name: str) -> bool:
+    """Whether the vocabulary has ``name``."""
+    try:
+        setting(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _check_sizes(settings: Settings) -> None:
+    """Check that what has no default is there, and is a size.
+
+    Raises:
+        ValueError: it is missing, or is something else.
+    """
+    for name in ("pipeline_model_parallel_size", *_NEEDED):
+        size = settings.get(name)
+        if size is None and name in _NEEDED:
+            raise ValueError(f"{name} is missing")
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise ValueError(f"{name}={size!r} is no size")
+    if settings.get("pipeline_model_parallel_size", 1) == 1:
+        raise ValueError("it has no pipeline: pipeline_model_parallel_size is 1")
+
+
+def _model_of(
+    name: str, settings: dict[str, Value], models: Mapping[str, Settings]
+) -> tuple[str, Settings]:
+    """The name of a recipe's model, which is taken out of its ``settings``, with its dimensions.
+
+    A recipe that names none has that of other recipes whose names begin alike, or its own settings
+    are the dimensions.
+    """
+    given = settings.pop("HF", None)
+    known = _models_of_recipes() if given is None else {_without_variant(m): m for m in models}
     for model, dimensions in models.items():
-        if name == dimensions.get("recipe"):
-            return model
+        if given == model or (given is None and name == dimensions.get("recipe")):
+            return model, dimensions
+    found = known.get(_stem(name) if given is None else _without_variant(str(given)))
+    if found is not None and found in models:
+        return found, models[found]
+    if all(settings.get(key) for key in _DIMENSIONS):
+        return str(given or "its own dimensions"), {}
+    if given is None:
+        raise ValueError(
+            f"its model is unknown: it names none, and has not {', '.join(_DIMENSIONS)}"
+        )
     raise ValueError(f"the model {given} is unknown: scripts/recipes/models.json has it not")
 
 
-def _precision(name: str, mixed: str | None, settings: Settings) -> str:
-    words = re.findall("|".join(_PRECISIONS), name.partition(":")[2])
-    if mixed is not None and mixed not in _MIXED_PRECISIONS:
-        raise ValueError(f"mixed_precision={mixed!r} is unknown")
-    if words:
+# Fine-tuned and quantised variants of a model, which have its dimensions.
+_VARIANT = re.compile(
+    r"-(base|instruct|chat|thinking|reasoning|it|pt|hf|bf16|fp8|nvfp4|\d{4})(?=-|$)", re.IGNORECASE
+)
+
+
+def _without_variant(model: str) -> str:
+    """``model`` without its owner, and without what says how it was trained on or quantised."""
+    return _VARIANT.sub("", model.rpartition("/")[2]).lower().removeprefix("meta-")
+
+
+def _stem(name: str) -> str:
+    """The model in the name of a recipe: ``llama3_70b`` of ``...:llama3_70b_pretrain_..``."""
+    return re.split(r"_(?:pretrain|sft|peft|no_mtp)(?:_|$)", name.rpartition(":")[2])[0]
+
+
+@cache
+def _models_of_recipes() -> dict[str, str]:
+    """The models of the recipes here, by what their names begin with, where that is one."""
+    models: dict[str, set[str]] = {}
+    for name, raw in read_recipes(RECIPES).items():
+        if given := raw.get("model.HF"):
+            models.setdefault(_stem(name), set()).add(given)
+    for model, dimensions in read_models().items():
+        if "recipe" in dimensions:
+            models.setdefault(_stem(dimensions["recipe"]), set()).add(model)
+    return {stem: next(iter(named)) for stem, named in models.items() if len(named) == 1}
+
+
+# Settings that say a precision, beside the name of a mixed one.
+_OF_PRECISION = ("bf16", "fp16", "fp8", "fp8_recipe", "fp4", "fp4_recipe")
+
+
+def _precision(name: str, mixed: Value, settings: dict[str, Value]) -> str:
+    fields = {field: settings.pop(field, None) for field in _OF_PRECISION}
+    if mixed is not None:
+        mixed = str(mixed).replace("-", "_")
+        if mixed not in _MIXED_PRECISIONS:
+            raise ValueError(f"mixed_precision={mixed!r} is unknown")
+    if fields["fp4"]:
+        return "nvfp4"
+    if fields["fp8"]:
+        recipe = fields["fp8_recipe"] or "tensorwise"  # Bridge's default
+        if recipe not in _FP8_RECIPES:
+            raise ValueError(f"fp8_recipe={recipe!r} is unknown")
+        return _FP8_RECIPES[recipe]
+    if words := re.findall("|".join(_PRECISIONS), name.partition(":")[2]):
         return _PRECISIONS[words[-1]]
     if mixed is not None:
         return _MIXED_PRECISIONS[mixed]
-    if settings.get("pipeline_dtype") == "torch.bfloat16":
+    for precision in ("fp16", "bf16"):
+        if fields[precision]:
+            return precision
+    if settings.get("pipeline_dtype") in ("torch.bfloat16", "bf16"):
         return "bf16"
     raise ValueError("its precision is unknown: neither its name nor mixed_precision has it")
 

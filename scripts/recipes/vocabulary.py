@@ -267,6 +267,17 @@ ON_GPUS: Mapping[str, tuple[str, ...]] = {
     "optimizer": ("muon", "dist_muon"),
 }
 
+# What the CPU has by a stand-in alone, so that no test of grade A has it.
+STAND_INS: Mapping[str, tuple[str, ...]] = {
+    "precision": LOW_PRECISIONS,
+    "cross_entropy_fusion_impl": ("te",),
+    "cuda_graph_impl": ("transformer_engine",),
+    "moe_flex_dispatcher_backend": ("deepep", "hybridep"),
+    "moe_grouped_gemm": ("",),
+    "tp_comm_overlap": ("",),
+    "transformer_impl": ("transformer_engine",),
+}
+
 # What one test must have together. A feature is always shown with a kind of schedule, and all three
 # kinds split the backward, so that multi-token prediction on V's, graphs, FP8 and the flex
 # dispatcher beside a split backward, and towers on loops need no line here.
@@ -278,7 +289,7 @@ TOGETHER = (
 
 _BY_NAME = {setting.name: setting for setting in SETTINGS}
 assert len(_BY_NAME) == len(SETTINGS), "a setting has two lines"
-assert set(OTHER_NAMES.values()) | set(ON_GPUS) <= set(_BY_NAME)
+assert set(OTHER_NAMES.values()) | set(ON_GPUS) | set(STAND_INS) <= set(_BY_NAME)
 _OF_FLAGS = {
     **{name: Setting(name, anything) for name in NOT_OF_RECIPES},
     "bf16": Setting("precision", lambda value: ("bf16",) if value else ()),
@@ -320,6 +331,11 @@ def _switched_on(
     return frozenset(
         feature for name, value in settings.items() for feature in named(name).features(value)
     )
+
+
+def has_a_stand_in(feature: Feature) -> bool:
+    """Whether the CPU has ``feature`` by a stand-in alone."""
+    return feature.text in STAND_INS.get(feature.setting, ())
 
 
 def may_wait_for_a_gpu(feature: Feature) -> bool:

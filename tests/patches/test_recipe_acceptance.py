@@ -10,9 +10,11 @@ import pytest
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
-from scripts.recipes.accepting import as_on_gpus, judge, judge_on_v
+from scripts.recipes.accepting import as_on_gpus, judge, judge_on_v, others
 from scripts.recipes.configured import configuration_of
-from scripts.recipes.recipe import RECIPES, Recipe, read_models, read_recipes, resolve
+from scripts.recipes.public_form import read_recipes
+from scripts.recipes.recipe import RECIPES, Recipe, read_models, resolve
+from scripts.recipes.verdict import Verdict
 
 LLAMA = "recipes.llama.h100.llama3:llama3_8b_pretrain_16gpu_h100_bf16_16k_config"
 MODELS = read_models()
@@ -52,6 +54,64 @@ def test_what_stock_cannot_run_is_told_apart() -> None:
     assert not verdict.without
     assert judge_on_v(recipe(num_layers=31)).why_stock
     assert judge(recipe(enable_hyper_connections=True)).why_stock
+
+
+DEEPSEEK = "perf_recipes.deepseek.b200.deepseek_v3:deepseek_v3_pretrain_256gpu_b200_bf16_config"
+
+
+def test_a_layout_of_nested_lists_is_accepted() -> None:
+    """36 public recipes have one. They were called recipes that stock cannot run."""
+    raw = read_recipes(RECIPES)[DEEPSEEK]
+    assert raw["model.pipeline_model_parallel_layout"].startswith("[['embedding', 'decoder'")
+    verdict = judge(resolve(DEEPSEEK, raw, MODELS))
+    assert verdict.is_accepted, verdict
+
+
+def test_values_that_are_text_reach_megatron() -> None:
+    """``window_size="[512, 0]"`` ended the script."""
+    for text in ("[512, 0]", "(512, 0)", "512"):
+        assert judge(recipe(window_size=text)).is_accepted
+
+
+def test_settings_that_no_recipe_here_has_are_asked_of_all_that_refuses() -> None:
+    raw = read_recipes(RECIPES)[LLAMA]
+
+    def verdict(**more: Any) -> Verdict:
+        settings = raw | {f"model.{name}": value for name, value in more.items()}
+        return judge(resolve(LLAMA, settings, MODELS, others()))
+
+    assert verdict(qk_layernorm_epsilon=None, apply_rope_fusion=True).is_accepted
+    refused = verdict(num_microbatches_with_partial_activation_checkpoints=2)
+    assert refused.why and "num_microbatches_with_partial" in refused.why
+    with pytest.raises(ValueError, match=r"model\.no_such_thing is unknown"):
+        verdict(no_such_thing=1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "can_run"),
+    [
+        ({"num_layers": 60, "pipeline_model_parallel_size": 8}, False),
+        ({"num_layers": 56, "pipeline_model_parallel_size": 8}, False),
+        ({"num_layers": 64, "pipeline_model_parallel_size": 8}, True),
+        (
+            {
+                "num_layers": 62,
+                "pipeline_model_parallel_size": 8,
+                "account_for_embedding_in_pipeline_split": True,
+                "account_for_loss_in_pipeline_split": True,
+            },
+            True,
+        ),
+    ],
+)
+def test_layers_that_stock_cannot_divide(settings: dict[str, Any], can_run: bool) -> None:
+    """Eight ranks of four chunks: Megatron's validation passes all of these, and its model's
+    building asserts that layers divide over ranks, and these over chunks."""
+    llama = recipe(virtual_pipeline_model_parallel_size=4, **settings)
+    verdict = judge(replace(llama, gpus=None))
+    assert verdict.is_accepted == can_run
+    if not can_run:
+        assert verdict.why_stock and "asserts where it builds the model" in verdict.why_stock
 
 
 def test_what_a_plan_sees_of_a_recipe() -> None:

@@ -10,8 +10,9 @@ import pytest
 from scripts.recipes.counting import Row, count, rows
 from scripts.recipes.feature import Feature
 from scripts.recipes.markers import ROOT, Shown
-from scripts.recipes.page import own, page, rules
-from scripts.recipes.recipe import RECIPES, Recipe, expanded, read_models, read_recipes, resolve
+from scripts.recipes.page import own, page, plans_of, rules, summary
+from scripts.recipes.public_form import flat, layout_text, plain, read_recipes
+from scripts.recipes.recipe import RECIPES, Recipe, expanded, read_models, resolve
 from scripts.recipes.tested import Evidence
 from scripts.recipes.verdict import Verdict
 from scripts.recipes.vocabulary import KINDS
@@ -88,7 +89,12 @@ def test_a_recipe_has_the_grade_of_its_worst_feature() -> None:
     ("key", "value", "told"),
     [
         ("model.fancy_schedule", True, "model.fancy_schedule is unknown"),
-        ("rerun.mode", True, "its config is none of"),
+        ("rerun.mode", True, "rerun.mode is unknown"),
+        ("dataset.pack_otherwise", True, "dataset.pack_otherwise is unknown"),
+        ("model.pipeline_model_parallel_layout", "[['decoder', 'expert']]", "'expert' is no layer"),
+        ("train.micro_batch_size", None, "micro_batch_size is missing"),
+        ("model.pipeline_model_parallel_size", 1, "it has no pipeline"),
+        ("model.pipeline_model_parallel_size", "eight", "pipeline_model_parallel_size='eight'"),
         ("optimizer.optimizer", "lion", "optimizer='lion' is not known"),
         ("model.HF", "meta-llama/Llama-9", "the model meta-llama/Llama-9 is unknown"),
         ("mixed_precision", "fp2_mixed", "mixed_precision='fp2_mixed' is unknown"),
@@ -101,6 +107,143 @@ def test_what_is_unknown_fails(key: str, value: Any, told: str) -> None:
     total = count([row], own)
     assert (total.recipes, total.unknown) == (1, 1)
     assert not total.accepted and not sum(total.covered.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("[512, 0]", [512, 0]),
+        ("(127, 0)", [127, 0]),
+        ("8", 8),
+        ("-1.5", -1.5),
+        ("True", True),
+        ("false", False),
+        ("None", None),
+        ("none", "none"),
+        ("full", "full"),
+        ("torch.bfloat16", "torch.bfloat16"),
+        ("([0]*3 + [1]*2)", [0, 0, 0, 1, 1]),
+        ("[<CudaGraphScope.attn: 2>, 'mlp']", ["attn", "mlp"]),
+        ("AttnBackend.flash", "flash"),
+        ("Et*2|(t|)*2L", "Et*2|(t|)*2L"),
+        ("[0] * 100000000", "[0] * 100000000"),
+        ("__import__('os').getcwd()", "__import__('os').getcwd()"),
+        ("M-M-*", "M-M-*"),
+    ],
+)
+def test_values_that_are_text(text: str, value: Any) -> None:
+    """A recipe's ``window_size="[512, 0]"`` ended the script."""
+    assert plain(text) == value
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        [["embedding", "decoder", "decoder"], ["decoder"], [], ["mtp", "loss"]],
+        [["E", "t", "t"], ["t"], [], ["m", "L"]],
+        ["Ett", "t", "", "mL"],
+    ],
+)
+def test_layouts_that_are_lists(layout: Any) -> None:
+    """Of 243 public recipes 36 have such a layout, and were called ones that stock cannot run."""
+    assert layout_text(layout) == layout_text(plain(str(layout))) == "Ett|t||mL"
+
+
+def test_public_forms_of_a_recipe_are_one() -> None:
+    """Nested configs, flags' names, values as text and unset ones say what dotted names say."""
+    raw = ALL[DEEPSEEK]
+    nested: dict[str, Any] = {}
+    for key, value in raw.items():
+        *configs, name = key.split(".")
+        inner = nested
+        for config in configs:
+            inner = inner.setdefault(config, {})
+        inner[name] = value
+    expected = resolve(DEEPSEEK, raw, MODELS).settings
+    for form in (
+        nested,
+        {"cfg": nested},
+        {key: str(value) for key, value in raw.items()},
+        {f"++{key}": value for key, value in raw.items()},
+        {f"--{key.rpartition('.')[2].replace('_', '-')}": value for key, value in raw.items()},
+        {**raw, "model.num_layers": None, "peft": None},
+    ):
+        assert resolve(DEEPSEEK, form, MODELS).settings == expected
+    layout = expected["pipeline_model_parallel_layout"]
+    assert layout.startswith("Etttt|tttt|") and layout.endswith("|tmL")
+    assert flat({"model": {"a": {"b": 1}}}) == {"model.a.b": 1}
+
+
+def test_models_that_recipes_do_not_name() -> None:
+    """A variant has its model's dimensions, a recipe without a model that of its siblings, and one
+    with dimensions of its own needs no other."""
+    variant = {**ALL[LLAMA], "model.HF": "meta-llama/Meta-Llama-3-70B-Instruct"}
+    assert resolve(LLAMA, variant, MODELS).model == "meta-llama/Meta-Llama-3-70B"
+    without = {key: value for key, value in ALL[LLAMA].items() if key != "model.HF"}
+    assert resolve(LLAMA, without, MODELS).model == "meta-llama/Meta-Llama-3-70B"
+    with pytest.raises(ValueError, match="its model is unknown: it names none"):
+        resolve("other:mine_pretrain_8gpu_h100_bf16_config", without, MODELS)
+    sizes = {"num_layers": 8, "hidden_size": 64, "num_attention_heads": 4}
+    given = {f"model.{name}": size for name, size in sizes.items()}
+    own_sizes = resolve("other:mine_8gpu_h100_bf16_config", without | given, MODELS)
+    assert own_sizes.model == "its own dimensions" and own_sizes.settings["num_layers"] == 8
+
+
+def test_settings_that_only_megatron_knows_are_asked_and_not_shown() -> None:
+    raw = {**ALL[LLAMA], "model.qk_clip": True, "train.exit_interval": None, "optimizer.lr": 1e-4}
+    recipe = resolve(LLAMA, raw, MODELS, {"qk_clip": False, "lr": 1e-4})
+    assert recipe.settings["qk_clip"] is True and "lr" not in recipe.settings
+    (row,) = rows(
+        {LLAMA: raw}, Evidence(everything()), accepted, accepted, others={"qk_clip": 0, "lr": 1}
+    )
+    assert row.own and (Feature("qk_clip"),) in row.own.tested.missing
+
+
+def test_no_recipe_ends_the_others() -> None:
+    """One whose settings are no mapping, and one that ends what judges it, are named."""
+
+    def ended(recipe: Recipe) -> Verdict:
+        if recipe.name == DEEPSEEK:
+            raise TypeError("no such thing")
+        return accepted(recipe)
+
+    recipes = {"list": [1], DEEPSEEK: ALL[DEEPSEEK], LLAMA: ALL[LLAMA]}
+    first, second, third = rows(recipes, Evidence([]), ended, ended)
+    assert first.unknown and "no mapping" in first.unknown
+    assert second.unknown == "TypeError: no such thing" and second.own is None
+    assert third.own and third.own.verdict.is_accepted
+    text = "\n".join(summary([first, second, third]))
+    assert "3 recipes: 1 accepted" in text and "2 not understood" in text
+    assert f"not understood: {DEEPSEEK}: TypeError: no such thing" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ('{"a": {"x": 1}}', ["a"]),
+        ('{"recipes": {"a": {}}}', ["a"]),
+        ('[{"name": "a", "x": 1}, {"recipe": "b", "settings": {"x": 1}}]', ["a", "b"]),
+    ],
+)
+def test_files_of_recipes(tmp_path: Path, text: str, names: list[str]) -> None:
+    (path := tmp_path / "recipes.json").write_text(text)
+    assert list(read_recipes(path)) == names
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", "cannot be read"),
+        ("3", "neither a mapping"),
+        ('[{"x": 1}]', "has no name"),
+        ('{"a": {}, "a": {}}', "a stands there twice"),
+        ('[{"name": "a"}, {"name": "a"}]', "a stands there twice"),
+    ],
+)
+def test_files_that_are_no_recipes(tmp_path: Path, text: str, told: str) -> None:
+    (path := tmp_path / "recipes.json").write_text(text)
+    with pytest.raises(ValueError, match=told):
+        read_recipes(path)
 
 
 def test_what_is_refused_or_what_stock_cannot_run_is_not_covered() -> None:
@@ -164,6 +307,15 @@ def test_of_a_loop_the_schedule_has_its_chunks_and_group() -> None:
         },
     )
     assert (recipe.kind, recipe.schedule) == ("loop", "interleaved-zb:vpp=5,group=8")
+
+
+def test_a_page_may_keep_its_plans() -> None:
+    """They take half an hour, and what is accepted takes minutes."""
+    text = Path(ROOT / "docs" / "recipes.md").read_text()
+    plans = plans_of(text)
+    assert plans and plans.count("\n## ") == 0 and "### By recipe" in plans
+    again = page(made([]), Evidence([]), plans=plans)
+    assert plans_of(again) == plans and plans_of(page(made([]), Evidence([]))) is None
 
 
 def test_the_page_is_of_these_recipes_and_rules() -> None:

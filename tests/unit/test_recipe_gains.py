@@ -17,7 +17,8 @@ from scripts.recipes.counting import Row, Under
 from scripts.recipes.gains import MARGIN, Configuration, Gains, Option, gains_of
 from scripts.recipes.gains_page import gains_section
 from scripts.recipes.prospects import Prospect, prospects_of
-from scripts.recipes.recipe import RECIPES, Recipe, read_models, read_recipes, resolve
+from scripts.recipes.public_form import read_recipes
+from scripts.recipes.recipe import RECIPES, Recipe, read_models, resolve
 from scripts.recipes.tested import Tested
 from scripts.recipes.throughput import published
 from scripts.recipes.verdict import Verdict

@@ -16,7 +16,7 @@ from megatron_ext.schedule.model.short_form import parse_model
 from megatron_ext.schedule.plan.layouts.descent import Timed, descend
 from megatron_ext.schedule.plan.layouts.figures import StageFigures
 from megatron_ext.schedule.plan.layouts.layout import Layout, evenly
-from megatron_ext.schedule.plan.layouts.paired_order import PairedOrder
+from megatron_ext.schedule.plan.layouts.order import Order
 from megatron_ext.schedule.plan.layouts.work import evaluate
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.progress import Task
@@ -51,7 +51,7 @@ def test_an_order_with_pairs_is_timed_as_it_is_simulated(spec: str) -> None:
     program = build_program(choice, replace(problem, costs=with_input_gradient(problem.costs)))
     assert program.schedule.pairs
     passes = replace(program.schedule, rows=program.schedule.compute_rows)
-    order = PairedOrder(passes, replace(problem.costs, hop=0.0))
+    order = Order(passes, replace(problem.costs, hop=0.0))
     counts = np.array([layout.layers for layout in layouts])
     seconds = order.seconds(figures, counts)
     for layout, of_layout in zip(layouts, seconds.tolist(), strict=True):

@@ -1,0 +1,167 @@
+"""Public forms of recipes, made plain: nested configs, values as text, layouts as nested lists.
+
+Megatron-Bridge's recipes are Python. What is published of them is a dump of their configs: one
+keeps the configs nested where another has dotted names, and values are text or JSON.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from scripts.recipes.feature import Value
+
+Settings = Mapping[str, Value]
+
+_LONGEST = 10_000  # elements of a list that a product writes, as [0] * 3 does
+
+_WORDS = {"true": True, "false": False, "null": None, "none": None}
+# Megatron's layer types, and its symbols for them in the text of a layout.
+_SYMBOLS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+_NAMES = ("name", "recipe")  # of a recipe, in a list of them
+_AROUND = ("cfg", "config", "recipe")  # variables that hold a recipe's config
+
+
+def read_recipes(path: Path) -> dict[str, Any]:
+    """Return the recipes of a file by name, each in the form it has there.
+
+    The file is JSON: a mapping of names to settings, or a list of settings with a name each.
+
+    Raises:
+        ValueError: the file cannot be read, or is neither.
+    """
+    try:
+        recipes = json.loads(path.read_text(), object_pairs_hook=_without_repetition)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    if isinstance(recipes, dict) and list(recipes) == ["recipes"]:
+        recipes = recipes["recipes"]
+    if isinstance(recipes, list):
+        return _without_repetition([_with_name(path, recipe) for recipe in recipes])
+    if not isinstance(recipes, dict):
+        raise ValueError(f"{path} is neither a mapping of recipes by name nor a list of them")
+    return recipes
+
+
+def _without_repetition(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"{key} stands there twice")
+        found[key] = value
+    return found
+
+
+def _with_name(path: Path, recipe: Any) -> tuple[str, Any]:
+    given = recipe if isinstance(recipe, dict) else {}
+    name = next((given[key] for key in _NAMES if isinstance(given.get(key), str)), None)
+    if name is None:
+        raise ValueError(f"{path}: a recipe of its list has no name: {str(recipe)[:60]}")
+    settings = {key: value for key, value in given.items() if key not in _NAMES}
+    return name, settings.get("settings", settings)
+
+
+def flat(recipe: Any) -> dict[str, Value]:
+    """Return the settings of ``recipe`` by dotted names, with plain values, without None.
+
+    Raises:
+        ValueError: ``recipe`` is no mapping, or a value is not understood.
+    """
+    if not isinstance(recipe, Mapping):
+        raise ValueError(f"its settings are no mapping, but {str(recipe)[:60]!r}")
+    settings: dict[str, Value] = {}
+    for key, value in recipe.items():
+        words = str(key).lstrip("+-").replace("-", "_").split(".")
+        name = ".".join(words[1:] if words[0] in _AROUND else words)
+        made = plain(value)
+        if isinstance(made, Mapping) and name.rpartition(".")[2] != "dataset_kwargs":
+            inner = {f"{name}.{inside}": within for inside, within in flat(made).items()}
+        else:
+            inner = {} if made is None else {name: made}
+        for dotted, given in inner.items():
+            if settings.get(dotted, given) != given:
+                raise ValueError(f"{dotted} is both {settings[dotted]!r} and {given!r}")
+            settings[dotted] = given
+    return settings
+
+
+def plain(value: Value) -> Value:
+    """Return ``value`` as JSON would have it, of the text of a Python literal too: ``[512, 0]`` of
+    ``"[512, 0]"``. Other text stays as it is."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
+    if not isinstance(value, str):
+        return value
+    text = re.sub(r"<\w+\.(\w+): [^<>]*>", r"'\1'", value.strip())  # enumerations, as printed
+    text = re.sub(r"^[A-Z]\w*\.(\w+)$", r"\1", text)
+    if text.lower() in _WORDS:
+        # a setting's name for "off" may be none, which is no None
+        return text if text == "none" else _WORDS[text.lower()]
+    try:
+        return _evaluated(ast.parse(text, mode="eval").body)
+    except (SyntaxError, _NoLiteral, RecursionError, MemoryError):
+        return text
+
+
+class _NoLiteral(Exception):
+    """Raised for text that is no literal."""
+
+
+def _evaluated(node: ast.expr) -> Any:
+    """Return the value of a literal with sums and products of lists: ``[0]*3 + [1]*58``."""
+    match node:
+        case ast.Constant(value=str() | int() | float() | None as value):
+            return value
+        case ast.List(elts=elements) | ast.Tuple(elts=elements):
+            return [_evaluated(element) for element in elements]
+        case ast.Dict(keys=keys, values=values) if all(keys):
+            names = [_evaluated(key) for key in keys if key is not None]
+            return dict(zip(map(str, names), map(_evaluated, values), strict=True))
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            value = _evaluated(operand)
+            if isinstance(value, int | float):
+                return -value
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            first, second = _evaluated(left), _evaluated(right)
+            if isinstance(first, list) and isinstance(second, list):
+                return first + second
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            first, second = _evaluated(left), _evaluated(right)
+            first, second = (first, second) if isinstance(first, list) else (second, first)
+            if isinstance(first, list) and isinstance(second, int):
+                times = min(second, _LONGEST + 1)
+                if len(first) * times <= _LONGEST:
+                    return first * times
+    raise _NoLiteral
+
+
+def layout_text(layout: Value) -> Value:
+    """Return Megatron's text for a pipeline ``layout`` that is a list with a list, or the text, of
+    each stage: ``Ett|t|tL`` of ``[["embedding", "decoder", "decoder"], ["decoder"], ...]``.
+
+    Raises:
+        ValueError: ``layout`` is something else, or has a word that is no layer.
+    """
+    if layout is None or isinstance(layout, str):
+        return layout
+    if not isinstance(layout, list):
+        raise ValueError(f"a layout is text or a list of stages, not {layout!r}")
+    return "|".join(map(_stage, layout))
+
+
+def _stage(stage: Value) -> str:
+    if isinstance(stage, str):
+        return _SYMBOLS.get(stage.strip().lower(), stage.strip())
+    if not isinstance(stage, list) or not all(isinstance(layer, str) for layer in stage):
+        raise ValueError(f"a stage of a layout is a list of layers, not {stage!r}")
+    words = [layer.strip() for layer in stage]
+    unknown = [word for word in words if word.lower() not in _SYMBOLS and word not in "EtmL"]
+    if unknown:
+        raise ValueError(f"{unknown[0]!r} is no layer of a layout: there are {', '.join(_SYMBOLS)}")
+    return "".join(_SYMBOLS.get(word.lower(), word) for word in words)

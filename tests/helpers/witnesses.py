@@ -1,0 +1,235 @@
+"""Which features ran in a training: each by a function of Megatron's or ours that it alone calls.
+
+Numbers do not tell: a reduction that overlaps, a layer that is recomputed or a gradient that is
+checked gives the same ones. So a mark ``covers`` of such a setting holds only if its test, in a
+training under our schedule, has entered the setting's function. The interpreter tells of it
+(``sys.monitoring``), and nobody's function is replaced.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+from scripts.recipes.feature import Feature
+
+# A night test has a setting switched off in our trainings, and sees that marked tests fail.
+SWITCHED_OFF = "SETTING_SWITCHED_OFF"  # the launcher refuses unknown names that begin with ours
+
+_CORE = "megatron.core"
+_TOOL = 4  # of sys.monitoring, free for all
+
+
+def _always(caller: Any) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Witness:
+    """A ``function``, by module and name, that runs for the feature.
+
+    ``when`` says of the object whose method it is whether it does so for the feature.
+    """
+
+    function: str
+    when: Callable[[Any], bool] = _always
+
+
+def _has(name: str) -> Callable[[Any], bool]:
+    return lambda caller: bool(getattr(caller, name, False))
+
+
+def _config(name: str, value: Any = True) -> Callable[[Any], bool]:
+    return lambda caller: getattr(caller.config, name, None) == value
+
+
+def _ddp(name: str) -> Callable[[Any], bool]:
+    return lambda caller: bool(getattr(caller.ddp_config, name))
+
+
+def _captures(module: str) -> Callable[[Any], bool]:
+    return lambda caller: module in {part.name for part in caller.config.cuda_graph_modules or ()}
+
+
+_BUCKETS = f"{_CORE}.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
+_DISPATCH = f"{_CORE}.transformer.moe.token_dispatcher"
+_LAYER = f"{_CORE}.transformer.transformer_layer:TransformerLayer"
+_MOE = f"{_CORE}.transformer.moe.moe_layer:MoELayer.forward"
+_BLOCK = f"{_CORE}.transformer.transformer_block:TransformerBlock.forward"
+_RECOMPUTED = f"{_CORE}.recompute:checkpointed_forward"
+_ROUTER = f"{_CORE}.transformer.moe.router:TopKRouter.gating"
+
+WITNESSES = {
+    Feature("average_in_collective"): Witness(
+        f"{_BUCKETS}.start_grad_sync", _ddp("average_in_collective")
+    ),
+    Feature("calculate_per_token_loss"): Witness(
+        f"{_CORE}.distributed.distributed_data_parallel:DistributedDataParallel.scale_gradients"
+    ),
+    Feature("check_for_nan_in_grad"): Witness(
+        f"{_BUCKETS}.check_grads", _ddp("check_for_nan_in_grad")
+    ),
+    Feature("overlap_grad_reduce"): Witness(
+        "megatron_ext.adapter.step.model_stage:ModelStage.gradients_complete",
+        lambda stage: stage._model.ddp_config.overlap_grad_reduce,
+    ),
+    Feature("untie_embeddings_and_output_weights", "False"): Witness(
+        f"{_CORE}.models.gpt.gpt_model:GPTModel.forward",
+        _has("share_embeddings_and_output_weights"),
+    ),
+    Feature("overlap_param_gather"): Witness(f"{_BUCKETS}.finish_param_sync"),
+    Feature("use_distributed_optimizer"): Witness(
+        f"{_CORE}.optimizer.distrib_optimizer:DistributedOptimizer.__init__"
+    ),
+    Feature("cross_entropy_fusion_impl", "native"): Witness(
+        f"{_CORE}.fusions.fused_cross_entropy:fused_vocab_parallel_cross_entropy"
+    ),
+    **{
+        Feature("cuda_graph_scope", module): Witness(_BLOCK, _captures(module))
+        for module in ("attn", "mlp", "moe_router", "moe_preprocess")
+    },
+    Feature("sequence_parallel"): Witness(_BLOCK, _config("sequence_parallel")),
+    Feature("recompute_granularity", "full"): Witness(_RECOMPUTED),
+    Feature("recompute_method", "uniform"): Witness(_BLOCK, _config("recompute_method", "uniform")),
+    Feature("recompute_method", "block"): Witness(_BLOCK, _config("recompute_method", "block")),
+    Feature("recompute_modules", "core_attn"): Witness(
+        f"{_CORE}.transformer.attention:Attention._checkpointed_attention_forward"
+    ),
+    Feature("recompute_modules", "layernorm"): Witness(
+        f"{_LAYER}._forward_attention", _has("recompute_input_layernorm")
+    ),
+    Feature("recompute_modules", "mlp"): Witness(f"{_LAYER}._forward_mlp", _has("recompute_mlp")),
+    Feature("recompute_modules", "moe"): Witness(_MOE, _has("moe_layer_recompute")),
+    Feature("recompute_modules", "shared_experts"): Witness(_MOE, _has("shared_experts_recompute")),
+    Feature("recompute_modules", "moe_act"): Witness(
+        f"{_CORE}.transformer.moe.experts:TEGroupedMLP.forward", _has("activation_recompute")
+    ),
+    Feature("recompute_modules", "mla_up_proj"): Witness(
+        f"{_CORE}.transformer.multi_latent_attention:MLASelfAttention.get_query_key_value_tensors",
+        _has("recompute_up_proj"),
+    ),
+    Feature("moe_grouped_gemm"): Witness(f"{_CORE}.transformer.moe.experts:TEGroupedMLP.forward"),
+    Feature("moe_token_dispatcher_type", "alltoall"): Witness(
+        f"{_DISPATCH}:MoEAlltoAllTokenDispatcher.token_dispatch"
+    ),
+    Feature("moe_flex_dispatcher_backend", "deepep"): Witness(
+        f"{_DISPATCH}:_DeepepManager.dispatch"
+    ),
+    Feature("moe_flex_dispatcher_backend", "hybridep"): Witness(
+        f"{_DISPATCH}:_HybridEPManager.dispatch"
+    ),
+    Feature("moe_shared_expert_overlap"): Witness(
+        f"{_CORE}.transformer.moe.shared_experts:SharedExpertMLP.linear_fc1_forward_and_act"
+    ),
+    Feature("moe_router_dtype", "fp32"): Witness(_ROUTER, _config("moe_router_dtype", "fp32")),
+}
+
+
+def watch(features: Iterable[Feature] = WITNESSES) -> set[Feature]:
+    """Return the set in which, from now on, are those of ``features`` that have run here."""
+    seen: set[Feature] = set()
+    wanted: dict[CodeType, list[Feature]] = {}
+    for feature in features:
+        wanted.setdefault(_code(WITNESSES[feature].function), []).append(feature)
+
+    def entered(code: CodeType, offset: int) -> Any:
+        caller = sys._getframe(1).f_locals.get("self")
+        for feature in tuple(wanted[code]):
+            if WITNESSES[feature].when(caller):
+                seen.add(feature)
+                wanted[code].remove(feature)
+        return None if wanted[code] else sys.monitoring.DISABLE
+
+    started = sys.monitoring.events.PY_START
+    if sys.monitoring.get_tool(_TOOL) is None:
+        sys.monitoring.use_tool_id(_TOOL, "features")
+    sys.monitoring.register_callback(_TOOL, started, entered)
+    for code in wanted:
+        sys.monitoring.set_local_events(_TOOL, code, started)
+    sys.monitoring.restart_events()
+    return seen
+
+
+def _code(function: str) -> CodeType:
+    module, _, name = function.partition(":")
+    found: Any = importlib.import_module(module)
+    for word in name.split("."):
+        found = getattr(found, word)
+    code: CodeType = inspect.unwrap(found).__code__
+    return code
+
+
+# What our trainings of the running test have had; None where none of them is watched.
+_seen: set[Feature] | None = None
+
+
+def begin_test() -> None:
+    """Forget what trainings of other tests had."""
+    global _seen
+    _seen = None
+
+
+def note(seen: Iterable[Feature]) -> None:
+    """Add what a training under our schedule had."""
+    global _seen
+    _seen = (_seen or set()) | set(seen)
+
+
+def unseen(marked: Iterable[Feature]) -> list[Feature]:
+    """Return those of the ``marked`` features that have a witness, and did not run in any training
+    of the test; none where no training of it was watched."""
+    if _seen is None:
+        return []
+    return sorted(feature for feature in set(marked) & set(WITNESSES) if feature not in _seen)
+
+
+# The flags without which a setting is off, where they are not its own name, and those that need it.
+_PARAMETERS = ("--overlap-param-gather", "--overlap-param-gather-with-optimizer-step")
+_RECOMPUTE = tuple(
+    f"--recompute-{word}" for word in ("granularity", "method", "num-layers", "modules")
+)
+_FLAGS = {
+    "average_in_collective": ("--ddp-average-in-collective",),
+    "packed": ("--sft",),
+    "cuda_graph_scope": ("--cuda-graph-modules",),
+    "num_layers_in_first_pipeline_stage": ("--decoder-first-pipeline-num-layers",),
+    "num_layers_in_last_pipeline_stage": ("--decoder-last-pipeline-num-layers",),
+    "grad_reduce_in_fp32": ("--grad-reduce-in-bf16",),
+    "cross_entropy_fusion_impl": ("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl"),
+    "precision": ("--bf16", "--fp16", "--fp8-format", "--fp8-recipe", "--fp4-format"),
+    "overlap_grad_reduce": ("--overlap-grad-reduce", *_PARAMETERS),
+    "use_distributed_optimizer": ("--use-distributed-optimizer", *_PARAMETERS),
+    "recompute_granularity": _RECOMPUTE,
+    "recompute_modules": _RECOMPUTE,
+}
+_OFF = {
+    "check_for_nan_in_grad": "--no-check-for-nan-in-loss-and-grad",
+}
+
+
+def switched_off(words: list[str]) -> list[str]:
+    """Return the ``words`` of a training as they are, or under our schedule without the setting
+    that `SWITCHED_OFF` names."""
+    setting = os.environ.get(SWITCHED_OFF)
+    if not setting or not is_ours(words):
+        return words
+    if setting in _OFF:
+        return [*words, _OFF[setting]]
+    flags = _FLAGS.get(setting, ("--" + setting.replace("_", "-"),))
+    left, drops = [], False
+    for word in words:
+        drops = word in flags if word.startswith("--") else drops
+        if not drops:
+            left.append(word)
+    return left
+
+
+def is_ours(words: Iterable[str]) -> bool:
+    """Whether the ``words`` of a training name a schedule of ours."""
+    return any(word.startswith("--pipeline-schedule") for word in words)
