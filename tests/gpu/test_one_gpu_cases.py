@@ -15,7 +15,12 @@ from tests.helpers.combinations import at_night
 REHEARSED = {
     "calls": ("host calls item", "host calls queue 1"),
     "executor": ("executor offload gis 2", "executor copies"),
-    **dict(at_night(("gpt", ("gpt reference", "gpt schedule zb-v async", "two ranks trial")))),
+    **dict(
+        at_night(
+            ("gpt", ("gpt reference", "gpt schedule zb-v async", "two ranks trial")),
+            ("streams", ("streams experts zb-h1 none", "streams experts zb-h1 full")),
+        )
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""Two adversaries, which do on the CPU what a GPU may do and gloo never does.
+"""Adversaries, which do on the CPU what a GPU may do and gloo never does.
 
 gloo is kind. It moves messages in threads of its own, so that one which cannot move yet holds up
 nobody but who waits for it; and between a message's start and its wait all is as if the message had
@@ -17,12 +17,16 @@ wait stands where the rank already knows that the message was used. At the wait 
 must be there and have the bytes it had. Copies to and from the host are made when they are waited
 for.
 
-Both stand between the runtime and what moves tensors: in this process, and in ranks forked from it
-meanwhile. Messages of post-validation go from host to host, which no device holds up: they are
-left alone. Of what Megatron starts beside the passes, its reductions of gradients and gathers of
-parameters, the first waits for all, too. What it sends within passes, over the default group, goes
-through both; and as NCCL makes a communicator at the first message of two ranks, a rank fails where
-that is in a pass.
+`streams`: every operation is attributed to a stream, as on a GPU. A rank fails in the end where two
+accesses to the same memory are not ordered, or memory is given back while another stream may still
+use it (`tests.helpers.streams`).
+
+The first two stand between the runtime and what moves tensors: in this process, and in ranks forked
+from it meanwhile. Messages of post-validation go from host to host, which no device holds up: they
+are left alone. Of what Megatron starts beside the passes, its reductions of gradients and gathers
+of parameters, the first waits for all, too. What it sends within passes, over the default group,
+goes through both; and as NCCL makes a communicator at the first message of two ranks, a rank fails
+where that is in a pass.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
@@ -54,6 +59,7 @@ from megatron_ext.schedule.kinds import RULES, Lane
 from megatron_ext.schedule.program.graph import Channel
 from megatron_ext.schedule.schedule import is_compute
 from tests.helpers.stages import InOrderGroup
+from tests.helpers.streams.emulation import emulated_streams
 
 # Seconds after which what has been posted is taken not to end. A busy machine needs less, and it is
 # soon enough for a test that waits for it.
@@ -75,6 +81,12 @@ def one_queue(seconds: float = SECONDS) -> AbstractContextManager[None]:
 def late() -> AbstractContextManager[None]:
     """A rank fails at a wait for something whose tensor is not what it was."""
     return _installed(Late())
+
+
+def streams(at_least: int, traces: Path | None = None) -> AbstractContextManager[None]:
+    """Emulate streams; a rank fails if there are findings, or fewer than ``at_least`` accesses
+    crossed streams. ``traces``: folder for the ranks' allocations."""
+    return emulated_streams(at_least, traces)
 
 
 MODES: dict[str, Callable[[], AbstractContextManager[None]]] = {

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpu.one_gpu import host_calls, spinning
-from tests.gpu.one_gpu.cases import CALLS, parts
+from tests.gpu.one_gpu.cases import CALLS, SANITIZER, parts
 from tests.gpu.one_gpu.rows import Row, State, parse, table
 from tests.gpu.one_gpu.runner import Case, Part, run_part
 from tests.gpu.one_gpu.wheels import unpack
@@ -89,16 +89,20 @@ def test_the_table_is_markdown() -> None:
 
 def test_nothing_is_missing_and_the_time_is_bounded() -> None:
     all_parts = parts("cuda")
-    assert list(all_parts) == ["calls", "executor", "nccl", "gpt", "layers"]
+    assert list(all_parts) == ["calls", "executor", "nccl", "gpt", "streams", "layers"]
     assert set(CALLS) == set(host_calls.CALLS)
     for part in all_parts.values():
         names = [case.name for case in part.cases]
         assert len(set(names)) == len(names)
         assert part.seconds < 9 * 60
-    assert sum(part.seconds for part in all_parts.values()) < 20 * 60
+    assert sum(part.seconds for part in all_parts.values()) < 30 * 60
     names = [case.name for case in all_parts["gpt"].cases]
     for words in ("zb-h1 async", "zb-v async", "v-half async", "zb-v batched"):
         assert f"gpt schedule {words}" in names
+    checked = [case for case in all_parts["streams"].cases if SANITIZER in case.environment]
+    assert {case.words[0].rpartition(".")[2] for case in checked} == {"streams", "two_ranks"}
+    assert "streams capture" in [case.name for case in all_parts["streams"].cases]
+    assert not any(SANITIZER in case.environment for case in parts("cpu")["streams"].cases)
 
 
 def test_what_is_not_here_is_said_at_once() -> None:

@@ -12,6 +12,7 @@ CALLS = (  # host_calls.py has what they are; this file needs no torch
 )
 SCHEDULES = (("zb-h1", "async"), ("zb-v", "async"), ("v-half", "async"), ("zb-v", "batched"))
 LAYERS = ("bf16", "fp8 delayed", "fp8 current", "fp8 blockwise", "mxfp8", "nvfp4")
+SANITIZER = "TORCH_CUDA_SANITIZER"
 PATIENCE = {"cuda": 1, "cpu": 3}  # a laptop's, or a machine's that has other things to do
 
 
@@ -22,6 +23,7 @@ def parts(kind: str) -> dict[str, Part]:
         name = " ".join((module.replace("_", " "), *words, *environment.values()))
         if kind == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""  # also beside a GPU
+            environment.pop(SANITIZER, None)  # it looks at the current stream
         words = (f"{_HERE}.{module}", kind, *words)
         python = (3, 9) if module == "host_calls" else (3, 12)  # megatron_ext's
         return Case(name, words, PATIENCE[kind] * seconds, python, environment)
@@ -39,6 +41,14 @@ def parts(kind: str) -> dict[str, Part]:
     transports = (case(80, "two_ranks", "step", spec, p2p) for spec, p2p in SCHEDULES)
     trial = case(60, "two_ranks", "trial")
     trainings = (case(110, "gpt", "schedule", spec, p2p) for spec, p2p in SCHEDULES)
+    checked = {SANITIZER: "1"}
+    experts = (case(110, "streams", "experts", "zb-h1", offload) for offload in ("none", "full"))
+    streams = (
+        case(60, "streams", "capture"),
+        *experts,
+        case(200, "streams", "experts", "zb-h1", "full", **checked),
+        *(case(120, "two_ranks", "step", spec, "async", **checked) for spec in ("zb-h1", "zb-v")),
+    )
     return {
         "calls": part(270, *calls, case(60, "host_calls", "gemm"), *queues),
         "executor": part(180, *steps, *offloads, case(60, "executor", "copies")),
@@ -46,5 +56,6 @@ def parts(kind: str) -> dict[str, Part]:
         "gpt": part(
             480, trial, case(150, "gpt", "reference"), case(110, "gpt", "stock"), *trainings
         ),
+        "streams": part(480, trial, *streams),
         "layers": part(95, *(case(60, "layers", *precision.split()) for precision in LAYERS)),
     }

@@ -1,0 +1,171 @@
+"""Faults seeded by themselves: each wait of ours, and each `record_stream`, taken out in turn.
+
+A call of these in our sources is a site, known by its file, function and text, so that other lines
+may move. Seeding swaps the code of its function in this process for one in which no stream waits
+there: ranks that are forked meanwhile run that. gloo's own works are still waited for, as numbers
+that have not come would end the run before it has shown anything.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import importlib
+import inspect
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.streams.groups import EmulatedWork
+
+ROOT = Path(__file__).resolve().parents[3]
+FOLDERS = ("megatron_ext/runtime", "megatron_ext/adapter", "patches")
+
+_WITH_ARGUMENTS = {"wait_event", "wait_stream", "record_stream"}
+
+
+@dataclass(frozen=True)
+class Site:
+    """A call in ``function``, the outermost one, or its class's, that stands at ``line``."""
+
+    file: str
+    function: str
+    text: str
+    line: int
+    column: int
+
+    def __str__(self) -> str:
+        return f"{self.file} {self.function}: {self.text}"
+
+    def taken_out(self) -> contextlib.AbstractContextManager[None]:
+        """Let no stream wait there meanwhile."""
+        tree = _Without(self).visit(ast.parse((ROOT / self.file).read_text()))
+        return _swapped(self.file, self.function, tree)
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A change to a function: ``old``, which stands there once, becomes ``new``."""
+
+    file: str
+    function: str
+    old: str
+    new: str
+
+    def made(self) -> contextlib.AbstractContextManager[None]:
+        """Have the function changed meanwhile."""
+        text = (ROOT / self.file).read_text()
+        assert text.count(self.old) == 1, f"{self.file} has changed"
+        return _swapped(self.file, self.function, ast.parse(text.replace(self.old, self.new)))
+
+
+@functools.cache
+def sites() -> tuple[Site, ...]:
+    """Return all sites in our sources."""
+    found: list[Site] = []
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            finder = _Finder(str(path.relative_to(ROOT)))
+            finder.visit(ast.parse(path.read_text()))
+            found += finder.found
+    return tuple(found)
+
+
+def _is_site(call: ast.Call) -> bool:
+    """Whether ``call`` lets a stream wait. (Waits of threads have a timeout.)"""
+    if not isinstance(call.func, ast.Attribute):
+        return False
+    if call.func.attr in _WITH_ARGUMENTS:
+        return True
+    return call.func.attr == "wait" and not call.args and not call.keywords
+
+
+class _Finder(ast.NodeVisitor):
+    def __init__(self, file: str) -> None:
+        self.found: list[Site] = []
+        self._file = file
+        self._names: list[str] = []
+        self._functions = 0
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        self._within(node, is_function=False)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        self._within(node, is_function=True)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        if self._functions and _is_site(node):
+            place = ".".join(self._names)
+            text = ast.unparse(node)
+            self.found.append(Site(self._file, place, text, node.lineno, node.col_offset))
+        self.generic_visit(node)
+
+    def _within(self, node: Any, *, is_function: bool) -> None:
+        is_inner = self._functions > 0  # its code is part of the outer function's
+        self._functions += is_function
+        if not is_inner:
+            self._names.append(node.name)
+        self.generic_visit(node)
+        if not is_inner:
+            self._names.pop()
+        self._functions -= is_function
+
+
+class _Without(ast.NodeTransformer):
+    def __init__(self, site: Site) -> None:
+        self._place = site.line, site.column
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if _is_site(node) and (node.lineno, node.col_offset) == self._place:
+            assert isinstance(node.func, ast.Attribute)
+            ends = ast.parse(f"__import__({__name__!r}, fromlist=['end']).end()", mode="eval").body
+            assert isinstance(ends, ast.Call)
+            ends.args = [node.func.value]
+            return ends
+        return node
+
+
+def end(waited_for: Any) -> None:
+    """Stand in for a call that was taken out: wait for gloo alone."""
+    for work in getattr(waited_for, "works", [waited_for]):  # of a batch of collectives
+        if isinstance(work, EmulatedWork):
+            work.end()
+
+
+@contextlib.contextmanager
+def _swapped(file: str, function: str, tree: ast.AST) -> Iterator[None]:
+    """Give ``function`` the code that it has in ``tree``."""
+    filled: Any = ast.fix_missing_locations(tree)
+    code = compile(filled, str(ROOT / file), "exec", dont_inherit=True)
+    with pytest.MonkeyPatch.context() as patch:
+        swapped = inspect.unwrap(_function(file, function))
+        patch.setattr(swapped, "__code__", _code_of(code, function))
+        yield
+
+
+def _function(file: str, function: str) -> Any:
+    package = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    if package.startswith("patches"):
+        package = f"megatron_ext.{package}"
+    found: Any = importlib.import_module(package)
+    for name in function.split("."):
+        found = inspect.getattr_static(found, name)
+    if isinstance(found, property):
+        return found.fget
+    return getattr(found, "__func__", found)  # of a staticmethod, or a classmethod
+
+
+def _code_of(code: types.CodeType, name: str) -> types.CodeType:
+    for part in name.split("."):
+        code = next(
+            const
+            for const in code.co_consts
+            if isinstance(const, types.CodeType) and const.co_name == part
+        )
+    return code

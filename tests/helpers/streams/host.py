@@ -1,0 +1,39 @@
+"""Host memory, and copies to and from it on streams of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ext.runtime.host.copies import CudaCopies
+from megatron_ext.runtime.host.pages import whole_pages
+from tests.helpers.streams.device import Device
+from tests.helpers.streams.storages import Memory
+
+
+class EmulatedCopies(CudaCopies):
+    """The copies of a GPU, by emulated streams."""
+
+    def __init__(self, device: Device, of: torch.device) -> None:
+        super().__init__(of)
+        self._device = device
+        for lane, stream in self._streams.items():
+            number: Any = stream
+            device.clocks.names[number.number] = f"the stream of copies {lane.name}"
+
+    def host_buffer(self, size: int) -> Tensor:
+        buffer = whole_pages(size)
+        self._device.storages.place_on_host(buffer.untyped_storage(), Memory.PINNED)
+        return buffer
+
+    def release(self, buffer: Tensor) -> None:
+        """The driver waits for nothing when it forgets memory: the buffer's end is checked."""
+
+
+def pageable(device: Device, size: int) -> Tensor:
+    """`whole_pages`, noted as memory that is not pinned."""
+    buffer = whole_pages(size)
+    device.storages.place_on_host(buffer.untyped_storage(), Memory.PAGEABLE)
+    return buffer
