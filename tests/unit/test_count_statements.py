@@ -1,0 +1,24 @@
+"""Statements measure the size of the product: no change of layout makes it smaller."""
+
+from scripts.count_statements import PRODUCT, counted, statements
+
+SOURCE = '''"""Docstring of the module."""
+import os  # a comment
+
+
+def f(x):
+    """Docstring."""
+    if x: return (
+        1
+    )
+    "a string that is no docstring"
+'''
+
+
+def test_a_statement_counts_once_and_a_docstring_not_at_all() -> None:
+    assert statements(SOURCE) == len(["import", "def", "if", "return", "string"])
+
+
+def test_product_and_scripts_are_found() -> None:
+    counts = counted()
+    assert all(counts[folder] > 1_000 for folder in (*PRODUCT, "scripts"))
