@@ -475,7 +475,7 @@ class PipelineConfig:
     @property
     def splits_backward(self) -> bool:
         """Whether one of them splits the backward pass."""
-        return any(choice.splits_backward for choice in self.choices)
+        return any(choice.traits.splits_backward for choice in self.choices)
 
     @property
     def recomputes(self) -> bool:

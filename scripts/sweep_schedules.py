@@ -136,7 +136,7 @@ def cases(entry: FamilyEntry, ranks: Sequence[int], everything: bool) -> Iterato
             limits = {p: units[0]} | ({p + 1: units[1]} if p <= 8 else {})
             for number, m in enumerate(counts):
                 names = list(COSTS)
-                if not entry.uses_costs:
+                if not entry.traits.uses_costs:
                     names = names[:1]
                 elif searches or p > 4:
                     names = [names[(number + p) % len(names)]]

@@ -341,7 +341,7 @@ class Programs:
 
         def build(problem: Problem) -> Schedule:
             schedule = choice.build(problem) if store is None else together(problem, store)
-            if choice.splits_backward and has_middle(problem):
+            if choice.traits.splits_backward and has_middle(problem):
                 self._found[_but_for_length(choice, problem)] = schedule
             return schedule
 

@@ -52,7 +52,7 @@ def _drop(setting: str, why: str = "", by: Callable[[Choice], bool] = _every_sch
     return Refusal(setting, bool, f"drop {flag}: {why}" if why else f"drop {flag}", by)
 
 
-_splits: Callable[[Choice], bool] = attrgetter("splits_backward")
+_splits: Callable[[Choice], bool] = attrgetter("traits.splits_backward")
 _moves_first_stage: Callable[[Choice], bool] = attrgetter("moves_first_stage")
 
 

@@ -197,7 +197,7 @@ def ours(
         validation = EmulatedValidation(world, placement, recorder, bad_every)
 
     def step() -> None:
-        queue.splitting = choice.splits_backward
+        queue.splitting = choice.traits.splits_backward
         transport = Transport(ways, Boundary(SHAPE, DTYPE), placement, recorder)
         passes = None if shard is None else shard.step()
         copying = None if offloads is None else offloads.step(program.schedule.rows[rank])

@@ -34,7 +34,7 @@ def who(refusal: Refusal) -> str:
     refusing = {choice for choice in choices if refusal.by(choice)}
     if refusing == choices:
         return "every schedule"
-    if refusing == {choice for choice in choices if choice.splits_backward}:
+    if refusing == {choice for choice in choices if choice.traits.splits_backward}:
         return "those that split the backward"
     if refusing == {choice for choice in choices if choice.example.chunks == 1}:
         return "those with one stage on a rank"

@@ -525,7 +525,7 @@ def test_schedule_file_that_is_not_there(tmp_path: Path) -> None:
 def test_schedule_file_may_split_the_backward(text: str, splits: bool, tmp_path: Path) -> None:
     path = tmp_path / "one.csv"
     path.write_text(text)
-    assert choose(str(path)).splits_backward is splits
+    assert choose(str(path)).traits.splits_backward is splits
 
 
 @pytest.mark.parametrize("microbatches", [0, -1])

@@ -117,7 +117,7 @@ def test_table(name: str, p: int, m: int) -> None:
 
 
 # Those that search among many schedules have their own tests, at fewer sizes.
-PLAIN = [name for name, entry in entries().items() if not entry.uses_costs]
+PLAIN = [name for name, entry in entries().items() if not entry.traits.uses_costs]
 
 
 def accepts(name: str, p: int, m: int) -> bool:
@@ -146,7 +146,7 @@ def test_every_size_is_sound(name: str, size: tuple[int, int]) -> None:
     assert runs_to_end(schedule, problem)
     assert bitwise_order(schedule)
     splits = any(action.kind is W for row in schedule.rows for action in row)
-    assert splits == choose(name).splits_backward
+    assert splits == choose(name).traits.splits_backward
 
 
 @pytest.mark.parametrize("name", PEAKS)
@@ -196,7 +196,7 @@ def test_evaluation_holds_nothing() -> None:
 # ---- Memory limits
 
 # What searches long has its own tests.
-LIMITED = [name for name, entry in entries().items() if not entry.searches] + [
+LIMITED = [name for name, entry in entries().items() if not entry.traits.searches] + [
     "gis:vpp=3",
     "hanayo:waves=1",
 ]

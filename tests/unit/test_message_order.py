@@ -36,7 +36,7 @@ from tests.helpers.reference_runs import run
 from tests.helpers.schedules import line_problem, program, rows_of, with_messages, written
 
 # Searches take seconds; their tables are like those of others on the same placement.
-FAMILIES = sorted(name for name, entry in entries().items() if not entry.searches)
+FAMILIES = sorted(name for name, entry in entries().items() if not entry.traits.searches)
 
 
 def test_a_receive_stands_where_its_message_is_made() -> None:

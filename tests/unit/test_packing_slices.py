@@ -168,7 +168,7 @@ def test_no_worse_than_what_is_known(spec: str, limit: float | None) -> None:
     assert held <= within * (1 + 1e-9)
     others = []
     for name, entry in entries().items():
-        if entry.place == entries()[spec].place and not entry.searches:
+        if entry.place == entries()[spec].place and not entry.traits.searches:
             others.append(figures(name, replace(problem, memory_limit=None)))
     fitting = [makespan for makespan, other in others if other <= within * (1 + 1e-9)]
     assert found <= min(fitting) * (1 + 1e-9)

@@ -46,7 +46,11 @@ from megatron_ext.schedule.slices import Slices
 from tests.helpers.combinations import at_night, nightly
 from tests.helpers.schedules import drawn, rows_of, table, with_messages
 
-KEEPING = [name for name, entry in entries().items() if entry.keeps_pairs and not entry.searches]
+KEEPING = [
+    name
+    for name, entry in entries().items()
+    if entry.traits.keeps_pairs and not entry.traits.searches
+]
 COSTS = "f=10,i=12,w=8,comm=0.2,hidden=4"
 
 # Two ranks, a V: stages 1 and 2 on rank 0, stages 0 and 3 on rank 1.

@@ -52,7 +52,7 @@ def test_no_bound_is_above_what_a_step_takes(name: str, vocabulary: VocabularyPa
     problem = Problem(placement, 64, costs).with_extras(vocabulary=vocabulary)
     program = build_program(choice, problem)
     taken = step_seconds(program, program.problem.costs)
-    assert 0.8 * taken < least_time(problem, choice.splits_backward) <= taken + 1e-9
+    assert 0.8 * taken < least_time(problem, choice.traits.splits_backward) <= taken + 1e-9
 
 
 def test_every_family_is_compared_or_says_why_not() -> None:

@@ -244,7 +244,9 @@ def test_every_size_is_sound(p: int, k: int, m: int) -> None:
 
 
 TAKES_SLICES = [
-    name for name, entry in entries().items() if entry.takes_slices and not entry.searches
+    name
+    for name, entry in entries().items()
+    if entry.traits.takes_slices and not entry.traits.searches
 ]
 
 
@@ -517,7 +519,7 @@ def test_zb_auto_of_slices() -> None:
 def test_no_schedule_of_slices_is_shorter_than_the_bound(name: str) -> None:
     """That of whole microbatches is more than slices take: ``auto`` left their schedules out."""
     problem = problem_for(name, 3, 3, 3, "f=10,i=12,w=8,comm=1,attention=0.3", "balanced")
-    splits = choose(name).splits_backward
+    splits = choose(name).traits.splits_backward
     least = makespan(choose(name).build(problem), problem)
     assert lower_bound(problem, splits) <= least * (1 + 1e-9)
     if name == "zb-v":

@@ -138,8 +138,8 @@ def _limit_inserts(problem: Problem) -> bool:
 
 
 def _check_slices(choice: Choice, problem: Problem) -> None:
-    if problem.slices.count > 1 and not choice.takes_slices:
-        others = [name for name, entry in entries().items() if entry.takes_slices]
+    if problem.slices.count > 1 and not choice.traits.takes_slices:
+        others = [name for name, entry in entries().items() if entry.traits.takes_slices]
         raise ValueError(
             f"schedule {choice.spec} has no order for {problem.slices.count} slices of a "
             f"microbatch; take one of {', '.join(others)}, or no slices"
@@ -153,7 +153,7 @@ def _shortest_with_recompute(choice: Choice, problem: Problem) -> Program:
     Raises:
         OverLimit: none of them fits; it names a limit that is enough.
     """
-    if choice.searches and problem.slices.count > 1:
+    if choice.traits.searches and problem.slices.count > 1:
         choice = choice.without_search  # not a search for each limit
     programs, refusals = _with_recompute(choice, problem)
     if programs:
@@ -293,7 +293,7 @@ def _for_training(problem: Problem) -> list[Transform]:
 def _places_recompute(choice: Choice, problem: Problem) -> bool:
     """Whether the family itself chooses what is made again."""
     is_whole = problem.slices.count == 1  # a search of slices makes none again
-    return choice.fits_recompute and problem.extras.recompute.fit and is_whole
+    return choice.traits.fits_recompute and problem.extras.recompute.fit and is_whole
 
 
 def _is_made_again(choice: Choice, problem: Problem) -> bool:

@@ -32,7 +32,7 @@ def place_output_layer(choice: Choice, problem: Problem) -> Program:
     Raises:
         InvalidSchedule: as `build_program`, when it comes with I.
     """
-    return _better_placed(partial(build_program, choice), problem, choice.splits_backward)
+    return _better_placed(partial(build_program, choice), problem, choice.traits.splits_backward)
 
 
 def place_again(choice: Choice, problem: Problem, before: Program) -> Program:
@@ -49,7 +49,7 @@ def place_again(choice: Choice, problem: Problem, before: Program) -> Program:
         return now  # and here they lack passes
     passes = replace(before.schedule, rows=before.schedule.compute_rows)
     try:
-        again = _better_placed(partial(complete, passes), problem, choice.splits_backward)
+        again = _better_placed(partial(complete, passes), problem, choice.traits.splits_backward)
     except InvalidSchedule:
         return now
     return again if _seconds(again) < _seconds(now) else now

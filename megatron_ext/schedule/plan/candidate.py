@@ -66,13 +66,13 @@ class Variant:
 def goes_with(slices: Slices, choice: Choice, vocabulary: VocabularyParallel) -> bool:
     """Whether a schedule may be had with ``slices``, and ``vocabulary`` so divided."""
     is_whole = vocabulary is VocabularyParallel.NONE
-    return slices.count == 1 or (choice.takes_slices and is_whole)
+    return slices.count == 1 or (choice.traits.takes_slices and is_whole)
 
 
 def keeps_pairs(choice: Choice, vocabulary: VocabularyParallel) -> bool:
     """Whether a schedule, with ``vocabulary`` so divided, runs most F beside backward passes where
     that is asked for."""
-    return entry_of(choice.spec).keeps_pairs and vocabulary is VocabularyParallel.NONE
+    return entry_of(choice.spec).traits.keeps_pairs and vocabulary is VocabularyParallel.NONE
 
 
 @dataclass(frozen=True)

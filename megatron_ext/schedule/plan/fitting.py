@@ -91,10 +91,10 @@ SLOWED = 1.1  # times what any schedule would take without a limit
 
 def _is_slowed_by_memory(variant: Variant, made: Candidate) -> bool:
     """Whether ``made`` may well be shorter where more is made again."""
-    if not (variant.may_recompute and variant.choice.fits_recompute):
+    if not (variant.may_recompute and variant.choice.traits.fits_recompute):
         return False
     unlimited = replace(variant.problem, memory_limit=None)
-    return made.step > SLOWED * least_time(unlimited, variant.choice.splits_backward)
+    return made.step > SLOWED * least_time(unlimited, variant.choice.traits.splits_backward)
 
 
 def _ways_to_fit(variant: Variant, may_offload: bool) -> Iterator[Extras]:

@@ -27,7 +27,7 @@ def least_step(variant: Variant, room: float | None = None) -> float:
     limit or what the model leaves of ``room``."""
     limit = variant.problem.memory_limit or limit_left(variant, room)
     problem = replace(variant.problem, memory_limit=limit)
-    return least_time(problem, variant.choice.splits_backward)
+    return least_time(problem, variant.choice.traits.splits_backward)
 
 
 def is_close(made: Candidate) -> bool:

@@ -204,7 +204,7 @@ def _known(problem: Problem) -> list[Rows]:
     """What can be had without a search, some of it over the limit."""
     rows = [_one_at_a_time(problem)]
     for choice in on_placement(problem.placement):
-        if problem.slices.count > 1 and not choice.takes_slices:
+        if problem.slices.count > 1 and not choice.traits.takes_slices:
             continue
         for asked in (problem, replace(problem, memory_limit=None)):
             try:

@@ -119,7 +119,7 @@ class Comparison:
 
     def _as_it_runs(self, step: Step) -> Step:
         """Raises ValueError if it does not fit."""
-        room = self._room if entry_of(step.schedule).uses_costs else None
+        room = self._room if entry_of(step.schedule).traits.uses_costs else None
         made = evaluate(self._work, step.schedule, Layout(step.layers), room=room, search=False)
         if self._room is not None and made.fullest > self._room:
             raise ValueError(f"{made.fullest:.3g} bytes, and {self._room:.3g} may be held")

@@ -293,7 +293,7 @@ def _go_together(entry: FamilyEntry, settings: Sequence[str]) -> bool:
     place = entry.place(2)
     return not (
         any(extras.issuperset(clash.extras) for clash in CLASHES)
-        or ("pairs" in extras and not entry.keeps_pairs)
+        or ("pairs" in extras and not entry.traits.keeps_pairs)
         or ("post_validation" in extras and not _gains_by_validation(entry, extras))
         or ("vocabulary" in extras and place.name not in ("line", "v"))
         or ("fits" in settings and place.chunks == 1)  # too little leaves for its limit
@@ -306,7 +306,7 @@ def _go_together(entry: FamilyEntry, settings: Sequence[str]) -> bool:
 
 def _gains_by_validation(entry: FamilyEntry, extras: Set[str]) -> bool:
     """Whether steps overlap on two ranks: a loop's do not, nor those with an R."""
-    return entry.steps_overlap and entry.name != "loop-auto" and "recompute" not in extras
+    return entry.traits.steps_overlap and entry.name != "loop-auto" and "recompute" not in extras
 
 
 _EXTRAS = {
