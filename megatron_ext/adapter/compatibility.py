@@ -54,8 +54,8 @@ def refuse(settings: Any, choice: Choice, extras: Extras = _NO_EXTRAS) -> None:
     _refuse_pairs(settings, choice, extras)
     if captures(settings):
         _refuse_settings(settings, choice, GRAPH_REFUSALS, _GRAPHS)
-    if extras.vocabulary is not VocabularyParallel.NONE:
-        ours = f"--pipeline-vocab-parallel {extras.vocabulary}"
+    if extras.vocab_parallel is not VocabularyParallel.NONE:
+        ours = f"--pipeline-vocab-parallel {extras.vocab_parallel}"
         if not is_line_or_v(placement):
             raise ValueError(
                 f"{ours} does not go with --pipeline-schedule {choice.spec}, whose stages are on "
@@ -63,11 +63,11 @@ def refuse(settings: Any, choice: Choice, extras: Extras = _NO_EXTRAS) -> None:
                 f"in order, or a V such as zb-v, v-half or v-auto"
             )
         _refuse_settings(settings, choice, VOCABULARY_REFUSALS, ours)
-    if extras.offload is Offload.NONE:
+    if extras.activation_offload is Offload.NONE:
         ours = f"--pipeline-schedule {choice.spec}"
         _refuse_settings(settings, choice, WITHOUT_OFFLOAD_REFUSALS, ours)
     else:
-        ours = f"--pipeline-activation-offload {extras.offload}"
+        ours = f"--pipeline-activation-offload {extras.activation_offload}"
         _refuse_settings(settings, choice, OFFLOAD_REFUSALS, ours)
     if extras.recompute != Recompute():
         _refuse_settings(

@@ -171,7 +171,7 @@ def ours(
     With post-validation every ``bad_every``-th verdict is bad, or none if that is 0.
     """
     choice = choose(spec)
-    divides = extras.vocabulary is not VocabularyParallel.NONE
+    divides = extras.vocab_parallel is not VocabularyParallel.NONE
     program = program_of(choice, ranks, microbatches, costs, extras, memory_limit)
     placement = program.schedule.placement
     world = dist.group.WORLD
@@ -188,7 +188,7 @@ def ours(
         for number in placement.stages_of[rank]
     }
     offloads = None
-    if extras.offload is not Offload.NONE:
+    if extras.activation_offload is not Offload.NONE:
         copies = EmulatedCopies(program.problem.costs, rank, folder)
         offloads = ActivationOffload(rank, torch.device("cpu"), copies)
     shard = EmulatedVocabulary(program, world, recorder) if divides else None
@@ -211,8 +211,10 @@ def ours(
         assert validation is not None
         validation.settle()
 
-    name = f"megatron-ext {spec}" + f", vocabulary {extras.vocabulary}" * divides
-    name += f", offload {extras.offload}" * (extras.offload is not Offload.NONE)
+    name = f"megatron-ext {spec}" + f", vocabulary {extras.vocab_parallel}" * divides
+    name += f", offload {extras.activation_offload}" * (
+        extras.activation_offload is not Offload.NONE
+    )
     name += f", recompute {extras.recompute}" * (extras.recompute != Recompute())
     name += ", in pairs" * extras.pairs
     name += ", post-validation" * extras.post_validation

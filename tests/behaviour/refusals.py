@@ -35,8 +35,8 @@ from tests.behaviour.record import Subject
 # By table, what asks for it.
 _TABLES: dict[str, tuple[tuple[Refusal, ...], dict[str, Any]]] = {
     "REFUSALS": (REFUSALS, {}),
-    "VOCABULARY_REFUSALS": (VOCABULARY_REFUSALS, {"vocabulary": VocabularyParallel.ONE}),
-    "OFFLOAD_REFUSALS": (OFFLOAD_REFUSALS, {"offload": Offload.FULL}),
+    "VOCABULARY_REFUSALS": (VOCABULARY_REFUSALS, {"vocab_parallel": VocabularyParallel.ONE}),
+    "OFFLOAD_REFUSALS": (OFFLOAD_REFUSALS, {"activation_offload": Offload.FULL}),
     "RECOMPUTE_REFUSALS": (RECOMPUTE_REFUSALS, {"recompute": Recompute(first=1)}),
     "PAIRS_REFUSALS": (PAIRS_REFUSALS, {"pairs": True}),
     "SLICES_REFUSALS": (SLICES_REFUSALS, {"slices": Slices(4)}),
@@ -144,7 +144,7 @@ def _of_schedules() -> Subject:
         "chunks": ("zb-v", {"virtual_pipeline_model_parallel_size": 3}, {}),
         "chunks of a loop": ("interleaved", {"virtual_pipeline_model_parallel_size": 3}, {}),
         "group": ("interleaved:group=6", {"microbatch_group_size_per_vp_stage": 4}, {}),
-        "vocabulary": ("interleaved", {}, {"vocabulary": VocabularyParallel.ONE}),
+        "vocabulary": ("interleaved", {}, {"vocab_parallel": VocabularyParallel.ONE}),
         "barriers": (
             "zb-h1",
             {"timing_log_level": 1, "barrier_with_L1_time": True},

@@ -111,7 +111,7 @@ def program_for(
     problem = problem_for(choice.place(ranks), microbatches, forward_only)
     extras = Extras(
         p2p=p2p,
-        offload=offload,
+        activation_offload=offload,
         recompute=recompute,
         post_validation=post_validation,
         pairs=pairs,

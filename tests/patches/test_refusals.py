@@ -178,8 +178,8 @@ def test_sequences_are_divided_beside_all_of_ours() -> None:
     sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     settings = SimpleNamespace(**sizes, transformer_impl="local", context_parallel_size=2)
     for extras in (
-        Extras(vocabulary=VocabularyParallel.ONE),
-        Extras(vocabulary=VocabularyParallel.TWO, offload=Offload.FULL),
+        Extras(vocab_parallel=VocabularyParallel.ONE),
+        Extras(vocab_parallel=VocabularyParallel.TWO, activation_offload=Offload.FULL),
         Extras(post_validation=True),
     ):
         refuse(settings, choose("zb-v"), extras)
@@ -209,7 +209,7 @@ def test_offload_refuses_what_nobody_has_tried(setting: dict[str, object]) -> No
     settings = SimpleNamespace(**sizes, transformer_impl="local", **setting)
     refuse(settings, choose("zb-h1"))
     with pytest.raises(ValueError, match=r"^--pipeline-activation-offload full does not go with"):
-        refuse(settings, choose("zb-h1"), Extras(offload=Offload.FULL))
+        refuse(settings, choose("zb-h1"), Extras(activation_offload=Offload.FULL))
 
 
 def test_a_v_refuses_other_formats_where_something_is_loaded_or_saved() -> None:

@@ -28,5 +28,7 @@ def test_ends_of_the_model_without_layers(
         for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
     }
     costs = replace(costs, seconds={**costs.seconds, **seconds}, hop=hop)
-    program = build_program(choice, Problem(placement, 4, costs, extras=Extras(vocabulary=variant)))
+    program = build_program(
+        choice, Problem(placement, 4, costs, extras=Extras(vocab_parallel=variant))
+    )
     assert program.schedule.placement == placement

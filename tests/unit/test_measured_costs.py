@@ -64,7 +64,7 @@ def placed(spec: str, vocabulary: VocabularyParallel = NONE, rows: int = 2000) -
     placement = choice.place(RANKS)
     costs = estimated(placement, rows)
     return place_output_layer(
-        choice, Problem(placement, MICROBATCHES, costs, extras=Extras(vocabulary=vocabulary))
+        choice, Problem(placement, MICROBATCHES, costs, extras=Extras(vocab_parallel=vocabulary))
     )
 
 

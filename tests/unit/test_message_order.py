@@ -209,7 +209,7 @@ def family_program(
     )
 
 
-ZB_V_DIVIDED = partial(family_program, "zb-v", 2, 4, vocabulary=VocabularyParallel.ONE)
+ZB_V_DIVIDED = partial(family_program, "zb-v", 2, 4, vocab_parallel=VocabularyParallel.ONE)
 SPOILT: dict[str, tuple[Callable[[], Program], str, str]] = {
     "order: a receive before passes that its message comes of": (
         partial(family_program, "zb-h1", 3, 4), "0RECV_B0", "0F1"
@@ -228,7 +228,7 @@ SPOILT: dict[str, tuple[Callable[[], Program], str, str]] = {
         ZB_V_DIVIDED, "1REDUCE_SI0", "1RECV_F3"
     ),
     "offload": (
-        partial(family_program, "1f1b", 2, 6, offload=Offload.FULL), "0RECV_B0", "0F1"
+        partial(family_program, "1f1b", 2, 6, activation_offload=Offload.FULL), "0RECV_B0", "0F1"
     ),
     "post-validation: a message of its own": (
         partial(family_program, "zb-2p", 2, 4, post_validation=True), "1RECV_P0", "1RECV_F0"
@@ -269,7 +269,7 @@ def test_what_is_only_given_is_soon_waited_for(
 ) -> None:
     """However many microbatches there are: a rank that waited at the step's end alone would keep
     each tensor that it has given to a sum."""
-    made = family_program(name, 4, 32, vocabulary=vocabulary, forward_only=forward_only)
+    made = family_program(name, 4, 32, vocab_parallel=vocabulary, forward_only=forward_only)
     waits = {
         kind: RULES[kind].needs[0].kinds[0] for kind in (Kind.WAIT_S, Kind.WAIT_SI, Kind.WAIT_E)
     }
@@ -287,7 +287,7 @@ def test_what_is_only_given_is_soon_waited_for(
 
 def test_copies_do_not_stand_behind_waits_for_sends() -> None:
     """They may start before; a copy that the rank's wait held up would come late."""
-    row = family_program("1f1b", 2, 6, offload=Offload.FULL).schedule.rows[0]
+    row = family_program("1f1b", 2, 6, activation_offload=Offload.FULL).schedule.rows[0]
     copies = [at for at, action in enumerate(row) if RULES[action.kind].lane in HOST_LANES]
     assert copies
     assert all(row[at - 1].kind not in (Kind.WAIT_F, Kind.WAIT_B) for at in copies)

@@ -58,8 +58,8 @@ ALL_SORTS = {
     "line": program_of("zb-h1"),
     "v": program_of("zb-v"),
     "loop": program_of("interleaved"),
-    "vocabulary": program_of("1f1b", vocabulary=VocabularyParallel.ONE),
-    "offload": program_of("zb-v", offload=Offload.FULL),
+    "vocabulary": program_of("1f1b", vocab_parallel=VocabularyParallel.ONE),
+    "offload": program_of("zb-v", activation_offload=Offload.FULL),
     "post-validation": program_of("zb-h2", post_validation=True),
     "slices": program_of("1f1b", slices=Slices(2)),
 }

@@ -339,16 +339,16 @@ def test_stages_with_nothing_to_train_have_none() -> None:
 @pytest.mark.parametrize(
     "extras",
     [
-        {"vocabulary": VocabularyParallel.TWO},
+        {"vocab_parallel": VocabularyParallel.TWO},
         {"recompute": Recompute(first=1)},
-        {"offload": Offload.HALF},
+        {"activation_offload": Offload.HALF},
         {"post_validation": True},
         {"slices": Slices(2)},
     ],
     ids=lambda extras: next(iter(extras)),
 )
 def test_what_does_not_go_with_pairs(extras: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="pairs of passes do not go with"):
+    with pytest.raises(ValueError, match="pairing of passes does not go with"):
         problem_for("zb-v", 4, 8, f"{COSTS},d2h=1", **extras)
 
 

@@ -49,7 +49,7 @@ def test_no_bound_is_above_what_a_step_takes(name: str, vocabulary: VocabularyPa
     placement = choice.place(4)
     spared = (4 / placement.chunks,) * placement.stages
     costs = replace(uniform(placement, 10, 12, 8), spared=spared)
-    problem = Problem(placement, 64, costs).with_extras(vocabulary=vocabulary)
+    problem = Problem(placement, 64, costs).with_extras(vocab_parallel=vocabulary)
     program = build_program(choice, problem)
     taken = step_seconds(program, program.problem.costs)
     assert 0.8 * taken < least_time(problem, choice.traits.splits_backward) <= taken + 1e-9
@@ -99,7 +99,9 @@ def test_each_way_for_a_head_is_what_simulate_finds() -> None:
         return parse_costs("f=10,i=12,w=8,comm=1,head=10/12/8", placement)
 
     problem = Problem(line(4), 8, costs(line(4)))
-    program = build_program(choose("zb-h1"), problem.with_extras(vocabulary=VocabularyParallel.TWO))
+    program = build_program(
+        choose("zb-h1"), problem.with_extras(vocab_parallel=VocabularyParallel.TWO)
+    )
     two = simulate(program, program.problem.costs).makespan
     naive = simulate(build_program(choose("zb-h1"), problem), problem.costs).makespan
     variant_of = variants_of(4, 8, costs, None, layers=9)

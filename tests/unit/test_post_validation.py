@@ -198,9 +198,9 @@ def test_an_evaluation_has_no_optimizer() -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"vocabulary": VocabularyParallel.TWO}, "vocabulary parallelism 2"),
-        ({"p2p": P2P.BATCHED}, "messages batched"),
-        ({"offload": Offload.FULL}, "offload full"),
+        ({"vocab_parallel": VocabularyParallel.TWO}, "vocabulary parallelism 2"),
+        ({"p2p": P2P.BATCHED}, "p2p batched"),
+        ({"activation_offload": Offload.FULL}, "offload full"),
     ],
 )
 def test_what_does_not_go_with_it(changes: dict[str, Any], why: str) -> None:

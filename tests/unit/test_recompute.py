@@ -169,7 +169,10 @@ def test_texts() -> None:
     [
         ({"recompute": FIT}, "recompute fit has no memory limit .* or write first:2 for all"),
         ({"recompute": Recompute(first=3)}, "the pipeline has 2 stages; write first:2 for all"),
-        ({"recompute": FIRST_1, "offload": Offload.FULL}, "offload full does not go with recomp"),
+        (
+            {"recompute": FIRST_1, "activation_offload": Offload.FULL},
+            "offload full does not go with recomp",
+        ),
     ],
 )
 def test_refusals(problem: dict[str, object], message: str) -> None:
@@ -293,7 +296,7 @@ def test_with_a_divided_vocabulary() -> None:
         12,
         costs,
         MemoryLimit(microbatches=3),
-        extras=Extras(recompute=FIT, vocabulary=VocabularyParallel.TWO),
+        extras=Extras(recompute=FIT, vocab_parallel=VocabularyParallel.TWO),
     )
     program = build_program(choose("v-half"), problem)
     assert share_made_again(program.schedule) > 0

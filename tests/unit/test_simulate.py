@@ -302,7 +302,7 @@ def test_summary_tells_what_leaves_for_the_host() -> None:
     problem = line_problem(4, 8, 1, 1, 1)
     costs = problem.costs.with_host([0.5] * 4, [0.5] * 4)
     text = summarize(
-        program("zb-h1", replace(problem, costs=costs).with_extras(offload=Offload.HALF))
+        program("zb-h1", replace(problem, costs=costs).with_extras(activation_offload=Offload.HALF))
     )
     assert (
         "peak 4 microbatches; offload half: 31% of the activations and 31% of the inputs of W "

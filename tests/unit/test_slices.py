@@ -304,13 +304,13 @@ def test_w_may_come_in_any_order_and_that_is_told() -> None:
 @pytest.mark.parametrize(
     "extras",
     [
-        {"vocabulary": VocabularyParallel.TWO},
+        {"vocab_parallel": VocabularyParallel.TWO},
         {"post_validation": True},
     ],
 )
 def test_what_does_not_go_with_slices(extras: dict[str, Any]) -> None:
     problem = problem_for("1f1b", 2, 2, 2, "f=1,i=1,w=1,d2h=1")
-    with pytest.raises(ValueError, match="2 slices do not go with"):
+    with pytest.raises(ValueError, match="division into 2 slices does not go with"):
         problem.with_extras(**extras)
 
 
@@ -472,7 +472,9 @@ def offloaded(name: str, way: Offload, k: int = 4) -> Program:
     problem = problem_for(name, 4, 6, k, costs)
     held = {Held.ACTIVATION: (64.0,) * 4, Held.WEIGHT_INPUTS: (32.0,) * 4}
     known = replace(problem.costs, held_bytes=held, keys_values=(16.0,) * 4)
-    return build_program(choose(name), replace(problem, costs=known).with_extras(offload=way))
+    return build_program(
+        choose(name), replace(problem, costs=known).with_extras(activation_offload=way)
+    )
 
 
 def test_offload_of_slices_leaves_keys_and_values() -> None:
@@ -619,7 +621,7 @@ def test_the_table_of_offload(name: str, cut: str, cells: str) -> None:
     held = {Held.ACTIVATION: (64.0,) * stages, Held.WEIGHT_INPUTS: (32.0,) * stages}
     known = replace(problem.costs, held_bytes=held, keys_values=(8.0,) * stages)
     for way, cell in zip(("none", "half", "full"), cells.split("|"), strict=True):
-        asked = replace(problem, costs=known).with_extras(offload=Offload(way))
+        asked = replace(problem, costs=known).with_extras(activation_offload=Offload(way))
         made = build_program(choose(name), asked)
         takes = simulate(made, known).makespan
         most = max(peaks(made.schedule, in_bytes(known))) / (64 * problem.placement.chunks)

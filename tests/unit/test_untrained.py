@@ -129,7 +129,7 @@ def test_the_proof_knows() -> None:
 
 @pytest.mark.parametrize("spec", ["zb-h1", "zb-v"])
 def test_nothing_of_them_is_offloaded(spec: str) -> None:
-    program = made(spec, 2, offload=Offload.FULL)
+    program = made(spec, 2, activation_offload=Offload.FULL)
     copied = {
         action.stage
         for row in program.schedule.rows

@@ -147,7 +147,7 @@ class StepProfile(StepObserver[Step]):
         basis = self._programs.bases.get(shape)
         if basis is None:
             return None
-        vocabulary = program.problem.extras.vocabulary
+        vocabulary = program.problem.extras.vocab_parallel
         layers = layer_costs(costs, basis, is_divided=vocabulary is not VocabularyParallel.NONE)
         for group in layers.alike:
             logger.info(not_told_apart(group))

@@ -58,7 +58,7 @@ class Variant:
 
     def check_launch(self) -> None:
         """Raise ValueError if it could be simulated, and no launch could run it."""
-        is_divided = self.problem.extras.vocabulary is not VocabularyParallel.NONE
+        is_divided = self.problem.extras.vocab_parallel is not VocabularyParallel.NONE
         if is_divided and not is_line_or_v(self.problem.placement):
             raise ValueError("its vocabulary cannot be divided: only that of a line or a V can")
 

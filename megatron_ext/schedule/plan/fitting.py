@@ -101,7 +101,7 @@ def _ways_to_fit(variant: Variant, may_offload: bool) -> Iterator[Extras]:
     """What may be asked for beside a memory limit, to fit into it."""
     problem = variant.problem
     if may_offload and problem.costs.host is not None:
-        yield replace(problem.extras, offload=Offload.FIT)
+        yield replace(problem.extras, activation_offload=Offload.FIT)
     if variant.may_recompute:
         yield replace(problem.extras, recompute=Recompute(fit=True))
 

@@ -82,7 +82,7 @@ class Training:
             costs,
             self.limit,
             extras=Extras(
-                vocabulary=method.vocabulary,
+                vocab_parallel=method.vocabulary,
                 post_validation=self.post_validation,
                 slices=self.slices,
                 pairs=self.pairs and keeps_pairs(choice, method.vocabulary),

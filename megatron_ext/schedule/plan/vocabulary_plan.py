@@ -57,7 +57,7 @@ def variants_of(
             of_stages,
             limit,
             extras=Extras(
-                vocabulary=method.vocabulary,
+                vocab_parallel=method.vocabulary,
                 post_validation=post_validation,
                 slices=slices,
                 pairs=pairs and keeps_pairs(choice, method.vocabulary),

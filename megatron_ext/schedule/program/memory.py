@@ -185,9 +185,10 @@ def leaving_room(limit: MemoryLimit, microbatches: int, problem: Problem) -> Mem
     left = allowed - more
     if left < microbatch:
         raise ValueError(
-            f"the memory limit is {limit}, and vocabulary parallelism {problem.extras.vocabulary} "
-            f"holds {counted(microbatches, 'microbatch')} more than a schedule "
-            f"alone, which holds at least one; give at least {limit.at_least(microbatch + more)}"
+            f"the memory limit is {limit}, and vocabulary parallelism "
+            f"{problem.extras.vocab_parallel} holds {counted(microbatches, 'microbatch')} more "
+            f"than a schedule alone, which holds at least one; give at least "
+            f"{limit.at_least(microbatch + more)}"
         )
     if limit.microbatches is not None:
         return MemoryLimit(microbatches=left)

@@ -95,7 +95,7 @@ def _of_slices(problem: Problem) -> float:
 
 def _memory(problem: Problem) -> Memory:
     """What ranks may hold of all that is under way."""
-    stays = problem.with_extras(offload=Offload.NONE, recompute=Recompute())
+    stays = problem.with_extras(activation_offload=Offload.NONE, recompute=Recompute())
     return memory_of(problem if stays == problem else replace(stays, memory_limit=None))
 
 

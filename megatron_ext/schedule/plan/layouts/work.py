@@ -73,7 +73,7 @@ class Work:
             self.costs_of(stages, placement),
             self.limit,
             extras=Extras(
-                vocabulary=method.vocabulary,
+                vocab_parallel=method.vocabulary,
                 post_validation=self.post_validation,
                 pairs=self.pairs and placement.chunks > 1,
             ),
