@@ -178,7 +178,7 @@ class Programs:
             )
         else:
             costs = parse_costs(source.text, placement)
-            if self._config.slices > 1 and not costs.attention:
+            if self._config.slices > 1 and not costs.slices.attention:
                 estimate = costs_of_model(
                     config, placement, per_stage, sequence, micro_batch, is_told=False
                 )

@@ -294,7 +294,7 @@ def test_tensor_parallel_ranks_share_the_work() -> None:
     alone, four = costs_of(), costs_of(rates=ALONE, tensor_parallel=4)
     for kind in (F, I, W):
         assert four.seconds[kind] == pytest.approx([s / 4 for s in alone.seconds[kind]])
-    assert four.hop == alone.hop / 4
+    assert four.links.hop == alone.links.hop / 4
 
 
 def test_tensor_parallel_ranks_wait_for_one_another() -> None:
@@ -308,7 +308,7 @@ def test_tensor_parallel_ranks_wait_for_one_another() -> None:
     assert waiting.spared_on(1) == pytest.approx(once / 2)
     whole = Action(1, Kind.FULL_BACKWARD, 0)
     assert waiting.of(whole) == pytest.approx(alone.of(whole) + once / 2)
-    assert not any(alone.spared)
+    assert not any(alone.passes.spared)
     together = costs_of(tensor_parallel=4, sequence_parallel=False)
     assert together.seconds[F][1] == pytest.approx(waiting.seconds[F][1])
     assert together.spared_on(1) > waiting.spared_on(1), "nothing but reductions"
@@ -350,7 +350,7 @@ def test_layers_in_userbuffers_leave_nothing_to_w() -> None:
         assert costs.seconds[F] == pytest.approx(split.seconds[F])
         whole = Action(1, Kind.FULL_BACKWARD, 0)
         assert costs.of(whole) == pytest.approx(split.of(whole))
-        assert not any(costs.spared)
+        assert not any(costs.passes.spared)
 
 
 def waits(group: Group, model: Model, rates: Rates = WHOLE, **run: Any) -> tuple[float, float]:
@@ -409,7 +409,7 @@ def test_messages_within_a_domain_are_peers() -> None:
     """Four pipeline ranks of two GPUs are in one node, sixteen are not, but in a rack."""
     rack = replace(WHOLE, domain=72)
     hops = {
-        (span, rates.domain): costs_of(rates=rates, pipeline_span=span).hop
+        (span, rates.domain): costs_of(rates=rates, pipeline_span=span).links.hop
         for span in (0, 8, 32)
         for rates in (WHOLE, rack)
     }
@@ -426,7 +426,7 @@ def test_a_slower_machine_takes_longer_and_holds_as_much() -> None:
     for kind in (F, I, W):
         times = WHOLE.linear / CPU.linear
         assert slow.seconds[kind] == pytest.approx([s * times for s in fast.seconds[kind]])
-    assert slow.hop == pytest.approx(fast.hop * WHOLE.network / CPU.network)
+    assert slow.links.hop == pytest.approx(fast.links.hop * WHOLE.network / CPU.network)
     assert slow.held_bytes == fast.held_bytes
 
 

@@ -312,10 +312,12 @@ def test_passes_leave_room_for_messages() -> None:
     choice = choose("zb-auto")
     placement = choice.place(4)
     held = {Held.ACTIVATION: (100.0,) * 4, Held.WEIGHT_INPUTS: (50.0,) * 4}
-    costs = replace(uniform(placement, 10, 12, 8, 1), held_bytes=held, message_bytes=20.0)
+    costs = (
+        uniform(placement, 10, 12, 8, 1).with_passes(held_bytes=held).with_links(message_bytes=20.0)
+    )
     limit = MemoryLimit(bytes=500)
     made = build_program(choice, Problem(placement, 8, costs, limit))
-    free = replace(costs, message_bytes=0.0)
+    free = costs.with_links(message_bytes=0.0)
     without = build_program(choice, Problem(placement, 8, free, limit))
     assert max(peaks(made.schedule, in_bytes(costs))) <= 500
     assert max(peaks(without.schedule, in_bytes(costs))) > 500

@@ -278,7 +278,7 @@ def test_fit_with_a_slow_link_takes_time() -> None:
 def test_fit_counts_bytes() -> None:
     placement = choose("1f1b").place(4)
     held = {Held.ACTIVATION: (100.0,) * 4, Held.WEIGHT_INPUTS: (60.0,) * 4}
-    costs = replace(parse_costs("f=1,i=1,w=1", placement), held_bytes=held)
+    costs = parse_costs("f=1,i=1,w=1", placement).with_passes(held_bytes=held)
     costs = costs.with_host((0.3,) * 4, (0.3,) * 4)
     problem = Problem(
         placement, 16, costs, MemoryLimit(bytes=250), extras=Extras(activation_offload=FIT)
@@ -392,7 +392,7 @@ def test_logits_that_do_not_leave_are_not_copied() -> None:
     take no longer; where the output layer's W comes with I, W needs less of the last stage."""
     placement = line(2)
     held = {Held.ACTIVATION: (100.0, 100.0), Held.WEIGHT_INPUTS: (50.0, 50.0)}
-    layers = replace(parse_costs("f=1,i=1,w=1", placement), held_bytes=held)
+    layers = parse_costs("f=1,i=1,w=1", placement).with_passes(held_bytes=held)
     costs = layers.with_vocabulary(VocabularyCosts((1, 1, 1), logits_bytes=300.0))
     costs = costs.with_host((1.0, 4.0), (2.0, 8.0), 2, False)
     shared = share_vocabulary(costs, placement, VocabularyParallel.TWO).host

@@ -50,12 +50,10 @@ def brief(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def costs_of_slices(random: Random, placement: Placement) -> Costs:
     costs = random_costs(random, placement)
     assert costs.held_bytes is not None
-    return replace(
-        costs,
+    return costs.with_slices(
         attention=tuple(random.uniform(0, 0.6) for _ in range(placement.stages)),
-        latency=costs.hop * random.random(),
         keys_values=tuple(held * random.random() for held in costs.held_bytes[Held.ACTIVATION]),
-    )
+    ).with_links(latency=costs.links.hop * random.random())
 
 
 def random_problem(random: Random, place: Place, p: int, m: int, k: int) -> Problem:
@@ -65,7 +63,7 @@ def random_problem(random: Random, place: Place, p: int, m: int, k: int) -> Prob
     assert costs.held_bytes is not None
     limit = MemoryLimit(microbatches=1 + 3 * random.random())
     if random.random() < 0.5:
-        figures = [*map(max, *costs.held_bytes.values())], costs.keys_values
+        figures = [*map(max, *costs.held_bytes.values())], costs.slices.keys_values
         most = sum(
             max(sum(held[stage] + k for stage in stages) for stages in placement.stages_of)
             for held in figures

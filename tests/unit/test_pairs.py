@@ -16,7 +16,7 @@ from megatron_ext.cli import app
 from megatron_ext.schedule.action import Action, Kind, Pair, parse, parse_pair
 from megatron_ext.schedule.build.build import build_program, complete
 from megatron_ext.schedule.build.registry import choose, entries
-from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.costs import Costs, OverlapCosts
 from megatron_ext.schedule.costs_text import format_costs, load_costs, parse_costs, save_costs
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import v
@@ -286,7 +286,7 @@ def test_w_runs_in_pairs_where_more_hides_beside_it() -> None:
             kind: tuple(tuple(most for _ in stages) for _ in stages)
             for kind, most in ((Kind.BACKWARD_INPUT, 1.0), (Kind.FULL_BACKWARD, beside_b))
         }
-        problem = replace(problem, costs=replace(problem.costs, hidden=hidden))
+        problem = replace(problem, costs=replace(problem.costs, overlap=OverlapCosts(hidden)))
         pairs = build_program(choose("zb-v"), problem).schedule.pairs
         kinds[beside_b] = {str(pair.backward.kind) for pair in pairs}
     assert kinds == {1.0: {"I"}, 5.0: {"B"}}
@@ -376,10 +376,10 @@ def test_costs_are_written_and_read(tmp_path: Path) -> None:
     text = "f=2/2/4/4,i=3/3/6/6,w=1/1/1/1,comm=0,hidden=0/1/2/4"
     assert format_costs(costs_of(text)) == text
     save_costs(costs_of(text), tmp_path / "costs.json")
-    assert load_costs(tmp_path / "costs.json", V).hidden == costs_of(text).hidden
+    assert load_costs(tmp_path / "costs.json", V).overlap.hidden == costs_of(text).overlap.hidden
     table_of_b = {Kind.FULL_BACKWARD: tuple((0.5, 1.0, 1.5, 2.0) for _ in range(4))}
-    save_costs(replace(costs_of(text), hidden=table_of_b), tmp_path / "costs.json")
-    assert load_costs(tmp_path / "costs.json", V).hidden == table_of_b
+    save_costs(replace(costs_of(text), overlap=OverlapCosts(table_of_b)), tmp_path / "costs.json")
+    assert load_costs(tmp_path / "costs.json", V).overlap.hidden == table_of_b
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,7 +47,7 @@ def test_no_bound_is_above_what_a_step_takes(name: str, vocabulary: VocabularyPa
     choice = choose(name)
     placement = choice.place(4)
     spared = (4 / placement.chunks,) * placement.stages
-    costs = replace(uniform(placement, 10, 12, 8), spared=spared)
+    costs = uniform(placement, 10, 12, 8).with_passes(spared=spared)
     problem = Problem(placement, 64, costs).with_extras(vocab_parallel=vocabulary)
     program = build_program(choice, problem)
     taken = step_seconds(program, program.problem.costs)

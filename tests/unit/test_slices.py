@@ -432,10 +432,14 @@ def test_costs_are_written_and_read(tmp_path: Path) -> None:
     costs = parse_costs(text, placement)
     assert format_costs(costs) == text
     held = {Held.ACTIVATION: (64.0, 64.0), Held.WEIGHT_INPUTS: (32.0, 32.0)}
-    costs = replace(costs, held_bytes=held, keys_values=(16.0, 16.0))
+    costs = costs.with_passes(held_bytes=held).with_slices(keys_values=(16.0, 16.0))
     save_costs(costs, tmp_path / "costs.json")
     read = load_costs(tmp_path / "costs.json", placement)
-    assert (read.attention, read.latency, read.keys_values) == ((0.5, 0.25), 0.2, (16.0, 16.0))
+    assert (read.slices.attention, read.links.latency, read.slices.keys_values) == (
+        (0.5, 0.25),
+        0.2,
+        (16.0, 16.0),
+    )
     for wrong in ("attention=2", "latency=2", "attention=0.1/0.1/0.1"):
         with pytest.raises(ValueError, match=wrong.partition("=")[0]):
             parse_costs(f"f=8,i=12,w=4,comm=1,{wrong}", placement)
@@ -443,7 +447,7 @@ def test_costs_are_written_and_read(tmp_path: Path) -> None:
 
 def with_bytes(problem: Problem) -> Problem:
     held = {Held.ACTIVATION: (64.0,), Held.WEIGHT_INPUTS: (32.0,)}
-    costs = replace(problem.costs, held_bytes=held, keys_values=(16.0,))
+    costs = problem.costs.with_passes(held_bytes=held).with_slices(keys_values=(16.0,))
     return replace(problem, costs=costs)
 
 
@@ -471,7 +475,7 @@ def offloaded(name: str, way: Offload, k: int = 4) -> Program:
     costs = "f=1,i=1,w=1,comm=0.01,attention=0.3,d2h=0.5"
     problem = problem_for(name, 4, 6, k, costs)
     held = {Held.ACTIVATION: (64.0,) * 4, Held.WEIGHT_INPUTS: (32.0,) * 4}
-    known = replace(problem.costs, held_bytes=held, keys_values=(16.0,) * 4)
+    known = problem.costs.with_passes(held_bytes=held).with_slices(keys_values=(16.0,) * 4)
     return build_program(
         choose(name), replace(problem, costs=known).with_extras(activation_offload=way)
     )
@@ -619,7 +623,7 @@ def test_the_table_of_offload(name: str, cut: str, cells: str) -> None:
     problem = problem_for(name, 4, 8, k, costs, lengths)
     stages = problem.placement.stages
     held = {Held.ACTIVATION: (64.0,) * stages, Held.WEIGHT_INPUTS: (32.0,) * stages}
-    known = replace(problem.costs, held_bytes=held, keys_values=(8.0,) * stages)
+    known = problem.costs.with_passes(held_bytes=held).with_slices(keys_values=(8.0,) * stages)
     for way, cell in zip(("none", "half", "full"), cells.split("|"), strict=True):
         asked = replace(problem, costs=known).with_extras(activation_offload=Offload(way))
         made = build_program(choose(name), asked)

@@ -289,9 +289,8 @@ def test_tokens_are_sent_in_the_order_of_the_forward_passes() -> None:
 
 
 def with_bytes(activation: float, weight_inputs: float) -> Problem:
-    costs = replace(
-        PROBLEM.costs,
-        held_bytes={Held.ACTIVATION: (activation,) * 2, Held.WEIGHT_INPUTS: (weight_inputs,) * 2},
+    costs = PROBLEM.costs.with_passes(
+        held_bytes={Held.ACTIVATION: (activation,) * 2, Held.WEIGHT_INPUTS: (weight_inputs,) * 2}
     )
     return replace(PROBLEM, costs=costs)
 

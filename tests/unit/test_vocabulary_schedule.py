@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from megatron_ext.schedule.action import Kind, parse
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose
-from megatron_ext.schedule.costs import Costs, VocabularyCosts, uniform
+from megatron_ext.schedule.costs import Costs, LinkCosts, PassCosts, VocabularyCosts, uniform
 from megatron_ext.schedule.kinds import RULES, Held, Lane, Where
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
@@ -43,9 +43,8 @@ def random_vocabulary_costs(random: Random, placement: Placement) -> Costs:
     figures = {d: tuple(random.choice(choices) for _ in range(placement.stages)) for d in PASSES}
     figures[Kind.FORWARD] = (1.0, *figures[Kind.FORWARD][1:])
     layers = Costs(
-        figures,
-        hop=random.choice([0.0, 0.3, 5.0]),
-        held_bytes=dict.fromkeys(LAYERS_HOLD, (1e9,) * placement.stages),
+        PassCosts(figures, held_bytes=dict.fromkeys(LAYERS_HOLD, (1e9,) * placement.stages)),
+        LinkCosts(random.choice([0.0, 0.3, 5.0])),
     )
     head = random.choice([0.0, 1.0, 20.0]), random.choice([0.0, 20.0]), random.choice([0.0, 7.0])
     return layers.with_vocabulary(
@@ -207,9 +206,8 @@ def test_searches_leave_room(name: str, how: VocabularyParallel) -> None:
 @pytest.mark.parametrize("how", [ONE, TWO])
 def test_limits_in_bytes_count_the_shards_logits(name: str, how: VocabularyParallel) -> None:
     placement = choose(name).place(4)
-    layers = replace(
-        uniform(placement, 3, 3, 3, 0.1),
-        held_bytes=dict.fromkeys(LAYERS_HOLD, (2**30,) * placement.stages),
+    layers = uniform(placement, 3, 3, 3, 0.1).with_passes(
+        held_bytes=dict.fromkeys(LAYERS_HOLD, (2**30,) * placement.stages)
     )
     costs = layers.with_vocabulary(VocabularyCosts((3.0, 3.0, 3.0), logits_bytes=4 * 2**30))
 

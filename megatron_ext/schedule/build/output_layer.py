@@ -109,7 +109,7 @@ def with_input_gradient(costs: Costs) -> Costs:
         rest = _last_plus(held[Held.WEIGHT_INPUTS], -costs.vocabulary.logits_bytes)
         held = {**held, Held.WEIGHT_INPUTS: rest}
     vocabulary = replace(costs.vocabulary, head=(forward, input_gradient + weight_gradient, 0.0))
-    changed = replace(costs, seconds=seconds, held_bytes=held, vocabulary=vocabulary)
+    changed = replace(costs.with_passes(seconds=seconds, held_bytes=held), vocabulary=vocabulary)
     return changed.with_copies_of(costs)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.build.output_layer import costs_in
-from megatron_ext.schedule.costs import Costs, VocabularyCosts
+from megatron_ext.schedule.costs import Costs, LinkCosts, PassCosts, VocabularyCosts
 from megatron_ext.schedule.kinds import RULES, Held
 from megatron_ext.schedule.problem import VocabularyParallel
 from megatron_ext.schedule.program.verify import Program
@@ -106,15 +106,14 @@ def measured_costs(
         for kind in in_passes.seconds
     }
     costs = Costs(
-        {kind: seconds[kind] for kind in _OF_STAGES},
-        hop,
-        _held_bytes(held, in_passes),
-        f"measured: {measured}",
-        recompute=_again(passes, seconds[Kind.FORWARD]),
-        attention=estimate.attention,
-        latency=min(estimate.latency, hop),
-        keys_values=estimate.keys_values,
-        launch=estimate.launch,
+        PassCosts(
+            {kind: seconds[kind] for kind in _OF_STAGES},
+            held_bytes=_held_bytes(held, in_passes),
+            recompute=_again(passes, seconds[Kind.FORWARD]),
+        ),
+        LinkCosts(hop, latency=min(estimate.links.latency, hop)),
+        slices=estimate.slices,
+        origin=f"measured: {measured}",
     )
     costs = costs.with_copies_of(estimate)
     if estimate.vocabulary is None:
@@ -213,7 +212,8 @@ def _with_weight_gradient_apart(costs: Costs, in_passes: Costs, estimate: Costs)
         held = {**held, Held.WEIGHT_INPUTS: (*others, last + logits)}
     head = (forward, input_gradient - moved, moved)
     return replace(
-        costs, seconds=seconds, held_bytes=held, vocabulary=replace(costs.vocabulary, head=head)
+        costs.with_passes(seconds=seconds, held_bytes=held),
+        vocabulary=replace(costs.vocabulary, head=head),
     )
 
 

@@ -15,7 +15,7 @@ from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.build.build import build_program, complete
 from megatron_ext.schedule.build.registry import FamilyEntry, Mark, choose, entries
 from megatron_ext.schedule.build.size import seconds_to_build
-from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.costs import Costs, LinkCosts, PassCosts
 from megatron_ext.schedule.limit import MemoryLimit, fits
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
@@ -76,7 +76,9 @@ class SeenCosts:
                 (Kind.BACKWARD_WEIGHT, weight),
             )
         }
-        return Costs(seconds, self.hop, origin="measured of Megatron's own step")
+        return Costs(
+            PassCosts(seconds), LinkCosts(self.hop), origin="measured of Megatron's own step"
+        )
 
 
 def _cut(figures: Sequence[float], stages: int) -> tuple[float, ...]:

@@ -127,14 +127,14 @@ def in_microbatches(schedule: Schedule) -> Amount:
 
 def in_bytes(costs: Costs) -> Amount:
     """Count in bytes, as ``costs`` gives them."""
-    held_bytes, message = costs.held_bytes, costs.message_bytes
+    held_bytes, message = costs.held_bytes, costs.links.message_bytes
     assert held_bytes is not None
 
     def amount(held: Held, stage: int) -> float:
         if held is Held.MESSAGE:
             return message
         if held is Held.KEYS_VALUES:
-            return costs.keys_values[stage] if costs.keys_values else 0.0
+            return costs.slices.keys_values[stage] if costs.slices.keys_values else 0.0
         if held is Held.INPUT:
             return _input_bytes(stage, held_bytes[Held.ACTIVATION][stage], message)
         return held_bytes[held][stage]

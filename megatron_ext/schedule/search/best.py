@@ -285,7 +285,7 @@ def _best_of(name: str, candidates: Sequence[_Candidate], problem: Problem) -> _
 
 def _may_take_less(problem: Problem) -> bool:
     """Whether a step may cost less than what it takes where messages hold nothing up."""
-    return problem.extras.post_validation or any(problem.costs.spared)
+    return problem.extras.post_validation or any(problem.costs.passes.spared)
 
 
 def _is_within_limit(schedule: Schedule, problem: Problem) -> bool:

@@ -160,6 +160,10 @@ def _there_and_back(stage: int, backward: Sequence[float], problem: Problem) -> 
     placement, costs = problem.placement, problem.costs
     after = range(stage + 1, placement.stages)
     remote = [s for s in after if placement.is_remote(s, Neighbour.PREVIOUS)]
-    way = sum(costs.hop_behind(s - 1) for s in remote) if costs.hops else costs.hop * len(remote)
+    way = (
+        sum(costs.hop_behind(s - 1) for s in remote)
+        if costs.links.hops
+        else costs.links.hop * len(remote)
+    )
     forward = costs.seconds[Kind.FORWARD]
     return sum(forward[stage:]) + sum(backward[stage:]) + 2 * way

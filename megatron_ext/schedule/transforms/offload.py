@@ -122,7 +122,7 @@ class _Leaving:
         host = problem.costs.host
         assert host is not None
         seconds = {d: tuple(slower * f for f in row) for d, row in problem.costs.seconds.items()}
-        slow = replace(problem, costs=replace(problem.costs, seconds=seconds))
+        slow = replace(problem, costs=problem.costs.with_passes(seconds=seconds))
         self.schedule, self.problem, self.host = schedule, problem, host
         self.passes = simulate_messages(schedule, slow).compute
 
