@@ -75,6 +75,7 @@ setup(
     packages=find_packages(include=["megatron_ext", "megatron_ext.*"]),
     package_data={
         "megatron_ext": ["py.typed"],
+        "megatron_ext.schedule.model": ["gpus.toml"],
         "megatron_ext.schedule.show.page": ["browser/*"],
     },
     install_requires=["numpy", "typer"],

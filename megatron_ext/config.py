@@ -356,9 +356,8 @@ class PipelineConfig:
                 f"{flag('recompute')} {self.recompute} has nothing to fit into: add "
                 f"{flag('memory_limit')}, or write first:N"
             )
-        if (clash := self.extras.clash) is not None:
-            setting, other = (_EXTRAS[name] for name in clash.extras)
-            self._refuse(setting, other, clash.why)
+        if (conflict := self.extras.conflict) is not None:
+            raise ValueError(conflict.text(*map(self._as_written, conflict.extras)))
         self._check_profile()
         self._check_race()
 
@@ -438,8 +437,11 @@ class PipelineConfig:
             self._refuse("race", "slices", "races of slices are untried; race without them")
 
     def _refuse(self, name: str, beside: str, why: str) -> None:
-        words = [flag_with_value(setting, getattr(self, setting)) for setting in (name, beside)]
+        words = self._as_written(name), self._as_written(beside)
         raise ValueError(f"{words[0]} does not go with {words[1]}: {why}")
+
+    def _as_written(self, name: str) -> str:
+        return flag_with_value(name, getattr(self, name))
 
     @property
     def watches_stock(self) -> bool:
@@ -475,7 +477,7 @@ class PipelineConfig:
     @property
     def splits_backward(self) -> bool:
         """Whether one of them splits the backward pass."""
-        return any(choice.splits_backward for choice in self.choices)
+        return any(choice.traits.splits_backward for choice in self.choices)
 
     @property
     def recomputes(self) -> bool:
@@ -484,9 +486,11 @@ class PipelineConfig:
 
     @property
     def extras(self) -> Extras:
-        """What is asked of the schedule besides the order of its passes."""
-        asked = {name: getattr(self, setting) for name, setting in _EXTRAS.items()}
-        return Extras(**asked | {"slices": Slices(self.slices, self.slice_lengths)})
+        """The options of the schedule that are settings of ours: all but pairs, which Megatron's
+        settings ask for."""
+        names = {extra.name for extra in fields(Extras)} - {"pairs"}
+        given = {name: getattr(self, name) for name in names}
+        return Extras(**given | {"slices": Slices(self.slices, self.slice_lengths)})
 
     def problem(
         self,
@@ -512,22 +516,6 @@ class PipelineConfig:
 
 def _is_chosen_later(schedule: str | None) -> bool:
     return schedule is not None and (schedule == PLAN or is_open(schedule))
-
-
-# The settings that ask for an extra, by the extra's name.
-_EXTRAS = {
-    "p2p": "p2p",
-    "vocabulary": "vocab_parallel",
-    "offload": "activation_offload",
-    "recompute": "recompute",
-    "post_validation": "post_validation",
-    "slices": "slices",  # with their lengths
-}
-
-
-def setting_of(extra: str) -> str:
-    """The setting that asks for ``extra``."""
-    return _EXTRAS[extra]
 
 
 def is_on_stock(setting: Field[Any]) -> bool:

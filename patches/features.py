@@ -69,12 +69,12 @@ FEATURES = (
     Feature(
         "split backward of local linear layers",
         ("megatron.core.tensor_parallel.layers",),
-        lambda choice: choice.splits_backward,
+        lambda choice: choice.traits.splits_backward,
     ),
     Feature(
         "split backward of Transformer Engine's linear layers",
         ("transformer_engine.pytorch.module._common",),
-        lambda choice: choice.splits_backward,
+        lambda choice: choice.traits.splits_backward,
     ),
     Feature(
         "gradients that autograd does not bring",

@@ -155,7 +155,7 @@ def _run(spec: str, microbatches: int, text: str, pairs: int) -> Result:
         for _ in range(line_interval()):
             if is_on:
                 metrics.begin(observed)
-            queue.splitting = choice.splits_backward
+            queue.splitting = choice.traits.splits_backward
             execute(program, stages, Transport(ways, boundary, placement, recorder), recorder)
             queue.splitting = False
             if is_on:

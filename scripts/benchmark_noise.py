@@ -81,7 +81,7 @@ class Ranks:
     A message leaves when the pass that makes it has ended, and takes its hop."""
 
     def __init__(self, program: Program) -> None:
-        schedule, self.hop = program.schedule, program.problem.costs.hop
+        schedule, self.hop = program.schedule, program.problem.costs.links.hop
         passes = [action for row in schedule.compute_rows for action in row]
         number = {action: n for n, action in enumerate(passes)}
         self.rank = [schedule.placement.rank_of[action.stage] for action in passes]

@@ -140,7 +140,7 @@ def _run(spec: str, microbatches: int, text: str) -> Result:
     }
 
     def step(program: Program) -> None:
-        queue.splitting = choice.splits_backward
+        queue.splitting = choice.traits.splits_backward
         execute(program, stages, Transport(ways, boundary, placement, recorder), recorder)
         queue.splitting = False
 

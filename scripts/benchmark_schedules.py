@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         (family, p, m)
         for family in arguments.family
         for p, m in sorted(sizes)
-        if not entries()[family].searches or (p == 8 and m <= 32)
+        if not entries()[family].traits.searches or (p == 8 and m <= 32)
     ]
     results: list[Measured] = []
     # A search would find what it made the last time.

@@ -59,7 +59,7 @@ from megatron_ext.schedule.program.verify import InvalidSchedule, Program
 WIDTH = 16
 SAMPLES = 3
 MICROBATCHES = 12
-SEARCHES_LONG = tuple(name for name, entry in entries().items() if entry.searches)
+SEARCHES_LONG = tuple(name for name, entry in entries().items() if entry.traits.searches)
 LONG_MICROBATCHES = 2
 LONG_COSTS = (10.0, 12.0, 8.0, 1.0)
 

@@ -54,7 +54,7 @@ def rows(ks: tuple[float, ...]) -> Iterator[Row]:
                 whole = None
                 for offload in (Offload.NONE, Offload.HALF, Offload.FULL):
                     problem = Problem(
-                        placement, MICROBATCHES, costs, extras=Extras(offload=offload)
+                        placement, MICROBATCHES, costs, extras=Extras(activation_offload=offload)
                     )
                     program = build_program(choice, problem)
                     makespan = simulate(program, costs).makespan

@@ -33,7 +33,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.progress import Progress
@@ -136,7 +136,7 @@ def cases(entry: FamilyEntry, ranks: Sequence[int], everything: bool) -> Iterato
             limits = {p: units[0]} | ({p + 1: units[1]} if p <= 8 else {})
             for number, m in enumerate(counts):
                 names = list(COSTS)
-                if not entry.uses_costs:
+                if not entry.traits.uses_costs:
                     names = names[:1]
                 elif searches or p > 4:
                     names = [names[(number + p) % len(names)]]
@@ -150,12 +150,11 @@ def costs_of(case: Case, placement: Placement) -> Costs:
     share, last = BYTES / placement.chunks, placement.stages - 1
     stages = range(placement.stages)
     activation = tuple(share * (1.5 if s in (0, last) else 1 + 0.01 * s) for s in stages)
-    return replace(
-        costs,
+    return costs.with_passes(
         held_bytes={
             Held.ACTIVATION: activation,
             Held.WEIGHT_INPUTS: tuple(a * (0.6, 1.1)[s % 2] for s, a in enumerate(activation)),
-        },
+        }
     )
 
 

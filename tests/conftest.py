@@ -9,7 +9,7 @@ import pytest
 from megatron_ext.schedule.search import best
 from megatron_ext.schedule.search.effort import small_effort
 from scripts.recipes.vocabulary import features_of_flags
-from tests.helpers import witnesses
+from tests.helpers import documents, witnesses
 
 # The longest first, so that no worker has one left when the others have ended.
 LONGEST = (
@@ -41,6 +41,18 @@ LONGEST = (
 
 # Families that look through many orders of passes: a schedule takes a second, not hundredths.
 SEARCHING = ("v-auto", "wave-auto", "loop-auto", "zb-auto", "zb_auto")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        documents.WRITE_PAGES,
+        action="store_true",
+        help="write the parts of pages that tests find out of date, rather than fail",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    documents.writes_pages = bool(config.getoption(documents.WRITE_PAGES))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -202,7 +202,7 @@ def problems(args: Any, config: PipelineConfig) -> list[Problem]:
         costs = costs_of_arguments(args, placement, measured)
     else:
         costs = parse_costs(config.costs.text, placement)
-        if config.slices > 1 and not costs.attention:
+        if config.slices > 1 and not costs.slices.attention:
             costs = costs.with_attention_of(costs_of_arguments(args, placement))
     if config.slices > 1:
         costs = costs.with_slices_shared_by(args.context_parallel_size)

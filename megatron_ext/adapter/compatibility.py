@@ -6,18 +6,7 @@ from collections import defaultdict
 from typing import Any
 
 from megatron_ext.adapter.pairs.asked import FLAG, with_pairs
-from megatron_ext.adapter.refusals import (
-    GRAPH_REFUSALS,
-    OFFLOAD_REFUSALS,
-    PAIRS_REFUSALS,
-    POST_VALIDATION_REFUSALS,
-    RECOMPUTE_REFUSALS,
-    REFUSALS,
-    SLICES_REFUSALS,
-    VOCABULARY_REFUSALS,
-    WITHOUT_OFFLOAD_REFUSALS,
-    Refusal,
-)
+from megatron_ext.adapter.refusals import GRAPHS, REFUSALS, RefusalGroup
 from megatron_ext.adapter.taken_over.groups import with_megatrons_group
 from megatron_ext.adapter.transformer_engine.capture_order import capture_order, check_capture
 from megatron_ext.adapter.transformer_engine.captured import captures
@@ -25,12 +14,11 @@ from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build.registry import Choice, with_option
 from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.placement import Placement, is_line_or_v
-from megatron_ext.schedule.problem import Extras, Offload, Recompute, VocabularyParallel
+from megatron_ext.schedule.problem import Extras, VocabularyParallel
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.words import counted
 
 _NO_EXTRAS = Extras()
-_GRAPHS = "--cuda-graph-impl transformer_engine"
 
 
 def refuse(settings: Any, choice: Choice, extras: Extras = _NO_EXTRAS) -> None:
@@ -50,48 +38,29 @@ def refuse(settings: Any, choice: Choice, extras: Extras = _NO_EXTRAS) -> None:
             + (f"; or write {_with_chunks(choice, chunks)}" if placement.name == "loop" else "")
         )
     with_megatrons_group(choice, settings)
-    _refuse_settings(settings, choice, REFUSALS, f"--pipeline-schedule {choice.spec}")
+    for group in REFUSALS:
+        _refuse_settings(settings, choice, extras, group)
     _refuse_pairs(settings, choice, extras)
-    if captures(settings):
-        _refuse_settings(settings, choice, GRAPH_REFUSALS, _GRAPHS)
-    if extras.vocabulary is not VocabularyParallel.NONE:
-        ours = f"--pipeline-vocab-parallel {extras.vocabulary}"
-        if not is_line_or_v(placement):
-            raise ValueError(
-                f"{ours} does not go with --pipeline-schedule {choice.spec}, whose stages are on "
-                f"ranks {list(placement.rank_of)}: choose a schedule with one stage on each rank, "
-                f"in order, or a V such as zb-v, v-half or v-auto"
-            )
-        _refuse_settings(settings, choice, VOCABULARY_REFUSALS, ours)
-    if extras.offload is Offload.NONE:
-        ours = f"--pipeline-schedule {choice.spec}"
-        _refuse_settings(settings, choice, WITHOUT_OFFLOAD_REFUSALS, ours)
-    else:
-        ours = f"--pipeline-activation-offload {extras.offload}"
-        _refuse_settings(settings, choice, OFFLOAD_REFUSALS, ours)
-    if extras.recompute != Recompute():
-        _refuse_settings(
-            settings, choice, RECOMPUTE_REFUSALS, f"--pipeline-recompute {extras.recompute}"
-        )
-    elif choice.recomputes:
-        ours = f"--pipeline-schedule {choice.spec}, which recomputes,"
-        _refuse_settings(settings, choice, RECOMPUTE_REFUSALS, ours)
-    if extras.slices.count > 1:
-        ours = f"--pipeline-slices {extras.slices.count}"
-        _refuse_settings(settings, choice, SLICES_REFUSALS, ours)
+    _refuse_divided_vocabulary(choice, placement, extras)
     if extras.post_validation:
-        ours = "--pipeline-post-validation"
-        _refuse_settings(settings, choice, POST_VALIDATION_REFUSALS, ours)
-        _refuse_barriers(settings, ours)
+        _refuse_barriers(settings, "--pipeline-post-validation")
 
 
 def _refuse_pairs(settings: Any, choice: Choice, extras: Extras) -> None:
-    if with_pairs(extras, settings).pairs:
-        _refuse_settings(settings, choice, PAIRS_REFUSALS, FLAG)
-    elif choice.has_pairs:
+    if choice.has_pairs and not with_pairs(extras, settings).pairs:
         raise ValueError(
             f"--pipeline-schedule {choice.spec} has passes that run as one: add {FLAG}, or put the "
             f"two of each pair one behind the other"
+        )
+
+
+def _refuse_divided_vocabulary(choice: Choice, placement: Placement, extras: Extras) -> None:
+    if extras.vocab_parallel is not VocabularyParallel.NONE and not is_line_or_v(placement):
+        raise ValueError(
+            f"--pipeline-vocab-parallel {extras.vocab_parallel} does not go with "
+            f"--pipeline-schedule {choice.spec}, whose stages are on ranks "
+            f"{list(placement.rank_of)}: choose a schedule with one stage on each rank, in order, "
+            f"or a V such as zb-v, v-half or v-auto"
         )
 
 
@@ -104,16 +73,17 @@ def _refuse_barriers(settings: Any, ours: str) -> None:
         )
 
 
-def _refuse_settings(
-    settings: Any, choice: Choice, refusals: tuple[Refusal, ...], ours: str
-) -> None:
-    for refusal in refusals:
+def _refuse_settings(settings: Any, choice: Choice, extras: Extras, group: RefusalGroup) -> None:
+    requested = group.requested(settings, choice, extras)
+    if requested is None:
+        return
+    for refusal in group.refusals:
         if not (refusal.by(choice) and refusal.matters(settings)):
             continue
         value = getattr(settings, refusal.setting, None)
         if value is not None and refusal.unsupported(value):
             raise ValueError(
-                f"{ours} does not go with {refusal.setting}={value}: {refusal.instead}"
+                f"{requested} does not go with {refusal.setting}={value}: {refusal.instead}"
             )
 
 
@@ -143,7 +113,7 @@ def _refuse_capture_order(schedule: Schedule) -> None:
             check_capture(capture_order(row, stages), row, stages)
         except ValueError as error:
             raise ValueError(
-                f"{schedule.name} does not go with {_GRAPHS}: {error}, or write "
+                f"{schedule.name} does not go with {GRAPHS}: {error}, or write "
                 f"--cuda-graph-impl none"
             ) from error
 

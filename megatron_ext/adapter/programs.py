@@ -178,7 +178,7 @@ class Programs:
             )
         else:
             costs = parse_costs(source.text, placement)
-            if self._config.slices > 1 and not costs.attention:
+            if self._config.slices > 1 and not costs.slices.attention:
                 estimate = costs_of_model(
                     config, placement, per_stage, sequence, micro_batch, is_told=False
                 )
@@ -341,7 +341,7 @@ class Programs:
 
         def build(problem: Problem) -> Schedule:
             schedule = choice.build(problem) if store is None else together(problem, store)
-            if choice.splits_backward and has_middle(problem):
+            if choice.traits.splits_backward and has_middle(problem):
                 self._found[_but_for_length(choice, problem)] = schedule
             return schedule
 

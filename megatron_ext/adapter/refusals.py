@@ -1,20 +1,26 @@
-"""What is refused beside our schedules and settings, a line each: what clashes, and what to write
-instead.
+"""Settings of Megatron's that our schedules and settings refuse, a line each: the setting, the
+reason, and what to write instead. `REFUSALS` has them by feature: checks, pages, records and tests
+iterate over that.
 
 The default is to refuse: only what has been made to work together is allowed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
 import megatron.core
 
+from megatron_ext.adapter.pairs.asked import FLAG, with_pairs
 from megatron_ext.adapter.transformer_engine import installed
+from megatron_ext.adapter.transformer_engine.captured import IMPLEMENTATION, captures
+from megatron_ext.config import flag, flag_with_value
 from megatron_ext.schedule.build.registry import Choice
+from megatron_ext.schedule.problem import Extras, Offload, Recompute, VocabularyParallel
+from megatron_ext.schedule.slices import Slices
 
 
 def _every_schedule(choice: Choice) -> bool:
@@ -52,7 +58,7 @@ def _drop(setting: str, why: str = "", by: Callable[[Choice], bool] = _every_sch
     return Refusal(setting, bool, f"drop {flag}: {why}" if why else f"drop {flag}", by)
 
 
-_splits: Callable[[Choice], bool] = attrgetter("splits_backward")
+_splits: Callable[[Choice], bool] = attrgetter("traits.splits_backward")
 _moves_first_stage: Callable[[Choice], bool] = attrgetter("moves_first_stage")
 
 
@@ -85,7 +91,7 @@ def _only_torch_dist(why: str, by: Callable[[Choice], bool] = _every_schedule) -
     )
 
 
-REFUSALS = (
+SCHEDULE_REFUSALS = (
     Refusal(
         "transformer_impl",
         lambda value: (
@@ -563,5 +569,101 @@ POST_VALIDATION_REFUSALS = (
         "the first and the last rank would wait for one another's gradients of tied weights: write "
         "--untie-embeddings-and-output-weights, or choose a V such as zb-v",
         by=_parts_the_ends,
+    ),
+)
+
+
+_NO_EXTRAS = Extras()
+
+# Of settings, a choice and its options: the words that request a feature, None if it is absent.
+Requested = Callable[[Any, Choice, Extras], str | None]
+GRAPHS = f"--cuda-graph-impl {IMPLEMENTATION}"
+
+
+@dataclass(frozen=True)
+class RefusalGroup:
+    """The refusals of one feature.
+
+    Attributes:
+        name: the part of docs/compatibility.md that lists them.
+        refusals: a line each.
+        requested: the words that request the feature, with which errors begin.
+        settings, extras: an example of a request.
+    """
+
+    name: str
+    refusals: tuple[Refusal, ...]
+    requested: Requested
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    extras: Extras = _NO_EXTRAS
+
+
+def _by_option(name: str) -> Requested:
+    """Request by a setting of ours that is an option of the schedule."""
+
+    def requested(settings: Any, choice: Choice, extras: Extras) -> str | None:
+        value = getattr(extras, name)
+        return None if value == getattr(_NO_EXTRAS, name) else flag_with_value(name, value)
+
+    return requested
+
+
+def _schedule(settings: Any, choice: Choice, extras: Extras) -> str:
+    return f"{flag('schedule')} {choice.spec}"
+
+
+def _no_offload(settings: Any, choice: Choice, extras: Extras) -> str | None:
+    is_absent = extras.activation_offload is Offload.NONE
+    return _schedule(settings, choice, extras) if is_absent else None
+
+
+def _pairs(settings: Any, choice: Choice, extras: Extras) -> str | None:
+    return FLAG if with_pairs(extras, settings).pairs else None
+
+
+def _graphs(settings: Any, choice: Choice, extras: Extras) -> str | None:
+    return GRAPHS if captures(settings) else None
+
+
+def _slices(settings: Any, choice: Choice, extras: Extras) -> str | None:
+    count = extras.slices.count
+    return flag_with_value("slices", count) if count > 1 else None
+
+
+def _recompute(settings: Any, choice: Choice, extras: Extras) -> str | None:
+    if extras.recompute == Recompute() and choice.recomputes:
+        return f"{flag('schedule')} {choice.spec}, which recomputes,"
+    return _by_option("recompute")(settings, choice, extras)
+
+
+REFUSALS = (
+    RefusalGroup("refusals", SCHEDULE_REFUSALS, _schedule),
+    RefusalGroup("pairs refusals", PAIRS_REFUSALS, _pairs, extras=Extras(pairs=True)),
+    RefusalGroup("graph refusals", GRAPH_REFUSALS, _graphs, {"cuda_graph_impl": IMPLEMENTATION}),
+    RefusalGroup(
+        "vocabulary refusals",
+        VOCABULARY_REFUSALS,
+        _by_option("vocab_parallel"),
+        extras=Extras(vocab_parallel=VocabularyParallel.ONE),
+    ),
+    RefusalGroup("refusals without offload", WITHOUT_OFFLOAD_REFUSALS, _no_offload),
+    RefusalGroup(
+        "offload refusals",
+        OFFLOAD_REFUSALS,
+        _by_option("activation_offload"),
+        extras=Extras(activation_offload=Offload.FULL),
+    ),
+    RefusalGroup(
+        "recompute refusals",
+        RECOMPUTE_REFUSALS,
+        _recompute,
+        extras=Extras(recompute=Recompute(first=1)),
+    ),
+    RefusalGroup("slices refusals", SLICES_REFUSALS, _slices, extras=Extras(slices=Slices(4))),
+    RefusalGroup(
+        "post-validation refusals",
+        POST_VALIDATION_REFUSALS,
+        _by_option("post_validation"),
+        extras=Extras(post_validation=True),
     ),
 )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,7 @@ from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build.build import build_program, complete
 from megatron_ext.schedule.build.registry import Choice, choose
-from megatron_ext.schedule.costs import Costs, VocabularyCosts
+from megatron_ext.schedule.costs import Costs, LinkCosts, OverlapCosts
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.placement import Placement
@@ -98,24 +99,34 @@ def ideal_after_bad(program: Program) -> float:
 def in_seconds(costs: str, placement: Placement) -> Costs:
     """``costs`` in milliseconds as seconds, without those of messages: real ones are sent here."""
     given = parse_costs(costs, placement)
-    seconds = {kind: tuple(ms / 1000 for ms in row) for kind, row in given.seconds.items()}
-    host = given.host
+    host, vocabulary = given.host, given.vocabulary
     if host is not None:
-        copies = {kind: tuple(ms / 1000 for ms in row) for kind, row in host.seconds.items()}
-        host = replace(host, seconds=copies)
-    again = tuple(ms / 1000 for ms in given.recompute)
-    hidden = {
-        kind: tuple(tuple(ms / 1000 for ms in row) for row in table)
-        for kind, table in given.hidden.items()
-    }
-    vocabulary = given.vocabulary
-    if vocabulary is None:
-        return Costs(seconds, host=host, recompute=again, hidden=hidden)
-    forward, input_gradient, weight_gradient = (ms / 1000 for ms in vocabulary.head)
-    lookup, table_gradient = (ms / 1000 for ms in vocabulary.embedding)
-    head, embedding = (forward, input_gradient, weight_gradient), (lookup, table_gradient)
-    whole = VocabularyCosts(head, embedding)
-    return Costs(seconds, vocabulary=whole, host=host, recompute=again, hidden=hidden)
+        host = replace(host, seconds=_in_seconds(host.seconds))
+    if vocabulary is not None:
+        head, embedding = _in_seconds((vocabulary.head, vocabulary.embedding))
+        vocabulary = replace(vocabulary, head=head, embedding=embedding)
+    passes, slices = given.passes, given.slices
+    return replace(
+        given,
+        passes=replace(
+            passes,
+            seconds=_in_seconds(passes.seconds),
+            recompute=_in_seconds(passes.recompute),
+            spared=_in_seconds(passes.spared),
+        ),
+        links=LinkCosts(),
+        slices=replace(slices, launch=_in_seconds(slices.launch)),
+        host=host,
+        vocabulary=vocabulary,
+        overlap=OverlapCosts(_in_seconds(given.overlap.hidden)),
+    )
+
+
+def _in_seconds(ms: Any) -> Any:
+    """``ms``, a figure or tuples and mappings of figures, in seconds."""
+    if isinstance(ms, Mapping):
+        return {key: _in_seconds(figures) for key, figures in ms.items()}
+    return tuple(map(_in_seconds, ms)) if isinstance(ms, tuple) else ms / 1000
 
 
 def _passes(program: Program) -> int:
@@ -171,7 +182,7 @@ def ours(
     With post-validation every ``bad_every``-th verdict is bad, or none if that is 0.
     """
     choice = choose(spec)
-    divides = extras.vocabulary is not VocabularyParallel.NONE
+    divides = extras.vocab_parallel is not VocabularyParallel.NONE
     program = program_of(choice, ranks, microbatches, costs, extras, memory_limit)
     placement = program.schedule.placement
     world = dist.group.WORLD
@@ -188,7 +199,7 @@ def ours(
         for number in placement.stages_of[rank]
     }
     offloads = None
-    if extras.offload is not Offload.NONE:
+    if extras.activation_offload is not Offload.NONE:
         copies = EmulatedCopies(program.problem.costs, rank, folder)
         offloads = ActivationOffload(rank, torch.device("cpu"), copies)
     shard = EmulatedVocabulary(program, world, recorder) if divides else None
@@ -197,7 +208,7 @@ def ours(
         validation = EmulatedValidation(world, placement, recorder, bad_every)
 
     def step() -> None:
-        queue.splitting = choice.splits_backward
+        queue.splitting = choice.traits.splits_backward
         transport = Transport(ways, Boundary(SHAPE, DTYPE), placement, recorder)
         passes = None if shard is None else shard.step()
         copying = None if offloads is None else offloads.step(program.schedule.rows[rank])
@@ -211,8 +222,10 @@ def ours(
         assert validation is not None
         validation.settle()
 
-    name = f"megatron-ext {spec}" + f", vocabulary {extras.vocabulary}" * divides
-    name += f", offload {extras.offload}" * (extras.offload is not Offload.NONE)
+    name = f"megatron-ext {spec}" + f", vocabulary {extras.vocab_parallel}" * divides
+    name += f", offload {extras.activation_offload}" * (
+        extras.activation_offload is not Offload.NONE
+    )
     name += f", recompute {extras.recompute}" * (extras.recompute != Recompute())
     name += ", in pairs" * extras.pairs
     name += ", post-validation" * extras.post_validation

@@ -106,11 +106,13 @@ class Setting:
         vocabularies = dict.fromkeys([VocabularyParallel.NONE, self.vocabulary])
         offloads = dict.fromkeys([Offload.NONE, self.offload])
         combined = [
-            Extras(vocabulary=vocabulary, offload=offload)
+            Extras(vocab_parallel=vocabulary, activation_offload=offload)
             for vocabulary, offload in itertools.product(vocabularies, offloads)
         ]
         if self._recompute != Recompute():
-            combined += [Extras(vocabulary=way, recompute=self._recompute) for way in vocabularies]
+            combined += [
+                Extras(vocab_parallel=way, recompute=self._recompute) for way in vocabularies
+            ]
         if self.post_validation:
             combined.append(Extras(post_validation=True))
         made = []

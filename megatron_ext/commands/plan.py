@@ -39,7 +39,7 @@ from megatron_ext.commands.progress import showing_progress
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
 from megatron_ext.schedule.model.execution import Precision
-from megatron_ext.schedule.model.gpus import GPUS, USABLE, assumed_rates, parse_gpu
+from megatron_ext.schedule.model.gpus import USABLE, assumed_rates, parse_gpu
 from megatron_ext.schedule.model.model_memory import TrainingState
 from megatron_ext.schedule.model.rates import Rates
 from megatron_ext.schedule.model.short_form import parse_model
@@ -95,7 +95,8 @@ def plan(
     gpu: Annotated[
         str | None,
         typer.Option(
-            help=f"{', '.join(GPUS)}, or operations=400e12,bytes=40e9,memory=80GiB, as achieved. "
+            help="Name of a GPU whose data sheet is known, such as h100 (an unknown name is "
+            "answered with all), or operations=400e12,bytes=40e9,memory=80GiB, as achieved. "
             f"What takes more than {USABLE:.0%} of the memory does not fit."
         ),
     ] = None,

@@ -23,7 +23,7 @@ def schedules(as_json: Json = False) -> None:
             "mark": entry.mark,
             "placement": entry.place(4).name,
             "chunks": entry.place(4).chunks,
-            "uses_costs": entry.uses_costs,
+            "uses_costs": entry.traits.uses_costs,
             "source": entry.source,
         }
         for entry in entries().values()

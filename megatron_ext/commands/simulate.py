@@ -170,8 +170,8 @@ def simulate(
         varying = None if noise is None else parse_noise(noise)
         extras = Extras(
             p2p=p2p,
-            vocabulary=vocab_parallel,
-            offload=offload,
+            vocab_parallel=vocab_parallel,
+            activation_offload=offload,
             recompute=parse_recompute(recompute, "--recompute"),
             post_validation=post_validation,
             slices=Slices(slices, parse_lengths(slice_lengths, "--slice-lengths")),

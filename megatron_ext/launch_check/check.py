@@ -427,7 +427,7 @@ def _predict(
     if unknown is not None:
         fix = "--pipeline-costs profile measures what passes take"
         report.add(Verdict.REMARK, "estimate", unknown, fix)
-    model = model_bytes.model_bytes_of_ranks(args, placement, problem.extras.vocabulary)
+    model = model_bytes.model_bytes_of_ranks(args, placement, problem.extras.vocab_parallel)
     if model is None:
         text = "that of layers which are not Megatron's is not known"
         report.add(Verdict.REMARK, "memory", text)
@@ -448,7 +448,7 @@ def _predict(
     )
     report.prediction = replace(prediction, ranks=ranks)
     _judge_memory(report, [rank.total_bytes for rank in ranks], room)
-    if problem.extras.offload is not Offload.NONE and costs.held_bytes is not None:
+    if problem.extras.activation_offload is not Offload.NONE and costs.held_bytes is not None:
         planned = [planned_bytes(row, costs) or 0.0 for row in program.schedule.rows]
         text = f"offload takes up to {bytes_text(max(planned))} per rank"
         report.add(Verdict.RIGHT, "host memory", text, "add up the ranks of a node")

@@ -109,7 +109,12 @@ class LinePlan:
     @property
     def of_line(self) -> Candidate | None:
         """The line as it stands; None if nothing is known of that."""
-        asked = self.own, VocabMethod.NAIVE, self.extras.offload, str(self.extras.recompute)
+        asked = (
+            self.own,
+            VocabMethod.NAIVE,
+            self.extras.activation_offload,
+            str(self.extras.recompute),
+        )
         for candidate in self.plan.candidates:
             made = candidate.report
             if (made.schedule, candidate.method, made.offload, made.recompute) == asked:

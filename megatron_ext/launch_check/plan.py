@@ -223,7 +223,7 @@ class _Launch:
         without = self._without(given)
 
         def variant(name: str, method: VocabMethod) -> Variant | None:
-            refused = (name, method) in plan.refusals and not entry_of(name).searches
+            refused = (name, method) in plan.refusals and not entry_of(name).traits.searches
             return without.line.variant(name, method) if refused else None
 
         others = make_plan(variant, bound.room, True, better_than=taken, specs=self.specs)

@@ -116,7 +116,7 @@ class LineVariants:
         """Whether a launch with these would go with ``--pipeline-recompute fit`` as well."""
         extras = replace(config.extras, recompute=Recompute(fit=True))
         is_given = config.recompute != Recompute()
-        if not self.tries_recompute or is_given or extras.clash is not None:
+        if not self.tries_recompute or is_given or extras.conflict is not None:
             return False
         try:
             check_settings(args, config)  # also of the line's own schedule, if that is Megatron's

@@ -2,13 +2,18 @@
 
 Costs are given per kind. A kind that does the work of others (`Rule.covers`) costs what they do
 together: a fused backward B costs I + W. Their text form is in costs_text.py.
+
+`Costs` consists of parts. Figures are tuples, not arrays: caches key on their repr, which numpy
+shortens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from itertools import pairwise
+from typing import Any, Self
 
 from megatron_ext.schedule.action import Action, Kind, Slice, tokens_of
 from megatron_ext.schedule.kinds import HOST_LANES, RULES, Held, Lane, Where
@@ -41,8 +46,147 @@ class VocabularyCosts:
         }
 
 
+class CostPart:
+    """A part of `Costs`. Each of its tuples has a figure per stage unless it says otherwise."""
+
+    def __post_init__(self) -> None:
+        for part in fields(self):  # type: ignore[arg-type]  # each part is a dataclass
+            value = getattr(self, part.name)
+            for figures in value.values() if isinstance(value, Mapping) else [value]:
+                if hasattr(figures, "__len__") and not isinstance(figures, tuple):
+                    raise TypeError(f"{part.name} has {type(figures).__name__}; write a tuple")
+
+    def joined(self, rows: Sequence[Sequence[int]], costs: Costs) -> Self:
+        """This part of ``costs`` with the stages of each of ``rows`` in one: their figures summed
+        up."""
+        named = {part.name: getattr(self, part.name) for part in fields(self)}  # type: ignore[arg-type]
+        return type(self)(**{name: _summed(value, rows) for name, value in named.items()})
+
+
+def _summed(value: Any, rows: Sequence[Sequence[int]]) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _summed(figures, rows) for key, figures in value.items()}
+    if isinstance(value, tuple) and value:
+        return tuple(sum(value[stage] for stage in row) for row in rows)
+    return value  # of no stage
+
+
 @dataclass(frozen=True)
-class HostCosts:
+class PassCosts(CostPart):
+    """What passes take and hold.
+
+    Attributes:
+        seconds: per kind. (Any unit of time will do if all share it.)
+        held_bytes: bytes per kind of memory; None when bytes are not known.
+        recompute: seconds of R; () where it takes as long as the F that it repeats.
+        spared: seconds that I and W take less where one follows the other at once, as in B, since
+            one hides what the other waits for; () where that is nothing.
+    """
+
+    seconds: Mapping[Kind, tuple[float, ...]]
+    held_bytes: Mapping[Held, tuple[float, ...]] | None = None
+    recompute: tuple[float, ...] = ()
+    spared: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not any(map(any, self.seconds.values())):
+            raise ValueError("costs: all passes cost nothing; at least one must cost something")
+
+
+@dataclass(frozen=True)
+class LinkCosts(CostPart):
+    """What messages take.
+
+    Attributes:
+        hop: seconds a message takes from one rank to another; the mean where `hops` are told.
+        latency: the seconds of a hop that a short message takes, too.
+        hops: seconds of a message between each stage and the next; () where all take ``hop``.
+        latencies: the latency of each of `hops`; () where all have ``latency``.
+        message_bytes: of what goes from stage to stage; 0 when that is not known.
+    """
+
+    hop: float = 0.0
+    latency: float = 0.0
+    hops: tuple[float, ...] = ()
+    latencies: tuple[float, ...] = ()
+    message_bytes: float = 0.0
+
+    def joined(self, rows: Sequence[Sequence[int]], costs: Costs) -> LinkCosts:
+        """These links, of each two neighbours in ``rows`` the first that joins them."""
+        between = [
+            next((min(a, b) for a in row for b in following if abs(a - b) == 1), None)
+            for row, following in pairwise(rows)
+        ]
+
+        def picked(figures: tuple[float, ...], mean: float) -> tuple[float, ...]:
+            return figures and tuple(mean if at is None else figures[at] for at in between)
+
+        hops, latencies = picked(self.hops, self.hop), picked(self.latencies, self.latency)
+        return replace(self, hops=hops, latencies=latencies)
+
+
+@dataclass(frozen=True)
+class SliceCosts(CostPart):
+    """What slices of a microbatch take otherwise than their share of it.
+
+    Attributes:
+        attention: the share of F, and of I and W together, that grows with the square of the
+            sequence: of what the layers take, without the vocabulary's. Of a backward pass all of
+            that is in I. () where it is nothing, or not known.
+        launch: seconds of F, and as much of I, that a pass of few tokens takes, too; () where that
+            is nothing.
+        keys_values: bytes of a microbatch's keys and values, which are part of the activation; ()
+            where that is not known.
+        sharing: context-parallel ranks that share each slice, one part behind the other.
+    """
+
+    attention: tuple[float, ...] = ()
+    launch: tuple[float, ...] = ()
+    keys_values: tuple[float, ...] = ()
+    sharing: int = 1
+
+    def joined(self, rows: Sequence[Sequence[int]], costs: Costs) -> SliceCosts:
+        """This part, attention as a share of the joined stages."""
+        joined = super().joined(rows, costs)
+        if not self.attention:
+            return joined
+        squared = [costs.of_attention(Kind.FORWARD, stage) for stage in range(costs.stages)]
+        forward = costs.seconds[Kind.FORWARD]
+        attention = tuple(
+            sum(squared[stage] for stage in row) / (sum(forward[stage] for stage in row) or 1.0)
+            for row in rows
+        )
+        return replace(joined, attention=attention)
+
+
+@dataclass(frozen=True)
+class OverlapCosts(CostPart):
+    """What passes save that run side by side (`Pair`).
+
+    Attributes:
+        hidden: seconds that a forward pass and a backward pass take less so than one after the
+            other. By the backward pass's kind, I or B, a row per stage of F, with a figure per
+            stage of the backward pass. Where B is not told, I's; {} is nothing.
+    """
+
+    hidden: Mapping[Kind, tuple[tuple[float, ...], ...]] = field(default_factory=dict)
+
+    def joined(self, rows: Sequence[Sequence[int]], costs: Costs) -> OverlapCosts:
+        """This part; backward passes run through the stages of a row from the last."""
+
+        def saved(table: tuple[tuple[float, ...], ...], row: Sequence[int], other: Any) -> float:
+            return sum(table[f][b] for f, b in zip(row, reversed(other), strict=False))
+
+        tables = {
+            kind: tuple(tuple(saved(table, row, other) for other in rows) for row in rows)
+            for kind, table in self.hidden.items()
+        }
+        return replace(self, hidden=tables)
+
+
+@dataclass(frozen=True)
+class HostCosts(CostPart):
     """What copies between a rank's memory and the host's take.
 
     Attributes:
@@ -80,56 +224,47 @@ class Costs:
     """Costs of one microbatch.
 
     Attributes:
-        seconds: per kind, one figure per stage. (Any unit of time will do if all share it.)
-        hop: seconds a message takes from one rank to another; the mean where `hops` are told.
-        held_bytes: per kind of memory, bytes per stage; None when bytes are not known.
-        message_bytes: of what goes from stage to stage; 0 when that is not known.
+        passes: what they take and hold.
+        links: what messages take.
+        slices: what slices of a microbatch take otherwise.
+        host: what copies to the host and back take; None when that is not known.
         vocabulary: which part of the first and the last stage's figures is the embedding's and the
             output layer's; None when that is not known.
-        host: what copies to the host and back take; None when that is not known.
-        recompute: seconds per stage of R; () where it takes as long as the F that it repeats.
-        spared: seconds per stage that I and W take less where one follows the other at once, as in
-            B, since one hides what the other waits for; () where that is nothing.
-        hops: seconds of a message between each stage and the next; () where all take ``hop``.
-        attention: the share of F, and of I and W together, that grows with the square of the
-            sequence, per stage: of what the layers take, without the vocabulary's. Of a backward
-            pass all of that is in I. () where it is nothing, or not known.
-        latency: the seconds of a hop that a short message takes, too.
-        latencies: these of each of `hops`; () where all have ``latency``.
-        launch: seconds per stage of F, and as much of I, that a pass of few tokens takes, too; ()
-            where that is nothing.
-        keys_values: bytes per stage of a microbatch's keys and values, which are part of the
-            activation; () where that is not known.
-        hidden: seconds that a forward pass and a backward pass take less side by side (`Pair`) than
-            one after the other. By the backward pass's kind, I or B, a row per stage of F, with a
-            figure per stage of the backward pass. Where B is not told, I's; {} is nothing.
-        sharing: context-parallel ranks that share each slice, one part behind the other.
+        overlap: what passes save side by side.
         whole: of costs whose vocabulary is shared by the ranks, what they were before.
         origin: how these figures came about, for people to read.
     """
 
-    seconds: Mapping[Kind, tuple[float, ...]]
-    hop: float = 0.0
-    held_bytes: Mapping[Held, tuple[float, ...]] | None = None
-    origin: str = "given"
-    vocabulary: VocabularyCosts | None = None
+    passes: PassCosts
+    links: LinkCosts = LinkCosts()
+    slices: SliceCosts = SliceCosts()
     host: HostCosts | None = None
+    vocabulary: VocabularyCosts | None = None
+    overlap: OverlapCosts = OverlapCosts()
     whole: Costs | None = None
-    message_bytes: float = 0.0
-    spared: tuple[float, ...] = ()
-    recompute: tuple[float, ...] = ()
-    hops: tuple[float, ...] = ()
-    attention: tuple[float, ...] = ()
-    latency: float = 0.0
-    keys_values: tuple[float, ...] = ()
-    latencies: tuple[float, ...] = ()
-    launch: tuple[float, ...] = ()
-    sharing: int = 1
-    hidden: Mapping[Kind, tuple[tuple[float, ...], ...]] = field(default_factory=dict)
+    origin: str = "given"
 
-    def __post_init__(self) -> None:
-        if not any(map(any, self.seconds.values())):
-            raise ValueError("costs: all passes cost nothing; at least one must cost something")
+    @property
+    def seconds(self) -> Mapping[Kind, tuple[float, ...]]:
+        """Seconds of passes per kind and stage."""
+        return self.passes.seconds
+
+    @property
+    def held_bytes(self) -> Mapping[Held, tuple[float, ...]] | None:
+        """Bytes per kind of memory and stage; None when they are not known."""
+        return self.passes.held_bytes
+
+    def with_passes(self, **changes: Any) -> Costs:
+        """These costs with fields of `passes` replaced."""
+        return replace(self, passes=replace(self.passes, **changes))
+
+    def with_links(self, **changes: Any) -> Costs:
+        """These costs with fields of `links` replaced."""
+        return replace(self, links=replace(self.links, **changes))
+
+    def with_slices(self, **changes: Any) -> Costs:
+        """These costs with fields of `slices` replaced."""
+        return replace(self, slices=replace(self.slices, **changes))
 
     @property
     def stages(self) -> int:
@@ -142,7 +277,7 @@ class Costs:
         rule = RULES[action.kind]
         if rule.where is Where.RANK:
             return 0.0
-        if rule.repeats is not None and self.recompute:
+        if rule.repeats is not None and self.passes.recompute:
             return self._of_again(rule.repeats, action)
         if rule.lane is Lane.COMPUTE:
             passes = [rule.repeats] if rule.repeats is not None else rule.covers
@@ -158,27 +293,27 @@ class Costs:
         """Of what a microbatch leaves. Keys and values stay for the slices that attend to them."""
         tokens, held = tokens_of(action.microbatch), self.held_bytes
         is_slice = isinstance(action.microbatch, Slice)
-        if not is_slice or not self.keys_values or held is None:
+        if not is_slice or not self.slices.keys_values or held is None:
             return tokens
         if Held.ACTIVATION not in RULES[action.kind].moves or not held[Held.ACTIVATION]:
             return tokens
         activation = held[Held.ACTIVATION][action.stage] or 1.0
-        return tokens * max(1 - self.keys_values[action.stage] / activation, 0.0)
+        return tokens * max(1 - self.slices.keys_values[action.stage] / activation, 0.0)
 
     def _of_message(self, action: Action) -> float:
         if RULES[action.kind].lane is not Lane.SEND:
             return self.hop_of(action.microbatch)
         behind = action.stage - (action.kind is Kind.SEND_B)
-        latency = self.latencies[behind] if self.latencies else self.latency
+        latency = self.links.latencies[behind] if self.links.latencies else self.links.latency
         return _part_of_hop(self.hop_behind(behind), latency, action.microbatch)
 
     def hop_of(self, part: int) -> float:
         """Seconds of a message of ``part``: the mean where not all links are alike."""
-        return _part_of_hop(self.hop, self.latency, part)
+        return _part_of_hop(self.links.hop, self.links.latency, part)
 
     def hop_behind(self, stage: int) -> float:
         """Seconds of a message between ``stage`` and the next, either way."""
-        return self.hops[stage] if self.hops else self.hop
+        return self.links.hops[stage] if self.links.hops else self.links.hop
 
     def _of_pass(self, kind: Kind, action: Action) -> float:
         """Of ``kind``, whose work ``action`` does. A slice attends to itself and those before."""
@@ -191,58 +326,59 @@ class Costs:
         launch = min(self._launch_of(kind, action.stage), rest)
         tokens, attended = tokens_of(part), part.end**2 - part.begin**2
         # The last of those who share it attends to most, and the others wait for that.
-        attended += tokens**2 * (1 - 1 / self.sharing)
+        attended += tokens**2 * (1 - 1 / self.slices.sharing)
         return launch + (rest - launch) * tokens + squared * attended
 
     def _launch_of(self, kind: Kind, stage: int) -> float:
         """The seconds of ``kind`` on ``stage`` that a slice takes, too."""
         is_launched = kind in (Kind.FORWARD, Kind.BACKWARD_INPUT)  # W runs behind I
-        return self.launch[stage] if self.launch and is_launched else 0.0
+        return self.slices.launch[stage] if self.slices.launch and is_launched else 0.0
 
     def _of_again(self, repeats: Kind, action: Action) -> float:
         """Of R, which is given. A slice takes the same share of it as of the pass it repeats."""
-        whole, again = self.seconds[repeats][action.stage], self.recompute[action.stage]
+        whole, again = self.seconds[repeats][action.stage], self.passes.recompute[action.stage]
         if not isinstance(action.microbatch, Slice):
             return again
         return again * (self._of_pass(repeats, action) / whole if whole else 1.0)
 
     def of_attention(self, kind: Kind, stage: int) -> float:
         """The seconds of ``kind`` on ``stage`` that grow with the square of the sequence."""
-        if not self.attention or kind not in (Kind.FORWARD, Kind.BACKWARD_INPUT):
+        if not self.slices.attention or kind not in (Kind.FORWARD, Kind.BACKWARD_INPUT):
             return 0.0
         layers = self._of_layers
         if kind is Kind.FORWARD:
-            return self.attention[stage] * layers[kind][stage]
+            return self.slices.attention[stage] * layers[kind][stage]
         backward = layers[kind][stage] + layers[Kind.BACKWARD_WEIGHT][stage]
-        return min(self.attention[stage] * backward, layers[kind][stage])
+        return min(self.slices.attention[stage] * backward, layers[kind][stage])
 
     def with_attention_of(self, estimate: Costs) -> Costs:
         """These costs; where they do not tell what slices ask for, as ``estimate`` has it."""
-        if self.attention or not estimate.attention:
+        if self.slices.attention or not estimate.slices.attention:
             return self
         return replace(
-            self,
+            self.with_slices(
+                attention=estimate.slices.attention,
+                launch=self.slices.launch or estimate.slices.launch,
+                keys_values=self.slices.keys_values or estimate.slices.keys_values,
+            ),
             origin=f"{self.origin}; attention in estimated proportions",
-            attention=estimate.attention,
-            launch=self.launch or estimate.launch,
-            keys_values=self.keys_values or estimate.keys_values,
         )
 
     def with_slices_shared_by(self, ranks: int) -> Costs:
         """These costs where so many context-parallel ranks share each slice, and each has the keys
         and values of all of them."""
-        shared = replace(self, sharing=ranks)
-        if ranks == 1 or not self.keys_values or self.held_bytes is None:
+        shared = self.with_slices(sharing=ranks)
+        if ranks == 1 or not self.slices.keys_values or self.held_bytes is None:
             return shared
         activation = tuple(
             whole + (ranks - 1) * own
-            for whole, own in zip(self.held_bytes[Held.ACTIVATION], self.keys_values, strict=True)
+            for whole, own in zip(
+                self.held_bytes[Held.ACTIVATION], self.slices.keys_values, strict=True
+            )
         )
-        return replace(
-            shared,
-            held_bytes={**self.held_bytes, Held.ACTIVATION: activation},
-            keys_values=tuple(ranks * own for own in self.keys_values),
-        )
+        keys_values = tuple(ranks * own for own in self.slices.keys_values)
+        held_bytes = {**self.held_bytes, Held.ACTIVATION: activation}
+        return shared.with_slices(keys_values=keys_values).with_passes(held_bytes=held_bytes)
 
     @cached_property
     def _of_layers(self) -> Mapping[Kind, tuple[float, ...]]:
@@ -262,7 +398,7 @@ class Costs:
 
     def spared_on(self, stage: int) -> float:
         """Seconds that I and W of ``stage`` take less, one right after the other."""
-        return self.spared[stage] if self.spared else 0.0
+        return self.passes.spared[stage] if self.passes.spared else 0.0
 
     def least_on(self, stages: Iterable[int]) -> float:
         """Seconds that all passes of a microbatch take on ``stages`` of a rank, at the least."""
@@ -273,7 +409,9 @@ class Costs:
 
     def saved_by(self, forward: Action, backward: Action) -> float:
         """Seconds that the two take less side by side: no more than the shorter of them takes."""
-        table = self.hidden.get(backward.kind) or self.hidden.get(Kind.BACKWARD_INPUT)
+        table = self.overlap.hidden.get(backward.kind) or self.overlap.hidden.get(
+            Kind.BACKWARD_INPUT
+        )
         if table is None:
             return 0.0
         hidden = table[forward.stage][backward.stage]
@@ -289,51 +427,24 @@ class Costs:
 
     def in_pairs(self) -> Costs:
         """The same work with every two stages in a row in one."""
-        joined = self.without_vocabulary()._joined(
-            [(at, at + 1) for at in range(0, self.stages, 2)]
-        )
-        if self.vocabulary is not None:
-            joined = joined.with_vocabulary(self.vocabulary)
-        if self.host is None:
-            return joined
-        out, back = (
-            [sum(pair) for pair in zip(figures[::2], figures[1::2], strict=True)]
-            for figures in (self.host.to_host, self.host.from_host)
-        )
-        return joined.with_host(out, back, self.host.ranks_per_link, self.host.duplex)
+        return self._joined([(at, at + 1) for at in range(0, self.stages, 2)])
 
     def _joined(self, rows: Sequence[Sequence[int]]) -> Costs:
-        """The same work with the stages of each of ``rows`` in one, and without vocabulary and
-        copies to the host."""
+        """The same work with the stages of each of ``rows`` in one. The vocabulary's part is known
+        if it stays on the first and the last of them."""
+        stays = 0 in rows[0] and self.stages - 1 in rows[-1]
+        costs = self.without_vocabulary() if stays else self
 
-        def joined(figures: tuple[float, ...]) -> tuple[float, ...]:
-            return tuple(sum(figures[stage] for stage in row) for row in rows) if figures else ()
+        def joined(value: object) -> object:
+            if isinstance(value, Costs):
+                return value._joined(rows)
+            return value.joined(rows, costs) if isinstance(value, CostPart) else value
 
-        held = self.held_bytes
-        return Costs(
-            {kind: joined(figures) for kind, figures in self.seconds.items()},
-            self.hop,
-            None if held is None else {what: joined(figures) for what, figures in held.items()},
-            self.origin,
-            message_bytes=self.message_bytes,
-            spared=joined(self.spared),
-            recompute=joined(self.recompute),
-            attention=self._attention_joined(rows),
-            latency=self.latency,
-            keys_values=joined(self.keys_values),
-            launch=joined(self.launch),
-            sharing=self.sharing,
-        )
-
-    def _attention_joined(self, rows: Sequence[Sequence[int]]) -> tuple[float, ...]:
-        if not self.attention:
-            return ()
-        squared = [self.of_attention(Kind.FORWARD, stage) for stage in range(self.stages)]
-        forward = self.seconds[Kind.FORWARD]  # from now on with the vocabulary's
-        return tuple(
-            sum(squared[stage] for stage in row) / (sum(forward[stage] for stage in row) or 1.0)
-            for row in rows
-        )
+        named = {part.name: joined(getattr(costs, part.name)) for part in fields(costs)}
+        made = replace(costs, **named | {"vocabulary": None})  # type: ignore[arg-type]
+        if self.vocabulary is None or not stays:
+            return made
+        return made.with_vocabulary(self.vocabulary)
 
     def with_host(
         self,
@@ -398,8 +509,9 @@ class Costs:
             held = {what: added(figures, 0.0, logits) for what, figures in held.items()}
         ends = vocabulary.of_ends.items()
         seconds = {kind: added(self.seconds[kind], *end) for kind, end in ends}
-        again = self.recompute and added(self.recompute, *vocabulary.of_ends[Kind.FORWARD])
-        return replace(self, seconds=seconds, held_bytes=held, recompute=again)
+        again = self.passes.recompute
+        again = again and added(again, *vocabulary.of_ends[Kind.FORWARD])
+        return self.with_passes(seconds=seconds, held_bytes=held, recompute=again)
 
 
 def _part_of_hop(hop: float, latency: float, part: int) -> float:
@@ -415,4 +527,4 @@ def uniform(
     seconds = {
         kind: (figure / placement.chunks,) * placement.stages for kind, figure in of_rank.items()
     }
-    return Costs(seconds, comm, origin=origin)
+    return Costs(PassCosts(seconds), LinkCosts(comm), origin=origin)

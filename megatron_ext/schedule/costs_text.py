@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.costs import Costs, HostCosts, VocabularyCosts
+from megatron_ext.schedule.costs import (
+    Costs,
+    HostCosts,
+    LinkCosts,
+    OverlapCosts,
+    PassCosts,
+    SliceCosts,
+    VocabularyCosts,
+)
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.text_file import parse_json, read_text_file, write_text_file
@@ -47,16 +55,16 @@ def format_costs(costs: Costs) -> str:
         return format_costs(costs.whole)
     layers = costs.without_vocabulary()
     parts = [f"{key}={_joined(layers.seconds[kind])}" for key, kind in _PASSES.items()]
-    if layers.recompute:
-        parts.append(f"{_AGAIN}={_joined(layers.recompute)}")
-    parts.append(f"comm={costs.hop:.4g}")
-    if any(costs.attention):
-        parts.append(f"attention={_joined(costs.attention)}")
-    if costs.latency:
-        parts.append(f"latency={costs.latency:.4g}")
-    if any(costs.launch):
-        parts.append(f"launch={_joined(costs.launch)}")
-    if costs.hidden:
+    if layers.passes.recompute:
+        parts.append(f"{_AGAIN}={_joined(layers.passes.recompute)}")
+    parts.append(f"comm={costs.links.hop:.4g}")
+    if any(costs.slices.attention):
+        parts.append(f"attention={_joined(costs.slices.attention)}")
+    if costs.links.latency:
+        parts.append(f"latency={costs.links.latency:.4g}")
+    if any(costs.slices.launch):
+        parts.append(f"launch={_joined(costs.slices.launch)}")
+    if costs.overlap.hidden:
         parts.append(f"{_HIDDEN}={_joined(_of_like_stages(costs))}")
     if costs.vocabulary is not None:
         given = {"head": costs.vocabulary.head, "embedding": costs.vocabulary.embedding}
@@ -79,7 +87,7 @@ def outline_costs(costs: Costs, placement: Placement, *, with_copies: bool) -> s
     if with_copies and costs.host is not None:
         figures |= _copies(costs.host)
     parts = [f"{key}={_outlined(per_stage, placement)}" for key, per_stage in figures.items()]
-    parts.append(f"comm={costs.hop:.3g}")
+    parts.append(f"comm={costs.links.hop:.3g}")
     if costs.vocabulary is not None and any(costs.vocabulary.head):
         parts.append("head=" + "/".join(f"{figure:.3g}" for figure in costs.vocabulary.head))
     return ",".join(parts)
@@ -92,7 +100,9 @@ def _outlined(per_stage: Sequence[float], placement: Placement) -> str:
 
 def _of_like_stages(costs: Costs) -> list[float]:
     """What hides where F and I of one stage run side by side, for each stage."""
-    table = costs.hidden.get(Kind.BACKWARD_INPUT) or costs.hidden[Kind.FULL_BACKWARD]
+    table = (
+        costs.overlap.hidden.get(Kind.BACKWARD_INPUT) or costs.overlap.hidden[Kind.FULL_BACKWARD]
+    )
     return [table[stage][stage] for stage in range(costs.stages)]
 
 
@@ -155,7 +165,9 @@ def parse_costs(text: str, placement: Placement) -> Costs:
         raise ValueError(f"costs {what!r}: comm is one figure; {_EXAMPLE}")
     _check_figures(what, hops)
     again = _per_stage(figures[_AGAIN], placement, what) if _AGAIN in figures else ()
-    costs = _with_slices(Costs(seconds, hops[0], recompute=again), figures, what)
+    costs = _with_slices(
+        Costs(PassCosts(seconds, recompute=again), LinkCosts(hops[0])), figures, what
+    )
     costs = _with_hidden(costs, figures, placement, what)
     costs = _with_vocabulary(costs, figures, 0.0, what)
     return _with_host(costs, figures, placement, what)
@@ -177,10 +189,10 @@ def _with_slices(costs: Costs, figures: Mapping[str, Any], what: str) -> Costs:
             f"{shown(_joined(shares))}"
         )
     latency = given.get("latency", [0.0])
-    if len(latency) != 1 or latency[0] > costs.hop:
+    if len(latency) != 1 or latency[0] > costs.links.hop:
         raise ValueError(
-            f"costs {what}: latency is one figure, and a part of comm, which is {costs.hop:g}; it "
-            f"is {shown(_joined(latency))}"
+            f"costs {what}: latency is one figure, and a part of comm, which is "
+            f"{costs.links.hop:g}; it is {shown(_joined(latency))}"
         )
     launch = given.get("launch", [])
     if len(launch) not in (0, 1, costs.stages):
@@ -188,12 +200,9 @@ def _with_slices(costs: Costs, figures: Mapping[str, Any], what: str) -> Costs:
             f"costs {what}: launch is a part of f and of i, one or one per stage, not "
             f"{_joined(launch)}"
         )
-    return replace(
-        costs,
-        attention=_of_all(shares, costs.stages),
-        latency=float(latency[0]),
-        launch=_of_all(launch, costs.stages),
-    )
+    return costs.with_slices(
+        attention=_of_all(shares, costs.stages), launch=_of_all(launch, costs.stages)
+    ).with_links(latency=float(latency[0]))
 
 
 def _of_all(figures: Sequence[float], stages: int) -> tuple[float, ...]:
@@ -207,10 +216,10 @@ def _with_hidden(costs: Costs, given: Mapping[str, Any], placement: Placement, w
         return costs
     value, what = given[_HIDDEN], f"{what}, {_HIDDEN}"
     if isinstance(value, dict):
-        return replace(costs, hidden=_tables(value, costs.stages, what))
+        return replace(costs, overlap=OverlapCosts(_tables(value, costs.stages, what)))
     figures = _per_stage(value if isinstance(value, list) else [value], placement, what)
     table = tuple(tuple(min(f, b) for b in figures) for f in figures)
-    return replace(costs, hidden={Kind.BACKWARD_INPUT: table})
+    return replace(costs, overlap=OverlapCosts({Kind.BACKWARD_INPUT: table}))
 
 
 def _tables(
@@ -332,13 +341,14 @@ def load_costs(path: Path, placement: Placement) -> Costs:
         raise ValueError(f"costs file {path}: all passes cost nothing; at least one must cost")
     message_bytes = float(single[Held.MESSAGE.value])
     costs = Costs(
-        seconds,
-        float(hop),
-        held,
-        origin,
-        message_bytes=message_bytes,
-        recompute=per_stage(data[_AGAIN], _AGAIN) if _AGAIN in data else (),
-        keys_values=keys_values,
+        PassCosts(
+            seconds,
+            held_bytes=held,
+            recompute=per_stage(data[_AGAIN], _AGAIN) if _AGAIN in data else (),
+        ),
+        LinkCosts(float(hop), message_bytes=message_bytes),
+        slices=SliceCosts(keys_values=keys_values),
+        origin=origin,
     )
     costs = _with_slices(costs, data, str(path))
     costs = _with_hidden(costs, data, placement, str(path))
@@ -391,20 +401,20 @@ def save_costs(costs: Costs, path: Path, measured: Mapping[str, Any] | None = No
     layers, vocabulary = costs.without_vocabulary(), costs.vocabulary or VocabularyCosts()
     data: dict[str, Any] = {"version": FILE_VERSION, "origin": costs.origin}
     data |= {key: rounded(layers.seconds[kind]) for key, kind in _PASSES.items()}
-    if layers.recompute:
-        data[_AGAIN] = rounded(layers.recompute)
-    data["comm"] = rounded([costs.hop])[0]
-    if any(costs.attention):
-        data["attention"] = rounded(costs.attention)
-    if costs.latency:
-        data["latency"] = rounded([costs.latency])[0]
-    if any(costs.launch):
-        data["launch"] = rounded(costs.launch)
-    if costs.hidden:
+    if layers.passes.recompute:
+        data[_AGAIN] = rounded(layers.passes.recompute)
+    data["comm"] = rounded([costs.links.hop])[0]
+    if any(costs.slices.attention):
+        data["attention"] = rounded(costs.slices.attention)
+    if costs.links.latency:
+        data["latency"] = rounded([costs.links.latency])[0]
+    if any(costs.slices.launch):
+        data["launch"] = rounded(costs.slices.launch)
+    if costs.overlap.hidden:
         data[_HIDDEN] = {
-            key: [rounded(row) for row in costs.hidden[kind]]
+            key: [rounded(row) for row in costs.overlap.hidden[kind]]
             for key, kind in _BESIDE.items()
-            if kind in costs.hidden
+            if kind in costs.overlap.hidden
         }
     for key in _PARTS:
         if any(figures := getattr(vocabulary, key)):
@@ -416,10 +426,10 @@ def save_costs(costs: Costs, path: Path, measured: Mapping[str, Any] | None = No
         data["bytes"] = {
             held.value: _integers(figures) for held, figures in layers.held_bytes.items()
         }
-        if costs.keys_values:
-            data["bytes"][Held.KEYS_VALUES.value] = _integers(costs.keys_values)
+        if costs.slices.keys_values:
+            data["bytes"][Held.KEYS_VALUES.value] = _integers(costs.slices.keys_values)
         data["bytes"][Held.LOGITS.value] = round(vocabulary.logits_bytes)
-        data["bytes"][Held.MESSAGE.value] = round(costs.message_bytes)
+        data["bytes"][Held.MESSAGE.value] = round(costs.links.message_bytes)
     data |= measured or {}
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in data.items()]
     write_text_file(path, "{\n" + ",\n".join(lines) + "\n}\n")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -76,14 +76,16 @@ def parse_recompute(text: str, name: str = "recompute") -> Recompute:
 
 @dataclass(frozen=True)
 class Extras:
-    """What is asked of a schedule beside the order of its passes.
+    """Options of a schedule beside the order of its passes, named as the settings are.
+
+    A field's ``phrase`` is what errors call the option, with {} for its value.
 
     Attributes:
         p2p: how messages share communicators.
-        vocabulary: how embedding and output layer are divided over the ranks. (Families are asked
-            without: `transforms.vocabulary` adds the passes.)
-        offload: which activations leave for host memory. (Families are asked without it and
-            without the memory limit: `transforms.offload` adds the copies.)
+        vocab_parallel: how embedding and output layer are divided over the ranks. (Families are
+            asked without: `transforms.vocabulary` adds the passes.)
+        activation_offload: which activations leave for host memory. (Families are asked without it
+            and without the memory limit: `transforms.offload` adds the copies.)
         recompute: which activations are given up and made again. (Families are asked without it:
             `transforms.recompute` adds the passes.)
         post_validation: the optimizer steps before all ranks are done, and is taken back where that
@@ -94,104 +96,75 @@ class Extras:
             `transforms.pairs` says which.)
     """
 
-    p2p: P2P = P2P.ASYNC
-    vocabulary: VocabularyParallel = VocabularyParallel.NONE
-    offload: Offload = Offload.NONE
-    recompute: Recompute = Recompute()
-    post_validation: bool = False
-    slices: Slices = UNCUT
-    pairs: bool = False
+    p2p: P2P = field(default=P2P.ASYNC, metadata={"phrase": "p2p {}"})
+    vocab_parallel: VocabularyParallel = field(
+        default=VocabularyParallel.NONE, metadata={"phrase": "vocabulary parallelism {}"}
+    )
+    activation_offload: Offload = field(default=Offload.NONE, metadata={"phrase": "offload {}"})
+    recompute: Recompute = field(default=Recompute(), metadata={"phrase": "recompute {}"})
+    post_validation: bool = field(default=False, metadata={"phrase": "post-validation"})
+    slices: Slices = field(default=UNCUT, metadata={"phrase": "division into {.count} slices"})
+    pairs: bool = field(default=False, metadata={"phrase": "pairing of passes"})
 
     @property
-    def clash(self) -> Clash | None:
-        """The first two of these that do not go together, if any do not."""
-        asked = {extra.name for extra in fields(self) if getattr(self, extra.name) != extra.default}
-        return next((clash for clash in CLASHES if asked.issuperset(clash.extras)), None)
+    def conflict(self) -> Conflict | None:
+        """The first two options that do not go together, or None."""
+        given = {extra.name for extra in fields(self) if getattr(self, extra.name) != extra.default}
+        return next((pair for pair in CONFLICTS if given.issuperset(pair.extras)), None)
+
+    def phrase(self, extra: str) -> str:
+        """The option ``extra`` with its value, as errors name it."""
+        (option,) = (option for option in fields(self) if option.name == extra)
+        return str(option.metadata["phrase"]).format(getattr(self, extra))
 
 
 @dataclass(frozen=True)
-class Clash:
-    """Two of `Extras` that do not go together. ``why``: the end of an error about two settings;
-    ``text``: the whole error about a `Problem`."""
+class Conflict:
+    """Two options in `Extras` that do not go together. ``why``: the end of an error about them."""
 
     extras: tuple[str, str]
     why: str
-    text: str
+
+    def text(self, first: str, second: str) -> str:
+        """The error about the two options, which are called ``first`` and ``second``."""
+        return f"{first} does not go with {second}: {self.why}; drop one"
 
 
-CLASHES = (
-    Clash(
-        ("p2p", "vocabulary"),
-        "collectives have communicators of their own; drop one",
-        "vocabulary parallelism {vocabulary} does not go with messages {p2p}: its collectives need "
-        "communicators of their own; let messages be async, or drop it",
+CONFLICTS = (
+    Conflict(("p2p", "vocab_parallel"), "collectives need communicators of their own"),
+    Conflict(
+        ("activation_offload", "recompute"),
+        "an activation is either copied to the host or recomputed",
     ),
-    Clash(
-        ("offload", "recompute"),
-        "an activation leaves for the host or is made again; drop one",
-        "offload {offload} does not go with recompute {recompute}: an activation leaves for the "
-        "host or is made again; drop one",
+    Conflict(("post_validation", "p2p"), "a batch of messages could be under way at the verdict"),
+    Conflict(
+        ("post_validation", "vocab_parallel"),
+        "collectives of the vocabulary hold up all ranks before a verdict has come",
     ),
-    Clash(
-        ("post_validation", "p2p"),
-        "its messages are not part of batches",
-        "post-validation does not go with messages {p2p}: a batch could be under way at the "
-        "verdict; drop one",
+    Conflict(
+        ("post_validation", "activation_offload"),
+        "a copy of an activation to the host cannot be undone",
     ),
-    Clash(
-        ("post_validation", "vocabulary"),
-        "passes of the vocabulary wait for all ranks before a verdict has come",
-        "post-validation does not go with vocabulary parallelism {vocabulary}: its collectives "
-        "hold all ranks up; drop one",
-    ),
-    Clash(
-        ("post_validation", "offload"),
-        "what has left for the host cannot be dropped",
-        "post-validation does not go with offload {offload}: what has left for the host cannot be "
-        "undone; drop one",
-    ),
-    Clash(
-        ("slices", "vocabulary"),
-        "the vocabulary's passes take whole microbatches; drop one",
-        "{slices.count} slices do not go with vocabulary parallelism {vocabulary}: its passes take "
-        "whole microbatches; drop one",
-    ),
-    Clash(
+    Conflict(("slices", "vocab_parallel"), "the vocabulary's passes take whole microbatches"),
+    Conflict(
         ("slices", "post_validation"),
-        "what a microbatch's first slices have done before the verdict cannot be undone; drop one",
-        "{slices.count} slices do not go with post-validation: what a microbatch's first slices "
-        "have done before the verdict cannot be undone; drop one",
+        "passes of a microbatch's first slices cannot be undone at the verdict",
     ),
-    Clash(
-        ("pairs", "vocabulary"),
-        "a pair's stages have their own embedding and output layer; drop one",
-        "pairs of passes do not go with vocabulary parallelism {vocabulary}: a pair's stages have "
-        "their own embedding and output layer; drop one",
+    Conflict(
+        ("pairs", "vocab_parallel"), "a pair's stages have their own embedding and output layer"
     ),
-    Clash(
+    Conflict(
         ("pairs", "recompute"),
-        "a pair's backward pass takes its activations layer by layer as they are; drop one",
-        "pairs of passes do not go with recompute {recompute}: a pair's backward pass takes its "
-        "activations layer by layer as they are; drop one",
+        "a pair's backward pass takes its activations layer by layer as they are",
     ),
-    Clash(
-        ("pairs", "offload"),
-        "the two of a pair keep their activations on the device; drop one",
-        "pairs of passes do not go with offload {offload}: the two of a pair keep their "
-        "activations on the device; drop one",
+    Conflict(
+        ("pairs", "activation_offload"), "the two of a pair keep their activations on the device"
     ),
-    Clash(
+    Conflict(
         ("pairs", "post_validation"),
-        "a backward pass that runs beside a forward pass cannot be undone; drop one",
-        "pairs of passes do not go with post-validation: a backward pass that runs beside a "
-        "forward pass cannot be undone; drop one",
+        "a backward pass that runs beside a forward pass cannot be undone",
     ),
-    Clash(
-        ("pairs", "slices"),
-        "a pair runs whole microbatches; drop one",
-        "pairs of passes do not go with {slices.count} slices: a pair runs whole microbatches; "
-        "drop one",
-    ),
+    Conflict(("pairs", "slices"), "a pair runs whole microbatches"),
 )
 
 
@@ -224,7 +197,7 @@ class Problem:
             raise ValueError(
                 f"the number of microbatches is {self.microbatches}; at least one is needed"
             )
-        offload = self.extras.offload
+        offload = self.extras.activation_offload
         if offload is not Offload.NONE and self.costs.host is None:
             raise ValueError(
                 f"offload {offload}: the costs ({self.costs.origin}) do not say how long copies to "
@@ -236,14 +209,14 @@ class Problem:
                 f"{Offload.FULL} or {Offload.HALF}"
             )
         self._check_recompute()
-        if (clash := self.extras.clash) is not None:
-            raise ValueError(clash.text.format(**vars(self.extras)))
+        if (conflict := self.extras.conflict) is not None:
+            raise ValueError(conflict.text(*map(self.extras.phrase, conflict.extras)))
         if self.extras.post_validation:
             self._check_chain()
         assert self.costs.stages == self.placement.stages
         assert 0 <= self.first_trained <= self.placement.last
         # A divided embedding has gradients of the first stage.
-        assert not self.first_trained or self.extras.vocabulary is VocabularyParallel.NONE
+        assert not self.first_trained or self.extras.vocab_parallel is VocabularyParallel.NONE
 
     def _check_recompute(self) -> None:
         recompute, stages = self.extras.recompute, self.placement.stages

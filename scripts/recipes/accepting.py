@@ -332,5 +332,7 @@ def _proved(choice: Choice, problem: Problem) -> Program:
     key = choice.spec, problem.placement, problem.microbatches
     if key not in _PROVED:
         equal = replace(problem, costs=equal_costs(problem.placement))
-        _PROVED[key] = build_program(choose(_AS_SEARCHED) if choice.searches else choice, equal)
+        _PROVED[key] = build_program(
+            choose(_AS_SEARCHED) if choice.traits.searches else choice, equal
+        )
     return _PROVED[key]

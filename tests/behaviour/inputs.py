@@ -12,6 +12,7 @@ import click
 from typer.testing import CliRunner
 
 from megatron_ext.cli import app
+from megatron_ext.schedule.model.gpus import GPUS
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.schedule import is_compute
 from megatron_ext.schedule.show.trace import NAME, TraceFile, beside
@@ -37,6 +38,7 @@ def run(command: str, *, with_stderr: bool = True) -> str:
     status = f"exits with {result.exit_code}\n" if result.exit_code else ""
     text = result.output if with_stderr or not result.stdout else result.stdout
     plain = _PROGRESS.sub("", click.unstyle(text)).replace(str(Path.cwd()), "FOLDER")
+    plain = plain.replace(", ".join(GPUS), "GPUS")  # a new one is no change of the text
     return status + plain.replace(sysconfig.get_path("purelib"), "SITE")
 
 

@@ -113,6 +113,6 @@ def _evaluated(name: str, p2p: P2P, vocabulary: VocabularyParallel) -> str:
     placement = choice.place(4)
     costs = parse_costs(HEAD.split()[1], placement)
     problem = Problem(
-        placement, 8, costs, forward_only=True, extras=Extras(p2p=p2p, vocabulary=vocabulary)
+        placement, 8, costs, forward_only=True, extras=Extras(p2p=p2p, vocab_parallel=vocabulary)
     )
     return _described(build_program(choice, problem).text)

@@ -10,38 +10,17 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_ext.adapter.compatibility import refuse, refuse_order
-from megatron_ext.adapter.refusals import (
-    OFFLOAD_REFUSALS,
-    PAIRS_REFUSALS,
-    POST_VALIDATION_OPTIMIZER_REFUSALS,
-    POST_VALIDATION_REFUSALS,
-    RECOMPUTE_REFUSALS,
-    REFUSALS,
-    SLICES_REFUSALS,
-    VOCABULARY_REFUSALS,
-    Refusal,
-)
+from megatron_ext.adapter.refusals import REFUSALS, Refusal, RefusalGroup
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.features import FEATURES
 from megatron_ext.schedule.build.registry import Choice, choose, entries
-from megatron_ext.schedule.problem import Extras, Offload, Recompute, VocabularyParallel
+from megatron_ext.schedule.problem import Extras, VocabularyParallel
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.schedule_csv import from_csv
-from megatron_ext.schedule.slices import Slices
 from megatron_ext.written_settings import from_argv, from_environment
 from tests.behaviour.inputs import HOST, run, write_inputs
 from tests.behaviour.record import Subject
 
-# By table, what asks for it.
-_TABLES: dict[str, tuple[tuple[Refusal, ...], dict[str, Any]]] = {
-    "REFUSALS": (REFUSALS, {}),
-    "VOCABULARY_REFUSALS": (VOCABULARY_REFUSALS, {"vocabulary": VocabularyParallel.ONE}),
-    "OFFLOAD_REFUSALS": (OFFLOAD_REFUSALS, {"offload": Offload.FULL}),
-    "RECOMPUTE_REFUSALS": (RECOMPUTE_REFUSALS, {"recompute": Recompute(first=1)}),
-    "PAIRS_REFUSALS": (PAIRS_REFUSALS, {"pairs": True}),
-    "SLICES_REFUSALS": (SLICES_REFUSALS, {"slices": Slices(4)}),
-    "POST_VALIDATION_REFUSALS": (POST_VALIDATION_REFUSALS, {"post_validation": True}),
-}
 _VALUES: tuple[object, ...] = (
     *(False, True, 0, 1, 2, "none", "full", "local", "full_iteration", "transformer_engine"),
     *("torch_dist", "adam", "sgd", "muon", "disabled"),
@@ -51,7 +30,13 @@ _VALUES: tuple[object, ...] = (
 
 def refusals() -> Subject:
     write_inputs()
-    return {**_of_tables(), **_of_features(), **_of_schedules(), **_of_settings(), **_of_files()}
+    return {
+        **refusals_by_feature(),
+        **_of_features(),
+        **_of_schedules(),
+        **_of_settings(),
+        **_of_files(),
+    }
 
 
 def _refusal(work: Callable[[], object]) -> str:
@@ -65,25 +50,26 @@ def _refusal(work: Callable[[], object]) -> str:
 # ---- Megatron's settings beside ours
 
 
-def _of_tables() -> Subject:
-    rows = {
-        f"{table} {refusal.setting}": partial(_row, refusal, asked)
-        for table, (refusing, asked) in _TABLES.items()
-        for refusal in refusing
+def refusals_by_feature() -> Subject:
+    """A record of each refusal."""
+    return {
+        f"{group.name}: {refusal.setting}": partial(_row, refusal, group)
+        for group in REFUSALS
+        for refusal in group.refusals
     }
-    alone = ", ".join(refusal.setting for refusal in POST_VALIDATION_OPTIMIZER_REFUSALS)
-    return rows | {"POST_VALIDATION_OPTIMIZER_REFUSALS": lambda: alone}
 
 
-def _row(refusal: Refusal, asked: dict[str, Any]) -> str:
+def _row(refusal: Refusal, group: RefusalGroup) -> str:
     """Which values are refused, by which schedules, and the message of the first."""
     values = [value for value in _VALUES if _is_refused(refusal, value)]
     names = [name for name in entries() if refusal.by(choose(name))]
     which = "whatever is true" if values == [value for value in _VALUES if value] else f"{values}"
     whose = _of_all(names)
     line_or_v = next(name for name in names if choose(name).example.name in ("line", "v"))
-    settings = {"load": "FOLDER", "hidden_dropout": 0.1, refusal.setting: values[0]}
-    return f"{which}, by {whose}\n{_refusal(partial(_refuse, line_or_v, settings, **asked))}"
+    settings = {"load": "FOLDER", "hidden_dropout": 0.1, **group.settings}
+    settings[refusal.setting] = values[0]
+    error = _refusal(partial(_refuse, line_or_v, settings, group.extras))
+    return f"{which}, by {whose}\n{error}"
 
 
 def _of_all(names: Sequence[str]) -> str:
@@ -97,9 +83,9 @@ def _is_refused(refusal: Refusal, value: object) -> bool:
         return False
 
 
-def _refuse(name: str, settings: dict[str, Any], **asked: Any) -> None:
+def _refuse(name: str, settings: dict[str, Any], extras: Extras) -> None:
     choice = choose(name)
-    refuse(_megatrons(choice, settings), choice, Extras(**asked))
+    refuse(_megatrons(choice, settings), choice, extras)
 
 
 def _megatrons(choice: Choice, settings: dict[str, Any]) -> SimpleNamespace:
@@ -138,17 +124,17 @@ def _of_schedules() -> Subject:
     """What `refuse` says of placements and chunks, and `refuse_order` of orders."""
     Path("uneven.csv").write_text("0F0,2F0,2B0,0B0\n1F0,1B0\n")
     Path("turned.csv").write_text("1F0,1B0\n0F0,0B0\n")
-    cases: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-        "stages of ranks": ("uneven.csv", {}, {}),
-        "last stage": ("turned.csv", {}, {}),
-        "chunks": ("zb-v", {"virtual_pipeline_model_parallel_size": 3}, {}),
-        "chunks of a loop": ("interleaved", {"virtual_pipeline_model_parallel_size": 3}, {}),
-        "group": ("interleaved:group=6", {"microbatch_group_size_per_vp_stage": 4}, {}),
-        "vocabulary": ("interleaved", {}, {"vocabulary": VocabularyParallel.ONE}),
+    cases: dict[str, tuple[str, dict[str, Any], Extras]] = {
+        "stages of ranks": ("uneven.csv", {}, Extras()),
+        "last stage": ("turned.csv", {}, Extras()),
+        "chunks": ("zb-v", {"virtual_pipeline_model_parallel_size": 3}, Extras()),
+        "chunks of a loop": ("interleaved", {"virtual_pipeline_model_parallel_size": 3}, Extras()),
+        "group": ("interleaved:group=6", {"microbatch_group_size_per_vp_stage": 4}, Extras()),
+        "vocabulary": ("interleaved", {}, Extras(vocab_parallel=VocabularyParallel.ONE)),
         "barriers": (
             "zb-h1",
             {"timing_log_level": 1, "barrier_with_L1_time": True},
-            {"post_validation": True},
+            Extras(post_validation=True),
         ),
     }
     orders = {
@@ -157,7 +143,7 @@ def _of_schedules() -> Subject:
     }
     return {
         **{
-            f"refused: {n}": partial(_refusal, partial(_refuse, a, b, **c))
+            f"refused: {n}": partial(_refusal, partial(_refuse, a, b, c))
             for n, (a, b, c) in cases.items()
         },
         **{

@@ -49,7 +49,9 @@ def step(spec: str, ranks: int, kind: str, way: Offload) -> Step:
     placement = choice.place(ranks)
     copies = [3 / placement.chunks] * placement.stages
     costs = uniform(placement, 10, 12, 8, 1).with_host(copies, copies)
-    program = build_program(choice, Problem(placement, 4 * ranks, costs).with_extras(offload=way))
+    program = build_program(
+        choice, Problem(placement, 4 * ranks, costs).with_extras(activation_offload=way)
+    )
     run = partial(_on_rank, program=program, device=device_of(kind), shape=SHAPES[kind])
     seen: list[Seen] = values(run_ranks(ranks, run))
     return Step(seen, expected_peaks(program, seen, boundary_bytes(kind)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -324,12 +324,11 @@ def expected_peaks(program: Program, seen: Sequence[Seen], boundary: int) -> lis
     """The simulator's, by what a stage holds of one microbatch, and what is on its way then."""
     held = {number: figures for result in seen for number, figures in result.held.items()}
     per_stage = [held[number] for number in range(program.schedule.placement.stages)]
-    costs = replace(
-        program.problem.costs,
+    costs = program.problem.costs.with_passes(
         held_bytes={
             Held.ACTIVATION: tuple(float(activation) for activation, _ in per_stage),
             Held.WEIGHT_INPUTS: tuple(float(inputs) for _, inputs in per_stage),
-        },
+        }
     )
     peaks = []
     for row in program.schedule.rows:

@@ -1,22 +1,39 @@
-"""Parts of pages that tests write, so that they say what the tests saw."""
+"""Parts of pages that are written from the code, and tests that compare them with it."""
 
 from __future__ import annotations
 
+import difflib
+import os
 from pathlib import Path
 
 import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
 
+WRITE_PAGES = "--write-pages"  # the option of pytest, which `conftest` notes here
+writes_pages = False
+
 
 def check_written(part: str, text: str, page: str = "compatibility.md") -> None:
-    """Fail unless ``text`` stands between the marks of ``part``; then put it there."""
+    """Fail unless ``text`` stands between the marks of ``part``. With `WRITE_PAGES` write it."""
     begin, end = f"<!-- {part}: written by a test -->", f"<!-- end of {part} -->"
     before, rest = (DOCS / page).read_text().split(begin)
     written, after = rest.split(end)
-    if written.strip() != text:
+    if written.strip() == text:
+        return
+    if writes_pages:
         (DOCS / page).write_text(f"{before}{begin}\n{text}\n{end}{after}")
-        pytest.fail(f"docs/{page} was out of date; its part {part!r} has been written anew")
+        return
+    difference = difflib.unified_diff(
+        written.strip().splitlines(), text.splitlines(), f"docs/{page}", "the code", lineterm=""
+    )
+    test = os.environ["PYTEST_CURRENT_TEST"].removesuffix(" (call)")
+    pytest.fail(
+        "\n".join(difference)
+        + f"\ndocs/{page} is out of date in its part {part!r}; to write it: "
+        + f"python -m pytest {WRITE_PAGES} '{test}'",
+        pytrace=False,
+    )
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:

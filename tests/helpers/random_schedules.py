@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.costs import Costs, LinkCosts, PassCosts
 from megatron_ext.schedule.costs_text import format_costs
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import Placement
@@ -50,17 +50,19 @@ def random_costs(random: Random, placement: Placement) -> Costs:
 
     passes = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
     return Costs(
-        {kind: figures(0.5, 3) for kind in passes},
-        hop=random.choice([0.0, 0.1, 1.0, 10.0]),
-        held_bytes={held: figures(1e9, 3e9) for held in (Held.ACTIVATION, Held.WEIGHT_INPUTS)},
+        PassCosts(
+            {kind: figures(0.5, 3) for kind in passes},
+            held_bytes={held: figures(1e9, 3e9) for held in (Held.ACTIVATION, Held.WEIGHT_INPUTS)},
+        ),
+        LinkCosts(random.choice([0.0, 0.1, 1.0, 10.0])),
         origin="random",
     )
 
 
 def with_random_links(random: Random, costs: Costs) -> Costs:
     """``costs`` whose links between stages are as quick as it comes: some free, some slow."""
-    hops = tuple(costs.hop * random.choice([0, 0.5, 1, 4]) for _ in range(costs.stages - 1))
-    return replace(costs, hop=fmean(hops), hops=hops) if hops else costs
+    hops = tuple(costs.links.hop * random.choice([0, 0.5, 1, 4]) for _ in range(costs.stages - 1))
+    return costs.with_links(hop=fmean(hops), hops=hops) if hops else costs
 
 
 def random_problem(random: Random) -> Problem:

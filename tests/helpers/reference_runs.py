@@ -152,7 +152,7 @@ class _Ranks:
     def do_pass_at_an_end(self, rank: int, action: Action) -> bool:
         """F of the first stage, I or B of the last."""
         _, kind, microbatch = action
-        if self.problem.extras.vocabulary is VocabularyParallel.NONE:
+        if self.problem.extras.vocab_parallel is VocabularyParallel.NONE:
             return self.finish(rank, action, None)
         brought = Kind.REDUCE_E if kind is F else Kind.REDUCE_SI
         if kind is not F and Action(self.first[rank], Kind.LOSS, microbatch) not in self.times:
@@ -178,7 +178,7 @@ class _Ranks:
         stage, kind, microbatch = action
         maker, before, after = COPIES[kind]
         what = Action(stage, maker, microbatch)
-        if self.problem.extras.offload is Offload.NONE or what not in self.times:
+        if self.problem.extras.activation_offload is Offload.NONE or what not in self.times:
             raise _Fault(f"{action}: there is nothing to copy")
         if any(Action(stage, user, microbatch) in self.times for user in USERS[maker]):
             raise _Fault(f"{action}: it has been used up")
@@ -220,7 +220,7 @@ class _Ranks:
         return given
 
     def check_vocabulary(self, rank: int, action: Action) -> None:
-        if self.problem.extras.vocabulary is VocabularyParallel.NONE:
+        if self.problem.extras.vocab_parallel is VocabularyParallel.NONE:
             raise _Fault(f"{action}: there are no shards")
         if action.stage != self.first[rank]:
             raise _Fault(f"{action}: the shard is beside stage {self.first[rank]}")
@@ -249,7 +249,7 @@ class _Ranks:
                 before = [row[self.called[kind] - 1] for row in rows] if self.called[kind] else []
                 start = max(self.started[action] for action in together)
                 start = max([start, *(self.times[action][1] for action in before)])
-                end = start + self.problem.costs.hop
+                end = start + self.problem.costs.links.hop
                 for action in together:
                     self.times[action], self.there[action] = (start, end), end
                 self.called[kind] += 1
@@ -300,7 +300,7 @@ class _Ranks:
     def seconds(self, action: Action) -> float:
         stage, kind, _ = action
         if kind in (Kind.SEND_F, Kind.SEND_B):
-            return self.problem.costs.hop
+            return self.problem.costs.links.hop
         seconds = self.problem.costs.seconds
         if kind is B:
             return seconds[I][stage] + seconds[W][stage]
@@ -313,7 +313,7 @@ class _Ranks:
                 passes = {kind for kind in (F, I, W, B) if Action(stage, kind, k) in self.times}
                 if passes not in wanted:
                     raise _Fault(f"microbatch {k} on stage {stage} has had {passes}")
-        if self.problem.extras.vocabulary is not VocabularyParallel.NONE:
+        if self.problem.extras.vocab_parallel is not VocabularyParallel.NONE:
             self.check_vocabulary_done()
         away = [what for what, where in self.where.items() if where != "here"]
         if away:

@@ -25,7 +25,7 @@ from megatron_ext.runtime.stage import Backward
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import Choice
+from megatron_ext.schedule.build.registry import Choice, Traits
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.kinds import RULES, Where
 from megatron_ext.schedule.placement import Placement
@@ -111,7 +111,7 @@ def program_for(
     problem = problem_for(choice.place(ranks), microbatches, forward_only)
     extras = Extras(
         p2p=p2p,
-        offload=offload,
+        activation_offload=offload,
         recompute=recompute,
         post_validation=post_validation,
         pairs=pairs,
@@ -122,7 +122,12 @@ def program_for(
 def as_file(schedule: Schedule) -> Choice:
     """``schedule`` by way of its CSV, its placement read off the table."""
     read = from_csv(to_csv(schedule), schedule.name)
-    return Choice(schedule.name, lambda ranks: read.placement, lambda problem: read, True)
+    return Choice(
+        schedule.name,
+        lambda ranks: read.placement,
+        lambda problem: read,
+        Traits(splits_backward=True),
+    )
 
 
 # --- stages

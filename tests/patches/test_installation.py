@@ -20,7 +20,6 @@ from megatron.core.transformer.module import MegatronModule
 
 import megatron_ext
 from megatron_ext.adapter.compatibility import refuse, refuse_order
-from megatron_ext.adapter.refusals import REFUSALS, Refusal
 from megatron_ext.config import ALLOW_UNKNOWN, PipelineConfig
 from megatron_ext.launch_check.doctor import diagnose
 from megatron_ext.patches.engine import PatchError
@@ -179,22 +178,6 @@ def test_a_pipeline_of_one_rank_is_refused() -> None:
         pytest.raises(ValueError, match=r"needs a pipeline.*--pipeline-model-parallel-size"),
     ):
         schedules.get_forward_backward_func(pp_size=1)
-
-
-@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.setting)
-def test_what_is_refused_says_what_to_write_instead(refusal: Refusal) -> None:
-    choice = next(choice for choice in map(choose, ("zb-v", "zb-h1")) if refusal.by(choice))
-    chunks = choice.example.chunks
-    sizes = {
-        "pipeline_model_parallel_size": 2,
-        "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
-    }
-    value = next(value for value in (2, "local", "full_iteration") if refusal.unsupported(value))
-    settings = SimpleNamespace(**sizes, load="folder", **{refusal.setting: value})
-    with pytest.raises(ValueError) as caught:
-        refuse(settings, choice)
-    assert f"{refusal.setting}={value}" in str(caught.value)
-    assert refusal.instead in str(caught.value)
 
 
 def test_whole_backward_schedules_refuse_less() -> None:

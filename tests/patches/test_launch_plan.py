@@ -83,7 +83,7 @@ def test_refused_schedules_are_no_candidates() -> None:
     """Fused operations cannot be split, which leaves schedules of whole backward passes."""
     fused = {"transformer_impl": None, "use_transformer_engine_op_fuser": True}
     _, choice = chosen(**fused)
-    whole = {name for name, entry in entries().items() if not entry.splits_backward}
+    whole = {name for name, entry in entries().items() if not entry.traits.splits_backward}
     assert choice.flags[1] in whole
     with pytest.raises(ValueError, match=r"finds no schedule .*: drop --use-ring-exchange-p2p"):
         chosen(use_ring_exchange_p2p=True)
@@ -244,11 +244,11 @@ def test_flag_that_hides_a_better_choice_is_named() -> None:
     """A flag about speed alone leaves whole backward passes, which was slow, and nothing said
     so."""
     _, whole = chosen(**WIDE, use_transformer_engine_op_fuser=True)
-    assert not entries()[whole.flags[1]].splits_backward
+    assert not entries()[whole.flags[1]].traits.splits_backward
     hidden = whole.why.partition("Without --use-transformer-engine-op-fuser: ")[2]
     assert "zb-" in hidden and " shorter (bubble " in hidden
     _, plain = chosen(**WIDE)
-    assert entries()[plain.flags[1]].splits_backward and "Without" not in plain.why
+    assert entries()[plain.flags[1]].traits.splits_backward and "Without" not in plain.why
 
 
 @nightly("tests/unit asks the same of plan without a launch")

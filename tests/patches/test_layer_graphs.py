@@ -248,9 +248,9 @@ def test_what_is_split_beside_graphs_has_its_gradients(
         ({"rampup_batch_size": [2, 2, 8]}, Extras(), "drop --rampup-batch-size"),
         ({"step_batch_size_schedule": "0:2 8:4"}, Extras(), "drop --step-batch-size-schedule"),
         ({"variable_seq_lengths": True}, Extras(), "a graph has one shape"),
-        ({}, Extras(offload=Offload.FULL), "stays in its memory"),
+        ({}, Extras(activation_offload=Offload.FULL), "stays in its memory"),
         ({}, Extras(post_validation=True), "not the order that CUDA graphs are captured in"),
-        ({}, Extras(vocabulary=VocabularyParallel.ONE), None),
+        ({}, Extras(vocab_parallel=VocabularyParallel.ONE), None),
         ({"recompute_granularity": "selective"}, Extras(), None),
     ],
 )

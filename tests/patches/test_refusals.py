@@ -7,26 +7,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_ext.schedule.build.registry import choose, entries
+from megatron_ext.schedule.build.registry import Choice, choose, entries
 from megatron_ext.schedule.problem import Extras, Offload, Recompute, VocabularyParallel
 from megatron_ext.schedule.slices import Slices
 from tests.helpers.documents import check_written, table
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
+from megatron_ext.adapter import compatibility
 from megatron_ext.adapter.compatibility import refuse
-from megatron_ext.adapter.refusals import (
-    GRAPH_REFUSALS,
-    OFFLOAD_REFUSALS,
-    PAIRS_REFUSALS,
-    POST_VALIDATION_REFUSALS,
-    RECOMPUTE_REFUSALS,
-    REFUSALS,
-    SLICES_REFUSALS,
-    VOCABULARY_REFUSALS,
-    Refusal,
-)
+from megatron_ext.adapter.refusals import REFUSALS, Refusal, RefusalGroup
 from megatron_ext.adapter.untried import UNTRIED
+from tests.behaviour import refusals as behaviour
 
 
 def who(refusal: Refusal) -> str:
@@ -34,7 +26,7 @@ def who(refusal: Refusal) -> str:
     refusing = {choice for choice in choices if refusal.by(choice)}
     if refusing == choices:
         return "every schedule"
-    if refusing == {choice for choice in choices if choice.splits_backward}:
+    if refusing == {choice for choice in choices if choice.traits.splits_backward}:
         return "those that split the backward"
     if refusing == {choice for choice in choices if choice.example.chunks == 1}:
         return "those with one stage on a rank"
@@ -46,9 +38,21 @@ def who(refusal: Refusal) -> str:
     return "V's and waves"
 
 
-def test_the_docs_tell_what_is_refused() -> None:
-    rows = [[f"`{refusal.setting}`", who(refusal), refusal.instead] for refusal in REFUSALS]
-    check_written("refusals", table(["setting", "refused by", "because, or instead"], rows))
+def listed(group: RefusalGroup) -> str:
+    """Table of ``group`` on the page. Which schedules refuse is a column unless all do."""
+    whose = [who(refusal) for refusal in group.refusals]
+    rows = [[f"`{refusal.setting}`", refusal.instead] for refusal in group.refusals]
+    head = ["setting", "because, or instead"]
+    if set(whose) != {"every schedule"}:
+        head.insert(1, "refused under")
+        for row, schedules in zip(rows, whose, strict=True):
+            row.insert(1, schedules)
+    return table(head, rows)
+
+
+@pytest.mark.parametrize("group", REFUSALS, ids=lambda group: group.name)
+def test_the_docs_tell_what_is_refused(group: RefusalGroup) -> None:
+    check_written(group.name, listed(group))
 
 
 def test_the_docs_tell_what_is_untried() -> None:
@@ -56,45 +60,97 @@ def test_the_docs_tell_what_is_untried() -> None:
     check_written("untried", table(["setting", ""], rows))
 
 
-def test_the_docs_tell_what_a_divided_vocabulary_refuses() -> None:
-    rows = [[f"`{refusal.setting}`", refusal.instead] for refusal in VOCABULARY_REFUSALS]
-    check_written("vocabulary refusals", table(["setting", "because, or instead"], rows))
+BESIDE: tuple[dict[str, object], ...] = (
+    {},
+    {"load": "folder"},
+    {"hidden_dropout": 0.1},
+    {"num_experts": 8},
+    {"context_parallel_size": 2},
+    {"fp8": "hybrid"},
+)
+VALUES = (2, "local", "full_iteration", "full", "transformer_engine", "delayed", "blockwise", "x")
+LISTS = (["moe"], ["global_aux_loss"])
 
 
-def test_the_docs_tell_what_cuda_graphs_refuse() -> None:
-    rows = [[f"`{refusal.setting}`", refusal.instead] for refusal in GRAPH_REFUSALS]
-    check_written("graph refusals", table(["setting", "because, or instead"], rows))
+def refused(refusal: Refusal, group: RefusalGroup) -> None:
+    """Check that what ``group`` requests refuses the setting of ``refusal``, under a schedule that
+    does not refuse the setting by itself."""
+    beside = next(given for given in BESIDE if refusal.matters(SimpleNamespace(**given)))
+    value = next(value for value in (*LISTS, *VALUES, 0) if _is_unsupported(refusal, value))
+    texts, wanted = set(), set()
+    for choice in filter(refusal.by, map(choose, ("1f1b", "zb-h1", "zb-v"))):
+        chunks = choice.example.chunks
+        settings = {
+            "pipeline_model_parallel_size": 2,
+            "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
+            "transformer_impl": "local",
+            **group.settings,
+            **beside,
+        }
+        if _text(settings, choice, group) is None:
+            settings[refusal.setting] = value
+            texts.add(_text(settings, choice, group))
+            requested = group.requested(SimpleNamespace(**settings), choice, group.extras)
+            end = f"does not go with {refusal.setting}={value}: {refusal.instead}"
+            wanted.add(f"{requested} {end}")
+    assert texts & wanted
 
 
-def test_the_docs_tell_what_offload_refuses() -> None:
-    rows = [[f"`{refusal.setting}`", refusal.instead] for refusal in OFFLOAD_REFUSALS]
-    check_written("offload refusals", table(["setting", "because, or instead"], rows))
+def _text(settings: dict[str, object], choice: Choice, group: RefusalGroup) -> str | None:
+    try:
+        refuse(SimpleNamespace(**settings), choice, group.extras)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
-def test_the_docs_tell_what_recompute_refuses() -> None:
-    rows = [[f"`{refusal.setting}`", refusal.instead] for refusal in RECOMPUTE_REFUSALS]
-    check_written("recompute refusals", table(["setting", "because, or instead"], rows))
+def _is_unsupported(refusal: Refusal, value: object) -> bool:
+    try:
+        return refusal.unsupported(value)
+    except TypeError:  # a word where a number is meant
+        return False
 
 
-def test_the_docs_tell_what_slices_refuse() -> None:
-    rows = [[f"`{refusal.setting}`", refusal.instead] for refusal in SLICES_REFUSALS]
-    check_written("slices refusals", table(["setting", "because, or instead"], rows))
+@pytest.mark.parametrize(
+    ("group", "refusal"),
+    [
+        (group, refusal)
+        for group in REFUSALS
+        for refusal in group.refusals
+        # Of the optimizer of a caller's own; of flags every schedule refuses it.
+        if (group.name, refusal.setting) != ("post-validation refusals", "use_megatron_fsdp")
+    ],
+    ids=lambda given: getattr(given, "name", getattr(given, "setting", None)),
+)
+def test_what_is_refused_says_what_to_write_instead(group: RefusalGroup, refusal: Refusal) -> None:
+    refused(refusal, group)
 
 
-def test_the_docs_tell_what_pairs_refuse() -> None:
-    rows = [[f"`{refusal.setting}`", refusal.instead] for refusal in PAIRS_REFUSALS]
-    check_written("pairs refusals", table(["setting", "because, or instead"], rows))
+@pytest.mark.parametrize("group", REFUSALS, ids=lambda group: group.name)
+def test_no_feature_refuses_a_setting_twice(group: RefusalGroup) -> None:
+    lines = [(refusal.setting, refusal.instead) for refusal in group.refusals]
+    assert len(lines) == len(set(lines))
 
 
-def test_the_docs_tell_what_post_validation_refuses() -> None:
-    names = [refusal.setting for refusal in POST_VALIDATION_REFUSALS]
-    assert len(names) == len(set(names)), "refused twice"
-    rows = [
-        [f"`{refusal.setting}`", who(refusal), refusal.instead]
-        for refusal in POST_VALIDATION_REFUSALS
-    ]
-    head = ["setting", "refused with", "because, or instead"]
-    check_written("post-validation refusals", table(head, rows))
+def test_a_new_refusal_is_picked_up_by_checks_page_and_records(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A refusal is declared in one file; the other is the page that is written from it. It touched
+    four, and a new feature with refusals six."""
+    dummy = Refusal("dummy_setting", bool, "drop --dummy-setting")
+    slices = next(group for group in REFUSALS if group.name == "slices refusals")
+    more = replace(slices, refusals=(*slices.refusals, dummy))
+    alone = RefusalGroup("dummies", (dummy,), lambda settings, choice, extras: "--dummy-feature")
+    for group, words in ((more, "--pipeline-slices 4"), (alone, "--dummy-feature")):
+        groups = (*(other for other in REFUSALS if other.name != group.name), group)
+        for module in (compatibility, behaviour):
+            monkeypatch.setattr(module, "REFUSALS", groups)
+        refused(dummy, group)
+        assert "| `dummy_setting` | drop --dummy-setting |" in listed(group)
+        record = behaviour.refusals_by_feature()[f"{group.name}: dummy_setting"]
+        assert record().endswith(
+            f"by all\n{words} does not go with dummy_setting=True: drop --dummy-setting"
+        )
 
 
 @pytest.mark.parametrize(
@@ -178,8 +234,8 @@ def test_sequences_are_divided_beside_all_of_ours() -> None:
     sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     settings = SimpleNamespace(**sizes, transformer_impl="local", context_parallel_size=2)
     for extras in (
-        Extras(vocabulary=VocabularyParallel.ONE),
-        Extras(vocabulary=VocabularyParallel.TWO, offload=Offload.FULL),
+        Extras(vocab_parallel=VocabularyParallel.ONE),
+        Extras(vocab_parallel=VocabularyParallel.TWO, activation_offload=Offload.FULL),
         Extras(post_validation=True),
     ):
         refuse(settings, choose("zb-v"), extras)
@@ -209,7 +265,7 @@ def test_offload_refuses_what_nobody_has_tried(setting: dict[str, object]) -> No
     settings = SimpleNamespace(**sizes, transformer_impl="local", **setting)
     refuse(settings, choose("zb-h1"))
     with pytest.raises(ValueError, match=r"^--pipeline-activation-offload full does not go with"):
-        refuse(settings, choose("zb-h1"), Extras(offload=Offload.FULL))
+        refuse(settings, choose("zb-h1"), Extras(activation_offload=Offload.FULL))
 
 
 def test_a_v_refuses_other_formats_where_something_is_loaded_or_saved() -> None:

@@ -190,7 +190,7 @@ def test_adapters_train_as_stocks(
                     shapes = {tuple(weight.shape) for weight in put_off}
                     assert shapes <= shapes_of_adapters()
                 if is_trained is is_adapter:
-                    assert bool(shapes) == choose(schedule).splits_backward
+                    assert bool(shapes) == choose(schedule).traits.splits_backward
 
     values(run_ranks(V_RANKS, on_rank))
 

@@ -465,7 +465,9 @@ def check_put_off(choice: Choice, put_off: set[torch.Tensor], rank: int, is_froz
     needs no gradient."""
     shapes = {tuple(weight.shape) for weight in put_off}
     is_here = choice.place(RANKS).rank_of[0] == rank
-    assert ((WIDTH, 2 * WIDTH) in shapes) == (choice.splits_backward and is_here and not is_frozen)
+    assert ((WIDTH, 2 * WIDTH) in shapes) == (
+        choice.traits.splits_backward and is_here and not is_frozen
+    )
     assert (2 * WIDTH, 3) not in shapes
 
 

@@ -127,7 +127,7 @@ def predicted(
     choice = choose(spec)
     placement = choice.place(RANKS)
     known = load_costs(costs, placement)
-    problem = Problem(placement, microbatches, known, limit, extras=Extras(offload=way))
+    problem = Problem(placement, microbatches, known, limit, extras=Extras(activation_offload=way))
     program = build_program(choice, problem)
     return program, [round(peak) for peak in peaks(program.schedule, in_bytes(problem.costs))]
 

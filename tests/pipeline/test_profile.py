@@ -147,7 +147,7 @@ def test_a_training_that_measures_is_the_same_to_the_last_bit(
     placement = choose(spec).place(pipeline)
     costs = costs_in(path, spec, pipeline)
     assert all(figure > 0 for figures in costs.seconds.values() for figure in figures)
-    assert costs.hop > 0
+    assert costs.links.hop > 0
     assert costs.held_bytes is not None
     assert all(costs.held_bytes[Held.ACTIVATION][stage] > 0 for stage in range(placement.stages))
     predictions = [line for line in said if "step predicted" in line]

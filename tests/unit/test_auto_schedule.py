@@ -228,8 +228,7 @@ def test_bytes_where_w_needs_more_than_i_left(spec: str) -> None:
         Held.ACTIVATION: (10.0,) * placement.stages,
         Held.WEIGHT_INPUTS: (15.0,) * placement.stages,
     }
-    costs = random_costs(Random(2), placement)
-    costs = type(costs)(costs.seconds, costs.hop, held)
+    costs = random_costs(Random(2), placement).with_passes(held_bytes=held)
     problem = Problem(placement, 4, costs, MemoryLimit(bytes=15 * placement.chunks))
     assert bitwise_order(build_program(choose(spec), problem).schedule)
 

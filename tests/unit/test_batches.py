@@ -151,7 +151,7 @@ def test_ranks_tell_by_their_digests_that_one_batches_and_one_does_not() -> None
 # ---- Any schedule
 
 # Searches take seconds; their tables are like those of others on the same placement.
-FAMILIES = sorted(name for name, entry in entries().items() if not entry.searches)
+FAMILIES = sorted(name for name, entry in entries().items() if not entry.traits.searches)
 
 
 @pytest.mark.parametrize("spec", [*FAMILIES, "gis:vpp=3", "hanayo:waves=1"])

@@ -95,7 +95,7 @@ def test_what_leaves_the_rank_bounds_nothing() -> None:
     placement = v(4)
     costs = uniform(placement, 10, 12, 8, 1).with_host((1,) * 8, (1,) * 8)
     problem = Problem(placement, 16, costs, MemoryLimit(2))
-    copied = problem.with_extras(offload=Offload.FULL)
+    copied = problem.with_extras(activation_offload=Offload.FULL)
     given_up = problem.with_extras(recompute=Recompute(fit=True))
     without_limit = replace(problem, memory_limit=None)
     variants = (problem, copied, given_up, without_limit)
@@ -115,7 +115,7 @@ def test_search_knows_the_hop_of_each_link() -> None:
     """It took the least of them for all: a microbatch alone could have been 32 sooner."""
     pytest.importorskip("ortools")
     problem = program("1f1b", 3, 1, (10, 12, 8, 9)).problem
-    costs = replace(problem.costs, hops=(1.0, 17.0))
+    costs = problem.costs.with_links(hops=(1.0, 17.0))
     made = build_program(choose("1f1b"), replace(problem, costs=costs))
     makespan = simulate(made, costs).makespan
     assert makespan == 126

@@ -73,7 +73,7 @@ def program_of(
     placement = choice.place(ranks)
     costs = parse_costs("f=2,i=2,w=2,head=1/1/1,embedding=1/1", placement)
     return build_program(
-        choice, Problem(placement, 4, costs, extras=Extras(p2p=p2p, vocabulary=vocabulary))
+        choice, Problem(placement, 4, costs, extras=Extras(p2p=p2p, vocab_parallel=vocabulary))
     )
 
 

@@ -3,7 +3,6 @@
 import json
 import resource
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,7 +14,7 @@ import megatron_ext
 from megatron_ext.schedule.action import Kind, parse
 from megatron_ext.schedule.build import registry
 from megatron_ext.schedule.build.registry import FamilyEntry, choose, entries
-from megatron_ext.schedule.costs import Costs, VocabularyCosts, uniform
+from megatron_ext.schedule.costs import Costs, LinkCosts, PassCosts, VocabularyCosts, uniform
 from megatron_ext.schedule.costs_text import (
     format_costs,
     load_costs,
@@ -47,10 +46,10 @@ LOOP = Placement("loop", (0, 1, 0, 1))
 def test_costs_are_a_full_ranks() -> None:
     on_line = parse_costs("f=10,i=12,w=8,comm=1", LINE)
     assert on_line.seconds == {F: (10, 10), I: (12, 12), W: (8, 8)}
-    assert (on_line.hop, on_line.held_bytes, on_line.origin) == (1, None, "given")
+    assert (on_line.links.hop, on_line.held_bytes, on_line.origin) == (1, None, "given")
     in_chunks = parse_costs(" w=8, f=10 ,i=12", LOOP)
     assert in_chunks.seconds == {F: (5,) * 4, I: (6,) * 4, W: (4,) * 4}
-    assert in_chunks.hop == 0
+    assert in_chunks.links.hop == 0
 
 
 def test_costs_may_be_given_per_stage() -> None:
@@ -63,7 +62,7 @@ def test_costs_may_be_given_per_stage() -> None:
 def test_costs_read_back_what_they_print(seed: int) -> None:
     costs = random_costs(Random(seed), LOOP)
     read = parse_costs(format_costs(costs), LOOP)
-    assert read.hop == pytest.approx(costs.hop, rel=1e-3)
+    assert read.links.hop == pytest.approx(costs.links.hop, rel=1e-3)
     for kind, figures in costs.seconds.items():
         assert read.seconds[kind] == pytest.approx(figures, rel=1e-3)
 
@@ -76,21 +75,25 @@ def test_costs_read_back_what_they_print(seed: int) -> None:
     ],
 )  # fmt: skip
 def test_cost_of_an_action(action: str, cost: float) -> None:
-    costs = Costs({F: (1, 2), I: (10, 20), W: (100, 200)}, hop=7)
+    costs = Costs(PassCosts({F: (1, 2), I: (10, 20), W: (100, 200)}), LinkCosts(7))
     assert costs.of(parse(action)) == cost
 
 
 def test_costs_of_a_whole_rank() -> None:
     costs = Costs(
-        {F: (1, 2, 3, 4), I: (5, 6, 7, 8), W: (0, 0, 0, 9)},
-        hop=2,
-        held_bytes={Held.ACTIVATION: (1, 1, 1, 2), Held.WEIGHT_INPUTS: (3, 3, 3, 3)},
+        PassCosts(
+            {F: (1, 2, 3, 4), I: (5, 6, 7, 8), W: (0, 0, 0, 9)},
+            held_bytes={Held.ACTIVATION: (1, 1, 1, 2), Held.WEIGHT_INPUTS: (3, 3, 3, 3)},
+        ),
+        LinkCosts(2),
         origin="here",
     )
     assert costs.per_rank(LOOP) == Costs(
-        {F: (4, 6), I: (12, 14), W: (0, 9)},
-        hop=2,
-        held_bytes={Held.ACTIVATION: (2, 3), Held.WEIGHT_INPUTS: (6, 6)},
+        PassCosts(
+            {F: (4, 6), I: (12, 14), W: (0, 9)},
+            held_bytes={Held.ACTIVATION: (2, 3), Held.WEIGHT_INPUTS: (6, 6)},
+        ),
+        LinkCosts(2),
         origin="here",
     )
 
@@ -115,10 +118,10 @@ def test_r_takes_what_f_does_unless_it_is_given(tmp_path: Path) -> None:
     )
     shared = share_vocabulary(given, LOOP, VocabularyParallel.TWO)
     assert [shared.of(action) for action in r] == [7, 7, 7, 7]
-    assert given.per_rank(LOOP).recompute == (15, 19)
+    assert given.per_rank(LOOP).passes.recompute == (15, 19)
     save_costs(given, tmp_path / "costs.json")
     read = load_costs(tmp_path / "costs.json", LOOP)
-    assert (read.seconds, read.recompute) == (given.seconds, given.recompute)
+    assert (read.seconds, read.passes.recompute) == (given.seconds, given.passes.recompute)
 
 
 @PROPERTY
@@ -222,7 +225,7 @@ def test_costs_from_a_file(tmp_path: Path) -> None:
     costs = parse_costs(str(path), LINE)
     assert costs == load_costs(path, LINE)
     assert costs.seconds == {F: (10, 10), I: (12, 14), W: (8, 8)}
-    assert (costs.hop, costs.held_bytes, costs.origin) == (0.5, None, str(path))
+    assert (costs.links.hop, costs.held_bytes, costs.origin) == (0.5, None, str(path))
 
 
 def test_bytes_from_a_file(tmp_path: Path) -> None:
@@ -342,8 +345,8 @@ def test_memory_curve_in_microbatches() -> None:
 
 def test_memory_curve_in_bytes() -> None:
     """I exchanges what the backward needs (10) for what W needs (4): counted at its end."""
-    costs = replace(
-        uniform(line(1), 1, 1, 1), held_bytes={Held.ACTIVATION: (10,), Held.WEIGHT_INPUTS: (4,)}
+    costs = uniform(line(1), 1, 1, 1).with_passes(
+        held_bytes={Held.ACTIVATION: (10,), Held.WEIGHT_INPUTS: (4,)}
     )
     (row,) = rows_of("0F0 0F1 0I0 0I1 0F2 0W0 0W1 0B2")
     assert memory_curve(row, in_bytes(costs)) == [10, 20, 20, 14, 18, 18, 14, 10]
@@ -353,7 +356,7 @@ def test_messages_hold_nothing() -> None:
     with_messages = rows_of("0F0 0SEND_F0 0RECV_B0 0WAIT_F0 0B0")[0]
     passes = rows_of("0F0 0B0")[0]
     amount = in_bytes(
-        Costs({F: (1,)}, held_bytes={Held.ACTIVATION: (3,), Held.WEIGHT_INPUTS: (2,)})
+        Costs(PassCosts({F: (1,)}, held_bytes={Held.ACTIVATION: (3,), Held.WEIGHT_INPUTS: (2,)}))
     )
     assert memory_curve(with_messages, amount) == memory_curve(passes, amount) == [3, 3]
 
@@ -362,7 +365,7 @@ def test_messages_hold_nothing() -> None:
 
 
 def test_a_w_right_behind_its_i_is_spared_what_b_is() -> None:
-    costs = replace(uniform(line(1), 1, 2, 2), spared=(0.5,))
+    costs = uniform(line(1), 1, 2, 2).with_passes(spared=(0.5,))
     problem = Problem(line(1), 2, costs)
     ends = {
         text: simulate_unproved(written(text, (0,)), problem).makespan
@@ -525,7 +528,7 @@ def test_schedule_file_that_is_not_there(tmp_path: Path) -> None:
 def test_schedule_file_may_split_the_backward(text: str, splits: bool, tmp_path: Path) -> None:
     path = tmp_path / "one.csv"
     path.write_text(text)
-    assert choose(str(path)).splits_backward is splits
+    assert choose(str(path)).traits.splits_backward is splits
 
 
 @pytest.mark.parametrize("microbatches", [0, -1])

@@ -260,7 +260,7 @@ def test_from_csv_of_a_family_is_the_family(tmp_path: Path) -> None:
     path = tmp_path / "zb.csv"
     path.write_text(csv_of("zb-h1", 4, 6))
     choice = choose(str(path))
-    assert choice.splits_backward
+    assert choice.traits.splits_backward
     assert build_program(choice, problem).digest == program("zb-h1", problem).digest
 
 
@@ -296,7 +296,7 @@ def torch_schedules() -> Any:
         for name in entries()
         for p, m in [(1, 2), (2, 2), (4, 6)]
         # A search takes seconds, however small the problem.
-        if not entries()[name].searches or (name, p) == ("v-auto", 4)
+        if not entries()[name].traits.searches or (name, p) == ("v-auto", 4)
     ],
 )
 def test_torch_loads_our_files(

@@ -2,7 +2,6 @@
 
 import sys
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +194,7 @@ def test_every_kind_of_pass_has_a_colour_of_its_own() -> None:
 def test_memory_is_drawn_in_bytes_where_costs_have_them(tmp_path: Path, figures: list[Any]) -> None:
     problem = line_problem(3, 4)
     held = {Held.ACTIVATION: (2.0**30,) * 3, Held.WEIGHT_INPUTS: (2.0**29,) * 3}
-    costs = replace(problem.costs, held_bytes=held)
+    costs = problem.costs.with_passes(held_bytes=held)
     timeline = simulate(program("zb-h1", problem), problem.costs)
     draw_steps([[timeline], [timeline]], tmp_path / "picture.png", [costs, problem.costs])
     passes, memory, others, in_microbatches = figures[0].axes

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from megatron_ext.schedule.action import Kind
@@ -27,6 +25,8 @@ def test_ends_of_the_model_without_layers(
         kind: (0.0, *costs.seconds[kind][1:-1], 0.0)
         for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
     }
-    costs = replace(costs, seconds={**costs.seconds, **seconds}, hop=hop)
-    program = build_program(choice, Problem(placement, 4, costs, extras=Extras(vocabulary=variant)))
+    costs = costs.with_passes(seconds={**costs.seconds, **seconds}).with_links(hop=hop)
+    program = build_program(
+        choice, Problem(placement, 4, costs, extras=Extras(vocab_parallel=variant))
+    )
     assert program.schedule.placement == placement

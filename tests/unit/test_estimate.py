@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +22,7 @@ from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import parse_limit
+from megatron_ext.schedule.model import gpus
 from megatron_ext.schedule.model.estimate import estimate, waiting_shares
 from megatron_ext.schedule.model.execution import Execution, Precision
 from megatron_ext.schedule.model.gpus import (
@@ -23,6 +30,7 @@ from megatron_ext.schedule.model.gpus import (
     DATA_SHEETS,
     GPU,
     GPUS,
+    DataSheet,
     assumed_rates,
     gpu_named,
 )
@@ -286,7 +294,7 @@ def test_tensor_parallel_ranks_share_the_work() -> None:
     alone, four = costs_of(), costs_of(rates=ALONE, tensor_parallel=4)
     for kind in (F, I, W):
         assert four.seconds[kind] == pytest.approx([s / 4 for s in alone.seconds[kind]])
-    assert four.hop == alone.hop / 4
+    assert four.links.hop == alone.links.hop / 4
 
 
 def test_tensor_parallel_ranks_wait_for_one_another() -> None:
@@ -300,7 +308,7 @@ def test_tensor_parallel_ranks_wait_for_one_another() -> None:
     assert waiting.spared_on(1) == pytest.approx(once / 2)
     whole = Action(1, Kind.FULL_BACKWARD, 0)
     assert waiting.of(whole) == pytest.approx(alone.of(whole) + once / 2)
-    assert not any(alone.spared)
+    assert not any(alone.passes.spared)
     together = costs_of(tensor_parallel=4, sequence_parallel=False)
     assert together.seconds[F][1] == pytest.approx(waiting.seconds[F][1])
     assert together.spared_on(1) > waiting.spared_on(1), "nothing but reductions"
@@ -342,7 +350,7 @@ def test_layers_in_userbuffers_leave_nothing_to_w() -> None:
         assert costs.seconds[F] == pytest.approx(split.seconds[F])
         whole = Action(1, Kind.FULL_BACKWARD, 0)
         assert costs.of(whole) == pytest.approx(split.of(whole))
-        assert not any(costs.spared)
+        assert not any(costs.passes.spared)
 
 
 def waits(group: Group, model: Model, rates: Rates = WHOLE, **run: Any) -> tuple[float, float]:
@@ -401,7 +409,7 @@ def test_messages_within_a_domain_are_peers() -> None:
     """Four pipeline ranks of two GPUs are in one node, sixteen are not, but in a rack."""
     rack = replace(WHOLE, domain=72)
     hops = {
-        (span, rates.domain): costs_of(rates=rates, pipeline_span=span).hop
+        (span, rates.domain): costs_of(rates=rates, pipeline_span=span).links.hop
         for span in (0, 8, 32)
         for rates in (WHOLE, rack)
     }
@@ -418,7 +426,7 @@ def test_a_slower_machine_takes_longer_and_holds_as_much() -> None:
     for kind in (F, I, W):
         times = WHOLE.linear / CPU.linear
         assert slow.seconds[kind] == pytest.approx([s * times for s in fast.seconds[kind]])
-    assert slow.hop == pytest.approx(fast.hop * WHOLE.network / CPU.network)
+    assert slow.links.hop == pytest.approx(fast.links.hop * WHOLE.network / CPU.network)
     assert slow.held_bytes == fast.held_bytes
 
 
@@ -461,7 +469,7 @@ def test_what_whole_trainings_are_published_to_reach() -> None:
     assert all(0 < share <= 1 for share in vars(ACHIEVED).values())
 
 
-def test_the_table_of_gpus_is_that_of_the_data_sheets() -> None:
+def table_of(sheets: Mapping[str, DataSheet]) -> str:
     def terabytes(figure: float, unit: float) -> str:
         return f"{figure / unit:,.0f}" if figure else "-"
 
@@ -475,12 +483,71 @@ def test_the_table_of_gpus_is_that_of_the_data_sheets() -> None:
             f"{sheet.memory / 2**30:.0f} GiB",
             sheet.source,
         ]
-        for name, sheet in DATA_SHEETS.items()
+        for name, sheet in sheets.items()
     ]
     units = ["bf16", "fp8", "fp4", "memory", "peers", "joined", "network", "host"]
-    check_written("gpus", table(["", *units, "has", "source"], rows), PAGE)
+    return table(["", *units, "has", "source"], rows)
+
+
+def test_the_table_of_gpus_is_that_of_the_data_sheets() -> None:
+    check_written("gpus", table_of(DATA_SHEETS), PAGE)
     shares = {name: f"{share:.2f}" for name, share in vars(ACHIEVED).items()}
     check_written("achieved", table([*shares], [[*shares.values()]]), PAGE)
+
+
+def test_a_new_gpu_is_a_table_in_the_data_file(tmp_path: Path) -> None:
+    """Its name, its plan, errors and the page come from there. It touched five files."""
+    package = tmp_path / "megatron_ext"
+    ignored = shutil.ignore_patterns("patches", "__pycache__")
+    shutil.copytree(Path(gpus.__file__).parents[2], package, ignore=ignored)
+    own = """
+[d1000]
+bf16 = 1e15
+fp8 = 2e15
+fp4 = 0
+bandwidth = 4e12
+memory_gib = 99
+peers = 450e9
+domain = 8
+network = 50e9
+host = 64e9
+source = "https://dummy/"
+"""
+    with (package / "schedule" / "model" / "gpus.toml").open("a") as file:
+        file.write(own)
+    code = """
+from megatron_ext.schedule.model.gpus import DATA_SHEETS, GPUS, gpu_named, parse_gpu
+from tests.unit.test_estimate import table_of
+print(table_of(DATA_SHEETS).splitlines()[-1])
+assert parse_gpu("D1000") is gpu_named("NVIDIA D1000 99GB") is GPUS["d1000"]
+try:
+    parse_gpu("d2000")
+except ValueError as error:
+    assert "mi355x, d1000, or" in str(error), error
+"""
+    root = Path(__file__).parents[2]
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == (
+        "| `d1000` | 1,000 | 2,000 | - | 4,000 | 450 | 8 | 50 | 64 | 99 GiB | https://dummy/ |"
+    )
+
+
+def test_no_other_file_lists_the_gpus() -> None:
+    """The data file and the page that is written from it are the only ones."""
+    root = Path(__file__).parents[2]
+    names = "|".join(name for name in GPUS if name not in ("a100", "h100", "h200", "b200"))
+    files = [*root.glob("docs/*.md"), *root.glob("megatron_ext/**/*.py")]
+    lists = {
+        path.name for path in files if re.search(rf"\b({names}), ({names})\b", path.read_text())
+    }
+    assert not lists
 
 
 def test_a_gpu_by_its_drivers_name() -> None:

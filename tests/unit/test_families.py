@@ -117,7 +117,7 @@ def test_table(name: str, p: int, m: int) -> None:
 
 
 # Those that search among many schedules have their own tests, at fewer sizes.
-PLAIN = [name for name, entry in entries().items() if not entry.uses_costs]
+PLAIN = [name for name, entry in entries().items() if not entry.traits.uses_costs]
 
 
 def accepts(name: str, p: int, m: int) -> bool:
@@ -146,7 +146,7 @@ def test_every_size_is_sound(name: str, size: tuple[int, int]) -> None:
     assert runs_to_end(schedule, problem)
     assert bitwise_order(schedule)
     splits = any(action.kind is W for row in schedule.rows for action in row)
-    assert splits == choose(name).splits_backward
+    assert splits == choose(name).traits.splits_backward
 
 
 @pytest.mark.parametrize("name", PEAKS)
@@ -196,7 +196,7 @@ def test_evaluation_holds_nothing() -> None:
 # ---- Memory limits
 
 # What searches long has its own tests.
-LIMITED = [name for name, entry in entries().items() if not entry.searches] + [
+LIMITED = [name for name, entry in entries().items() if not entry.traits.searches] + [
     "gis:vpp=3",
     "hanayo:waves=1",
 ]
@@ -217,7 +217,7 @@ def test_the_limit_that_a_refusal_names_will_do(spec: str, p: int, m: int, limit
         Held.ACTIVATION: tuple(1e6 / 3 * (stages - stage) for stage in range(stages)),
         Held.WEIGHT_INPUTS: tuple(3e5 * (1 + stage % 3) for stage in range(stages)),
     }
-    unlimited = replace(unlimited, costs=replace(unlimited.costs, held_bytes=held))
+    unlimited = replace(unlimited, costs=unlimited.costs.with_passes(held_bytes=held))
     with pytest.raises(ValueError, match="the least feasible limit") as refusal:
         program(spec, replace(unlimited, memory_limit=parse_limit(limit, p, m)))
     named = re.search(r"least feasible limit(?: for it)? is ([\w.]+)", str(refusal.value))
@@ -282,7 +282,7 @@ def test_what_stands_in_for_a_search_keeps_to_its_limit_and_takes_the_best(
     choice, p, m = choose(name), 3, 5
     placement = choice.place(p)
     held = dict.fromkeys((Held.ACTIVATION, Held.WEIGHT_INPUTS), (500_000.0,) * placement.stages)
-    costs = replace(uniform(placement, 10, 12, 8, 1), held_bytes=held)
+    costs = uniform(placement, 10, 12, 8, 1).with_passes(held_bytes=held)
     problem = Problem(placement, m, costs, parse_limit(limit, p, m))
     made = build_program(choice.without_search, problem)
     assert bitwise_order(made.schedule)

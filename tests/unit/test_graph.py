@@ -77,7 +77,7 @@ def test_waits_stand_where_what_must_have_ended_tells(seed: int) -> None:
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v", "interleaved"])
 def test_waits_for_collectives_do_too(name: str, vocabulary: VocabularyParallel) -> None:
     placement = choose(name).place(3)
-    extras = Extras(vocabulary=vocabulary)
+    extras = Extras(vocab_parallel=vocabulary)
     made = program(name, Problem(placement, 6, uniform(placement, 10, 12, 8, 1), extras=extras))
     rows = (tuple(a for a in r if RULES[a.kind].lane is not Lane.WAIT) for r in made.schedule.rows)
     without = Schedule(name, placement, tuple(rows))

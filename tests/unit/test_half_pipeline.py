@@ -112,7 +112,7 @@ def test_costs_of_two_stages_in_one() -> None:
     costs = parse_costs("f=1/2/3/4,i=1,w=2,comm=0.5,d2h=4,head=3/3/3", line(4)).in_pairs()
     assert costs.without_vocabulary().seconds[Kind.FORWARD] == (3, 7)
     assert costs.seconds[Kind.FORWARD] == (3, 10) and costs.seconds[Kind.BACKWARD_WEIGHT] == (4, 7)
-    assert costs.hop == 0.5 and costs.host is not None and costs.host.to_host == (8, 8)
+    assert costs.links.hop == 0.5 and costs.host is not None and costs.host.to_host == (8, 8)
 
 
 def test_a_limit_in_microbatches_is_as_many_bytes(families: list[str]) -> None:

@@ -84,7 +84,7 @@ def test_a_limit_in_bytes_decides() -> None:
 def test_it_waits_only_where_that_is_sooner() -> None:
     costs = costs_of(LIGHT_END)
     program = place_output_layer(LINE, problem(costs))
-    at_once = place_output_layer(LINE, problem(replace(costs, held_bytes=None)))
+    at_once = place_output_layer(LINE, problem(costs.with_passes(held_bytes=None)))
     assert output_layer_waits(program) and not output_layer_waits(at_once)
     sooner, later = (simulate(p, p.problem.costs) for p in (program, at_once))
     assert sooner.makespan < later.makespan

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,9 +23,8 @@ from megatron_ext.schedule.kinds import Held  # noqa: E402
 from megatron_ext.schedule.placement import line  # noqa: E402
 from tests.helpers.ranks import run_ranks, values  # noqa: E402
 
-COSTS = replace(
-    uniform(line(2), 1, 1, 1),
-    held_bytes={Held.ACTIVATION: (2.0**30, 2.0**31), Held.WEIGHT_INPUTS: (2.0**20, 2.0**20)},
+COSTS = uniform(line(2), 1, 1, 1).with_passes(
+    held_bytes={Held.ACTIVATION: (2.0**30, 2.0**31), Held.WEIGHT_INPUTS: (2.0**20, 2.0**20)}
 )
 ROW = tuple(map(parse, ["0OFFLOAD_F0", "0OFFLOAD_F1", "0RELOAD_F0", "0OFFLOAD_F2", "0OFFLOAD_I0"]))
 
@@ -65,7 +63,7 @@ def test_this_machine_has_some() -> None:
 
 def test_what_is_planned() -> None:
     assert planned_bytes(ROW, COSTS) == 2 * 2**30 + 2**20
-    assert planned_bytes(ROW, replace(COSTS, held_bytes=None)) is None
+    assert planned_bytes(ROW, COSTS.with_passes(held_bytes=None)) is None
 
 
 @pytest.mark.parametrize("available", [4 * 2**30, 5 * 2**30])
@@ -126,6 +124,6 @@ def test_what_later_programs_add_is_counted_by_host(monkeypatch: pytest.MonkeyPa
 
 def test_without_bytes_nothing_is_known() -> None:
     def run(rank: int) -> str:
-        return HostMemory().check(ROW, replace(COSTS, held_bytes=None))
+        return HostMemory().check(ROW, COSTS.with_passes(held_bytes=None))
 
     assert "not known before the first step" in values(run_ranks(1, run))[0]

@@ -150,8 +150,8 @@ def test_each_link_takes_its_own_time(spec: str) -> None:
 
     def costs_of(stages: Sequence[Stage], placement: Placement) -> Costs:
         costs = training.costs_of(stages, placement)
-        hops = [costs.hop * (20 if stage % 4 == 1 else 1) for stage in range(placement.last)]
-        return replace(costs, hops=tuple(hops))
+        hops = [costs.links.hop * (20 if stage % 4 == 1 else 1) for stage in range(placement.last)]
+        return costs.with_links(hops=tuple(hops))
 
     linked = replace(training, costs_of=costs_of)
     layout = evenly(16, choose(spec).place(4).stages)
@@ -192,7 +192,7 @@ def test_what_holds_more_than_is_estimated_is_made_to_fit() -> None:
     """Half a message too much: by the estimate it fits, as it is simulated it does not."""
     training = work(replace(GPT.model, vocabulary=8192))
     whole = evaluate(training, "1f1b", evenly(16, 4))
-    message = training.variant("1f1b", evenly(16, 4)).problem.costs.message_bytes
+    message = training.variant("1f1b", evenly(16, 4)).problem.costs.links.message_bytes
     room = whole.fullest - message / 2
     timed = Timed("1f1b", evenly(16, 4), StageFigures(training), room)
     assert timed.best_of([evenly(16, 4)]).fits

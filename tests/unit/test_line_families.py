@@ -147,7 +147,7 @@ def test_any_limit_is_kept(p: int, limit: str) -> None:
 
 def test_a_limit_in_bytes_is_kept() -> None:
     held = {Held.ACTIVATION: (10.0, 8, 8, 9), Held.WEIGHT_INPUTS: (4.0, 4, 9, 4)}
-    costs = replace(uniform(line(4), 10, 12, 8, 1), held_bytes=held)
+    costs = uniform(line(4), 10, 12, 8, 1).with_passes(held_bytes=held)
     for allowed in (10, 25, 47):
         problem = Problem(line(4), 9, costs, MemoryLimit(bytes=allowed))
         schedule = program("zb-auto", problem).schedule

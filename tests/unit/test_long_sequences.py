@@ -62,7 +62,7 @@ def costs_of(
 def test_attention_in_a_window_does_not_grow_with_the_square() -> None:
     """It was counted as if it did: the last of four slices of windowed layers was the shortest by
     far, and took least."""
-    full, window = costs_of(("*-", "w-"), window_size=127).attention
+    full, window = costs_of(("*-", "w-"), window_size=127).slices.attention
     assert full > 0.2 and window < 0.001
 
 
@@ -83,11 +83,11 @@ def test_states_do_not_grow_with_the_square() -> None:
         **{"linear_num_key_heads": 16, "linear_num_value_heads": 16, "linear_conv_kernel_dim": 4},
         **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
     }
-    assert costs_of(("G-",), **linear).attention == (0,)
+    assert costs_of(("G-",), **linear).slices.attention == (0,)
     latent: dict[str, Any] = {
         **{"kv_lora_rank": 512, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128},
     }
-    (share,) = costs_of(("*-",), multi_latent_attention=True, **latent).attention
+    (share,) = costs_of(("*-",), multi_latent_attention=True, **latent).slices.attention
     assert share > 0.2
 
 
@@ -133,7 +133,7 @@ def test_lengths_are_by_the_share_of_all_stages(spec: str) -> None:
 def test_each_slice_is_launched() -> None:
     costs = costs_of(("*-", "*-"))
     parts = [Slice(0, at, (0.5, 1.0)) for at in range(2)]
-    assert costs.launch == (LAUNCH, LAUNCH)
+    assert costs.slices.launch == (LAUNCH, LAUNCH)
     for kind, more in ((F, LAUNCH), (I, LAUNCH), (W, 0.0)):
         took = sum(costs.of(Action(0, kind, part)) for part in parts)
         assert took == pytest.approx(costs.seconds[kind][0] + more)
@@ -153,7 +153,7 @@ def test_a_message_of_a_slice_has_the_latency_of_its_link() -> None:
     linked = with_links(costs, line(4), rates, 4, 1)  # ranks 0 and 1 are on a node, 2 and 3
     part = Slice(0, 0, (0.25, 1.0))
     hops = [linked.of(Action(stage, Kind.SEND_F, part)) for stage in range(3)]
-    size = costs.message_bytes
+    size = costs.links.message_bytes
     of_near, of_far = size / H100.peers, size / H100.network
     assert hops == pytest.approx(
         [
@@ -164,7 +164,7 @@ def test_a_message_of_a_slice_has_the_latency_of_its_link() -> None:
     )
     assert linked.of(Action(1, Kind.SEND_F, 0)) == of_far  # a whole message takes what it did
     alike = with_links(costs, line(4), H100, 4, 1)
-    assert (alike.latency, alike.latencies) == (near, ())
+    assert (alike.links.latency, alike.links.latencies) == (near, ())
 
 
 def test_costs_that_do_not_tell_attention_have_it_estimated() -> None:
@@ -172,7 +172,10 @@ def test_costs_that_do_not_tell_attention_have_it_estimated() -> None:
     estimated = costs_of(("*-", "*-"))
     given = parse_costs("f=1,i=1,w=1", line(2))
     told = given.with_attention_of(estimated)
-    assert told.attention == estimated.attention and told.launch == estimated.launch
+    assert (
+        told.slices.attention == estimated.slices.attention
+        and told.slices.launch == estimated.slices.launch
+    )
     assert told.origin == "given; attention in estimated proportions"
     apart = parse_costs("f=1,i=1,w=1,attention=0", line(2))
     assert apart.with_attention_of(estimated) is apart
@@ -184,8 +187,8 @@ def test_context_parallel_ranks_have_all_keys_and_values_of_slices() -> None:
     gathered = costs.with_slices_shared_by(4)
     assert costs.held_bytes is not None and gathered.held_bytes is not None
     more = gathered.held_bytes[Held.ACTIVATION][0] - costs.held_bytes[Held.ACTIVATION][0]
-    assert more == 3 * costs.keys_values[0] == 3 * 2 * TOKENS * WIDTH * 2
-    assert gathered.keys_values[0] == 4 * costs.keys_values[0]
+    assert more == 3 * costs.slices.keys_values[0] == 3 * 2 * TOKENS * WIDTH * 2
+    assert gathered.slices.keys_values[0] == 4 * costs.slices.keys_values[0]
     assert costs.with_slices_shared_by(1) == costs
 
 

@@ -18,7 +18,7 @@ from megatron_ext.schedule.build.output_layer import (
     place_output_layer,
 )
 from megatron_ext.schedule.build.registry import choose
-from megatron_ext.schedule.costs import Costs, VocabularyCosts
+from megatron_ext.schedule.costs import Costs, LinkCosts, PassCosts, VocabularyCosts
 from megatron_ext.schedule.costs_text import load_costs, save_costs
 from megatron_ext.schedule.kinds import RULES, Held
 from megatron_ext.schedule.limit import MemoryLimit
@@ -56,7 +56,10 @@ def real(costs: Costs) -> Costs:
     assert costs.vocabulary is not None
     forward, input_gradient, weight_gradient = (factors[-1] * x for x in costs.vocabulary.head)
     vocabulary = replace(costs.vocabulary, head=(forward, input_gradient, weight_gradient))
-    return replace(costs, seconds=seconds, hop=3 * costs.hop, vocabulary=vocabulary)
+    return replace(
+        costs.with_passes(seconds=seconds).with_links(hop=3 * costs.links.hop),
+        vocabulary=vocabulary,
+    )
 
 
 def placed(spec: str, vocabulary: VocabularyParallel = NONE, rows: int = 2000) -> Program:
@@ -64,7 +67,7 @@ def placed(spec: str, vocabulary: VocabularyParallel = NONE, rows: int = 2000) -
     placement = choice.place(RANKS)
     costs = estimated(placement, rows)
     return place_output_layer(
-        choice, Problem(placement, MICROBATCHES, costs, extras=Extras(vocabulary=vocabulary))
+        choice, Problem(placement, MICROBATCHES, costs, extras=Extras(vocab_parallel=vocabulary))
     )
 
 
@@ -79,7 +82,9 @@ def recorded(program: Program, truth: Costs) -> list[RankFigures]:
             for kind in RULES[event.action.kind].acquires:
                 if kind is not Held.LOGITS:
                     held[event.action.stage, kind] = in_passes.held_bytes[kind][event.action.stage]
-        figures.append(RankFigures(medians(row), held, [truth.hop] if rank < RANKS - 1 else []))
+        figures.append(
+            RankFigures(medians(row), held, [truth.links.hop] if rank < RANKS - 1 else [])
+        )
     return figures
 
 
@@ -105,7 +110,7 @@ def test_what_the_passes_cost_is_found_again(
     measured = measured_costs(before, guess, recorded(before, truth), "here")
     for kind in (F, I, W):
         assert measured.seconds[kind] == pytest.approx(truth.seconds[kind]), kind
-    assert measured.hop == pytest.approx(truth.hop)
+    assert measured.links.hop == pytest.approx(truth.links.hop)
     assert measured.vocabulary is not None and truth.vocabulary is not None
     assert measured.vocabulary.head == pytest.approx(truth.vocabulary.head)
     assert measured.held_bytes is not None and truth.held_bytes is not None
@@ -135,7 +140,7 @@ def test_of_several_ranks_of_a_stage_the_median_and_the_most_bytes_count() -> No
             )
     measured = measured_costs(before, guess, ranks, "here")
     assert measured.seconds[F] == pytest.approx([2 * cost for cost in guess.seconds[F]])
-    assert measured.hop == pytest.approx(4 * guess.hop)
+    assert measured.links.hop == pytest.approx(4 * guess.links.hop)
     assert measured.held_bytes is not None and guess.held_bytes is not None
     expected = [9 * size for size in guess.held_bytes[Held.ACTIVATION]]
     assert measured.held_bytes[Held.ACTIVATION] == pytest.approx(expected)
@@ -151,12 +156,12 @@ def test_bytes_that_are_not_known_are_not_made_up() -> None:
 def test_what_r_takes_is_measured_where_there_was_one() -> None:
     before, guess = placed("zb-h1"), estimated(line(RANKS))
     ranks = recorded(before, guess)
-    assert not measured_costs(before, guess, ranks, "here").recompute
+    assert not measured_costs(before, guess, ranks, "here").passes.recompute
     longer = 2 * guess.seconds[F][1]
     ranks[1] = replace(ranks[1], seconds={**ranks[1].seconds, (1, Kind.RECOMPUTE): longer})
     measured = measured_costs(before, guess, ranks, "here")
     f = measured.seconds[F]
-    assert measured.recompute == (f[0], longer, f[2], f[3])
+    assert measured.passes.recompute == (f[0], longer, f[2], f[3])
 
 
 def test_a_median_is_of_a_stage_and_a_kind() -> None:
@@ -175,7 +180,7 @@ def test_costs_are_written_as_they_are_read(tmp_path: Path) -> None:
     for kind in (F, I, W):
         assert read.seconds[kind] == pytest.approx(costs.seconds[kind], rel=1e-5)
     assert costs.vocabulary is not None and read.vocabulary is not None
-    assert read.hop == pytest.approx(costs.hop, rel=1e-5)
+    assert read.links.hop == pytest.approx(costs.links.hop, rel=1e-5)
     assert read.vocabulary.head == pytest.approx(costs.vocabulary.head, rel=1e-5)
     assert read.vocabulary.logits_bytes == costs.vocabulary.logits_bytes
     assert read.held_bytes is not None and costs.held_bytes is not None
@@ -187,10 +192,10 @@ def test_costs_are_written_as_they_are_read(tmp_path: Path) -> None:
 
 
 def test_costs_without_bytes_and_vocabulary_are_written_too(tmp_path: Path) -> None:
-    costs = Costs({F: (1, 2), I: (3, 4), W: (0, 5)}, hop=0.5)
+    costs = Costs(PassCosts({F: (1, 2), I: (3, 4), W: (0, 5)}), LinkCosts(0.5))
     save_costs(costs, tmp_path / "costs.json")
     read = load_costs(tmp_path / "costs.json", line(2))
-    assert read.seconds == costs.seconds and read.hop == 0.5
+    assert read.seconds == costs.seconds and read.links.hop == 0.5
     assert read.held_bytes is None and read.vocabulary is None
 
 
@@ -218,7 +223,7 @@ def test_a_line_says_what_measured_costs_have_changed() -> None:
     guess = estimated(line(RANKS))
     problem = Problem(line(RANKS), MICROBATCHES, guess, MemoryLimit(microbatches=4))
     slow = {kind: (2 * row[0], *row[1:]) for kind, row in guess.seconds.items()}
-    truth = replace(guess, seconds=slow)
+    truth = guess.with_passes(seconds=slow)
     before = place_output_layer(choose("zb-auto"), problem)
     now = place_output_layer(choose("zb-auto"), replace(problem, costs=truth))
     stock = stock_1f1b(replace(problem, costs=truth)).makespan
@@ -247,7 +252,7 @@ def test_an_order_that_is_better_stays_where_it_may() -> None:
     problem = Problem(line(RANKS), MICROBATCHES, guess, MemoryLimit(microbatches=3))
     before = place_output_layer(choose("zb-auto"), problem)
     slow = {**guess.seconds, I: tuple(3 * cost for cost in guess.seconds[I])}
-    other = replace(problem, costs=replace(guess, seconds=slow))
+    other = replace(problem, costs=guess.with_passes(seconds=slow))
 
     def makespan(program: Program) -> float:
         return simulate(program, costs_in(program, other.costs)).makespan

@@ -36,7 +36,7 @@ from tests.helpers.reference_runs import run
 from tests.helpers.schedules import line_problem, program, rows_of, with_messages, written
 
 # Searches take seconds; their tables are like those of others on the same placement.
-FAMILIES = sorted(name for name, entry in entries().items() if not entry.searches)
+FAMILIES = sorted(name for name, entry in entries().items() if not entry.traits.searches)
 
 
 def test_a_receive_stands_where_its_message_is_made() -> None:
@@ -209,7 +209,7 @@ def family_program(
     )
 
 
-ZB_V_DIVIDED = partial(family_program, "zb-v", 2, 4, vocabulary=VocabularyParallel.ONE)
+ZB_V_DIVIDED = partial(family_program, "zb-v", 2, 4, vocab_parallel=VocabularyParallel.ONE)
 SPOILT: dict[str, tuple[Callable[[], Program], str, str]] = {
     "order: a receive before passes that its message comes of": (
         partial(family_program, "zb-h1", 3, 4), "0RECV_B0", "0F1"
@@ -228,7 +228,7 @@ SPOILT: dict[str, tuple[Callable[[], Program], str, str]] = {
         ZB_V_DIVIDED, "1REDUCE_SI0", "1RECV_F3"
     ),
     "offload": (
-        partial(family_program, "1f1b", 2, 6, offload=Offload.FULL), "0RECV_B0", "0F1"
+        partial(family_program, "1f1b", 2, 6, activation_offload=Offload.FULL), "0RECV_B0", "0F1"
     ),
     "post-validation: a message of its own": (
         partial(family_program, "zb-2p", 2, 4, post_validation=True), "1RECV_P0", "1RECV_F0"
@@ -269,7 +269,7 @@ def test_what_is_only_given_is_soon_waited_for(
 ) -> None:
     """However many microbatches there are: a rank that waited at the step's end alone would keep
     each tensor that it has given to a sum."""
-    made = family_program(name, 4, 32, vocabulary=vocabulary, forward_only=forward_only)
+    made = family_program(name, 4, 32, vocab_parallel=vocabulary, forward_only=forward_only)
     waits = {
         kind: RULES[kind].needs[0].kinds[0] for kind in (Kind.WAIT_S, Kind.WAIT_SI, Kind.WAIT_E)
     }
@@ -287,7 +287,7 @@ def test_what_is_only_given_is_soon_waited_for(
 
 def test_copies_do_not_stand_behind_waits_for_sends() -> None:
     """They may start before; a copy that the rank's wait held up would come late."""
-    row = family_program("1f1b", 2, 6, offload=Offload.FULL).schedule.rows[0]
+    row = family_program("1f1b", 2, 6, activation_offload=Offload.FULL).schedule.rows[0]
     copies = [at for at, action in enumerate(row) if RULES[action.kind].lane in HOST_LANES]
     assert copies
     assert all(row[at - 1].kind not in (Kind.WAIT_F, Kind.WAIT_B) for at in copies)
@@ -312,10 +312,12 @@ def test_passes_leave_room_for_messages() -> None:
     choice = choose("zb-auto")
     placement = choice.place(4)
     held = {Held.ACTIVATION: (100.0,) * 4, Held.WEIGHT_INPUTS: (50.0,) * 4}
-    costs = replace(uniform(placement, 10, 12, 8, 1), held_bytes=held, message_bytes=20.0)
+    costs = (
+        uniform(placement, 10, 12, 8, 1).with_passes(held_bytes=held).with_links(message_bytes=20.0)
+    )
     limit = MemoryLimit(bytes=500)
     made = build_program(choice, Problem(placement, 8, costs, limit))
-    free = replace(costs, message_bytes=0.0)
+    free = costs.with_links(message_bytes=0.0)
     without = build_program(choice, Problem(placement, 8, free, limit))
     assert max(peaks(made.schedule, in_bytes(costs))) <= 500
     assert max(peaks(without.schedule, in_bytes(costs))) > 500

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from megatron_ext.schedule.build.build import build_program
@@ -110,14 +108,20 @@ def slow(rank: int, factor: float) -> tuple[Program, Timeline, list[RankSums]]:
     choice = choose("zb-h1")
     placement = choice.place(3)
     costs = uniform(placement, 10, 12, 8)
-    costs = replace(costs, seconds={k: (2 * row[0], *row[1:]) for k, row in costs.seconds.items()})
+    costs = costs.with_passes(
+        seconds={k: (2 * row[0], *row[1:]) for k, row in costs.seconds.items()}
+    )
     program = build_program(choice, Problem(placement, 6, costs))
     predicted = simulate(program, costs)
     seconds = {
         kind: tuple(s * (factor if stage == rank else 1.0) for stage, s in enumerate(row))
         for kind, row in costs.seconds.items()
     }
-    return program, predicted, told(program, [simulate(program, replace(costs, seconds=seconds))])
+    return (
+        program,
+        predicted,
+        told(program, [simulate(program, costs.with_passes(seconds=seconds))]),
+    )
 
 
 @pytest.mark.parametrize("rank", [1, 2])

@@ -317,7 +317,7 @@ def test_what_cannot_win_is_left_out(
     every, promising = make_plan(variant_of), make_plan(variant_of, only_promising=True)
     report = plan_report(promising, None)
     assert best_of(promising).schedule == best_of(every).schedule
-    searched = [c for c in promising.candidates if entry_of(c.schedule).searches]
+    searched = [c for c in promising.candidates if entry_of(c.schedule).traits.searches]
     assert bool(searched) is is_searched
     makespans = {candidate.schedule: candidate.step for candidate in every.candidates}
     left_out = 0

@@ -49,8 +49,12 @@ def program(
         lambda: program("1f1b", 3, 7),
         lambda: program("zb-v", 4, 9),
         lambda: program("interleaved", 4, 8, p2p=P2P.BATCHED),
-        lambda: program("zb-h1", 3, 5, COSTS + ",head=10/12/8", vocabulary=VocabularyParallel.ONE),
-        lambda: program("1f1b", 4, 8, COSTS + ",d2h=6,link=2,duplex=0", offload=Offload.FULL),
+        lambda: program(
+            "zb-h1", 3, 5, COSTS + ",head=10/12/8", vocab_parallel=VocabularyParallel.ONE
+        ),
+        lambda: program(
+            "1f1b", 4, 8, COSTS + ",d2h=6,link=2,duplex=0", activation_offload=Offload.FULL
+        ),
     ],
     ids=["1f1b", "zb-v", "batched", "collectives", "shared links"],
 )

@@ -59,7 +59,7 @@ def problem_of(
     placement, m = choose(spec).place(ranks), microbatches or 4 * ranks
     costs = parse_costs(f"f=1,i=1,w=1,d2h={k},h2d={k}{more}", placement)
     allowed = None if limit is None else parse_limit(limit, ranks, m)
-    return Problem(placement, m, costs, allowed, extras=Extras(offload=how))
+    return Problem(placement, m, costs, allowed, extras=Extras(activation_offload=how))
 
 
 def built(spec: str, problem: Problem) -> Program:
@@ -94,7 +94,7 @@ def random_problem(seed: int) -> tuple[Schedule, Problem]:
     how = random.choice([HALF, FULL, FIT])
     limit = MemoryLimit(microbatches=random.choice([1.0, 2.0, 3.0])) if how is FIT else None
     problem = replace(case.problem, costs=costs, memory_limit=limit).with_extras(
-        p2p=P2P.ASYNC, offload=how
+        p2p=P2P.ASYNC, activation_offload=how
     )
     return without_waits(case.schedule, problem), problem
 
@@ -124,7 +124,7 @@ def test_any_schedule_takes_the_copies(seed: int) -> None:
     timeline = simulate(program, problem.costs)
     for event in timeline.events:
         assert other.times[event.action][1] == pytest.approx(event.end), event
-    if problem.extras.offload is not FIT:
+    if problem.extras.activation_offload is not FIT:
         without = prove(await_sends(schedule, problem), without_limit(problem))
         assert timeline.makespan == pytest.approx(makespan(without))
     amount = in_microbatches(schedule)
@@ -135,7 +135,7 @@ def test_any_schedule_takes_the_copies(seed: int) -> None:
 @given(seeds)
 def test_what_is_damaged_is_proved_only_if_it_runs(seed: int) -> None:
     schedule, problem = random_problem(seed)
-    problem = problem.with_extras(offload=FULL)
+    problem = problem.with_extras(activation_offload=FULL)
     problem = without_limit(problem)
     damaged = mutate(await_sends(offload(schedule, problem), problem), Random(seed))
     try:
@@ -163,7 +163,10 @@ def test_what_is_wrong_is_named(row: str, why: str) -> None:
     placement = line(1)
     schedule = Schedule("wrong", placement, (tuple(map(parse, row.split())),))
     problem = Problem(
-        placement, 1, parse_costs("f=1,i=1,w=1,d2h=1", placement), extras=Extras(offload=FULL)
+        placement,
+        1,
+        parse_costs("f=1,i=1,w=1,d2h=1", placement),
+        extras=Extras(activation_offload=FULL),
     )
     with pytest.raises(InvalidSchedule, match=why):
         prove(schedule, problem)
@@ -172,7 +175,7 @@ def test_what_is_wrong_is_named(row: str, why: str) -> None:
 def test_a_problem_that_does_not_offload_has_no_copies() -> None:
     program = built("gis", problem_of("gis", 2, 0.1, FULL))
     with pytest.raises(InvalidSchedule, match=r"belongs to offload, which is not asked for"):
-        prove(program.schedule, program.problem.with_extras(offload=NONE))
+        prove(program.schedule, program.problem.with_extras(activation_offload=NONE))
 
 
 def test_copies_drawn() -> None:
@@ -182,7 +185,7 @@ def test_copies_drawn() -> None:
     rows = ("0F0 0F1 0F2 0F3 0B3 0B2 0B1 0B0",)
     schedule = Schedule("drawn", placement, tuple(tuple(map(parse, r.split())) for r in rows))
     costs = parse_costs("f=1,i=1,w=0,d2h=1,h2d=1", placement)
-    made = offload(schedule, Problem(placement, 4, costs, extras=Extras(offload=FULL)))
+    made = offload(schedule, Problem(placement, 4, costs, extras=Extras(activation_offload=FULL)))
     assert " ".join(map(str, made.rows[0])) == (
         "0F0 0OFFLOAD_F0 0F1 0OFFLOAD_F1 0FREE_F0 0F2 0FREE_F1 0F3 0B3 "
         "0RELOAD_F1 0B2 0RELOAD_F0 0B1 0B0"
@@ -275,9 +278,11 @@ def test_fit_with_a_slow_link_takes_time() -> None:
 def test_fit_counts_bytes() -> None:
     placement = choose("1f1b").place(4)
     held = {Held.ACTIVATION: (100.0,) * 4, Held.WEIGHT_INPUTS: (60.0,) * 4}
-    costs = replace(parse_costs("f=1,i=1,w=1", placement), held_bytes=held)
+    costs = parse_costs("f=1,i=1,w=1", placement).with_passes(held_bytes=held)
     costs = costs.with_host((0.3,) * 4, (0.3,) * 4)
-    problem = Problem(placement, 16, costs, MemoryLimit(bytes=250), extras=Extras(offload=FIT))
+    problem = Problem(
+        placement, 16, costs, MemoryLimit(bytes=250), extras=Extras(activation_offload=FIT)
+    )
     program = built("1f1b", problem)
     assert max(peaks(program.schedule, in_bytes(costs))) == 200
 
@@ -296,7 +301,7 @@ def test_a_copy_back_can_be_what_does_not_fit() -> None:
         2,
         parse_costs("f=1,i=1,w=1,d2h=1", placement),
         MemoryLimit(microbatches=1),
-        extras=Extras(offload=FULL),
+        extras=Extras(activation_offload=FULL),
     )
     with pytest.raises(InvalidSchedule, match="0RELOAD_F0 brings rank 0 over the memory limit"):
         prove(Schedule("tight", placement, rows_of(text)), problem)
@@ -369,10 +374,13 @@ def test_batched_messages() -> None:
 
 def test_a_divided_vocabulary() -> None:
     problem = problem_of("zb-v", 4, 0.4, FULL, more=",head=0.5/0.5/0.5")
-    program = built("zb-v", problem.with_extras(vocabulary=VocabularyParallel.TWO))
+    program = built("zb-v", problem.with_extras(vocab_parallel=VocabularyParallel.TWO))
     assert chunks_held(program) <= 4
     assert makespan(program) <= 1.01 * makespan(
-        built("zb-v", problem.with_extras(vocabulary=VocabularyParallel.TWO, offload=NONE))
+        built(
+            "zb-v",
+            problem.with_extras(vocab_parallel=VocabularyParallel.TWO, activation_offload=NONE),
+        )
     )
 
 
@@ -384,7 +392,7 @@ def test_logits_that_do_not_leave_are_not_copied() -> None:
     take no longer; where the output layer's W comes with I, W needs less of the last stage."""
     placement = line(2)
     held = {Held.ACTIVATION: (100.0, 100.0), Held.WEIGHT_INPUTS: (50.0, 50.0)}
-    layers = replace(parse_costs("f=1,i=1,w=1", placement), held_bytes=held)
+    layers = parse_costs("f=1,i=1,w=1", placement).with_passes(held_bytes=held)
     costs = layers.with_vocabulary(VocabularyCosts((1, 1, 1), logits_bytes=300.0))
     costs = costs.with_host((1.0, 4.0), (2.0, 8.0), 2, False)
     shared = share_vocabulary(costs, placement, VocabularyParallel.TWO).host
@@ -447,7 +455,7 @@ def test_what_is_missing_is_named() -> None:
     placement = line(2)
     costs = parse_costs("f=1,i=1,w=1", placement)
     with pytest.raises(ValueError, match="add d2h= and h2d="):
-        Problem(placement, 4, costs, extras=Extras(offload=FULL))
+        Problem(placement, 4, costs, extras=Extras(activation_offload=FULL))
     with pytest.raises(ValueError, match="no memory limit to fit into"):
         problem_of("1f1b", 2, 1, FIT)
     with pytest.raises(ValueError, match="knows no bound with offload full"):

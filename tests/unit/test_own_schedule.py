@@ -121,8 +121,8 @@ def test_certificate_and_table(folder: Path) -> None:
 
 def test_the_flag_of_a_training_run_takes_a_file(folder: Path) -> None:
     config = from_argv(["--pipeline-schedule", "my_split_schedule.py:ahead=2", "--lr", "1"])
-    assert config.choice.splits_backward
-    assert not from_argv(["--pipeline-schedule", "my_schedule.py"]).choice.splits_backward
+    assert config.choice.traits.splits_backward
+    assert not from_argv(["--pipeline-schedule", "my_schedule.py"]).choice.traits.splits_backward
 
 
 def test_a_file_is_imported_once_and_does_not_join_ours(tmp_path: Path) -> None:
@@ -198,6 +198,11 @@ EAGER = EXAMPLES["my_schedule.py"]
             IMPORTS + "@family('a', line)\ndef a(problem): return problem\n",
             "line 3 cannot be imported: TypeError.*'source'",
         ),
+        (
+            IMPORTS
+            + "@family('a', line, source='ours', split_backward=True)\ndef a(p): return p\n",
+            "line 3 cannot be imported: TypeError.* no trait split_backward; did you mean splits_",
+        ),
         ("x = 1\n", r"own.py registers 0 families \(none\).*decorate exactly one function"),
         (
             EAGER + "\n@family('two', line, source='ours')\ndef two(problem): return problem\n",
@@ -251,6 +256,7 @@ EAGER = EXAMPLES["my_schedule.py"]
         "raises",
         "syntax",
         "no source",
+        "no trait",
         "none",
         "several",
         "our name",

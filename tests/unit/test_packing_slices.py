@@ -50,12 +50,10 @@ def brief(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def costs_of_slices(random: Random, placement: Placement) -> Costs:
     costs = random_costs(random, placement)
     assert costs.held_bytes is not None
-    return replace(
-        costs,
+    return costs.with_slices(
         attention=tuple(random.uniform(0, 0.6) for _ in range(placement.stages)),
-        latency=costs.hop * random.random(),
         keys_values=tuple(held * random.random() for held in costs.held_bytes[Held.ACTIVATION]),
-    )
+    ).with_links(latency=costs.links.hop * random.random())
 
 
 def random_problem(random: Random, place: Place, p: int, m: int, k: int) -> Problem:
@@ -65,7 +63,7 @@ def random_problem(random: Random, place: Place, p: int, m: int, k: int) -> Prob
     assert costs.held_bytes is not None
     limit = MemoryLimit(microbatches=1 + 3 * random.random())
     if random.random() < 0.5:
-        figures = [*map(max, *costs.held_bytes.values())], costs.keys_values
+        figures = [*map(max, *costs.held_bytes.values())], costs.slices.keys_values
         most = sum(
             max(sum(held[stage] + k for stage in stages) for stages in placement.stages_of)
             for held in figures
@@ -168,7 +166,7 @@ def test_no_worse_than_what_is_known(spec: str, limit: float | None) -> None:
     assert held <= within * (1 + 1e-9)
     others = []
     for name, entry in entries().items():
-        if entry.place == entries()[spec].place and not entry.searches:
+        if entry.place == entries()[spec].place and not entry.traits.searches:
             others.append(figures(name, replace(problem, memory_limit=None)))
     fitting = [makespan for makespan, other in others if other <= within * (1 + 1e-9)]
     assert found <= min(fitting) * (1 + 1e-9)

@@ -58,8 +58,8 @@ ALL_SORTS = {
     "line": program_of("zb-h1"),
     "v": program_of("zb-v"),
     "loop": program_of("interleaved"),
-    "vocabulary": program_of("1f1b", vocabulary=VocabularyParallel.ONE),
-    "offload": program_of("zb-v", offload=Offload.FULL),
+    "vocabulary": program_of("1f1b", vocab_parallel=VocabularyParallel.ONE),
+    "offload": program_of("zb-v", activation_offload=Offload.FULL),
     "post-validation": program_of("zb-h2", post_validation=True),
     "slices": program_of("1f1b", slices=Slices(2)),
 }
@@ -151,7 +151,7 @@ def test_memory_is_that_of_the_proof(sort: str) -> None:
 def test_memory_in_bytes_where_costs_have_them() -> None:
     problem = line_problem(2, 3)
     held = {Held.ACTIVATION: (2e9, 3e9), Held.WEIGHT_INPUTS: (1e9, 1e9), Held.LOGITS: (0.0, 0.0)}
-    problem = replace(problem, costs=replace(problem.costs, held_bytes=held))
+    problem = replace(problem, costs=problem.costs.with_passes(held_bytes=held))
     run = simulated("x", program("1f1b", problem))
     assert run.figures.peaks_bytes == (4e9, 3e9)
     (first,) = (box for box in run.boxes if label(box) == "0F0")

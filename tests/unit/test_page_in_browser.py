@@ -68,7 +68,7 @@ def dump(browser: str, profile: Path, address: str) -> str:
 def runs() -> tuple[Run, ...]:
     return (
         simulated("1f1b", program_of("1f1b")),
-        simulated("zb-v", program_of("zb-v", offload=Offload.FULL)),
+        simulated("zb-v", program_of("zb-v", activation_offload=Offload.FULL)),
     )
 
 

@@ -79,9 +79,9 @@ def test_estimates_have_it_where_passes_run_in_pairs_only() -> None:
     of_model = model(("*E", "*E"))
     costs = estimate(of_model, stages, EXECUTION, RATES)
     apart = estimate(of_model, stages, replace(EXECUTION, overlap=0.0), RATES)
-    assert not apart.hidden
+    assert not apart.overlap.hidden
     assert costs.seconds == apart.seconds
     forward, back = Action(0, Kind.FORWARD, 1), Action(1, _B, 0)
-    assert 0 < costs.saved_by(forward, back) == costs.hidden[_B][0][1]
+    assert 0 < costs.saved_by(forward, back) == costs.overlap.hidden[_B][0][1]
     frozen = without_frozen(costs, [0.0, 0.0], reached=1, head=False)
-    assert frozen.saved_by(forward, back) == costs.hidden[_I][0][1]
+    assert frozen.saved_by(forward, back) == costs.overlap.hidden[_I][0][1]

@@ -16,7 +16,7 @@ from megatron_ext.cli import app
 from megatron_ext.schedule.action import Action, Kind, Pair, parse, parse_pair
 from megatron_ext.schedule.build.build import build_program, complete
 from megatron_ext.schedule.build.registry import choose, entries
-from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.costs import Costs, OverlapCosts
 from megatron_ext.schedule.costs_text import format_costs, load_costs, parse_costs, save_costs
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import v
@@ -46,7 +46,11 @@ from megatron_ext.schedule.slices import Slices
 from tests.helpers.combinations import at_night, nightly
 from tests.helpers.schedules import drawn, rows_of, table, with_messages
 
-KEEPING = [name for name, entry in entries().items() if entry.keeps_pairs and not entry.searches]
+KEEPING = [
+    name
+    for name, entry in entries().items()
+    if entry.traits.keeps_pairs and not entry.traits.searches
+]
 COSTS = "f=10,i=12,w=8,comm=0.2,hidden=4"
 
 # Two ranks, a V: stages 1 and 2 on rank 0, stages 0 and 3 on rank 1.
@@ -282,7 +286,7 @@ def test_w_runs_in_pairs_where_more_hides_beside_it() -> None:
             kind: tuple(tuple(most for _ in stages) for _ in stages)
             for kind, most in ((Kind.BACKWARD_INPUT, 1.0), (Kind.FULL_BACKWARD, beside_b))
         }
-        problem = replace(problem, costs=replace(problem.costs, hidden=hidden))
+        problem = replace(problem, costs=replace(problem.costs, overlap=OverlapCosts(hidden)))
         pairs = build_program(choose("zb-v"), problem).schedule.pairs
         kinds[beside_b] = {str(pair.backward.kind) for pair in pairs}
     assert kinds == {1.0: {"I"}, 5.0: {"B"}}
@@ -335,16 +339,16 @@ def test_stages_with_nothing_to_train_have_none() -> None:
 @pytest.mark.parametrize(
     "extras",
     [
-        {"vocabulary": VocabularyParallel.TWO},
+        {"vocab_parallel": VocabularyParallel.TWO},
         {"recompute": Recompute(first=1)},
-        {"offload": Offload.HALF},
+        {"activation_offload": Offload.HALF},
         {"post_validation": True},
         {"slices": Slices(2)},
     ],
     ids=lambda extras: next(iter(extras)),
 )
 def test_what_does_not_go_with_pairs(extras: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="pairs of passes do not go with"):
+    with pytest.raises(ValueError, match="pairing of passes does not go with"):
         problem_for("zb-v", 4, 8, f"{COSTS},d2h=1", **extras)
 
 
@@ -372,10 +376,10 @@ def test_costs_are_written_and_read(tmp_path: Path) -> None:
     text = "f=2/2/4/4,i=3/3/6/6,w=1/1/1/1,comm=0,hidden=0/1/2/4"
     assert format_costs(costs_of(text)) == text
     save_costs(costs_of(text), tmp_path / "costs.json")
-    assert load_costs(tmp_path / "costs.json", V).hidden == costs_of(text).hidden
+    assert load_costs(tmp_path / "costs.json", V).overlap.hidden == costs_of(text).overlap.hidden
     table_of_b = {Kind.FULL_BACKWARD: tuple((0.5, 1.0, 1.5, 2.0) for _ in range(4))}
-    save_costs(replace(costs_of(text), hidden=table_of_b), tmp_path / "costs.json")
-    assert load_costs(tmp_path / "costs.json", V).hidden == table_of_b
+    save_costs(replace(costs_of(text), overlap=OverlapCosts(table_of_b)), tmp_path / "costs.json")
+    assert load_costs(tmp_path / "costs.json", V).overlap.hidden == table_of_b
 
 
 @pytest.mark.parametrize(

@@ -309,7 +309,7 @@ def test_repeated_they_are_schedules(seed: int, p: int, m: int, more: int) -> No
     assert all(peak <= limit for peak in held) or min(held) > limit
     problem = Problem(placement, m, costs, MemoryLimit(microbatches=limit + 2))
     for plan in plans:
-        instant = replace(problem, costs=replace(problem.costs, hop=0.0))
+        instant = replace(problem, costs=problem.costs.with_links(hop=0.0))
         program = complete(Schedule("repeated", placement, rows_of(plan, placement)), instant)
         took = simulate(program, instant.costs).makespan
         rounding = shop.lanes * m * shop.tick
@@ -331,7 +331,7 @@ def test_bytes_are_as_good_as_microbatches() -> None:
     held = dict.fromkeys((Held.ACTIVATION, Held.WEIGHT_INPUTS), (float(chunk),) * 16)
     in_bytes = replace(
         limited,
-        costs=replace(limited.costs, held_bytes=held),
+        costs=limited.costs.with_passes(held_bytes=held),
         memory_limit=MemoryLimit(bytes=10 * chunk),
     )
     plans, same = (pattern_plans(shop_of(problem)) for problem in (limited, in_bytes))
@@ -359,9 +359,9 @@ def test_a_period_is_excluded_by_the_hop_of_each_link() -> None:
     there is no pattern, and one was said to be impossible that exists."""
     problem = problem_of(8, 32, 5)
     hops = tuple({0: 9.0, 14: 9.0, 7: 0.0}.get(stage, 1.0) for stage in range(15))
-    linked = replace(problem.costs, hop=2.0, hops=hops)
+    linked = problem.costs.with_links(hop=2.0, hops=hops)
     assert excluded_period(replace(problem, costs=linked), seconds=0) is None
-    alike = replace(problem.costs, hop=2.0)
+    alike = problem.costs.with_links(hop=2.0)
     assert excluded_period(replace(problem, costs=alike), seconds=0) == 30
 
 

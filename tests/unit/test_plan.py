@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,11 +47,11 @@ def test_no_bound_is_above_what_a_step_takes(name: str, vocabulary: VocabularyPa
     choice = choose(name)
     placement = choice.place(4)
     spared = (4 / placement.chunks,) * placement.stages
-    costs = replace(uniform(placement, 10, 12, 8), spared=spared)
-    problem = Problem(placement, 64, costs).with_extras(vocabulary=vocabulary)
+    costs = uniform(placement, 10, 12, 8).with_passes(spared=spared)
+    problem = Problem(placement, 64, costs).with_extras(vocab_parallel=vocabulary)
     program = build_program(choice, problem)
     taken = step_seconds(program, program.problem.costs)
-    assert 0.8 * taken < least_time(problem, choice.splits_backward) <= taken + 1e-9
+    assert 0.8 * taken < least_time(problem, choice.traits.splits_backward) <= taken + 1e-9
 
 
 def test_every_family_is_compared_or_says_why_not() -> None:
@@ -99,7 +98,9 @@ def test_each_way_for_a_head_is_what_simulate_finds() -> None:
         return parse_costs("f=10,i=12,w=8,comm=1,head=10/12/8", placement)
 
     problem = Problem(line(4), 8, costs(line(4)))
-    program = build_program(choose("zb-h1"), problem.with_extras(vocabulary=VocabularyParallel.TWO))
+    program = build_program(
+        choose("zb-h1"), problem.with_extras(vocab_parallel=VocabularyParallel.TWO)
+    )
     two = simulate(program, program.problem.costs).makespan
     naive = simulate(build_program(choose("zb-h1"), problem), problem.costs).makespan
     variant_of = variants_of(4, 8, costs, None, layers=9)

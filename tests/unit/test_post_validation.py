@@ -94,7 +94,9 @@ def test_one_rank_knows_the_verdict_itself() -> None:
     assert program("1f1b", 1, 1).schedule.rows == rows_of("0SETTLE0 0F0 0B0 0STEP0")
 
 
-@pytest.mark.parametrize("name", [n for n, entry in entries().items() if not entry.uses_costs])
+@pytest.mark.parametrize(
+    "name", [n for n, entry in entries().items() if not entry.traits.uses_costs]
+)
 def test_all_else_is_as_without(name: str) -> None:
     """The same passes in the same order, and the same messages on the same channels."""
     with_it, without = (program(name, 4, 8, validated=v).schedule for v in (True, False))
@@ -196,9 +198,9 @@ def test_an_evaluation_has_no_optimizer() -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"vocabulary": VocabularyParallel.TWO}, "vocabulary parallelism 2"),
-        ({"p2p": P2P.BATCHED}, "messages batched"),
-        ({"offload": Offload.FULL}, "offload full"),
+        ({"vocab_parallel": VocabularyParallel.TWO}, "vocabulary parallelism 2"),
+        ({"p2p": P2P.BATCHED}, "p2p batched"),
+        ({"activation_offload": Offload.FULL}, "offload full"),
     ],
 )
 def test_what_does_not_go_with_it(changes: dict[str, Any], why: str) -> None:
@@ -217,7 +219,7 @@ def test_no_placement_whose_first_stages_share_a_rank() -> None:
 
 # ---- What holds of all of them
 
-NAMES = st.sampled_from(sorted(n for n, entry in entries().items() if not entry.searches))
+NAMES = st.sampled_from(sorted(n for n, entry in entries().items() if not entry.traits.searches))
 FIGURES = st.sampled_from([0.5, 1.0, 1.3, 2.0, 3.0])
 
 
@@ -428,9 +430,11 @@ def test_the_bound_holds_of_steps_that_overlap(name: str, p: int, m: int, comm: 
         made = build_program(choice, wanted)
     except ValueError:
         assume(False)
-    bound = lower_bound(wanted, choice.splits_backward)
+    bound = lower_bound(wanted, choice.traits.splits_backward)
     assert bound <= step_seconds(made, wanted.costs) * (1 + 1e-9)
-    assert bound <= lower_bound(wanted.with_extras(post_validation=False), choice.splits_backward)
+    assert bound <= lower_bound(
+        wanted.with_extras(post_validation=False), choice.traits.splits_backward
+    )
 
 
 def test_what_cannot_overlap_is_refused() -> None:

@@ -89,7 +89,7 @@ def test_a_race_takes_the_place_of_a_schedule() -> None:
     assert config.schedule == "1f1b" and str(config.race) == "1f1b zb-h1 zb-1p"
     assert config.race_then is RaceThen.REPORT
     assert [choice.spec for choice in config.choices] == ["1f1b", "zb-h1", "zb-1p"]
-    assert config.splits_backward and not config.choice.splits_backward
+    assert config.splits_backward and not config.choice.traits.splits_backward
     assert from_environment({"MEGATRON_EXT_RACE": "zb-h1"}).schedule == "1f1b"
 
 
@@ -235,7 +235,7 @@ def test_the_row_can_be_pasted() -> None:
         "| 8 x H100 | 1f1b (stock's order) | zb-h1 | 1.250 (1.250 to 1.250) | 11.0% (10.0%) | "
         "3 GiB (2.5 GiB) |"
     )
-    assert choose(race.winner).splits_backward
+    assert choose(race.winner).traits.splits_backward
     assert report.verdict(race, keeps=False).endswith("the training goes on under 1f1b")
     line = report.figures_line("zb-h1", race, figures["zb-h1"])
     assert line == (

@@ -51,12 +51,12 @@ def test_an_order_with_pairs_is_timed_as_it_is_simulated(spec: str) -> None:
     program = build_program(choice, replace(problem, costs=with_input_gradient(problem.costs)))
     assert program.schedule.pairs
     passes = replace(program.schedule, rows=program.schedule.compute_rows)
-    order = Order(passes, replace(problem.costs, hop=0.0))
+    order = Order(passes, problem.costs.with_links(hop=0.0))
     counts = np.array([layout.layers for layout in layouts])
     seconds = order.seconds(figures, counts)
     for layout, of_layout in zip(layouts, seconds.tolist(), strict=True):
         costs = with_input_gradient(work.variant(spec, layout).problem.costs)
-        made = simulate(program, replace(costs, hop=0.0))
+        made = simulate(program, costs.with_links(hop=0.0))
         assert of_layout == pytest.approx(made.makespan)
 
 

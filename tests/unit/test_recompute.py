@@ -17,7 +17,7 @@ from megatron_ext.config import PipelineConfig
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.build.build import build_program, complete
 from megatron_ext.schedule.build.registry import choose
-from megatron_ext.schedule.costs import Costs, uniform
+from megatron_ext.schedule.costs import Costs, LinkCosts, PassCosts, uniform
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
@@ -124,13 +124,15 @@ def test_r_has_no_place_in_an_evaluation() -> None:
 
 def test_in_bytes_the_input_is_what_comes_from_the_stage_before() -> None:
     costs = Costs(
-        dict.fromkeys((Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT), (1.0, 1.0)),
-        held_bytes={Held.ACTIVATION: (100.0, 100.0), Held.WEIGHT_INPUTS: (50.0, 50.0)},
-        message_bytes=7.0,
+        PassCosts(
+            dict.fromkeys((Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT), (1.0, 1.0)),
+            held_bytes={Held.ACTIVATION: (100.0, 100.0), Held.WEIGHT_INPUTS: (50.0, 50.0)},
+        ),
+        LinkCosts(message_bytes=7.0),
     )
     amount = in_bytes(costs)
     assert [amount(Held.INPUT, stage) for stage in (0, 1)] == [0.0, 7.0]  # tokens are nothing
-    amount = in_bytes(replace(costs, message_bytes=0.0))
+    amount = in_bytes(costs.with_links(message_bytes=0.0))
     assert amount(Held.INPUT, 1) == 10.0
     rows = rows_of("1F0 1F1 1R0 1I0 1W0 1R1 1I1 1W1")
     held = memory_curve(rows[0], in_bytes(costs))
@@ -169,7 +171,10 @@ def test_texts() -> None:
     [
         ({"recompute": FIT}, "recompute fit has no memory limit .* or write first:2 for all"),
         ({"recompute": Recompute(first=3)}, "the pipeline has 2 stages; write first:2 for all"),
-        ({"recompute": FIRST_1, "offload": Offload.FULL}, "offload full does not go with recomp"),
+        (
+            {"recompute": FIRST_1, "activation_offload": Offload.FULL},
+            "offload full does not go with recomp",
+        ),
     ],
 )
 def test_refusals(problem: dict[str, object], message: str) -> None:
@@ -293,7 +298,7 @@ def test_with_a_divided_vocabulary() -> None:
         12,
         costs,
         MemoryLimit(microbatches=3),
-        extras=Extras(recompute=FIT, vocabulary=VocabularyParallel.TWO),
+        extras=Extras(recompute=FIT, vocab_parallel=VocabularyParallel.TWO),
     )
     program = build_program(choose("v-half"), problem)
     assert share_made_again(program.schedule) > 0
@@ -303,10 +308,10 @@ def test_with_a_divided_vocabulary() -> None:
 
 def test_in_bytes_messages_count() -> None:
     placement = v(4)
-    costs = replace(
-        parse_costs("f=10,i=12,w=8,comm=1", placement),
-        held_bytes={Held.ACTIVATION: (100.0,) * 8, Held.WEIGHT_INPUTS: (60.0,) * 8},
-        message_bytes=8.0,
+    costs = (
+        parse_costs("f=10,i=12,w=8,comm=1", placement)
+        .with_passes(held_bytes={Held.ACTIVATION: (100.0,) * 8, Held.WEIGHT_INPUTS: (60.0,) * 8})
+        .with_links(message_bytes=8.0)
     )
     for limit in (330, 400, 500):
         problem = Problem(

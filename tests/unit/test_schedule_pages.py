@@ -29,7 +29,7 @@ _GRID = re.compile(
     r"With p = (\d+), m = (\d+)((?:, \w+ = \w+)*):\n\n *::\n\n(.*?)(?:\n\n|\Z)", re.DOTALL
 )
 # Their docstrings describe the search.
-SEARCHED = {name for name, entry in entries().items() if entry.searches}
+SEARCHED = {name for name, entry in entries().items() if entry.traits.searches}
 
 
 @pytest.mark.parametrize("name", [name for name in entries() if name not in SEARCHED])
@@ -171,7 +171,7 @@ _ROW = re.compile(r"^\| \[`(.+?)`\].*\| ([\d.]+) \| ([\d.]+) \|$", re.MULTILINE)
 ROWS = [
     row
     for row in _ROW.findall((DOCS / "schedules.md").read_text())
-    if not entries()[row[0]].uses_costs or row[0].startswith("gis")
+    if not entries()[row[0]].traits.uses_costs or row[0].startswith("gis")
 ]
 
 

@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.costs import Costs, uniform
+from megatron_ext.schedule.costs import Costs, PassCosts, uniform
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Offload, Problem
 from megatron_ext.schedule.program.simulate import simulate
@@ -215,7 +215,7 @@ def test_makespan_and_span() -> None:
 def test_work_is_the_mean_over_ranks() -> None:
     placement = Placement("line", (0, 1))
     costs = uniform(placement, 1, 1, 1)
-    uneven = Costs(dict.fromkeys(costs.seconds, (1.0, 3.0)))
+    uneven = Costs(PassCosts(dict.fromkeys(costs.seconds, (1.0, 3.0))))
     timeline = simulated("gpipe", Problem(placement, 1, uneven))
     assert timeline.work == (3 + 9) / 2
     assert timeline.makespan == timeline.span == 12
@@ -240,7 +240,7 @@ def test_every_need_is_respected(case: Case) -> None:
     def made(stage: int, kinds: tuple[Kind, ...], k: int, rank: int) -> float:
         """When what the first of ``kinds`` makes is on ``rank``."""
         end = next(events[a].end for kind in kinds if (a := Action(stage, kind, k)) in events)
-        return end + (costs.hop if rank_of[stage] != rank else 0)
+        return end + (costs.links.hop if rank_of[stage] != rank else 0)
 
     slack = 1e-9
     for event in timeline.events:
@@ -302,7 +302,7 @@ def test_summary_tells_what_leaves_for_the_host() -> None:
     problem = line_problem(4, 8, 1, 1, 1)
     costs = problem.costs.with_host([0.5] * 4, [0.5] * 4)
     text = summarize(
-        program("zb-h1", replace(problem, costs=costs).with_extras(offload=Offload.HALF))
+        program("zb-h1", replace(problem, costs=costs).with_extras(activation_offload=Offload.HALF))
     )
     assert (
         "peak 4 microbatches; offload half: 31% of the activations and 31% of the inputs of W "

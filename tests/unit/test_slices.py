@@ -244,7 +244,9 @@ def test_every_size_is_sound(p: int, k: int, m: int) -> None:
 
 
 TAKES_SLICES = [
-    name for name, entry in entries().items() if entry.takes_slices and not entry.searches
+    name
+    for name, entry in entries().items()
+    if entry.traits.takes_slices and not entry.traits.searches
 ]
 
 
@@ -302,13 +304,13 @@ def test_w_may_come_in_any_order_and_that_is_told() -> None:
 @pytest.mark.parametrize(
     "extras",
     [
-        {"vocabulary": VocabularyParallel.TWO},
+        {"vocab_parallel": VocabularyParallel.TWO},
         {"post_validation": True},
     ],
 )
 def test_what_does_not_go_with_slices(extras: dict[str, Any]) -> None:
     problem = problem_for("1f1b", 2, 2, 2, "f=1,i=1,w=1,d2h=1")
-    with pytest.raises(ValueError, match="2 slices do not go with"):
+    with pytest.raises(ValueError, match="division into 2 slices does not go with"):
         problem.with_extras(**extras)
 
 
@@ -430,10 +432,14 @@ def test_costs_are_written_and_read(tmp_path: Path) -> None:
     costs = parse_costs(text, placement)
     assert format_costs(costs) == text
     held = {Held.ACTIVATION: (64.0, 64.0), Held.WEIGHT_INPUTS: (32.0, 32.0)}
-    costs = replace(costs, held_bytes=held, keys_values=(16.0, 16.0))
+    costs = costs.with_passes(held_bytes=held).with_slices(keys_values=(16.0, 16.0))
     save_costs(costs, tmp_path / "costs.json")
     read = load_costs(tmp_path / "costs.json", placement)
-    assert (read.attention, read.latency, read.keys_values) == ((0.5, 0.25), 0.2, (16.0, 16.0))
+    assert (read.slices.attention, read.links.latency, read.slices.keys_values) == (
+        (0.5, 0.25),
+        0.2,
+        (16.0, 16.0),
+    )
     for wrong in ("attention=2", "latency=2", "attention=0.1/0.1/0.1"):
         with pytest.raises(ValueError, match=wrong.partition("=")[0]):
             parse_costs(f"f=8,i=12,w=4,comm=1,{wrong}", placement)
@@ -441,7 +447,7 @@ def test_costs_are_written_and_read(tmp_path: Path) -> None:
 
 def with_bytes(problem: Problem) -> Problem:
     held = {Held.ACTIVATION: (64.0,), Held.WEIGHT_INPUTS: (32.0,)}
-    costs = replace(problem.costs, held_bytes=held, keys_values=(16.0,))
+    costs = problem.costs.with_passes(held_bytes=held).with_slices(keys_values=(16.0,))
     return replace(problem, costs=costs)
 
 
@@ -469,8 +475,10 @@ def offloaded(name: str, way: Offload, k: int = 4) -> Program:
     costs = "f=1,i=1,w=1,comm=0.01,attention=0.3,d2h=0.5"
     problem = problem_for(name, 4, 6, k, costs)
     held = {Held.ACTIVATION: (64.0,) * 4, Held.WEIGHT_INPUTS: (32.0,) * 4}
-    known = replace(problem.costs, held_bytes=held, keys_values=(16.0,) * 4)
-    return build_program(choose(name), replace(problem, costs=known).with_extras(offload=way))
+    known = problem.costs.with_passes(held_bytes=held).with_slices(keys_values=(16.0,) * 4)
+    return build_program(
+        choose(name), replace(problem, costs=known).with_extras(activation_offload=way)
+    )
 
 
 def test_offload_of_slices_leaves_keys_and_values() -> None:
@@ -517,7 +525,7 @@ def test_zb_auto_of_slices() -> None:
 def test_no_schedule_of_slices_is_shorter_than_the_bound(name: str) -> None:
     """That of whole microbatches is more than slices take: ``auto`` left their schedules out."""
     problem = problem_for(name, 3, 3, 3, "f=10,i=12,w=8,comm=1,attention=0.3", "balanced")
-    splits = choose(name).splits_backward
+    splits = choose(name).traits.splits_backward
     least = makespan(choose(name).build(problem), problem)
     assert lower_bound(problem, splits) <= least * (1 + 1e-9)
     if name == "zb-v":
@@ -615,9 +623,9 @@ def test_the_table_of_offload(name: str, cut: str, cells: str) -> None:
     problem = problem_for(name, 4, 8, k, costs, lengths)
     stages = problem.placement.stages
     held = {Held.ACTIVATION: (64.0,) * stages, Held.WEIGHT_INPUTS: (32.0,) * stages}
-    known = replace(problem.costs, held_bytes=held, keys_values=(8.0,) * stages)
+    known = problem.costs.with_passes(held_bytes=held).with_slices(keys_values=(8.0,) * stages)
     for way, cell in zip(("none", "half", "full"), cells.split("|"), strict=True):
-        asked = replace(problem, costs=known).with_extras(offload=Offload(way))
+        asked = replace(problem, costs=known).with_extras(activation_offload=Offload(way))
         made = build_program(choose(name), asked)
         takes = simulate(made, known).makespan
         most = max(peaks(made.schedule, in_bytes(known))) / (64 * problem.placement.chunks)

@@ -204,7 +204,7 @@ def test_what_cannot_be_two_replicas(text: str, expected: str) -> None:
 
 def test_ordinary_tables_hold_one_copy() -> None:
     for name, entry in entries().items():
-        if not entry.searches:
+        if not entry.traits.searches:
             assert not holds_two_copies(scheduled(name, 4, 8).rows)
 
 

@@ -32,7 +32,7 @@ M = 6
 def problem(spec: str, first_trained: int, **extras: object) -> Problem:
     placement = choose(spec).place(3)
     held = dict.fromkeys((Held.ACTIVATION, Held.WEIGHT_INPUTS), (8.0,) * placement.stages)
-    costs = replace(uniform(placement, 10, 12, 8, 0.5), held_bytes=held)
+    costs = uniform(placement, 10, 12, 8, 0.5).with_passes(held_bytes=held)
     costs = costs.with_host((1.0,) * placement.stages, (1.0,) * placement.stages)
     asked = Problem(placement, M, costs, first_trained=first_trained)
     return asked.with_extras(**extras)
@@ -88,7 +88,7 @@ def test_it_takes_less_time_and_memory(spec: str) -> None:
 def test_messages_do_not_pile_up(spec: str, first_trained: int) -> None:
     """The first stages have less to do than the others, and nothing to wait for. With a wait for
     each send only at the row's end they would be done when the others have just begun."""
-    costs = replace(problem(spec, 0).costs, message_bytes=1.0)
+    costs = problem(spec, 0).costs.with_links(message_bytes=1.0)
     asked = replace(problem(spec, first_trained), costs=costs, microbatches=24)
     program = build_program(choose(spec), asked)
     received: Counter[int] = Counter()
@@ -129,7 +129,7 @@ def test_the_proof_knows() -> None:
 
 @pytest.mark.parametrize("spec", ["zb-h1", "zb-v"])
 def test_nothing_of_them_is_offloaded(spec: str) -> None:
-    program = made(spec, 2, offload=Offload.FULL)
+    program = made(spec, 2, activation_offload=Offload.FULL)
     copied = {
         action.stage
         for row in program.schedule.rows
@@ -158,7 +158,7 @@ def test_costs() -> None:
     costs = uniform(choose("1f1b").place(3), 3, 2, 1).with_vocabulary(
         VocabularyCosts((4.0, 5.0, 6.0), (1.0, 2.0), 10.0)
     )
-    cut = without_backward(replace(costs, held_bytes=None), 2)
+    cut = without_backward(costs.with_passes(held_bytes=None), 2)
     assert cut.seconds == {
         Kind.FORWARD: (4.0, 3.0, 7.0),
         Kind.BACKWARD_INPUT: (0.0, 0.0, 7.0),

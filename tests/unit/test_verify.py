@@ -273,7 +273,7 @@ def test_a_rank_reads_in_one_order_for_each_of_its_stages() -> None:
 
 def test_tokens_are_sent_in_the_order_of_the_forward_passes() -> None:
     """With a divided vocabulary the first stage's data are read when its tokens are sent."""
-    problem = line_problem(2, 2).with_extras(vocabulary=VocabularyParallel.TWO)
+    problem = line_problem(2, 2).with_extras(vocab_parallel=VocabularyParallel.TWO)
     good = program("1f1b", problem)
 
     def renamed(action: Action) -> Action:
@@ -289,9 +289,8 @@ def test_tokens_are_sent_in_the_order_of_the_forward_passes() -> None:
 
 
 def with_bytes(activation: float, weight_inputs: float) -> Problem:
-    costs = replace(
-        PROBLEM.costs,
-        held_bytes={Held.ACTIVATION: (activation,) * 2, Held.WEIGHT_INPUTS: (weight_inputs,) * 2},
+    costs = PROBLEM.costs.with_passes(
+        held_bytes={Held.ACTIVATION: (activation,) * 2, Held.WEIGHT_INPUTS: (weight_inputs,) * 2}
     )
     return replace(PROBLEM, costs=costs)
 

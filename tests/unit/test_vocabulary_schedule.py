@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from megatron_ext.schedule.action import Kind, parse
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose
-from megatron_ext.schedule.costs import Costs, VocabularyCosts, uniform
+from megatron_ext.schedule.costs import Costs, LinkCosts, PassCosts, VocabularyCosts, uniform
 from megatron_ext.schedule.kinds import RULES, Held, Lane, Where
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
@@ -43,9 +43,8 @@ def random_vocabulary_costs(random: Random, placement: Placement) -> Costs:
     figures = {d: tuple(random.choice(choices) for _ in range(placement.stages)) for d in PASSES}
     figures[Kind.FORWARD] = (1.0, *figures[Kind.FORWARD][1:])
     layers = Costs(
-        figures,
-        hop=random.choice([0.0, 0.3, 5.0]),
-        held_bytes=dict.fromkeys(LAYERS_HOLD, (1e9,) * placement.stages),
+        PassCosts(figures, held_bytes=dict.fromkeys(LAYERS_HOLD, (1e9,) * placement.stages)),
+        LinkCosts(random.choice([0.0, 0.3, 5.0])),
     )
     head = random.choice([0.0, 1.0, 20.0]), random.choice([0.0, 20.0]), random.choice([0.0, 7.0])
     return layers.with_vocabulary(
@@ -59,14 +58,14 @@ def random_problem(random: Random, names: Sequence[str], most: int) -> tuple[str
     microbatches = random.choice([1, 2, 3, ranks, 2 * ranks + random.randint(0, 2)])
     costs = random_vocabulary_costs(random, placement)
     return name, Problem(
-        placement, microbatches, costs, extras=Extras(vocabulary=random.choice([ONE, TWO]))
+        placement, microbatches, costs, extras=Extras(vocab_parallel=random.choice([ONE, TWO]))
     )
 
 
 def without(name: str, problem: Problem) -> Schedule:
     """The schedule that the vocabulary's passes are added to."""
-    costs = share_vocabulary(problem.costs, problem.placement, problem.extras.vocabulary)
-    return choose(name).build(replace(problem, costs=costs).with_extras(vocabulary=NONE))
+    costs = share_vocabulary(problem.costs, problem.placement, problem.extras.vocab_parallel)
+    return choose(name).build(replace(problem, costs=costs).with_extras(vocab_parallel=NONE))
 
 
 def check(program: Program) -> None:
@@ -98,7 +97,7 @@ def test_any_line_or_v_takes_them_and_holds_one_or_two_more(seed: int) -> None:
         for stage, kind in {(action.stage, action.kind) for action in row}:
             order = [a.microbatch for a in row if (a.stage, a.kind) == (stage, kind)]
             assert order == sorted(order), "gradients are added in another order than stock's"
-    alone, more = without(name, problem), MORE[problem.extras.vocabulary]
+    alone, more = without(name, problem), MORE[problem.extras.vocab_parallel]
     amount = in_microbatches(alone)
     before, after = peaks(alone, amount), peaks(program.schedule, amount)
     assert max(after) == min(max(before) + more, problem.microbatches)
@@ -112,15 +111,17 @@ def test_any_schedule_takes_them(seed: int) -> None:
     """Microbatches that overtake one another, any placement, B beside I and W."""
     random = Random(seed)
     case = random_case(seed)
-    problem = case.problem.with_extras(p2p=P2P.ASYNC, vocabulary=random.choice([ONE, TWO]))
+    problem = case.problem.with_extras(p2p=P2P.ASYNC, vocab_parallel=random.choice([ONE, TWO]))
     whole = problem.costs.with_vocabulary(VocabularyCosts((1.0, 2.0, 3.0), (1.0, 1.0)))
-    shared = share_vocabulary(whole, problem.placement, problem.extras.vocabulary)
+    shared = share_vocabulary(whole, problem.placement, problem.extras.vocab_parallel)
     problem = replace(problem, costs=shared)
     schedule = divide_vocabulary(case.schedule, problem)
     check(prove(with_messages(schedule, problem), problem))
     amount = in_microbatches(schedule)
     for before, after in zip(peaks(case.schedule, amount), peaks(schedule, amount), strict=True):
-        assert after <= before + MORE[problem.extras.vocabulary] + 1e-9  # shares of a rank's work
+        assert (
+            after <= before + MORE[problem.extras.vocab_parallel] + 1e-9
+        )  # shares of a rank's work
 
 
 @settings(PROPERTY, max_examples=200)
@@ -146,7 +147,7 @@ def first_of(name: str, how: VocabularyParallel) -> tuple[Schedule, Problem]:
     placement = choose(name).place(2)
     costs = uniform(placement, 1, 1, 1).with_vocabulary(VocabularyCosts((1.0, 1.0, 1.0)))
     program = build_program(
-        choose(name), Problem(placement, 2, costs, extras=Extras(vocabulary=how))
+        choose(name), Problem(placement, 2, costs, extras=Extras(vocab_parallel=how))
     )
     return program.schedule, program.problem
 
@@ -194,7 +195,7 @@ def test_searches_leave_room(name: str, how: VocabularyParallel) -> None:
     costs = uniform(placement, 10, 12, 8, 1).with_vocabulary(VocabularyCosts((10.0, 12.0, 8.0)))
     limit = 2 + MORE[how]
     memory = MemoryLimit(microbatches=limit)
-    problem = Problem(placement, 6, costs, memory, extras=Extras(vocabulary=how))
+    problem = Problem(placement, 6, costs, memory, extras=Extras(vocab_parallel=how))
     program = build_program(choose(name), problem)
     check(program)
     held = max(peaks(program.schedule, in_microbatches(program.schedule)))
@@ -205,15 +206,14 @@ def test_searches_leave_room(name: str, how: VocabularyParallel) -> None:
 @pytest.mark.parametrize("how", [ONE, TWO])
 def test_limits_in_bytes_count_the_shards_logits(name: str, how: VocabularyParallel) -> None:
     placement = choose(name).place(4)
-    layers = replace(
-        uniform(placement, 3, 3, 3, 0.1),
-        held_bytes=dict.fromkeys(LAYERS_HOLD, (2**30,) * placement.stages),
+    layers = uniform(placement, 3, 3, 3, 0.1).with_passes(
+        held_bytes=dict.fromkeys(LAYERS_HOLD, (2**30,) * placement.stages)
     )
     costs = layers.with_vocabulary(VocabularyCosts((3.0, 3.0, 3.0), logits_bytes=4 * 2**30))
 
     def held(limit: MemoryLimit | None) -> float:
         program = build_program(
-            choose(name), Problem(placement, 12, costs, limit, extras=Extras(vocabulary=how))
+            choose(name), Problem(placement, 12, costs, limit, extras=Extras(vocab_parallel=how))
         )
         amount: Amount = in_bytes(program.problem.costs)
         return max(peaks(program.schedule, amount))
@@ -226,7 +226,7 @@ def test_limits_in_bytes_count_the_shards_logits(name: str, how: VocabularyParal
     logits = held(None) - max(
         peaks(
             build_program(
-                choose(name), Problem(placement, 12, costs, extras=Extras(vocabulary=how))
+                choose(name), Problem(placement, 12, costs, extras=Extras(vocab_parallel=how))
             ).schedule,
             lambda kind, stage: 0.0 if kind in (Held.LOGITS, Held.MESSAGE) else 2**30,
         )
@@ -236,7 +236,7 @@ def test_limits_in_bytes_count_the_shards_logits(name: str, how: VocabularyParal
 
 def test_too_little_room_is_refused_with_what_is_enough() -> None:
     placement = choose("zb-v").place(4)
-    problem = Problem(placement, 8, uniform(placement, 1, 1, 1), extras=Extras(vocabulary=ONE))
+    problem = Problem(placement, 8, uniform(placement, 1, 1, 1), extras=Extras(vocab_parallel=ONE))
     problem = replace(problem, memory_limit=MemoryLimit(microbatches=2.5))
     with pytest.raises(ValueError, match=r"holds 2 microbatches more .* give at least 3 microb"):
         build_program(choose("zb-v"), problem)
@@ -249,7 +249,7 @@ def test_one_communicator_is_refused() -> None:
             placement,
             2,
             uniform(placement, 1, 1, 1),
-            extras=Extras(p2p=P2P.BATCHED, vocabulary=TWO),
+            extras=Extras(p2p=P2P.BATCHED, vocab_parallel=TWO),
         )
 
 
@@ -269,9 +269,9 @@ def timed(
     schedule = _BUILT[key]
     costs = layers.with_vocabulary(VocabularyCosts((head,) * 3))
     shared = share_vocabulary(costs, placement, how)
-    problem = Problem(placement, m, shared, extras=Extras(vocabulary=how))
+    problem = Problem(placement, m, shared, extras=Extras(vocab_parallel=how))
     divided = divide_vocabulary(schedule, problem)
-    alone = simulate_unproved(schedule, problem.with_extras(vocabulary=NONE)).makespan
+    alone = simulate_unproved(schedule, problem.with_extras(vocab_parallel=NONE)).makespan
     return alone, simulate_unproved(divided, problem).makespan
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -140,14 +140,14 @@ class StepProfile(StepObserver[Step]):
         estimate = self._programs.costs[shape]
         what = f"{own.what}, {MEASURED} iterations"
         costs = measured_costs(own.program, estimate, ranks, what)
-        return replace(costs, message_bytes=own.message_bytes)
+        return costs.with_links(message_bytes=own.message_bytes)
 
     def _layers(self, program: Program, shape: Shape, costs: Costs) -> LayerCosts | None:
         """Costs per layer type; None where layers are not known, or not all trained alike."""
         basis = self._programs.bases.get(shape)
         if basis is None:
             return None
-        vocabulary = program.problem.extras.vocabulary
+        vocabulary = program.problem.extras.vocab_parallel
         layers = layer_costs(costs, basis, is_divided=vocabulary is not VocabularyParallel.NONE)
         for group in layers.alike:
             logger.info(not_told_apart(group))

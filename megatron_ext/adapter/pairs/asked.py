@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megatron_ext.config import PipelineConfig, flag, setting_of
+from megatron_ext.config import PipelineConfig, flag
 from megatron_ext.schedule.problem import Extras
 
 SETTING = "overlap_moe_expert_parallel_comm"
@@ -39,10 +39,10 @@ def with_pairs(extras: Extras, settings: Any) -> Extras:
     if not asks_for_pairs(settings):
         return extras
     extras = replace(extras, pairs=True)
-    clash = extras.clash
-    if clash is not None and "pairs" in clash.extras:
-        (other,) = set(clash.extras) - {"pairs"}
-        raise ValueError(f"{FLAG} does not go with {flag(setting_of(other))}: {clash.why}")
+    conflict = extras.conflict
+    if conflict is not None and "pairs" in conflict.extras:
+        (other,) = set(conflict.extras) - {"pairs"}
+        raise ValueError(conflict.text(FLAG, flag(other)))
     return extras
 
 

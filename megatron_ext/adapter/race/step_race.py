@@ -194,7 +194,9 @@ class StepRace(StepObserver[Step]):
 
     def _at_first(self, shape: Shape) -> str:
         """Before the race. Costs are measured where W is a pass of its own, if it is anywhere."""
-        splitting = [spec for spec, choice in self._choices.items() if choice.splits_backward]
+        splitting = [
+            spec for spec, choice in self._choices.items() if choice.traits.splits_backward
+        ]
         if splitting and self._waits_for_costs(shape):
             return splitting[0]
         return self._line_up.baseline

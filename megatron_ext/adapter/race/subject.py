@@ -70,10 +70,14 @@ def _settings(ours: PipelineConfig) -> list[str]:
             ("p2p", extras.p2p, extras.p2p is not P2P.ASYNC),
             (
                 "vocab_parallel",
-                extras.vocabulary,
-                extras.vocabulary is not VocabularyParallel.NONE,
+                extras.vocab_parallel,
+                extras.vocab_parallel is not VocabularyParallel.NONE,
             ),
-            ("activation_offload", extras.offload, extras.offload is not Offload.NONE),
+            (
+                "activation_offload",
+                extras.activation_offload,
+                extras.activation_offload is not Offload.NONE,
+            ),
             ("recompute", extras.recompute, extras.recompute != Recompute()),
         )
         if is_given

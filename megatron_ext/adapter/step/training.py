@@ -151,7 +151,7 @@ class Training:
             shard = shard_of(call.models, call.config, call.pipeline, call.groups.tp)
         elif not output_layer_waits(program):
             at_once = head_weights(call.models)
-        waits = self._programs.choice.splits_backward and not call.forward_only
+        waits = self._programs.choice.traits.splits_backward and not call.forward_only
         apart = frozenset[Tensor]() if shard is None else frozenset([shard.output])
         is_lent: Lent = is_owned
         if captures(call.config) and not call.forward_only:
@@ -200,7 +200,7 @@ class Training:
             log_single_rank(logger, logging.INFO, summarize(program))
             costs = format_costs(program.problem.costs)
             log_single_rank(logger, logging.DEBUG, f"costs of each stage: {costs}")
-            if captures(call.config) and self._programs.choice.splits_backward:
+            if captures(call.config) and self._programs.choice.traits.splits_backward:
                 log_single_rank(logger, logging.INFO, left_to_w(call.config))
         self._connections.expect(program)
         return program

@@ -107,7 +107,7 @@ def what_slices_give(line: LineVariants, tokens: int, room: float | None) -> str
     own = _as_it_stands(line) if counts else None
     if own is None:
         return None
-    specs = [name for name in (own.family, *_SIMPLE) if entry_of(name).takes_slices]
+    specs = [name for name in (own.family, *_SIMPLE) if entry_of(name).traits.takes_slices]
     (way,) = ways_with_slices(
         lambda cut: line.with_slices(cut).variant, room, counts[-1:], list(dict.fromkeys(specs))
     )

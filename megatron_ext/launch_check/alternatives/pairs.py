@@ -95,5 +95,5 @@ def other_pairs(
 
 def _specs(*, with_pairs: bool) -> Iterator[str]:
     for name, entry in entries().items():
-        if not entry.searches and (entry.keeps_pairs or not with_pairs):
+        if not entry.traits.searches and (entry.traits.keeps_pairs or not with_pairs):
             yield name

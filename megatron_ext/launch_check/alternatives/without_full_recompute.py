@@ -62,7 +62,7 @@ def without_full_recompute(line: LineVariants, plan: Plan, room: float | None) -
     without = line.with_values(dict.fromkeys(_FULL_RECOMPUTE))
     if room is None and plan.best is not None:
         room = plan.best.fullest
-    specs = [spec for spec in all_specs() if not entry_of(spec).searches]
+    specs = [spec for spec in all_specs() if not entry_of(spec).traits.searches]
     best = make_plan(without.variant, room, only_promising=True, specs=specs).best
     if best is None:
         return None

@@ -134,12 +134,12 @@ def _kept(passes: Schedule, problem: Problem) -> Program | None:
 def _limit_inserts(problem: Problem) -> bool:
     """Whether what is inserted depends on the memory limit."""
     extras = problem.extras
-    return extras.offload is not Offload.NONE or extras.recompute != Recompute()
+    return extras.activation_offload is not Offload.NONE or extras.recompute != Recompute()
 
 
 def _check_slices(choice: Choice, problem: Problem) -> None:
-    if problem.slices.count > 1 and not choice.takes_slices:
-        others = [name for name, entry in entries().items() if entry.takes_slices]
+    if problem.slices.count > 1 and not choice.traits.takes_slices:
+        others = [name for name, entry in entries().items() if entry.traits.takes_slices]
         raise ValueError(
             f"schedule {choice.spec} has no order for {problem.slices.count} slices of a "
             f"microbatch; take one of {', '.join(others)}, or no slices"
@@ -153,7 +153,7 @@ def _shortest_with_recompute(choice: Choice, problem: Problem) -> Program:
     Raises:
         OverLimit: none of them fits; it names a limit that is enough.
     """
-    if choice.searches and problem.slices.count > 1:
+    if choice.traits.searches and problem.slices.count > 1:
         choice = choice.without_search  # not a search for each limit
     programs, refusals = _with_recompute(choice, problem)
     if programs:
@@ -260,15 +260,15 @@ def _with_own_costs(problem: Problem) -> Problem:
     costs = problem.costs
     if problem.first_trained:
         costs = without_backward(costs, problem.first_trained)
-    if problem.extras.vocabulary is not VocabularyParallel.NONE:
-        costs = share_vocabulary(costs, problem.placement, problem.extras.vocabulary)
+    if problem.extras.vocab_parallel is not VocabularyParallel.NONE:
+        costs = share_vocabulary(costs, problem.placement, problem.extras.vocab_parallel)
     return replace(problem, costs=costs)
 
 
 def _transformed(schedule: Schedule, problem: Problem) -> Schedule:
     """``schedule``, which has compute actions only, with all that is inserted."""
     transforms: list[Transform] = [communicate, order_messages, await_sends]
-    if problem.extras.vocabulary is not VocabularyParallel.NONE:
+    if problem.extras.vocab_parallel is not VocabularyParallel.NONE:
         transforms.insert(0, divide_vocabulary)
     if problem.forward_only:
         transforms.insert(transforms.index(communicate), keep_forward)
@@ -283,7 +283,7 @@ def _transformed(schedule: Schedule, problem: Problem) -> Schedule:
 
 def _for_training(problem: Problem) -> list[Transform]:
     transforms: list[Transform] = [drop_untrained] if problem.first_trained else []
-    if problem.extras.offload is not Offload.NONE:
+    if problem.extras.activation_offload is not Offload.NONE:
         transforms.append(offload)
     elif problem.extras.post_validation:
         transforms.append(validate_afterwards)
@@ -293,7 +293,7 @@ def _for_training(problem: Problem) -> list[Transform]:
 def _places_recompute(choice: Choice, problem: Problem) -> bool:
     """Whether the family itself chooses what is made again."""
     is_whole = problem.slices.count == 1  # a search of slices makes none again
-    return choice.fits_recompute and problem.extras.recompute.fit and is_whole
+    return choice.traits.fits_recompute and problem.extras.recompute.fit and is_whole
 
 
 def _is_made_again(choice: Choice, problem: Problem) -> bool:
@@ -305,11 +305,11 @@ def _is_made_again(choice: Choice, problem: Problem) -> bool:
 def _limit_of_passes(choice: Choice, problem: Problem) -> MemoryLimit | None:
     """What the family may use, with room left for the microbatches that are held longer. What
     leaves for the host or is made again is not known yet: with these there is no limit."""
-    if problem.extras.offload is not Offload.NONE or _is_made_again(choice, problem):
+    if problem.extras.activation_offload is not Offload.NONE or _is_made_again(choice, problem):
         return None
     limit = problem.memory_limit
-    if limit is not None and problem.extras.vocabulary is not VocabularyParallel.NONE:
-        limit = leaving_room(limit, INTERVALS[problem.extras.vocabulary], problem)
+    if limit is not None and problem.extras.vocab_parallel is not VocabularyParallel.NONE:
+        limit = leaving_room(limit, INTERVALS[problem.extras.vocab_parallel], problem)
     return limit
 
 
@@ -359,8 +359,8 @@ def _check_passes(schedule: Schedule, problem: Problem) -> None:
 def _for_family(problem: Problem) -> Problem:
     """``problem`` without what transforms add, and with what they take out."""
     alone = problem.with_extras(
-        vocabulary=VocabularyParallel.NONE,
-        offload=Offload.NONE,
+        vocab_parallel=VocabularyParallel.NONE,
+        activation_offload=Offload.NONE,
         recompute=Recompute(),
         pairs=False,
     )

@@ -38,7 +38,7 @@ def eager_or_not(
     if choice != "auto":
         return build(choice == "yes")
     lean = build(False)
-    if problem.slices.count == 1 or not problem.costs.hop:
+    if problem.slices.count == 1 or not problem.costs.links.hop:
         return lean
     eager = build(True)
     takes, would_take = (simulate_unproved(made, problem).makespan for made in (lean, eager))

@@ -61,21 +61,23 @@ def exchange(choice: Choice, problem: Problem, group: int) -> Exchange:
             f"attention is exchanged between slices of one length, and there are {slices.count}, "
             f"{slices}: give several, even ones"
         )
-    if not any(costs.attention):
+    if not any(costs.slices.attention):
         raise ValueError(
             "there is no attention to exchange: say in the costs what share of passes it is, as "
             "in attention=0.3"
         )
-    evened = replace(costs, attention=())
+    evened = costs.with_slices(attention=())
     program = build_program(choice, replace(problem, costs=evened))
     times = _times_keys_values(problem.ranks, slices.count, group) * problem.microbatches
     placement = problem.placement
-    of_stages = costs.keys_values or (1 / placement.chunks,) * placement.stages
+    of_stages = costs.slices.keys_values or (1 / placement.chunks,) * placement.stages
     sent = tuple(times * sum(of_stages[s] for s in stages) for stages in placement.stages_of)
     seconds = None
-    if costs.keys_values and costs.message_bytes:
-        seconds = max(sent) / costs.message_bytes * (costs.hop - costs.latency)
-    return Exchange(simulate(program, evened).makespan, sent, bool(costs.keys_values), seconds)
+    if costs.slices.keys_values and costs.links.message_bytes:
+        seconds = max(sent) / costs.links.message_bytes * (costs.links.hop - costs.links.latency)
+    return Exchange(
+        simulate(program, evened).makespan, sent, bool(costs.slices.keys_values), seconds
+    )
 
 
 def _times_keys_values(ranks: int, slices: int, group: int) -> float:

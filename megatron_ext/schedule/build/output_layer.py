@@ -32,7 +32,7 @@ def place_output_layer(choice: Choice, problem: Problem) -> Program:
     Raises:
         InvalidSchedule: as `build_program`, when it comes with I.
     """
-    return _better_placed(partial(build_program, choice), problem, choice.splits_backward)
+    return _better_placed(partial(build_program, choice), problem, choice.traits.splits_backward)
 
 
 def place_again(choice: Choice, problem: Problem, before: Program) -> Program:
@@ -43,13 +43,13 @@ def place_again(choice: Choice, problem: Problem, before: Program) -> Program:
         InvalidSchedule: as `place_output_layer`.
     """
     now = place_output_layer(choice, problem)
-    if problem.extras.vocabulary is not VocabularyParallel.NONE:
+    if problem.extras.vocab_parallel is not VocabularyParallel.NONE:
         return now  # the rows of ``before`` have the vocabulary's passes in them
     if problem.first_trained:
         return now  # and here they lack passes
     passes = replace(before.schedule, rows=before.schedule.compute_rows)
     try:
-        again = _better_placed(partial(complete, passes), problem, choice.splits_backward)
+        again = _better_placed(partial(complete, passes), problem, choice.traits.splits_backward)
     except InvalidSchedule:
         return now
     return again if _seconds(again) < _seconds(now) else now
@@ -58,7 +58,7 @@ def place_again(choice: Choice, problem: Problem, before: Program) -> Program:
 def _better_placed(build: Callable[[Problem], Program], problem: Problem, splits: bool) -> Program:
     """`place_output_layer` for what ``build`` makes; ``splits``: whether there is W at all."""
     costs = problem.costs
-    shared = problem.extras.vocabulary is not VocabularyParallel.NONE
+    shared = problem.extras.vocab_parallel is not VocabularyParallel.NONE
     if shared or not splits or costs.vocabulary is None:
         return build(problem)
     at_once = build(replace(problem, costs=with_input_gradient(costs)))
@@ -76,7 +76,10 @@ def _better_placed(build: Callable[[Problem], Program], problem: Problem, splits
 def output_layer_waits(program: Program) -> bool:
     """Whether the output layer's weight gradient waits for W in ``program``, as its costs say."""
     problem = program.problem
-    if problem.extras.vocabulary is not VocabularyParallel.NONE or problem.costs.vocabulary is None:
+    if (
+        problem.extras.vocab_parallel is not VocabularyParallel.NONE
+        or problem.costs.vocabulary is None
+    ):
         return False
     _, _, weight_gradient = problem.costs.vocabulary.head
     row = program.schedule.rows[problem.placement.rank_of[-1]]
@@ -86,8 +89,8 @@ def output_layer_waits(program: Program) -> bool:
 def costs_in(program: Program, costs: Costs) -> Costs:
     """``costs`` as the passes of ``program`` have them: the output layer's where it is placed."""
     problem = program.problem
-    if problem.extras.vocabulary is not VocabularyParallel.NONE:
-        return share_vocabulary(costs, problem.placement, problem.extras.vocabulary)
+    if problem.extras.vocab_parallel is not VocabularyParallel.NONE:
+        return share_vocabulary(costs, problem.placement, problem.extras.vocab_parallel)
     if output_layer_waits(program) or costs.vocabulary is None:
         return costs
     return with_input_gradient(costs)
@@ -106,7 +109,7 @@ def with_input_gradient(costs: Costs) -> Costs:
         rest = _last_plus(held[Held.WEIGHT_INPUTS], -costs.vocabulary.logits_bytes)
         held = {**held, Held.WEIGHT_INPUTS: rest}
     vocabulary = replace(costs.vocabulary, head=(forward, input_gradient + weight_gradient, 0.0))
-    changed = replace(costs, seconds=seconds, held_bytes=held, vocabulary=vocabulary)
+    changed = replace(costs.with_passes(seconds=seconds, held_bytes=held), vocabulary=vocabulary)
     return changed.with_copies_of(costs)
 
 

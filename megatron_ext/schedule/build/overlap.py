@@ -45,8 +45,8 @@ def check_overlaps(program: Program) -> None:
 
 def _overlapping_families() -> str:
     """The families whose steps overlap: of fewer chunks first, those that search last."""
-    able = [entry for entry in entries().values() if entry.steps_overlap]
-    able.sort(key=lambda entry: (entry.place(2).chunks, entry.searches, entry.name))
+    able = [entry for entry in entries().values() if entry.traits.steps_overlap]
+    able.sort(key=lambda entry: (entry.place(2).chunks, entry.traits.searches, entry.name))
     *others, last = (entry.name for entry in able)
     return f"{', '.join(others)} and {last}"
 

@@ -17,7 +17,7 @@ from megatron_ext.schedule.transforms.pairs import pair_up
 def check_pairs(choice: Choice, problem: Problem) -> None:
     """Raise ValueError where pairs are asked of a schedule that can have none."""
     if problem.extras.pairs and problem.placement.chunks < 2:
-        others = [name for name, entry in entries().items() if entry.keeps_pairs]
+        others = [name for name, entry in entries().items() if entry.traits.keeps_pairs]
         raise ValueError(
             f"schedule {choice.spec} has one stage on each rank, and pairs of a forward and a "
             f"backward pass need several (Megatron too asks for virtual stages): take one of "
@@ -40,7 +40,7 @@ def built_with_pairs(choice: Choice, alone: Problem, problem: Problem) -> Schedu
     more than 1F1B's memory and the chunk that a pair takes.
     """
     schedule = with_pairs(choice.build(alone), problem)
-    if not choice.searches or not schedule.pairs:
+    if not choice.traits.searches or not schedule.pairs:
         return schedule
     candidates = [schedule, *_others(alone, problem)]
     best = min(candidates, key=lambda other: simulate_unproved(other, problem).makespan)

@@ -10,7 +10,7 @@ import re
 import sys
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,30 @@ class Mark(enum.StrEnum):
 
 
 @dataclass(frozen=True)
+class Traits:
+    """Properties of the schedules of a family.
+
+    Attributes:
+        splits_backward: there are I and W, and not B alone.
+        uses_costs: other costs give another schedule.
+        searches: making a schedule is a search of seconds to minutes.
+        steps_overlap: post-validation gains something, on more than one rank.
+        fits_recompute: the family itself chooses which activations are recomputed, if recompute
+            has to fit into the memory limit.
+        takes_slices: there is an order for microbatches that are cut into slices.
+        keeps_pairs: most F of the steady state can run beside a backward pass.
+    """
+
+    splits_backward: bool = False
+    uses_costs: bool = False
+    searches: bool = False
+    steps_overlap: bool = False
+    fits_recompute: bool = False
+    takes_slices: bool = False
+    keeps_pairs: bool = False
+
+
+@dataclass(frozen=True)
 class FamilyEntry:
     """A registered family. ``build`` takes the problem, ``place`` the number of ranks, and each
     those options of the family that it names as keyword-only parameters. So does ``at_once``, where
@@ -61,13 +85,7 @@ class FamilyEntry:
     place: Callable[..., Placement]
     source: str
     mark: Mark = Mark.EXPERIMENTAL
-    splits_backward: bool = False
-    uses_costs: bool = False
-    searches: bool = False
-    steps_overlap: bool = False
-    fits_recompute: bool = False
-    takes_slices: bool = False
-    keeps_pairs: bool = False
+    traits: Traits = Traits()
     aliases: tuple[str, ...] = ()
     at_once: Callable[..., Schedule] | None = None
 
@@ -83,15 +101,9 @@ def family(
     *,
     source: str,
     mark: Mark = Mark.EXPERIMENTAL,
-    splits_backward: bool = False,
-    uses_costs: bool = False,
-    searches: bool = False,
-    steps_overlap: bool = False,
-    fits_recompute: bool = False,
-    takes_slices: bool = False,
-    keeps_pairs: bool = False,
     aliases: tuple[str, ...] = (),
     at_once: Callable[..., Schedule] | None = None,
+    **traits: bool,
 ) -> Callable[[Callable[..., Schedule]], Callable[..., Schedule]]:
     """Register the decorated function as the family ``name``.
 
@@ -99,38 +111,23 @@ def family(
         place: the placement for so many ranks.
         source: the paper, and where in it.
         mark: how far it has been tried.
-        splits_backward: whether there are I and W, and not B alone.
-        uses_costs: whether another cost gives another schedule.
-        searches: whether making it is a search of seconds to minutes.
-        steps_overlap: whether post-validation gains anything, on more than one rank.
-        fits_recompute: whether it chooses itself what is made again, where recompute is to fit into
-            the memory limit.
-        takes_slices: whether it has an order for microbatches that are cut into slices.
-        keeps_pairs: whether in its steady state most F can run beside a backward pass.
         aliases: other names, torch.distributed.pipelining's among them.
         at_once: of a family that takes long, a function that takes no search: the best it has
             within the same limit. It stands in where steps cannot wait.
+        traits: fields of `Traits`, such as ``splits_backward=True``.
+
+    Raises:
+        TypeError: there is no such trait.
     """
+    known = [trait.name for trait in fields(Traits)]
+    for trait in traits:
+        if trait not in known:
+            rest = perhaps(trait, known, f"known are {', '.join(known)}")
+            raise TypeError(f"@family({name!r}, ...) has no trait {trait}; {rest}")
 
     def register(build: Callable[..., Schedule]) -> Callable[..., Schedule]:
-        _REGISTERED[-1].append(
-            FamilyEntry(
-                name,
-                build,
-                place,
-                source,
-                mark,
-                splits_backward=splits_backward,
-                uses_costs=uses_costs,
-                searches=searches,
-                steps_overlap=steps_overlap,
-                fits_recompute=fits_recompute,
-                takes_slices=takes_slices,
-                keeps_pairs=keeps_pairs,
-                aliases=aliases,
-                at_once=at_once,
-            )
-        )
+        entry = FamilyEntry(name, build, place, source, mark, Traits(**traits), aliases, at_once)
+        _REGISTERED[-1].append(entry)
         return build
 
     return register
@@ -158,28 +155,26 @@ class Choice:
     spec: str
     place: Callable[[int], Placement]
     build: Family
-    splits_backward: bool
-    searches: bool = False
+    traits: Traits
     ranks: int | None = None  # that a table is for; None: any number
     microbatches: int | None = None  # the same
     slices: int | None = None  # that a microbatch has in a table; None: any number
     recomputes: bool = False  # whether it is a table with passes that make activations again
     has_pairs: bool = False  # whether it is a table with passes that run as one
-    fits_recompute: bool = False
-    takes_slices: bool = False
     at_once: Family | None = None
 
     @property
     def takes_long(self) -> bool:
         """Whether its schedule is searched for, which steps cannot wait for."""
-        return self.searches or self.at_once is not None
+        return self.traits.searches or self.at_once is not None
 
     @property
     def without_search(self) -> Choice:
         """This choice, or the same by what stands in for its search."""
         if self.at_once is None:
             return self
-        return replace(self, build=self.at_once, searches=False, at_once=None)
+        traits = replace(self.traits, searches=False)
+        return replace(self, build=self.at_once, traits=traits, at_once=None)
 
     @property
     def example(self) -> Placement:
@@ -211,16 +206,7 @@ def choose(spec: str) -> Choice:
     place = functools.cache(functools.partial(entry.place, **accepted(entry.place, options)))
     build = functools.partial(entry.build, **accepted(entry.build, options))
     at_once = entry.at_once and functools.partial(entry.at_once, **accepted(entry.at_once, options))
-    return Choice(
-        spec,
-        place,
-        build,
-        entry.splits_backward,
-        searches=entry.searches,
-        fits_recompute=entry.fits_recompute,
-        takes_slices=entry.takes_slices,
-        at_once=at_once,
-    )
+    return Choice(spec, place, build, entry.traits, at_once=at_once)
 
 
 def _named(spec: str) -> str:
@@ -251,7 +237,7 @@ def on_placement(placement: Placement) -> Iterator[Choice]:
             spec = with_option(spec, key, numbers[key])
         choice = choose(spec)
         is_there = choice.place(placement.ranks).rank_of == placement.rank_of
-        if is_there and not entry.searches:
+        if is_there and not entry.traits.searches:
             yield choice
 
 
@@ -365,11 +351,10 @@ def _from_csv_file(path: Path) -> Choice:
         str(path),
         place,
         build,
-        splits_backward=Kind.BACKWARD_WEIGHT in kinds,
+        Traits(splits_backward=Kind.BACKWARD_WEIGHT in kinds, takes_slices=slices > 1),
         ranks=len(schedule.rows),
         microbatches=microbatches,
         slices=slices,
-        takes_slices=slices > 1,
         recomputes=Kind.RECOMPUTE in kinds,
         has_pairs=bool(schedule.pairs),
     )
@@ -452,7 +437,7 @@ def _import_family(path: Path) -> FamilyEntry:
                 f"schedule file {path}: option {key} has no default that is a bool, an int, a "
                 f"float or a str, from which its type is read; write {key}: int = 0 or the like"
             )
-    checked = CheckedFamily(entry.name, path, entry.splits_backward, entry.searches)
+    checked = CheckedFamily(entry.name, path, entry.traits.splits_backward, entry.traits.searches)
     return replace(entry, place=checked.placement(entry.place), build=checked.schedule(entry.build))
 
 

@@ -21,8 +21,8 @@ _BYTES = 3500
 def size_of(problem: Problem) -> str:
     """``8 ranks and 32 microbatches``, and if that is very much what building its program takes."""
     text = _counts(problem)
-    if problem.extras.vocabulary is not VocabularyParallel.NONE:
-        text += f", vocabulary parallelism {problem.extras.vocabulary}"
+    if problem.extras.vocab_parallel is not VocabularyParallel.NONE:
+        text += f", vocabulary parallelism {problem.extras.vocab_parallel}"
     passes = 3 * _pairs(problem)
     if passes < _MANY:
         return text

@@ -174,12 +174,12 @@ def _on_a_line(problem: Problem) -> list[str]:
     return [
         name
         for name, entry in entries().items()
-        if entry.place is line and (entry.takes_slices or not is_cut)
+        if entry.place is line and (entry.traits.takes_slices or not is_cut)
     ]
 
 
 def _published(problem: Problem) -> list[str]:
-    return [name for name in _on_a_line(problem) if not entries()[name].uses_costs]
+    return [name for name in _on_a_line(problem) if not entries()[name].traits.uses_costs]
 
 
 def _best(
@@ -216,7 +216,7 @@ def _best(
     figures = seconds(best)
     for other in others:
         entry = entries()[other]
-        rows = entry.build(problem if entry.uses_costs else unlimited).rows
+        rows = entry.build(problem if entry.traits.uses_costs else unlimited).rows
         held = peaks(Schedule(other, problem.placement, rows), memory.amount)
         if all(memory.fits(rank, peak) for rank, peak in enumerate(held)):
             filled = time_rows(rows, problem)  # no more than `makespan`, and faster

@@ -7,10 +7,16 @@ seconds. What it keeps is counted in activations.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.costs import Costs, VocabularyCosts
+from megatron_ext.schedule.costs import (
+    Costs,
+    LinkCosts,
+    OverlapCosts,
+    PassCosts,
+    SliceCosts,
+    VocabularyCosts,
+)
 from megatron_ext.schedule.kinds import RULES, Held
 from megatron_ext.schedule.model.activations import held_of_stage, keys_values_of_stage
 from megatron_ext.schedule.model.execution import Execution
@@ -40,20 +46,24 @@ def estimate(model: Model, stages: Sequence[Stage], execution: Execution, rates:
     held = [held_of_stage(model, stage, execution, measured) for stage in stages]
     kept, left = zip(*held, strict=True)
     costs = Costs(
-        {
-            Kind.FORWARD: forward,
-            Kind.BACKWARD_INPUT: input_gradient,
-            Kind.BACKWARD_WEIGHT: weight_gradient,
-        },
-        hop=message / speed,
-        held_bytes={Held.ACTIVATION: kept, Held.WEIGHT_INPUTS: left},
-        origin=("estimated from the model's dimensions" if measured is None else measured.origin),
-        message_bytes=message,
-        attention=tuple(map(_attention_share, layers)),
-        latency=min(latency, message / speed),
-        launch=tuple(stage.forward.get(Other.LAUNCH, 0.0) for stage in layers),
-        keys_values=tuple(keys_values_of_stage(model, stage, execution) for stage in stages),
-        hidden=hidden_by_pairs(model, stages, execution, rates) if execution.overlap else {},
+        PassCosts(
+            {
+                Kind.FORWARD: forward,
+                Kind.BACKWARD_INPUT: input_gradient,
+                Kind.BACKWARD_WEIGHT: weight_gradient,
+            },
+            held_bytes={Held.ACTIVATION: kept, Held.WEIGHT_INPUTS: left},
+        ),
+        LinkCosts(message / speed, message_bytes=message, latency=min(latency, message / speed)),
+        slices=SliceCosts(
+            attention=tuple(map(_attention_share, layers)),
+            keys_values=tuple(keys_values_of_stage(model, stage, execution) for stage in stages),
+            launch=tuple(stage.forward.get(Other.LAUNCH, 0.0) for stage in layers),
+        ),
+        overlap=OverlapCosts(
+            hidden_by_pairs(model, stages, execution, rates) if execution.overlap else {}
+        ),
+        origin="estimated from the model's dimensions" if measured is None else measured.origin,
     )
     # What was measured has in it what ranks waited for, and no more.
     if measured is None and any(stage.forward.get(Group.TENSOR) for stage in layers):
@@ -109,7 +119,7 @@ def _with_hidden_exchanges(
         seconds[Kind.BACKWARD_WEIGHT] = tuple(map(max, products, gathers))
     reductions = [e / 2 if execution.sequence_parallel else e for e in exchanges]
     rows = [stage.rows for stage in layers]
-    return replace(costs, seconds=seconds, spared=tuple(map(min, reductions, rows)))
+    return costs.with_passes(seconds=seconds, spared=tuple(map(min, reductions, rows)))
 
 
 def waiting_shares(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.costs import Costs, OverlapCosts
 from megatron_ext.schedule.kinds import Held
 
 
@@ -36,10 +36,13 @@ def without_frozen(costs: Costs, matrices: Sequence[float], *, reached: float, h
     held = layers.held_bytes
     if held is not None:
         held = {**held, Held.WEIGHT_INPUTS: shared(held[Held.WEIGHT_INPUTS])}
-    spared = shared(layers.spared) if layers.spared else ()
-    hidden = dict(costs.hidden)
+    spared = shared(layers.passes.spared) if layers.passes.spared else ()
+    hidden = dict(costs.overlap.hidden)
     hidden.pop(Kind.FULL_BACKWARD, None)  # so little may be left of B that it hides no more than I
-    changed = replace(layers, seconds=seconds, held_bytes=held, spared=spared, hidden=hidden)
+    changed = replace(
+        layers.with_passes(seconds=seconds, held_bytes=held, spared=spared),
+        overlap=OverlapCosts(hidden),
+    )
     vocabulary = costs.vocabulary
     if vocabulary is not None:
         forward, input_gradient, weight_gradient = vocabulary.head

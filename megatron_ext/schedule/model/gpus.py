@@ -1,18 +1,15 @@
-"""GPUs: what their data sheets say, and how much of it is assumed to be reached.
-
-Peaks are dense: data sheets of Blackwell and Instinct that give figures with sparsity are halved.
-"""
+"""GPUs: figures of their data sheets (gpus.toml), and the shares that are assumed to be reached."""
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.model.execution import Precision
 from megatron_ext.schedule.model.rates import Rates
 from megatron_ext.schedule.words import shown
-
-_GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -22,7 +19,7 @@ class DataSheet:
     Attributes:
         bf16, fp8, fp4: floating-point operations per second; 0: it has no such units.
         bandwidth: of its memory, bytes per second.
-        memory: bytes, as torch shows them where that is known; else as the data sheet has them.
+        memory: bytes.
         peers: bytes per second to GPUs of its domain, one way; half of what is called bandwidth.
         domain: GPUs that are joined so.
         network: bytes per second of a GPU's own port.
@@ -42,150 +39,16 @@ class DataSheet:
     source: str
 
 
-_PCIE4, _PCIE5, _PCIE6 = 32e9, 64e9, 128e9  # of 16 lanes
-# NVLink-C2C has 450e9 one way for the two GPUs of a Grace, and twice that of a Vera.
-_GRACE, _VERA = 225e9, 450e9
-_HDR, _NDR, _XDR = 25e9, 50e9, 100e9
+def _data_sheets() -> dict[str, DataSheet]:
+    """Return the data sheets in gpus.toml by the GPU's name."""
+    tables = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text())
+    return {
+        name: DataSheet(memory=table.pop("memory_gib") * 2**30, **table)
+        for name, table in tables.items()
+    }
 
-_NVIDIA = "https://www.nvidia.com/en-us/data-center"
-_AMD = "https://www.amd.com/en/products/accelerators/instinct"
 
-DATA_SHEETS = {
-    "a100": DataSheet(
-        bf16=312e12,
-        fp8=0,
-        fp4=0,
-        bandwidth=2.039e12,
-        memory=79 * _GIB,
-        peers=300e9,
-        domain=8,
-        network=_HDR,
-        host=_PCIE4,
-        source=f"{_NVIDIA}/a100/ (SXM, 80 GB); DGX A100: a port of 200 Gb/s a GPU",
-    ),
-    "h100": DataSheet(
-        bf16=989.4e12,
-        fp8=1978.9e12,
-        fp4=0,
-        bandwidth=3.35e12,
-        memory=78 * _GIB,
-        peers=450e9,
-        domain=8,
-        network=_NDR,
-        host=_PCIE5,
-        source=f"{_NVIDIA}/h100/ (SXM); DGX H100: a port of 400 Gb/s a GPU",
-    ),
-    "h200": DataSheet(
-        bf16=989.4e12,
-        fp8=1978.9e12,
-        fp4=0,
-        bandwidth=4.8e12,
-        memory=139 * _GIB,
-        peers=450e9,
-        domain=8,
-        network=_NDR,
-        host=_PCIE5,
-        source=f"{_NVIDIA}/h200/ (SXM)",
-    ),
-    "b200": DataSheet(
-        bf16=2.25e15,
-        fp8=4.5e15,
-        fp4=9e15,
-        bandwidth=7.7e12,
-        memory=178 * _GIB,
-        peers=900e9,
-        domain=8,
-        network=_NDR,
-        host=_PCIE5,
-        source=f"{_NVIDIA}/hgx/ (HGX B200); DGX B200: 1,440 GB for eight, a port of 400 Gb/s a GPU",
-    ),
-    "b300": DataSheet(
-        bf16=2.25e15,
-        fp8=4.5e15,
-        fp4=13.5e15,
-        bandwidth=7.7e12,
-        memory=267 * _GIB,
-        peers=900e9,
-        domain=8,
-        network=_XDR,
-        host=_PCIE6,
-        source=f"{_NVIDIA}/hgx/ (HGX B300: 108 PFLOPS of FP4 for eight; ConnectX-8); nvidia-smi: "
-        "275,040 MiB",
-    ),
-    "gb200": DataSheet(
-        bf16=2.5e15,
-        fp8=5e15,
-        fp4=10e15,
-        bandwidth=8e12,
-        memory=184 * _GIB,
-        peers=900e9,
-        domain=72,
-        network=_NDR,
-        host=_GRACE,
-        source=f"{_NVIDIA}/gb200-nvl72/ (13.4 TB and 576 TB/s for 72; ConnectX-7)",
-    ),
-    "gb300": DataSheet(
-        bf16=2.5e15,
-        fp8=5e15,
-        fp4=15e15,
-        bandwidth=8e12,
-        memory=276 * _GIB,
-        peers=900e9,
-        domain=72,
-        network=_XDR,
-        host=_GRACE,
-        source=f"{_NVIDIA}/gb300-nvl72/ (20 TB for 72; ConnectX-8); nvidia-smi: 284,208 MiB",
-    ),
-    "vr200": DataSheet(
-        bf16=4e15,
-        fp8=17.5e15,
-        fp4=35e15,
-        bandwidth=22e12,
-        memory=268 * _GIB,
-        peers=1.8e12,
-        domain=72,
-        network=2 * _XDR,
-        host=_VERA,
-        source=f"{_NVIDIA}/vera-rubin-nvl72/ (preliminary; dense, as for training; 20.7 TB for 72; "
-        "two ConnectX-9 a GPU)",
-    ),
-    "mi300x": DataSheet(
-        bf16=1307.4e12,
-        fp8=2614.9e12,
-        fp4=0,
-        bandwidth=5.3e12,
-        memory=191 * _GIB,
-        peers=448e9,
-        domain=8,
-        network=_NDR,
-        host=_PCIE5,
-        source=f"{_AMD}/mi300/mi300x.html (seven links of 128 GB/s both ways)",
-    ),
-    "mi325x": DataSheet(
-        bf16=1307.4e12,
-        fp8=2614.9e12,
-        fp4=0,
-        bandwidth=6e12,
-        memory=255 * _GIB,
-        peers=448e9,
-        domain=8,
-        network=_NDR,
-        host=_PCIE5,
-        source=f"{_AMD}/mi300/mi325x.html",
-    ),
-    "mi355x": DataSheet(
-        bf16=2.5e15,
-        fp8=5e15,
-        fp4=10e15,
-        bandwidth=8e12,
-        memory=287 * _GIB,
-        peers=537e9,
-        domain=8,
-        network=_NDR,
-        host=_PCIE5,
-        source=f"{_AMD}/mi350/mi355x.html (seven links of 153.6 GB/s both ways)",
-    ),
-}
+DATA_SHEETS = _data_sheets()
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import replace
 
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.model.rates import Rates
@@ -18,9 +17,9 @@ def with_links(costs: Costs, placement: Placement, rates: Rates, ranks: int, str
         stride: how many ranks lie from one pipeline rank to the next.
     """
     remote = [s for s in range(placement.last) if placement.is_remote(s, Neighbour.NEXT)]
-    if not remote or not costs.message_bytes or stride < 1:  # a launch with too few ranks
+    if not remote or not costs.links.message_bytes or stride < 1:  # a launch with too few ranks
         return costs
-    seconds = [costs.message_bytes / speed for speed in rates.to_neighbours]
+    seconds = [costs.links.message_bytes / speed for speed in rates.to_neighbours]
     near, far = zip(seconds, map(min, seconds, rates.latencies), strict=True)
     hops, latencies = [0.0] * placement.last, [0.0] * placement.last
     of_pairs: dict[frozenset[int], tuple[float, float]] = {}
@@ -33,10 +32,10 @@ def with_links(costs: Costs, placement: Placement, rates: Rates, ranks: int, str
     hop, latency = (
         statistics.fmean(figures[stage] for stage in remote) for figures in (hops, latencies)
     )
-    costs = replace(costs, hop=hop, latency=latency)
+    costs = costs.with_links(hop=hop, latency=latency)
     if len(set(of_pairs.values())) == 1:
-        return replace(costs, hops=(), latencies=())
-    return replace(costs, hops=tuple(hops), latencies=tuple(latencies))
+        return costs.with_links(hops=(), latencies=())
+    return costs.with_links(hops=tuple(hops), latencies=tuple(latencies))
 
 
 def crosses_a_node(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.build.output_layer import costs_in
-from megatron_ext.schedule.costs import Costs, VocabularyCosts
+from megatron_ext.schedule.costs import Costs, LinkCosts, PassCosts, VocabularyCosts
 from megatron_ext.schedule.kinds import RULES, Held
 from megatron_ext.schedule.problem import VocabularyParallel
 from megatron_ext.schedule.program.verify import Program
@@ -106,20 +106,19 @@ def measured_costs(
         for kind in in_passes.seconds
     }
     costs = Costs(
-        {kind: seconds[kind] for kind in _OF_STAGES},
-        hop,
-        _held_bytes(held, in_passes),
-        f"measured: {measured}",
-        recompute=_again(passes, seconds[Kind.FORWARD]),
-        attention=estimate.attention,
-        latency=min(estimate.latency, hop),
-        keys_values=estimate.keys_values,
-        launch=estimate.launch,
+        PassCosts(
+            {kind: seconds[kind] for kind in _OF_STAGES},
+            held_bytes=_held_bytes(held, in_passes),
+            recompute=_again(passes, seconds[Kind.FORWARD]),
+        ),
+        LinkCosts(hop, latency=min(estimate.links.latency, hop)),
+        slices=estimate.slices,
+        origin=f"measured: {measured}",
     )
     costs = costs.with_copies_of(estimate)
     if estimate.vocabulary is None:
         return costs
-    if program.problem.extras.vocabulary is not VocabularyParallel.NONE:
+    if program.problem.extras.vocab_parallel is not VocabularyParallel.NONE:
         return costs.with_vocabulary(_of_shards(seconds, program, estimate.vocabulary))
     costs = replace(costs, vocabulary=_scaled(in_passes, costs))
     costs = _with_weight_gradient_apart(costs, in_passes, estimate)
@@ -213,7 +212,8 @@ def _with_weight_gradient_apart(costs: Costs, in_passes: Costs, estimate: Costs)
         held = {**held, Held.WEIGHT_INPUTS: (*others, last + logits)}
     head = (forward, input_gradient - moved, moved)
     return replace(
-        costs, seconds=seconds, held_bytes=held, vocabulary=replace(costs.vocabulary, head=head)
+        costs.with_passes(seconds=seconds, held_bytes=held),
+        vocabulary=replace(costs.vocabulary, head=head),
     )
 
 
@@ -223,7 +223,7 @@ def _of_shards(
     """What all shards of the vocabulary take together."""
     whole = {kind: sum(figures) for kind, figures in seconds.items()}
     forward, input_gradient = whole[Kind.LOGITS], whole[Kind.LOGITS_INPUT]
-    if program.problem.extras.vocabulary is VocabularyParallel.TWO:  # both are in one pass
+    if program.problem.extras.vocab_parallel is VocabularyParallel.TWO:  # both are in one pass
         both = forward + input_gradient
         forward = both * estimate.head[0] / (sum(estimate.head[:2]) or 1.0)
         input_gradient = both - forward

@@ -58,7 +58,7 @@ class Variant:
 
     def check_launch(self) -> None:
         """Raise ValueError if it could be simulated, and no launch could run it."""
-        is_divided = self.problem.extras.vocabulary is not VocabularyParallel.NONE
+        is_divided = self.problem.extras.vocab_parallel is not VocabularyParallel.NONE
         if is_divided and not is_line_or_v(self.problem.placement):
             raise ValueError("its vocabulary cannot be divided: only that of a line or a V can")
 
@@ -66,13 +66,13 @@ class Variant:
 def goes_with(slices: Slices, choice: Choice, vocabulary: VocabularyParallel) -> bool:
     """Whether a schedule may be had with ``slices``, and ``vocabulary`` so divided."""
     is_whole = vocabulary is VocabularyParallel.NONE
-    return slices.count == 1 or (choice.takes_slices and is_whole)
+    return slices.count == 1 or (choice.traits.takes_slices and is_whole)
 
 
 def keeps_pairs(choice: Choice, vocabulary: VocabularyParallel) -> bool:
     """Whether a schedule, with ``vocabulary`` so divided, runs most F beside backward passes where
     that is asked for."""
-    return entry_of(choice.spec).keeps_pairs and vocabulary is VocabularyParallel.NONE
+    return entry_of(choice.spec).traits.keeps_pairs and vocabulary is VocabularyParallel.NONE
 
 
 @dataclass(frozen=True)

@@ -91,17 +91,17 @@ SLOWED = 1.1  # times what any schedule would take without a limit
 
 def _is_slowed_by_memory(variant: Variant, made: Candidate) -> bool:
     """Whether ``made`` may well be shorter where more is made again."""
-    if not (variant.may_recompute and variant.choice.fits_recompute):
+    if not (variant.may_recompute and variant.choice.traits.fits_recompute):
         return False
     unlimited = replace(variant.problem, memory_limit=None)
-    return made.step > SLOWED * least_time(unlimited, variant.choice.splits_backward)
+    return made.step > SLOWED * least_time(unlimited, variant.choice.traits.splits_backward)
 
 
 def _ways_to_fit(variant: Variant, may_offload: bool) -> Iterator[Extras]:
     """What may be asked for beside a memory limit, to fit into it."""
     problem = variant.problem
     if may_offload and problem.costs.host is not None:
-        yield replace(problem.extras, offload=Offload.FIT)
+        yield replace(problem.extras, activation_offload=Offload.FIT)
     if variant.may_recompute:
         yield replace(problem.extras, recompute=Recompute(fit=True))
 

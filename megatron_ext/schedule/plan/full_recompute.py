@@ -40,7 +40,7 @@ def compare_full_recompute(training: Training, room: float | None) -> FullRecomp
     """
     if training.measured is not None or training.execution.recompute:
         return None
-    specs = [spec for spec in all_specs() if not entry_of(spec).searches]
+    specs = [spec for spec in all_specs() if not entry_of(spec).traits.searches]
     execution = replace(training.execution, recompute=True)
     again = replace(training, execution=execution).variant
     taken = make_plan(again, room, only_promising=True, specs=specs).best

@@ -27,7 +27,7 @@ def least_step(variant: Variant, room: float | None = None) -> float:
     limit or what the model leaves of ``room``."""
     limit = variant.problem.memory_limit or limit_left(variant, room)
     problem = replace(variant.problem, memory_limit=limit)
-    return least_time(problem, variant.choice.splits_backward)
+    return least_time(problem, variant.choice.traits.splits_backward)
 
 
 def is_close(made: Candidate) -> bool:
@@ -42,11 +42,11 @@ def least_time(problem: Problem, splits_backward: bool) -> float:
         extras = replace(problem.extras, recompute=Recompute())
         problem = replace(problem, memory_limit=None, extras=extras)
     costs = problem.costs
-    if problem.extras.vocabulary is VocabularyParallel.NONE:
+    if problem.extras.vocab_parallel is VocabularyParallel.NONE:
         return lower_bound(problem, splits_backward)
-    shared = share_vocabulary(costs, problem.placement, problem.extras.vocabulary)
+    shared = share_vocabulary(costs, problem.placement, problem.extras.vocab_parallel)
     work = [problem.microbatches * shared.least_on(row) for row in problem.placement.stages_of]
     layers = replace(problem, costs=costs.without_vocabulary()).with_extras(
-        vocabulary=VocabularyParallel.NONE
+        vocab_parallel=VocabularyParallel.NONE
     )
     return max(lower_bound(layers, splits_backward), *work)

@@ -82,7 +82,7 @@ class Training:
             costs,
             self.limit,
             extras=Extras(
-                vocabulary=method.vocabulary,
+                vocab_parallel=method.vocabulary,
                 post_validation=self.post_validation,
                 slices=self.slices,
                 pairs=self.pairs and keeps_pairs(choice, method.vocabulary),
@@ -125,10 +125,10 @@ def _with_bytes(costs: Costs, estimated: Costs) -> Costs:
     vocabulary = replace(
         costs.vocabulary or VocabularyCosts(), logits_bytes=estimated.vocabulary.logits_bytes
     )
-    layers = replace(
-        costs.without_vocabulary(),
-        held_bytes=estimated.without_vocabulary().held_bytes,
-        message_bytes=estimated.message_bytes,
-        keys_values=estimated.keys_values,
+    layers = (
+        costs.without_vocabulary()
+        .with_passes(held_bytes=estimated.without_vocabulary().held_bytes)
+        .with_links(message_bytes=estimated.links.message_bytes)
+        .with_slices(keys_values=estimated.slices.keys_values)
     )
     return layers.with_vocabulary(vocabulary)

@@ -66,7 +66,7 @@ def make_plan(
         variant_of, room, only_promising, may_offload, better_than, known, about_of
     )
     pairs = [(spec, method) for spec in specs or all_specs() for method in VocabMethod]
-    searched = [pair for pair in pairs if entry_of(pair[0]).searches]
+    searched = [pair for pair in pairs if entry_of(pair[0]).traits.searches]
     at_once = [pair for pair in pairs if pair not in searched]
     with task("comparing schedules", len(pairs)) as work:
         if about_of is not None:
@@ -159,7 +159,7 @@ class _Comparison:
             best = self._best
             if best is not None:
                 _check_promising(variant, method, self._room, best)
-            if best is not None and self._is_long and variant.choice.searches:
+            if best is not None and self._is_long and variant.choice.traits.searches:
                 _check_on_stages_of(best, variant)
             elif self._is_long:
                 self._check_about(pair, best)
@@ -218,7 +218,7 @@ def _check_promising(
     """Raise ValueError if no schedule of this kind takes less time than ``best``, or for a search
     that would have to be made with every method."""
     problem = variant.problem
-    if variant.choice.searches and method is not best.method:
+    if variant.choice.traits.searches and method is not best.method:
         raise ValueError(f"searched for only with the vocabulary as {best.schedule} has it")
     if problem.extras.pairs:  # how much they gain is not bounded
         return
@@ -227,7 +227,7 @@ def _check_promising(
     elif room is not None and variant.model is not None and problem.memory_limit is None:
         left = max(room - min(rank.total for rank in variant.model), 0.0)
         problem = replace(problem, memory_limit=MemoryLimit(bytes=int(left)))
-    bound = least_time(problem, variant.choice.splits_backward)
+    bound = least_time(problem, variant.choice.traits.splits_backward)
     if bound > best.step:
         raise ValueError(
             f"takes at least {bound / best.step - 1:.1%} more time than {best.schedule}{_WHATEVER}"

@@ -27,7 +27,7 @@ def seconds_by_shorter(variant: Variant, method: VocabMethod, room: float | None
     if more < number or problem.extras.pairs:
         return 0.0
     costs = problem.costs  # the output layer's W, which little depends on, is not placed
-    if problem.extras.vocabulary is VocabularyParallel.NONE:
+    if problem.extras.vocab_parallel is VocabularyParallel.NONE:
         costs = with_input_gradient(costs)
     short = replace(
         variant,
@@ -41,6 +41,6 @@ def seconds_by_shorter(variant: Variant, method: VocabMethod, room: float | None
 def _work_of_ranks(problem: Problem) -> list[float]:
     """Seconds of a microbatch on each rank, at the least."""
     costs = problem.costs
-    if problem.extras.vocabulary is not VocabularyParallel.NONE:
-        costs = share_vocabulary(costs, problem.placement, problem.extras.vocabulary)
+    if problem.extras.vocab_parallel is not VocabularyParallel.NONE:
+        costs = share_vocabulary(costs, problem.placement, problem.extras.vocab_parallel)
     return [costs.least_on(stages) for stages in problem.placement.stages_of]

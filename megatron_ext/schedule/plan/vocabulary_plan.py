@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs
@@ -57,7 +56,7 @@ def variants_of(
             of_stages,
             limit,
             extras=Extras(
-                vocabulary=method.vocabulary,
+                vocab_parallel=method.vocabulary,
                 post_validation=post_validation,
                 slices=slices,
                 pairs=pairs and keeps_pairs(choice, method.vocabulary),
@@ -108,8 +107,8 @@ def redistribute(costs: Costs, layers: int) -> Costs:
     if held is not None:
         held = {kind: spread(figures) for kind, figures in held.items()}
     seconds = {kind: spread(figures) for kind, figures in alone.seconds.items()}
-    again = alone.recompute and spread(alone.recompute)
-    moved = replace(alone, seconds=seconds, held_bytes=held, recompute=again)
+    again = alone.passes.recompute and spread(alone.passes.recompute)
+    moved = alone.with_passes(seconds=seconds, held_bytes=held, recompute=again)
     return moved if costs.vocabulary is None else moved.with_vocabulary(costs.vocabulary)
 
 

@@ -15,7 +15,7 @@ from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.build.build import build_program, complete
 from megatron_ext.schedule.build.registry import FamilyEntry, Mark, choose, entries
 from megatron_ext.schedule.build.size import seconds_to_build
-from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.costs import Costs, LinkCosts, PassCosts
 from megatron_ext.schedule.limit import MemoryLimit, fits
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
@@ -76,7 +76,9 @@ class SeenCosts:
                 (Kind.BACKWARD_WEIGHT, weight),
             )
         }
-        return Costs(seconds, self.hop, origin="measured of Megatron's own step")
+        return Costs(
+            PassCosts(seconds), LinkCosts(self.hop), origin="measured of Megatron's own step"
+        )
 
 
 def _cut(figures: Sequence[float], stages: int) -> tuple[float, ...]:
@@ -165,7 +167,7 @@ def _shortest_first(prospects: Sequence[Prospect]) -> tuple[Prospect, ...]:
 
 def _specs(placement: Placement) -> Iterator[tuple[FamilyEntry, str]]:
     """What a launch could ask for in place of its ``placement``; what searches comes last."""
-    for entry in sorted(entries().values(), key=lambda entry: entry.searches):
+    for entry in sorted(entries().values(), key=lambda entry: entry.traits.searches):
         has_chunks = "vpp" in inspect.signature(entry.place).parameters
         if entry.mark is Mark.LABORATORY or (has_chunks and placement.chunks == 1):
             continue
@@ -178,7 +180,7 @@ def _tried(
     """The schedule without a memory limit, and where that holds more than ``stock``, within what
     that holds. Raises ValueError where there is nothing to tell, or no time to."""
     choice = choose(spec)
-    if choice.searches:
+    if choice.traits.searches:
         choice = choice.without_search  # nobody waits for it: what it would find takes no more
     placement = choice.place(seen.schedule.placement.ranks)
     costs = seen.costs(placement.stages)
@@ -186,7 +188,7 @@ def _tried(
         stages = seen.schedule.placement.stages
         raise ValueError(f"it has {placement.stages} stages, and {stages} cannot be cut so")
     problem = Problem(placement, seen.microbatches, costs)
-    if (_FITTED if entry.uses_costs else _BUILT) * seconds_to_build(problem) > left:
+    if (_FITTED if entry.traits.uses_costs else _BUILT) * seconds_to_build(problem) > left:
         raise ValueError("there was no time left for it")
     program = build_program(choice, problem)
     if program.schedule.compute_rows == seen.schedule.rows:

@@ -61,7 +61,7 @@ def communicators(program: Program) -> list[Communicators]:
     """
     problem = program.problem
     ways = channels(program.schedule) if problem.extras.p2p is P2P.ASYNC else set[Channel]()
-    shares = problem.extras.vocabulary is not VocabularyParallel.NONE
+    shares = problem.extras.vocab_parallel is not VocabularyParallel.NONE
     ends = Counter(rank for way in ways for rank in (way.sender, way.receiver))
     incoming = Counter(way.receiver for way in ways)
     return [

@@ -127,14 +127,14 @@ def in_microbatches(schedule: Schedule) -> Amount:
 
 def in_bytes(costs: Costs) -> Amount:
     """Count in bytes, as ``costs`` gives them."""
-    held_bytes, message = costs.held_bytes, costs.message_bytes
+    held_bytes, message = costs.held_bytes, costs.links.message_bytes
     assert held_bytes is not None
 
     def amount(held: Held, stage: int) -> float:
         if held is Held.MESSAGE:
             return message
         if held is Held.KEYS_VALUES:
-            return costs.keys_values[stage] if costs.keys_values else 0.0
+            return costs.slices.keys_values[stage] if costs.slices.keys_values else 0.0
         if held is Held.INPUT:
             return _input_bytes(stage, held_bytes[Held.ACTIVATION][stage], message)
         return held_bytes[held][stage]
@@ -185,9 +185,10 @@ def leaving_room(limit: MemoryLimit, microbatches: int, problem: Problem) -> Mem
     left = allowed - more
     if left < microbatch:
         raise ValueError(
-            f"the memory limit is {limit}, and vocabulary parallelism {problem.extras.vocabulary} "
-            f"holds {counted(microbatches, 'microbatch')} more than a schedule "
-            f"alone, which holds at least one; give at least {limit.at_least(microbatch + more)}"
+            f"the memory limit is {limit}, and vocabulary parallelism "
+            f"{problem.extras.vocab_parallel} holds {counted(microbatches, 'microbatch')} more "
+            f"than a schedule alone, which holds at least one; give at least "
+            f"{limit.at_least(microbatch + more)}"
         )
     if limit.microbatches is not None:
         return MemoryLimit(microbatches=left)

@@ -138,8 +138,8 @@ def _times(
     actions = chain.from_iterable(columns.examples)
     longest = max(costs.of(action) for action in actions if is_compute(action))
     least = longest * least_hop
-    hops = tuple(max(hop, least) for hop in costs.hops)
-    costs = replace(costs, hop=max(costs.hop, least), hops=hops)
+    hops = tuple(max(hop, least) for hop in costs.links.hops)
+    costs = costs.with_links(hop=max(costs.links.hop, least), hops=hops)
     tick = longest / _TICKS or 1.0  # an evaluation's passes may cost nothing
     ticks = columns.of_each(lambda a: max(round(costs.of(a) / tick), int(is_compute(a))))
     for node in columns.numbers[graph.leaders != columns.numbers].tolist():

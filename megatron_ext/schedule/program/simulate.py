@@ -28,8 +28,8 @@ _SAME = 1e-9  # of a time, which rounding may add
 def simulate(program: Program, costs: Costs, device: Device = Device.PARALLEL) -> Timeline:
     """Start every action as soon as all it waits for on ``device`` has ended (`graph`).
 
-    A message takes ``costs.hop`` from when both ends are ready, a collective from when all ranks
-    are; messages of one channel follow one another. One pass over the actions.
+    A message takes its hop from when both ends are ready, a collective from when all ranks are;
+    messages of one channel follow one another. One pass over the actions.
     """
     graph = program.graph
     if device is not Device.PARALLEL:
@@ -128,7 +128,7 @@ def seconds_of(graph: Graph, schedule: Schedule, costs: Costs) -> list[float]:
     lasts = columns.of_each(costs.of)
     for node in columns.numbers[graph.leaders != columns.numbers].tolist():
         lasts[node] = 0.0
-    if any(costs.spared):
+    if any(costs.passes.spared):
         for node in right_behind_own_input(columns).tolist():
             lasts[node] -= costs.spared_by(graph.actions[node])
     for node, first, second in seconds_in_pairs(schedule, costs):

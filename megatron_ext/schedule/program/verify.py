@@ -303,9 +303,9 @@ def _belongs(kind: Kind, stage: int, problem: Problem) -> bool:
     if where is Where.RANK:
         if not problem.extras.post_validation or problem.forward_only:
             return False
-    elif where is not Where.STAGE and problem.extras.vocabulary is VocabularyParallel.NONE:
+    elif where is not Where.STAGE and problem.extras.vocab_parallel is VocabularyParallel.NONE:
         return False
-    if RULES[kind].all_or_none is not None and problem.extras.offload is Offload.NONE:
+    if RULES[kind].all_or_none is not None and problem.extras.activation_offload is Offload.NONE:
         return False
     return has_place(kind, stage, problem.placement, problem.forward_only, problem.first_trained)
 
@@ -322,7 +322,7 @@ def _why_not(kind: Kind, stage: int, problem: Problem) -> str:
         return f"has no place, as nothing before stage {problem.first_trained} is trained"
     if rule.neighbour is not None:
         return "has no other rank to talk to"
-    if problem.extras.vocabulary is VocabularyParallel.NONE:
+    if problem.extras.vocab_parallel is VocabularyParallel.NONE:
         return "belongs to vocabulary parallelism, which is not asked for"
     return f"is on a stage that is not {rule.where.value}"
 

@@ -204,7 +204,7 @@ def _known(problem: Problem) -> list[Rows]:
     """What can be had without a search, some of it over the limit."""
     rows = [_one_at_a_time(problem)]
     for choice in on_placement(problem.placement):
-        if problem.slices.count > 1 and not choice.takes_slices:
+        if problem.slices.count > 1 and not choice.traits.takes_slices:
             continue
         for asked in (problem, replace(problem, memory_limit=None)):
             try:
@@ -285,7 +285,7 @@ def _best_of(name: str, candidates: Sequence[_Candidate], problem: Problem) -> _
 
 def _may_take_less(problem: Problem) -> bool:
     """Whether a step may cost less than what it takes where messages hold nothing up."""
-    return problem.extras.post_validation or any(problem.costs.spared)
+    return problem.extras.post_validation or any(problem.costs.passes.spared)
 
 
 def _is_within_limit(schedule: Schedule, problem: Problem) -> bool:

@@ -95,7 +95,7 @@ def _of_slices(problem: Problem) -> float:
 
 def _memory(problem: Problem) -> Memory:
     """What ranks may hold of all that is under way."""
-    stays = problem.with_extras(offload=Offload.NONE, recompute=Recompute())
+    stays = problem.with_extras(activation_offload=Offload.NONE, recompute=Recompute())
     return memory_of(problem if stays == problem else replace(stays, memory_limit=None))
 
 
@@ -160,6 +160,10 @@ def _there_and_back(stage: int, backward: Sequence[float], problem: Problem) -> 
     placement, costs = problem.placement, problem.costs
     after = range(stage + 1, placement.stages)
     remote = [s for s in after if placement.is_remote(s, Neighbour.PREVIOUS)]
-    way = sum(costs.hop_behind(s - 1) for s in remote) if costs.hops else costs.hop * len(remote)
+    way = (
+        sum(costs.hop_behind(s - 1) for s in remote)
+        if costs.links.hops
+        else costs.links.hop * len(remote)
+    )
     forward = costs.seconds[Kind.FORWARD]
     return sum(forward[stage:]) + sum(backward[stage:]) + 2 * way

@@ -60,14 +60,15 @@ def certify(program: Program, seconds: float) -> Certificate:
     """
     problem = program.problem
     extras = problem.extras
-    if extras.vocabulary is not VocabularyParallel.NONE:
+    if extras.vocab_parallel is not VocabularyParallel.NONE:
         raise ValueError(
-            f"--certify knows no bound with vocabulary parallelism {extras.vocabulary}: leave one "
-            f"of them out"
+            f"--certify knows no bound with vocabulary parallelism {extras.vocab_parallel}: leave "
+            f"one of them out"
         )
-    if extras.offload is not Offload.NONE:
+    if extras.activation_offload is not Offload.NONE:
         raise ValueError(
-            f"--certify knows no bound with offload {extras.offload}: leave one of them out"
+            f"--certify knows no bound with offload {extras.activation_offload}: leave one of "
+            f"them out"
         )
     if problem.slices.count > 1:
         raise ValueError("--certify knows no bound with slices: leave one of them out")

@@ -373,7 +373,7 @@ def shop_of(problem: Problem, again: npt.NDArray[np.bool_] | None = None) -> Sho
     work /= placement.ranks
     hops = _hops(problem)
     means = {link: fmean(row) for link, row in hops.items()}
-    unit = common_tick([*chain(*seconds), *(means.values() or [costs.hop])], work)
+    unit = common_tick([*chain(*seconds), *(means.values() or [costs.links.hop])], work)
     tick = unit / math.ceil(_FINEST * unit / work)
     # A pass that costs nothing still has its place in the order.
     durations = [[max(round(figure / tick), 1) for figure in row] for row in seconds]

@@ -192,7 +192,7 @@ def fill_best(
 
 def makespan(schedule: Schedule, problem: Problem) -> float:
     """The makespan that `simulate` gives ``schedule``, unproved and without messages as it is."""
-    if not problem.costs.hop:
+    if not problem.costs.links.hop:
         return time(schedule.rows, problem).makespan
     return simulate_unproved(schedule, problem).makespan
 

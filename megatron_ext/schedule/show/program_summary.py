@@ -73,7 +73,7 @@ def summarize(program: Program) -> str:
     held = ""
     if costs.held_bytes is not None:
         held = f" ({bytes_text(max(peaks(program.schedule, in_bytes(costs))))})"
-    offloads = problem.extras.offload is not Offload.NONE
+    offloads = problem.extras.activation_offload is not Offload.NONE
     outlined = outline_costs(costs, program.schedule.placement, with_copies=offloads)
     return (
         f"{program.schedule.name} on {counted(problem.ranks, 'rank')}, "
@@ -122,7 +122,7 @@ def _recomputed_part(program: Program) -> str:
 
 def _offloaded_part(program: Program) -> str:
     """How much of what passes leave goes to the host, with offload."""
-    if program.problem.extras.offload is Offload.NONE:
+    if program.problem.extras.activation_offload is Offload.NONE:
         return ""
     made, left = Counter[Held](), Counter[Held]()
     for action in (action for row in program.schedule.rows for action in row):
@@ -139,6 +139,6 @@ def _offloaded_part(program: Program) -> str:
     placement = program.schedule.placement
     on_host = max(peak_on_host(row, placement) for row in program.schedule.rows)
     return (
-        f"; offload {program.problem.extras.offload}: {' and '.join(shares)} leave, the rest stays "
-        f"(at most {counted(on_host, 'microbatch')} of a rank on the host)"
+        f"; offload {program.problem.extras.activation_offload}: {' and '.join(shares)} leave, the "
+        f"rest stays (at most {counted(on_host, 'microbatch')} of a rank on the host)"
     )

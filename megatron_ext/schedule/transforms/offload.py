@@ -85,7 +85,7 @@ def offload(schedule: Schedule, problem: Problem) -> Schedule:
     To fit into a memory limit for which the link is too slow, copies are booked as if passes took
     longer. They will then: passes wait for copies.
     """
-    if problem.extras.offload is not Offload.FIT:
+    if problem.extras.activation_offload is not Offload.FIT:
         return _most_that_cost_nothing(schedule, problem)
     for slower in _SLOWER:
         leaving = _Leaving(schedule, problem, slower)
@@ -122,7 +122,7 @@ class _Leaving:
         host = problem.costs.host
         assert host is not None
         seconds = {d: tuple(slower * f for f in row) for d, row in problem.costs.seconds.items()}
-        slow = replace(problem, costs=replace(problem.costs, seconds=seconds))
+        slow = replace(problem, costs=problem.costs.with_passes(seconds=seconds))
         self.schedule, self.problem, self.host = schedule, problem, host
         self.passes = simulate_messages(schedule, slow).compute
 
@@ -140,7 +140,7 @@ class _Leaving:
         of_ranks = []
         for rank in ranks:
             absences = _longest_lived_first(_absences(rank, self.passes[rank], self.problem))
-            halves = self.problem.extras.offload is Offload.HALF
+            halves = self.problem.extras.activation_offload is Offload.HALF
             of_ranks.append(_longer_lived_half(absences, self.problem) if halves else absences)
         turns = itertools.chain.from_iterable(itertools.zip_longest(*of_ranks))
         return [absence for absence in turns if absence is not None]

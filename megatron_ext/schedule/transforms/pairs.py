@@ -2,7 +2,7 @@
 
 DualPipe's compound (DeepSeek-AI 2024, arXiv:2412.19437), and what Megatron does under
 --overlap-moe-expert-parallel-comm: while one of the two waits for an all-to-all, the other computes
-(`Costs.hidden`). Any two that follow one another on a rank can be a pair, W aside, if neither needs
+(`OverlapCosts`). Any two that follow one another on a rank can be a pair, W aside, if neither needs
 the other. It has its price: what F sends leaves when the backward pass beside it has ended.
 
 So a schedule's passes are played through in the order of time, on each rank in the rank's own
@@ -23,7 +23,7 @@ from itertools import product
 from typing import NamedTuple
 
 from megatron_ext.schedule.action import Action, Kind, Pair
-from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.costs import Costs, OverlapCosts
 from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.limit import fits
 from megatron_ext.schedule.problem import Problem
@@ -97,12 +97,14 @@ def _first_of(schedule: Schedule, problem: Problem) -> tuple[Schedule, Problem]:
 def _with_assumed(costs: Costs) -> Costs:
     """``costs``; where they do not tell what hides in a pair, something does: the order is to gain
     by pairs, though nobody knows how much."""
-    if costs.hidden:
+    if costs.overlap.hidden:
         return costs
     forwards, backwards = costs.seconds[_F], costs.seconds[_I]
     return replace(
         costs,
-        hidden={_I: tuple(tuple(_ASSUMED * min(f, i) for i in backwards) for f in forwards)},
+        overlap=OverlapCosts(
+            {_I: tuple(tuple(_ASSUMED * min(f, i) for i in backwards) for f in forwards)}
+        ),
     )
 
 

@@ -49,7 +49,7 @@ def without_backward(costs: Costs, first_trained: int) -> Costs:
     held = layers.held_bytes
     if held is not None:
         held = {what: cut(figures) for what, figures in held.items()}
-    changed = replace(layers, seconds=seconds, held_bytes=held)
+    changed = layers.with_passes(seconds=seconds, held_bytes=held)
     if vocabulary is not None:
         lookup, _ = vocabulary.embedding
         changed = changed.with_vocabulary(replace(vocabulary, embedding=(lookup, 0.0)))

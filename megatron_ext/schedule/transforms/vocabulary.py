@@ -80,8 +80,10 @@ def _in_ticks(costs: Costs) -> Costs:
         kind: tuple(max(1.0, round(figure / tick)) for figure in figures)
         for kind, figures in costs.seconds.items()
     }
-    hops = tuple(float(round(hop / tick)) for hop in costs.hops)
-    return replace(costs, seconds=seconds, hop=round(costs.hop / tick), hops=hops)
+    hops = tuple(float(round(hop / tick)) for hop in costs.links.hops)
+    return costs.with_passes(seconds=seconds).with_links(
+        hop=round(costs.links.hop / tick), hops=hops
+    )
 
 
 def _delayed_starts(base: Timeline, problem: Problem, interval: float) -> _Times:
@@ -98,7 +100,7 @@ def _delayed_starts(base: Timeline, problem: Problem, interval: float) -> _Times
                 starts[stage, covered, microbatch] = event.start + after
     stages = range(problem.placement.stages)
     order = sorted(range(problem.microbatches), key=lambda k: starts[stages[-1], Kind.FORWARD, k])
-    count = INTERVALS[problem.extras.vocabulary]
+    count = INTERVALS[problem.extras.vocab_parallel]
     left = order[-count:]
     backward = list(itertools.product(stages, (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)))
     room = (starts[*which, left[-1]] - starts[*which, left[0]] + 1 for which in backward)
@@ -124,7 +126,7 @@ def _vocabulary_times(
     embeddings = starts[0, Kind.FORWARD, microbatch] - interval
     hidden_states = starts[last, Kind.FORWARD, microbatch] + costs.seconds[Kind.FORWARD][last]
     gradient = starts[last, Kind.BACKWARD_INPUT, microbatch]
-    logits = hidden_states + min(costs.hop, (gradient - hidden_states) / 4)
+    logits = hidden_states + min(costs.links.hop, (gradient - hidden_states) / 4)
     logits_input = logits + min(gradient - logits, 2 * interval) / 2
     loss = (logits + logits_input) / 2
     logits_weight = logits_input + interval / 2

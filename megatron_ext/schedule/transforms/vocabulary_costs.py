@@ -35,7 +35,9 @@ def share_vocabulary(costs: Costs, placement: Placement, how: VocabularyParallel
     held = layers.held_bytes
     if held is not None:
         held = {**held, Held.LOGITS: _divided(vocabulary.logits_bytes, placement)}
-    return replace(layers, seconds={**layers.seconds, **divided}, held_bytes=held, whole=costs)
+    return replace(
+        layers.with_passes(seconds={**layers.seconds, **divided}, held_bytes=held), whole=costs
+    )
 
 
 def _divided(whole: float, placement: Placement) -> tuple[float, ...]:

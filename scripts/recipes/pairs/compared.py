@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.build.registry import choose, entry_of
-from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.costs import Costs, OverlapCosts
 from megatron_ext.schedule.model.messages.hidden import PairedLayer, paired_layers
 from megatron_ext.schedule.model.model import Stage
 from megatron_ext.schedule.model.rates import Rates
@@ -65,12 +65,15 @@ def with_overlap(
     def costs_of(stages: Sequence[Stage], placement: Placement) -> Costs:
         """``work``'s, with what B hides by itself."""
         costs = work.costs_of(stages, placement)
-        hidden = costs.hidden[_B]
+        hidden = costs.overlap.hidden[_B]
         layers = [paired_layers(work.model, stage, execution, rates) for stage in stages]
         alone = [_hidden_alone(of_stage, share) for of_stage in layers]
         more = [[max(h - a, 0.0) for h, a in zip(row, alone, strict=True)] for row in hidden]
         spared = [costs.spared_on(stage) + a for stage, a in enumerate(alone)]
-        return replace(costs, hidden={_B: tuple(map(tuple, more))}, spared=tuple(spared))
+        return replace(
+            costs.with_passes(spared=tuple(spared)),
+            overlap=OverlapCosts({_B: tuple(map(tuple, more))}),
+        )
 
     if not is_stock or configuration.is_frozen:
         return work
@@ -119,7 +122,7 @@ class Comparison:
 
     def _as_it_runs(self, step: Step) -> Step:
         """Raises ValueError if it does not fit."""
-        room = self._room if entry_of(step.schedule).uses_costs else None
+        room = self._room if entry_of(step.schedule).traits.uses_costs else None
         made = evaluate(self._work, step.schedule, Layout(step.layers), room=room, search=False)
         if self._room is not None and made.fullest > self._room:
             raise ValueError(f"{made.fullest:.3g} bytes, and {self._room:.3g} may be held")

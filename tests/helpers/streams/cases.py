@@ -21,7 +21,7 @@ from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
 from megatron_ext.runtime.host import offload
 from megatron_ext.schedule.build.registry import FamilyEntry, entries
-from megatron_ext.schedule.problem import CLASHES
+from megatron_ext.schedule.problem import CONFLICTS
 from tests.helpers import megatron_runs
 from tests.helpers import transformer_engine_on_cpu as on_cpu
 from tests.helpers.adversary import streams
@@ -288,14 +288,14 @@ def _night(entry: FamilyEntry, settings: Sequence[str]) -> Callable[[], None]:
 
 
 def _go_together(entry: FamilyEntry, settings: Sequence[str]) -> bool:
-    """Whether nobody refuses it (`megatron_ext.schedule.problem.CLASHES`)."""
+    """Whether nobody refuses it (`megatron_ext.schedule.problem.CONFLICTS`)."""
     extras = {_EXTRAS[name] for name in settings if name in _EXTRAS}
     place = entry.place(2)
     return not (
-        any(extras.issuperset(clash.extras) for clash in CLASHES)
-        or ("pairs" in extras and not entry.keeps_pairs)
+        any(extras.issuperset(conflict.extras) for conflict in CONFLICTS)
+        or ("pairs" in extras and not entry.traits.keeps_pairs)
         or ("post_validation" in extras and not _gains_by_validation(entry, extras))
-        or ("vocabulary" in extras and place.name not in ("line", "v"))
+        or ("vocab_parallel" in extras and place.name not in ("line", "v"))
         or ("fits" in settings and place.chunks == 1)  # too little leaves for its limit
         or {"pairs", "recompute"} <= {*settings}  # which Megatron refuses
         or {"post-validation", "recompute"} <= {*settings}  # steps of some do not overlap then
@@ -306,16 +306,16 @@ def _go_together(entry: FamilyEntry, settings: Sequence[str]) -> bool:
 
 def _gains_by_validation(entry: FamilyEntry, extras: Set[str]) -> bool:
     """Whether steps overlap on two ranks: a loop's do not, nor those with an R."""
-    return entry.steps_overlap and entry.name != "loop-auto" and "recompute" not in extras
+    return entry.traits.steps_overlap and entry.name != "loop-auto" and "recompute" not in extras
 
 
 _EXTRAS = {
-    "vocabulary 1": "vocabulary",
-    "vocabulary 2": "vocabulary",
+    "vocabulary 1": "vocab_parallel",
+    "vocabulary 2": "vocab_parallel",
     "post-validation": "post_validation",
-    "half leaves": "offload",
-    "all leaves": "offload",
-    "fits": "offload",
+    "half leaves": "activation_offload",
+    "all leaves": "activation_offload",
+    "fits": "activation_offload",
     "R": "recompute",
     "slices": "slices",
     "batched": "p2p",

@@ -68,7 +68,7 @@ def hidden_by_pairs(
     model: Model, stages: Sequence[Stage], execution: Execution, rates: Rates
 ) -> Mapping[Kind, Table]:
     """Seconds that F of each of ``stages`` and a backward pass of each other take less side by side
-    than one after the other, by the kind of that: `Costs.hidden`.
+    than one after the other, by the kind of that: `OverlapCosts.hidden`.
     """
     share = execution.overlap
     layers = [paired_layers(model, stage, execution, rates) for stage in stages]

@@ -239,7 +239,7 @@ class Candidates:
         if spec in self._orders:
             return self._orders[spec].by(figures)
         timed = Timed(spec, layout, figures, self._bound)
-        if not (entry_of(spec).uses_costs or figures.work.pairs):
+        if not (entry_of(spec).traits.uses_costs or figures.work.pairs):
             self._orders[spec] = timed
         return timed
 

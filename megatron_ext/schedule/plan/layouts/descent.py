@@ -178,7 +178,7 @@ def _ordered(choice: Choice, problem: Problem, limit: MemoryLimit | None) -> Sch
         within = problem
         passes = choice.build(within)
     with contextlib.suppress(ValueError):  # no two can run as one
-        return with_pairs(passes, within if entry_of(choice.spec).uses_costs else problem)
+        return with_pairs(passes, within if entry_of(choice.spec).traits.uses_costs else problem)
     return passes
 
 

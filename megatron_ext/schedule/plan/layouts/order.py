@@ -39,7 +39,7 @@ class Order:
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self._placement = schedule.placement
-        self._sent = _share_under_way(self._placement) * costs.message_bytes
+        self._sent = _share_under_way(self._placement) * costs.links.message_bytes
         pairs = zip(schedule.rows, self._placement.stages_of, strict=True)
         self._held = [_held_by(row, stages) for row, stages in pairs]
         graph = pass_graph(schedule, costs)

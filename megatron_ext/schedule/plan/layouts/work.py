@@ -73,7 +73,7 @@ class Work:
             self.costs_of(stages, placement),
             self.limit,
             extras=Extras(
-                vocabulary=method.vocabulary,
+                vocab_parallel=method.vocabulary,
                 post_validation=self.post_validation,
                 pairs=self.pairs and placement.chunks > 1,
             ),
@@ -177,7 +177,7 @@ def _searched(
     """`consider`; of a long step, without a search that would gain next to nothing, or begin with
     what takes no less than ``better_than``."""
     problem = variant.problem
-    if variant.choice.searches and problem.placement.stages * problem.microbatches > SMALL:
+    if variant.choice.traits.searches and problem.placement.stages * problem.microbatches > SMALL:
         short = replace(variant, choice=variant.choice.without_search)
         candidate = consider(short, method, room)
         if is_close(candidate) or candidate.step >= better_than:

@@ -82,10 +82,10 @@ def title_of(name: str, extras: Extras) -> str:
     words = [name]
     if extras.p2p is not P2P.ASYNC:
         words.append(f"messages {extras.p2p}")
-    if extras.vocabulary is not VocabularyParallel.NONE:
-        words.append(f"vocabulary parallelism {extras.vocabulary}")
-    if extras.offload is not Offload.NONE:
-        words.append(f"offload {extras.offload}")
+    if extras.vocab_parallel is not VocabularyParallel.NONE:
+        words.append(f"vocabulary parallelism {extras.vocab_parallel}")
+    if extras.activation_offload is not Offload.NONE:
+        words.append(f"offload {extras.activation_offload}")
     if extras.recompute != Recompute():
         words.append(f"recompute {extras.recompute}")
     if extras.post_validation:

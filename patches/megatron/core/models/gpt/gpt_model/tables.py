@@ -54,7 +54,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
                 f"logit_dtype={call.arguments['logit_dtype']}: the loss is made by passes of the "
                 f"schedule, in fp32 from parts of the logits; drop --logit-dtype"
             )
-        refuse(settings, choice, Extras(vocabulary=vocabulary))
+        refuse(settings, choice, Extras(vocab_parallel=vocabulary))
         build_divided(original, model, call)
 
     return (

@@ -1,0 +1,199 @@
+"""`Costs` and its parts: nothing is forgotten when costs are joined or changed.
+
+They were rebuilt by hand, field by field, and lost hops, latencies, overlap and more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, fields, is_dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_ext.bench.contestants import in_seconds
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.costs import (
+    Costs,
+    HostCosts,
+    LinkCosts,
+    OverlapCosts,
+    PassCosts,
+    SliceCosts,
+    VocabularyCosts,
+)
+from megatron_ext.schedule.kinds import Held
+from megatron_ext.schedule.placement import line, loop, v
+
+F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
+_PLAIN = Costs(PassCosts({F: (1.0,) * 4, I: (1.0,) * 4, W: (1.0,) * 4}))
+
+# Every field of every part, none as it is by default.
+FULL = Costs(
+    PassCosts(
+        {F: (10.0, 2.0, 4.0, 16.0), I: (8.0, 4.0, 8.0, 16.0), W: (9.0, 6.0, 4.0, 16.0)},
+        held_bytes={
+            Held.ACTIVATION: (4.0, 8.0, 8.0, 20.0),
+            Held.WEIGHT_INPUTS: (2.0, 4.0, 4.0, 14.0),
+        },
+        recompute=(10.0, 2.0, 4.0, 16.0),
+        spared=(0.25, 0.5, 0.75, 1.0),
+    ),
+    LinkCosts(
+        2.0, latency=0.5, hops=(1.0, 2.0, 3.0), latencies=(0.25, 0.5, 0.75), message_bytes=64.0
+    ),
+    SliceCosts(
+        attention=(0.25, 0.5, 0.5, 0.25),
+        launch=(0.125, 0.25, 0.375, 0.5),
+        keys_values=(1.0, 2.0, 3.0, 4.0),
+        sharing=2,
+    ),
+    HostCosts(
+        {
+            Kind.OFFLOAD_F: (2.0, 4.0, 4.0, 10.0),
+            Kind.OFFLOAD_I: (1.0, 2.0, 2.0, 7.0),
+            Kind.RELOAD_F: (2.0, 4.0, 4.0, 10.0),
+            Kind.RELOAD_I: (1.0, 2.0, 2.0, 7.0),
+        },
+        ranks_per_link=2,
+        duplex=False,
+    ),
+    VocabularyCosts(head=(8.0, 8.0, 8.0), embedding=(2.0, 1.0), logits_bytes=4.0),
+    OverlapCosts(
+        {
+            I: tuple(tuple(f + b / 4 for b in range(4)) for f in range(1, 5)),
+            Kind.FULL_BACKWARD: tuple(tuple(f + b / 8 for b in range(4)) for f in range(1, 5)),
+        }
+    ),
+    whole=_PLAIN,
+    origin="here",
+)
+
+
+def _defaults(part: Any, name: str = "costs") -> Iterator[str]:
+    """The fields of ``part``, and of parts in it, that are as they are by default."""
+    for entry in fields(part):
+        value = getattr(part, entry.name)
+        default = entry.default
+        if default is MISSING and entry.default_factory is not MISSING:
+            default = entry.default_factory()
+        if value is None or (default is not MISSING and value == default):
+            yield f"{name}.{entry.name}"
+        elif is_dataclass(value) and entry.name != "whole":
+            yield from _defaults(value, f"{name}.{entry.name}")
+
+
+def test_every_field_is_told() -> None:
+    """A new field belongs in `FULL`, or the tests below say nothing about it."""
+    assert not list(_defaults(FULL))
+
+
+def test_stages_joined_one_by_one_are_the_same() -> None:
+    assert FULL.per_rank(line(4)) == FULL
+
+
+def test_a_v_has_both_ends_of_the_vocabulary_on_one_rank() -> None:
+    joined = FULL.per_rank(v(2))
+    assert joined.vocabulary is None and joined.stages == 2
+    assert joined.seconds[F] == (6.0, 26.0)
+    assert joined.links.hops == (1.0,) and joined.links.latencies == (0.25,)
+
+
+def test_what_is_joined_is_summed_up_and_links_are_those_between() -> None:
+    joined = FULL.in_pairs()
+    assert joined.passes == PassCosts(
+        {F: (12.0, 20.0), I: (12.0, 24.0), W: (15.0, 20.0)},
+        held_bytes={Held.ACTIVATION: (12.0, 28.0), Held.WEIGHT_INPUTS: (6.0, 18.0)},
+        recompute=(12.0, 20.0),
+        spared=(0.75, 1.75),
+    )
+    assert joined.links == replace(FULL.links, hops=(2.0,), latencies=(0.5,))
+    assert joined.slices == SliceCosts((0.3, 1 / 3), (0.375, 0.875), (3.0, 7.0), sharing=2)
+    assert joined.host is not None and joined.host.seconds[Kind.OFFLOAD_I] == (3.0, 9.0)
+    assert (joined.host.ranks_per_link, joined.host.duplex) == (2, False)
+    assert joined.vocabulary == FULL.vocabulary and joined.origin == "here"
+    # Of F0 F1 beside B1 B0, and of F0 F1 beside B3 B2.
+    assert joined.overlap.hidden[I][0] == (1 + 1 / 4 + 2, 1 + 3 / 4 + 2 + 2 / 4)
+    assert joined.whole is not None and joined.whole.seconds[F] == (2.0, 2.0)
+
+
+def test_a_loop_has_one_link_between_two_ranks() -> None:
+    costs = replace(FULL, vocabulary=None)
+    assert costs.per_rank(loop(2, vpp=2)).links.hops == (1.0,)
+
+
+_CHANGES: dict[str, tuple[Callable[[Costs], Costs], set[str]]] = {
+    "with_passes": (lambda costs: costs.with_passes(spared=(9.0,) * 4), {"passes.spared"}),
+    "with_links": (lambda costs: costs.with_links(hop=9.0), {"links.hop"}),
+    "with_slices": (lambda costs: costs.with_slices(sharing=9), {"slices.sharing"}),
+    "with_attention_of": (
+        lambda costs: costs.with_slices(attention=(), launch=()).with_attention_of(
+            FULL.with_slices(attention=(0.5,) * 4, launch=(0.5,) * 4)
+        ),
+        {"slices.attention", "slices.launch", "origin"},
+    ),
+    "with_slices_shared_by": (
+        lambda costs: costs.with_slices_shared_by(3),
+        {"slices.sharing", "slices.keys_values", "passes.held_bytes"},
+    ),
+    "with_host": (
+        lambda costs: costs.with_host((9.0,) * 4, (9.0,) * 4, 4),
+        {"host.seconds", "host.ranks_per_link", "host.duplex"},
+    ),
+    "with_copies_of": (
+        lambda costs: costs.with_copies_of(replace(FULL, host=replace(FULL.host, duplex=True))),  # type: ignore[type-var]
+        {"host.duplex"},
+    ),
+    "without_vocabulary": (
+        lambda costs: costs.without_vocabulary(),
+        {"vocabulary", "passes.seconds", "passes.held_bytes", "passes.recompute"},
+    ),
+    "with_vocabulary": (
+        lambda costs: replace(costs, vocabulary=None).with_vocabulary(FULL.vocabulary),  # type: ignore[arg-type]
+        {"passes.seconds", "passes.held_bytes", "passes.recompute"},
+    ),
+}
+
+
+def _changed(before: Any, after: Any, name: str = "") -> Iterator[str]:
+    for entry in fields(before):
+        one, other = getattr(before, entry.name), getattr(after, entry.name)
+        if one != other and is_dataclass(one) and is_dataclass(other) and entry.name != "whole":
+            yield from _changed(one, other, f"{name}{entry.name}.")
+        elif one != other:
+            yield f"{name}{entry.name}"
+
+
+@pytest.mark.parametrize("name", _CHANGES)
+def test_a_change_keeps_all_else(name: str) -> None:
+    change, expected = _CHANGES[name]
+    assert set(_changed(FULL, change(FULL))) == expected
+
+
+def test_each_way_to_change_costs_is_tried() -> None:
+    ways = {name for name in dir(Costs) if name.startswith(("with_", "without_"))}
+    assert ways == set(_CHANGES)
+
+
+def test_arrays_are_refused() -> None:
+    """Caches key on the repr of costs, which numpy shortens: two long arrays look the same."""
+    for figures in (np.ones(4), [1.0] * 4):
+        with pytest.raises(TypeError, match=r"spared has .*; write a tuple"):
+            FULL.with_passes(spared=figures)
+        with pytest.raises(TypeError, match=r"seconds has .*; write a tuple"):
+            FULL.with_passes(seconds={F: figures})
+    assert isinstance(FULL.seconds, Mapping)
+
+
+def test_costs_of_emulated_runs_keep_all_but_messages() -> None:
+    text = (
+        "f=1000,i=2000,w=3000,comm=5,r=500,attention=0.5,launch=100,hidden=200,d2h=700,head=1/2/3"
+    )
+    made = in_seconds(text, line(2))
+    assert made.seconds == {F: (1.0, 1.001), I: (2.0, 2.002), W: (3.0, 3.003)}
+    assert made.passes.recompute == (0.5, 0.501) and made.links == LinkCosts()
+    assert made.slices == SliceCosts((0.5, 0.5), (0.1, 0.1))
+    assert made.host is not None and made.host.to_host == (0.7, 0.7)
+    assert made.vocabulary == VocabularyCosts((0.001, 0.002, 0.003))
+    assert made.overlap == OverlapCosts({I: ((0.2, 0.2), (0.2, 0.2))})
