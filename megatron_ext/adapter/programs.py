@@ -302,6 +302,11 @@ class Programs:
             del self._programs[next(iter(self._programs))]
         return program
 
+    def forget(self, program: Program) -> None:
+        """``program`` does not run: it is made and checked anew if it is asked for once more."""
+        for key in [key for key, known in self._programs.items() if known is program]:
+            del self._programs[key]
+
     def _choice_for(self, microbatches: int, forward_only: bool) -> Choice:
         """The schedule, by what stands in for its search where that is not for this number, or in
         an evaluation, which gains nothing by it."""

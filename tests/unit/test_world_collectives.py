@@ -49,7 +49,7 @@ REACHED: dict[str, set[tuple[str, str]]] = {
     },
     "a training step whose number all ranks know, where they have met before or begun": {
         ("megatron_ext/adapter/race/step_race.py", "StepRace._meet"),
-        ("megatron_ext/adapter/race/step_race.py", "StepRace._begin"),
+        ("megatron_ext/adapter/race/step_race.py", "StepRace._why_not"),
         ("megatron_ext/adapter/observers/profile.py", "StepProfile._meet"),
         ("megatron_ext/adapter/observers/profile.py", "StepProfile._use"),
     },
