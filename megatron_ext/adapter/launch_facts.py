@@ -19,15 +19,17 @@ from megatron_ext.runtime.store.agreement import Fact, agree
 from megatron_ext.runtime.store.once_for_all import store_of_all
 from megatron_ext.schedule.build.registry import file_of
 
-# All ranks have left init_process_group together, and none has much to do before it comes here.
-PATIENCE = timedelta(minutes=2)
+# With NCCL, init_process_group waits for nobody, and a cold file system lets ranks start minutes
+# apart.
+PATIENCE = timedelta(minutes=5)
 
 
 def refuse_other_launches(config: PipelineConfig) -> None:
     """Raise ValueError unless all ranks of the world are launched alike. Collective over it.
 
-    A rank without our settings does not come: the others wait for it no longer than `PATIENCE`.
-    Nothing is compared where torch has no store (MPI), or has no processes behind it.
+    A rank without our settings does not come. The others wait for half of the timeout of torch's
+    process group, so that it is named before its own collectives fail, but not less than
+    `PATIENCE`. Nothing is compared if torch has no store (MPI), or no processes behind it.
     """
     store = store_of_all()
     if store is None:
@@ -35,7 +37,12 @@ def refuse_other_launches(config: PipelineConfig) -> None:
     world = dist.distributed_c10d._get_default_group()
     timeout = world._get_backend(world._device_types[0]).options._timeout
     facts = launch_facts(config)
-    agree(store, dist.get_rank(), dist.get_world_size(), facts, min(timeout, PATIENCE))
+    agree(store, dist.get_rank(), dist.get_world_size(), facts, patience(timeout))
+
+
+def patience(timeout: timedelta) -> timedelta:
+    """Return the time to wait for the slowest rank, given the ``timeout`` of a collective."""
+    return min(timeout, max(PATIENCE, timeout / 2))
 
 
 def launch_facts(config: PipelineConfig) -> dict[str, Fact]:

@@ -104,7 +104,8 @@ class Programs:
 
         Global rank 0 is that rank in the first step, and in the first training step after
         evaluations, which may have had sequences of another length: these are collective over the
-        world. Another shape may be one of a single pipeline, and goes through torch's store.
+        world. A shape that is not rank 0's may be one of a single pipeline, and goes through
+        torch's store.
         """
         if shape in self.costs and (forward_only or self._searched_for is not None):
             return
@@ -115,34 +116,35 @@ class Programs:
             for stage, rank in enumerate(placement.rank_of)
         ]
 
-        def work() -> Costs:
-            costs = self._costs(config, placement, per_stage, sequence, micro_batch)
-            if self._config.costs.profile is not None and dist.get_rank() == 0:
-                self.bases[shape] = basis_of_model(config, per_stage, sequence, micro_batch)
-            return costs
-
+        work = partial(self._costs, config, placement, per_stage, sequence, micro_batch)
         if not self.costs or not (forward_only or self._searched_for):
-            microbatches, costs = self._told_by_rank_0(microbatches, work)
-        else:
-            costs = self._told_by_the_first(shape, work)
-        self._set_costs(shape, costs)
+            of_rank_0, microbatches, costs = self._told_by_rank_0(shape, microbatches, work)
+            self._set_costs(of_rank_0, costs)
+        if shape not in self.costs:
+            self._set_costs(shape, self._told_by_the_first(shape, work))
+        if self._config.costs.profile is not None and dist.get_rank() == 0:
+            # Whichever rank has done the work: rank 0 writes the file of measured costs.
+            self.bases[shape] = basis_of_model(config, per_stage, sequence, micro_batch)
         if not forward_only:
             self._searched_for = self._searched_for or microbatches
 
-    def _told_by_rank_0(self, microbatches: int, work: Callable[[], Costs]) -> tuple[int, Costs]:
-        """Return global rank 0's number of microbatches, and the costs that it comes to by
-        ``work``. Collective over the world; an error of ``work`` is raised on all ranks."""
+    def _told_by_rank_0(
+        self, shape: Shape, microbatches: int, work: Callable[[], Costs]
+    ) -> tuple[Shape, int, Costs]:
+        """Return global rank 0's ``shape`` and number of microbatches, and the costs that it comes
+        to by ``work``. Collective over the world; an error of ``work`` is raised on all ranks."""
         costs: Costs | Exception | None = None
         if dist.get_rank() == 0:
             try:
                 costs = work()
             except Exception as error:
                 costs = error
-        self._run, microbatches, costs = tell_all((uuid.uuid4().hex, microbatches, costs))
+        told = uuid.uuid4().hex, shape, microbatches, costs
+        self._run, shape, microbatches, costs = tell_all(told)
         if isinstance(costs, Exception):
             raise costs
         assert costs is not None
-        return microbatches, costs
+        return shape, microbatches, costs
 
     def _told_by_the_first(self, shape: Shape, work: Callable[[], Costs]) -> Costs:
         """Return the costs that one rank, the first that asks for ``shape``, has by ``work``."""
@@ -302,6 +304,11 @@ class Programs:
             del self._programs[next(iter(self._programs))]
         return program
 
+    def forget(self, program: Program) -> None:
+        """``program`` does not run: it is made and checked anew if it is asked for once more."""
+        for key in [key for key, known in self._programs.items() if known is program]:
+            del self._programs[key]
+
     def _choice_for(self, microbatches: int, forward_only: bool) -> Choice:
         """The schedule, by what stands in for its search where that is not for this number, or in
         an evaluation, which gains nothing by it."""
@@ -356,21 +363,23 @@ class Programs:
     def _compare(self, digest: str, step: _Key, pipeline: dist.ProcessGroup) -> None:
         """Raise RuntimeError if another rank has built another program for such a step.
 
-        All ranks are there for the first one. Later ones are told in torch's store: pipelines that
-        nothing ties together may come to other numbers of microbatches, and none waits for another
-        that will not come. Without a store the ranks of a pipeline compare theirs.
+        All ranks are there for the first one, and those of one shape compare. Later ones are told
+        in torch's store: pipelines that nothing ties together may come to other numbers of
+        microbatches, and none waits for another that will not come. Without a store the ranks of a
+        pipeline compare theirs.
         """
         store = dist.distributed_c10d._get_default_store()
+        spec, shape, *asked, _ = step
         if not self._has_compared:
             self._has_compared = True
-            check_digests(self.choice.spec, dict(enumerate(gather_from_all(digest))))
+            of_all = enumerate(gather_from_all((shape, digest)))
+            check_digests(self.choice.spec, {rank: d for rank, (of, d) in of_all if of == shape})
             return
         if store is None:
             ranks = dist.get_process_group_ranks(pipeline)
             told = zip(ranks, gather(pipeline, digest), strict=True)
             check_digests(self.choice.spec, dict(told))
             return
-        spec, shape, *asked, _ = step
         where = "/".join(map(str, [shape, *asked]))
         if self._config.race is not None:  # else a rank with another schedule would not be found
             where += f"/{spec}"

@@ -108,6 +108,9 @@ class _Execution:
         self.run_row()
 
     def run_row(self) -> None:
+        # A chunk's reduction starts after that of the chunk behind it in the model, whatever the
+        # program: data-parallel ranks may run different ones, and must reduce in one order.
+        unreduced, complete = sorted(self.last_gradient), set[int]()
         for action in self.row:
             self.action = action
             self.check_others()
@@ -115,7 +118,9 @@ class _Execution:
             if isinstance(action, Pair):
                 action = action.backward
             if self.last_gradient.get(action.stage) == action:
-                self.stages[action.stage].gradients_complete()
+                complete.add(action.stage)
+                while unreduced and unreduced[-1] in complete:
+                    self.stages[unreduced.pop()].gradients_complete()
 
     def perform(self, action: Action | Pair) -> None:
         if isinstance(action, Pair):

@@ -200,9 +200,22 @@ def say(text: str) -> None:
     """
     line = f"megatron_ext: {text}\n".encode(errors="replace")
 
-    def write() -> None:
+    def write(text: bytes) -> None:
         with contextlib.suppress(OSError):
-            os.write(2, line)
+            os.write(2, text)
 
-    with contextlib.suppress(RuntimeError):  # there can be no more threads
-        _start("megatron_ext says", write).join(SAY_SECONDS)
+    try:
+        _start("megatron_ext says", lambda: write(line)).join(SAY_SECONDS)
+    except RuntimeError:  # there can be no more threads: at a limit, or as the interpreter ends
+        if _is_writable(2):
+            write(line[: select.PIPE_BUF])
+
+
+def _is_writable(descriptor: int) -> bool:
+    """Whether a write of up to `select.PIPE_BUF` bytes to ``descriptor`` returns at once."""
+    try:
+        poll = select.poll()  # which, unlike select, knows descriptors of any number
+        poll.register(descriptor, select.POLLOUT)
+        return any(event & select.POLLOUT for _, event in poll.poll(0))
+    except OSError:
+        return False

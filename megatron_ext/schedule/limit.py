@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megatron_ext.schedule.words import BYTES, bytes_text, counted, shown, unit_for
 
 _LARGEST = 1e15  # in whatever unit
-_TEXT = re.compile(r"(\d+(?:\.\d+)?)(x|[KMGT]iB)?")
+_TEXT = re.compile(r"(\d+(?:\.\d+)?)(x|[KMGT]iB|B)?")
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,10 @@ class MemoryLimit:
             return _round_up(self.microbatches)
         unit = unit_for(self.bytes)
         thousandths = math.floor(self.bytes / BYTES[unit] * 1000)
-        if int((thousandths + 1) / 1000 * BYTES[unit]) <= self.bytes:
-            thousandths += 1  # `parse_limit` rounds down itself
+        for number in (thousandths, thousandths + 1):  # `parse_limit` rounds down itself
+            if int(number / 1000 * BYTES[unit]) == self.bytes:
+                thousandths = number
+                break
         return _decimals(thousandths) + unit
 
     def as_written(self) -> MemoryLimit:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 
-BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 _ALIKE = 0.75  # from 0, nothing in common, to 1
 
@@ -24,12 +24,12 @@ def shown(value: object, longest: int = 80) -> str:
 
 
 def unit_for(amount: float) -> str:
-    """Return the largest unit in which ``amount`` bytes are at least 1, or else KiB."""
-    return max((u for u in BYTES if BYTES[u] <= amount), default="KiB", key=BYTES.__getitem__)
+    """Return the largest unit in which ``amount`` bytes are at least 1, or else B."""
+    return max((u for u in BYTES if BYTES[u] <= amount), default="B", key=BYTES.__getitem__)
 
 
 def bytes_text(amount: float) -> str:
-    """Return ``amount`` bytes with three digits: ``8.44 MiB``, ``0.5 GiB``, ``2.94 TiB``.
+    """Return ``amount`` bytes with three digits: ``10 B``, ``8.44 MiB``, ``0.5 GiB``.
 
     A quarter of a GiB and more is in GiB, as most of what a rank holds is.
     """

@@ -420,12 +420,14 @@ class Pipeline:
 
 
 def expected_events(program: Program, rank: int, begins_again: bool = False) -> list[str]:
-    """The rank's row, and each stage's completion right after its last weight gradient.
+    """The rank's row, and each stage's completion right after its last weight gradient, or after
+    the completion of the rank's later stages.
 
     ``begins_again``: before that, what runs before a bad verdict on the last step, and is dropped.
     """
     row = program.schedule.rows[rank]
     last = {a.stage: a for a in row if Kind.BACKWARD_WEIGHT in RULES[a.kind].covers}
+    unreduced, complete = sorted(last), set[int]()
     events: list[str] = []
     if begins_again:
         events += [str(a) for a in row[: settles_at(row)] if not is_validation(a)]
@@ -435,7 +437,9 @@ def expected_events(program: Program, rank: int, begins_again: bool = False) -> 
             continue
         events.append(str(action))
         if is_compute(action) and last.get(action.stage) == action:
-            events.append(f"{action.stage} complete")
+            complete.add(action.stage)
+            while unreduced and unreduced[-1] in complete:
+                events.append(f"{unreduced.pop()} complete")
     return events
 
 

@@ -53,6 +53,23 @@ def test_global_rank_0_builds_for_others(monkeypatch: pytest.MonkeyPatch) -> Non
     assert built_and_given(monkeypatch, 0, 0, inter_document_masking=True) == (True, True)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_builder_may_build_twice(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second time global rank 0 was taken for a reader, and had a loader again."""
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    builder = SimpleNamespace(is_built_on_rank=lambda: False, config=SimpleNamespace())
+
+    def fail(builder: Any) -> list[Any]:
+        raise OSError("no such file")
+
+    if fails:
+        with pytest.raises(OSError):
+            build_where_read(fail, builder)
+    else:
+        assert build_where_read(lambda builder: ["train"], builder) == [None]
+    assert build_where_read(lambda builder: ["train"], builder) == [None]
+
+
 @pytest.mark.parametrize("chunks", [None, 2, 4])
 def test_tokens_are_counted_once(chunks: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """TFLOP/s on a V were twice what they are: each chunk adds what its rank has read."""

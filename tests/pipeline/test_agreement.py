@@ -20,7 +20,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_ext.adapter import launch_facts as launch_facts_module
-from megatron_ext.adapter.launch_facts import launch_facts, refuse_other_launches
+from megatron_ext.adapter.launch_facts import launch_facts, patience, refuse_other_launches
 from megatron_ext.config import PipelineConfig
 from megatron_ext.runtime.store import agreement
 from megatron_ext.runtime.store.agreement import Fact, Told, agree, difference, listed
@@ -86,7 +86,7 @@ def test_a_rank_without_settings_is_not_waited_for_as_long_as_for_a_collective(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rank 0 had no settings, and the others waited 580 s for it: nearly torch's own timeout."""
-    monkeypatch.setattr(launch_facts_module, "PATIENCE", timedelta(seconds=0.5))
+    monkeypatch.setattr(launch_facts_module, "patience", lambda timeout: timedelta(seconds=0.5))
     monkeypatch.setattr(agreement, "STAYS", timedelta(seconds=0.5))
 
     def launched(rank: int) -> str:
@@ -103,6 +103,14 @@ def test_a_rank_without_settings_is_not_waited_for_as_long_as_for_a_collective(
     assert results[0] == "silent"
     assert results[1].startswith("global rank 0 did not tell their settings within 0 s")
     assert "start every rank with the same command line" in results[1]
+    assert "are still starting" in results[1]
+
+
+@pytest.mark.parametrize(("timeout", "waited"), [(10, 5), (60, 30), (6, 5), (1, 1)])
+def test_ranks_that_start_minutes_apart_are_waited_for(timeout: int, waited: int) -> None:
+    """Two minutes were too short for valid jobs: on a cold file system ranks start further apart,
+    and with NCCL init_process_group lets the first ones through at once."""
+    assert patience(timedelta(minutes=timeout)) == timedelta(minutes=waited)
 
 
 def test_one_of_a_thousand_ranks_is_found() -> None:

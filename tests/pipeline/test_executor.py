@@ -11,6 +11,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -128,6 +129,30 @@ def test_two_chunks_a_rank(place: Place, ranks: int, splits: bool, p2p: P2P) -> 
         for m in MICROBATCHES
     ]
     values(run_ranks(ranks, run_programs(programs)))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_chunks_are_reduced_in_one_order_whatever_the_program(reverse: bool) -> None:
+    """In a race one replica ran the baseline while another ran a candidate, and steps with other
+    numbers of microbatches run other programs too. Replicas whose chunks end in different orders
+    met in collectives of different chunks: a hang, or sums of one chunk's gradients with another's.
+    """
+    schedule = greedy(loop_placement(1), 3, True)
+    (row,) = schedule.rows
+    ends = sorted((a for a in row if a.kind is Kind.BACKWARD_WEIGHT), reverse=reverse)
+    rest = [action for action in row if action.kind is not Kind.BACKWARD_WEIGHT]
+    program = program_for(as_file(replace(schedule, rows=((*rest, *ends),))), 1, 3)
+
+    def run(rank: int) -> list[str]:
+        pipeline = Pipeline(program, world())
+        pipeline.step()
+        return [event for event in pipeline.events if event[1:] in ("W2", "W0", " complete")]
+
+    (events,) = values(run_ranks(1, run))
+    if reverse:  # the later chunk's reduction does not wait
+        assert events == ["1W2", "1W0", "1 complete", "0W2", "0W0", "0 complete"]
+    else:
+        assert events == ["0W0", "0W2", "1W0", "1W2", "1 complete", "0 complete"]
 
 
 @pytest.mark.parametrize("p2p", P2P)

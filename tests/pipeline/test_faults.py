@@ -31,7 +31,14 @@ from megatron_ext.schedule.action import parse  # noqa: E402
 from megatron_ext.schedule.build.registry import choose  # noqa: E402
 from megatron_ext.schedule.problem import P2P  # noqa: E402
 from tests.helpers import broken_stderr  # noqa: E402
-from tests.helpers.ranks import RankResult, Script, running_ranks, values  # noqa: E402
+from tests.helpers.ranks import (  # noqa: E402
+    HANGS,
+    RankResult,
+    Script,
+    run_ranks,
+    running_ranks,
+    values,
+)
 from tests.helpers.stages import Pipeline, alone, program_for, world  # noqa: E402
 
 RANKS = 3
@@ -286,6 +293,25 @@ def test_sigterm_ends_a_rank_that_can_say_nothing(
         running.wait_until_ended(0)
         results = running.wait(timeout=0)
     assert results[0].exit_code == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("broken", [nothing, *broken_stderr.WAYS])
+def test_without_a_thread_a_line_is_written_if_that_blocks_nobody(
+    broken: Callable[[], None],
+) -> None:
+    """At a limit of processes the line was lost, on a stderr that took it."""
+
+    def no_thread(name: str, target: Callable[[], None]) -> threading.Thread:
+        raise RuntimeError("can't start new thread")
+
+    def speak(rank: int) -> None:
+        watchdog._start = no_thread
+        broken()
+        watchdog.say("it may hang")
+
+    (result,) = run_ranks(1, speak, connect=False)
+    assert result.exit_code == 0 and result.seconds < HANGS
+    assert ("megatron_ext: it may hang\n" in result.stderr) == (broken is nothing)
 
 
 def test_ctrl_c_in_a_pass_is_a_keyboard_interrupt(script: Script) -> None:

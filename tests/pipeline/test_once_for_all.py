@@ -10,15 +10,19 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from megatron_ext.adapter.programs import Programs
 from megatron_ext.config import PipelineConfig
 from megatron_ext.launch import Chosen
 from megatron_ext.launch_check import chosen_plan, plan
+from megatron_ext.runtime.host.memory import HostMemory
 from megatron_ext.runtime.store import once_for_all as waiting
+from megatron_ext.runtime.store.agreement import Fact, agree
 from megatron_ext.runtime.store.once_for_all import once_for_all, store_of_all
 from megatron_ext.schedule.program.verify import InvalidSchedule
 from tests.helpers.ranks import (
@@ -173,6 +177,52 @@ def test_a_store_that_is_lost_is_called_so_whenever_it_goes(
     lost: Any = Watched(store, lose)
     with pytest.raises(RuntimeError, match=f"torch's store is gone, and {words}"):
         once_for_all(lost, rank, "the search", take_long)
+
+
+def telling_settings(store: Any) -> None:
+    agree(store, 0, 1, {"torch": Fact("2.9")}, timedelta(seconds=2))
+
+
+def counting_host_memory(store: Any) -> None:
+    memory = HostMemory()
+    memory._store = store
+    memory._count(1)
+
+
+def comparing_programs(store: Any) -> None:
+    programs = Programs(PipelineConfig(schedule="zb-h1"))
+    programs._has_compared = True  # with all ranks
+    pipeline: Any = None
+    programs._compare("0123", ("zb-h1", (1, 8), 4, False, 0, False), pipeline)
+
+
+@pytest.mark.parametrize(
+    ("use", "call", "words"),
+    [
+        (telling_settings, "add", "the ranks were telling one another their settings"),
+        (telling_settings, "set", "the ranks were telling one another their settings"),
+        (telling_settings, "get", "the ranks were telling one another their settings"),
+        (counting_host_memory, "add", ".* was to count its host memory"),
+        (comparing_programs, "compare_set", "global rank 1 was to compare its program"),
+    ],
+)
+def test_so_is_one_that_is_lost_at_other_work(
+    use: Callable[[Any], None], call: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[str] = []
+
+    def lose(name: str) -> None:
+        called.append(name)
+        if name == call:
+            raise dist.DistNetworkError("Broken pipe")
+
+    lost: Any = Watched(dist.HashStore(), lose)
+    monkeypatch.setattr(dist, "PrefixStore", lambda prefix, store: store)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: lost)
+    with pytest.raises(RuntimeError, match=f"torch's store is gone, and {words}"):
+        use(lost)
+    assert called[-1] == call
 
 
 def test_one_rank_chooses_the_plan_for_all(monkeypatch: pytest.MonkeyPatch) -> None:

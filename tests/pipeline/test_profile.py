@@ -6,6 +6,7 @@ import json
 import re
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,11 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from typer.testing import CliRunner
 
 import megatron_ext
+from megatron_ext.adapter import programs as programs_module
+from megatron_ext.adapter.programs import Programs
 from megatron_ext.bench.contestants import in_seconds
 from megatron_ext.cli import app
+from megatron_ext.config import PipelineConfig
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
 from megatron_ext.runtime.held_bytes import Allocated, SavedTensors
@@ -24,10 +28,11 @@ from megatron_ext.runtime.measure import profile
 from megatron_ext.runtime.measure.message_time import message_seconds
 from megatron_ext.runtime.measure.profile import STEPS
 from megatron_ext.runtime.recording import HostClock
+from megatron_ext.runtime.store import once_for_all
 from megatron_ext.schedule.action import Kind, parse
 from megatron_ext.schedule.build.output_layer import place_output_layer
 from megatron_ext.schedule.build.registry import choose
-from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.costs import Costs, uniform
 from megatron_ext.schedule.costs_text import load_costs, parse_costs
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.problem import P2P, Extras, Problem, Recompute
@@ -313,6 +318,41 @@ def test_other_shapes_are_measured_again(
     assert "micro batch 2, sequence 8" in first
     assert "micro batch 3, sequence 8" in second == third
     assert capfd.readouterr().out.count("measured costs: ") == 2
+
+
+def test_a_shape_that_another_pipeline_meets_first_is_estimated_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the first step a pipeline with longer sequences took global rank 0's costs for its own.
+    And rank 0, which writes the file, did not know by what costs were estimated elsewhere, so that
+    the file had none by type of layer."""
+    monkeypatch.setattr(once_for_all, "AHEAD_SECONDS", 0.1)
+    estimate = {length: uniform(choose("1f1b").place(1), length, 1, 1) for length in (8, 16)}
+
+    def on_rank(rank: int) -> tuple[dict[Any, Costs], dict[Any, str]]:
+        groups = [dist.new_group([0]), dist.new_group([1])]  # a pipeline each
+        monkeypatch.setattr(
+            programs_module, "basis_of_model", lambda config, sizes, length, _: f"of {length}"
+        )
+        programs = Programs(PipelineConfig.parse(schedule="1f1b", costs="profile:costs.json"))
+        monkeypatch.setattr(
+            programs, "_costs", lambda config, placement, sizes, length, _: estimate[length]
+        )
+        models = [torch.nn.Linear(1, 1)]
+        monkeypatch.setattr(programs_module, "size_of", str)
+        lengths = (16,) if rank else (8, 16)
+        for length in lengths:
+            asked = (1, length), length, 1, 4, False
+            programs.agree_on_costs(groups[rank], None, models, *asked)
+            if length == lengths[0]:
+                key = "1f1b", (1, length), 4, False, 0, False
+                programs._compare(f"program for {length}", key, groups[rank])
+                dist.barrier()
+        return programs.costs, programs.bases
+
+    (costs, bases), (others, none) = values(run_ranks(2, on_rank))
+    assert costs == others == {(1, length): estimate[length] for length in (8, 16)}
+    assert bases == {(1, 8): "of 8", (1, 16): "of 16"} and not none
 
 
 def test_a_limit_that_measured_bytes_exceed_ends_the_training(

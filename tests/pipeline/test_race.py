@@ -18,10 +18,16 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from megatron_ext.adapter.programs import Programs
 from megatron_ext.adapter.race import step_race, turn
 from megatron_ext.adapter.step import training
 from megatron_ext.adapter.training_globals import current_iteration
+from megatron_ext.config import PipelineConfig
+from megatron_ext.runtime.host import memory as host_memory
+from megatron_ext.runtime.host.memory import HostMemory
+from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.program.simulate import step_seconds
+from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.race import report, rounds
 from megatron_ext.schedule.race.record import Figures
 from tests.helpers.combinations import at_night
@@ -33,7 +39,8 @@ from tests.helpers.megatron_runs import (
     train,
     train_or_fail,
 )
-from tests.helpers.ranks import values
+from tests.helpers.ranks import run_ranks, values
+from tests.helpers.stages import program_for
 
 Flags = dict[str, object]
 
@@ -303,6 +310,40 @@ def test_a_batch_that_grows_begins_it_anew(capfd: pytest.CaptureFixture[str]) ->
 
 
 # ---- What is refused
+
+
+def test_a_candidate_that_a_rank_has_no_host_memory_for_takes_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it took on the ranks that had enough stayed counted, so that the next candidate, which
+    fits, was refused; and a refused program was known, so that it was not checked again."""
+    free, gib = 8.5, 2**30
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: int(free * gib))
+    monkeypatch.setattr(host_memory.socket, "gethostname", lambda: "node7")
+    monkeypatch.setattr(host_memory, "planned_bytes", lambda row, costs: row * gib)
+    needs = {"1f1b": 2, "zb-2p": 5, "zb-h1": 4}  # GiB on each of two ranks
+    made = {spec: program_for(choose(spec), 2, 4) for spec in needs}
+
+    def on_rank(rank: int) -> list[str]:
+        config = PipelineConfig.parse(race="zb-2p zb-h1")
+        programs, memory = Programs(config), HostMemory()
+        known: Any = programs._programs
+
+        def make() -> Program:
+            spec = programs.choice.spec
+            memory.check(needs[spec], None)  # type: ignore[arg-type]
+            known[spec] = made[spec]
+            return made[spec]
+
+        race = step_race.StepRace(config, programs)
+        whys = [race._why_not(spec, make, memory) for spec in needs]
+        assert set(race._made) == {"1f1b", "zb-h1"} and memory.planned == 4 * gib
+        assert known.keys() == {"1f1b", "zb-h1"}
+        return whys
+
+    for fits, does_not, fits_too in values(run_ranks(2, on_rank)):
+        assert fits == "" and fits_too == ""
+        assert does_not.startswith("node7: its ranks need 10 GiB of host memory")
 
 
 def test_who_would_change_the_losses_is_refused(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Amounts of memory as people read them.
 
 Lines mixed units: "24.8MiB" beside "0.00293GiB", and "3.01e+03 GiB" of a checkpoint. Each place had
-a format of its own.
+a format of its own. Ten bytes were "0.00977 KiB".
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ PACKAGE = Path(megatron_ext.__file__).parent
 @pytest.mark.parametrize(
     ("amount", "text"),
     [
-        (0, "0 KiB"),
-        (512, "0.5 KiB"),
+        (0, "0 B"),
+        (10, "10 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
         (8.44 * 2**20, "8.44 MiB"),
         (255 * 2**20, "255 MiB"),
         (2**28, "0.25 GiB"),
@@ -40,8 +42,8 @@ def test_the_unit_follows_the_amount(amount: float, text: str) -> None:
 
 
 def test_a_limit_is_written_so_that_it_can_be_read_back() -> None:
-    for text in ("60GiB", "3MiB", "200MiB", "2.94TiB"):
-        assert str(parse_limit(text, 1, 1)) == text
+    for text in ("60GiB", "3MiB", "200MiB", "2.94TiB", "10B", "1KiB"):
+        assert str(parse_limit(text, 1, 1)) == parse_limit(text, 1, 1).written == text
     assert str(MemoryLimit(bytes=3 * 2**20)) == "3MiB"
 
 

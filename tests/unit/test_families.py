@@ -242,7 +242,7 @@ def test_the_limit_that_a_refusal_names_will_do(spec: str, p: int, m: int, limit
         ("1", 1, "1 microbatch"),
         ("1", 34 / 3, "11.334 microbatches"),
         ("1", 0.1 + 0.2, "0.3 microbatches"),
-        ("1KiB", 10, "0.01KiB"),
+        ("1KiB", 10, "10B"),
         ("1KiB", 2**30, "1GiB"),
         ("1KiB", 2**30 + 1, "1.001GiB"),
         ("1KiB", 1.36e10, "12.666GiB"),

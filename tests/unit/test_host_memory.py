@@ -17,7 +17,7 @@ from megatron_ext.runtime.host.memory import (  # noqa: E402
     available_bytes,
     planned_bytes,
 )
-from megatron_ext.schedule.action import parse  # noqa: E402
+from megatron_ext.schedule.action import Action, parse  # noqa: E402
 from megatron_ext.schedule.costs import uniform  # noqa: E402
 from megatron_ext.schedule.kinds import Held  # noqa: E402
 from megatron_ext.schedule.placement import line  # noqa: E402
@@ -119,7 +119,38 @@ def test_what_later_programs_add_is_counted_by_host(monkeypatch: pytest.MonkeyPa
     assert first[0] == second[0]
     assert first[1].startswith("offload: 3 GiB of host memory on this rank") and first[2] == ""
     assert second[1].startswith("node7: its ranks need 6 GiB of host memory")
-    assert second[2] == ""
+    assert second[2] == second[1]  # what was refused is still too much
+
+
+@pytest.mark.parametrize("has_store", [True, False])
+def test_what_is_refused_takes_nothing(has_store: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refused program stayed counted: the next one that was too large was accepted, and in a race
+    one that fitted was refused. So did a program that was accepted here, but ran nowhere."""
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 5 * 2**30)
+    if has_store:
+        monkeypatch.setattr(host_memory, "store_of_all", dist.HashStore)
+    rows = {count: larger(count) for count in (2, 4, 6, 90, 100)}
+
+    def run(rank: int) -> None:
+        memory = HostMemory()
+        memory.check(rows[2], COSTS)
+        for count in (100, 90, 6):
+            with pytest.raises(ShortOfHostMemory, match=f"need {count} GiB"):
+                memory.check(rows[count], COSTS)
+        before = memory.planned
+        assert memory.check(rows[4], COSTS).startswith("offload: 4 GiB of host memory")
+        memory.give_back_to(before)
+        assert memory.check(rows[4], COSTS).startswith("offload: 4 GiB of host memory")
+        with pytest.raises(ShortOfHostMemory, match="need 6 GiB"):
+            memory.check(rows[6], COSTS)
+
+    values(run_ranks(1, run))
+
+
+def larger(count: int) -> tuple[Action, ...]:
+    """A row with ``count`` microbatches on the host at once, of 1 GiB each."""
+    leaving = [parse(f"0{kind}{n}") for n in range(count) for kind in ("F", "OFFLOAD_F")]
+    return tuple(leaving)
 
 
 def test_without_bytes_nothing_is_known() -> None:

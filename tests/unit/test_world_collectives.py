@@ -9,7 +9,7 @@ finds what a training of equal pipelines never shows.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 
 import pytest
@@ -49,7 +49,7 @@ REACHED: dict[str, set[tuple[str, str]]] = {
     },
     "a training step whose number all ranks know, where they have met before or begun": {
         ("megatron_ext/adapter/race/step_race.py", "StepRace._meet"),
-        ("megatron_ext/adapter/race/step_race.py", "StepRace._begin"),
+        ("megatron_ext/adapter/race/step_race.py", "StepRace._why_not"),
         ("megatron_ext/adapter/observers/profile.py", "StepProfile._meet"),
         ("megatron_ext/adapter/observers/profile.py", "StepProfile._use"),
     },
@@ -58,20 +58,21 @@ REACHED: dict[str, set[tuple[str, str]]] = {
 
 def over_the_world(source: str) -> Iterator[tuple[str, str]]:
     """The function and the name of each call over all ranks."""
-    yield from _over_the_world(ast.parse(source), "")
+    tree = ast.parse(source)
+    yield from _over_the_world(tree, "", _worlds(tree))
 
 
-def _over_the_world(node: ast.AST, function: str) -> Iterator[tuple[str, str]]:
+def _over_the_world(node: ast.AST, function: str, worlds: Set[str]) -> Iterator[tuple[str, str]]:
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         function = f"{function}.{node.name}".lstrip(".")
-    if isinstance(node, ast.Call) and (name := _collective(node)) is not None:
+    if isinstance(node, ast.Call) and (name := _collective(node, worlds)) is not None:
         yield function, name
     for child in ast.iter_child_nodes(node):
-        yield from _over_the_world(child, function)
+        yield from _over_the_world(child, function, worlds)
 
 
-def _collective(call: ast.Call) -> str | None:
-    """What ``call`` calls, if that is over all ranks."""
+def _collective(call: ast.Call, worlds: Set[str]) -> str | None:
+    """What ``call`` calls, if that is over all ranks; ``worlds`` are groups of all ranks."""
     match call.func:
         case ast.Name(id=name):
             return name if name in OURS | OF_THE_WORLD else None
@@ -81,9 +82,33 @@ def _collective(call: ast.Call) -> str | None:
                 groups += call.args[GROUP_AT[name] : GROUP_AT[name] + 1]
             elif name not in OF_THE_WORLD:
                 return None
-            is_of_some = groups and not any("WORLD" in ast.unparse(group) for group in groups)
+            is_of_some = groups and not any(_is_the_world(group, worlds) for group in groups)
             return None if is_of_some else name
     return None
+
+
+def _is_the_world(group: ast.expr, worlds: Set[str]) -> bool:
+    """Whether ``group`` is all ranks; ``worlds`` are the variables that are."""
+    text = ast.unparse(group)
+    return text == "None" or "WORLD" in text or text in worlds
+
+
+def _worlds(tree: ast.AST) -> frozenset[str]:
+    """The variables and attributes that are all ranks somewhere in ``tree``."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assign(targets=targets, value=value):
+                pass
+            case ast.AnnAssign(target=target, value=ast.expr() as value):
+                targets = [target]
+            case ast.NamedExpr(target=target, value=value):
+                targets = [target]
+            case _:
+                continue
+        if any(word in ast.unparse(value) for word in ("group.WORLD", "_get_default_group")):
+            names |= {ast.unparse(target) for target in targets}
+    return frozenset(names)
 
 
 def found() -> dict[tuple[str, str], set[str]]:
@@ -117,10 +142,25 @@ def test_every_pipeline_reaches_every_collective_over_the_world() -> None:
         "dist.broadcast_object_list(told, src=0)",
         "torch.distributed.new_group(ranks)",
         "tell_all(1)",
+        "dist.barrier(group=None)",
+        "dist.all_reduce(x, dist.ReduceOp.MAX, None)",
+        "(everyone := dist.group.WORLD) and dist.barrier(everyone)",
     ],
 )
 def test_a_collective_over_the_world_is_seen(call: str) -> None:
     assert [function for function, _ in over_the_world(f"def f():\n    return [{call}]")] == ["f"]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f():\n    world = dist.group.WORLD\n    dist.barrier(group=world)",
+        "WIDE: Any = dist.distributed_c10d._get_default_group()\ndef f():\n    dist.barrier(WIDE)",
+        "def f(self):\n    self._all = dist.group.WORLD\n    dist.all_reduce(x, group=self._all)",
+    ],
+)
+def test_a_variable_that_is_the_world_is_seen(source: str) -> None:
+    assert [function for function, _ in over_the_world(source)] == ["f"]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections import ChainMap, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,9 +24,11 @@ from megatron_ext.adapter.race.order import check_order
 from megatron_ext.adapter.race.subject import subject_of
 from megatron_ext.adapter.race.turn import Turn
 from megatron_ext.adapter.step.call import Call
+from megatron_ext.adapter.step.connections import Connections
 from megatron_ext.adapter.training_globals import training_global
 from megatron_ext.config import PipelineConfig
 from megatron_ext.logger import logger
+from megatron_ext.runtime.host.memory import HostMemory
 from megatron_ext.runtime.world import gather_from_all, tell_all
 from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, peaks
 from megatron_ext.schedule.program.simulate import simulate
@@ -97,25 +99,39 @@ class StepRace(StepObserver[Step]):
 
     # ---- Under which schedule
 
-    def choose(self, call: Call, shape: Shape, make: Callable[[], Program]) -> None:
+    def choose(
+        self,
+        call: Call,
+        shape: Shape,
+        make: Callable[[], Program],
+        connections: Connections | None,
+    ) -> None:
         """Have ``programs`` follow the schedule of the training step that begins now.
 
-        ``make`` makes the program for it. Collective over the world at steps that all ranks know.
+        ``make`` makes the program for it, which ``connections`` then expect: None before the first
+        step. Collective over the world at steps that all ranks know.
         """
-        self._programs.choice = self._choices[self._kept or self._next(call, shape, make)]
+        spec = self._kept or self._next(call, shape, make, connections)
+        self._programs.choice = self._choices[spec]
 
     def interrupt(self) -> None:
         """Between two steps comes something else: an evaluation, a save."""
         if self._turn is not None:
             self._turn.interrupt()
 
-    def _next(self, call: Call, shape: Shape, make: Callable[[], Program]) -> str:
+    def _next(
+        self,
+        call: Call,
+        shape: Shape,
+        make: Callable[[], Program],
+        connections: Connections | None,
+    ) -> str:
         self._count += 1
         self._size_up(call)
         if self._turn is not None:
             self._turn.begin_iteration()
         if self._count == self._meets:
-            self._meet(call, shape, make)
+            self._meet(call, shape, make, connections)
         if self._kept is not None:
             return self._kept
         if self._race is None or not self._is_steady:
@@ -131,7 +147,13 @@ class StepRace(StepObserver[Step]):
         self._key = key
         self._facts = subject_of(call, self._config)
 
-    def _meet(self, call: Call, shape: Shape, make: Callable[[], Program]) -> None:
+    def _meet(
+        self,
+        call: Call,
+        shape: Shape,
+        make: Callable[[], Program],
+        connections: Connections | None,
+    ) -> None:
         """Decide with all ranks how it goes on. Collective over the world."""
         if self._count == 1:
             self._known = self._recall()
@@ -144,7 +166,8 @@ class StepRace(StepObserver[Step]):
         if not all(seen.is_steady for seen in told):
             self._begin_anew(told)
         elif self._race is None and not any(seen.waits for seen in told):
-            self._begin(make)
+            assert connections is not None
+            self._begin(make, connections.host_memory)
         elif self._race is not None and missing:
             self._meets += missing
             return
@@ -201,24 +224,15 @@ class StepRace(StepObserver[Step]):
             return splitting[0]
         return self._line_up.baseline
 
-    def _begin(self, make: Callable[[], Program]) -> None:
+    def _begin(self, make: Callable[[], Program], host_memory: HostMemory) -> None:
         """Have all programs made, which proves that they keep within the memory limit, and leave
         out those that some rank cannot make. Collective over the world."""
         lines = self._line_up
         self._race = race = Race(lines.baseline, lines.candidates)
-        cannot: dict[str, str] = {}
         for spec in lines.specs:
-            self._programs.choice = self._choices[spec]
-            try:
-                self._made[spec] = make()
-                check_order(self._made[spec])
-            except ValueError as error:
-                if spec == lines.baseline:
-                    raise
-                cannot[spec] = str(error)
-        for spec, why in dict(ChainMap(*gather_from_all(cannot))).items():
-            race.drop(spec, why)
-            _say(f"race: {spec} is not in it: {why}")
+            if why := self._why_not(spec, make, host_memory):
+                race.drop(spec, why)
+                _say(f"race: {spec} is not in it: {why}")
         if self._known is not None and self._knows:
             for measured in self._known.rounds:
                 race.add_round(measured)
@@ -233,6 +247,29 @@ class StepRace(StepObserver[Step]):
         )
         if race.is_over:
             self._end()
+
+    def _why_not(self, spec: str, make: Callable[[], Program], host_memory: HostMemory) -> str:
+        """Make the program of ``spec``. Return why some rank cannot, or "" if all can. A program
+        that some rank cannot make takes no host memory on the others. Collective over the world."""
+        self._programs.choice = self._choices[spec]
+        planned, program, why = host_memory.planned, None, ""
+        try:
+            program = make()
+            check_order(program)
+        except ValueError as error:
+            if spec == self._line_up.baseline:
+                raise
+            why = str(error)
+        whys = [why for why in gather_from_all(why) if why]
+        if not whys:
+            assert program is not None
+            self._made[spec] = program
+            return ""
+        if program is not None:
+            self._programs.forget(program)
+        host_memory.give_back_to(planned)
+        gather_from_all(None)  # no rank counts the next program before all have given back
+        return whys[0]
 
     # ---- What they take
 

@@ -11,6 +11,7 @@ import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -115,7 +116,8 @@ class Training:
         )
         if self._race is not None and not call.forward_only:
             with self._heard_if_it_fails("the race"):
-                self._race.choose(call, shape, lambda: self._program(call, shape))
+                make = partial(self._program, call, shape)
+                self._race.choose(call, shape, make, self._connections)
         with self._heard_if_it_fails("the making of a program", ShortOfHostMemory):
             program = self._program(call, shape)
         connections = self._connections
@@ -202,7 +204,11 @@ class Training:
             log_single_rank(logger, logging.DEBUG, f"costs of each stage: {costs}")
             if captures(call.config) and self._programs.choice.traits.splits_backward:
                 log_single_rank(logger, logging.INFO, left_to_w(call.config))
-        self._connections.expect(program)
+        try:
+            self._connections.expect(program)
+        except ShortOfHostMemory:
+            self._programs.forget(program)
+            raise
         return program
 
     def _heard_if_it_fails(

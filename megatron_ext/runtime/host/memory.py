@@ -91,6 +91,7 @@ class HostMemory:
         self._free: int | None = None  # before the first program; None: it has not come
         self._planned = 0  # by this rank, for the program that takes the most
         self._of_host = 0  # by all its ranks, for the first program
+        self._added = 0  # since then, if there is no store, which counts that of all ranks
         self._store: dist.Store | None = None
 
     def check(self, row: tuple[Action, ...], costs: Costs) -> str:
@@ -107,6 +108,17 @@ class HostMemory:
         if planned is None or planned <= self._planned:
             return ""
         return self._add(planned)
+
+    @property
+    def planned(self) -> int:
+        """The bytes that are counted for this rank."""
+        return self._planned
+
+    def give_back_to(self, planned: int) -> None:
+        """Count ``planned`` bytes for this rank again: a program that takes more will not run."""
+        if planned != self._planned:
+            self._count(planned - self._planned)
+            self._planned = planned
 
     def _begin(self, planned: int | None) -> str:
         """Compare the plans of all ranks with what their hosts have."""
@@ -135,19 +147,28 @@ class HostMemory:
         )
 
     def _add(self, planned: int) -> str:
-        """Count what a program takes beyond the earlier ones."""
+        """Count the bytes that a program takes beyond the earlier ones, unless it is refused."""
         assert self._free is not None
         more = planned - self._planned
-        added = more
-        if self._store is not None:
-            with losing_the_store(f"{self._host} was to count its host memory"):
-                added = self._store.add(self._host, more)
+        try:
+            _refuse_more(self._host, None, self._of_host + self._count(more), self._free)
+        except ShortOfHostMemory:
+            self._count(-more)
+            raise
         self._planned = planned
-        _refuse_more(self._host, None, self._of_host + added, self._free)
         return (
             f"offload: {bytes_text(planned)} of host memory on this rank for a program with more "
             f"to offload"
         )
+
+    def _count(self, more: int) -> int:
+        """Return the bytes that this host's ranks have added since the first program, ``more``
+        of this rank among them."""
+        if self._store is None:
+            self._added += more
+            return self._added
+        with losing_the_store(f"{self._host} was to count its host memory"):
+            return self._store.add(self._host, more)
 
 
 @dataclass(frozen=True)

@@ -99,8 +99,9 @@ def _wait(store: dist.Store, keys: list[str], rank: int, ranks: int, timeout: ti
     here = str(rank)
     if store.compare_set("who says it", "", here).decode() == here:
         logger.warning(
-            f"waiting for {listed(_silent(store, ranks))} to tell their settings: has every rank "
-            f"the same command line, with megatron_ext? This is an error in "
+            f"waiting for {listed(_silent(store, ranks))} to tell their settings: are they still "
+            f"starting, and has every rank the same command line, with megatron_ext? This is an "
+            f"error in "
             f"{(timeout - at_first).total_seconds():.0f} s"
         )
     with contextlib.suppress(RuntimeError):
@@ -116,8 +117,9 @@ def _silent(store: dist.Store, ranks: int) -> list[int]:
 def _silence(ranks: Sequence[int], timeout: timedelta) -> str:
     return (
         f"{listed(ranks)} did not tell their settings within {timeout.total_seconds():.0f} s: they "
-        f"train without megatron_ext or without its flags, or have ended; start every rank with "
-        f"the same command line"
+        f"train without megatron_ext or without its flags, have ended, or are still starting; "
+        f"start every rank with the same command line, and if a slow file system lets some start "
+        f"that late, raise --distributed-timeout-minutes: half of it is waited for"
     )
 
 

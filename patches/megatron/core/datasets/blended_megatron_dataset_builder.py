@@ -44,7 +44,10 @@ def build_where_read(original: Callable[[Any], list[Any]], builder: Any) -> list
         return reads or is_built_on_rank()
 
     builder.is_built_on_rank = lambda: is_read() or dist.get_rank() == 0
-    datasets = original(builder)
+    try:
+        datasets = original(builder)
+    finally:
+        builder.is_built_on_rank = is_built_on_rank
     return datasets if is_read() else _without(datasets)
 
 

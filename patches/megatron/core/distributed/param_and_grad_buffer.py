@@ -5,8 +5,11 @@ for it. Stock tells from the bucket group's handle that a reduction is under way
 instances of the distributed optimizer there is no handle (the reduction is ordered by a stream), so
 finish_grad_sync started a second one, of gradients that were reduced already.
 
-Not patched: what a reduction does, `reset` (every step that starts a reduction finishes it), and
-stock's hooks, which know of their own reductions by the counts of ready gradients.
+A step that fails may leave a reduction under way. Under our schedules every step is a bucket
+group's first batch for stock, so that the next step would take it for its own and reduce nothing.
+
+Not patched: what a reduction does, and stock's hooks, which know of their own reductions by the
+counts of ready gradients.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, wrap
@@ -39,6 +44,12 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             reason="after it the next reduction may start",
             signature=_SIGNATURE,
         ),
+        wrap(
+            f"{_GROUP}.reset",
+            reset,
+            reason="a failed step may have left a reduction, which is not the next step's",
+            signature="(self)",
+        ),
     )
 
 
@@ -55,3 +66,19 @@ def finish(original: Callable[..., None], group: Any, *args: Any, **kwargs: Any)
     """Finish the reduction of ``group``, which starts it first if nobody has."""
     original(group, *args, **kwargs)
     _started.discard(group)
+
+
+def reset(original: Callable[..., None], group: Any) -> None:
+    """Reset ``group``. A reduction that a failed step has left under way ends first, and what it
+    has written to the gradients, which are zero by now, is dropped."""
+    handle = group.grad_reduce_handle
+    if handle is not None or group in _started:
+        if handle is None:
+            torch.cuda.current_stream().wait_stream(group.communication_stream)
+        else:
+            handle.wait()
+            group.grad_reduce_handle = None
+        _started.discard(group)
+        for bucket in group.buckets:
+            bucket.grad_data.zero_()
+    original(group)

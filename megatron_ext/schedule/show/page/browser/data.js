@@ -82,10 +82,10 @@ function time(seconds) {
 
 const share = (part) => `${(100 * part).toFixed(1)} %`;
 function bytesText(bytes) {  // as `bytes_text` of words.py
-  const units = ["KiB", "MiB", "GiB", "TiB"];
-  let power = Math.max(units.findLastIndex((_, n) => 2 ** (10 * (n + 1)) <= bytes), 0);
-  if (power === 1 && bytes >= 2 ** 28) power = 2;
-  const number = bytes / 2 ** (10 * (power + 1));
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let power = Math.max(units.findLastIndex((_, n) => 2 ** (10 * n) <= bytes), 0);
+  if (power === 2 && bytes >= 2 ** 28) power = 3;
+  const number = bytes / 2 ** (10 * power);
   return `${number >= 1000 ? Math.round(number) : Number(number.toPrecision(3))} ${units[power]}`;
 }
 const counted = (number, thing, plural) => `${number} ${number === 1 ? thing : plural}`;
