@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,8 @@ from megatron_ext.schedule.search import best
 from megatron_ext.schedule.search.effort import small_effort
 from scripts.recipes.vocabulary import features_of_flags
 from tests.helpers import documents, witnesses
+
+ROOT = Path(__file__).resolve().parents[1]
 
 # The longest first, so that no worker has one left when the others have ended.
 LONGEST = (
@@ -75,7 +78,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
         for mark in pyfuncitem.iter_markers("covers")
         for feature in features_of_flags(mark.kwargs)
     ]
-    if unseen := witnesses.unseen(marked):
+    test = f"{pyfuncitem.path.relative_to(ROOT)}::{pyfuncitem.function.__name__}"
+    if unseen := witnesses.unseen(marked, test):
         pytest.fail(f"marked, but under our schedule never ran: {', '.join(map(str, unseen))}")
     return result
 

@@ -213,7 +213,6 @@ def train(
     words of ours between ``-m megatron_ext`` and the script.
     """
     runs = values(train_or_fail(ranks, flags, script, model_config, model_provider, before))
-    _note(runs)
     assert any(run.losses for run in runs), "not one iteration was trained"
     return runs
 
@@ -235,7 +234,7 @@ def train_or_fail(
 ) -> list[RankResult]:
     """`train` for ranks that may end badly: how they end."""
     with agent_store() as port:
-        return run_ranks(
+        results = run_ranks(
             ranks,
             lambda rank: _train_rank(
                 rank,
@@ -247,6 +246,8 @@ def train_or_fail(
             ),
             connect=False,
         )
+    _note([result.value for result in results if result.value is not None])
+    return results
 
 
 def fork_checkpoint_manager() -> None:

@@ -131,6 +131,7 @@ def write_once_changed(folder: Path, buckets: list[Any], _: Any) -> None:
     (folder / "being written").rename(folder / "written")
 
 
+@pytest.mark.real_time
 @nightly("its writer imports Megatron for itself; test_checkpoints.py saves so at night, too")
 def test_what_is_saved_in_the_background_is_of_one_iteration(tmp_path: Path) -> None:
     """A checkpoint held half of one iteration's parameters and half of a later one's.

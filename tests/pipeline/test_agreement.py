@@ -27,6 +27,8 @@ from megatron_ext.runtime.store.agreement import Fact, Told, agree, difference, 
 from tests.helpers.megatron_runs import SCRIPT, _train_rank, model_flags
 from tests.helpers.ranks import RankResult, agent_store, run_ranks, values
 
+pytestmark = pytest.mark.real_time
+
 RANKS = 3
 SECONDS = timedelta(seconds=2)
 ALIKE = {"--pipeline-schedule": Fact("zb-h1"), "the file h.csv": Fact("9 bytes", "0123")}

@@ -362,6 +362,7 @@ def chunks_for(schedule: str, ranks: int) -> list[GPTModel]:
     return build_chunks(V_LAYOUT) if schedule == "zb-v" else [build_model()]
 
 
+@pytest.mark.real_time
 @pytest.mark.parametrize(("schedule", "ranks"), [("zb-h1", 4), ("zb-v", V_RANKS)])
 def test_data_that_end_early(schedule: str, ranks: int) -> None:
     """A list of three for four microbatches: the rank that reads it had a bare StopIteration."""

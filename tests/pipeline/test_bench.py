@@ -118,6 +118,7 @@ def test_copies_take_what_they_cost_beside_the_passes() -> None:
     assert full["measured"] >= full["ideal"]
 
 
+@pytest.mark.real_time
 def test_emulated_copies_take_turns_on_a_shared_link(tmp_path: Path) -> None:
     """Two ranks' copies of 50 ms at once: 100 ms on one link, and each its own time on two."""
     for more, least in ((",link=2", 0.1), ("", 0.05)):

@@ -365,6 +365,7 @@ def test_another_program_is_found_in_a_later_step_too() -> None:
     )
 
 
+@pytest.mark.real_time
 def test_an_error_beside_the_passes_ends_the_other_ranks() -> None:
     """What Megatron does at a step's end, or host memory that cannot be had before it: only errors
     in passes were told, and the others waited for ever where the caller of the rank went on."""

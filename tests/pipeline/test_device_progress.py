@@ -32,6 +32,8 @@ from tests.helpers.ranks import Script, run_ranks, running_ranks, values
 from tests.helpers.stages import Pipeline, alone, program_for, world
 from tests.pipeline.test_faults import HERE, say, stay
 
+pytestmark = pytest.mark.real_time
+
 
 @dataclass
 class Device:

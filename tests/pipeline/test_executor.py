@@ -380,6 +380,7 @@ def test_a_tensor_that_the_other_rank_does_not_expect(
     values(run_ranks(2, run))
 
 
+@pytest.mark.real_time
 def test_of_a_batch_the_message_that_fails_is_named() -> None:
     """Not the one that was waited for: that has come."""
     program = program_for(choose("1f1b"), 3, 3, p2p=P2P.BATCHED)

@@ -41,6 +41,8 @@ from tests.helpers.ranks import (  # noqa: E402
 )
 from tests.helpers.stages import Pipeline, alone, program_for, world  # noqa: E402
 
+pytestmark = pytest.mark.real_time
+
 RANKS = 3
 HERE = "here it is"
 NOTE = r"\[.*\d\d:\d\d:\d\d\]"  # whereabouts

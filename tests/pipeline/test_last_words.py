@@ -39,6 +39,8 @@ from tests.helpers.ranks import RankResult, Script, running_ranks, values  # noq
 from tests.helpers.stages import WIDTH, Pipeline, program_for, world  # noqa: E402
 from tests.pipeline.test_faults import HERE, say, throw, wait_until_told  # noqa: E402
 
+pytestmark = pytest.mark.real_time
+
 RANKS = 3
 SOON = 10.0  # seconds, on a busy machine; torch's own timeout is 30 minutes
 

@@ -24,6 +24,8 @@ from tests.helpers.ranks import run_ranks, values
 from tests.helpers.short_search import shorten_search
 from tests.pipeline.test_callers import installed, step
 
+pytestmark = pytest.mark.real_time
+
 RANKS = 2
 FAMILY = """
 import time

@@ -199,6 +199,7 @@ def exchanged(rank: int) -> tuple[float, bool, list[list[float]]]:
     return seconds, has_come, exchange.rows()
 
 
+@pytest.mark.real_time
 def test_nobody_waits_for_the_others_numbers() -> None:
     (seconds, has_come, rows), (_, _, others) = values(run_ranks(2, exchanged))
     assert seconds < SLEEP / 2 and not has_come

@@ -34,6 +34,8 @@ from tests.helpers.ranks import (
     values,
 )
 
+pytestmark = pytest.mark.real_time
+
 RANKS = 3
 HERE = "at work"
 

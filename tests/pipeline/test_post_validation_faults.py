@@ -35,6 +35,8 @@ from tests.pipeline.test_faults import (
     wait_until_told,
 )
 
+pytestmark = pytest.mark.real_time
+
 RANKS = 3
 
 BEFORE_STATE = "before its state is passed on"

@@ -37,6 +37,8 @@ from megatron_ext.schedule.timeline import Event, Reduction, Timeline  # noqa: E
 from tests.helpers.ranks import run_ranks, values  # noqa: E402
 from tests.helpers.stages import CPU, Pipeline, program_for, world  # noqa: E402
 
+pytestmark = pytest.mark.real_time
+
 SLEEP = 0.2
 SLOW = Action(0, Kind.FORWARD, 0)
 

@@ -19,6 +19,8 @@ from megatron_ext.schedule.placement import line
 from tests.helpers.ranks import run_ranks, values
 from tests.helpers.stages import world
 
+pytestmark = pytest.mark.real_time
+
 
 def test_to_look_for_the_verdict_costs_next_to_nothing() -> None:
     """A look every millisecond went through torch and an Event's Python: the thread of the passes,

@@ -171,6 +171,7 @@ def test_a_stage_is_complete_after_its_shard() -> None:
 # --- memory
 
 
+@pytest.mark.real_time
 @pytest.mark.parametrize("how", BOTH)
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])
 def test_what_is_held(name: str, how: VocabularyParallel) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from scripts.recipes.collecting import marks_of
 from scripts.recipes.feature import Feature
 from scripts.recipes.markers import read_mark
 from scripts.recipes.vocabulary import features, may_wait_for_a_gpu
+from tests.helpers import witnesses
 
 LINE = ("line",)
 
@@ -104,3 +106,27 @@ def test_only_kernels_wait_for_a_gpu() -> None:
     assert shown.features == {Feature("precision", "fp8_cs")}
     (bf16,) = features({"precision": "bf16"})
     assert not may_wait_for_a_gpu(bf16)
+
+
+def test_a_mark_does_not_hold_where_nothing_was_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test whose trainings nobody noted kept its marks, whatever had run."""
+    reduced, packed = Feature("overlap_grad_reduce"), Feature("packed")  # which has no witness
+    monkeypatch.setattr(witnesses, "_seen", None)
+    here, callers = (
+        "tests/pipeline/test_parity.py::test_x",
+        "tests/pipeline/test_callers.py::test_x",
+    )
+    assert witnesses.unseen([reduced, packed], here) == [reduced]
+    assert witnesses.unseen([reduced, packed], callers) == []
+    witnesses.note([])
+    assert witnesses.unseen([reduced, packed], callers) == [reduced]
+    witnesses.note([reduced])
+    assert witnesses.unseen([reduced, packed], here) == []
+
+
+def test_the_tests_that_nothing_watches_exist() -> None:
+    root = Path(__file__).resolve().parents[2]
+    for test, reason in witnesses.UNWATCHED.items():
+        file, _, function = test.partition("::")
+        assert reason and (root / file).exists(), test
+        assert not function or f"def {function}" in (root / file).read_text(), test

@@ -64,6 +64,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.real_time
 def test_however_a_case_ends_there_is_a_row(modules: Path) -> None:
     cases = [Case(name, (f"ends_{name}",), 3 if name == "hangs" else 60) for name in ENDINGS]
     begin = time.monotonic()

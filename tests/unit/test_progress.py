@@ -26,6 +26,8 @@ from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.progress import EVERY, FIRST, Task, reporting, task
 from tests.helpers.short_search import shorten_search
 
+pytestmark = pytest.mark.real_time
+
 SOON = 0.02  # seconds
 
 
