@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
 
 from megatron_ext.adapter.compatibility import refuse, refuse_order
-from megatron_ext.adapter.dimensions import costs_of_arguments, rates_in_file
-from megatron_ext.adapter.layers import (
-    SEGMENT_END,
-    layers_of_stages,
-    predicts_apart,
-    segments_of_stages,
-)
+from megatron_ext.adapter.job import job_costs, of_arguments
+from megatron_ext.adapter.layers import SEGMENT_END, predicts_apart, segments_of_stages
 from megatron_ext.adapter.pairs.asked import asks_for_pairs, refuse_measuring
 from megatron_ext.adapter.race.order import check_order
 from megatron_ext.adapter.slices.lengths import spans_of
@@ -25,10 +21,9 @@ from megatron_ext.adapter.vocabulary_rows import check_divisible
 from megatron_ext.config import COSTS_FILE, TRACED_OF_RUN, PipelineConfig, flag
 from megatron_ext.logger import logger, telling_of_long_work
 from megatron_ext.runtime.measure import profile
-from megatron_ext.schedule.build.output_layer import place_output_layer, with_input_gradient
+from megatron_ext.schedule.build.output_layer import place_output_layer
 from megatron_ext.schedule.build.overlap import check_overlaps
 from megatron_ext.schedule.build.registry import Choice
-from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.verify import Program
@@ -75,14 +70,14 @@ def _divided(pattern: str, args: Any, choice: Choice) -> str:
     return divided + slash + depths
 
 
-Make = Callable[[Choice, Problem], Program]
+Prove = Callable[[Choice, Sequence[Problem]], list[Program]]
 
 
-def check(args: Any, config: PipelineConfig, make: Make = place_output_layer) -> list[Program]:
+def check(args: Any, config: PipelineConfig, prove: Prove) -> list[Program]:
     """Refuse, with Megatron's parsed ``args``, what ``config`` cannot honour.
 
     Args:
-        make: proves the programs.
+        prove: makes the programs.
 
     Returns:
         As `programs`.
@@ -92,7 +87,7 @@ def check(args: Any, config: PipelineConfig, make: Make = place_output_layer) ->
             for these sizes and limits, with any number of microbatches that a step will have.
     """
     check_settings(args, config)
-    made = _programs_of(config.choice, args, config, make)
+    made = programs(args, config, prove)
     for program in made:
         refuse_order(args, program.schedule)
         spans_of(program, args, args.seq_length)
@@ -101,33 +96,42 @@ def check(args: Any, config: PipelineConfig, make: Make = place_output_layer) ->
     return made
 
 
-def prove_without_search(choice: Choice, problem: Problem) -> Program:
-    """Return a program of ``choice`` that shows that ``problem`` has one, for ranks that each ask.
+def prove_without_search(choice: Choice, problems: Sequence[Problem]) -> list[Program]:
+    """Return programs of ``choice`` that show that ``problems`` have some, without a search.
 
-    The schedule that stands in for a search is taken. Only if that one does not do, the search
-    decides: the refusal must be the one of the schedule that would run.
+    If ``choice`` takes a search, its programs are those that stand in for the search. A problem is
+    left out if none does: only the search can tell whether there is a program.
+
+    Raises:
+        ValueError: as `place_output_layer`, of a ``choice`` without a search.
+    """
+    if not choice.takes_long:
+        return [place_output_layer(choice, problem) for problem in problems]
+    proved: list[Program] = []
+    for problem in problems if choice.at_once is not None else ():
+        with contextlib.suppress(ValueError):
+            program = place_output_layer(choice.without_search, problem)
+            if problem.extras.post_validation:
+                check_overlaps(program)
+            proved.append(program)
+    return proved
+
+
+def search_for_first(choice: Choice, problems: Sequence[Problem]) -> list[Program]:
+    """Return programs of ``choice``, the first of them as it will run, for who reads its figures.
 
     Raises:
         ValueError: as `place_output_layer`.
     """
-    if not choice.takes_long:
-        return place_output_layer(choice, problem)
-    try:
-        program = place_output_layer(choice.without_search, problem)
-        if problem.extras.post_validation:
-            check_overlaps(program)
-    except ValueError:
-        return place_output_layer(choice, problem)
-    return program
+    first, *others = problems
+    return [place_output_layer(choice, first), *prove_without_search(choice, others)]
 
 
-def check_race(
-    args: Any, config: PipelineConfig, make: Make = place_output_layer
-) -> dict[str, list[Program]]:
+def check_race(args: Any, config: PipelineConfig, prove: Prove) -> dict[str, list[Program]]:
     """Refuse, after `check`, a candidate of a race that cannot run in it.
 
     Args:
-        make: proves the programs.
+        prove: makes the programs.
 
     Returns:
         As `programs`, of each candidate.
@@ -138,7 +142,7 @@ def check_race(
     made: dict[str, list[Program]] = {}
     for choice in config.choices[1:]:
         try:
-            made[choice.spec] = _programs_of(choice, args, config, make)
+            made[choice.spec] = _programs_of(choice, args, config, prove)
             for program in made[choice.spec]:
                 refuse_order(args, program.schedule)
                 check_order(program)
@@ -171,21 +175,18 @@ def check_settings(args: Any, config: PipelineConfig) -> None:
     _refuse_checkpoints_of_one_placement(args, choice.place(ranks))
 
 
-def programs(args: Any, config: PipelineConfig) -> list[Program]:
-    """The programs of ``config``'s schedule, one for each number of microbatches of a step.
+def programs(args: Any, config: PipelineConfig, prove: Prove = search_for_first) -> list[Program]:
+    """Return programs of ``config``'s schedule, for the numbers of microbatches that steps have.
 
     Raises:
         ValueError: the schedule cannot be made for these sizes and limits.
     """
-    return _programs_of(config.choice, args, config)
+    return _programs_of(config.choice, args, config, prove)
 
 
-def _programs_of(
-    choice: Choice, args: Any, config: PipelineConfig, make: Make = place_output_layer
-) -> list[Program]:
-    choice = with_megatrons_group(choice, args)
+def _programs_of(choice: Choice, args: Any, config: PipelineConfig, prove: Prove) -> list[Program]:
     with telling_of_long_work(args.rank):
-        return [make(choice, problem) for problem in problems(args, config)]
+        return prove(with_megatrons_group(choice, args), problems(args, config))
 
 
 def problems(args: Any, config: PipelineConfig) -> list[Problem]:
@@ -195,19 +196,7 @@ def problems(args: Any, config: PipelineConfig) -> list[Problem]:
         ValueError: as `programs`, as far as it can be told without one.
     """
     placement = config.choice.place(args.pipeline_model_parallel_size)
-    measured = None
-    if config.costs.file is not None:
-        measured = rates_in_file(config.costs.file, layers_of_stages(args, placement))
-    if config.costs.is_estimate or measured is not None:
-        costs = costs_of_arguments(args, placement, measured)
-    else:
-        costs = parse_costs(config.costs.text, placement)
-        if config.slices > 1 and not costs.slices.attention:
-            costs = costs.with_attention_of(costs_of_arguments(args, placement))
-    if config.slices > 1:
-        costs = costs.with_slices_shared_by(args.context_parallel_size)
-    if args.mtp_num_layers and not args.untie_embeddings_and_output_weights:
-        costs = with_input_gradient(costs)  # `head_is_looked_up`
+    costs = job_costs(config.costs, of_arguments(args, placement), config.slices)
     pairs = asks_for_pairs(args)
     return [config.problem(placement, m, costs, pairs=pairs) for m in _microbatches_of_steps(args)]
 

@@ -37,6 +37,7 @@ class ChunkSize:
             trained: those from the first trained one on.
         head_is_trained: whether its output layer is, if it has one.
         unkept: of the matrices of its layers, by their names, those whose inputs nobody keeps.
+        settings: Megatron's arguments that its language model has, and a TransformerConfig has not.
     """
 
     model: str
@@ -50,6 +51,7 @@ class ChunkSize:
     reached: float = 1.0
     head_is_trained: bool = True
     unkept: frozenset[str] = frozenset()
+    settings: tuple[tuple[str, object], ...] = ()
 
 
 def language_model(chunk: torch.nn.Module) -> Any | None:
@@ -132,6 +134,7 @@ def size_of(chunk: torch.nn.Module) -> ChunkSize:
         reached=_reached(chunk, model),
         head_is_trained=head is None or _trained(head.parameters()) > 0,
         unkept=frozenset() if model is None else _unkept(model.decoder),
+        settings=_settings(model),
     )
 
 
@@ -159,6 +162,18 @@ def _unkept(layers: torch.nn.Module) -> frozenset[str]:
             trained = any(w.requires_grad and w.dim() > 1 for w in module.parameters())
             kept[name] = kept.get(name, False) or trained
     return frozenset(name for name, is_kept in kept.items() if not is_kept)
+
+
+def _settings(model: Any) -> tuple[tuple[str, object], ...]:
+    names = {
+        "position_embedding_type": "position_embedding_type",
+        "max_sequence_length": "max_position_embeddings",
+    }
+    told = [(names[name], getattr(model, name)) for name in names if hasattr(model, name)]
+    is_tied = getattr(model, "share_embeddings_and_output_weights", None)
+    if is_tied is not None:
+        told.append(("untie_embeddings_and_output_weights", not is_tied))
+    return tuple(told)
 
 
 def _elements(weights: Iterable[Tensor]) -> int:

@@ -18,7 +18,7 @@ import time
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -28,27 +28,22 @@ import torch.distributed as dist
 from megatron.core.utils import log_single_rank
 
 from megatron_ext.adapter.compatibility import refuse_order
-from megatron_ext.adapter.dimensions import basis_of_model, costs_of_model, rates_in_file
-from megatron_ext.adapter.model_parts import ChunkSize, is_trained, size_of
+from megatron_ext.adapter.job import basis_of, job_costs, of_built
+from megatron_ext.adapter.model_parts import is_trained, size_of
 from megatron_ext.adapter.pairs.asked import has_pairs
 from megatron_ext.adapter.taken_over.groups import with_megatrons_group
 from megatron_ext.adapter.training_globals import ramps_up_to
-from megatron_ext.config import PipelineConfig, flag
+from megatron_ext.config import PipelineConfig
 from megatron_ext.logger import logger, telling_of_long_work
 from megatron_ext.runtime.store.agreement import listed
 from megatron_ext.runtime.store.lost_store import losing_the_store
 from megatron_ext.runtime.store.once_for_all import once_for_all, store_of_all
 from megatron_ext.runtime.world import gather_from_all, tell_all
-from megatron_ext.schedule.build.output_layer import (
-    place_again,
-    place_output_layer,
-    with_input_gradient,
-)
+from megatron_ext.schedule.build.build import prove_built
+from megatron_ext.schedule.build.output_layer import better_of, place_output_layer
 from megatron_ext.schedule.build.registry import Choice
 from megatron_ext.schedule.costs import Costs
-from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.model.measured.layer_costs import Basis
-from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.progress import FIRST, duration
@@ -116,7 +111,18 @@ class Programs:
             for stage, rank in enumerate(placement.rank_of)
         ]
 
-        work = partial(self._costs, config, placement, per_stage, sequence, micro_batch)
+        ranks = dist.get_process_group_ranks(pipeline)
+        stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+        source, slices = self._config.costs, self._config.slices
+        described = partial(
+            of_built,
+            *(config, placement, per_stage, sequence, micro_batch),
+            *(dist.get_world_size(), stride),
+        )
+
+        def work() -> Costs:
+            return job_costs(source, described(), slices, None if self.costs else logger.info)
+
         if not self.costs or not (forward_only or self._searched_for):
             of_rank_0, microbatches, costs = self._told_by_rank_0(shape, microbatches, work)
             self._set_costs(of_rank_0, costs)
@@ -124,7 +130,7 @@ class Programs:
             self._set_costs(shape, self._told_by_the_first(shape, work))
         if self._config.costs.profile is not None and dist.get_rank() == 0:
             # Whichever rank has done the work: rank 0 writes the file of measured costs.
-            self.bases[shape] = basis_of_model(config, per_stage, sequence, micro_batch)
+            self.bases[shape] = basis_of(described())
         if not forward_only:
             self._searched_for = self._searched_for or microbatches
 
@@ -153,46 +159,6 @@ class Programs:
             return work()
         apart = dist.PrefixStore(f"megatron_ext/costs/{self._run}/{shape}", store)
         return once_for_all(apart, dist.get_rank(), f"the costs of shape {shape}", work)
-
-    def _costs(
-        self,
-        config: Any,
-        placement: Placement,
-        per_stage: list[ChunkSize],
-        sequence: int,
-        micro_batch: int,
-    ) -> Costs:
-        """The costs of a microbatch. Raises ValueError."""
-        source = self._config.costs
-        measured = None
-        if source.file is not None:
-            measured = rates_in_file(source.file, [size.layers for size in per_stage])
-        if source.is_estimate or measured is not None:
-            is_told = not self.costs and source.profile is None
-            costs = costs_of_model(
-                config,
-                placement,
-                per_stage,
-                sequence,
-                micro_batch,
-                is_told=is_told,
-                measured=measured,
-            )
-        else:
-            costs = parse_costs(source.text, placement)
-            if self._config.slices > 1 and not costs.slices.attention:
-                estimate = costs_of_model(
-                    config, placement, per_stage, sequence, micro_batch, is_told=False
-                )
-                costs = costs.with_attention_of(estimate)
-                if not self.costs:
-                    logger.info(
-                        f"{flag('costs')} {source} does not tell attention from the rest of a "
-                        f"pass: the lengths of slices are by its estimated share"
-                    )
-        if self._config.slices > 1:
-            costs = costs.with_slices_shared_by(config.context_parallel_size)
-        return with_input_gradient(costs) if per_stage[-1].head_is_looked_up else costs
 
     def _set_costs(self, shape: Shape, costs: Costs) -> None:
         """``shape`` has ``costs`` now: no step follows a program of others."""
@@ -289,13 +255,13 @@ class Programs:
             first_trained=first_trained,
         )
         with telling_of_long_work(dist.get_rank()):
+            choice = self.choice
             if before is None:
                 choice = self._choice_for(microbatches, forward_only)
-                choice = self._searched_once(with_megatrons_group(choice, config))
-                program = place_output_layer(choice, problem)
-            else:
-                choice = self._searched_once(with_megatrons_group(self.choice, config))
-                program = place_again(choice, problem, before)
+            choice = with_megatrons_group(choice, config)
+            program = self._placed(choice, problem)
+            if before is not None:
+                program = better_of(program, before, choice, problem)
         refuse_order(config, program.schedule)
         key = self._key(config, shape, microbatches, forward_only, first_trained)
         self._compare(program.digest, key, pipeline)
@@ -339,26 +305,30 @@ class Programs:
 
         return replace(choice, build=build)
 
-    def _searched_once(self, choice: Choice) -> Choice:
-        """``choice``, but if it takes long, one rank of the job searches for those that ask for a
-        schedule of the same problem, whichever these are."""
-        store = store_of_all()
+    def _placed(self, choice: Choice, problem: Problem) -> Program:
+        """Return the program of ``choice`` for ``problem``.
+
+        If ``choice`` takes long, one rank of the job searches for all that ask for the same, and
+        each other rank proves the result.
+        """
         if not choice.takes_long:
-            return choice
+            return place_output_layer(choice, problem)
+        own: list[Program] = []
 
-        def build(problem: Problem) -> Schedule:
-            schedule = choice.build(problem) if store is None else together(problem, store)
-            if choice.traits.splits_backward and has_middle(problem):
-                self._found[_but_for_length(choice, problem)] = schedule
-            return schedule
+        def search() -> _Result:
+            program, passes = _search(choice, problem)
+            own.append(program)
+            return _Result(program.schedule, program.problem, passes)
 
-        def together(problem: Problem, store: dist.Store) -> Schedule:
-            asked = hashlib.sha256(f"{choice.spec}\n{problem!r}".encode()).hexdigest()
-            apart = dist.PrefixStore(f"megatron_ext/searches/{self._run}/{asked}", store)
-            what, search = f"the search for {choice.spec}", partial(_search, choice, problem)
-            return once_for_all(apart, dist.get_rank(), what, search)
-
-        return replace(choice, build=build)
+        store = store_of_all()
+        if store is None:
+            result = search()
+        else:
+            request = hashlib.sha256(f"{choice.spec}\n{problem!r}".encode()).hexdigest()
+            apart = dist.PrefixStore(f"megatron_ext/searches/{self._run}/{request}", store)
+            result = once_for_all(apart, dist.get_rank(), f"the search for {choice.spec}", search)
+        self._found |= result.passes
+        return own[0] if own else prove_built(result.schedule, result.problem)
 
     def _compare(self, digest: str, step: _Key, pipeline: dist.ProcessGroup) -> None:
         """Raise RuntimeError if another rank has built another program for such a step.
@@ -409,10 +379,34 @@ class Programs:
         return self.make(pipeline, config, shape, microbatches, False, first_trained, before)
 
 
-def _search(choice: Choice, problem: Problem) -> Schedule:
-    """The schedule of ``choice``; if that takes long, a line says how to do without."""
+@dataclass(frozen=True)
+class _Result:
+    """The result of a search, for the ranks that have not searched.
+
+    Attributes:
+        schedule: of the program, with its messages.
+        problem: that ``schedule`` solves, with the costs that its passes have.
+        passes: those that other numbers of microbatches are made from, as in `Programs._found`.
+    """
+
+    schedule: Schedule
+    problem: Problem
+    passes: dict[tuple[str, str], Schedule]
+
+
+def _search(choice: Choice, problem: Problem) -> tuple[Program, dict[tuple[str, str], Schedule]]:
+    """Return the program of ``choice``, and the passes that may be made longer or shorter. If the
+    search takes long, a line says how to do without."""
+    passes: dict[tuple[str, str], Schedule] = {}
+
+    def build(problem: Problem) -> Schedule:
+        schedule = choice.build(problem)
+        if choice.traits.splits_backward and has_middle(problem):
+            passes[_but_for_length(choice, problem)] = schedule
+        return schedule
+
     start = time.perf_counter()
-    schedule = choice.build(problem)
+    program = place_output_layer(replace(choice, build=build), problem)
     seconds = time.perf_counter() - start
     if seconds > FIRST:
         logger.info(
@@ -421,7 +415,7 @@ def _search(choice: Choice, problem: Problem) -> Schedule:
             f"{problem.ranks} -m {problem.microbatches} --csv FILE` with the job's --costs and "
             f"--memory-limit, then --pipeline-schedule FILE"
         )
-    return schedule
+    return program, passes
 
 
 def _but_for_length(choice: Choice, problem: Problem) -> tuple[str, str]:

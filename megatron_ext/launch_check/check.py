@@ -289,8 +289,8 @@ def _check_training(
         spec = PipelineConfig(schedule=_megatrons_own(args))
         programs = report.attempt("schedule", lambda: arguments.programs(args, spec))
     else:
-        spec = config
-        programs = report.attempt("schedule", lambda: arguments.check(args, spec))
+        spec, search = config, arguments.search_for_first
+        programs = report.attempt("schedule", lambda: arguments.check(args, spec, search))
     if not programs:
         return None
     program = programs[0]
@@ -332,7 +332,8 @@ def _check_race(report: Report, args: Any, config: PipelineConfig, baseline: Pro
     from megatron_ext.adapter import arguments
 
     assert config.race is not None
-    candidates = report.attempt("race", lambda: arguments.check_race(args, config))
+    search = arguments.search_for_first
+    candidates = report.attempt("race", lambda: arguments.check_race(args, config, search))
     if candidates is None:
         return
     took = step_seconds(baseline, baseline.problem.costs)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron_ext.adapter.arguments import check
+from megatron_ext.adapter.arguments import check, search_for_first
 from megatron_ext.config import PLAN, PipelineConfig, flag
 from megatron_ext.launch import Chosen
 from megatron_ext.launch_check import line as launch_line
@@ -209,7 +209,7 @@ class _Launch:
             written = None if limit is None else limit.written
             try:
                 args, config = self.line.validated(candidate.schedule, candidate.method, written)
-                check(args, replace(config, recompute=candidate.recompute))
+                check(args, replace(config, recompute=candidate.recompute), search_for_first)
             except ValueError:
                 continue
             return candidate

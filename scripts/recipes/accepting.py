@@ -11,7 +11,7 @@ import contextlib
 import copy
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache
 from types import SimpleNamespace
@@ -204,7 +204,7 @@ def _check(recipe: Recipe, settings: Mapping[str, Value], config: PipelineConfig
     """
     args = _arguments(recipe, settings)
     _validate(recipe, args, settings, config)
-    (program,) = arguments.check(args, config, _proved)
+    (program,) = arguments.check(args, config, _all_proved)
     return program.problem.microbatches
 
 
@@ -321,6 +321,10 @@ def _cut(pattern: str, stages: int) -> str:
 
 _AS_SEARCHED = "zb-v"
 _PROVED: dict[tuple[object, ...], Program] = {}
+
+
+def _all_proved(choice: Choice, problems: Sequence[Problem]) -> list[Program]:
+    return [_proved(choice, problem) for problem in problems]
 
 
 def _proved(choice: Choice, problem: Problem) -> Program:

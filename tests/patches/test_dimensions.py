@@ -10,7 +10,7 @@ import pytest
 from megatron.core.transformer import TransformerConfig
 from megatron.training.training import num_floating_point_operations
 
-from megatron_ext.adapter.dimensions import costs_of_arguments, costs_of_model, execution
+from megatron_ext.adapter.dimensions import execution
 from megatron_ext.adapter.model_parts import ChunkSize
 from megatron_ext.launch_check import line as launch_line
 from megatron_ext.schedule.action import Kind
@@ -22,6 +22,7 @@ from megatron_ext.schedule.model.operations.parts import flops_of
 from megatron_ext.schedule.placement import line
 from scripts.recipes.recipe import read_models
 from tests.helpers.documents import check_written, table
+from tests.helpers.estimated import costs_of_arguments, costs_of_model
 from tests.helpers.megatron_runs import model_flags
 
 GROUPED = {"group_query_attention": True, "num_query_groups": 2}
@@ -167,7 +168,6 @@ def test_layers_whose_work_is_not_known_have_equal_costs() -> None:
             [ChunkSize("HybridModel", 2, 0, 1, 0, symbols) for symbols in ("*-", last)],
             16,
             1,
-            is_told=False,
         )
         for last in ("--", "D-")
     )

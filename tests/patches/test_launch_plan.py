@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.adapter.arguments import check
+from megatron_ext.adapter.arguments import check, search_for_first
 from megatron_ext.installation import install
 from megatron_ext.launch import Chosen, without
 from megatron_ext.launch_check import line as launch_line
@@ -57,7 +57,7 @@ def makespan(words: list[str], *more: str) -> float:
     with launch_line.on_gpus(args):
         launch_line.validate(args, config, 2)
         launch_line.settle_vocabulary(args, config, launch_line.count_tokens(args))
-        (program,) = check(args, config)
+        (program,) = check(args, config, search_for_first)
     return simulate(program, program.problem.costs).makespan
 
 

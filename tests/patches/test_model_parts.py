@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -14,7 +14,7 @@ from megatron.core import ModelParallelConfig
 from megatron.core.transformer import TransformerConfig
 
 from megatron_ext.adapter import programs as programs_module
-from megatron_ext.adapter.dimensions import costs_of_model
+from megatron_ext.adapter.job import job_costs, of_built
 from megatron_ext.adapter.model_parts import (
     ChunkSize,
     language_model,
@@ -24,10 +24,11 @@ from megatron_ext.adapter.model_parts import (
 )
 from megatron_ext.adapter.programs import Programs
 from megatron_ext.adapter.tied import tied_weights
-from megatron_ext.config import PipelineConfig
+from megatron_ext.config import CostsSource, PipelineConfig
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import line
+from tests.helpers.estimated import costs_of_model
 
 CONFIG = TransformerConfig(num_layers=4, hidden_size=32, num_attention_heads=4)
 
@@ -106,9 +107,7 @@ def test_costs_leave_out_what_is_not_done_for_frozen_weights() -> None:
         replace(whole[0], trained_matrices=0.0, reached=0.25),
         replace(whole[1], trained_matrices=0.25, head_is_trained=False),
     ]
-    of_all, of_parts = (
-        costs_of_model(CONFIG, line(2), sizes, 16, 1, is_told=False) for sizes in (whole, parts)
-    )
+    of_all, of_parts = (costs_of_model(CONFIG, line(2), sizes, 16, 1) for sizes in (whole, parts))
     assert of_all.vocabulary is not None and of_parts.vocabulary is not None
     head = of_all.vocabulary.head[0]
     forward, i, w = (of_parts.seconds[kind] for kind in of_parts.seconds)
@@ -137,7 +136,7 @@ def size(layers: int | None, beside: int = 0) -> ChunkSize:
 def test_costs_that_cannot_be_estimated_are_equal(
     config: ModelParallelConfig, per_stage: list[ChunkSize]
 ) -> None:
-    costs = costs_of_model(config, line(2), per_stage, 16, 1, is_told=False)
+    costs = costs_of_model(config, line(2), per_stage, 16, 1)
     assert set(costs.seconds) == {Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
     assert {figure for figures in costs.seconds.values() for figure in figures} == {1.0}
     assert costs.held_bytes is None and costs.vocabulary is None
@@ -151,14 +150,12 @@ def test_costs_that_cannot_be_estimated_are_equal(
         ([size(None), size(2)], "the costs of Llama cannot be estimated, and are taken as equal"),
     ],
 )
-def test_one_line_says_what_is_not_estimated(
-    per_stage: list[ChunkSize], told: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_line_says_what_is_not_estimated(per_stage: list[ChunkSize], told: str | None) -> None:
     lines: list[str] = []
-    monkeypatch.setattr(logging.getLogger("megatron_ext"), "info", lines.append)
-    costs_of_model(CONFIG, line(2), per_stage, 16, 1, is_told=False)
+    job = of_built(CONFIG, line(2), per_stage, 16, 1, ranks=2, stride=1)
+    job_costs(CostsSource("profile", Path("costs.json")), job, 1, lines.append)
     assert not lines  # they are being measured
-    costs_of_model(CONFIG, line(2), per_stage, 16, 1, is_told=True)
+    costs_of_model(CONFIG, line(2), per_stage, 16, 1, lines.append)
     if told is None:
         assert not lines
     else:

@@ -17,7 +17,6 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 import megatron_ext
-from megatron_ext.adapter.dimensions import costs_of_model
 from megatron_ext.adapter.model_parts import size_of
 from megatron_ext.adapter.step.model_stage import ModelStage
 from megatron_ext.patches import cpu
@@ -40,6 +39,7 @@ from tests.helpers.adapters import (
 from tests.helpers.callers import assert_same, draw_by_name, named_parameters
 from tests.helpers.combinations import at_night, nightly
 from tests.helpers.covered import kinds
+from tests.helpers.estimated import costs_of_model
 from tests.helpers.ranks import run_ranks, values
 from tests.pipeline.test_callers import (
     BATCH,
@@ -207,7 +207,7 @@ def held_with(linear: Sequence[str]) -> tuple[float, float]:
         with counting.around(Action(0, Kind.FORWARD, k)):
             kept.append(forward_step(data, model))
     size = size_of(model)
-    costs = costs_of_model(model.config, line(1), [size], SEQUENCE, BATCH, is_told=False)
+    costs = costs_of_model(model.config, line(1), [size], SEQUENCE, BATCH)
     assert costs.held_bytes is not None
     return counting.per_microbatch()[0, Held.ACTIVATION], costs.held_bytes[Held.ACTIVATION][0]
 

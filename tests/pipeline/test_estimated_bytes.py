@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.adapter.dimensions import costs_of_arguments
 from megatron_ext.config import PipelineConfig
 from megatron_ext.launch_check import line as launch_line
 from megatron_ext.runtime.measure.profile import STEPS
@@ -19,6 +18,7 @@ from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs_text import load_costs
 from megatron_ext.schedule.kinds import Held
 from tests.helpers.combinations import at_night
+from tests.helpers.estimated import costs_of_arguments
 from tests.helpers.latent_attention import take_local_attention
 from tests.helpers.megatron_runs import model_flags, train
 from tests.patches.test_model_bytes import EXPERTS, LATENT, LLAMA

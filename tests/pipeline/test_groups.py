@@ -73,7 +73,8 @@ def large_world(rank: int, ranks: int) -> None:
 
 
 def pipeline_of(ranks: list[int]) -> dist.ProcessGroup:
-    group = dist.new_group(ranks, pg_options=FakeProcessGroup.Options())
+    options: Any = FakeProcessGroup.Options  # torch's stub wants a backend, its class takes none
+    group = dist.new_group(ranks, pg_options=options())
     assert isinstance(group, dist.ProcessGroup)
     return group
 

@@ -6,7 +6,10 @@ v-auto searched for half a minute inside iteration 1, and nothing told it from a
 from __future__ import annotations
 
 import functools
+import os
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +17,17 @@ import pytest
 import torch.distributed as dist
 
 from megatron_ext import logger
+from megatron_ext.adapter import arguments, programs
+from megatron_ext.adapter.job import Job, job_costs
 from megatron_ext.adapter.race import step_race
+from megatron_ext.config import CostsSource
 from megatron_ext.logger import telling_of_long_work
+from megatron_ext.schedule.build import build
+from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.families import zb_auto
+from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.progress import reporting, task
+from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.search import best
 from tests.helpers.megatron_runs import model_flags, train
 from tests.helpers.ranks import run_ranks, values
@@ -99,3 +109,70 @@ def test_no_rank_searches_before_there_are_process_groups(
     flags = model_flags(pipeline_model_parallel_size=2, global_batch_size=4, **ours)
     train(2, flags)
     assert set(entered.read_text().splitlines()) == {"rank 0"}
+
+
+def noting_proofs(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
+    """Have each proof outside a search, and each search, leave a line in ``file``: where, and of
+    what."""
+    searching = [False]
+
+    def note(*words: object) -> None:
+        where = f"rank {dist.get_rank()}" if dist.is_initialized() else f"early {os.getpid()}"
+        with file.open("a") as lines:
+            lines.write(",".join(map(str, (where, *words))) + "\n")
+
+    def search(*args: Any) -> Any:
+        note("search")
+        searching[0] = True
+        try:
+            return searched(*args)
+        finally:
+            searching[0] = False
+
+    def prove(schedule: Schedule, problem: Problem) -> Any:
+        vocabulary = problem.costs.vocabulary
+        waits = vocabulary is not None and vocabulary.head[2] > 0
+        if not searching[0]:
+            m, is_evaluation = problem.microbatches, problem.forward_only
+            note("proof", problem.placement.name, m, is_evaluation, waits)
+        return proved(schedule, problem)
+
+    searched, proved = programs._search, build.prove
+    monkeypatch.setattr(programs, "_search", search)
+    monkeypatch.setattr(build, "prove", prove)
+
+
+def noting_jobs(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
+    """Have each job whose costs are made leave a line in ``file``."""
+
+    def noted(source: CostsSource, described: Job, slices: int, *tell: Any) -> Costs:
+        with file.open("a") as lines:
+            lines.write(f"{replace(described, name='')}\n")
+        return job_costs(source, described, slices, *tell)
+
+    for module in (arguments, programs):
+        monkeypatch.setattr(module, "job_costs", noted)
+
+
+def test_one_rank_searches_and_each_proves_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """v-auto on 4 ranks: all searched before there were process groups, and again at the first
+    step, once for each place of the output layer's weight gradient; and the job was another one
+    there, as it was described apart from the arguments."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    shorten_search(monkeypatch)
+    file, jobs = tmp_path / "notes", tmp_path / "jobs"
+    noting_proofs(monkeypatch, file)
+    noting_jobs(monkeypatch, jobs)
+    ours = {"pipeline_schedule": "v-auto", "train_iters": 2, "padded_vocab_size": 64}
+    train(4, model_flags(pipeline_model_parallel_size=4, num_layers=8, **ours))
+    notes = Counter(file.read_text().splitlines())
+    assert {note: n for note, n in notes.items() if "search" in note} == {"rank 0,search": 1}
+    assert set(notes.values()) == {1}
+    ranks = Counter(note.split(",")[0] for note in notes if ",v,8,False," in note)
+    early = [count for rank, count in ranks.items() if "early" in rank]
+    assert early == [2] * 4  # what stands in for the search, with either place
+    assert [ranks[f"rank {rank}"] for rank in range(4)] == [0, 1, 1, 1]
+    described = jobs.read_text().splitlines()
+    assert len(described) == 5 and len(set(described)) == 1

@@ -329,16 +329,18 @@ def test_a_shape_that_another_pipeline_meets_first_is_estimated_by_itself(
     monkeypatch.setattr(once_for_all, "AHEAD_SECONDS", 0.1)
     estimate = {length: uniform(choose("1f1b").place(1), length, 1, 1) for length in (8, 16)}
 
-    def on_rank(rank: int) -> tuple[dict[Any, Costs], dict[Any, str]]:
-        groups = [dist.new_group([0]), dist.new_group([1])]  # a pipeline each
+    def on_rank(rank: int) -> tuple[dict[Any, Costs], dict[Any, Any]]:
+        groups: list[Any] = [dist.new_group([0]), dist.new_group([1])]  # a pipeline each
+        # A job is its sequence length here.
         monkeypatch.setattr(
-            programs_module, "basis_of_model", lambda config, sizes, length, _: f"of {length}"
+            programs_module, "of_built", lambda config, placement, sizes, length, *more: length
+        )
+        monkeypatch.setattr(programs_module, "basis_of", lambda length: f"of {length}")
+        monkeypatch.setattr(
+            programs_module, "job_costs", lambda source, length, *more: estimate[length]
         )
         programs = Programs(PipelineConfig.parse(schedule="1f1b", costs="profile:costs.json"))
-        monkeypatch.setattr(
-            programs, "_costs", lambda config, placement, sizes, length, _: estimate[length]
-        )
-        models = [torch.nn.Linear(1, 1)]
+        models: list[torch.nn.Module] = [torch.nn.Linear(1, 1)]
         monkeypatch.setattr(programs_module, "size_of", str)
         lengths = (16,) if rank else (8, 16)
         for length in lengths:

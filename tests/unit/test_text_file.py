@@ -159,7 +159,7 @@ def test_a_file_of_any_length_is_not_read(tmp_path: Path) -> None:
     assert read_text_file(path, "costs file", 1000) == "x" * 1000
     with pytest.raises(ValueError, match=r"costs file .*large has more than .* KiB, which none"):
         read_text_file(path, "costs file", 999)
-    with pytest.raises(ValueError, match="schedule file /dev/zero has more than 0.25 GiB"):
+    with pytest.raises(ValueError, match=r"schedule file /dev/zero has more than 0\.25 GiB"):
         read_text_file(Path("/dev/zero"), "schedule file")
 
 

@@ -9,7 +9,8 @@ from functools import cache
 from typing import Any
 
 from megatron_ext.adapter.arguments import check_settings
-from megatron_ext.adapter.dimensions import costs_of_stages, execution, rates
+from megatron_ext.adapter.dimensions import execution, rates
+from megatron_ext.adapter.job import job_costs, of_arguments
 from megatron_ext.adapter.layers import (
     SEGMENT_END,
     layers_of_stages,
@@ -17,7 +18,7 @@ from megatron_ext.adapter.layers import (
 )
 from megatron_ext.adapter.model_bytes import state_of
 from megatron_ext.adapter.pairs.asked import asks_for_pairs
-from megatron_ext.config import PipelineConfig
+from megatron_ext.config import ESTIMATE, CostsSource, PipelineConfig
 from megatron_ext.launch_check.alternatives.pairs import flags_beside
 from megatron_ext.launch_check.alternatives.recompute import (
     recompute_flags,
@@ -25,7 +26,6 @@ from megatron_ext.launch_check.alternatives.recompute import (
     with_recompute,
 )
 from megatron_ext.launch_check.variants import LineVariants
-from megatron_ext.schedule.build.output_layer import with_input_gradient
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.limit import parse_limit
@@ -61,11 +61,9 @@ def work_of(args: Any, config: PipelineConfig | None = None) -> Work:
     limit = None
     if config is not None and config.memory_limit is not None:
         limit = parse_limit(config.memory_limit, ranks, microbatches)
-    is_looked_up = args.mtp_num_layers and not args.untie_embeddings_and_output_weights
 
     def costs_of(stages: Sequence[Stage], placement: Placement) -> Costs:
-        costs = costs_of_stages(args, model, stages, placement)
-        return with_input_gradient(costs) if is_looked_up else costs
+        return job_costs(CostsSource(ESTIMATE), of_arguments(args, placement, stages), slices=1)
 
     work = estimated_work(
         model,

@@ -64,6 +64,19 @@ def build_program(choice: Choice, problem: Problem) -> Program:
             return _proved(choice, problem)
 
 
+def prove_built(schedule: Schedule, problem: Problem) -> Program:
+    """Return the program of a ``schedule`` that `build_program` has made in another process.
+
+    Args:
+        problem: of the program there, with its own costs.
+
+    Raises:
+        InvalidSchedule: as `prove`.
+    """
+    with _uncollected():
+        return prove(schedule, problem)
+
+
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
     """Python does not look for garbage in the block: it would go through all actions of all ranks

@@ -35,14 +35,15 @@ def place_output_layer(choice: Choice, problem: Problem) -> Program:
     return _better_placed(partial(build_program, choice), problem, choice.traits.splits_backward)
 
 
-def place_again(choice: Choice, problem: Problem, before: Program) -> Program:
-    """`place_output_layer` for costs other than ``before``'s, or ``before``'s own order
-    of passes where that takes less time: a family that searches does not always find the best.
+def better_of(now: Program, before: Program, choice: Choice, problem: Problem) -> Program:
+    """Return ``now``, or the order of passes of ``before`` if ``problem`` takes less time by it.
 
-    Raises:
-        InvalidSchedule: as `place_output_layer`.
+    A family that searches does not always find the best.
+
+    Args:
+        now: what `place_output_layer` makes of ``choice`` for ``problem``.
+        before: a program of ``choice`` for other costs.
     """
-    now = place_output_layer(choice, problem)
     if problem.extras.vocab_parallel is not VocabularyParallel.NONE:
         return now  # the rows of ``before`` have the vocabulary's passes in them
     if problem.first_trained:

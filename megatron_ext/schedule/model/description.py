@@ -15,6 +15,8 @@ from megatron_ext.schedule.model.model import SYMBOLS, Model
 _Get = Callable[..., Any]
 _BEFORE_DEPTHS, _SEGMENT_END = "/", "|"  # in a hybrid model's pattern
 _ROTARY = ("rope", "mrope", "yarn")
+# The sizes of multi-latent attention, which Megatron's arguments have for other attention too.
+_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 # Settings that change what a layer does, and are not described: a word for people each.
 _NOT_DESCRIBED = {
     "enable_hyper_connections": "hyper connections",
@@ -38,6 +40,7 @@ def describe(settings: Any, vocabulary: int | None = None) -> Model:
     layers = layers_of(settings)
     number = get("num_experts") or get("num_moe_experts") or 0
     positions = get("position_embedding_type", "rope")
+    is_latent = bool(get("multi_latent_attention")) or "+" in "".join(layers)
     return Model(
         layers=layers,
         hidden_size=hidden,
@@ -59,10 +62,10 @@ def describe(settings: Any, vocabulary: int | None = None) -> Model:
             get("max_position_embeddings") or 0 if positions == "learned_absolute" else 0
         ),
         is_rotary=positions in _ROTARY,
-        multi_latent_attention=bool(get("multi_latent_attention")) or "+" in "".join(layers),
+        multi_latent_attention=is_latent,
+        **_numbers(get, *(_LATENT if is_latent else ())),
         **_numbers(
             get,
-            *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
             *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
             *("linear_num_key_heads", "linear_num_value_heads"),
             *("mamba_head_dim", "mamba_state_dim", "mamba_num_groups"),

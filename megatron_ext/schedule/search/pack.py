@@ -4,8 +4,9 @@
 each at the earliest time at which its rank is idle long enough and has the memory, in a gap between
 passes taken before if there is one. (Serial schedule generation, Kolisch 1996.)
 
-`compiled` has the same for numba, some thirty times faster. Both give the same starts to the digit,
-and this one, which is there to be read, says what they are: change both.
+`compiled` has the same for numba, some thirty times faster. They stay two sources because one that
+numba compiles works on arrays, on which plain Python packs in 10.8 ms and not in 5.8 ms on lists;
+`tests/unit/test_packing.py` runs both on random problems and compares them to the digit.
 """
 
 from __future__ import annotations

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, pairwise
+
+import numpy as np
 
 from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.kinds import RULES, Lane
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.program.graph import needed, partner_of
+from megatron_ext.schedule.program.longest_paths import Precedence
+from megatron_ext.schedule.program.node_lists import NodeLists
 from megatron_ext.schedule.schedule import Schedule, is_compute
 from megatron_ext.schedule.timeline import Event, Timeline
 
@@ -35,51 +39,41 @@ class Replay:
         return _of_pairs(inputs, self.schedule) if self.schedule.pairs else inputs
 
     @cached_property
-    def order(self) -> tuple[tuple[int, Action], ...]:
-        """The passes with their ranks, each after all it waits for."""
-        rows = [deque(row) for row in self.schedule.compute_rows]
-        waiters: dict[Action, list[int]] = {}  # ranks that are stuck for want of a pass
-        done: set[Action] = set()
-        order = []
-        ready = deque(range(len(rows)))
-        while ready:
-            rank = ready.popleft()
-            while rows[rank]:
-                action = rows[rank][0]
-                missing = next((maker for maker in self.inputs[action] if maker not in done), None)
-                if missing is not None:
-                    waiters.setdefault(missing, []).append(rank)
-                    break
-                rows[rank].popleft()
-                done.add(action)
-                order.append((rank, action))
-                ready += waiters.pop(action, [])
-        assert not any(rows), "passes wait for one another"
-        return tuple(order)
+    def _graph(self) -> Precedence:
+        """The passes, each after its inputs and after the pass before on its rank."""
+        rows = self.schedule.compute_rows
+        node = {action: number for number, action in enumerate(chain.from_iterable(rows))}
+        waits = [(node[later], node[earlier]) for row in rows for earlier, later in pairwise(row)]
+        waits += [(node[a], node[maker]) for a, makers in self.inputs.items() for maker in makers]
+        later, earlier = np.array(waits, dtype=np.int32).reshape(-1, 2).T
+        graph = Precedence(before=NodeLists.of(later, earlier, len(node)))
+        assert not graph.stuck, "passes wait for one another"
+        return graph
 
     def ready(self, measured: dict[Action, Event]) -> dict[Action, tuple[float, float]]:
         """When each pass could have started in a measured step: its rank was free, and what it
         needs was made. (The start of the step for what waits for nothing.)"""
         start = min(event.start for event in measured.values())
-        free = [start] * len(self.schedule.rows)
         ready_at = {}
-        for rank, action in self.order:
-            made = max((measured[maker].end for maker in self.inputs[action]), default=start)
-            ready_at[action] = free[rank], made
-            free[rank] = measured[action].end
+        for row in self.schedule.compute_rows:
+            free = start
+            for action in row:
+                made = max((measured[maker].end for maker in self.inputs[action]), default=start)
+                ready_at[action] = free, made
+                free = measured[action].end
         return ready_at
 
     def run(self, seconds: Seconds, delay: Seconds = lambda action: 0.0) -> Timeline:
         """Start each pass ``delay`` after its rank is free and all it needs is made."""
-        free = [0.0] * len(self.schedule.rows)
-        end: dict[Action, float] = {}
-        rows: list[list[Event]] = [[] for _ in free]
-        for rank, action in self.order:
-            start = max([free[rank], *(end[maker] for maker in self.inputs[action])])
-            start += delay(action)
-            end[action] = free[rank] = start + seconds(action)
-            rows[rank].append(Event(rank, action, start, end[action]))
-        return Timeline(self.schedule, tuple(event for row in rows for event in row))
+        passes = [(r, action) for r, row in enumerate(self.schedule.compute_rows) for action in row]
+        late = [delay(action) for _, action in passes]
+        taken = [wait + seconds(action) for wait, (_, action) in zip(late, passes, strict=True)]
+        ready, ends = self._graph.longest_paths(taken)
+        events = (
+            Event(rank, action, start + wait, end)
+            for (rank, action), start, wait, end in zip(passes, ready, late, ends, strict=True)
+        )
+        return Timeline(self.schedule, tuple(events))
 
 
 def _of_pairs(inputs: Inputs, schedule: Schedule) -> Inputs:

@@ -1,0 +1,260 @@
+"""The costs of a training job's microbatch, by one function for all who make its programs.
+
+`of_arguments` describes a job before anything is built, `of_built` at its first step. Equal jobs
+have equal costs, and so the same programs and the same verdict on a memory limit.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron.core.transformer import TransformerConfig
+
+from megatron_ext.adapter.dimensions import equal_costs, execution, rates, rates_in_file
+from megatron_ext.adapter.layers import layers_of_stages
+from megatron_ext.adapter.model_parts import ChunkSize
+from megatron_ext.config import CostsSource, flag
+from megatron_ext.schedule.build.output_layer import with_input_gradient
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.costs_text import parse_costs
+from megatron_ext.schedule.model.description import describe
+from megatron_ext.schedule.model.estimate import estimate
+from megatron_ext.schedule.model.execution import Execution
+from megatron_ext.schedule.model.frozen import without_frozen
+from megatron_ext.schedule.model.links import with_links
+from megatron_ext.schedule.model.measured.layer_costs import Basis
+from megatron_ext.schedule.model.model import SYMBOLS, Model, Stage, stages_of
+from megatron_ext.schedule.model.rates import Rates
+from megatron_ext.schedule.placement import Placement
+
+_REMEDY = "--pipeline-costs profile measures them (of install: costs='profile')"
+_FEW = 0.005  # of a stage's parameters that are not worth a word
+
+Tell = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Megatron's layers of a job, and how a microbatch runs through them."""
+
+    model: Model
+    stages: tuple[Stage, ...]
+    execution: Execution
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The trained part of a model. Only the built model knows what is frozen.
+
+    Attributes:
+        matrices: for each stage, the trained share of its layers' matrices.
+        reached: the share of the first stage's layers that needs gradients.
+        head: whether the output layer is trained.
+    """
+
+    matrices: tuple[float, ...]
+    reached: float = 1.0
+    head: bool = True
+
+    @property
+    def is_all(self) -> bool:
+        """Whether nothing is frozen."""
+        return self.head and self.reached == 1 and all(share == 1 for share in self.matrices)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training job as its costs are estimated from it.
+
+    Attributes:
+        name: the class of the model, for people.
+        counts: the number of layers of each stage; None for a stage without known layers.
+        layers: None if the work of some layer is not known.
+        context_parallel: ranks that share each sequence.
+        ranks: ranks of the launch, on all nodes.
+        stride: distance from one pipeline rank to the next, in ranks.
+        is_looked_up: whether the output layer uses the look-up table of its own stage.
+        other_shares: by stage, the share of its parameters outside its language model, if any.
+    """
+
+    placement: Placement
+    counts: tuple[int | None, ...]
+    layers: Layers | None
+    trained: Trained
+    context_parallel: int
+    ranks: int
+    stride: int
+    is_looked_up: bool
+    name: str = "the model"
+    other_shares: tuple[tuple[int, float], ...] = ()
+
+
+def of_arguments(args: Any, placement: Placement, stages: Sequence[Stage] | None = None) -> Job:
+    """Return the job that Megatron's parsed ``args`` describe.
+
+    Args:
+        stages: the layers of each stage; None divides them as Megatron's own options do.
+
+    Raises:
+        ValueError: the layers do not divide over the stages.
+    """
+    model, layers = describe(args), None
+    if stages is None:
+        counts = layers_of_stages(args, placement)
+    else:
+        counts = [len(stage.layers) for stage in stages]
+    if _are_known(model.layers):
+        run = execution(args, args.seq_length, args.micro_batch_size)
+        layers = Layers(model, tuple(stages or stages_of(model, counts)), run)
+    stride = args.world_size // args.pipeline_model_parallel_size
+    if args.use_tp_pp_dp_mapping:
+        stride = args.tensor_model_parallel_size * args.context_parallel_size
+    is_tied = not args.untie_embeddings_and_output_weights
+    return Job(
+        placement,
+        tuple(counts),
+        layers,
+        Trained((1.0,) * placement.stages),
+        args.context_parallel_size,
+        args.world_size,
+        stride,
+        is_looked_up=bool(args.mtp_num_layers) and is_tied,
+    )
+
+
+def of_built(
+    config: Any,
+    placement: Placement,
+    per_stage: Sequence[ChunkSize],
+    sequence: int,
+    micro_batch: int,
+    ranks: int,
+    stride: int,
+) -> Job:
+    """Return the job of a built model with the chunk ``per_stage`` on each stage.
+
+    Args:
+        config: of the model, Megatron's or a caller's own.
+        sequence: tokens of a sample.
+        micro_batch: samples of a microbatch.
+        ranks, stride: as of `Job`.
+    """
+    first, last = per_stage[0], per_stage[-1]
+    shares = {
+        stage: size.beside / size.parameters
+        for stage, size in enumerate(per_stage)
+        if size.beside > _FEW * size.parameters
+    }
+    return Job(
+        placement,
+        tuple(size.layers for size in per_stage),
+        _layers_built(config, per_stage, sequence, micro_batch, ranks),
+        Trained(
+            tuple(size.trained_matrices for size in per_stage), first.reached, last.head_is_trained
+        ),
+        config.context_parallel_size,
+        ranks,
+        stride,
+        last.head_is_looked_up,
+        first.model,
+        tuple(shares.items()),
+    )
+
+
+def job_costs(source: CostsSource, job: Job, slices: int, tell: Tell | None = None) -> Costs:
+    """Return the costs of a microbatch of ``job``: measured, given or estimated as ``source`` says.
+
+    Args:
+        slices: the number of slices of a sequence.
+        tell: takes a line on what the estimate leaves out.
+
+    Raises:
+        ValueError: ``source`` is not understood.
+    """
+    measured = None if source.file is None else rates_in_file(source.file, job.counts)
+    if source.is_estimate or measured is not None:
+        # A training that measures says nothing about the estimate, which it soon replaces.
+        costs = _estimated(job, measured, None if source.profile else tell)
+    else:
+        costs = parse_costs(source.text, job.placement)
+        if slices > 1 and not costs.slices.attention:
+            costs = costs.with_attention_of(_estimated(job))
+            if tell is not None:
+                tell(
+                    f"{flag('costs')} {source} does not tell attention from the rest of a pass: "
+                    f"the lengths of slices are by its estimated share"
+                )
+    if slices > 1:
+        costs = costs.with_slices_shared_by(job.context_parallel)
+    return with_input_gradient(costs) if job.is_looked_up else costs
+
+
+def basis_of(job: Job) -> Basis | None:
+    """Return what `job_costs` estimates by, if measured stages can tell the time of each layer.
+
+    They cannot if a model has parts beside its layers, or frozen ones.
+    """
+    layers = job.layers
+    if layers is None or not job.trained.is_all or job.other_shares or job.is_looked_up:
+        return None
+    run = layers.execution
+    return Basis(layers.model, layers.stages, run, rates(run.precision))
+
+
+def _estimated(job: Job, measured: Rates | None = None, tell: Tell | None = None) -> Costs:
+    """Return estimated costs; equal ones for F, I and W of every stage if layers are not known."""
+    layers = job.layers
+    if layers is None:
+        if tell is not None:
+            tell(
+                f"the costs of {job.name} cannot be estimated, and are taken as equal for every "
+                f"stage; {_REMEDY}"
+            )
+        return equal_costs(job.placement)
+    if job.other_shares and tell is not None:
+        beside = ", ".join(f"{share:.0%} of stage {stage}" for stage, share in job.other_shares)
+        tell(
+            f"the costs of {job.name} are estimated from its language model, without the "
+            f"parameters beside it ({beside}); {_REMEDY}"
+        )
+    reached = measured or rates(layers.execution.precision)
+    costs = estimate(layers.model, layers.stages, layers.execution, reached)
+    costs = with_links(costs, job.placement, reached, job.ranks, job.stride)
+    trained = job.trained
+    return without_frozen(costs, trained.matrices, reached=trained.reached, head=trained.head)
+
+
+def _layers_built(
+    config: Any, per_stage: Sequence[ChunkSize], sequence: int, micro_batch: int, ranks: int
+) -> Layers | None:
+    """Return the layers of a built model; None if they are not Megatron's, or not known."""
+    counts = [size.layers for size in per_stage if size.layers is not None]
+    is_megatrons = isinstance(config, TransformerConfig)
+    if not is_megatrons or len(counts) < len(per_stage) or not any(counts):
+        return None
+    rows = sum(size.rows for size in per_stage) * config.tensor_model_parallel_size
+    settings = copy.copy(config)
+    vars(settings).update(per_stage[0].settings)
+    model = describe(settings, rows)
+    symbols = model.layers
+    if any(size.symbols for size in per_stage):  # which its TransformerConfig does not know
+        symbols = tuple("".join(size.symbols for size in per_stage))
+    elif sum(counts) != len(symbols) and len(set(symbols)) == 1:  # another part of it was built
+        symbols = symbols[:1] * sum(counts)
+    if sum(counts) != len(symbols) or not _are_known(symbols):
+        return None
+    model = replace(model, layers=symbols)
+    of_stages = [size.unkept for size in per_stage if size.layers]
+    run = replace(
+        execution(config, sequence, micro_batch),
+        unkept=frozenset.intersection(*of_stages),
+        pipeline_span=ranks,
+    )
+    return Layers(model, stages_of(model, counts), run)
+
+
+def _are_known(layers: Sequence[str]) -> bool:
+    return set("".join(layers)) <= SYMBOLS
