@@ -16,13 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ext.config import PipelineConfig, flag
+from megatron_ext.config import PipelineConfig
 from megatron_ext.errors import exit_for
 from megatron_ext.installation import install
 from megatron_ext.logger import logger, telling_of_long_work
 from megatron_ext.patches.engine import PatchError, apply
 from megatron_ext.schedule.problem import Offload
-from megatron_ext.written_settings import flags_from_environment, from_argv, says, settings_given
+from megatron_ext.written_settings import Given, given_beside, given_in, words_of
 
 CPU_PLATFORM = "megatron_ext.patches.cpu"
 _MEGATRONS_OFFLOAD = "--fine-grained-activation-offloading"
@@ -82,18 +82,23 @@ def launch(argv: Sequence[str], choose: ChoosePlan, recorded: Recorded | None = 
     os.environ.update(slurm_ranks(os.environ))
     sys.argv = [script, *arguments]
     try:
-        sys.argv += _from_environment(arguments)
-        sys.argv += _for_megatrons_offload(sys.argv[1:])
-        config = from_argv(sys.argv[1:])
+        given = given_in(arguments)
+        added = _from_environment(given)
+        added |= _for_megatrons_offload(arguments, given | added)
+        config = PipelineConfig.parse(**given, **added)
+        words, dropped = words_of(added), tuple[str, ...]()
         if not _has_gpu():
-            _use_cpu()
+            words += _use_cpu([*arguments, *words])
         if config.is_chosen_later:
-            sys.argv[1:] = _planned(config, choose)
-            config = from_argv(sys.argv[1:])
+            chosen = _planned([*arguments, *words], config, choose)
+            words, dropped = [*words, *chosen.flags], chosen.dropped
+            config = PipelineConfig.parse(**(given | added | given_in(chosen.flags)))
         if recorded is not None:
             _record(recorded)  # before ours: what they put off is recorded when it is done
-        if settings_given(sys.argv[1:]) or {"-h", "--help"} & set(arguments):
+        if given or added or {"-h", "--help"} & set(arguments):
             install(config)
+        if words or dropped:
+            _have_parsed(words, dropped)
     except (ValueError, PatchError) as error:
         exit_for(error)
     if as_module:
@@ -111,39 +116,46 @@ def _record(recorded: Recorded) -> None:
     apply(recording.patches(Recorder(recorded.folder, recorded.iterations)))
 
 
-def _from_environment(arguments: Sequence[str]) -> list[str]:
-    """The flags that ``MEGATRON_EXT_*`` stand for, where ``arguments`` do not say otherwise."""
-    added, overruled = flags_from_environment(arguments, os.environ)
+def _have_parsed(words: Sequence[str], dropped: Sequence[str]) -> None:
+    """Have Megatron's parser, whose arguments checkpoints keep, read ``words`` behind the script's,
+    and none of the flags ``dropped``."""
+    from megatron_ext.patches.megatron.training.arguments import parsing
+
+    apply(parsing(lambda argv: [*without(argv, dropped), *words]))
+
+
+def _from_environment(given: Given) -> dict[str, str | bool]:
+    """Return the settings of ``MEGATRON_EXT_*`` that are not ``given`` by flags."""
+    added, overruled = given_beside(given, os.environ)
     if os.environ.get("RANK", "0") == "0":
         for line in overruled:
             logger.warning(line)
         if added:
-            logger.info(f"from the environment: {shlex.join(added)}")
+            logger.info(f"from the environment: {shlex.join(words_of(added))}")
     return added
 
 
-def _for_megatrons_offload(arguments: Sequence[str]) -> list[str]:
-    """The flag of ours that does what one of Megatron's among ``arguments`` asks for, under a
-    schedule of ours and where nothing is said of it."""
-    config, ours = from_argv(arguments), "activation_offload"
-    if _MEGATRONS_OFFLOAD not in arguments or config.schedule is None or says(arguments, ours):
-        return []
-    way = Offload.FULL if config.memory_limit is None else Offload.FIT
-    added = [flag(ours), str(way)]
+def _for_megatrons_offload(arguments: Sequence[str], given: Given) -> dict[str, str | bool]:
+    """Return the setting that does what Megatron's offload among ``arguments`` asks for, under a
+    schedule of ours and unless it is ``given``."""
+    ours, has_schedule = "activation_offload", "schedule" in given or "race" in given
+    if _MEGATRONS_OFFLOAD not in arguments or not has_schedule or ours in given:
+        return {}
+    added = {ours: str(Offload.FIT if "memory_limit" in given else Offload.FULL)}
     if os.environ.get("RANK", "0") == "0":
-        logger.info(f"for {_MEGATRONS_OFFLOAD}: {' '.join(added)}")
-    return added
+        logger.info(f"for {_MEGATRONS_OFFLOAD}: {' '.join(words_of(added))}")
+    return {**added}
 
 
-def _planned(config: PipelineConfig, choose: ChoosePlan) -> list[str]:
-    """The command line that names what is to be trained under."""
+def _planned(words: Sequence[str], config: PipelineConfig, choose: ChoosePlan) -> Chosen:
+    """Return what the launch with ``words`` behind its script is to be trained under."""
     rank = int(os.environ.get("RANK", "0"))
     with telling_of_long_work(rank):
-        chosen = choose(sys.argv[1:], config, int(os.environ.get("WORLD_SIZE", "1")))
+        chosen = choose(words, config, int(os.environ.get("WORLD_SIZE", "1")))
     if rank == 0:
         instead = f" in place of {' '.join(chosen.dropped)}" if chosen.dropped else ""
         logger.info(f"{config.schedule} takes {shlex.join(chosen.flags)}{instead}: {chosen.why}")
-    return [*without(sys.argv[1:], chosen.dropped), *chosen.flags]
+    return chosen
 
 
 def without(argv: Sequence[str], flags: Sequence[str]) -> list[str]:
@@ -199,12 +211,14 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _use_cpu() -> None:
-    """Put the platform without a GPU under Megatron, and say so."""
+def _use_cpu(words: Sequence[str]) -> list[str]:
+    """Put the platform without a GPU under Megatron, and say so. Return the flags that the launch
+    with ``words`` behind its script needs for it."""
     cpu = importlib.import_module(CPU_PLATFORM)
     for name, value in cpu.environment(os.environ).items():
         os.environ.setdefault(name, value)
-    sys.argv += cpu.default_flags(sys.argv[1:])
+    flags: list[str] = cpu.default_flags(words)
     apply(cpu.patches())
     if os.environ.get("RANK", "0") == "0":
         logger.info(cpu.NOTICE)
+    return flags

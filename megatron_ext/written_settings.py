@@ -34,16 +34,19 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
+Given = Mapping[str, str | bool]  # settings as a user has written them
+
+
 def from_argv(argv: Sequence[str]) -> PipelineConfig:
     """The settings in a script's command line, whatever else is in it."""
-    return PipelineConfig.parse(**_arguments(argv))
+    return PipelineConfig.parse(**given_in(argv))
 
 
-def _arguments(argv: Sequence[str]) -> dict[str, str | bool | None]:
-    """The values of all settings in a script's command line, as they are written there."""
+def given_in(argv: Sequence[str]) -> dict[str, str | bool]:
+    """Return the values of the settings that a script's command line has flags of."""
     parser = add_flags(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
     arguments = vars(parser.parse_known_args(argv)[0])
-    return {name.removeprefix(PREFIX): value for name, value in arguments.items()}
+    return {name: arguments[PREFIX + name] for name in _settings() if says(argv, name)}
 
 
 def settings_given(argv: Sequence[str]) -> bool:
@@ -56,14 +59,9 @@ def says(argv: Sequence[str], name: str) -> bool:
     return any(word.split("=")[0] == flag(name) for word in argv)
 
 
-def flags_from_environment(
-    argv: Sequence[str], env: Mapping[str, str]
-) -> tuple[list[str], list[str]]:
-    """What variables in ``env`` add to a script's command line, for `megatron_ext.launch`.
-
-    Returns:
-        The flags of settings that ``argv`` does not have, and a line for each that it has with
-        another value, which counts.
+def given_beside(written: Given, env: Mapping[str, str]) -> tuple[dict[str, str | bool], list[str]]:
+    """Return what variables in ``env`` add to the settings ``written`` on a command line, for
+    `megatron_ext.launch`, and a line for each variable that a flag with another value overrules.
 
     Raises:
         ValueError: a variable is no setting, but looks like one; or a switch is neither 1 nor 0.
@@ -72,24 +70,24 @@ def flags_from_environment(
     for name in _unknown_variables(env):
         if meant := _meant(name):
             raise ValueError(f"{name} is no setting: {meant}")
-    written = _arguments(argv)
-    added: list[str] = []
-    overruled: list[str] = []
-    for name, value in values.items():
-        if not says(argv, name):
-            added += _as_words(name, value)
-        elif written[name] != value:
-            overruled.append(
-                f"{flag_with_value(name, written[name])} counts, not "
-                f"{variable(name)}={env[variable(name)]}"
-            )
+    added: dict[str, str | bool] = {
+        name: value for name, value in values.items() if value and name not in written
+    }
+    overruled = [
+        f"{flag_with_value(name, written[name])} counts, not {variable(name)}={env[variable(name)]}"
+        for name, value in values.items()
+        if name in written and written[name] != value
+    ]
     return added, overruled
 
 
-def _as_words(name: str, value: str | bool) -> list[str]:
-    if isinstance(value, str):
-        return [flag(name), value]
-    return [flag(name)] if value else []
+def words_of(given: Given) -> list[str]:
+    """Return the flags of the settings ``given``, none of which is False."""
+    return [
+        word
+        for name, value in given.items()
+        for word in ([flag(name), value] if isinstance(value, str) else [flag(name)])
+    ]
 
 
 def from_environment(env: Mapping[str, str]) -> PipelineConfig:

@@ -23,7 +23,7 @@ from megatron_ext.parity.records.compare import Comparison, Verdict, compare
 from megatron_ext.parity.records.recording import read_recording
 from megatron_ext.parity.records.writing import already_there, lines_file
 from megatron_ext.parity.runs import check_comparable, run_both
-from megatron_ext.written_settings import flags_from_environment
+from megatron_ext.written_settings import given_beside
 
 _LINES = "lines"
 _WORDS = {"ignore_unknown_options": True, "allow_extra_args": True}
@@ -134,7 +134,7 @@ def _two_lines(words: Sequence[str]) -> tuple[Line, Line, bool]:
         return read_line(words[:at]), read_line(words[at + 1 :]), False
     b = read_line(words)
     a = as_stock(b)
-    if a == b and not flags_from_environment((), os.environ)[0]:
+    if a == b and not given_beside({}, os.environ)[0]:
         raise ValueError(
             "the line has no flag of ours, as stock it is the same: give two lines, or add "
             "--pipeline-schedule"

@@ -15,10 +15,12 @@ from megatron_ext.launch_check.report import Finding, Verdict
 from megatron_ext.launch_check.words import Launch
 from megatron_ext.schedule.words import meant_by
 from megatron_ext.written_settings import (
-    flags_from_environment,
     from_argv,
     from_environment,
+    given_beside,
+    given_in,
     settings_given,
+    words_of,
 )
 
 SURELY_MEANT = 0.9  # difflib's likeness from which an unknown flag is one of Megatron's misspelt
@@ -42,12 +44,13 @@ def with_variables(launch: Launch, script: str | None) -> tuple[Launch, list[Fin
             return launch, []
         text = f"nothing on the line reads {schedule}: this is Megatron's own pipeline"
         return launch, [Finding(Verdict.REMARK, "flags", text, "write -m megatron_ext before it")]
-    added, overruled = flags_from_environment(launch.arguments, os.environ)
+    added, overruled = given_beside(given_in(launch.arguments), os.environ)
+    words = words_of(added)
     findings = [Finding(Verdict.REMARK, "flags", text) for text in overruled]
-    if added:
-        text = f"from variables: {shlex.join(added)}"
+    if words:
+        text = f"from variables: {shlex.join(words)}"
         findings.append(Finding(Verdict.RIGHT, "flags", text))
-    return replace(launch, arguments=(*launch.arguments, *added)), findings
+    return replace(launch, arguments=(*launch.arguments, *words)), findings
 
 
 def settings_of(launch: Launch, script: str | None) -> PipelineConfig:

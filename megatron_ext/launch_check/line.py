@@ -11,7 +11,6 @@ import copy
 import io
 import json
 import os
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -129,8 +128,7 @@ def parse(argv: Sequence[str]) -> Line:
     Raises:
         ValueError: what argparse says of a value it does not take.
     """
-    args, parser = _parsed(argv)
-    _, unknown = parser.parse_known_args(argv)
+    args, unknown, parser = _parsed(argv)
     return Line(args, tuple(unknown), tuple(parser._option_string_actions))
 
 
@@ -151,7 +149,7 @@ def parse_values(values: Mapping[str, Any]) -> Line:
     Raises:
         ValueError: there is no such argument, or a value is not understood.
     """
-    args, parser = _parsed(())
+    args, _, parser = _parsed(())
     actions = {action.dest: action for action in parser._actions}
     for given, value in values.items():
         name = _NAMES_OF_CONFIGS.get(given, given)
@@ -178,9 +176,10 @@ def _converted(action: argparse.Action, value: Any) -> Any:
         raise ValueError(f"{action.dest} {value!r} is not understood: {error}") from None
 
 
-def _parsed(argv: Sequence[str]) -> tuple[Any, argparse.ArgumentParser]:
-    """Megatron's arguments, and the parser that knows them and our flags."""
-    known: list[argparse.ArgumentParser] = []
+def _parsed(argv: Sequence[str]) -> tuple[Any, list[str], argparse.ArgumentParser]:
+    """Megatron's arguments, the words that are unknown, and the parser that knows our flags too."""
+    parsers: list[argparse.ArgumentParser] = []
+    unknown: list[str] = []
 
     def ours(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         def refuse(message: str) -> None:
@@ -189,14 +188,19 @@ def _parsed(argv: Sequence[str]) -> tuple[Any, argparse.ArgumentParser]:
         parser.error = refuse  # type: ignore[assignment, method-assign]
         if "--pipeline-schedule" not in parser._option_string_actions:  # as under `install`
             add_flags(parser)
-        known.append(parser)
+        read = parser.parse_known_args
+
+        def parse_known_args() -> tuple[Any, list[str]]:
+            args, words = read(list(argv))
+            unknown.extend(words)
+            return args, words
+
+        parser.parse_known_args = parse_known_args  # type: ignore[assignment, method-assign]
+        parsers.append(parser)
         return parser
 
-    argv_before, sys.argv = sys.argv, [sys.argv[0], *argv]
-    try:
-        return arguments.parse_args(ours, ignore_unknown_args=True), known[0]
-    finally:
-        sys.argv = argv_before
+    args = arguments.parse_args(ours, ignore_unknown_args=True)
+    return args, unknown, parsers[0]
 
 
 def least_world_size(args: Any) -> int:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import logging
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from megatron.training import arguments as megatron_arguments
 
 from megatron_ext import launch
 from megatron_ext.config import PipelineConfig
+from megatron_ext.launch_check import line as launch_line
 from megatron_ext.logger import logger
+from megatron_ext.patches.engine import apply
+from megatron_ext.patches.megatron.training import arguments
+from megatron_ext.patches.megatron.training.arguments import parsing
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.problem import Problem
@@ -24,8 +30,8 @@ from megatron_ext.adapter.compatibility import refuse
 from megatron_ext.adapter.taken_over import settings as taken_over
 from megatron_ext.adapter.taken_over.groups import with_megatrons_group
 from megatron_ext.adapter.taken_over.settings import TAKEN_OVER, take_over
-from megatron_ext.patches.engine import apply
 from megatron_ext.patches.megatron.core.transformer import module
+from megatron_ext.written_settings import given_in, words_of
 
 # By setting: with which of ours, and what of it is there afterwards.
 CASES: dict[str, tuple[dict[str, str], bool]] = {
@@ -111,7 +117,8 @@ OURS = "--pipeline-activation-offload"
     ],
 )
 def test_a_launch_has_ours_in_the_place_of_megatrons(words: str, added: list[str]) -> None:
-    assert launch._for_megatrons_offload(words.split()) == added
+    argv = words.split()
+    assert words_of(launch._for_megatrons_offload(argv, given_in(argv))) == added
 
 
 def test_a_models_layers_are_built_without_it() -> None:
@@ -163,3 +170,17 @@ def test_two_groups_are_refused() -> None:
     settings = SimpleNamespace(pipeline_model_parallel_size=2, microbatch_group_size_per_vp_stage=4)
     with pytest.raises(ValueError, match=r"_vp_stage=4, Megatron's word for the same: drop one"):
         with_megatrons_group(choose("interleaved:group=6"), settings)
+
+
+def test_megatrons_parser_reads_what_a_launch_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was written into the script's own ``sys.argv``. Checkpoints keep what the parser reads."""
+    words = ["--num-layers", "4", "--seq-length", "16", "--micro-batch-size", "1"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *words])
+    edited = parsing(lambda argv: [*launch.without(argv, ["--seq-length"]), "--pipeline-p2p", "x"])
+    config = PipelineConfig.parse(schedule="zb-h1")
+    with apply(arguments.patches(config)), apply(edited):
+        args = megatron_arguments.parse_args()
+        given = launch_line.parse(words).args
+    assert (args.num_layers, args.seq_length, args.pipeline_p2p) == (4, None, "x")
+    assert (given.seq_length, given.pipeline_p2p) == (16, "async")
+    assert sys.argv == ["train.py", *words]

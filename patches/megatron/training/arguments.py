@@ -7,7 +7,8 @@ in checkpoints, where stock ignores them).
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from megatron_ext.adapter.arguments import (
@@ -71,6 +72,34 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             lambda original, args, defaults={}: validate(original, args, defaults),
             reason="refuse what the schedule cannot honour before process groups are made",
             signature="(args, defaults={})",
+        ),
+    )
+
+
+def parsing(edited: Callable[[Sequence[str]], list[str]]) -> tuple[Patch, ...]:
+    """Return the patch that has Megatron's parser read the script's arguments as ``edited``.
+
+    The script's ``sys.argv`` stays as it is.
+    """
+
+    def read_edited(
+        original: Callable[..., argparse.ArgumentParser], parser: argparse.ArgumentParser
+    ) -> argparse.ArgumentParser:
+        parser = original(parser)
+        read = parser.parse_known_args
+
+        def parse_known_args(args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+            return read(edited(sys.argv[1:]) if args is None else args, namespace)
+
+        parser.parse_known_args = parse_known_args  # type: ignore[method-assign, assignment]
+        return parser
+
+    return (
+        wrap(
+            "megatron.training.arguments:add_megatron_arguments",
+            read_edited,
+            reason="parse the flags that variables or a plan add to the launch",
+            signature="(parser)",
         ),
     )
 
