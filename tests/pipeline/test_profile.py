@@ -329,8 +329,8 @@ def test_a_shape_that_another_pipeline_meets_first_is_estimated_by_itself(
     monkeypatch.setattr(once_for_all, "AHEAD_SECONDS", 0.1)
     estimate = {length: uniform(choose("1f1b").place(1), length, 1, 1) for length in (8, 16)}
 
-    def on_rank(rank: int) -> tuple[dict[Any, Costs], dict[Any, str]]:
-        groups = [dist.new_group([0]), dist.new_group([1])]  # a pipeline each
+    def on_rank(rank: int) -> tuple[dict[Any, Costs], dict[Any, Any]]:
+        groups: list[Any] = [dist.new_group([0]), dist.new_group([1])]  # a pipeline each
         monkeypatch.setattr(
             programs_module, "basis_of_model", lambda config, sizes, length, _: f"of {length}"
         )
@@ -338,7 +338,7 @@ def test_a_shape_that_another_pipeline_meets_first_is_estimated_by_itself(
         monkeypatch.setattr(
             programs, "_costs", lambda config, placement, sizes, length, _: estimate[length]
         )
-        models = [torch.nn.Linear(1, 1)]
+        models: list[torch.nn.Module] = [torch.nn.Linear(1, 1)]
         monkeypatch.setattr(programs_module, "size_of", str)
         lengths = (16,) if rank else (8, 16)
         for length in lengths:
