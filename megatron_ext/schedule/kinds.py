@@ -120,6 +120,7 @@ class Rule:
         beside: the kinds of pass of its rank with one of which it can run as one (`action.Pair`).
         by_optimizer: the optimizer does it when it is asked to step, after the run of the schedule.
             It stands in the schedule for the proof, the simulator and pictures.
+        option: the field of `Extras` that requests it; of passes and their messages none.
         cost: how long it takes.
         colour: of its boxes in pictures, if it computes: of Okabe and Ito's palette (2008), told
             apart with any colour vision. Grey is one that nobody has chosen yet.
@@ -144,6 +145,7 @@ class Rule:
     repeats: Kind | None = None
     all_or_none: Held | None = None
     by_optimizer: bool = False
+    option: str = ""
     cost: Cost = Cost.NOTHING
     colour: str = "#999999"
     legend: str = ""
@@ -309,6 +311,7 @@ _ROWS = (
         where=Where.SHARD,
         in_evaluation=True,
         cost=Cost.COLLECTIVE,
+        option="vocab_parallel",
     ),
     Rule(
         Kind.LOGITS,
@@ -320,6 +323,7 @@ _ROWS = (
         in_evaluation=True,
         cost=Cost.PASS,
         colour="#CC79A7",
+        option="vocab_parallel",
     ),
     Rule(
         Kind.GATHER_S,
@@ -329,6 +333,7 @@ _ROWS = (
         where=Where.SHARD,
         in_evaluation=True,
         cost=Cost.COLLECTIVE,
+        option="vocab_parallel",
     ),
     Rule(
         Kind.LOSS,
@@ -339,6 +344,7 @@ _ROWS = (
         in_evaluation=True,
         cost=Cost.PASS,
         colour="#000000",
+        option="vocab_parallel",
     ),
     Rule(
         Kind.LOGITS_INPUT,
@@ -349,6 +355,7 @@ _ROWS = (
         cost=Cost.PASS,
         colour="#D55E00",
         legend="their input gradient",
+        option="vocab_parallel",
     ),
     Rule(
         Kind.REDUCE_SI,
@@ -357,6 +364,7 @@ _ROWS = (
         needs=(Need((Kind.LOGITS_INPUT,)),),
         where=Where.SHARD,
         cost=Cost.COLLECTIVE,
+        option="vocab_parallel",
     ),
     Rule(
         Kind.BCAST_SW,
@@ -365,6 +373,7 @@ _ROWS = (
         needs=(Need((Kind.LOSS,)),),
         where=Where.SHARD,
         cost=Cost.COLLECTIVE,
+        option="vocab_parallel",
     ),
     Rule(
         Kind.LOGITS_WEIGHT,
@@ -377,6 +386,7 @@ _ROWS = (
         cost=Cost.PASS,
         colour="#0072B2",
         legend="their weight gradient",
+        option="vocab_parallel",
     ),
     Rule(
         Kind.BCAST_E,
@@ -386,6 +396,7 @@ _ROWS = (
         in_evaluation=True,
         reads_data=True,  # the first stage's, in the place of its F
         cost=Cost.COLLECTIVE,
+        option="vocab_parallel",
     ),
     Rule(
         Kind.EMBEDDING,
@@ -397,6 +408,7 @@ _ROWS = (
         cost=Cost.PASS,
         colour="#F0E442",
         legend="embedding shard",
+        option="vocab_parallel",
     ),
     Rule(
         Kind.REDUCE_E,
@@ -406,6 +418,7 @@ _ROWS = (
         where=Where.SHARD,
         in_evaluation=True,
         cost=Cost.COLLECTIVE,
+        option="vocab_parallel",
     ),
     Rule(
         Kind.BCAST_EW,
@@ -414,6 +427,7 @@ _ROWS = (
         needs=(Need((Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD), Source.FIRST),),
         where=Where.SHARD,
         cost=Cost.COLLECTIVE,
+        option="vocab_parallel",
     ),
     Rule(
         Kind.EMBEDDING_WEIGHT,
@@ -425,6 +439,7 @@ _ROWS = (
         cost=Cost.PASS,
         colour="#A6A044",
         legend="its gradient",
+        option="vocab_parallel",
     ),
     Rule(
         Kind.WAIT_S,
@@ -433,6 +448,7 @@ _ROWS = (
         needs=(Need((Kind.GATHER_S,)),),
         where=Where.GIVER,
         in_evaluation=True,
+        option="vocab_parallel",
     ),
     Rule(
         Kind.WAIT_SI,
@@ -440,6 +456,7 @@ _ROWS = (
         Lane.WAIT,
         needs=(Need((Kind.REDUCE_SI,)),),
         where=Where.GIVER,
+        option="vocab_parallel",
     ),
     Rule(
         Kind.WAIT_E,
@@ -448,6 +465,7 @@ _ROWS = (
         needs=(Need((Kind.REDUCE_E,)),),
         where=Where.GIVER,
         in_evaluation=True,
+        option="vocab_parallel",
     ),
     Rule(
         Kind.OFFLOAD_F,
@@ -457,6 +475,7 @@ _ROWS = (
         moves=(Held.ACTIVATION,),
         all_or_none=Held.ACTIVATION,
         cost=Cost.COPY,
+        option="activation_offload",
     ),
     Rule(
         Kind.FREE_F,
@@ -465,6 +484,7 @@ _ROWS = (
         needs=(Need((Kind.OFFLOAD_F,)),),
         releases=(Held.ACTIVATION,),
         all_or_none=Held.ACTIVATION,
+        option="activation_offload",
     ),
     Rule(
         Kind.RELOAD_F,
@@ -475,6 +495,7 @@ _ROWS = (
         moves=(Held.ACTIVATION,),
         all_or_none=Held.ACTIVATION,
         cost=Cost.COPY,
+        option="activation_offload",
     ),
     Rule(
         Kind.OFFLOAD_I,
@@ -484,6 +505,7 @@ _ROWS = (
         moves=(Held.WEIGHT_INPUTS,),
         all_or_none=Held.WEIGHT_INPUTS,
         cost=Cost.COPY,
+        option="activation_offload",
     ),
     Rule(
         Kind.FREE_I,
@@ -492,6 +514,7 @@ _ROWS = (
         needs=(Need((Kind.OFFLOAD_I,)),),
         releases=(Held.WEIGHT_INPUTS,),
         all_or_none=Held.WEIGHT_INPUTS,
+        option="activation_offload",
     ),
     Rule(
         Kind.RELOAD_I,
@@ -502,6 +525,7 @@ _ROWS = (
         moves=(Held.WEIGHT_INPUTS,),
         all_or_none=Held.WEIGHT_INPUTS,
         cost=Cost.COPY,
+        option="activation_offload",
     ),
     Rule(
         Kind.RECV_P,
@@ -511,6 +535,7 @@ _ROWS = (
         partner=Kind.SEND_P,
         where=Where.RANK,
         by_optimizer=True,
+        option="post_validation",
     ),
     Rule(
         Kind.STEP,
@@ -521,6 +546,7 @@ _ROWS = (
         by_optimizer=True,
         legend="optimizer step",
         mark="v",
+        option="post_validation",
     ),
     Rule(
         Kind.SEND_P,
@@ -531,6 +557,7 @@ _ROWS = (
         partner=Kind.RECV_P,
         where=Where.RANK,
         by_optimizer=True,
+        option="post_validation",
     ),
     Rule(
         Kind.RECV_V,
@@ -539,6 +566,7 @@ _ROWS = (
         neighbour=Neighbour.NEXT,
         partner=Kind.SEND_V,
         where=Where.RANK,
+        option="post_validation",
     ),
     Rule(
         Kind.SETTLE,
@@ -548,6 +576,7 @@ _ROWS = (
         where=Where.RANK,
         legend="verdict on the last step",
         mark="o",
+        option="post_validation",
     ),
     Rule(
         Kind.SEND_V,
@@ -557,6 +586,7 @@ _ROWS = (
         neighbour=Neighbour.PREVIOUS,
         partner=Kind.RECV_V,
         where=Where.RANK,
+        option="post_validation",
     ),
 )
 
