@@ -16,8 +16,8 @@ from itertools import pairwise
 from typing import Any, Self
 
 from megatron_ext.schedule.action import Action, Kind, Slice, tokens_of
-from megatron_ext.schedule.kinds import HOST_LANES, RULES, Held, Lane, Where
-from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.kinds import RULES, Cost, Held, Lane
+from megatron_ext.schedule.placement import Neighbour, Placement
 
 
 @dataclass(frozen=True)
@@ -271,23 +271,24 @@ class Costs:
         return len(self.seconds[Kind.FORWARD])
 
     def of(self, action: Action) -> float:
-        """Seconds of ``action`` on its lane. A message takes its hop at the sender, and so does a
-        collective. Those of the optimizer's validation are a few bytes, and take none: nor do the
-        all-reduces in whose place they are."""
+        """Seconds of ``action`` on its lane, by the cost in its kind's rule."""
         rule = RULES[action.kind]
-        if rule.where is Where.RANK:
-            return 0.0
-        if rule.repeats is not None and self.passes.recompute:
-            return self._of_again(rule.repeats, action)
-        if rule.lane is Lane.COMPUTE:
-            passes = [rule.repeats] if rule.repeats is not None else rule.covers
-            seconds = sum(self._of_pass(kind, action) for kind in passes)
-            is_whole = len(rule.covers) > 1
-            return seconds - (self.spared_by(action) if is_whole else 0.0)
-        if rule.lane in HOST_LANES:
-            assert self.host is not None
-            return self.host.seconds[action.kind][action.stage] * self._share_copied(action)
-        return self._of_message(action) if rule.lane in (Lane.SEND, Lane.COLLECTIVE) else 0.0
+        match rule.cost:
+            case Cost.PASS:
+                seconds = sum(self._of_pass(kind, action) for kind in rule.covers)
+                return seconds - (self.spared_by(action) if len(rule.covers) > 1 else 0.0)
+            case Cost.REPEATED_PASS:
+                assert rule.repeats is not None
+                return self._of_again(rule.repeats, action)
+            case Cost.HOP:
+                return self._of_message(action)
+            case Cost.COLLECTIVE:
+                return self.hop_of(action.microbatch)
+            case Cost.COPY:
+                assert self.host is not None
+                seconds = self.host.seconds[action.kind][action.stage]
+                return seconds * self._share_copied(action)
+        return 0.0
 
     def _share_copied(self, action: Action) -> float:
         """Of what a microbatch leaves. Keys and values stay for the slices that attend to them."""
@@ -301,9 +302,8 @@ class Costs:
         return tokens * max(1 - self.slices.keys_values[action.stage] / activation, 0.0)
 
     def _of_message(self, action: Action) -> float:
-        if RULES[action.kind].lane is not Lane.SEND:
-            return self.hop_of(action.microbatch)
-        behind = action.stage - (action.kind is Kind.SEND_B)
+        towards_next = RULES[action.kind].neighbour is Neighbour.NEXT
+        behind = action.stage if towards_next else action.stage - 1
         latency = self.links.latencies[behind] if self.links.latencies else self.links.latency
         return _part_of_hop(self.hop_behind(behind), latency, action.microbatch)
 
@@ -335,7 +335,10 @@ class Costs:
         return self.slices.launch[stage] if self.slices.launch and is_launched else 0.0
 
     def _of_again(self, repeats: Kind, action: Action) -> float:
-        """Of R, which is given. A slice takes the same share of it as of the pass it repeats."""
+        """Of R, which takes what it repeats unless it is given. A slice takes the same share of it
+        as of the pass it repeats."""
+        if not self.passes.recompute:
+            return self._of_pass(repeats, action)
         whole, again = self.seconds[repeats][action.stage], self.passes.recompute[action.stage]
         if not isinstance(action.microbatch, Slice):
             return again

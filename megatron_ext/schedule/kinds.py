@@ -45,6 +45,17 @@ class Where(enum.Enum):
     RANK = "the first stage of a rank, once a step, as microbatch 0"
 
 
+class Cost(enum.Enum):
+    """How long an action takes on its lane (`Costs.of`)."""
+
+    NOTHING = "nothing: waits, receives, whose senders take the time, and messages of a few bytes"
+    PASS = "seconds of the pass; of one that does others' work, theirs together"
+    REPEATED_PASS = "seconds of the pass that is repeated, unless recompute is told"
+    HOP = "a message on the link behind a stage"
+    COLLECTIVE = "a message between ranks; a collective takes the mean of the links that it spans"
+    COPY = "a copy to the host or back"
+
+
 class Held(enum.Enum):
     """Memory that lives between actions."""
 
@@ -109,6 +120,12 @@ class Rule:
         beside: the kinds of pass of its rank with one of which it can run as one (`action.Pair`).
         by_optimizer: the optimizer does it when it is asked to step, after the run of the schedule.
             It stands in the schedule for the proof, the simulator and pictures.
+        option: the field of `Extras` that requests it; of passes and their messages none.
+        cost: how long it takes.
+        colour: of its boxes in pictures, if it computes: of Okabe and Ito's palette (2008), told
+            apart with any colour vision. Grey is one that nobody has chosen yet.
+        legend: what the legend of a picture calls it, if that is shorter than ``does``.
+        mark: matplotlib's marker of a point in time, for a kind that is drawn as one.
     """
 
     kind: Kind
@@ -128,6 +145,11 @@ class Rule:
     repeats: Kind | None = None
     all_or_none: Held | None = None
     by_optimizer: bool = False
+    option: str = ""
+    cost: Cost = Cost.NOTHING
+    colour: str = "#999999"
+    legend: str = ""
+    mark: str = ""
     reads_data: bool = False
     beside: tuple[Kind, ...] = ()
 
@@ -136,6 +158,11 @@ class Rule:
         """The kinds whose work is done when this is: each must be done exactly once for each
         microbatch on a stage. Costs are given for these."""
         return self.parts or (self.kind,)
+
+    @property
+    def label(self) -> str:
+        """What the legend of a picture calls it."""
+        return self.legend or self.does
 
     @property
     def is_message(self) -> bool:
@@ -174,6 +201,8 @@ _ROWS = (
         in_evaluation=True,
         reads_data=True,
         beside=(Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD),
+        cost=Cost.PASS,
+        colour="#56B4E9",
     ),
     Rule(
         Kind.BACKWARD_INPUT,
@@ -183,6 +212,8 @@ _ROWS = (
         acquires=(Held.WEIGHT_INPUTS,),
         releases=(Held.ACTIVATION,),
         gathers=(Held.KEYS_VALUES,),
+        cost=Cost.PASS,
+        colour="#E69F00",
     ),
     Rule(
         Kind.BACKWARD_WEIGHT,
@@ -191,6 +222,8 @@ _ROWS = (
         needs=(Need((Kind.BACKWARD_INPUT,)), Need((Kind.RELOAD_I,))),
         releases=(Held.WEIGHT_INPUTS,),
         adds_to_gradients=True,
+        cost=Cost.PASS,
+        colour="#009E73",
     ),
     Rule(
         Kind.FULL_BACKWARD,
@@ -201,6 +234,9 @@ _ROWS = (
         releases=(Held.ACTIVATION,),
         gathers=(Held.KEYS_VALUES,),
         adds_to_gradients=True,
+        cost=Cost.PASS,
+        colour="#F0A860",
+        legend="backward (I and W)",
     ),
     Rule(
         Kind.RECOMPUTE,
@@ -209,6 +245,8 @@ _ROWS = (
         needs=(Need((Kind.FORWARD,)),),
         acquires=(Held.ACTIVATION,),
         repeats=Kind.FORWARD,
+        cost=Cost.REPEATED_PASS,
+        colour="#A9DBF5",
     ),
     Rule(
         Kind.SEND_F,
@@ -219,6 +257,7 @@ _ROWS = (
         neighbour=Neighbour.NEXT,
         partner=Kind.RECV_F,
         in_evaluation=True,
+        cost=Cost.HOP,
     ),
     Rule(
         Kind.RECV_F,
@@ -237,6 +276,7 @@ _ROWS = (
         acquires=(Held.MESSAGE,),
         neighbour=Neighbour.PREVIOUS,
         partner=Kind.RECV_B,
+        cost=Cost.HOP,
     ),
     Rule(
         Kind.RECV_B,
@@ -270,6 +310,8 @@ _ROWS = (
         needs=(Need((Kind.FORWARD,), Source.LAST),),
         where=Where.SHARD,
         in_evaluation=True,
+        cost=Cost.COLLECTIVE,
+        option="vocab_parallel",
     ),
     Rule(
         Kind.LOGITS,
@@ -279,6 +321,9 @@ _ROWS = (
         acquires=(Held.LOGITS,),
         where=Where.SHARD,
         in_evaluation=True,
+        cost=Cost.PASS,
+        colour="#CC79A7",
+        option="vocab_parallel",
     ),
     Rule(
         Kind.GATHER_S,
@@ -287,6 +332,8 @@ _ROWS = (
         needs=(Need((Kind.LOGITS,)),),
         where=Where.SHARD,
         in_evaluation=True,
+        cost=Cost.COLLECTIVE,
+        option="vocab_parallel",
     ),
     Rule(
         Kind.LOSS,
@@ -295,6 +342,9 @@ _ROWS = (
         needs=(Need((Kind.GATHER_S,)),),
         where=Where.LOSS,
         in_evaluation=True,
+        cost=Cost.PASS,
+        colour="#000000",
+        option="vocab_parallel",
     ),
     Rule(
         Kind.LOGITS_INPUT,
@@ -302,6 +352,10 @@ _ROWS = (
         Lane.COMPUTE,
         needs=(Need((Kind.GATHER_S,)),),
         where=Where.SHARD,
+        cost=Cost.PASS,
+        colour="#D55E00",
+        legend="their input gradient",
+        option="vocab_parallel",
     ),
     Rule(
         Kind.REDUCE_SI,
@@ -309,6 +363,8 @@ _ROWS = (
         Lane.COLLECTIVE,
         needs=(Need((Kind.LOGITS_INPUT,)),),
         where=Where.SHARD,
+        cost=Cost.COLLECTIVE,
+        option="vocab_parallel",
     ),
     Rule(
         Kind.BCAST_SW,
@@ -316,6 +372,8 @@ _ROWS = (
         Lane.COLLECTIVE,
         needs=(Need((Kind.LOSS,)),),
         where=Where.SHARD,
+        cost=Cost.COLLECTIVE,
+        option="vocab_parallel",
     ),
     Rule(
         Kind.LOGITS_WEIGHT,
@@ -325,6 +383,10 @@ _ROWS = (
         releases=(Held.LOGITS,),
         where=Where.SHARD,
         adds_to_gradients=True,
+        cost=Cost.PASS,
+        colour="#0072B2",
+        legend="their weight gradient",
+        option="vocab_parallel",
     ),
     Rule(
         Kind.BCAST_E,
@@ -333,6 +395,8 @@ _ROWS = (
         where=Where.SHARD,
         in_evaluation=True,
         reads_data=True,  # the first stage's, in the place of its F
+        cost=Cost.COLLECTIVE,
+        option="vocab_parallel",
     ),
     Rule(
         Kind.EMBEDDING,
@@ -341,6 +405,10 @@ _ROWS = (
         needs=(Need((Kind.BCAST_E,)),),
         where=Where.SHARD,
         in_evaluation=True,
+        cost=Cost.PASS,
+        colour="#F0E442",
+        legend="embedding shard",
+        option="vocab_parallel",
     ),
     Rule(
         Kind.REDUCE_E,
@@ -349,6 +417,8 @@ _ROWS = (
         needs=(Need((Kind.EMBEDDING,)),),
         where=Where.SHARD,
         in_evaluation=True,
+        cost=Cost.COLLECTIVE,
+        option="vocab_parallel",
     ),
     Rule(
         Kind.BCAST_EW,
@@ -356,6 +426,8 @@ _ROWS = (
         Lane.COLLECTIVE,
         needs=(Need((Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD), Source.FIRST),),
         where=Where.SHARD,
+        cost=Cost.COLLECTIVE,
+        option="vocab_parallel",
     ),
     Rule(
         Kind.EMBEDDING_WEIGHT,
@@ -364,6 +436,10 @@ _ROWS = (
         needs=(Need((Kind.BCAST_EW,)), Need((Kind.EMBEDDING,))),
         where=Where.SHARD,
         adds_to_gradients=True,
+        cost=Cost.PASS,
+        colour="#A6A044",
+        legend="its gradient",
+        option="vocab_parallel",
     ),
     Rule(
         Kind.WAIT_S,
@@ -372,6 +448,7 @@ _ROWS = (
         needs=(Need((Kind.GATHER_S,)),),
         where=Where.GIVER,
         in_evaluation=True,
+        option="vocab_parallel",
     ),
     Rule(
         Kind.WAIT_SI,
@@ -379,6 +456,7 @@ _ROWS = (
         Lane.WAIT,
         needs=(Need((Kind.REDUCE_SI,)),),
         where=Where.GIVER,
+        option="vocab_parallel",
     ),
     Rule(
         Kind.WAIT_E,
@@ -387,6 +465,7 @@ _ROWS = (
         needs=(Need((Kind.REDUCE_E,)),),
         where=Where.GIVER,
         in_evaluation=True,
+        option="vocab_parallel",
     ),
     Rule(
         Kind.OFFLOAD_F,
@@ -395,6 +474,8 @@ _ROWS = (
         needs=(Need((Kind.FORWARD,)),),
         moves=(Held.ACTIVATION,),
         all_or_none=Held.ACTIVATION,
+        cost=Cost.COPY,
+        option="activation_offload",
     ),
     Rule(
         Kind.FREE_F,
@@ -403,6 +484,7 @@ _ROWS = (
         needs=(Need((Kind.OFFLOAD_F,)),),
         releases=(Held.ACTIVATION,),
         all_or_none=Held.ACTIVATION,
+        option="activation_offload",
     ),
     Rule(
         Kind.RELOAD_F,
@@ -412,6 +494,8 @@ _ROWS = (
         acquires=(Held.ACTIVATION,),
         moves=(Held.ACTIVATION,),
         all_or_none=Held.ACTIVATION,
+        cost=Cost.COPY,
+        option="activation_offload",
     ),
     Rule(
         Kind.OFFLOAD_I,
@@ -420,6 +504,8 @@ _ROWS = (
         needs=(Need((Kind.BACKWARD_INPUT,)),),
         moves=(Held.WEIGHT_INPUTS,),
         all_or_none=Held.WEIGHT_INPUTS,
+        cost=Cost.COPY,
+        option="activation_offload",
     ),
     Rule(
         Kind.FREE_I,
@@ -428,6 +514,7 @@ _ROWS = (
         needs=(Need((Kind.OFFLOAD_I,)),),
         releases=(Held.WEIGHT_INPUTS,),
         all_or_none=Held.WEIGHT_INPUTS,
+        option="activation_offload",
     ),
     Rule(
         Kind.RELOAD_I,
@@ -437,6 +524,8 @@ _ROWS = (
         acquires=(Held.WEIGHT_INPUTS,),
         moves=(Held.WEIGHT_INPUTS,),
         all_or_none=Held.WEIGHT_INPUTS,
+        cost=Cost.COPY,
+        option="activation_offload",
     ),
     Rule(
         Kind.RECV_P,
@@ -446,6 +535,7 @@ _ROWS = (
         partner=Kind.SEND_P,
         where=Where.RANK,
         by_optimizer=True,
+        option="post_validation",
     ),
     Rule(
         Kind.STEP,
@@ -454,6 +544,9 @@ _ROWS = (
         needs=(Need((Kind.RECV_P,)),),
         where=Where.RANK,
         by_optimizer=True,
+        legend="optimizer step",
+        mark="v",
+        option="post_validation",
     ),
     Rule(
         Kind.SEND_P,
@@ -464,6 +557,7 @@ _ROWS = (
         partner=Kind.RECV_P,
         where=Where.RANK,
         by_optimizer=True,
+        option="post_validation",
     ),
     Rule(
         Kind.RECV_V,
@@ -472,6 +566,7 @@ _ROWS = (
         neighbour=Neighbour.NEXT,
         partner=Kind.SEND_V,
         where=Where.RANK,
+        option="post_validation",
     ),
     Rule(
         Kind.SETTLE,
@@ -479,6 +574,9 @@ _ROWS = (
         Lane.WAIT,
         needs=(Need((Kind.RECV_V,)),),
         where=Where.RANK,
+        legend="verdict on the last step",
+        mark="o",
+        option="post_validation",
     ),
     Rule(
         Kind.SEND_V,
@@ -488,6 +586,7 @@ _ROWS = (
         neighbour=Neighbour.PREVIOUS,
         partner=Kind.RECV_V,
         where=Where.RANK,
+        option="post_validation",
     ),
 )
 

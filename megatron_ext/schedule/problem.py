@@ -109,13 +109,24 @@ class Extras:
     @property
     def conflict(self) -> Conflict | None:
         """The first two options that do not go together, or None."""
-        given = {extra.name for extra in fields(self) if getattr(self, extra.name) != extra.default}
+        given = {extra.name for extra in fields(self) if self.requests(extra.name)}
         return next((pair for pair in CONFLICTS if given.issuperset(pair.extras)), None)
+
+    def requests(self, extra: str) -> bool:
+        """Whether the option ``extra`` is another than by default."""
+        return bool(getattr(self, extra) != getattr(Extras, extra))
 
     def phrase(self, extra: str) -> str:
         """The option ``extra`` with its value, as errors name it."""
-        (option,) = (option for option in fields(self) if option.name == extra)
-        return str(option.metadata["phrase"]).format(getattr(self, extra))
+        return _PHRASES[extra].format(getattr(self, extra))
+
+    @staticmethod
+    def name_of(extra: str) -> str:
+        """The option ``extra`` without its value, as errors name it."""
+        return _PHRASES[extra].removesuffix(" {}")
+
+
+_PHRASES = {extra.name: extra.metadata["phrase"] for extra in fields(Extras)}
 
 
 @dataclass(frozen=True)

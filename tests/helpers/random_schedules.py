@@ -49,14 +49,10 @@ def random_costs(random: Random, placement: Placement) -> Costs:
         return tuple(random.uniform(low, high) for _ in range(placement.stages))
 
     passes = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-    return Costs(
-        PassCosts(
-            {kind: figures(0.5, 3) for kind in passes},
-            held_bytes={held: figures(1e9, 3e9) for held in (Held.ACTIVATION, Held.WEIGHT_INPUTS)},
-        ),
-        LinkCosts(random.choice([0.0, 0.1, 1.0, 10.0])),
-        origin="random",
-    )
+    seconds = {kind: figures(0.5, 3) for kind in passes}
+    links = LinkCosts(random.choice([0.0, 0.1, 1.0, 10.0]))
+    held = {what: figures(1e9, 3e9) for what in (Held.ACTIVATION, Held.WEIGHT_INPUTS)}
+    return Costs(PassCosts(seconds, held), links, origin="random")
 
 
 def with_random_links(random: Random, costs: Costs) -> Costs:

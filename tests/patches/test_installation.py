@@ -6,6 +6,7 @@ import argparse
 import functools
 import gc
 import importlib.metadata
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,7 @@ from megatron_ext.patches.features import wanted_patches
 from megatron_ext.patches.sources import UNTAGGED, UnknownSource
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.schedule_csv import from_csv
+from tests.helpers.accepting import accepts
 
 TOGETHER: tuple[dict[str, Any], ...] = (
     {"costs": "profile", "vocab_parallel": "1", "trace": "traces", "trace_iters": "1:2"},
@@ -260,7 +262,9 @@ def test_files_may_begin_with_any_microbatch(rows: str) -> None:
     everything = transformer_engine(
         gradient_accumulation_fusion=True, fp8="hybrid", recompute_granularity="full"
     )
-    refuse_order(everything, from_csv(rows, "mine.csv"))
+    assert accepts(refuse_order, everything, from_csv(rows, "mine.csv"))
+    swapped = re.sub(r"(?<=[BIW])\d", lambda found: str(1 - int(found[0])), rows)
+    assert not accepts(refuse_order, everything, from_csv(swapped, "mine.csv"))
 
 
 @pytest.mark.parametrize("rows", ["0F0,0F1,0B1,0B0", "0F1,0F0,0I0,0I1,0W0,0W1"])

@@ -10,6 +10,7 @@ import pytest
 from megatron_ext.schedule.build.registry import Choice, choose, entries
 from megatron_ext.schedule.problem import Extras, Offload, Recompute, VocabularyParallel
 from megatron_ext.schedule.slices import Slices
+from tests.helpers.accepting import accepts
 from tests.helpers.documents import check_written, table
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
@@ -226,7 +227,9 @@ def test_post_validation_refuses_what_waits(schedule: str, setting: dict[str, ob
 def test_post_validation_takes_what_does_not_wait(setting: dict[str, object]) -> None:
     sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     settings = SimpleNamespace(**sizes, transformer_impl="local", **setting)
-    refuse(settings, choose("zb-v"), Extras(post_validation=True))
+    assert accepts(refuse, settings, choose("zb-v"), Extras(post_validation=True))
+    settings.log_params_norm = True
+    assert not accepts(refuse, settings, choose("zb-v"), Extras(post_validation=True))
 
 
 def test_sequences_are_divided_beside_all_of_ours() -> None:
@@ -238,7 +241,9 @@ def test_sequences_are_divided_beside_all_of_ours() -> None:
         Extras(vocab_parallel=VocabularyParallel.TWO, activation_offload=Offload.FULL),
         Extras(post_validation=True),
     ):
-        refuse(settings, choose("zb-v"), extras)
+        assert accepts(refuse, settings, choose("zb-v"), extras)
+        unsupported = SimpleNamespace(**vars(settings), hybrid_context_parallel=True)
+        assert not accepts(refuse, unsupported, choose("zb-v"), extras)
 
 
 def test_slices_of_ranks_that_share_sequences_look_no_further_ahead() -> None:

@@ -62,6 +62,7 @@ from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Extras, Problem
 from megatron_ext.schedule.slices import Slices
 from tests.helpers import context_parallel
+from tests.helpers.accepting import accepts
 from tests.helpers.combinations import at_night, nightly
 from tests.helpers.latent_attention import Attention
 from tests.helpers.ranks import run_ranks, values
@@ -647,8 +648,10 @@ def attention(core: type[torch.nn.Module]) -> torch.nn.Module:
 
 
 def test_a_model_of_known_parts_is_taken() -> None:
-    refuse_unknown([chunk_of(GPTModel, attention(DotProductAttention))])
-    refuse_unknown([chunk_of(GPTModel, IdentityOp())])
+    known = chunk_of(GPTModel, attention(DotProductAttention))
+    assert accepts(refuse_unknown, [known])
+    assert accepts(refuse_unknown, [chunk_of(GPTModel, IdentityOp())])
+    assert not accepts(refuse_unknown, [known, chunk_of(GPTModel, attention(OtherAttention))])
 
 
 def test_what_predicts_further_tokens_is_looked_at_too() -> None:

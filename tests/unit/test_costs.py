@@ -22,7 +22,7 @@ from megatron_ext.schedule.costs_text import (
     parse_costs,
     save_costs,
 )
-from megatron_ext.schedule.kinds import Held
+from megatron_ext.schedule.kinds import RULES, Cost, Held, Lane, Where
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
 from megatron_ext.schedule.placement import Placement, line
 from megatron_ext.schedule.problem import Problem, VocabularyParallel
@@ -77,6 +77,21 @@ def test_costs_read_back_what_they_print(seed: int) -> None:
 def test_cost_of_an_action(action: str, cost: float) -> None:
     costs = Costs(PassCosts({F: (1, 2), I: (10, 20), W: (100, 200)}), LinkCosts(7))
     assert costs.of(parse(action)) == cost
+
+
+def test_every_kind_has_a_cost_that_fits_its_lane() -> None:
+    """A pass whose rule says nothing would take no time."""
+    own = {
+        Lane.COMPUTE: {Cost.PASS, Cost.REPEATED_PASS},
+        Lane.SEND: {Cost.HOP},
+        Lane.COLLECTIVE: {Cost.COLLECTIVE},
+        Lane.TO_HOST: {Cost.COPY},
+        Lane.FROM_HOST: {Cost.COPY},
+    }
+    for rule in RULES.values():
+        free = rule.where is Where.RANK or rule.lane in (Lane.WAIT, Lane.RECEIVE)
+        assert rule.cost in ({Cost.NOTHING} if free else own[rule.lane]), rule.kind
+        assert (rule.cost is Cost.REPEATED_PASS) == (rule.repeats is not None)
 
 
 def test_costs_of_a_whole_rank() -> None:

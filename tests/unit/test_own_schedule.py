@@ -142,7 +142,8 @@ def test_a_file_is_imported_once_and_does_not_join_ours(tmp_path: Path) -> None:
 def test_two_files_may_use_one_name(tmp_path: Path) -> None:
     for name in ("one.py", "two.py"):
         (tmp_path / name).write_text(EXAMPLES["my_schedule.py"])
-        choose(str(tmp_path / name)).build(line_problem(2, 2))
+        assert choose(str(tmp_path / name)).build(line_problem(2, 2)).name == "eager-1f1b"
+    assert choose(str(tmp_path / "one.py")).build is not choose(str(tmp_path / "two.py")).build
 
 
 def test_a_file_that_has_been_put_right_is_read_again(tmp_path: Path) -> None:

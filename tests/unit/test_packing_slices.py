@@ -49,11 +49,11 @@ def brief(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def costs_of_slices(random: Random, placement: Placement) -> Costs:
     costs = random_costs(random, placement)
+    attention = tuple(random.uniform(0, 0.6) for _ in range(placement.stages))
+    costs = costs.with_links(latency=costs.links.hop * random.random())
     assert costs.held_bytes is not None
-    return costs.with_slices(
-        attention=tuple(random.uniform(0, 0.6) for _ in range(placement.stages)),
-        keys_values=tuple(held * random.random() for held in costs.held_bytes[Held.ACTIVATION]),
-    ).with_links(latency=costs.links.hop * random.random())
+    keys_values = tuple(held * random.random() for held in costs.held_bytes[Held.ACTIVATION])
+    return costs.with_slices(attention=attention, keys_values=keys_values)
 
 
 def random_problem(random: Random, place: Place, p: int, m: int, k: int) -> Problem:

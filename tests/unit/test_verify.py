@@ -425,7 +425,9 @@ def test_an_evaluation_with_a_rank_far_ahead() -> None:
     )
     costs = random_costs(Random(0), schedule.placement)
     problem = Problem(schedule.placement, m, costs, forward_only=True)
-    prove(with_messages(schedule, problem), problem)
+    proved = prove(with_messages(schedule, problem), problem)
+    assert proved.schedule.compute_rows == schedule.rows
+    assert runs_to_end(proved.schedule, problem)
 
 
 def verdict(schedule: Schedule, problem: Problem) -> str:

@@ -230,7 +230,8 @@ def _trials(problem: Problem, memory: Memory, by_span: bool) -> Iterator[TimedOr
     affordable = max(_ACTIONS // (3 * p * m), 2)
     seconds = problem.costs.seconds
     forward, gradient = max(seconds[Kind.FORWARD]), max(seconds[Kind.BACKWARD_INPUT])
-    # Of a slice, a message takes the latency and its share of the rest.
+    # Of a slice, a message takes the latency and its share of the rest. The mean of the links
+    # serves: it is where trials begin, and each trial is timed with the hop of each link.
     hop = slices * problem.costs.hop_of(problem.forwards[0])
     # As many forwards as fit in before the first gradient comes back; published leads after that.
     there_and_back = (forward + gradient + 2 * hop) / forward if forward else m

@@ -22,7 +22,7 @@ from megatron_ext.schedule.kinds import (
     Where,
 )
 from megatron_ext.schedule.limit import MemoryLimit, fits
-from megatron_ext.schedule.problem import P2P, Offload, Problem, VocabularyParallel
+from megatron_ext.schedule.problem import P2P, Extras, Problem
 from megatron_ext.schedule.program.graph import (
     Device,
     Graph,
@@ -299,31 +299,22 @@ def _is_asked_for(kind: Kind, stage: int, problem: Problem) -> bool:
 
 def _belongs(kind: Kind, stage: int, problem: Problem) -> bool:
     """Whether ``kind`` is found on ``stage`` in a schedule for ``problem``."""
-    where = RULES[kind].where
-    if where is Where.RANK:
-        if not problem.extras.post_validation or problem.forward_only:
-            return False
-    elif where is not Where.STAGE and problem.extras.vocab_parallel is VocabularyParallel.NONE:
-        return False
-    if RULES[kind].all_or_none is not None and problem.extras.activation_offload is Offload.NONE:
+    option = RULES[kind].option
+    if option and not problem.extras.requests(option):
         return False
     return has_place(kind, stage, problem.placement, problem.forward_only, problem.first_trained)
 
 
 def _why_not(kind: Kind, stage: int, problem: Problem) -> str:
     rule = RULES[kind]
-    if rule.all_or_none is not None:
-        return "belongs to offload, which is not asked for"
-    if rule.where is Where.RANK and not problem.extras.post_validation:
-        return "belongs to post-validation, which is not asked for"
+    if rule.option and not problem.extras.requests(rule.option):
+        return f"belongs to {Extras.name_of(rule.option)}, which is not asked for"
     if problem.forward_only and not rule.in_evaluation:
         return "has no place in an evaluation"
     if problem.first_trained and has_place(kind, stage, problem.placement):
         return f"has no place, as nothing before stage {problem.first_trained} is trained"
     if rule.neighbour is not None:
         return "has no other rank to talk to"
-    if problem.extras.vocab_parallel is VocabularyParallel.NONE:
-        return "belongs to vocabulary parallelism, which is not asked for"
     return f"is on a stage that is not {rule.where.value}"
 
 

@@ -23,31 +23,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's palette (2008): told apart with any colour vision.
-COLOURS = {
-    Kind.FORWARD: "#56B4E9",
-    Kind.BACKWARD_INPUT: "#E69F00",
-    Kind.BACKWARD_WEIGHT: "#009E73",
-    Kind.FULL_BACKWARD: "#F0A860",
-    Kind.RECOMPUTE: "#A9DBF5",
-    Kind.LOGITS: "#CC79A7",
-    Kind.LOGITS_INPUT: "#D55E00",
-    Kind.LOGITS_WEIGHT: "#0072B2",
-    Kind.LOSS: "#000000",
-    Kind.EMBEDDING: "#F0E442",
-    Kind.EMBEDDING_WEIGHT: "#A6A044",
-}
-SHORTER = {  # names for the legend, shorter than those in the table of kinds
-    Kind.FULL_BACKWARD: "backward (I and W)",
-    Kind.LOGITS_INPUT: "their input gradient",
-    Kind.LOGITS_WEIGHT: "their weight gradient",
-    Kind.EMBEDDING: "embedding shard",
-    Kind.EMBEDDING_WEIGHT: "its gradient",
-}
-MARKS = {Kind.STEP: ("v", "optimizer step"), Kind.SETTLE: ("o", "verdict on the last step")}
+COLOURS = {kind: RULES[kind].colour for kind in Kind if RULES[kind].lane is Lane.COMPUTE}
+MARKS = {kind: rule.mark for kind, rule in RULES.items() if rule.mark}
 PALER = 0.45
-_COMPUTE = {kind for kind, rule in RULES.items() if rule.lane is Lane.COMPUTE}
-COLOURS |= dict.fromkeys(sorted(_COMPUTE - COLOURS.keys()), "#999999")  # grey: not chosen yet
 BUBBLE = "#E8E8E8"
 
 WIDTH = 12  # of the timelines' figure, in inches
@@ -202,7 +180,7 @@ def _draw_passes(axes: Axes, run: Sequence[Timeline], readable: float, measure: 
             hatch="///" if in_later_chunk else None,
         )
     for kind, points in marks.items():
-        marker = MARKS[kind][0]
+        marker = MARKS[kind]
         axes.plot(*np.transpose(points), marker, color="black", markersize=4, clip_on=False)
     axes.set_yticks(range(len(schedule.rows)), [f"rank {r}" for r in range(len(schedule.rows))])
     axes.set_ylim(len(schedule.rows) - 0.5, -0.5)
@@ -277,13 +255,21 @@ def _legend(used: set[Kind]) -> list[Any]:
     from matplotlib.patches import Patch
 
     kinds = [
-        Patch(color=colour, label=f"{kind}  {SHORTER.get(kind, RULES[kind].does)}")
+        Patch(color=colour, label=f"{kind}  {RULES[kind].label}")
         for kind, colour in COLOURS.items()
         if kind in used
     ]
     marks = [
-        Line2D([], [], marker=marker, label=label, color="black", linestyle="none", markersize=4)
-        for kind, (marker, label) in MARKS.items()
+        Line2D(
+            [],
+            [],
+            marker=marker,
+            label=RULES[kind].label,
+            color="black",
+            linestyle="none",
+            markersize=4,
+        )
+        for kind, marker in MARKS.items()
         if kind in used
     ]
     return [*kinds, Patch(color=BUBBLE, label="bubble"), *marks]

@@ -120,7 +120,8 @@ def _vocabulary_times(
     """The vocabulary's kinds and when they start.
 
     SI comes halfway between S and the last stage's backward pass, SW half an interval later. (No
-    other place that was tried is shorter by more than one part in a hundred.)
+    other place that was tried is shorter by more than one part in a hundred.) The broadcast before
+    S spans all links, and takes the mean of their hops, as every collective does (`Costs.of`).
     """
     last = placement.last
     embeddings = starts[0, Kind.FORWARD, microbatch] - interval

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.kinds import RULES
-from megatron_ext.schedule.show.draw import COLOURS, MARKS
+from megatron_ext.schedule.show.draw import COLOURS
 from megatron_ext.schedule.show.page.boxes import LEFT_OUT
 from megatron_ext.schedule.show.page.run import MOST_PASSES, REDUCTION, Run, cut_to_fit
 from megatron_ext.schedule.text_file import write_text_file
@@ -114,9 +114,9 @@ def _looks() -> Mapping[str, dict[str, Any]]:
     for kind, rule in RULES.items():
         _, _, of = kind.rpartition("_")  # what a message or a copy is of has its colour
         colour = COLOURS.get(Kind(of), _OTHERS) if of in set(Kind) else _OTHERS
-        does = MARKS[kind][1] if kind in MARKS else rule.does
+        does = rule.label if rule.mark else rule.does
         looks[kind.value] = _look(
-            kind.value, does, f"{kind}  {does}", colour, is_mark=kind in MARKS
+            kind.value, does, f"{kind}  {does}", colour, is_mark=bool(rule.mark)
         )
     for name, does, colour in (
         (REDUCTION, "reduction of a stage's gradients", COLOURS[Kind.BACKWARD_WEIGHT]),
