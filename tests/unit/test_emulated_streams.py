@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -122,6 +123,23 @@ def test_an_event_that_nobody_has_recorded(cuda: Emulated) -> None:
     cuda.Event().wait()
     (found,) = cuda.found
     assert found.startswith("an event is waited for before it is recorded, in no pass")
+
+
+@pytest.mark.parametrize("foreign", ["a mock", "of another device"])
+def test_a_stream_of_another_device_is_refused(cuda: Emulated, foreign: str) -> None:
+    """Megatron's dispatcher of tokens remembers its stream in a class. An earlier test of the same
+    process had built a model under a mock of `torch.cuda.Stream`. The mock's waits did nothing, and
+    as an index it stood for stream 1: there were findings which were none, and others got lost."""
+    stream = mock.MagicMock() if foreign == "a mock" else cuda_names(Device())["Stream"]()
+    for use in (
+        lambda: cuda.stream(stream),
+        lambda: cuda.set_stream(stream),
+        lambda: cuda.main.wait_stream(stream),
+        lambda: cuda.main.record_event().wait(stream),
+        lambda: cuda.device.record_stream(torch.ones(2), stream),
+    ):
+        with pytest.raises(AssertionError, match="is not a stream of this emulated device"):
+            use()
 
 
 def used_elsewhere(cuda: Emulated) -> tuple[Tensor, Any]:
