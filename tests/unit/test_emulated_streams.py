@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -370,6 +371,26 @@ def test_memory_of_a_message(waits: bool) -> None:
 
     for found in on_two_ranks(run):
         assert not found if waits else "is allocated again" in found[0]
+
+
+def test_operations_count_while_another_thread_is_in_gloo(cuda: Emulated) -> None:
+    """A thread that passed post-validation's verdict on hid what the passes did meanwhile, or all
+    that they did from then on."""
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def call() -> None:
+        has_begun.set()
+        may_end.wait()
+
+    thread = threading.Thread(target=cuda.groups.call, args=[call])
+    thread.start()
+    has_begun.wait()
+    x = torch.ones(2)
+    may_end.set()
+    thread.join()
+    with cuda.stream(cuda.Stream()):
+        x.sum()
+    assert len(cuda.found) == 1
 
 
 def test_the_root_of_a_broadcast_only_reads() -> None:

@@ -11,6 +11,8 @@ What it misses:
   post-validation's snapshot to the host, the host's waits for a pass some passes ago.
 - Memory in cycles of references is never given back: the garbage collector is off, as its moments
   depend on all that the process has done before.
+- Tensors of a collective that gloo is the last to refer to are given back by a thread of gloo's,
+  somewhat later than on a GPU. More may be ordered then: a finding may be missed, none is invented.
 - It follows one order of the host, in which what happens to be ordered counts as ordered. It says
   nothing of deadlocks: for those see the other modes of `tests.helpers.adversary`.
 
