@@ -164,6 +164,8 @@ class _FlashAttention(torch.autograd.Function):
 
 
 class FlashAttention(nn.Module):
+    """Stand-in for fused attention: the scores, which local attention saves, are not made."""
+
     def __init__(self, *unused: Any, **more: Any) -> None:
         super().__init__()
 
@@ -186,6 +188,8 @@ class _Norm(torch.autograd.Function):
 
 
 class Norm(nn.Module):
+    """Stand-in for a fused norm, which saves its input and a figure for each token."""
+
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **more: Any) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
