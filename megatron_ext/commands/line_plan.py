@@ -191,12 +191,18 @@ def _print_flags(flags: Sequence[str], dropped: Sequence[str], purpose: str = ""
 
 
 def _beside_memory(made: LinePlan) -> str:
+    measured_by = (
+        "on a GPU --pipeline-trace and --pipeline-costs profile do: --trace DIR, --costs FILE"
+    )
     if made.reserved is None:
         return (
-            "beside that comes what the allocator reserves and does not hand out: not measured "
-            "(on a GPU --pipeline-trace and --pipeline-costs profile do: --trace DIR, --costs FILE)"
+            f"beside that comes what the allocator reserves and does not hand out: not measured "
+            f"({measured_by})"
         )
-    return f"beside that the allocator reserves {bytes_text(made.reserved)}, for which room is left"
+    text = f"beside that the allocator reserves {bytes_text(made.reserved)}, for which room is left"
+    if made.is_reserve_modelled:
+        return f"{text}: by a model of it, not measured ({measured_by})"
+    return text
 
 
 def _comparison(made: LinePlan) -> str:

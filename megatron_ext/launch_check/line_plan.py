@@ -23,7 +23,7 @@ from megatron_ext.patches.engine import PatchError
 from megatron_ext.schedule.build.registry import Mark
 from megatron_ext.schedule.model.assumptions import assumptions
 from megatron_ext.schedule.model.description import describe
-from megatron_ext.schedule.model.gpus import USABLE, Gpu
+from megatron_ext.schedule.model.gpus import RESERVED_SHARE, USABLE, Gpu
 from megatron_ext.schedule.model.measured.file import MeasuredFile, load_measured
 from megatron_ext.schedule.plan.candidate import Candidate, Plan, VocabMethod
 from megatron_ext.schedule.plan.curves import Curves, curves_of
@@ -83,7 +83,8 @@ class LinePlan:
         layouts: what others than the line's would gain; None where that cannot be told.
         is_measured: whether costs are measured ones, per layer type.
         reserved: bytes that the allocator reserves beyond what is allocated, for which room is
-            left; None: not measured.
+            left; None: not known.
+        is_reserve_modelled: whether ``reserved`` is a model's figure, and not measured.
         curves: None where nobody asked for them, or nothing fits.
         other_pairs: the line with its passes in pairs, or without; None where experts send nothing.
         long_sequences: what can be done about sequences; None where they are short.
@@ -102,6 +103,7 @@ class LinePlan:
     layouts: LaidOut | None = None
     is_measured: bool = False
     reserved: float | None = None
+    is_reserve_modelled: bool = False
     curves: Curves | None = None
     other_pairs: OtherPairs | None = None
     long_sequences: LongSequences | None = None
@@ -136,6 +138,7 @@ class LinePlan:
             "layouts": self.layouts and self.layouts.as_data(),
             "is_measured": self.is_measured,
             "reserved": self.reserved,
+            "is_reserve_modelled": self.is_reserve_modelled,
             "other_pairs": self.other_pairs and self.other_pairs.as_data(),
             "long_sequences": self.long_sequences and self.long_sequences.as_data(),
         }
@@ -151,7 +154,7 @@ class ReadLine:
         room: bytes that a rank may take; None: not known.
         remarks: what was assumed.
         measured: costs per layer type, by which it is estimated; None: they are not measured.
-        reserved: as of `LinePlan`.
+        reserved, is_reserve_modelled: as of `LinePlan`.
         costs: words for the file of these, where the line does not name it.
     """
 
@@ -161,6 +164,7 @@ class ReadLine:
     remarks: tuple[str, ...]
     measured: MeasuredFile | None = None
     reserved: float | None = None
+    is_reserve_modelled: bool = False
     costs: tuple[str, ...] = ()
 
     @property
@@ -262,14 +266,26 @@ def _read(asked: Asked, args: Any, launch_line: Any) -> ReadLine:
     reserved = asked.reserved
     if reserved is None and measured is not None:
         reserved = measured.reserved
-    room = None
+    room, is_reserve_modelled = None, False
     if asked.gpu is not None and asked.gpu.memory is not None:
-        room = USABLE * asked.gpu.memory - (reserved or 0.0)
+        usable = USABLE * asked.gpu.memory
+        if reserved is None:
+            reserved, is_reserve_modelled = usable - usable / (1 + RESERVED_SHARE), True
+        room = usable - reserved
     validated, _ = variants.validated(own, VocabMethod.NAIVE)  # Megatron's refusal comes alone
     remarks += _on_costs(validated, given, measured)
     is_written = measured is None or str(given.costs) in words
     costs = () if is_written else (flag("costs"), str(given.costs))
-    return ReadLine(variants, validated, room, tuple(remarks), measured, reserved, costs)
+    return ReadLine(
+        variants,
+        validated,
+        room,
+        tuple(remarks),
+        measured,
+        reserved,
+        is_reserve_modelled,
+        costs,
+    )
 
 
 def _plan(read: ReadLine, *, with_curves: bool) -> LinePlan:
@@ -293,6 +309,7 @@ def _plan(read: ReadLine, *, with_curves: bool) -> LinePlan:
         layouts=layouts,
         is_measured=measured is not None,
         reserved=read.reserved,
+        is_reserve_modelled=read.is_reserve_modelled,
     )
     made = replace(made, long_sequences=_long_sequences(read, made))
     if plan.best is None:

@@ -19,6 +19,8 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_mtp_block_spec,
 )
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.training.arguments import core_transformer_config_from_args
 from torch import nn
@@ -67,6 +69,9 @@ def chunks_of(args: Any) -> list[GPTModel]:
         torch.device("meta"),
         mock.patch("torch.cuda.current_device", lambda: "meta"),
         mock.patch("torch.cuda.Stream"),
+        # Classes remember the first stream: one that is a mock would outlive this block.
+        mock.patch.object(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", None),
+        mock.patch.object(SharedExpertMLP, "stream", None),
         mock.patch("torch.Tensor.cuda", lambda tensor: tensor),
     ):
         return [

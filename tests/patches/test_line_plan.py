@@ -34,7 +34,7 @@ from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.costs_text import save_costs
 from megatron_ext.schedule.model.description import describe
 from megatron_ext.schedule.model.estimate import estimate
-from megatron_ext.schedule.model.gpus import GPUS, parse_gpu
+from megatron_ext.schedule.model.gpus import GPUS, RESERVED_SHARE, USABLE, parse_gpu
 from megatron_ext.schedule.model.measured.file import as_data
 from megatron_ext.schedule.model.measured.layer_costs import Basis, layer_costs
 from megatron_ext.schedule.model.measured.scale import Measured, Scale
@@ -218,7 +218,7 @@ def test_a_line_is_planned_by_what_was_measured_per_layer_type(tmp_path: Path) -
     assert plan.is_measured and not estimated.is_measured
     assert plan.own == "1f1b" and plan.of_line is not None and estimated.of_line is not None
     assert plan.flags[-2:] == ("--pipeline-costs", str(path))
-    assert plan.reserved == 5 * 2**30
+    assert plan.reserved == 5 * 2**30 and not plan.is_reserve_modelled
     assert any("by layer type (measured: here)" in remark for remark in plan.remarks)
     assert plan.of_line.step > 1.5 * estimated.of_line.step
 
@@ -234,6 +234,24 @@ def test_half_a_line_is_planned_by_them_too(tmp_path: Path) -> None:
     words = ("--gpu", "h100", "--half-pipeline", "--costs", str(path), "--world-size", "4")
     output = command(*words, "--", str(SCRIPT), *line_of_four.arguments).output
     assert "times are in the unit of --costs" in output
+
+
+def test_room_is_left_for_what_a_model_says_of_the_allocator() -> None:
+    """Nothing was left without a trace. On this GPU the first choice fits only if its allocator
+    reserves nothing besides."""
+    asked = Asked(launch())
+    without = plan_line(asked)
+    assert without.reserved is None and without.plan.best is not None
+    fullest = without.plan.best.fullest
+    assert fullest is not None
+    usable = (1 + RESERVED_SHARE / 2) * fullest
+    gpu = replace(parse_gpu("h100"), memory=usable / USABLE)
+    plan = plan_line(replace(asked, gpu=gpu))
+    assert plan.is_reserve_modelled and plan.reserved is not None
+    assert plan.reserved == pytest.approx(RESERVED_SHARE * (usable - plan.reserved))
+    best = plan.plan.best
+    assert best is not None and best.fullest is not None and best.fullest < fullest
+    assert best.fullest + plan.reserved <= usable
 
 
 def test_room_is_left_for_what_a_trace_has_measured_of_the_allocator(tmp_path: Path) -> None:
@@ -254,7 +272,7 @@ def test_room_is_left_for_what_a_trace_has_measured_of_the_allocator(tmp_path: P
         re.findall(r"--pipeline-memory-limit [\d.]+([MG])iB", text) for text in (output, without)
     ]
     assert limits == [["M"], ["G"]]
-    assert "--trace DIR" in without
+    assert "--trace DIR" in without and "by a model of it, not measured" in without
     TraceFile(tmp_path / "cpu.json").add(step)
     on_cpu = command(*words, "--trace", str(tmp_path / "cpu.json"), *line_of_two)
     assert on_cpu.exit_code == 2 and "a trace that is made on GPUs does" in on_cpu.output
@@ -281,7 +299,7 @@ def test_a_line_that_fits_nowhere_says_what_would_have_to_give() -> None:
 
 def test_what_does_not_fit_is_made_again_where_a_launch_would_take_that() -> None:
     """Only offload was tried for a line, though 1F1B and zb-h1 fit once half is made again."""
-    small = "operations=400e12,bytes=40e9,memory=2.2GiB"
+    small = "operations=400e12,bytes=40e9,memory=2.376GiB"  # 2.2 without the allocator's share
     plan = made(small)
     best = plan.plan.best
     assert best is not None and best.report.recompute == "fit" and best.report.made_again > 0

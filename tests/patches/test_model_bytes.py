@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 from megatron.core import num_microbatches_calculator
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from megatron_ext.adapter import model_bytes
 from megatron_ext.adapter.dimensions import execution
@@ -174,6 +176,17 @@ def assert_to_the_byte(args: Any) -> None:
 def test_to_the_byte(name: str) -> None:
     flags = BASE | (SETTINGS | MORE)[name]
     assert_to_the_byte(validated(launch_line.parse(model_flags(**flags)), 8, 1000))
+
+
+def test_models_leave_no_streams_behind() -> None:
+    """Megatron's classes remember a stream for all later models of the process. The mocks in place
+    of these streams stayed, and disturbed trainings on emulated streams that were forked later."""
+    flags = BASE | EXPERTS | {"moe_shared_expert_overlap": True}
+    args = validated(launch_line.parse(model_flags(**flags)), 8, 1000)
+    with meta_models.fake_ranks(args, 0):
+        assert meta_models.chunks_of(args)
+    assert MoEAlltoAllTokenDispatcher.cuda_dtoh_stream is None
+    assert SharedExpertMLP.stream is None
 
 
 # Real dimensions, on so many pipeline, tensor- and expert-parallel ranks.

@@ -17,7 +17,7 @@ from megatron_ext.runtime.host.copies import _Event
 from tests.helpers.combinations import IS_NIGHT
 from tests.helpers.streams.cases import AT_NIGHT, CASES, night_cases
 from tests.helpers.streams.engine import TELLS_OF_NODES
-from tests.helpers.streams.faults import sites
+from tests.helpers.streams.faults import HOST_WAITS, calls, sites
 from tests.helpers.streams.findings import FOUND
 from tests.stream_faults import UNSEEN, seen
 
@@ -52,11 +52,13 @@ def test_memory_of_offloaded_storages() -> None:
 
 
 def test_each_wait_that_is_not_seen_is_there() -> None:
-    """The list of those that no case needs stays true while the code moves."""
+    """The lists of those that no case needs stay true while the code moves. Of the waits of streams
+    at least 90 % are for a case to find."""
     names = [str(site) for site in sites()]
     assert set(UNSEEN) <= set(names)
     assert len(set(names)) == len(names)
-    assert len(UNSEEN) < len(names) / 2
+    assert len(UNSEEN) <= len(names) / 10
+    assert set(HOST_WAITS) <= {(call.file, call.function) for call in calls()}
 
 
 def test_faults_can_be_seeded() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -122,6 +124,23 @@ def test_an_event_that_nobody_has_recorded(cuda: Emulated) -> None:
     cuda.Event().wait()
     (found,) = cuda.found
     assert found.startswith("an event is waited for before it is recorded, in no pass")
+
+
+@pytest.mark.parametrize("foreign", ["a mock", "of another device"])
+def test_a_stream_of_another_device_is_refused(cuda: Emulated, foreign: str) -> None:
+    """Megatron's dispatcher of tokens remembers its stream in a class. An earlier test of the same
+    process had built a model under a mock of `torch.cuda.Stream`. The mock's waits did nothing, and
+    as an index it stood for stream 1: there were findings which were none, and others got lost."""
+    stream = mock.MagicMock() if foreign == "a mock" else cuda_names(Device())["Stream"]()
+    for use in (
+        lambda: cuda.stream(stream),
+        lambda: cuda.set_stream(stream),
+        lambda: cuda.main.wait_stream(stream),
+        lambda: cuda.main.record_event().wait(stream),
+        lambda: cuda.device.record_stream(torch.ones(2), stream),
+    ):
+        with pytest.raises(AssertionError, match="is not a stream of this emulated device"):
+            use()
 
 
 def used_elsewhere(cuda: Emulated) -> tuple[Tensor, Any]:
@@ -352,6 +371,26 @@ def test_memory_of_a_message(waits: bool) -> None:
 
     for found in on_two_ranks(run):
         assert not found if waits else "is allocated again" in found[0]
+
+
+def test_operations_count_while_another_thread_is_in_gloo(cuda: Emulated) -> None:
+    """A thread that passed post-validation's verdict on hid what the passes did meanwhile, or all
+    that they did from then on."""
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def call() -> None:
+        has_begun.set()
+        may_end.wait()
+
+    thread = threading.Thread(target=cuda.groups.call, args=[call])
+    thread.start()
+    has_begun.wait()
+    x = torch.ones(2)
+    may_end.set()
+    thread.join()
+    with cuda.stream(cuda.Stream()):
+        x.sum()
+    assert len(cuda.found) == 1
 
 
 def test_the_root_of_a_broadcast_only_reads() -> None:

@@ -145,6 +145,9 @@ class Gpu:
 
 GPUS = {name: Gpu(sheet.memory, sheet) for name, sheet in DATA_SHEETS.items()}
 USABLE = 0.9  # of the memory; the rest is left to CUDA, NCCL and temporaries
+# What torch's allocator reserves beyond what it hands out, as a share of that: by a model of it,
+# not measured (a table in docs/estimated-costs.md, made by `python -m scripts.fragmentation`).
+RESERVED_SHARE = 0.08
 _EXAMPLE = (
     f"write one of {', '.join(GPUS)}, or what yours reaches: operations=400e12,bytes=40e9,"
     f"memory=80GiB (floating-point operations and bytes of messages per second), and host=25e9, "

@@ -61,7 +61,18 @@ class Device:
 
     def record_stream(self, tensor: Tensor, stream: Any) -> None:
         """`Tensor.record_stream`."""
-        self.storages.record_stream(tensor, stream.number)
+        self.storages.record_stream(tensor, self.number_of(stream))
+
+    def number_of(self, stream: Any) -> int:
+        """Return the number of ``stream``; fails if it is none of this device's streams.
+
+        A class may remember a stream of an earlier device, or a mock of one: its waits would be
+        lost in silence.
+        """
+        assert isinstance(stream, EmulatedStream) and stream.device is self, (
+            f"{stream!r} is not a stream of this emulated device"
+        )
+        return stream.number
 
 
 class EmulatedStream:
@@ -89,7 +100,7 @@ class EmulatedStream:
         return hash(self.number)
 
     def wait_stream(self, other: EmulatedStream) -> None:
-        self.device.wait_stream(self.number, other.number)
+        self.device.wait_stream(self.number, self.device.number_of(other))
 
     def wait_event(self, event: EmulatedEvent) -> None:
         event.wait(self)
@@ -139,7 +150,7 @@ class EmulatedEvent:
         return 0.0
 
     def _number(self, stream: EmulatedStream | None) -> int:
-        return self.device.current if stream is None else stream.number
+        return self.device.current if stream is None else self.device.number_of(stream)
 
 
 def cuda_names(device: Device) -> dict[str, Any]:
@@ -149,10 +160,10 @@ def cuda_names(device: Device) -> dict[str, Any]:
     stream_type: Any = type("Stream", (EmulatedStream,), own)
 
     def stream(chosen: EmulatedStream | None) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if chosen is None else device.on(chosen.number)
+        return contextlib.nullcontext() if chosen is None else device.on(device.number_of(chosen))
 
     def set_stream(chosen: EmulatedStream) -> None:
-        device.current = chosen.number
+        device.current = device.number_of(chosen)
 
     return {
         "Stream": stream_type,

@@ -29,7 +29,7 @@ class Findings:
 
     def check(self, at_least: int) -> None:
         """Raise an AssertionError for any finding, and for fewer crossings than ``at_least``."""
-        texts = [f"{times} x {text}" for text, times in self.found.most_common(20)]
+        texts = [f"{times} x {text}" for text, times in self.found.most_common()]
         assert not texts, f"{len(self.found)} {FOUND}:\n" + "\n".join(texts)
         seen = self.crossings.total()
         assert seen >= at_least, (

@@ -13,6 +13,7 @@ Groups of hosts have no streams: gloo's, made for tensors of the host.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -127,7 +128,12 @@ class EmulatedGroups:
         self.device = device
         self._streams: dict[tuple[str, str], int] = {}
         self._of_hosts: set[str] = set()
-        self.is_calling = False  # gloo is, whose own operations on tensors are no GPU's
+        self._threads = threading.local()
+
+    @property
+    def is_calling(self) -> bool:
+        """Whether this thread is in gloo, whose own operations on tensors are no GPU's."""
+        return getattr(self._threads, "is_calling", False)
 
     def methods(self) -> dict[str, Callable[..., Any]]:
         """Return what stands in for the methods of `ProcessGroup`."""
@@ -190,11 +196,11 @@ class EmulatedGroups:
         return end
 
     def call(self, method: Callable[..., Any], *args: Any, **more: Any) -> Any:
-        before, self.is_calling = self.is_calling, True
+        before, self._threads.is_calling = self.is_calling, True
         try:
             return method(*args, **more)
         finally:
-            self.is_calling = before
+            self._threads.is_calling = before
 
     def _stream(self, group: Any, peer: str) -> int:
         key = group.group_name, peer
