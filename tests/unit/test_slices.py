@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from megatron_ext.cli import app
 from megatron_ext.schedule.action import Action, Kind, Slice, even_ends, parse
 from megatron_ext.schedule.build.build import build_program, complete
-from megatron_ext.schedule.build.exchange import Exchange, exchange
+from megatron_ext.schedule.build.exchange import exchange
 from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.costs_text import format_costs, load_costs, parse_costs, save_costs
 from megatron_ext.schedule.kinds import Held
@@ -647,12 +647,6 @@ def test_the_command_of_the_page(name: str) -> None:
 # ---- Attention that ranks exchange
 
 
-def evened_out(spec: str, p: int, m: int, k: int, group: int, **more: Any) -> Exchange:
-    problem = problem_for(spec, p, m, k, "f=1,i=1,w=1,comm=0.2,latency=0.1,attention=0.3")
-    known = replace(problem.costs, **more)
-    return exchange(choose(spec), replace(problem, costs=known), group)
-
-
 def test_an_exchange_takes_as_long_as_balanced_lengths_and_sends_bytes() -> None:
     """Of p = k = 8 slices four are above the mean, by 0.5 to 3.5 tiles of 8: half of the queries
     and all keys and values go there and back."""
@@ -666,7 +660,10 @@ def test_an_exchange_takes_as_long_as_balanced_lengths_and_sends_bytes() -> None
 
 def test_what_an_exchange_sends_in_bytes() -> None:
     """Of p = k = 4 slices two are above the mean, by 0.5 and 1.5 tiles of 4."""
-    known = evened_out("slimpipe", 4, 2, 4, 2, keys_values=(8.0,) * 8, message_bytes=64.0)
+    costs = "f=1,i=1,w=1,comm=0.2,latency=0.1,attention=0.3"
+    problem = problem_for("slimpipe", 4, 2, 4, costs)
+    told = problem.costs.with_slices(keys_values=(8.0,) * 8).with_links(message_bytes=64.0)
+    known = exchange(choose("slimpipe"), replace(problem, costs=told), group=2)
     sent = 2 * 16 * (5 * 2 / 2 * 2 / 4 + 3 * 2 / 4)  # microbatches, keys and values of a rank
     assert known.in_bytes and known.sent == pytest.approx((sent,) * 4)
     assert known.seconds == pytest.approx(sent / 64 * 0.1)
