@@ -234,8 +234,8 @@ FAULTS = (
     ),
     Fault(
         "a-head-that-is-looked-up-waits",
-        f"{ADAPTER}/programs.py",
-        "return with_input_gradient(costs) if per_stage[-1].head_is_looked_up else costs",
+        f"{ADAPTER}/job.py",
+        "return with_input_gradient(costs) if job.is_looked_up else costs",
         "return costs",
         (PREDICTION,),
     ),

@@ -121,7 +121,7 @@ def of_arguments(args: Any, placement: Placement, stages: Sequence[Stage] | None
         args.context_parallel_size,
         args.world_size,
         stride,
-        is_looked_up=bool(args.mtp_num_layers) and is_tied,
+        is_looked_up=is_tied and (args.mtp_num_layers or 0) > 0,
     )
 
 
