@@ -139,8 +139,9 @@ def _unknown_variables(env: Mapping[str, str]) -> list[str]:
 def _meant(name: str) -> str:
     """Return the question whether another variable is meant by ``name``; empty if none is like
     it."""
-    meant = meant_by(name, map(variable, _settings()))
-    return f"did you mean {' or '.join(meant)}?" if meant else ""
+    # Without the prefix, by which every name of ours resembles every other.
+    meant = meant_by(name.removeprefix(VARIABLES), _settings())
+    return f"did you mean {' or '.join(map(variable, meant))}?" if meant else ""
 
 
 def _value(setting: Field[object], text: str) -> str | bool:
