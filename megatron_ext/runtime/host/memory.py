@@ -21,6 +21,10 @@ from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.program.memory import in_bytes, most_on_host
 from megatron_ext.schedule.words import bytes_text
 
+# Estimates leave out small tensors, such as indices and statistics of norms. A buffer that is a
+# little too small would have the whole first step copy to plain pages.
+_ALLOWANCE = 17 / 16
+
 
 def available_bytes(root: Path = Path("/")) -> int:
     """What a process of this machine can still take, in bytes: of the machine, and of its control
@@ -62,7 +66,8 @@ def buffer_sizes(row: tuple[Action, ...], costs: Costs) -> dict[tuple[int, Held]
         return {}
     amount, tokens = in_bytes(costs), max(tokens_of(action.microbatch) for action in row)
     return {
-        (stage, held): math.ceil(amount(held, stage) * tokens) for stage, held in most_on_host(row)
+        (stage, held): math.ceil(amount(held, stage) * tokens * _ALLOWANCE)
+        for stage, held in most_on_host(row)
     }
 
 
