@@ -150,7 +150,7 @@ class Watchdog:
         os._exit(128 + signum)
 
     def _report(self) -> str:
-        """Where the recorded steps are, in words."""
+        """Return in words where the recorded steps are."""
         recorders = self._recorders
         reports = [r.report() for r in recorders if r.position or r.device.position]
         idle = recorders[0].report() if recorders else "no training is under way"

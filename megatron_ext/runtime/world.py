@@ -1,4 +1,4 @@
-"""What all ranks of a job tell one another at once, and when they may.
+"""Messages of all ranks of a job to one another, and the moments at which they are allowed.
 
 Pipelines that nothing ties together come to other shapes and numbers of microbatches, each in steps
 of its own. A rank that waits for all others at a moment that only its own pipeline reaches waits

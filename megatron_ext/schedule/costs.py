@@ -73,7 +73,7 @@ def _summed(value: Any, rows: Sequence[Sequence[int]]) -> Any:
 
 @dataclass(frozen=True)
 class PassCosts(CostPart):
-    """What passes take and hold.
+    """Seconds and bytes of passes.
 
     Attributes:
         seconds: per kind. (Any unit of time will do if all share it.)
@@ -96,7 +96,7 @@ class PassCosts(CostPart):
 
 @dataclass(frozen=True)
 class LinkCosts(CostPart):
-    """What messages take.
+    """Seconds and bytes of messages.
 
     Attributes:
         hop: seconds a message takes from one rank to another; the mean where `hops` are told.
@@ -113,7 +113,7 @@ class LinkCosts(CostPart):
     message_bytes: float = 0.0
 
     def joined(self, rows: Sequence[Sequence[int]], costs: Costs) -> LinkCosts:
-        """These links, of each two neighbours in ``rows`` the first that joins them."""
+        """Return the links between neighbouring ``rows``: the first one that joins two of them."""
         between = [
             next((min(a, b) for a in row for b in following if abs(a - b) == 1), None)
             for row, following in pairwise(rows)
@@ -128,7 +128,7 @@ class LinkCosts(CostPart):
 
 @dataclass(frozen=True)
 class SliceCosts(CostPart):
-    """What slices of a microbatch take otherwise than their share of it.
+    """Costs of a slice that are not its share of the microbatch.
 
     Attributes:
         attention: the share of F, and of I and W together, that grows with the square of the
@@ -162,7 +162,7 @@ class SliceCosts(CostPart):
 
 @dataclass(frozen=True)
 class OverlapCosts(CostPart):
-    """What passes save that run side by side (`Pair`).
+    """Seconds that passes save by running at the same time (`Pair`).
 
     Attributes:
         hidden: seconds that a forward pass and a backward pass take less so than one after the
@@ -255,15 +255,15 @@ class Costs:
         return self.passes.held_bytes
 
     def with_passes(self, **changes: Any) -> Costs:
-        """These costs with fields of `passes` replaced."""
+        """Return these costs with fields of `passes` replaced."""
         return replace(self, passes=replace(self.passes, **changes))
 
     def with_links(self, **changes: Any) -> Costs:
-        """These costs with fields of `links` replaced."""
+        """Return these costs with fields of `links` replaced."""
         return replace(self, links=replace(self.links, **changes))
 
     def with_slices(self, **changes: Any) -> Costs:
-        """These costs with fields of `slices` replaced."""
+        """Return these costs with fields of `slices` replaced."""
         return replace(self, slices=replace(self.slices, **changes))
 
     @property
@@ -335,8 +335,9 @@ class Costs:
         return self.slices.launch[stage] if self.slices.launch and is_launched else 0.0
 
     def _of_again(self, repeats: Kind, action: Action) -> float:
-        """Of R, which takes what it repeats unless it is given. A slice takes the same share of it
-        as of the pass it repeats."""
+        """Return the seconds of R: those of the pass that it repeats, unless they are given.
+
+        A slice takes the same share of R as of the pass that R repeats."""
         if not self.passes.recompute:
             return self._of_pass(repeats, action)
         whole, again = self.seconds[repeats][action.stage], self.passes.recompute[action.stage]

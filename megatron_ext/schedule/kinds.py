@@ -161,7 +161,7 @@ class Rule:
 
     @property
     def label(self) -> str:
-        """What the legend of a picture calls it."""
+        """Name in the legend of a picture."""
         return self.legend or self.does
 
     @property

@@ -1,4 +1,4 @@
-"""What checks accept, as something that a test asserts."""
+"""A helper by which a test asserts that checks accept something."""
 
 from __future__ import annotations
 

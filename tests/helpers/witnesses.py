@@ -1,4 +1,4 @@
-"""Which features ran in a training: each by a function of Megatron's or ours that it alone calls.
+"""Features that ran in a training, each told by a function that it alone calls.
 
 Numbers do not tell: a reduction that overlaps, a layer that is recomputed or a gradient that is
 checked gives the same ones. So a mark ``covers`` of such a setting holds only if its test, in a

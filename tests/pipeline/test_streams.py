@@ -1,4 +1,4 @@
-"""What a second stream does to memory, on emulated streams (`tests.helpers.streams`).
+"""Effects of a second stream on memory, on emulated streams (`tests.helpers.streams`).
 
 By day cases that together switch on each feature once, at night each family with each setting.
 `tests.stream_faults` takes out the waits of ours, one at a time, and says whether a case finds it.

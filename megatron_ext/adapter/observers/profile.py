@@ -41,7 +41,7 @@ _SELDOMER = 8  # all ranks meet again when an eighth more of training steps have
 
 @dataclass(frozen=True)
 class _Measured:
-    """What this rank has measured of steps of one shape.
+    """Measurements of this rank in steps of one shape.
 
     Attributes:
         program: of those steps.
@@ -190,7 +190,7 @@ class StepProfile(StepObserver[Step]):
 
 
 def _measured(step: Step, profile: Profile) -> _Measured:
-    """What ``profile`` has come to with ``step``, its last one. Collective over the pipeline."""
+    """Return the result of ``profile`` with its last ``step``. Collective over the pipeline."""
     schedule, boundary = step.program.schedule, step.boundary
     assert boundary.shape is not None
     what = f"{schedule.name} on {len(schedule.rows)} ranks"

@@ -53,7 +53,7 @@ _Key = tuple[int, int, int]  # of what is raced with: micro batch, sequence, mic
 
 @dataclass(frozen=True)
 class _Seen:
-    """What a rank tells the others where all meet.
+    """Message of a rank to all others at a step that all reach.
 
     Attributes:
         is_steady: all steps since they began to count had one size.
@@ -186,7 +186,7 @@ class StepRace(StepObserver[Step]):
             self._pause *= 2
 
     def _seen(self, shape: Shape) -> _Seen:
-        """What this rank has to tell."""
+        """Return the message of this rank."""
         other = "" if self._known is None else difference(self._subject, self._known.subject)
         seen = _Seen(self._is_steady, self._waits_for_costs(shape), other)
         if self._turn is None or not self._is_steady:

@@ -48,7 +48,7 @@ def _is_older(compiled: Path, source: Path) -> bool:
 
 
 def _lacking(folder: Path) -> list[str]:
-    """What of that is missing which compiling them takes."""
+    """Return the tools that compiling the helpers takes and that are missing."""
     compiler = os.environ.get("CXX", "g++")
     lacking = [f"there is no {tool}" for tool in ("make", compiler) if shutil.which(tool) is None]
     if find_spec("pybind11") is None and not any(map(Path.is_dir, _HEADERS)):

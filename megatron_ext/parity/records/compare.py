@@ -217,8 +217,10 @@ def _in_order(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _first(a: Recording, b: Recording, seen: Sequence[Figure]) -> First:
-    """Where A is the same each time: whatever differs first. A norm that was added in another order
-    is passed over: what differs is a tensor of this iteration, or of a later one."""
+    """Return the first difference, if A is the same in each of its runs.
+
+    A norm whose sum was taken in another order is ignored: some tensor of this iteration, or of a
+    later one, is the difference."""
     for one, other in _pairs(a, b):
         for figure in seen:
             if figure.iteration != one.number or one is a.iterations[0]:

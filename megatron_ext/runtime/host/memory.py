@@ -84,7 +84,7 @@ class ShortOfHostMemory(ValueError):
 
 
 class HostMemory:
-    """What offload plans to take of this rank's host, which has other ranks, too.
+    """Memory that offload plans to take of this rank's host, which other ranks share.
 
     All ranks tell their plans of the first program, and so know what their host had free then. A
     pipeline may be alone with a later program: what that one adds is counted in torch's store,
@@ -178,7 +178,7 @@ class HostMemory:
 
 @dataclass(frozen=True)
 class _Report:
-    """What a rank tells of its host. ``run`` is a key that no other training has."""
+    """Message of a rank about its host. ``run`` is a key that no other training has."""
 
     host: str
     planned: int

@@ -79,7 +79,7 @@ class _Moved:
 
 @dataclass
 class _Away:
-    """What has left by ``copy``: storages, and their place on the host. (No slot, if none have.)"""
+    """Storages that left by ``copy``, and their place on the host (no slot if there are none)."""
 
     copy: Action
     storages: list[_Moved]
@@ -89,8 +89,10 @@ class _Away:
 
 @dataclass(frozen=True)
 class _Coming:
-    """What comes back by ``copy``. It is referred to until then: what the copy writes to must not
-    be given to anybody else, whoever still needs it."""
+    """Storages that come back by ``copy``.
+
+    They are referred to until the copy has ended: the allocator must not give memory to others
+    while the copy writes to it."""
 
     copy: Action
     storages: list[_Moved]
@@ -251,10 +253,11 @@ class _Storages:
             noted.readers.update(_streams(self._copies))
 
     def take_exclusive(self) -> list[_Moved]:
-        """Those of some size that no tensor refers to but the noted ones that still live, of which
-        there must be one: else nobody will read what comes back.
+        """Return the storages of some size that only noted tensors refer to.
 
-        All are forgotten: autograd may know its hooks, and through them this object, longer.
+        At least one of these tensors must still live: otherwise nobody will read what comes back.
+        All noted tensors are forgotten, since autograd may keep its hooks, and through them this
+        object, for longer.
         """
         all_noted, self._noted = self._noted, {}
         taken = []

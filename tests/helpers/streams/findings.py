@@ -11,7 +11,7 @@ FOUND = "findings on emulated streams"
 
 @dataclass
 class Findings:
-    """What the checks of one rank have found.
+    """Findings of the checks of one rank.
 
     Attributes:
         found: the text of each finding, with the number of times that it was found.

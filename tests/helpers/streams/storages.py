@@ -29,7 +29,7 @@ _Use = tuple[int, str]  # time, and what did it
 
 
 class Memory(enum.Enum):
-    """Where a storage lies."""
+    """Place of a storage."""
 
     DEVICE = "device memory"
     PINNED = "pinned host memory"
@@ -38,7 +38,7 @@ class Memory(enum.Enum):
 
 @dataclass(eq=False)
 class _State:
-    """What is known of one storage.
+    """State of one storage.
 
     Attributes:
         stream: the stream that it was allocated for.
