@@ -37,6 +37,10 @@ class Launch:
         max_restarts: how often the launcher starts the ranks again.
         environment: the assignments in front of the launcher.
         left_out: the words in front of the launcher that are not looked at.
+        log: the log of an earlier start that the launch was read from, if it was; its script is an
+            assumption then.
+        remarks: what was read from that log, and what of it is assumed.
+        gpu: name of the GPU, if the log tells it.
     """
 
     script: str
@@ -47,6 +51,9 @@ class Launch:
     max_restarts: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
+    log: Path | None = None
+    remarks: tuple[str, ...] = ()
+    gpu: str | None = None
 
 
 def read_launch(words: Sequence[str]) -> Launch:
