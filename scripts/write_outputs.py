@@ -12,9 +12,9 @@ An output stands beneath its command, in a block with this mark above it:
 ``<!-- slow output: ... -->`` marks what takes longer than some seconds; --quick leaves it as it
 stands, and so it does docs/recipes.md, which scripts/recipe_coverage.py writes.
 ``<!-- output | sed 9q: ... -->`` shortens what is shown. A page's commands run in one
-shell, in a folder with the files that the page shows (blocks whose first line is ``# NAME.py`` or
-``# NAME.sh``) and a ``pretrain_gpt.py``; outputs are what they print to stdout on a terminal of 120
-columns, without a GPU.
+shell, in a folder with the files that the page shows (blocks whose first line is ``# NAME.py``,
+``# NAME.sh`` or ``# NAME.log``) and a ``pretrain_gpt.py``; outputs are what they print to stdout on
+a terminal of 120 columns, without a GPU.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _BLOCK = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 _COMMAND = re.compile(r"^\$ ((?:.*\\\n)*.*)\n", re.MULTILINE)
-_FILE = re.compile(r"^```\w+\n(# ([\w.-]+\.(?:py|sh))\n.*?)^```$", re.DOTALL | re.MULTILINE)
+_FILE = re.compile(r"^```\w+\n(# ([\w.-]+\.(?:py|sh|log))\n.*?)^```$", re.DOTALL | re.MULTILINE)
 _MEGATRON_EXT = "megatron-ext() { python -c 'from megatron_ext.cli import app; app()' \"$@\"; }"
 _END = "=== end of an output, exit status"
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megatron_ext.commands.options import Json
+from megatron_ext.commands.options import Json, MegatronArgs
 from megatron_ext.commands.output import fail, print_table
 from megatron_ext.commands.progress import showing_progress
 from megatron_ext.config import ALLOW_UNKNOWN, PipelineConfig, flag
@@ -30,6 +30,7 @@ def doctor(
     gpu_memory: Annotated[
         str | None, typer.Option(help="What a GPU has, as 80GiB, to judge the launch line's by.")
     ] = None,
+    megatron_args: MegatronArgs = None,
     patches: Annotated[bool, typer.Option("--patches", help="List each patch and its state.")] = (
         False
     ),
@@ -38,10 +39,11 @@ def doctor(
     ] = False,
 ) -> None:
     """Show whether our patches fit what is installed, or check a launch line before its launch."""
-    if context.args and (context.args[0] == "-m" or not context.args[0].startswith("-")):
-        _check_launch_line(context.args, world_size, gpu_memory, as_json)
+    words = context.args
+    if megatron_args is not None or (words and (words[0] == "-m" or not words[0].startswith("-"))):
+        _check_launch_line(words, megatron_args, world_size, gpu_memory, as_json)
     else:
-        _show_environment(context.args, patches, versions, as_json)
+        _show_environment(words, patches, versions, as_json)
 
 
 def _show_environment(words: Sequence[str], patches: bool, versions: bool, as_json: bool) -> None:
@@ -96,15 +98,19 @@ def _print_summary(diagnosis: Diagnosis, config: PipelineConfig) -> None:
 
 
 def _check_launch_line(
-    words: Sequence[str], world_size: int | None, gpu_memory: str | None, as_json: bool
+    words: Sequence[str],
+    log: Path | None,
+    world_size: int | None,
+    gpu_memory: str | None,
+    as_json: bool,
 ) -> None:
     from megatron_ext.launch_check.check import check_launch
-    from megatron_ext.launch_check.words import read_launch
+    from megatron_ext.launch_check.log.megatron_log import launch_from
     from megatron_ext.patches.engine import PatchError
 
     try:
         with showing_progress():
-            report = check_launch(read_launch(words), world_size, gpu_memory)
+            report = check_launch(launch_from(words, log), world_size, gpu_memory)
     except (ValueError, PatchError) as error:
         fail(error)
     if as_json:

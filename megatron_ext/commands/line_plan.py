@@ -44,6 +44,7 @@ _WORLD_SIZE = "world_size"  # in a file of arguments
 def plan_of_line(
     words: Sequence[str],
     config: Path | None,
+    log: Path | None,
     world_size: int | None,
     gpu: str | None,
     trace: Path | None,
@@ -54,6 +55,7 @@ def plan_of_line(
     """Plan for the launch line ``words``, or the arguments in the file ``config``.
 
     Args:
+        log: of an earlier start, in place of a launch line.
         trace: of that line, on GPUs.
         settings: of ours, beside what the line has.
     """
@@ -62,7 +64,7 @@ def plan_of_line(
 
     try:
         pictures.check()
-        asked = _asked(words, config, world_size, gpu, trace, settings)
+        asked = _asked(words, config, log, world_size, gpu, trace, settings)
         asked = replace(asked, with_curves=pictures.plot is not None)
         with showing_progress():
             made = plan_line(asked)
@@ -81,6 +83,7 @@ def plan_of_line(
 def halves_of_line(
     words: Sequence[str],
     config: Path | None,
+    log: Path | None,
     world_size: int | None,
     gpu: str | None,
     trace: Path | None,
@@ -94,7 +97,7 @@ def halves_of_line(
 
     try:
         pictures.refuse("--half-pipeline")
-        asked = _asked(words, config, world_size, gpu, trace, settings)
+        asked = _asked(words, config, log, world_size, gpu, trace, settings)
         with showing_progress():
             made = plan_halves(asked)
     except (ValueError, OSError, PatchError) as error:
@@ -115,6 +118,7 @@ def halves_of_line(
 def _asked(
     words: Sequence[str],
     config: Path | None,
+    log: Path | None,
     world_size: int | None,
     gpu: str | None,
     trace: Path | None,
@@ -122,14 +126,19 @@ def _asked(
 ) -> Asked:
     """Raises ValueError or OSError where that is not understood."""
     from megatron_ext.launch_check.line_plan import Asked
-    from megatron_ext.launch_check.words import read_launch
+    from megatron_ext.launch_check.log.megatron_log import launch_from
 
+    if config is not None and (words or log is not None):
+        raise ValueError(
+            "--config stands in place of a launch line and of --megatron-args: give one of them"
+        )
     values = {} if config is None else _values(config)
     world_size = world_size or values.pop(_WORLD_SIZE, None)
-    if words and config is not None:
-        raise ValueError("--config stands in place of a launch line: give one of them")
+    launch = launch_from(words, log) if config is None else None
+    if launch is not None:
+        gpu = gpu or launch.gpu
     return Asked(
-        launch=read_launch(words) if words else None,
+        launch=launch,
         values=values,
         world_size=world_size,
         gpu=None if gpu is None else parse_gpu(gpu),

@@ -62,6 +62,14 @@ PostValidation = Annotated[
         help="Experimental: overlap steps; the optimizer steps before all ranks are done.",
     ),
 ]
+MegatronArgs = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="LOG",
+        help="Log of an earlier start, in place of a launch command: Megatron prints a training's "
+        "arguments at its start.",
+    ),
+]
 HtmlPage = Annotated[
     Path | None,
     typer.Option(

@@ -19,6 +19,7 @@ from megatron_ext.commands.options import (
     InPairs,
     Json,
     Limit,
+    MegatronArgs,
     PostValidation,
     SliceCount,
     SliceLengths,
@@ -124,6 +125,7 @@ def plan(
         Path | None,
         typer.Option(help="A JSON object of Megatron's arguments, in place of a launch line."),
     ] = None,
+    megatron_args: MegatronArgs = None,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -142,7 +144,7 @@ def plan(
     marks.
     """
     pictures = PlanPictures(plot, page)
-    if context.args or config is not None:
+    if context.args or config is not None or megatron_args is not None:
         of_model = (pp, microbatches, model, layers, distributed_optimizer, tp > 1, dp > 1)
         if any((*of_model, slices > 1, pairs)):
             fail(ValueError(_BESIDE_A_LINE))
@@ -152,7 +154,17 @@ def plan(
             "post_validation": post_validation,
         }
         of_line = halves_of_line if half_pipeline else plan_of_line
-        of_line(context.args, config, world_size, gpu, trace, settings, as_json, pictures)
+        of_line(
+            context.args,
+            config,
+            megatron_args,
+            world_size,
+            gpu,
+            trace,
+            settings,
+            as_json,
+            pictures,
+        )
         return
     if pp is None or microbatches is None or trace is not None:
         fail(ValueError(_NEEDED if trace is None else _OF_A_LINE))
@@ -349,8 +361,8 @@ _OF_A_LINE = (
     "--trace is of a launch line, which its GPUs have run: give that behind --, or leave it out"
 )
 _BESIDE_A_LINE = (
-    "a launch line, or --config, says by itself what --pp, -m, --model, --layers, --tp, --dp and "
-    "--distributed-optimizer would: leave these, --slices and --pairs out"
+    "a launch line, --megatron-args or --config says by itself what --pp, -m, --model, --layers, "
+    "--tp, --dp and --distributed-optimizer would: leave these, --slices and --pairs out"
 )
 _NOTHING_FITS = (
     "no schedule fits, for the reasons above. A rank holds less with more --tp or --pp, with "

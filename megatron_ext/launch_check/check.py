@@ -31,6 +31,7 @@ from megatron_ext.launch_check.words import Launch
 from megatron_ext.patches.engine import PatchError
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.model.assumptions import assumptions
+from megatron_ext.schedule.model.gpus import GPUS
 from megatron_ext.schedule.plan.candidate import VocabMethod
 from megatron_ext.schedule.problem import Offload, VocabularyParallel
 from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, peaks
@@ -58,6 +59,8 @@ def check_launch(launch: Launch, world_size: int | None, gpu_memory: str | None)
     room = None if gpu_memory is None else parse_limit(gpu_memory, 1, 1).bytes
     if gpu_memory is not None and room is None:
         raise ValueError(f"--gpu-memory {gpu_memory}: write bytes, as 80GiB")
+    if room is None and launch.gpu is not None:
+        room = int(GPUS[launch.gpu].memory or 0)
     report = Report()
     _say_what_is_left_out(report, launch)
     folder = Path(launch.script).parent if launch.installs is False else Path()
@@ -76,6 +79,8 @@ def check_launch(launch: Launch, world_size: int | None, gpu_memory: str | None)
 
 
 def _say_what_is_left_out(report: Report, launch: Launch) -> None:
+    for remark in launch.remarks:
+        report.add(Verdict.REMARK, "log", remark)
     if launch.left_out:
         text = f"left out, and not looked at: {shlex.join(launch.left_out)}"
         report.add(Verdict.REMARK, "launch line", text)
@@ -92,6 +97,8 @@ def _say_what_is_left_out(report: Report, launch: Launch) -> None:
 
 def _check_script(report: Report, launch: Launch) -> str | None:
     """The script's text, None if it cannot be read."""
+    if launch.log is not None:
+        return None
     path = Path(launch.script)
     if launch.is_module:
         path = Path(*launch.script.split(".")).with_suffix(".py")

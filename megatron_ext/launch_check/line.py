@@ -132,6 +132,11 @@ def parse(argv: Sequence[str]) -> Line:
     return Line(args, tuple(unknown), tuple(parser._option_string_actions))
 
 
+def parser() -> argparse.ArgumentParser:
+    """Return Megatron's own parser, with our flags."""
+    return _parsed(())[2]
+
+
 # Megatron's and Megatron-Bridge's configs have other names for some of the arguments.
 _NAMES_OF_CONFIGS = {
     "num_moe_experts": "num_experts",

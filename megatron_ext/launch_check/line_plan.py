@@ -240,7 +240,8 @@ def _read(asked: Asked, args: Any, launch_line: Any) -> ReadLine:
     if ranks is None and asked.launch is not None:
         ranks = asked.launch.world_size
     measured = _measured_layers(config)
-    remarks = list(_assumed(asked, ranks, is_measured=measured is not None))
+    remarks = [] if asked.launch is None else list(asked.launch.remarks)
+    remarks += _assumed(asked, ranks, is_measured=measured is not None)
     ranks = ranks or launch_line.least_world_size(args)
     tokens = launch_line.count_tokens(args) or args.vocab_size
     methods = _METHODS

@@ -6,6 +6,7 @@ assignments: they count, as they would for the ranks.
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,8 @@ _TORCHRUN_MODULES = (
 )
 _PYTHON = re.compile(r"python[\d.]*")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
+_SHELLS = ("bash", "sh", "zsh", "source")
+_SHELL_SCRIPTS = (".sh", ".bash", ".sbatch", ".slurm")
 _TAKE_A_VALUE = ("-W", "-X")  # of Python's own options
 # What ft_launcher has beside torchrun's own; each takes a value.
 _OF_FT_LAUNCHER = re.compile(r"--(ft|fault[-_]tol|term|workers[-_]stop|restart)[-_].*")
@@ -37,6 +40,10 @@ class Launch:
         max_restarts: how often the launcher starts the ranks again.
         environment: the assignments in front of the launcher.
         left_out: the words in front of the launcher that are not looked at.
+        log: the log of an earlier start that the launch was read from, if it was; its script is an
+            assumption then.
+        remarks: what was read from that log, and what of it is assumed.
+        gpu: name of the GPU, if the log tells it.
     """
 
     script: str
@@ -47,6 +54,9 @@ class Launch:
     max_restarts: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
+    log: Path | None = None
+    remarks: tuple[str, ...] = ()
+    gpu: str | None = None
 
 
 def read_launch(words: Sequence[str]) -> Launch:
@@ -87,6 +97,14 @@ def _read_behind(words: Sequence[str]) -> Launch:
         scripts = (i for i, word in enumerate(words) if word.endswith(".py"))
         index = next(scripts, 0)
     if not index:
+        script = _shell_script(words)
+        if script is not None:
+            raise ValueError(
+                f"{shlex.join(words[:3])!r} runs a shell script, which is not run here: give plan "
+                f"or doctor the log of an earlier start, as --megatron-args LOG, in place of the "
+                f"command; or write echo before the launcher (torchrun, python) in {script}, run "
+                f"it, and paste what it prints"
+            )
         raise ValueError(
             f"{' '.join(words[:3])!r} begins no launch line: give it from SCRIPT.py, -m MODULE, "
             f"torchrun, srun or the like on"
@@ -94,6 +112,14 @@ def _read_behind(words: Sequence[str]) -> Launch:
     while index > 1 and _ASSIGNMENT.fullmatch(words[index - 1]):
         index -= 1
     return replace(read_launch(words[index:]), left_out=tuple(words[:index]))
+
+
+def _shell_script(words: Sequence[str]) -> str | None:
+    """Return the shell script that ``words`` run, if they run one."""
+    behind_shell = itertools.dropwhile(lambda word: Path(word).name not in _SHELLS, words)
+    run = [word for word in itertools.islice(behind_shell, 1, None) if not word.startswith("-")]
+    named = [word for word in words if Path(word).suffix in _SHELL_SCRIPTS]
+    return next(iter(run[:1] or named), None)
 
 
 def _read_python(words: Sequence[str]) -> Launch:

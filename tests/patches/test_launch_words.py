@@ -82,7 +82,7 @@ def test_where_a_launch_line_begins(line: str, launch: Launch) -> None:
     ("line", "text"),
     [
         ("pretrain --num-layers 3", "'pretrain --num-layers 3' begins no launch line"),
-        ("srun -N 2 train.sh", "'srun -N 2' begins no launch line: give it from SCRIPT.py"),
+        ("srun -N 2 prog", "'srun -N 2' begins no launch line: give it from SCRIPT.py"),
         ("", "begins no launch line"),
         ("torchrun --nproc-per 2 --no-such x.py", "torchrun's own words: "),
     ],
@@ -90,3 +90,26 @@ def test_where_a_launch_line_begins(line: str, launch: Launch) -> None:
 def test_what_is_no_launch_line(line: str, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         read_launch(line.split())
+
+
+@pytest.mark.parametrize(
+    ("line", "script"),
+    [
+        ("bash train.sh --nodes 4", "train.sh"),
+        ("sh -x ./train", "./train"),
+        ("./train.sh", "./train.sh"),
+        ("sbatch --nodes 4 job.sbatch", "job.sbatch"),
+        ("A=1 srun -n 4 bash train.sh", "train.sh"),
+    ],
+)
+def test_a_shell_script_is_not_run(line: str, script: str) -> None:
+    with pytest.raises(ValueError) as error:
+        read_launch(line.split())
+    assert "runs a shell script, which is not run here" in str(error.value)
+    assert "the log of an earlier start, as --megatron-args LOG" in str(error.value)
+    assert f"write echo before the launcher (torchrun, python) in {script}," in str(error.value)
+
+
+def test_a_shell_script_before_the_launcher_is_left_out() -> None:
+    launch = read_launch(["./bind.sh", "python", "x.py", "--a"])
+    assert launch == Launch("x.py", False, ("--a",), installs=False, left_out=("./bind.sh",))

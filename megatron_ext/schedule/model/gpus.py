@@ -167,8 +167,15 @@ def assumed_rates(precision: Precision) -> Rates:
 def gpu_named(name: str) -> Gpu | None:
     """The GPU that ``name``, as its driver gives it, is of: ``NVIDIA GB200``, ``AMD Instinct
     MI300X``; None where it is none of `GPUS`."""
+    sheet = name_of_gpu(name)
+    return None if sheet is None else GPUS[sheet]
+
+
+def name_of_gpu(name: str) -> str | None:
+    """Return the key of `GPUS` for the GPU that its driver calls ``name``; None if it is none of
+    them."""
     words = name.lower().replace("-", " ").split()
-    return next((GPUS[word] for word in words if word in GPUS), None)
+    return next((word for word in words if word in GPUS), None)
 
 
 def parse_gpu(text: str) -> Gpu:

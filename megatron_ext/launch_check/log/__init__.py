@@ -1,0 +1,1 @@
+"""The launch of a training, read from its log."""

@@ -1,0 +1,270 @@
+"""`plan` and `doctor` read a launch from the arguments that Megatron has printed in a log."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.training import arguments
+from typer.testing import CliRunner
+
+from megatron_ext.cli import app
+from megatron_ext.launch_check import line as launch_line
+from megatron_ext.launch_check import line_plan
+from megatron_ext.launch_check.alternatives import first_answer
+from megatron_ext.launch_check.importing import silently
+from megatron_ext.launch_check.log.megatron_log import launch_from_log, read_log
+from megatron_ext.launch_check.log.unparse import unparse
+from megatron_ext.schedule.plan import planner
+from megatron_ext.schedule.plan.candidate import VocabMethod
+from megatron_ext.written_settings import from_argv
+from tests.helpers.megatron_runs import EXPERTS, SCRIPT, model_flags, train
+
+BEGIN = "------------------------ arguments ------------------------"
+END = "-------------------- end of arguments ---------------------"
+
+LARGE: dict[str, Any] = {
+    "num_layers": 8,
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "seq_length": 1024,
+    "max_position_embeddings": 2048,
+    "bf16": True,
+    "use_distributed_optimizer": True,
+    "transformer_impl": "transformer_engine",
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "pipeline_model_parallel_size": 4,
+    "global_batch_size": 16,
+}
+MLA: dict[str, Any] = {
+    **{"multi_latent_attention": True, "q_lora_rank": 512, "kv_lora_rank": 256},
+    **{"qk_head_dim": 64, "qk_pos_emb_head_dim": 32, "v_head_dim": 64, "mtp_num_layers": 1},
+}
+LINES: dict[str, dict[str, Any]] = {
+    "a small GPT": {"global_batch_size": 16},
+    "virtual stages": LARGE | {"num_virtual_stages_per_pipeline_rank": 2},
+    "our stages": LARGE | {"pipeline_schedule": "zb-v", "pipeline_memory_limit": "0.5x"},
+    "tensor parallel": LARGE | {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "context parallel": LARGE | {"context_parallel_size": 2, "cp_comm_type": "a2a"},
+    "experts": LARGE
+    | EXPERTS
+    | {"expert_model_parallel_size": 2, "moe_layer_freq": "([0]*1+[1]*7)", "num_query_groups": 4}
+    | {"group_query_attention": True, "moe_grouped_gemm": True},
+    "a layout": LARGE | MLA | {"pipeline_model_parallel_layout": "Ett|tt|tt|ttmL"},
+    "recompute": LARGE
+    | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    | {"weight_decay_incr_style": "linear", "start_weight_decay": 0.1, "end_weight_decay": 0.1},
+    "recomputed modules": LARGE
+    | {"recompute_activations": True, "recompute_modules": ("core_attn", "layernorm")},
+    "8 bits": LARGE
+    | {"fp8_format": "hybrid", "fp8_recipe": "tensorwise", "fp8_param_gather": True},
+    "types of states": LARGE
+    | {"use_precision_aware_optimizer": True, "main_grads_dtype": "bf16", "exp_avg_dtype": "fp8"},
+    "graphs": LARGE
+    | {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ("attn", "mlp")},
+    "half precision": LARGE | {"bf16": None, "fp16": True, "attention_backend": "flash"},
+    "windows": LARGE | {"window_size": "128,0", "window_attn_skip_freq": 4, "min_lr": -1.0},
+    "muon": LARGE | {"optimizer": "muon"},
+    "data": LARGE
+    | {"mock_data": None, "data_path": ("0.3", "/a b/c", "0.7", "/d"), "split": "99,1,0"}
+    | {"rampup_batch_size": ("8", "8", "100"), "no_rope_freq": "[0,1,1,1]*2"},
+    "a hybrid": LARGE
+    | {"hybrid_layer_pattern": "M*M*|M*M*|M*M*|M*M*", "num_layers": None, "is_hybrid_model": True},
+}
+
+
+def block(*entries: str, **values: object) -> str:
+    """A block as Megatron prints it."""
+    values = {"world_size": 8, "num_layers": 4} | values
+    lines = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in values.items()]
+    return "\n".join([BEGIN, *lines, *entries, END, ""])
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A login node, whatever the machine of the test has."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def validated(words: tuple[str, ...], ranks: int) -> dict[str, Any]:
+    """What Megatron's validation makes of a command line."""
+    args = launch_line.parse(words).args
+    with silently(), launch_line.on_gpus(args):
+        return vars(launch_line.validate(args, from_argv(words), ranks))
+
+
+def printed(words: list[str], ranks: int, capsys: pytest.CaptureFixture[str]) -> str:
+    """The block that Megatron's own code prints of a training."""
+    args = validated(tuple(words), ranks)
+    capsys.readouterr()
+    arguments._print_args("arguments", launch_line.SimpleNamespace(**args))
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_flags_of_printed_arguments_give_them_again(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = model_flags(**LINES[name])
+    block = printed(words, 16, capsys)
+    unparsed = unparse(read_log(block.splitlines()).arguments)
+    assert unparsed.differences == () and unparsed.unknown == ()
+    again, first = validated(unparsed.words, 16), validated(tuple(words), 16)
+    told = "_is_global_batch_size_explicitly_specified"  # it is written now
+    assert {**again, told: None, "rank": 0} == {**first, told: None, "rank": 0}
+    assert len(unparsed.words) <= len(words) + 15, unparsed.words  # no defaults
+
+
+def log_of(lines: str, tmp_path: Path) -> Path:
+    path = tmp_path / "train.log"
+    path.write_text(lines)
+    return path
+
+
+def test_a_line_of_a_log_may_have_a_rank_or_a_time_before_it() -> None:
+    expected = {"world_size": "8", "num_layers": "4", "save": "/a  b .. c", "split": ""}
+    text = block("and a line of somebody else's", save="/a  b .. c", split="")
+    assert read_log(text.splitlines()).arguments == expected
+    for before in (
+        "[rank0]:",
+        "0: ",
+        " 3: [default3]:",
+        "2026-11-25 23:30:25 ",
+        "[2026-11-25 23:30:25,123] [INFO] ",
+        "\x1b[36m(Worker pid=12)\x1b[0m ",
+    ):
+        log = read_log(f"{before}{line}\r\n" for line in text.splitlines())
+        assert log.arguments == expected, before
+        assert log.different == ()
+
+
+def test_the_first_whole_block_counts_and_others_are_compared() -> None:
+    first, second = block(num_layers=4, lr=0.1), block(num_layers=6, lr=0.1)
+    cut = "\n".join(block(num_layers=5).splitlines()[:2])
+    log = read_log("\n".join([cut, first, "training ...", second]).splitlines())
+    assert log.arguments["num_layers"] == "4" and log.different == ("num_layers",)
+    assert read_log((first + first).splitlines()).different == ()
+
+    def of(rank: int, text: str) -> list[str]:
+        return [f"[rank{rank}]:{line}" for line in text.splitlines()]
+
+    interleaved = zip(of(3, second), of(0, first), strict=True)
+    log = read_log(line for lines in interleaved for line in lines)
+    assert log.arguments["num_layers"] == "6" and log.different == ("num_layers",)
+
+
+def test_gpus_are_those_that_the_log_names() -> None:
+    text = f"nproc_per_node   : 4\nGPU 0: NVIDIA H200 (UUID: 1)\nNVIDIA Release 25.04\n{block()}"
+    log = read_log(text.splitlines())
+    assert (log.of_node, log.gpu) == (4, "h200")
+    log = read_log(f"NVIDIA H100 80GB HBM3\nNVIDIA A100-SXM4-80GB\n{block()}".splitlines())
+    assert (log.of_node, log.gpu) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("loading ...\n", "there are no arguments of Megatron in it"),
+        (f"{BEGIN}\n  lr {'.' * 46} 1.0\n", "cut off after lr: the line '---- end of arguments"),
+        (f"{BEGIN}\n{END}\n", "no number as world_size (0 arguments read)"),
+        (block(num_layers="x"), "does not take what the log has: argument --num-layers: invalid"),
+        (block(data_path="['a', <b>]"), "data_path ['a', <b>] is not understood as a list"),
+    ],
+)
+def test_a_log_without_arguments_is_refused(text: str, why: str, tmp_path: Path) -> None:
+    path = log_of(text, tmp_path)
+    with pytest.raises(ValueError) as error:
+        launch_from_log(path)
+    assert str(error.value).startswith(f"--megatron-args {path}: ") and why in str(error.value)
+
+
+@pytest.mark.parametrize("command", ["plan", "doctor"])
+def test_a_log_that_cannot_be_taken_ends_the_command(command: str, tmp_path: Path) -> None:
+    path = tmp_path / "none.log"
+    ended = CliRunner().invoke(app, [command, "--megatron-args", str(path)])
+    assert ended.exit_code == 2
+    assert f"--megatron-args {path}: No such file or directory" in ended.output
+    words = [command, "--megatron-args", str(path), "--", "torchrun", "x.py"]
+    ended = CliRunner().invoke(app, words)
+    assert ended.exit_code == 2 and "'torchrun x.py', are given" in ended.output
+
+
+def test_the_vocabulary_is_that_of_the_tokenizers_line(tmp_path: Path) -> None:
+    """Megatron knows it after it has printed the arguments."""
+    told = " > padded vocab (size: 50257) with 47 dummy tokens (new size: 50304)"
+    words = launch_from_log(log_of(f"{block()}{told}\n", tmp_path)).arguments
+    assert words[-2:] == ("--padded-vocab-size", "50304")
+    words = launch_from_log(log_of(f"{block(padded_vocab_size=64)}{told}\n", tmp_path)).arguments
+    assert words[-2:] == ("--padded-vocab-size", "64")
+
+
+def test_arguments_that_flags_do_not_give_are_told(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Of a Megatron that is not the one here: a name that it has not, and another derived value."""
+    text = printed(model_flags(global_batch_size=16), 8, capsys)
+    dots = "." * (48 - len("data_parallel_size"))
+    assert f"  data_parallel_size {dots} 8\n" in text
+    text = text.replace(f"  data_parallel_size {dots} 8\n", f"  data_parallel_size {dots} 4\n")
+    launch = launch_from_log(log_of(text.replace(END, f"  warp {'.' * 44} 9\n{END}"), tmp_path))
+    assert launch.world_size == 8
+    assert launch.remarks[1:] == (
+        "this Megatron does not know, and they are ignored: warp",
+        "data_parallel_size is 4 in the log and 8 by its flags here",
+    )
+
+
+def test_a_training_is_checked_by_its_log(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The log of a real training tells the same as its launch command."""
+    sizes = {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-v"}
+    words = model_flags(**sizes, train_iters=1, transformer_impl="local")
+    capfd.readouterr()
+    train(2, words)
+    path = log_of(capfd.readouterr().out, tmp_path)
+    launch = launch_from_log(path)
+    assert launch.world_size == 2 and launch.installs
+    assert launch.remarks == (
+        f"read from {path}: 2 ranks, 2 on each node (assumed); the script is not in it, "
+        f"pretrain_gpt.py is assumed",
+    )
+    command = ["doctor", "--json", "--world-size", "2"]
+    by_log = CliRunner().invoke(app, [*command, "--megatron-args", str(path)])
+    by_words = CliRunner().invoke(app, [*command, "--", "-m", "megatron_ext", SCRIPT.name, *words])
+    found, expected = json.loads(by_log.output), json.loads(by_words.output)
+    assert found["prediction"] == expected["prediction"]
+    assert found["prediction"]["schedule"] == "zb-v"
+    assert by_log.exit_code == 0, by_log.output
+
+
+def test_a_log_is_planned_as_its_launch_command(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    specs = ["1f1b", "zb-h1"]
+    monkeypatch.setattr(planner, "all_specs", lambda: specs)
+    monkeypatch.setattr(first_answer, "all_specs", lambda: specs)
+    monkeypatch.setattr(line_plan, "_METHODS", frozenset([VocabMethod.NAIVE]))
+    monkeypatch.setattr(line_plan, "_layouts", lambda read: None)
+    words = model_flags(**LARGE)
+    path = log_of(f"GPU 0: NVIDIA H200\n{printed(words, 16, capsys)}", tmp_path)
+    command = ["plan", "--json"]
+    by_log = CliRunner().invoke(app, [*command, "--megatron-args", str(path)])
+    line = ["torchrun", "--nnodes", "2", "--nproc-per-node", "8", SCRIPT.name, *words]
+    by_words = CliRunner().invoke(app, [*command, "--gpu", "h200", "--", *line])
+    found, expected = json.loads(by_log.stdout), json.loads(by_words.stdout)
+    remarks = found["line"].pop("remarks")
+    assert remarks[:2] == [
+        f"read from {path}: 16 ranks, 8 on each node (assumed); the script is not in it, "
+        f"pretrain_gpt.py is assumed",
+        "the log names the GPU: h200",
+    ]
+    assert remarks[2:] == expected["line"].pop("remarks")
+    for report in (*found["schedules"], *expected["schedules"]):
+        del report["generation_seconds"]
+    assert found == expected
