@@ -21,6 +21,7 @@ from megatron_ext.commands.plan_tables import (
     print_plan,
     print_unit,
     print_vocabulary,
+    reserve_text,
 )
 from megatron_ext.commands.progress import showing_progress
 from megatron_ext.config import flag
@@ -174,7 +175,7 @@ def _print(made: LinePlan, *, is_estimate: bool) -> None:
     print_vocabulary(report.vocabulary)
     if report.recommended is not None:
         print_memory(report.recommended)
-        typer.echo(_beside_memory(made))
+        typer.echo(reserve_text(made.reserved, made.is_reserve_modelled))
     for remark in made.remarks:
         typer.echo(f"\n{remark}")
     if made.plan.best is not None:
@@ -197,21 +198,6 @@ def _print(made: LinePlan, *, is_estimate: bool) -> None:
 def _print_flags(flags: Sequence[str], dropped: Sequence[str], purpose: str = "") -> None:
     instead = f"\n  in place of {' '.join(dropped)}" if dropped else ""
     typer.echo(f"write{purpose} {shlex.join(flags)}{instead}")
-
-
-def _beside_memory(made: LinePlan) -> str:
-    measured_by = (
-        "on a GPU --pipeline-trace and --pipeline-costs profile do: --trace DIR, --costs FILE"
-    )
-    if made.reserved is None:
-        return (
-            f"beside that comes what the allocator reserves and does not hand out: not measured "
-            f"({measured_by})"
-        )
-    text = f"beside that the allocator reserves {bytes_text(made.reserved)}, for which room is left"
-    if made.is_reserve_modelled:
-        return f"{text}: by a model of it, not measured ({measured_by})"
-    return text
 
 
 def _comparison(made: LinePlan) -> str:

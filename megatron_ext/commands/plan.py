@@ -37,10 +37,18 @@ from megatron_ext.commands.plan_tables import (
     print_waits,
 )
 from megatron_ext.commands.progress import showing_progress
+from megatron_ext.config import CostsSource
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
 from megatron_ext.schedule.model.execution import Precision
-from megatron_ext.schedule.model.gpus import USABLE, assumed_rates, parse_gpu
+from megatron_ext.schedule.model.gpus import (
+    USABLE,
+    FreeMemory,
+    assumed_rates,
+    free_memory,
+    parse_gpu,
+)
+from megatron_ext.schedule.model.measured.file import load_measured
 from megatron_ext.schedule.model.model_memory import TrainingState
 from megatron_ext.schedule.model.rates import Rates
 from megatron_ext.schedule.model.short_form import parse_model
@@ -98,7 +106,7 @@ def plan(
         typer.Option(
             help="Name of a GPU whose data sheet is known, such as h100 (an unknown name is "
             "answered with all), or operations=400e12,bytes=40e9,memory=80GiB, as achieved. "
-            f"What takes more than {USABLE:.0%} of the memory does not fit."
+            f"A rank's tensors and its allocator's reserve may take {USABLE:.0%} of the memory."
         ),
     ] = None,
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
@@ -181,7 +189,7 @@ def plan(
                 costs or UNIT, pp, microbatches, limit, layers, post_validation, cut, pairs
             )
         else:
-            training, room = _training(model, gpu, costs, tp, dp, distributed_optimizer, pairs)
+            training, free = _training(model, gpu, costs, tp, dp, distributed_optimizer, pairs)
             training = replace(
                 training,
                 ranks=pp,
@@ -192,7 +200,10 @@ def plan(
                 pairs=pairs,
             )
             asked = _Asked(
-                training.variant, partial(compare_halves, training, room), training, room
+                training.variant,
+                partial(compare_halves, training, None if free is None else free.allocated),
+                training,
+                free,
             )
             layers = len(training.model.layers)
         if half_pipeline:
@@ -231,23 +242,26 @@ def _print(
     if beside.again is not None:
         print_full_recompute(beside.again)
     if report.recommended is not None:
-        print_recommended(report.recommended)
+        print_recommended(report.recommended, beside.free)
     if beside.long_sequences is not None:
         print_long_sequences(beside.long_sequences)
 
 
 @dataclass(frozen=True)
 class _Beside:
-    """What there is to say of full recompute, and of long sequences."""
+    """Facts beside a plan: of full recompute, long sequences and the memory that it had."""
 
     again: FullRecompute | None = None
     long_sequences: LongSequences | None = None
+    free: FreeMemory | None = None
 
     def as_data(self) -> dict[str, Any]:
         """As ``--json`` prints it."""
         return {
             "full_recompute": self.again and self.again.as_data(),
             "long_sequences": self.long_sequences and self.long_sequences.as_data(),
+            "reserved": self.free and self.free.reserved,
+            "is_reserve_modelled": self.free is not None and self.free.is_modelled,
         }
 
 
@@ -257,13 +271,18 @@ class _Asked:
 
     Attributes:
         training: None where only times are known.
-        room: bytes that a rank may take; None: not known.
+        free: memory that a rank may take; None: not known.
     """
 
     variant: VariantOf
     compare_halves: Callable[[], Halves]
     training: Training | None = None
-    room: float | None = None
+    free: FreeMemory | None = None
+
+    @property
+    def room(self) -> float | None:
+        """Bytes that tensors of a rank may take; None: not known."""
+        return None if self.free is None else self.free.allocated
 
     @property
     def is_estimate(self) -> bool:
@@ -279,6 +298,7 @@ class _Asked:
             return made, _Beside(
                 compare_full_recompute(self.training, self.room),
                 long_sequences(self.training, made, self.room),
+                self.free,
             )
 
     def curves_of(self, made: Plan) -> Curves:
@@ -313,8 +333,8 @@ def _training(
     dp: int,
     distributed_optimizer: bool,
     pairs: bool,
-) -> tuple[Training, float | None]:
-    """What is trained, on one pipeline rank as yet, and the bytes that a rank may take.
+) -> tuple[Training, FreeMemory | None]:
+    """Return what is trained, on one pipeline rank as yet, and the memory that a rank may take.
 
     Raises:
         ValueError: the model or the GPU is not understood, or nothing tells its speed.
@@ -331,19 +351,25 @@ def _training(
         distributed=distributed_optimizer, data_parallel=dp, expert_data_parallel=dp
     )
     execution = described.execution(tp)
-    rates, room = _machine(gpu, execution.precision)
+    rates, free = _machine(gpu, execution.precision, costs)
     measured = None if costs is None else partial(parse_costs, costs)
     training = Training(described.model, execution, state, 1, 1, rates, measured=measured)
-    return training, room
+    return training, free
 
 
-def _machine(gpu: str | None, precision: Precision) -> tuple[Rates, float | None]:
-    """What a rank reaches, and the bytes that it may take. Raises ValueError."""
+def _machine(
+    gpu: str | None, precision: Precision, costs: str | None
+) -> tuple[Rates, FreeMemory | None]:
+    """Return the rates of a rank, and the memory that it may take. Raises ValueError."""
     if gpu is None:
         return assumed_rates(precision), None
     machine = parse_gpu(gpu)
-    room = None if machine.memory is None else USABLE * machine.memory
-    return machine.rates(precision), room
+    free = None
+    if machine.memory is not None:
+        file = None if costs is None else CostsSource(costs).file
+        measured = None if file is None else load_measured(file)
+        free = free_memory(machine.memory, None if measured is None else measured.reserved)
+    return machine.rates(precision), free
 
 
 _HALVES_ARE_WHOLE = (

@@ -12,6 +12,7 @@ from megatron_ext.commands.output import print_table
 from megatron_ext.schedule.build.registry import Mark
 from megatron_ext.schedule.model.estimate import waiting_shares
 from megatron_ext.schedule.model.execution import Execution
+from megatron_ext.schedule.model.gpus import FreeMemory
 from megatron_ext.schedule.model.model import Model
 from megatron_ext.schedule.model.rates import Rates
 from megatron_ext.schedule.plan.candidate import Candidate, Plan, VocabMethod
@@ -107,10 +108,36 @@ def _plan_row(candidate: Candidate, plan: Plan) -> dict[str, Any]:
     }
 
 
-def print_recommended(recommended: Recommendation) -> None:
-    """The memory of the choice, and what to write for it."""
+def print_recommended(recommended: Recommendation, free: FreeMemory | None) -> None:
+    """Print the memory of the choice, and the flags to write for it.
+
+    Args:
+        free: memory that the plan had; None: not known.
+    """
     print_memory(recommended)
+    if recommended.ranks is not None:
+        reserved = None if free is None else free.reserved
+        typer.echo(reserve_text(reserved, free is not None and free.is_modelled))
     typer.echo(f"\nwrite {shlex.join(recommended.flags)}")
+
+
+def reserve_text(reserved: float | None, is_modelled: bool) -> str:
+    """Return a line on the memory that the allocator reserves beyond its allocations.
+
+    Args:
+        reserved: bytes, for which room is left; None: not known.
+        is_modelled: whether they are a model's figure, not a measured one.
+    """
+    measured_by = (
+        "on a GPU --pipeline-trace and --pipeline-costs profile do: --trace DIR, --costs FILE"
+    )
+    if reserved is None:
+        return (
+            f"beside that comes what the allocator reserves and does not hand out: not measured "
+            f"({measured_by})"
+        )
+    text = f"beside that the allocator reserves {bytes_text(reserved)}, for which room is left"
+    return f"{text}: by a model of it, not measured ({measured_by})" if is_modelled else text
 
 
 def print_full_recompute(compared: FullRecompute) -> None:

@@ -23,7 +23,7 @@ from megatron_ext.patches.engine import PatchError
 from megatron_ext.schedule.build.registry import Mark
 from megatron_ext.schedule.model.assumptions import assumptions
 from megatron_ext.schedule.model.description import describe
-from megatron_ext.schedule.model.gpus import RESERVED_SHARE, USABLE, Gpu
+from megatron_ext.schedule.model.gpus import Gpu, free_memory
 from megatron_ext.schedule.model.measured.file import MeasuredFile, load_measured
 from megatron_ext.schedule.plan.candidate import Candidate, Plan, VocabMethod
 from megatron_ext.schedule.plan.curves import Curves, curves_of
@@ -269,10 +269,8 @@ def _read(asked: Asked, args: Any, launch_line: Any) -> ReadLine:
         reserved = measured.reserved
     room, is_reserve_modelled = None, False
     if asked.gpu is not None and asked.gpu.memory is not None:
-        usable = USABLE * asked.gpu.memory
-        if reserved is None:
-            reserved, is_reserve_modelled = usable - usable / (1 + RESERVED_SHARE), True
-        room = usable - reserved
+        free = free_memory(asked.gpu.memory, reserved)
+        room, reserved, is_reserve_modelled = free.allocated, free.reserved, free.is_modelled
     validated, _ = variants.validated(own, VocabMethod.NAIVE)  # Megatron's refusal comes alone
     remarks += _on_costs(validated, given, measured)
     is_written = measured is None or str(given.costs) in words

@@ -22,7 +22,8 @@ from megatron_ext.launch_check.importing import silently
 from megatron_ext.launch_check.variants import LineVariants, chunks_of, names_stages
 from megatron_ext.schedule.build.auto_spec import auto_searches
 from megatron_ext.schedule.build.registry import choose, entry_of
-from megatron_ext.schedule.model.gpus import USABLE
+from megatron_ext.schedule.model.gpus import FreeMemory, free_memory
+from megatron_ext.schedule.model.measured.file import load_measured
 from megatron_ext.schedule.plan.auto import AS_1F1B, in_words, longer, nothing_left
 from megatron_ext.schedule.plan.candidate import Candidate, Plan, Variant, VocabMethod
 from megatron_ext.schedule.plan.fitting import consider
@@ -53,7 +54,7 @@ def choose_for(
     or of those that an ``auto`` leaves open.
 
     A rank is given no more memory than Megatron's own 1F1B would take on the fullest rank, unless
-    ``config`` has a memory limit; and no more than `USABLE` of a GPU's, if anything can do with it.
+    ``config`` has a memory limit; and no more than `free_memory` of a GPU, if any schedule fits.
 
     Args:
         world_size: ranks of the launch.
@@ -172,9 +173,11 @@ class _Launch:
         )
 
     def _bounds(self, gpu_memory: float | None) -> Iterator[_Bound]:
-        usable = None if gpu_memory is None else USABLE * gpu_memory
-        on_gpu = f"in the {_amount(usable)} that can be used of a GPU's {_amount(gpu_memory)}"
-        too_large = f"; a GPU has {_amount(gpu_memory)}, and none is predicted to fit"
+        usable, on_gpu, too_large = None, "", ""
+        if gpu_memory is not None:
+            free = free_memory(gpu_memory, self._measured_reserve())
+            usable, on_gpu = free.allocated, _on_gpu(free, gpu_memory)
+            too_large = f"; a GPU has {bytes_text(gpu_memory)}, and none is predicted to fit"
         if self.config.memory_limit is not None:
             text = f"within {flag('memory_limit')} {self.config.memory_limit}"
             if usable is None:
@@ -191,6 +194,12 @@ class _Launch:
         else:
             yield _Bound(on_gpu, usable, is_written=True)
             yield _Bound(text + too_large, of_1f1b, is_written=True)
+
+    def _measured_reserve(self) -> float | None:
+        """Bytes that an allocator reserved beyond its allocations; None: not measured."""
+        file = self.config.costs.file
+        measured = None if file is None else load_measured(file)
+        return None if measured is None else measured.reserved
 
     def _taken_by_1f1b(self) -> float | None:
         """Bytes of the fullest rank; None if it cannot run, or bytes are not known."""
@@ -261,8 +270,12 @@ def _flags(candidate: Candidate, bound: _Bound) -> tuple[str, ...]:
     return words if bound.limit is None else (*words, flag("memory_limit"), bound.limit)
 
 
-def _amount(number: float | None) -> str:
-    return "?" if number is None else bytes_text(number)
+def _on_gpu(free: FreeMemory, memory: float) -> str:
+    by = "a model of it" if free.is_modelled else "measurement"
+    return (
+        f"in {bytes_text(free.allocated)} of a GPU's {bytes_text(memory)}, beside which its "
+        f"allocator reserves {bytes_text(free.reserved)} by {by}"
+    )
 
 
 def _reason(plan: Plan, candidate: Candidate, within: str) -> str:

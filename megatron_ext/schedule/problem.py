@@ -109,8 +109,13 @@ class Extras:
     @property
     def conflict(self) -> Conflict | None:
         """The first two options that do not go together, or None."""
-        given = {extra.name for extra in fields(self) if self.requests(extra.name)}
+        given = set(self.requested)
         return next((pair for pair in CONFLICTS if given.issuperset(pair.extras)), None)
+
+    @property
+    def requested(self) -> list[str]:
+        """The names of the options that are requested."""
+        return [extra.name for extra in fields(self) if self.requests(extra.name)]
 
     def requests(self, extra: str) -> bool:
         """Whether the option ``extra`` is another than by default."""

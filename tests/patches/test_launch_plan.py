@@ -19,7 +19,7 @@ from megatron_ext.launch_check.report import Finding, Verdict
 from megatron_ext.launch_check.words import Launch
 from megatron_ext.patches.engine import applied
 from megatron_ext.schedule.build.registry import Mark, entries
-from megatron_ext.schedule.model.gpus import USABLE
+from megatron_ext.schedule.model.gpus import RESERVED_SHARE, USABLE, free_memory
 from megatron_ext.schedule.plan import planner
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.written_settings import from_argv, from_environment
@@ -225,6 +225,18 @@ def test_no_more_than_1f1b_by_the_table_that_is_printed(monkeypatch: pytest.Monk
     assert taken <= fullest("1f1b")[0]
 
 
+def test_a_choice_leaves_room_for_the_allocators_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only ``plan -- LINE`` did. On this GPU 1f1b fits only if its allocator reserves nothing
+    besides."""
+    shorten_search(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    of_1f1b, _ = fullest("1f1b")
+    gpu = (1 + RESERVED_SHARE / 2) * of_1f1b / USABLE
+    taken, findings = fullest("plan", f"{gpu / 2**20:.2f}MiB")
+    assert (1 + RESERVED_SHARE) * taken <= USABLE * gpu
+    assert "beside which its allocator reserves" in finding_on("plan", findings).text
+
+
 @nightly("by day a limit is honoured")
 def test_choice_honours_the_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     shorten_search(monkeypatch)
@@ -232,7 +244,7 @@ def test_choice_honours_the_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     of_1f1b, _ = fullest("1f1b")
     gpu = 0.95 * of_1f1b / USABLE
     taken, findings = fullest("plan", f"{gpu / 2**20:.2f}MiB")
-    assert taken <= USABLE * gpu
+    assert taken <= free_memory(gpu).allocated
     assert "of a GPU's" in finding_on("plan", findings).text
     assert finding_on("memory", findings).verdict is Verdict.RIGHT
     taken, findings = fullest("plan", "1MiB")

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from megatron_ext.cli import app
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose
@@ -215,6 +217,10 @@ def test_links_within_a_node_and_between_nodes_are_two_figures(tmp_path: Path) -
     layers = layer_costs(costs, basis([6, 6]), is_divided=False)
     read = load_measured(in_file(costs, layers, machine, tmp_path))
     assert read is not None and read.reserved == 3 * 2**30
+    words = "plan --pp 2 -m 4 --model layers=12,hidden=64,heads=4,sequence=64,vocabulary=256 --json"
+    command = [*words.split(), "--gpu", "h100", "--costs", str(tmp_path / "costs.json")]
+    planned = json.loads(CliRunner().invoke(app, command).stdout)
+    assert planned["reserved"] == 3 * 2**30 and not planned["is_reserve_modelled"]
     again = costs_of([3, 3, 3, 3], read.rates)
     near, far = (again.links.message_bytes / speed for speed in read.rates.to_neighbours)
     assert (near, far) == pytest.approx((1.5e-3, 4e-3))

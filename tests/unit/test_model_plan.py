@@ -18,7 +18,7 @@ from megatron_ext.schedule.build.report import report
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
-from megatron_ext.schedule.model.gpus import GPUS, USABLE, parse_gpu
+from megatron_ext.schedule.model.gpus import GPUS, RESERVED_SHARE, USABLE, parse_gpu
 from megatron_ext.schedule.model.model import stages_of
 from megatron_ext.schedule.model.model_memory import ModelBytes, TrainingState, bytes_of_ranks
 from megatron_ext.schedule.model.short_form import Described, parse_model
@@ -456,6 +456,21 @@ def test_the_command() -> None:
     measured = json.loads(command("--model", TEXT, *costs, "--json"))["recommended"]
     assert measured["makespan"] > 4 * 32 and measured["ranks"] is not None
     assert json.loads(command(*costs, "--json"))["recommended"]["ranks"] is None
+
+
+def test_room_is_left_for_the_allocators_reserve() -> None:
+    """Only a launch line's plan left it. On this GPU the first choice fits only if its allocator
+    reserves nothing besides."""
+    rates = "operations=400e12,bytes=40e9"
+    without = json.loads(command("--model", TEXT, "--gpu", rates, "--json"))
+    assert without["reserved"] is None and not without["is_reserve_modelled"]
+    fullest = without["recommended"]["fullest_rank"]
+    usable = (1 + RESERVED_SHARE / 2) * fullest
+    words = ("--model", TEXT, "--gpu", f"{rates},memory={usable / USABLE / 2**20:.6f}MiB")
+    report = json.loads(command(*words, "--json"))
+    assert report["recommended"]["fullest_rank"] + report["reserved"] <= usable
+    assert report["is_reserve_modelled"]
+    assert "for which room is left: by a model of it, not measured" in command(*words)
 
 
 def test_what_there_is_instead_of_full_recompute() -> None:

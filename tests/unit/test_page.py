@@ -336,7 +336,7 @@ def test_simulate_writes_a_page_beneath_1f1b(tmp_path: Path) -> None:
     assert titles == ["zb-h1", "zb-h1, post-validation"]
     run_of("simulate", "1f1b", *sizes, "--slices", "2", "--html", str(path))
     titles = [run["title"] for run in data_in(path.read_text())["runs"]]
-    assert titles == ["1f1b", "1f1b, 2 slices"]
+    assert titles == ["1f1b", "1f1b, division into 2 slices"]
 
 
 def test_plan_writes_its_front(tmp_path: Path) -> None:

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.adapter.step.call import Call
-from megatron_ext.config import PipelineConfig, flag
-from megatron_ext.schedule.problem import P2P, Offload, Recompute, VocabularyParallel
+from megatron_ext.config import PipelineConfig, flag_with_value
 
 
 def subject_of(call: Call, ours: PipelineConfig) -> dict[str, str]:
@@ -61,24 +60,8 @@ def _sizes(call: Call) -> list[str]:
 
 
 def _settings(ours: PipelineConfig) -> list[str]:
-    """What of our settings changes what is timed, where it is not the default."""
-    extras = ours.extras
-    return [
-        f"{flag(name)} {value}"
-        for name, value, is_given in (
-            ("memory_limit", ours.memory_limit, ours.memory_limit is not None),
-            ("p2p", extras.p2p, extras.p2p is not P2P.ASYNC),
-            (
-                "vocab_parallel",
-                extras.vocab_parallel,
-                extras.vocab_parallel is not VocabularyParallel.NONE,
-            ),
-            (
-                "activation_offload",
-                extras.activation_offload,
-                extras.activation_offload is not Offload.NONE,
-            ),
-            ("recompute", extras.recompute, extras.recompute != Recompute()),
-        )
-        if is_given
-    ]
+    """Return the flags that change what is timed, without those that have their default."""
+    names = ours.extras.requested
+    if ours.memory_limit is not None:
+        names.insert(0, "memory_limit")
+    return [flag_with_value(name, getattr(ours, name)) for name in names]

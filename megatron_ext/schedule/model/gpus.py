@@ -148,6 +148,36 @@ USABLE = 0.9  # of the memory; the rest is left to CUDA, NCCL and temporaries
 # What torch's allocator reserves beyond what it hands out, as a share of that: by a model of it,
 # not measured (a table in docs/estimated-costs.md, made by `python -m scripts.fragmentation`).
 RESERVED_SHARE = 0.08
+
+
+@dataclass(frozen=True)
+class FreeMemory:
+    """Memory of a GPU that schedules may use.
+
+    Attributes:
+        allocated: bytes that tensors of a rank may take.
+        reserved: bytes that its allocator reserves beyond them.
+        is_modelled: whether ``reserved`` is a model's figure, not a measured one.
+    """
+
+    allocated: float
+    reserved: float
+    is_modelled: bool
+
+
+def free_memory(memory: float, reserved: float | None = None) -> FreeMemory:
+    """Return how the usable part of ``memory``, the bytes of a GPU, is divided.
+
+    Args:
+        reserved: bytes that an allocator was measured to reserve beyond its allocations, if known.
+    """
+    usable = USABLE * memory
+    is_modelled = reserved is None
+    if reserved is None:
+        reserved = usable - usable / (1 + RESERVED_SHARE)
+    return FreeMemory(usable - reserved, reserved, is_modelled)
+
+
 _EXAMPLE = (
     f"write one of {', '.join(GPUS)}, or what yours reaches: operations=400e12,bytes=40e9,"
     f"memory=80GiB (floating-point operations and bytes of messages per second), and host=25e9, "

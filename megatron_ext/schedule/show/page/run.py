@@ -11,7 +11,7 @@ from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import HOST_LANES, RULES, Lane, Where
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.problem import P2P, Extras, Offload, Recompute, VocabularyParallel
+from megatron_ext.schedule.problem import Extras
 from megatron_ext.schedule.program.graph import Graph
 from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, memory_curve, peaks
 from megatron_ext.schedule.program.simulate import simulate_steps
@@ -78,23 +78,8 @@ class Run:
 
 
 def title_of(name: str, extras: Extras) -> str:
-    """The schedule's ``name``, and what is asked beside the order of its passes."""
-    words = [name]
-    if extras.p2p is not P2P.ASYNC:
-        words.append(f"messages {extras.p2p}")
-    if extras.vocab_parallel is not VocabularyParallel.NONE:
-        words.append(f"vocabulary parallelism {extras.vocab_parallel}")
-    if extras.activation_offload is not Offload.NONE:
-        words.append(f"offload {extras.activation_offload}")
-    if extras.recompute != Recompute():
-        words.append(f"recompute {extras.recompute}")
-    if extras.post_validation:
-        words.append("post-validation")
-    if extras.slices.count > 1:
-        words.append(counted(extras.slices.count, "slice"))
-    if extras.pairs:
-        words.append("pairs of passes")
-    return ", ".join(words)
+    """Return the title of a run of the schedule ``name``: the name and its requested options."""
+    return ", ".join([name, *map(extras.phrase, extras.requested)])
 
 
 def simulated(title: str, program: Program, steps: int = 1, remarks: Sequence[str] = ()) -> Run:
