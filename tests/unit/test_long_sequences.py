@@ -316,7 +316,7 @@ def test_the_command_has_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["plan", "--pp", "2", "-m", "2", "--dp", "2", "--gpu", "h100", "--model", model]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
-    _, table = result.stdout.split("sequences of 16,384 tokens, whole and in slices, in 70.2 GiB")
+    _, table = result.stdout.split("sequences of 16,384 tokens, whole and in slices, in 65 GiB")
     for way in ("whole sequences", "--context-parallel-size 2, DP 1", "4 slices", "8 slices"):
         assert f"\n{way}" in table
     assert "which is not counted: one of 4 has 3," in table

@@ -148,8 +148,9 @@ def _writes(call: ast.Call) -> bool:
     if name in ("write_text", "write_bytes"):
         return True
     words = [*call.args, *(keyword.value for keyword in call.keywords)]
-    modes = [word.value for word in words if isinstance(word, ast.Constant)]
-    is_writing = any(isinstance(mode, str) and set(mode) & set("wax+") for mode in modes)
+    texts = [str(word.value) for word in words if isinstance(word, ast.Constant)]
+    modes = [text for text in texts if set(text) <= set("rwaxbt+")]  # not errors="replace"
+    is_writing = any(set(mode) & set("wax+") for mode in modes)
     return name in ("open", "fdopen") and is_writing
 
 
