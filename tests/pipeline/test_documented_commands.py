@@ -35,6 +35,8 @@ NOT_RUN = {
     "--pipeline-schedule zb-h1": "8 GPUs; test_parity_command.py has two",
     "megatron-ext doctor -- torchrun --nproc-per-node 8 pretrain_gpt.py $YOUR_FLAGS": "run as "
     "docs/first-steps.md has it",
+    "megatron-ext doctor --megatron-args train.log": "test_megatron_log.py and "
+    "test_documented_outputs.py have logs",
     "sbatch scripts/slurm/pretrain.sh $YOUR_FLAGS": "tests/slurm runs it on a SLURM of two nodes",
     "scripts/gpu_tests.sh": "needs GPUs; tests/unit/test_shell_scripts.py reads it",
 }

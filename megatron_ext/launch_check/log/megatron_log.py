@@ -22,7 +22,7 @@ from megatron_ext.launch_check.importing import as_on, quickly, silently
 from megatron_ext.launch_check.words import Launch, read_launch
 from megatron_ext.patches.engine import PatchError
 from megatron_ext.schedule.model.gpus import name_of_gpu
-from megatron_ext.schedule.words import counted, shown
+from megatron_ext.schedule.words import counted
 
 OPTION = "--megatron-args"
 _SCRIPT = "pretrain_gpt.py"  # assumed: no log names its script
@@ -167,10 +167,10 @@ def launch_from_log(path: Path) -> Launch:
             log = read_log(lines)
     except OSError as error:
         raise ValueError(
-            f"{OPTION} {shown(path)}: {error.strerror}; write the path of a training's log"
+            f"{OPTION} {path}: {error.strerror}; write the path of a training's log"
         ) from None
     except ValueError as error:
-        raise ValueError(f"{OPTION} {shown(path)}: {error}") from None
+        raise ValueError(f"{OPTION} {path}: {error}") from None
     with silently(), as_on(Path.cwd(), {"HF_HUB_OFFLINE": "1"}):
         try:
             with quickly():
@@ -181,7 +181,7 @@ def launch_from_log(path: Path) -> Launch:
             unparsed = unparse(log.arguments)
         except ValueError as error:
             raise ValueError(
-                f"{OPTION} {shown(path)}: this Megatron does not take what the log has: {error}; "
+                f"{OPTION} {path}: this Megatron does not take what the log has: {error}; "
                 f"correct it in a copy of the log"
             ) from error
     words = unparsed.words
