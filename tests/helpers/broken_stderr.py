@@ -52,7 +52,7 @@ WAYS: list[Callable[[], None]] = [
 
 
 def _keep_for_the_test() -> None:
-    """What the test itself writes to ``sys.stderr`` is still read."""
+    """Keep the test's own ``sys.stderr`` readable."""
     sys.stderr.flush()
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
 

@@ -1,4 +1,4 @@
-"""What Megatron's lists of a rank's loaders and of its validation sets become."""
+"""Megatron's lists of a rank's loaders and of its validation sets under several chunks."""
 
 from __future__ import annotations
 

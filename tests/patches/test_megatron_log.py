@@ -92,7 +92,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def validated(words: tuple[str, ...], ranks: int) -> dict[str, Any]:
-    """What Megatron's validation makes of a command line."""
+    """Return the arguments that Megatron's validation makes of a command line."""
     args = launch_line.parse(words).args
     with silently(), launch_line.on_gpus(args):
         return vars(launch_line.validate(args, from_argv(words), ranks))
@@ -206,7 +206,7 @@ def test_the_vocabulary_is_that_of_the_tokenizers_line(tmp_path: Path) -> None:
 def test_arguments_that_flags_do_not_give_are_told(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Of a Megatron that is not the one here: a name that it has not, and another derived value."""
+    """The log is another Megatron's: it has an unknown name, and another derived value."""
     text = printed(model_flags(global_batch_size=16), 8, capsys)
     dots = "." * (48 - len("data_parallel_size"))
     assert f"  data_parallel_size {dots} 8\n" in text

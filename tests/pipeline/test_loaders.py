@@ -64,7 +64,7 @@ SIZES: dict[str, tuple[int, dict[str, object]]] = {
 
 
 def run_and_save(size: str, schedule: str | None) -> tuple[list[Run], list[dict[str, int]]]:
-    """What the ranks came to, and the states of their loaders, replica by replica."""
+    """Return the runs of the ranks, and the states of their loaders, replica by replica."""
     folder = lasting_folder()
     ranks, flags = SIZES[size]
     flags = {**EXTERNAL, **flags, "save": folder / "model", "dataloader_save": folder / "data"}

@@ -109,7 +109,7 @@ def test_a_recorded_block_is_free_when_streams_have_ended() -> None:
 
 
 def test_cached_segments_go_back_when_there_is_no_more() -> None:
-    """Of 60 MiB the free 40 go back for a request of 50. A part of a used segment cannot."""
+    """The free 40 of 60 MiB go back for a request of 50. A part of a used segment cannot."""
     allocator = CachingAllocator(capacity=60 * MIB)
     allocator.allocate(0, 40 * MIB)
     allocator.free(0)

@@ -72,7 +72,7 @@ def _over_the_world(node: ast.AST, function: str, worlds: Set[str]) -> Iterator[
 
 
 def _collective(call: ast.Call, worlds: Set[str]) -> str | None:
-    """What ``call`` calls, if that is over all ranks; ``worlds`` are groups of all ranks."""
+    """Return the function of ``call`` if it is over all ranks; ``worlds`` are groups of all."""
     match call.func:
         case ast.Name(id=name):
             return name if name in OURS | OF_THE_WORLD else None
