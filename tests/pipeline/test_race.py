@@ -315,8 +315,8 @@ def test_a_batch_that_grows_begins_it_anew(capfd: pytest.CaptureFixture[str]) ->
 def test_a_candidate_that_a_rank_has_no_host_memory_for_takes_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What it took on the ranks that had enough stayed counted, so that the next candidate, which
-    fits, was refused; and a refused program was known, so that it was not checked again."""
+    """Ranks that had enough memory kept counting the candidate's, so that the next candidate, which
+    fits, was refused. And a refused program was known, so that it was not checked again."""
     free, gib = 8.5, 2**30
     monkeypatch.setattr(host_memory, "available_bytes", lambda: int(free * gib))
     monkeypatch.setattr(host_memory.socket, "gethostname", lambda: "node7")

@@ -241,7 +241,7 @@ ENDS: Flags = {"decoder_first_pipeline_num_layers": 6, "decoder_last_pipeline_nu
     ],
 )
 def test_layers_of_the_ends(schedule: str, ends: Flags) -> None:
-    """Of a loop they are divided over the first and the last rank's chunks. An older test gave the
+    """A loop divides these layers over the first and the last rank's chunks. An older test gave the
     first stage half of the layers, which it has anyway."""
     more: Flags = {"num_layers": 8, **ends}
     reference = train(2, flags(**more), model_provider=drawn_by_name)

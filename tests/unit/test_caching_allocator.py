@@ -34,8 +34,8 @@ def test_segments_by_size(size: int, reserved: int) -> None:
 
 
 def test_a_remainder_of_a_large_block_is_used_if_it_is_above_1_mib() -> None:
-    """Of 20 MiB, 9 and 9 leave 2 MiB, which serve another request. Of 12 MiB, 11 leave 1 MiB, which
-    stays with its block."""
+    """Requests of 9 and 9 MiB leave 2 of 20 MiB, which serve another request. One of 11 MiB leaves
+    1 of 12 MiB, which stays with its block."""
     allocator = CachingAllocator()
     allocator.allocate(0, 9 * MIB)
     allocator.allocate(1, 9 * MIB)

@@ -107,9 +107,9 @@ def test_the_ranks_of_a_host_count_together(
 
 
 def test_what_later_programs_add_is_counted_by_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a rank that comes alone, since pipelines that nothing ties together come to other programs
-    at other steps: all ranks waited there for those that did not come. What is taken by then is no
-    longer free, and is not to be counted twice."""
+    """A rank may come alone, since pipelines that nothing ties together come to other programs at
+    other steps: all ranks waited for those that did not come. Memory that is taken by then is no
+    longer free, and must not be counted twice."""
     monkeypatch.setattr(host_memory.socket, "gethostname", lambda: "node7")
     more = (*ROW[:2], parse("0OFFLOAD_F2"), *ROW[2:])  # three microbatches at once, of 1 GiB each
     row_with_more = tuple(dict.fromkeys(more))

@@ -57,8 +57,8 @@ def test_many_vectors_at_once_are_timed_as_one_by_one(
 @settings(PROPERTY)
 @given(case=cases, hop=st.sampled_from([0.0, 0.1, 1.0, 10.0]))
 def test_passes_alone_are_timed_as_they_are_simulated_with_messages(case: Case, hop: float) -> None:
-    """Of any placement and order; and where messages are too short to wait for one another, they
-    are no more than a lag."""
+    """Any placement and order is timed so. Messages that are too short to wait for one another are
+    no more than a lag."""
     schedule, costs = case.schedule, case.problem.costs.with_links(hop=hop)
     exact = simulate_unproved(schedule, replace(case.problem, costs=costs))
     timed = time(schedule.rows, replace(case.problem, costs=costs))

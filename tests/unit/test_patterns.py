@@ -355,8 +355,8 @@ def test_excluded_period_is_that_of_the_work_at_least() -> None:
 
 
 def test_a_period_is_excluded_by_the_hop_of_each_link() -> None:
-    """Of one slow pair of ranks at the open end, the mean hop was taken for every link: by that
-    there is no pattern, and one was said to be impossible that exists."""
+    """One pair of ranks at the open end is slow. The mean hop was taken for every link: by that
+    there is no pattern, and one that exists was said to be impossible."""
     problem = problem_of(8, 32, 5)
     hops = tuple({0: 9.0, 14: 9.0, 7: 0.0}.get(stage, 1.0) for stage in range(15))
     linked = problem.costs.with_links(hop=2.0, hops=hops)

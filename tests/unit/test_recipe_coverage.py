@@ -145,7 +145,7 @@ def test_values_that_are_text(text: str, value: Any) -> None:
     ],
 )
 def test_layouts_that_are_lists(layout: Any) -> None:
-    """Such a layout is in 36 of 243 public recipes, which were called ones that stock cannot run."""
+    """Such a layout is in 36 of 243 public recipes; they were said not to run in stock."""
     assert layout_text(layout) == layout_text(plain(str(layout))) == "Ett|t||mL"
 
 
