@@ -15,7 +15,7 @@ import pytest
 
 from tests.gpu.one_gpu import host_calls, spinning
 from tests.gpu.one_gpu.cases import CALLS, SANITIZER, parts
-from tests.gpu.one_gpu.rows import Row, State, parse, table
+from tests.gpu.one_gpu.rows import Row, State, names_error, parse, table
 from tests.gpu.one_gpu.runner import Case, Part, run_part
 from tests.gpu.one_gpu.wheels import unpack
 
@@ -88,18 +88,27 @@ def test_the_table_is_markdown() -> None:
     assert parse("anything else") is None
 
 
+def test_a_ranks_error_is_named() -> None:
+    """torch prints the rank before each line of the traceback that ends it."""
+    assert names_error("[rank0]: TypeError: wrong") and names_error("torch.OutOfMemoryError: x")
+    assert not names_error("[rank0]:[W1126] Warning: WARNING: destroy_process_group() Error")
+
+
 def test_nothing_is_missing_and_the_time_is_bounded() -> None:
     all_parts = parts("cuda")
-    assert list(all_parts) == ["calls", "executor", "nccl", "gpt", "streams", "layers"]
+    assert list(all_parts) == ["calls", "executor", "nccl", "gpt", "engine", "streams", "layers"]
     assert set(CALLS) == set(host_calls.CALLS)
     for part in all_parts.values():
         names = [case.name for case in part.cases]
         assert len(set(names)) == len(names)
         assert part.seconds < 9 * 60
-    assert sum(part.seconds for part in all_parts.values()) < 30 * 60
+    assert sum(part.seconds for part in all_parts.values()) < 40 * 60
     names = [case.name for case in all_parts["gpt"].cases]
     for words in ("zb-h1 async", "zb-v async", "v-half async", "zb-v batched"):
-        assert f"gpt schedule {words}" in names
+        assert f"gpt schedule local {words}" in names
+    names = [case.name for case in all_parts["engine"].cases]
+    for layers in ("engine", "fp8"):
+        assert f"gpt schedule {layers} zb-v async" in names
     checked = [case for case in all_parts["streams"].cases if SANITIZER in case.environment]
     assert {case.words[0].rpartition(".")[2] for case in checked} == {"streams", "two_ranks"}
     assert "streams capture" in [case.name for case in all_parts["streams"].cases]

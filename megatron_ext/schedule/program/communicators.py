@@ -76,6 +76,7 @@ def ctas_of_each(communicators: int, multiprocessors: int) -> int:
 
     A power of two, as `ctas_used`.
     """
+    assert communicators > 0, "without communicators there is nothing to share out"
     ctas = 1
     while 2 * ctas * communicators * SHARE_OF_DEVICE < multiprocessors:
         ctas *= 2
