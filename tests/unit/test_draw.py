@@ -1,10 +1,12 @@
 """Pictures: every pass is on them, where and as long as it ran."""
 
+import itertools
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_ext.schedule.costs import uniform
@@ -186,9 +188,49 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         draw([timeline_of("1f1b", 2, 2)], tmp_path / "picture.svg")
 
 
-def test_every_kind_of_pass_has_a_colour_of_its_own() -> None:
-    assert len({*COLOURS.values(), BUBBLE}) == len(COLOURS) + 1
+# sRGB, linear, as a person sees it who lacks one of the three kinds of cones: Machado, Oliveira
+# and Fernandes 2009, "A physiologically-based model for simulation of color vision deficiency",
+# table 1, severity 1.0.
+VISIONS = {
+    "all cones": np.eye(3),
+    "protanopia": [
+        [0.152286, 1.052583, -0.204868],
+        [0.114503, 0.786281, 0.099216],
+        [-0.003882, -0.048116, 1.051998],
+    ],
+    "deuteranopia": [
+        [0.367322, 0.860646, -0.227968],
+        [0.280085, 0.672501, 0.047413],
+        [-0.011820, 0.042940, 0.968881],
+    ],
+    "tritanopia": [
+        [1.255528, -0.076749, -0.178779],
+        [-0.078411, 0.930809, 0.147602],
+        [0.004733, 0.691367, 0.303900],
+    ],
+}
+LEAST_DIFFERENCE = 15.0  # in CIELAB; about 2 can just be told apart side by side
+
+
+def lab(colour: str, vision: object) -> np.ndarray:
+    """Return the coordinates in CIELAB (CIE 1976, D65) of ``colour`` (#RRGGBB) under ``vision``."""
+    srgb = np.array([int(colour[at : at + 2], 16) for at in (1, 3, 5)]) / 255
+    linear = np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
+    seen = np.clip(np.asarray(vision) @ linear, 0, 1)
+    to_xyz = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
+    xyz = np.asarray(to_xyz) @ seen / [0.9505, 1.0, 1.0890]
+    x, y, z = np.where(xyz > 216 / 24389, np.cbrt(xyz), (24389 / 27 * xyz + 16) / 116)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+def test_all_visions_tell_the_kinds_of_passes_apart() -> None:
+    """The input gradient and the whole backward pass were two oranges."""
     assert F in COLOURS
+    colours = {**{kind.name: colour for kind, colour in COLOURS.items()}, "bubble": BUBBLE}
+    for name, vision in VISIONS.items():
+        for (kind, colour), (other, its) in itertools.combinations(colours.items(), 2):
+            difference = np.linalg.norm(lab(colour, vision) - lab(its, vision))
+            assert difference > LEAST_DIFFERENCE, f"{kind}, {other}: {difference:.1f}, {name}"
 
 
 def test_memory_is_drawn_in_bytes_where_costs_have_them(tmp_path: Path, figures: list[Any]) -> None:
