@@ -17,7 +17,7 @@ import os
 import runpy
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -52,6 +52,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "pretrain_gpt.py"
 # What ranks would otherwise each import for themselves. What is imported is then kept out of the
 # garbage collector's sight: else every rank would copy its pages.
 for _module in (
+    "numpy.ma",
     "megatron.core.datasets.helpers",
     "megatron.core.models.mimo",
     "megatron.core.dist_checkpointing.strategies.torch",
@@ -94,18 +95,25 @@ def _remember_attributes() -> None:
     """Each rank would look at the attributes of all modules for who holds what is patched, and so
     copy their pages. Nobody sets those of other packages."""
     known = {
-        id(module): frozenset(map(id, vars(module).values()))
-        for name, module in sys.modules.items()
+        module: frozenset(map(id, vars(module).values()))
+        for name, module in list(sys.modules.items())
         if isinstance(module, types.ModuleType)
         and name.split(".")[0] not in ("megatron", "megatron_ext", "tests", "__main__")
     }
-    look = engine.holds_any
+    of_known = frozenset(chain.from_iterable(known.values()))
+    look = engine.modules_with
 
-    def remembered(module: types.ModuleType, ids: Set[int]) -> bool:
-        held = known.get(id(module))
-        return look(module, ids) if held is None else not held.isdisjoint(ids)
+    def remembered(ids: Set[int], modules: Iterable[Any]) -> list[types.ModuleType]:
+        there = list(modules)
+        wanted = of_known.intersection(ids)
+        found = [
+            module
+            for module in there
+            if wanted and module in known and not wanted.isdisjoint(known[module])
+        ]
+        return found + look(ids, [module for module in there if module not in known])
 
-    engine.holds_any = remembered
+    engine.modules_with = remembered
 
 
 def _remember_sources() -> None:
