@@ -12,6 +12,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import importlib.metadata
 import multiprocessing
 import os
 import runpy
@@ -122,9 +123,26 @@ def _remember_sources() -> None:
     diagnose(PipelineConfig())
 
 
+def _remember_entry_points() -> None:
+    """Each rank would read the metadata of all that is installed, for torch's backends."""
+    importlib.metadata.entry_points = functools.cache(  # type: ignore[assignment]
+        importlib.metadata.entry_points
+    )
+    importlib.metadata.entry_points(group="torch.distributed.backends")
+
+
+def _print_unheard() -> None:
+    """Megatron imports wandb, which hears every write: the arguments that a rank prints cost it as
+    much as the parsing of them."""
+    for stream in (sys.stdout, sys.stderr):
+        vars(stream).pop("write", None)
+
+
 _remember_docstrings()
 _remember_attributes()
 _remember_sources()
+_remember_entry_points()
+_print_unheard()
 random._share_storage_ext = SimpleNamespace(share_storage=_share_storage)
 MockGPTLowLevelDataset.size = 1000  # documents; Megatron's 100,000 take seconds to shuffle
 gc.collect()
