@@ -102,6 +102,7 @@ def test_simulate_divides_the_vocabulary(tmp_path: Path) -> None:
     assert {"0S0", "3SW15", "0GATHER_S0"} <= names
 
 
+@pytest.mark.search
 def test_plan_compares_what_can_be_done_about_a_head() -> None:
     words = ("plan", "--pp", "2", "-m", "4", "--memory-limit", "2")
     assert json.loads(run(*words, "--json"))["vocabulary"] == []

@@ -254,6 +254,7 @@ def test_least_limits_are_written_as_they_are_read(limit: str, amount: float, wr
     assert (read.microbatches or read.bytes or 0) >= amount * (1 - 1e-9)
 
 
+@pytest.mark.search
 def test_zb_auto_is_never_worse_for_more_memory_nor_than_another_family() -> None:
     """Nothing but trying shows it: what a larger limit tries is not all that a smaller one does."""
     random = Random(0)
@@ -273,6 +274,7 @@ def test_zb_auto_is_never_worse_for_more_memory_nor_than_another_family() -> Non
                     assert ours <= makespan(schedule, problem) * (1 + 1e-9), other.name
 
 
+@pytest.mark.search
 @pytest.mark.parametrize("limit", ["1", "2", "0.5x", "3000KiB"])
 @pytest.mark.parametrize(("name", "published"), [("v-auto", "zb-v"), ("zb-auto", "zb-h1")])
 def test_what_stands_in_for_a_search_keeps_to_its_limit_and_takes_the_best(

@@ -79,6 +79,7 @@ def test_zb_h2_has_no_span_bubble(p: int) -> None:
     assert peak(timeline) == 2 * p - 1
 
 
+@pytest.mark.search
 @pytest.mark.parametrize(
     ("p", "m", "costs", "limit", "time", "span"),
     [
@@ -116,6 +117,7 @@ def test_zb_2p_keeps_to_2p_unless_told_to_count_as_the_paper(name: str, limit: s
     assert exceeds == (limit is None and "paper" in name)
 
 
+@pytest.mark.search
 @pytest.mark.parametrize("seed", range(2))
 def test_zb_auto_is_never_worse_than_the_others(seed: int) -> None:
     random = Random(seed)

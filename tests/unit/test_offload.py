@@ -221,6 +221,7 @@ def test_half_of_the_chunks_leave_about_half() -> None:
         assert makespan(program) == pytest.approx(makespan(built(name, problem_of(name, 8, 0.8))))
 
 
+@pytest.mark.search
 @pytest.mark.parametrize("spec", ALL)
 def test_every_schedule_holds_less_in_the_same_time(spec: str) -> None:
     for ranks in (4, 5):

@@ -208,6 +208,7 @@ def test_a_small_problem_is_not_improved_for_long() -> None:
     assert improve.steps_of(how, 8, 2 * 48 * 32) == how.passes(8) // 3072 < how.steps
 
 
+@pytest.mark.search
 @pytest.mark.parametrize(
     "problem", [usual(v(3), 7, 2), usual(wave(2), 5, 2.5), usual(loop(3, vpp=3), 6, 4)]
 )

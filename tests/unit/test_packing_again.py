@@ -82,6 +82,7 @@ def test_what_takes_the_least_there_is_is_not_improved(monkeypatch: pytest.Monke
         again.search_again(problem, [], 0.0, little_effort())
 
 
+@pytest.mark.search
 @pytest.mark.parametrize("spec", ["wave-auto", *at_night("v-auto", "loop-auto", "auto:chunks=2")])
 def test_every_search_takes_a_limit_to_fit_into(
     spec: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

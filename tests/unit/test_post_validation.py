@@ -283,6 +283,7 @@ HEADLINE = [
 ]
 
 
+@pytest.mark.search
 @pytest.mark.parametrize(("name", "p", "m", "costs"), HEADLINE)
 def test_a_step_costs_the_span(name: str, p: int, m: int, costs: str) -> None:
     made = program(name, p, m, costs)
@@ -296,6 +297,7 @@ ROW = re.compile(r"^\| `(.+?)` \| (\d+) \| (\d+) \| ([\d.]+) % less \|$", re.MUL
 ROWS = [row for row in ROW.findall(PAGE.read_text()) if row[0] != "v-auto"]  # searches for minutes
 
 
+@pytest.mark.search
 @pytest.mark.parametrize(("name", "without", "with_it", "less"), ROWS)
 def test_figures_of_the_page(name: str, without: str, with_it: str, less: str) -> None:
     """At eight ranks and usual costs; zb-2p 1037 and 1008, zb-v 1035 and 1028."""
@@ -354,6 +356,7 @@ def test_memory_is_that_of_one_step(name: str, m: int) -> None:
 # ---- What makes use of it
 
 
+@pytest.mark.search
 @pytest.mark.parametrize("costs", [EQUAL, USUAL, "f=10,i=9,w=12,comm=3"])
 def test_zb_auto_looks_for_the_least_step(costs: str) -> None:
     """No more than the others on a line, within the same memory."""
@@ -486,6 +489,7 @@ def test_simulate_says_what_cannot_overlap() -> None:
     assert "leave one of them out" in run("simulate", "zb-v", *words, "--certify", code=2)
 
 
+@pytest.mark.search
 def test_plan_compares_what_steps_cost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     shorten_search(monkeypatch)

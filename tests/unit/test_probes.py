@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import megatron_ext
 
 ROOT = Path(megatron_ext.__file__).parent
@@ -354,6 +356,7 @@ def test_a_kind_touches_six_files(tmp_path: Path) -> None:
     assert "#123456" in picture and "dummy" in picture
 
 
+@pytest.mark.search
 def test_a_flag_that_changes_a_schedule_touches_twelve_files(tmp_path: Path) -> None:
     """The setting, the option with its conflict, a transform, which is named, refusals, figures,
     and the commands that simulate and plan. It touched 33."""

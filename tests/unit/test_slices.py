@@ -511,6 +511,7 @@ def test_uneven_slices_hold_by_their_tokens() -> None:
     assert curve == [0.75, 1, 1, 0.75]
 
 
+@pytest.mark.search
 def test_zb_auto_of_slices() -> None:
     """Never slower than others on a line, and within its limit."""
     costs = "f=10,i=12,w=8,comm=1,attention=0.3"
@@ -601,6 +602,7 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "slices.md").read_text()
 _ROW = re.compile(r"^\| `([\w-]+)` \|((?: [\d.]+ at [\d.]+ \|){4})$", re.MULTILINE)
 
 
+@pytest.mark.search
 @pytest.mark.parametrize(("name", "cells"), _ROW.findall(PAGE))
 def test_figures_of_the_page(name: str, cells: str) -> None:
     for k, cell in zip(KS, cells.strip("| ").split("|"), strict=True):

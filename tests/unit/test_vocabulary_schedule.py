@@ -188,6 +188,7 @@ def test_ranks_that_wait_for_one_another_in_a_collective_are_refused() -> None:
 # ---- Memory limits
 
 
+@pytest.mark.search
 @pytest.mark.parametrize("name", ["zb-auto", "v-auto"])
 @pytest.mark.parametrize("how", [ONE, TWO])
 def test_searches_leave_room(name: str, how: VocabularyParallel) -> None:
@@ -278,6 +279,7 @@ def timed(
 _BUILT: dict[tuple[str, int, int], Schedule] = {}
 
 
+@pytest.mark.search
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-auto", "zb-v", "v-half", "v-min", "v-auto"])
 def test_a_head_costs_its_share(name: str) -> None:
     """m intervals, the schedule's own fill, and one interval or two."""
