@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import cache
 
 from megatron_ext.schedule.model.execution import Execution
@@ -21,6 +21,7 @@ from megatron_ext.schedule.model.parameters import (
     parameters_of_stage,
     table_elements,
 )
+from megatron_ext.schedule.model.temporaries import temporary_bytes
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import VocabularyParallel
 
@@ -37,6 +38,7 @@ class ModelBytes:
     Attributes:
         expert_weights, expert_gradients: of these, those that only data-parallel ranks with the
             same experts have.
+        temporary: what the largest pass takes while it runs.
     """
 
     weights: float
@@ -44,10 +46,11 @@ class ModelBytes:
     optimizer: float
     expert_weights: float = 0.0
     expert_gradients: float = 0.0
+    temporary: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.weights + self.gradients + self.optimizer
+        return self.weights + self.gradients + self.optimizer + self.temporary
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,8 @@ def bytes_of_ranks(
             )
             for stage, tables in zip(own, tables_of, strict=True)
         ]
-        rank_bytes.append(_summed(chunks))
+        temporary = max(temporary_bytes(model, stages[stage], execution) for stage in own)
+        rank_bytes.append(replace(_summed(chunks), temporary=temporary))
     return rank_bytes
 
 

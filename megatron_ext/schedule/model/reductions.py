@@ -20,6 +20,10 @@ from megatron_ext.schedule.model.rates import Rates
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import VocabularyParallel
 
+# Nodes of a ring that is as fast as its links; of more nodes it is slower in proportion. An
+# assumption, which rests on one measured set of 32 nodes (scripts/layouts/a100.csv, 30B).
+FULL_SPEED_NODES = 8
+
 
 @dataclass(frozen=True)
 class Reduction:
@@ -87,5 +91,6 @@ def seconds_of_a_byte(ranks: int, stride: int, rates: Rates) -> float:
     """
     near = max(min(ranks, rates.domain // stride), 1)
     within = 1 / rates.peers if near > 1 else 0.0
-    between = 1 / (near * rates.network) if ranks > near else 0.0
+    falling = max(1.0, ranks / near / FULL_SPEED_NODES)
+    between = falling / (near * rates.network) if ranks > near else 0.0
     return (ranks - 1) / ranks * max(within, between)
