@@ -161,7 +161,7 @@ def predict(configuration: Configuration, gpu: Gpu) -> Prediction:
     )
     seconds, held = _passes(costs, placement, microbatches)
     fullest = max(
-        own.total + kept + FRAGMENTED * (own.temporary + kept)
+        own.total + (1 + FRAGMENTED) * (own.temporary + kept)
         for own, kept in zip(on_ranks, held, strict=True)
     )
     return Prediction(seconds + beside, fullest)

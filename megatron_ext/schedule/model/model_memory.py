@@ -15,13 +15,13 @@ from functools import cache
 
 from megatron_ext.schedule.model.execution import Execution
 from megatron_ext.schedule.model.model import Model, Stage
+from megatron_ext.schedule.model.operations.temporaries import temporary_bytes
 from megatron_ext.schedule.model.parameters import (
     Parameter,
     has_final_norm,
     parameters_of_stage,
     table_elements,
 )
-from megatron_ext.schedule.model.temporaries import temporary_bytes
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import VocabularyParallel
 
@@ -38,7 +38,8 @@ class ModelBytes:
     Attributes:
         expert_weights, expert_gradients: of these, those that only data-parallel ranks with the
             same experts have.
-        temporary: what the largest pass takes while it runs.
+        temporary: what the largest pass takes while it runs; not in ``total``, as a plan leaves a
+            share of the GPU's memory to it.
     """
 
     weights: float
@@ -50,7 +51,7 @@ class ModelBytes:
 
     @property
     def total(self) -> float:
-        return self.weights + self.gradients + self.optimizer + self.temporary
+        return self.weights + self.gradients + self.optimizer
 
 
 @dataclass(frozen=True)

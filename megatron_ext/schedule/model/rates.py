@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron_ext.schedule.model.collectives import ring_latency
-from megatron_ext.schedule.model.matrix_products import TensorCores
 from megatron_ext.schedule.model.measured.scale import Links, Measured
+from megatron_ext.schedule.model.messages.collectives import ring_latency
+from megatron_ext.schedule.model.operations.matrix_products import TensorCores
 from megatron_ext.schedule.model.operations.operation import Engine, Exchange, Operation
 
 _NODE = 8  # GPUs

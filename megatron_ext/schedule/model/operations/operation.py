@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from megatron_ext.schedule.model.execution import Execution, Precision
-from megatron_ext.schedule.model.matrix_products import MatrixProduct
+from megatron_ext.schedule.model.operations.matrix_products import MatrixProduct
 
 _QUANTIZED_BYTES = {Precision.FP8: 1.0, Precision.FP4: 0.5}  # of an element
 _GRADIENT_BYTES = 8  # of an element of a weight's gradient, in fp32: it is read, and written
