@@ -4,7 +4,7 @@ layouts/a100.csv has step times of Llama models on A100s over tensor and pipelin
 microbatch and sequence parallelism (Hagemann et al. 2023, arXiv:2311.05610). Each configuration is
 estimated and compared with every other one of its set.
 
-    python -m scripts.layout_order [--csv FILE] [--rows]
+    python -m scripts.layout_order [--csv FILE] [--rows] [--perturb]
 """
 
 from __future__ import annotations
@@ -13,19 +13,23 @@ import argparse
 import csv
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.model import reductions
 from megatron_ext.schedule.model.estimate import estimate
 from megatron_ext.schedule.model.execution import Execution, Framework
-from megatron_ext.schedule.model.gpus import GPUS, Gpu
+from megatron_ext.schedule.model.gpus import GPUS
+from megatron_ext.schedule.model.messages import collectives
 from megatron_ext.schedule.model.messages.blocking import with_blocking_messages
 from megatron_ext.schedule.model.model import Model
 from megatron_ext.schedule.model.model_memory import TrainingState, bytes_of_ranks
+from megatron_ext.schedule.model.rates import Rates
 from megatron_ext.schedule.placement import Placement, line
 from megatron_ext.schedule.plan.layouts.beside import seconds_beside
 from megatron_ext.schedule.plan.layouts.layout import evenly
@@ -138,7 +142,7 @@ def execution_of(configuration: Configuration) -> Execution:
     )
 
 
-def predict(configuration: Configuration, gpu: Gpu) -> Prediction:
+def predict(configuration: Configuration, rates: Rates) -> Prediction:
     """Estimate a step of ``configuration`` under 1F1B."""
     model, execution = model_of(configuration), execution_of(configuration)
     ranks = configuration.data_parallel
@@ -150,7 +154,6 @@ def predict(configuration: Configuration, gpu: Gpu) -> Prediction:
     )
     pipeline = configuration.pipeline_parallel
     stages = evenly(len(model.layers), pipeline).of(model)
-    rates = gpu.rates()
     costs = with_blocking_messages(estimate(model, stages, execution, rates))
     microbatches = configuration.global_batch // (ranks * configuration.micro_batch)
     placement = line(pipeline)
@@ -279,15 +282,60 @@ def _differ_by_micro_batch(a: Configuration, b: Configuration) -> bool:
     return others(a) == others(b) and a.micro_batch != b.micro_batch
 
 
+PERTURBED = (
+    *("linear", "attention", "attention_backward", "memory", "operands", "kernel", "launch"),
+    *("peers", "network"),
+)
+
+
+def perturbed(rates: Rates) -> Iterator[tuple[str, float, Callable[[Configuration], Prediction]]]:
+    """Yield each constant's name, what it is multiplied by, and predictions with it."""
+    for name, factor in itertools.product(PERTURBED, (0.8, 1.2)):
+        changed = {name: factor * getattr(rates, name)}
+        if name == "linear":
+            changed["matrix"] = factor * rates.matrix
+        yield name, factor, partial(predict, rates=replace(rates, **changed))
+    for module, name in (
+        *((collectives, name) for name in ("BEGIN", "NEAR_STEP", "FAR_STEP")),
+        (reductions, "FULL_SPEED_NODES"),
+    ):
+        constant = getattr(module, name)
+        for factor in (0.8, 1.2):
+            setattr(module, name, factor * constant)
+            yield name, factor, partial(predict, rates=rates)
+        setattr(module, name, constant)
+
+
+def _print_perturbed(configurations: Sequence[Configuration], rates: Rates, memory: float) -> None:
+    print("| constant | times | pairs over 2 % | over 10 % | microbatch alone | regret <= 5 % |")
+    print("| - | - | - | - | - | - |")
+    for name, factor, prediction in perturbed(rates):
+        found = bars(configurations, {row: prediction(row) for row in configurations}, memory)
+        small = sum(share <= 0.05 for share in found.regret.values())
+        print(
+            f"| {name} | {factor} | {found.over_2.share:.1%} | {found.over_10.share:.1%} "
+            f"| {found.micro_batch.right} of {found.micro_batch.all} "
+            f"| {small} of {len(found.regret)} |",
+            flush=True,
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--csv", type=Path, default=MEASURED, help="File of measured step times.")
     parser.add_argument("--rows", action="store_true", help="Print every configuration.")
+    parser.add_argument(
+        "--perturb", action="store_true", help="Print the figures with each constant 20 % off."
+    )
     options = parser.parse_args()
     gpu = GPUS["a100"]
     assert gpu.memory is not None
     configurations = read(options.csv)
-    predicted = {row: predict(row, gpu) for row in configurations}
+    rates = gpu.rates()
+    if options.perturb:
+        _print_perturbed(configurations, rates, USABLE * gpu.memory)
+        return
+    predicted = {row: predict(row, rates) for row in configurations}
     if options.rows:
         for row in configurations:
             found = predicted[row]

@@ -23,6 +23,7 @@ from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.model import gpus
+from megatron_ext.schedule.model.assumptions import not_checked
 from megatron_ext.schedule.model.estimate import estimate, waiting_shares
 from megatron_ext.schedule.model.execution import Execution, Precision
 from megatron_ext.schedule.model.gpus import (
@@ -585,3 +586,13 @@ def test_estimates_serve_a_schedule() -> None:
     costs = costs_of(vocabulary=50304)
     problem = Problem(line(4), 8, costs, parse_limit("60GiB", 4, 8))
     assert build_program(choose("zb-h1"), problem).problem.costs.origin.startswith("estimated")
+
+
+def test_what_no_measurement_has_checked_is_said() -> None:
+    assert not_checked(RUN) is None
+    assert not_checked(replace(RUN, expert_parallel=8)) is None, "within a node"
+    run = replace(RUN, expert_parallel=16, context_parallel=2, precision=Precision.FP8)
+    assert not_checked(run) == (
+        "not checked against measurements: experts across nodes, context parallelism, "
+        "matrices in fp8"
+    )

@@ -26,7 +26,7 @@ ROWS = read(MEASURED)
 @pytest.fixture(scope="module")
 def found() -> Bars:
     assert GPU.memory is not None
-    return bars(ROWS, {row: predict(row, GPU) for row in ROWS}, USABLE * GPU.memory)
+    return bars(ROWS, {row: predict(row, GPU.rates()) for row in ROWS}, USABLE * GPU.memory)
 
 
 def test_pairs_are_in_the_right_order(found: Bars) -> None:
