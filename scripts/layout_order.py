@@ -21,7 +21,7 @@ from pathlib import Path
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs
-from megatron_ext.schedule.model import reductions
+from megatron_ext.schedule.model import reductions, stage_seconds
 from megatron_ext.schedule.model.estimate import estimate
 from megatron_ext.schedule.model.execution import Execution, Framework
 from megatron_ext.schedule.model.gpus import GPUS
@@ -302,8 +302,10 @@ def perturbed(rates: Rates) -> Iterator[tuple[str, float, Callable[[Configuratio
         constant = getattr(module, name)
         for factor in (0.8, 1.2):
             setattr(module, name, factor * constant)
+            stage_seconds._of_layer.cache_clear()  # it knows rates, not these
             yield name, factor, partial(predict, rates=rates)
         setattr(module, name, constant)
+    stage_seconds._of_layer.cache_clear()
 
 
 def _print_perturbed(configurations: Sequence[Configuration], rates: Rates, memory: float) -> None:

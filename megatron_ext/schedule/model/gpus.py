@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.model.execution import Precision
+from megatron_ext.schedule.model.messages.collectives import BEGIN, FAR_STEP, NEAR_STEP
 from megatron_ext.schedule.model.rates import Rates
 from megatron_ext.schedule.words import shown
 
@@ -95,10 +96,8 @@ KERNEL = 0.9e-6
 # Beside its operations a pass of a chunk takes this long, where the host launches it: messages are
 # posted, waited for, and the first kernels reach an idle GPU. An assumption, as `ACHIEVED`.
 LAUNCH = 0.2e-3
-# Seconds of a short message to a peer, and over the network, as NCCL reckons in its protocol for
-# large ones: 8.4 us, and 3.4 or 14 us of the link
-# (https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc).
-LATENCIES = 11.8e-6, 22.4e-6
+# Seconds of a short message to a peer, and over the network; a long one takes them, too.
+LATENCIES = BEGIN + NEAR_STEP, BEGIN + FAR_STEP
 
 
 @dataclass(frozen=True)
