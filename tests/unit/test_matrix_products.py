@@ -89,6 +89,8 @@ def test_a_short_message_takes_its_latency() -> None:
 def test_rings_of_many_nodes_are_slower() -> None:
     few, many = (seconds_of_a_byte(8 * nodes, 1, A100) for nodes in (FULL_SPEED_NODES, 32))
     assert many == pytest.approx(32 / FULL_SPEED_NODES * few, rel=0.02)
+    one_ring = seconds_of_a_byte(8 * FULL_SPEED_NODES, 1, A100, Framework.PYTORCH)
+    assert one_ring == pytest.approx(8 * few)
 
 
 def test_blocking_messages_are_in_the_pass_that_sends_them() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from megatron_ext.schedule.model.execution import Execution
+from megatron_ext.schedule.model.execution import Execution, Framework
 from megatron_ext.schedule.model.model import Model, Stage
 from megatron_ext.schedule.model.model_memory import (
     TrainingState,
@@ -55,8 +55,10 @@ def reductions_of_ranks(
     final_norms = has_final_norm(model, stages)
     of_experts = execution.expert_tensor_parallel * execution.expert_parallel
     a_byte = (
-        seconds_of_a_byte(state.data_parallel, execution.tensor_parallel, rates),
-        seconds_of_a_byte(state.expert_data_parallel, of_experts, rates),
+        seconds_of_a_byte(
+            state.data_parallel, execution.tensor_parallel, rates, execution.framework
+        ),
+        seconds_of_a_byte(state.expert_data_parallel, of_experts, rates, execution.framework),
     )
     reductions = []
     for own in placement.stages_of:
@@ -83,14 +85,19 @@ def _elements(
     return sum(parameter.elements for parameter in parameters) - of_experts, of_experts
 
 
-def seconds_of_a_byte(ranks: int, stride: int, rates: Rates) -> float:
-    """What each byte takes that so many ranks, each ``stride`` from the next, scatter or gather.
+def seconds_of_a_byte(
+    ranks: int, stride: int, rates: Rates, framework: Framework = Framework.MEGATRON
+) -> float:
+    """Return the seconds of each byte that so many ranks, each ``stride`` from the next, scatter or
+    gather.
 
     Round a ring every rank sends all but its own share to the next. Ranks of a node make as many
-    rings as they are, each of which leaves it by another's port.
+    rings as they are, each of which leaves it by another's port; in plain PyTorch they are taken to
+    make one ring, whose speed is that of a port.
     """
     near = max(min(ranks, rates.domain // stride), 1)
+    rings = near if framework is Framework.MEGATRON else 1
     within = 1 / rates.peers if near > 1 else 0.0
-    falling = max(1.0, ranks / near / FULL_SPEED_NODES)
-    between = falling / (near * rates.network) if ranks > near else 0.0
+    slower = max(1.0, ranks / near / FULL_SPEED_NODES)
+    between = slower / (rings * rates.network) if ranks > near else 0.0
     return (ranks - 1) / ranks * max(within, between)
