@@ -330,7 +330,7 @@ def test_reductions_are_those_of_each_ones_group() -> None:
     state = TrainingState(distributed=True, data_parallel=32, expert_data_parallel=4)
     execution = replace(GPT.execution(), expert_parallel=8)
     rates = GPUS["h100"].rates()
-    dense = 31 / 32 / rates.peers  # eight rings, one for each GPU of a node
+    dense = 31 / 32 / (8 * rates.network)  # eight rings, one for each GPU of a node
     experts = 3 / 4 / rates.network  # on four nodes
     moved = 2 * 6e9 + 2 * 2e9 + 3e9
     assert seconds_beside(model, state, execution, rates) == pytest.approx(
