@@ -185,5 +185,5 @@ class Contender:
 
 
 def data() -> Tensor:
-    """What a first stage reads. It has a gradient, or autograd would leave out the stage's I."""
+    """Input tensor of the first stage. It requires a gradient: without it autograd skips I."""
     return torch.ones(SHAPE, dtype=DTYPE, requires_grad=True)
