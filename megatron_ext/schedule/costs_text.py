@@ -34,10 +34,11 @@ _COPIES = ("d2h", "h2d")
 _LINK = ("link", "duplex")
 # What a training adds that measures: model/measured/file.py reads it.
 _MEASURED = ("links", "reserved", "layers")
-# What slices ask for: which share of passes is attention's, and what of a hop and of a pass stays.
+# Figures that slices need: attention's share of passes, and what of a hop and of a pass does not
+# shrink with the slice.
 _SLICES = ("attention", "latency", "launch")
 
-# What hides in a pair, and in a file a table of it by the backward pass beside.
+# Seconds that an overlapped pair saves; in a file also a table of them by kind of backward pass.
 _HIDDEN = "hidden"
 _BESIDE = {"i": Kind.BACKWARD_INPUT, "b": Kind.FULL_BACKWARD}
 
@@ -99,7 +100,7 @@ def _outlined(per_stage: Sequence[float], placement: Placement) -> str:
 
 
 def _of_like_stages(costs: Costs) -> list[float]:
-    """What hides where F and I of one stage run side by side, for each stage."""
+    """Return the seconds saved when F and I of one stage run side by side, for each stage."""
     table = (
         costs.overlap.hidden.get(Kind.BACKWARD_INPUT) or costs.overlap.hidden[Kind.FULL_BACKWARD]
     )
@@ -119,13 +120,13 @@ def _copies(host: HostCosts) -> dict[str, tuple[float, ...]]:
 
 
 def parse_costs(text: str, placement: Placement) -> Costs:
-    """``f=10,i=12,w=8,comm=1`` (comm may be left out), or the path of a JSON file (`load_costs`).
+    """Read ``f=10,i=12,w=8,comm=1`` (comm is optional), or the path of a JSON file (`load_costs`).
 
     ``f=5/5/5/8`` gives one figure per stage, ``r=9`` what R takes where that is not what F does.
     ``head=5/6/4`` are F, I and W of the whole output layer, ``embedding=1/1`` the whole embedding's
-    lookup and weight gradient: what the last and the first stage take beside their layers.
+    lookup and weight gradient: what the last and the first stage take in addition to their layers.
     ``d2h=6,h2d=6`` are the copies of all that a microbatch of a full rank leaves for its backward
-    pass to the host and back (one figure, or one per stage; h2d is d2h if left out), ``link=2`` is
+    pass to the host and back (one figure, or one per stage; h2d is d2h by default), ``link=2`` is
     how many ranks in a row share a link to the host, and ``duplex=0`` that a link carries one
     direction at a time. For slices of a sequence, ``attention=0.3`` is the share of f, and of i and
     w together, that grows with the square of the sequence, ``latency=0.1`` what of comm a short
@@ -298,10 +299,10 @@ def load_costs(path: Path, placement: Placement) -> Costs:
     ``f``, ``i`` and ``w`` are one figure per microbatch of a full rank, or a list of one figure per
     stage; so is ``r``, if there. ``bytes``, if there, maps ``activation`` and ``weight inputs``
     likewise. ``head`` and ``embedding`` are lists as in `parse_costs`, and ``bytes`` may have
-    ``logits``, one figure: what the last stage holds beside its layers, ``message``: what goes from
-    stage to stage, and ``keys and values``, given like ``activation``, whose part they are.
-    ``hidden`` may also map ``i`` and ``b``, the backward pass beside, each to a table: a row per
-    stage of F, a figure in it per stage of the backward pass.
+    ``logits``, one figure: what the last stage holds in addition to its layers, ``message``: what
+    goes from stage to stage, and ``keys and values``, given like ``activation``, whose part they
+    are. ``hidden`` may also map ``i`` and ``b``, the kind of the overlapped backward pass, each to
+    a table: a row per stage of F, a figure in it per stage of the backward pass.
     ``attention``, ``latency``, ``launch``, ``d2h``, ``h2d``, ``link`` and ``duplex`` are those of
     `parse_costs`, and ``origin`` is a text for people.
 
@@ -357,7 +358,7 @@ def load_costs(path: Path, placement: Placement) -> Costs:
 
 
 def read_costs_file(path: Path) -> dict[str, Any]:
-    """What the costs file ``path`` has, by its keys.
+    """Return the entries of the costs file ``path``, checked for their keys alone.
 
     Raises:
         ValueError: no such file, not JSON, another version, or keys that are missing or unknown.
@@ -395,8 +396,11 @@ def _text_of(path: Path) -> str:
 
 
 def save_costs(costs: Costs, path: Path, measured: Mapping[str, Any] | None = None) -> None:
-    """Write ``costs`` so that `load_costs` reads them, and entries of what was ``measured`` beside
-    them. Raises OSError."""
+    """Write ``costs`` so that `load_costs` reads them, and the further entries ``measured``.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     assert costs.whole is None
     layers, vocabulary = costs.without_vocabulary(), costs.vocabulary or VocabularyCosts()
     data: dict[str, Any] = {"version": FILE_VERSION, "origin": costs.origin}

@@ -42,5 +42,5 @@ def flipped(placement: Placement) -> FlippedPlacement:
 
 
 def flip_rows(rows: Rows) -> Rows:
-    """What each rank does, with the ranks counted from the other end. Its own inverse."""
+    """Return ``rows`` with the ranks counted from the other end. Its own inverse."""
     return rows[::-1]

@@ -1,4 +1,4 @@
-"""Which rank holds which stage.
+"""Placements: the rank of each stage.
 
 A stage is a contiguous piece of the model, 0 to n-1 from input to loss. The stages of one rank
 are its chunks, 0 to v-1 in stage order; Megatron calls a chunk's number its vp_stage.
@@ -12,7 +12,7 @@ from functools import cached_property
 
 
 class Neighbour(enum.IntEnum):
-    """Which neighbour of a stage: activations go to the next, gradients to the one before."""
+    """Neighbours of a stage: activations go to the next, gradients to the previous one."""
 
     PREVIOUS = -1
     NEXT = +1
@@ -47,8 +47,8 @@ class Placement:
         return tuple(tuple(row) for row in rows)
 
     def shard_beside(self, stage: int) -> int:
-        """The first stage of the rank that holds ``stage``: with vocabulary parallelism the rank's
-        shard lies beside it."""
+        """Return the first stage of the rank that holds ``stage``: with vocabulary parallelism it
+        stands for the rank's shard."""
         return self.stages_of[self.rank_of[stage]][0]
 
     @property
@@ -99,7 +99,7 @@ def loop(ranks: int, *, vpp: int = 2) -> Placement:
 
 
 def v(ranks: int) -> Placement:
-    """Two chunks a rank, down and up again: stage s < p on rank p-1-s, stage p+k on rank k.
+    """Return a V, two chunks a rank: stage s < p is on rank p-1-s, stage p+k on rank k.
 
     The open end, first and last stage, is on the last rank, where Megatron looks for the loss.
     """

@@ -75,7 +75,7 @@ class Slices:
         return str(self.lengths)
 
     def ends(self, attention: float) -> tuple[float, ...]:
-        """Where each slice ends, as shares of the sequence.
+        """Return the end of each slice, as shares of the sequence.
 
         Args:
             attention: the share of a pass that grows with the square of the sequence.

@@ -11,7 +11,7 @@ from megatron_ext.schedule.schedule import Schedule, is_compute
 
 
 class Event(NamedTuple):
-    """``action`` held its lane on ``rank`` from ``start`` to ``end`` (seconds)."""
+    """``action`` occupied its lane on ``rank`` from ``start`` to ``end`` (seconds)."""
 
     rank: int
     action: Action

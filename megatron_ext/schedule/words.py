@@ -42,7 +42,7 @@ def bytes_text(amount: float) -> str:
 
 
 def meant_by(name: str, known: Iterable[str]) -> list[str]:
-    """Those of ``known`` that ``name`` resembles most: one, or several that do so equally, or none.
+    """Return the names of ``known`` that ``name`` resembles most: none, one, or equals.
 
     Capitals, dashes and underscores do not count: ``ZB_V`` and ``zbv`` are ``zb-v``.
     """

@@ -17,7 +17,7 @@ STOCK = ("1f1b", "interleaved")  # families that run Megatron's own order
 
 
 class RaceThen(enum.StrEnum):
-    """What a training goes on under when its race is over."""
+    """Schedules that a training may go on under when its race is over."""
 
     KEEP = "keep"  # the winner
     REPORT = "report"  # the baseline
@@ -52,7 +52,7 @@ class LineUp:
 
 
 def line_up(schedule: str | None, wanted: Sequence[str]) -> LineUp:
-    """A race of ``wanted``, and of ``schedule`` if one is given.
+    """Return the contestants of a race: ``wanted``, and ``schedule`` if one is given.
 
     A schedule of the baseline's family among them is the baseline.
 

@@ -86,7 +86,7 @@ class Race:
 
     @property
     def iterations_left(self) -> int:
-        """At most: if nobody is dropped."""
+        """Number of iterations left, at most: fewer if a candidate is dropped."""
         turns = (ROUNDS - len(self.rounds)) * len(self._order) - len(self._turns)
         return 0 if self.is_over else turns * (WARM_UP + TIMED)
 
@@ -123,7 +123,7 @@ class Race:
         return [self.baseline, *self.candidates]
 
     def ratio(self, candidate: str) -> Ratio | None:
-        """What ``candidate`` has come to; None if it has no whole round."""
+        """Return the result of ``candidate``; None if it has no whole round."""
         ratios = [
             sum(measured[self.baseline]) / sum(measured[candidate])
             for measured in self.rounds
@@ -138,8 +138,8 @@ class Race:
 
     @property
     def best(self) -> str | None:
-        """The candidate with the best ratio, also of those that were dropped; None if nobody has
-        one."""
+        """The candidate with the best ratio, also of those that were dropped; None if no candidate
+        has one."""
         ratios = {
             spec: ratio.median
             for spec in [*self.candidates, *self.dropped]

@@ -38,7 +38,7 @@ class TwoCopies:
 
     @cached_property
     def microbatches(self) -> int:
-        """Of each copy."""
+        """Number of microbatches of each copy."""
         return 1 + max(action.microbatch for row in self.rows for action in row)
 
     def copy_of(self, rank: int, stage: int) -> int:
