@@ -40,7 +40,7 @@ from megatron_ext.schedule.transforms.vocabulary_costs import share_vocabulary
 _TRIES = 4  # how often what messages hold is taken off what passes may
 _STEP = 0.05  # of what passes may hold, that is taken off at least
 _NOT_MUCH_LESS = 0.8  # times what a schedule needs: as far as a limit that is enough is looked for
-_LOOSER = (3.0, 2.0, 1.5, 1.25, 1.0)  # limits that a family is given where some is made again
+_LOOSER = (3.0, 2.0, 1.5, 1.25, 1.0)  # factors of the limit that a family gets before recompute
 
 
 def build_program(choice: Choice, problem: Problem) -> Program:
@@ -79,8 +79,8 @@ def prove_built(schedule: Schedule, problem: Problem) -> Program:
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """Python does not look for garbage in the block: it would go through all actions of all ranks
-    again and again, a sixth of the time that a large program takes, and they are in no cycles."""
+    """Pause Python's garbage collector in the block. It would traverse all actions of all ranks
+    repeatedly, a sixth of the time that a large program takes, and they are in no cycles."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -104,8 +104,8 @@ _PROGRAMS = 2  # they are large
 
 @contextlib.contextmanager
 def keeping_proofs() -> Iterator[None]:
-    """What is proved in the block is not proved again right behind, as where a search has proved
-    what it ends with, or where it is to do with another memory limit."""
+    """Cache the latest proofs in the block: a search proves its result before `build_program` does,
+    and several memory limits often give the same schedule."""
     if _KEPT.get() is not None:
         yield
         return
@@ -171,12 +171,12 @@ def _shortest_with_recompute(choice: Choice, problem: Problem) -> Program:
     programs, refusals = _with_recompute(choice, problem)
     if programs:
         return min(programs, key=lambda program: step_seconds(program, problem.costs))
-    # A family that refuses a limit knows nothing of what is made again within it.
+    # A family that refuses a limit does not know of the recompute that would keep within it.
     over = [error for error in refusals if isinstance(error, OverLimit)]
     if problem.memory_limit is None or not over:
         raise refusals[-1]
     if _KEPT.get() is not None:
-        raise over[0]  # one schedule of many that are compared: nobody reads it
+        raise over[0]  # one schedule of many that are compared: the least limit is not shown
     least = _least_that_is_enough(choice.without_search, problem, problem.memory_limit, over)
     raise over[0].naming(least, problem.memory_limit)
 
@@ -204,7 +204,7 @@ def _least_that_is_enough(
     """Return the least limit that a few tries find to be enough; ``limit`` is not enough.
 
     What the passes made without a limit need is enough, as they are tried within each limit. Less
-    may be: within another limit the family makes other passes, and others are made again.
+    may be: within another limit the family makes another order, and other passes are recomputed.
     """
     enough = over[0].least
     too_little = max(limit.amount, _NOT_MUCH_LESS * min(error.least for error in over))
@@ -222,7 +222,7 @@ def _least_that_is_enough(
 
 
 def _looser_limits(problem: Problem) -> list[MemoryLimit | None]:
-    """What the family may use, where some is given up afterwards: loosest first."""
+    """Return the memory limits to give the family before recompute, the loosest first."""
     limit = problem.memory_limit
     if limit is None:
         return [None]
@@ -246,7 +246,7 @@ def _proved_in_bytes(passes: Schedule, problem: Problem) -> Program:
         over = max(peaks(schedule, in_bytes(problem.costs))) - limit.bytes
         if over <= 0:
             break
-        allowed -= math.ceil(max(over, _STEP * allowed))  # what is given up goes in large pieces
+        allowed -= math.ceil(max(over, _STEP * allowed))  # recompute frees large pieces
         if allowed <= 0:
             break
         room = replace(problem, memory_limit=MemoryLimit(bytes=allowed))
@@ -304,20 +304,20 @@ def _for_training(problem: Problem) -> list[Transform]:
 
 
 def _places_recompute(choice: Choice, problem: Problem) -> bool:
-    """Whether the family itself chooses what is made again."""
-    is_whole = problem.slices.count == 1  # a search of slices makes none again
+    """Whether the family itself chooses what is recomputed."""
+    is_whole = problem.slices.count == 1  # a search of slices recomputes none
     return choice.traits.fits_recompute and problem.extras.recompute.fit and is_whole
 
 
 def _is_made_again(choice: Choice, problem: Problem) -> bool:
-    """Whether some of what the family's passes make is given up afterwards."""
+    """Whether recompute is added to the family's passes afterwards."""
     is_asked_for = problem.extras.recompute != Recompute()
     return is_asked_for and not _places_recompute(choice, problem)
 
 
 def _limit_of_passes(choice: Choice, problem: Problem) -> MemoryLimit | None:
-    """What the family may use, with room left for the microbatches that are held longer. What
-    leaves for the host or is made again is not known yet: with these there is no limit."""
+    """Return the memory limit of the family's passes: less what vocabulary parallelism holds in
+    addition. None with offload or recompute, whose savings are not known yet."""
     if problem.extras.activation_offload is not Offload.NONE or _is_made_again(choice, problem):
         return None
     limit = problem.memory_limit

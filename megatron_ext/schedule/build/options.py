@@ -21,7 +21,7 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def accepted(function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Those of ``options`` that ``function`` takes."""
+    """Return the ``options`` that ``function`` takes."""
     return {key: value for key, value in options.items() if key in parameters_of(function)}
 
 

@@ -1,7 +1,7 @@
 """Whether the output layer's weight gradient waits for W, or comes with I.
 
 Between I and W the output layer keeps the gradient of the logits, which can be larger than all that
-a stage's layers keep. So it waits only where the costs show that there is room for it.
+a stage's layers hold. So it waits only if the costs show that there is memory for it.
 """
 
 from __future__ import annotations

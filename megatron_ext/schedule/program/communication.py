@@ -53,8 +53,8 @@ def communicate(schedule: Schedule, problem: Problem) -> Schedule:
 
 
 def _ends(stage: int, kind: Kind, placement: Placement) -> list[tuple[Kind, int, int, Kind]]:
-    """Of each message that ``kind`` on ``stage`` makes: the kind of its send, and the rank, stage
-    and kind of its receive."""
+    """Return, for each message that ``kind`` on ``stage`` makes, the kind of its send, and the
+    rank, stage and kind of its receive."""
     ends = []
     for send in _SENDS_AFTER[kind]:
         if has_place(send, stage, placement):

@@ -55,7 +55,8 @@ class Communicators:
 
 
 def communicators(program: Program) -> list[Communicators]:
-    """Those of each rank that are made to run ``program``, beside its trainer's own.
+    """Return the communicators of each rank that are made to run ``program``, in addition to its
+    trainer's.
 
     Groups whose messages are the host's are not among them: they take nothing of a device.
     """

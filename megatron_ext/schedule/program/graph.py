@@ -21,8 +21,8 @@ Batched messages (`P2P.BATCHED`) share one communicator, which runs what it is g
   at either end;
 - a message is there when all of its batch is.
 
-That is a device whose streams run beside one another. `Device` has the others: nothing promises
-that streams do, and a host call can wait for all that has been posted.
+These rules describe a device whose streams run in parallel. `Device` has others too: nothing
+guarantees parallel streams, and a host call can wait for all that has been posted.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ from megatron_ext.schedule.schedule import Schedule
 
 
 class Device(enum.Enum):
-    """What holds up what a rank does next."""
+    """Models of a device: the actions of a rank that block its next ones."""
 
-    PARALLEL = "passes and waits"  # messages, collectives and copies run beside them
+    PARALLEL = "passes and waits"  # messages, collectives and copies run parallel to them
     WAITS_AT_PASSES = "passes and waits, which all that was posted before holds up too"
     ONE_QUEUE = "everything"  # as on one hardware queue, or if every call waited for the device
 
@@ -372,7 +372,8 @@ def held_up(columns: Columns, device: Device = Device.PARALLEL) -> Ints:
 
 
 def _waited_for_at_passes(columns: Columns) -> tuple[Ints, Ints]:
-    """What holds a rank up, and all that was posted since what held it up before."""
+    """Return pairs, as two arrays of numbers: a blocking action, and one that was posted between it
+    and the blocking action before."""
     holds_up = HOLDS_UP[columns.kind]
     posted, held = columns.numbers[~holds_up], columns.numbers[holds_up]
     next_held = np.append(held, np.int32(len(columns)))[np.searchsorted(held, posted)]
@@ -399,7 +400,7 @@ def _before_in_queue(columns: Columns, placement: Placement) -> Ints:
 
 
 def _queue(action: Action, placement: Placement) -> Channel | Kind | Lane | None:
-    """What runs the actions of a rank in order, ``action`` among them; None if nothing does."""
+    """Return the queue of a rank that runs ``action`` in order; None if it is in none."""
     rule = RULES[action.kind]
     if rule.is_message:
         return channel_of(action, placement)

@@ -48,7 +48,8 @@ def simulate_steps(program: Program, costs: Costs, steps: int) -> tuple[Timeline
 
 
 def step_seconds(program: Program, costs: Costs) -> float:
-    """What a step costs in the long run: its makespan, and with post-validation its span, about.
+    """Return the seconds of a step in the long run: its makespan, or with post-validation about its
+    span.
 
     (A rank that idles in the middle of its span may have less to wait for when it begins later.)
     """
@@ -123,7 +124,7 @@ def _times(
 
 
 def seconds_of(graph: Graph, schedule: Schedule, costs: Costs) -> list[float]:
-    """What each node of ``graph`` takes under ``costs``."""
+    """Return the seconds of each node of ``graph`` under ``costs``."""
     columns = schedule.columns
     lasts = columns.of_each(costs.of)
     for node in columns.numbers[graph.leaders != columns.numbers].tolist():

@@ -277,8 +277,8 @@ def _reject_microbatch(
 def _required_work(
     schedule: Schedule, problem: Problem, lanes: set[Lane]
 ) -> dict[int, dict[Kind, Kind]]:
-    """What each stage has to do per microbatch, and the kind of action that would do it: one that
-    the schedule uses, if there is one. What may be left out (`Rule.all_or_none`) is among it."""
+    """Return the work of each stage per microbatch, and the kind of action that would do it: one
+    that the schedule uses, if there is one. Optional work (`Rule.all_or_none`) is included."""
     used = {kind for _, kind in schedule.columns.pairs}
     to_do: dict[int, dict[Kind, Kind]] = defaultdict(dict)
     for stage in range(schedule.placement.stages):
@@ -339,7 +339,10 @@ def _check_all_done_once(schedule: Schedule, problem: Problem, lanes: set[Lane])
 
 
 def _done(schedule: Schedule, problem: Problem) -> _Done:
-    """What is done in ``schedule``, nothing of it twice or where it does not belong."""
+    """Return, by stage and kind of work, which microbatches ``schedule`` does.
+
+    Rejects work that is done twice or on a stage where it does not belong.
+    """
     columns, microbatches = schedule.columns, problem.pieces
     work, parts = columns.work
     which = parts * microbatches + columns.microbatch[:, np.newaxis]
@@ -499,8 +502,8 @@ def _check_collectives(schedule: Schedule) -> None:
 
 
 def _check_speculation(schedule: Schedule) -> None:
-    """What comes before a rank's verdict can be undone, on all ranks together; what its optimizer
-    steps on is complete."""
+    """Reject a schedule with an action before a rank's verdict that cannot be undone on all ranks
+    together, or whose optimizer steps before the gradients are complete."""
     placement = schedule.placement
     for row in schedule.rows:
         settles = settles_at(row)
