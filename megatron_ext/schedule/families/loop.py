@@ -157,7 +157,7 @@ def _units(problem: Problem, u: int, backward: Kind) -> Rows:
     keeps_pairs=True,
 )
 def interleaved_zb(problem: Problem, *, group: int = 0) -> Schedule:
-    """The order of `interleaved` with the backward split and W put off into the bubbles, as far as
+    """The order of `interleaved` with the backward split and W deferred into the bubbles, as far as
     the first rank's peak there allows on every rank. At equal costs and m >= 2p the makespan's
     bubble is (p-1)F/v.
 

@@ -1,10 +1,10 @@
-"""Search for the schedule of least makespan in which some activations are made again.
+"""Search for the schedule of least makespan in which some activations are recomputed.
 
-Which ones is part of the search: `improve` packs plans of a shop, and here there is a shop for each
-choice. The first choices are shares of what a rank's chunks make, the longest-waiting chunk first,
-evenly spread over the microbatches. The most promising are improved as plans are, and with them the
-choices: some microbatches more, or fewer, of a stage, of stages in a row, or of a chunk of every
-rank.
+The choice of activations is part of the search: `improve` packs plans of a shop, and here there is
+a shop for each choice. The first choices are shares of a rank's activations, those of the
+longest-waiting chunk first, evenly spread over the microbatches. The most promising are improved as
+plans are, and with them the choices: some microbatches more, or fewer, of a stage, of stages in a
+row, or of a chunk of every rank.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ def search_again(problem: Problem, known: Sequence[Rows], least: float, how: Eff
     """The best schedules found, best first.
 
     Args:
-        problem: whose memory limit leaves room for a microbatch (`Shop.fits`).
+        problem: its memory limit suffices for a microbatch (`Shop.fits`).
         known: schedules that are known to be good, with R. Some may need more than the limit.
-        least: seconds that none can take less than; who has found it need not go on.
+        least: a lower bound in seconds; the search ends if it finds a schedule of so many.
     """
     choices = _Choices(problem, how)
-    # Twice what it takes where nothing is made again: there is twice as much to choose.
+    # Twice the effort of a search without recompute: there is twice as much to choose.
     steps = steps_of(how, problem.ranks, choices.passes)
     shares = range(_QUARTERS * problem.placement.chunks + 1)
     plans = len(known) + len(shares) * len(_PERIODS) * len(_WEIGHTS)
@@ -85,7 +85,7 @@ def _makespan(found: _Found) -> int:
 
 
 class _Choices:
-    """Makes and improves choices of what is made again for ``problem``."""
+    """Makes and improves choices of the activations to recompute for ``problem``."""
 
     def __init__(self, problem: Problem, how: Effort) -> None:
         self.placement, self.m, self.how = problem.placement, problem.microbatches, how
@@ -107,8 +107,8 @@ class _Choices:
         return _Found(again, sides, sides.justified(starts_of(rows, sides.shop)))
 
     def of_share(self, chunks: float, work: Task) -> _Found:
-        """The best of some plans where each rank makes so many ``chunks`` of a microbatch again, on
-        average."""
+        """Return the best of some plans in which each rank recomputes, on average, so many
+        ``chunks`` of a microbatch."""
         spread = np.arange(self.m) * _GOLDEN % 1
         again = np.zeros_like(self.all)
         for stages in self.placement.stages_of:
@@ -147,7 +147,7 @@ class _Choices:
         return best
 
     def changed(self, again: Again, dice: Dice) -> Again:
-        """``again`` with some microbatches more, or fewer."""
+        """Return ``again`` with some microbatches more, or fewer."""
         draw, stages = dice.below(100), self.placement.stages
         if draw < 30:
             which = [dice.below(stages)]

@@ -5,7 +5,7 @@ need more memory: packed it needs no more than there is. Those within the limit 
 schedules that are chosen from in the end by what a step of them costs, simulated. Where one of them
 costs no more than any schedule must (`lower_bound`), there is nothing to search for.
 
-What was found is kept in the user's cache directory, by problem and effort.
+The result is stored in the user's cache directory, by problem and effort.
 """
 
 from __future__ import annotations
@@ -48,15 +48,16 @@ from megatron_ext.schedule.transforms.recompute import recompute
 
 
 def best_schedule(name: str, problem: Problem) -> Schedule:
-    """What is found for ``problem``, without a memory limit within p microbatches, for the family
-    ``name``.
+    """Return the best schedule found for ``problem``, as one of the family ``name``.
+
+    Without a memory limit of its own it has 1F1B's peak as its limit.
 
     Raises:
         ValueError: not even one microbatch at a time fits into the limit, or bytes are not known.
     """
     problem = _limited(problem)
     _check_limit(name, problem)
-    # With numba more is tried: what a machine that has it left here is the better schedule.
+    # A search with numba tries more: what it has stored is the better schedule.
     kept = _kept(name, problem, LARGE)
     if kept is not None:
         return kept
@@ -100,7 +101,7 @@ def _key(problem: Problem, effort_name: str) -> str:
 
 
 def _kept(name: str, problem: Problem, effort_name: str) -> Schedule | None:
-    """What was found before, if it is sound."""
+    """Return the stored result of an earlier search, if it is sound."""
     text = disk_cache.load(name, _key(problem, effort_name))
     if text is None:
         return None
@@ -155,7 +156,7 @@ def _searched(name: str, problem: Problem, how: Effort) -> _Chosen:
 
 
 def _searched_again(name: str, problem: Problem, how: Effort, shop: Shop, least: float) -> _Chosen:
-    """The same where some may be made again."""
+    """Search as `_searched` does, with recompute allowed."""
     without = _searched(name, problem.with_extras(recompute=Recompute()), how)
     if without.seconds <= least:
         return without
@@ -170,7 +171,7 @@ def _searched_again(name: str, problem: Problem, how: Effort, shop: Shop, least:
 def _at_most(
     seconds: float, candidates: Sequence[_Candidate], problem: Problem
 ) -> Sequence[_Candidate]:
-    """Those that may take no more than that."""
+    """Return the candidates that may take no more than ``seconds``."""
     if _may_take_less(problem):
         return candidates
     return [candidate for candidate in candidates if candidate.seconds <= seconds * _ROUNDED]
@@ -193,7 +194,7 @@ def _passes(name: str, program: Program) -> Schedule:
 
 
 def _known_again(problem: Problem) -> list[Rows]:
-    """What can be had without a search, with R where that brings it into the limit."""
+    """Return the schedules that need no search, with R if they exceed the limit without."""
     alone = problem.with_extras(recompute=Recompute())
     rows = dict.fromkeys([*_known(alone), *_known(replace(alone, memory_limit=None))])
     schedules = (Schedule("", problem.placement, of_ranks) for of_ranks in rows)
@@ -201,7 +202,7 @@ def _known_again(problem: Problem) -> list[Rows]:
 
 
 def _known(problem: Problem) -> list[Rows]:
-    """What can be had without a search, some of it over the limit."""
+    """Return the schedules that need no search, some of them over the limit."""
     rows = [_one_at_a_time(problem)]
     for choice in on_placement(problem.placement):
         if problem.slices.count > 1 and not choice.traits.takes_slices:
@@ -235,7 +236,7 @@ def _same(rows: Rows) -> Rows:
 
 
 def _packed_candidates(packed: Sequence[Packed], shop: Shop, problem: Problem) -> list[_Candidate]:
-    """What was ``packed``, the quickest first."""
+    """Return a candidate for each of ``packed``, the shortest first."""
     candidates = [
         _Candidate(
             partial(rows_of, result.starts, problem.placement, orders=problem.orders),
@@ -247,12 +248,12 @@ def _packed_candidates(packed: Sequence[Packed], shop: Shop, problem: Problem) -
 
 
 def _seconds(starts: Starts, shop: Shop) -> float:
-    """What a step costs whose passes start so."""
+    """Return the seconds of a step whose passes start at ``starts``."""
     return (end_of(starts, shop) - max(shop.tails)) * shop.tick
 
 
 def _candidates_again(all_rows: Sequence[Rows], problem: Problem) -> list[_Candidate]:
-    """``all_rows``, in which some may be made again, in their order."""
+    """Return a candidate for each of ``all_rows``, which may have R, in their order."""
     placement, m = problem.placement, problem.microbatches
     candidates = []
     for rows in all_rows:

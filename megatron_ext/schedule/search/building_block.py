@@ -1,4 +1,4 @@
-"""Schedules that repeat: one microbatch's passes, laid out once, started again every interval.
+"""Schedules that repeat: one microbatch's passes, laid out once, repeated every interval.
 
 The framework of Qi et al. 2024, arXiv:2405.15362: a building block says in which time slot each
 stage starts the passes of one microbatch; the next microbatch does the same an interval later
@@ -119,7 +119,7 @@ class _Ranks:
         self.lanes, self.slices = _lanes(starts, placement), slices
         self.moved: list[list[tuple[int, Action]]] = [[] for _ in range(placement.ranks)]
         self.latest = [-1] * placement.ranks  # slot of the latest moved pass, by rank
-        # Twice the time: room for every pass behind the last.
+        # Twice the time: free slots for every pass behind the last.
         slots = 2 * (max(starts.values()) + 2)
         self.idle = [bytearray(_IDLE * slots) for _ in range(placement.ranks)]
         changes = [[0] * slots for _ in range(placement.ranks)]

@@ -248,7 +248,7 @@ def _can_end(
 
 @njit
 def _column(k: int, lane: int, other: int, is_forward: Whole, turned: Whole) -> int:
-    """Of ``other``, with the slice that column ``k`` of ``lane`` has."""
+    """Return the column of lane ``other`` with the slice that column ``k`` of ``lane`` has."""
     return turned[k] if is_forward[lane] != is_forward[other] else k
 
 
@@ -429,7 +429,7 @@ def _pop(heap: Whole, entries: int) -> int:
     """Take out the first. How many entries there are then."""
     entries -= 1
     place, below = 0, 2
-    while below < entries:  # the last entry mostly belongs far below: first make room there
+    while below < entries:  # the last entry mostly belongs far below: first move a gap there
         below -= heap[below - 1] < heap[below]
         heap[place] = heap[below]
         place, below = below, 2 * below + 2
@@ -461,7 +461,7 @@ def _kept() -> Callable[..., int]:
     numba does where that is broken, OSError where it cannot be written."""
     folder = _folder()
     folder.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=folder).close()  # or numba would look for another, beside this file
+    tempfile.TemporaryFile(dir=folder).close()  # or numba would look for another, next to this file
     before = numba.config.CACHE_DIR
     numba.config.CACHE_DIR = str(folder)
     try:

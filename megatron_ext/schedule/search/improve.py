@@ -6,18 +6,18 @@ good schedule once it is packed from both sides: warm-up, steady state, cool-dow
 W need no rules of their own. Which period, and how much a backward pass counts against a forward
 pass in the plan's order, depends on costs and memory, so a grid of both is tried; on a V the plans
 that are a steady state already (`pattern_plans`) come first. The best is then
-improved step by step: shift some passes in its own start times at random, pack again, keep what is
+improved step by step: shift some passes in its own start times at random, repack, keep what is
 not worse (late acceptance, Burke and Bykov 2017: not worse than twenty steps ago will do, which
 leads out of plateaus).
 
 Packing from both sides: a schedule read from its end is a schedule of the mirrored problem, in
 which dependencies point the other way, W takes memory and F gives it back. Packing the mirrored
-schedule pushes every pass to the right, packing the result again pushes it to the left. Nothing is
+schedule pushes every pass to the right, packing the result pushes it back to the left. Nothing is
 lost in either step, and idle time wanders off to the ends (double justification, Valls et al.
 2005).
 
-The effort is counted in passes packed, never in seconds, times are whole, and the dice have a fixed
-seed: every machine that makes the same effort finds the same schedule.
+The effort is counted in passes packed, never in seconds, times are whole, and the random generator
+has a fixed seed: every machine that makes the same effort finds the same schedule.
 """
 
 from __future__ import annotations
@@ -96,12 +96,12 @@ def search(
     Several, because messages may cost one of them more than another, which is not looked at here.
 
     Args:
-        shop: whose limit leaves room for a microbatch (`Shop.fits`).
+        shop: its limit suffices for a microbatch (`Shop.fits`).
         known: plans to begin with, of schedules that are known to be good.
         least: a makespan, with tails, that none can be below; who has found it need not go on.
         how: much is tried, and with what; by default as much as this machine allows (`effort`).
-        of_shorter: makes plans of a shorter step, where this one is long. They are asked for where
-            ranks idle in the middle of the best of all others: else there is little to gain.
+        of_shorter: makes plans of a shorter step, if this one is long. It is called only if ranks
+            idle in the middle of the best of all others: else there is little to gain.
     """
     how = how or effort()
     sides = sides_of(shop, how.packer)
@@ -154,8 +154,8 @@ def periodic_plans(shop: Shop, weights: Sequence[int], periods: Sequence[int]) -
 
 
 def _way(shop: Shop, weight: int) -> list[int]:
-    """When the first microbatch starts on each lane, where I and R take ``weight`` % of their time.
-    What is made again is made right before it is used."""
+    """Return the start of the first microbatch on each lane, in ticks, if I and R take ``weight`` %
+    of their time. R ends right before its activation is used."""
     passes, durations = shop.passes, shop.durations_of_all.max(axis=1).tolist()
     again = {stage: lane for lane, (stage, kind) in enumerate(passes) if kind is R}
     starts = [0] * shop.lanes
@@ -175,7 +175,7 @@ def _way(shop: Shop, weight: int) -> list[int]:
 
 
 def _place(stage: int, kind: Kind) -> tuple[int, int]:
-    """Of a lane, in an order in which each follows those that it waits for."""
+    """Return a sort key of a lane: each lane sorts behind those that it waits for."""
     order = (F, I, W).index(kind)
     return order, -stage if order else stage
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from megatron_ext.schedule.search.shop import Shop, Starts
 
-GAPS = 12  # kept for a rank; older ones have rarely anything left that fits
+GAPS = 12  # remembered of a rank; older ones have rarely anything left that fits
 
 
 class Packed(NamedTuple):
@@ -39,7 +39,7 @@ def packer(shop: Shop) -> Pack:
 
 
 def pack(shop: Shop, plan: Starts) -> Packed:
-    """``plan`` packed to the left. The limit has to leave room for a microbatch (`Shop.fits`)."""
+    """Return ``plan`` packed to the left. The limit must suffice for a microbatch (`Shop.fits`)."""
     # A search without numba spends its time in this loop: it calls little and looks little up.
     wanted: list[list[int]] = plan.tolist()
     lanes, m, size = shop.lanes, shop.pieces, shop.lanes_of_rank
@@ -87,7 +87,7 @@ def pack(shop: Shop, plan: Starts) -> Packed:
 
 
 class _Room:
-    """The rule of `shop` by which memory never deadlocks, where nothing is made again."""
+    """The rule of `shop` by which memory never deadlocks, without recompute."""
 
     def __init__(self, shop: Shop) -> None:
         self.taking: list[list[int]] = [[] for _ in shop.rooms]
@@ -99,7 +99,7 @@ class _Room:
                 self.taking[rank].append(lane)
             if of_microbatch:
                 self.changing[rank].append((lane, held))
-        self.room = [shop.limit - room for room in shop.rooms]  # beside one microbatch
+        self.room = [shop.limit - room for room in shop.rooms]  # less one microbatch's
         self.slices = shop.slices
 
     def may_take(self, lane: int, rank: int, count: list[int]) -> bool:
@@ -117,7 +117,7 @@ class _Room:
 
 
 class _Bank:
-    """The other rule of `shop`, for what is made again."""
+    """The rule of `shop` by which memory never deadlocks, with recompute."""
 
     def __init__(self, shop: Shop) -> None:
         self.limit, self.way, self.size = shop.limit, shop.way, shop.lanes_of_rank

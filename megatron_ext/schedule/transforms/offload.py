@@ -2,13 +2,13 @@
 
 PipeOffload (Wan et al. 2025, arXiv:2503.01328, sections 3 and 4). What a forward pass leaves for
 its backward pass can be copied to the host, its memory given back, and be copied back in time; and
-so can what I leaves for W. The copies run beside the passes, on lanes of their own; ranks that
+so can what I leaves for W. The copies run parallel to the passes, on lanes of their own; ranks that
 share a link to the host take turns on it.
 
 The transform works on any schedule with its messages and waits. It takes the times at which its
 passes would run, and books the copies into them: to the host as soon as the link is free, back so
 late that they end when they are needed. Between passes, memory is given back as soon as a copy to
-the host has ended, and taken again as late as the copy back can start.
+the host has ended, and reacquired as late as the copy back can start.
 
 The longest-lived are booked first. What would be back before it has gone stays: the slower the
 link, the fewer leave, and no pass waits for a copy.
@@ -40,7 +40,7 @@ _SLOWER = [1.15**n for n in range(16)]  # times the passes, for links that are s
 
 @dataclass(frozen=True)
 class Absence:
-    """What may leave: memory that a pass has made and a later one uses.
+    """Candidate for offload: memory that a pass has made and a later one uses.
 
     Attributes:
         kinds: of the copy to the host, of the wait for it, and of the copy back.
@@ -136,7 +136,8 @@ class _Leaving:
         return replace(self.schedule, rows=tuple(rows))
 
     def absences(self, ranks: Sequence[int]) -> list[Absence]:
-        """What may leave ``ranks``, the longest-lived first; the ranks take turns."""
+        """Return the candidates for offload of ``ranks``, each rank's longest-lived first, in turn
+        one of each rank."""
         of_ranks = []
         for rank in ranks:
             absences = _longest_lived_first(_absences(rank, self.passes[rank], self.problem))

@@ -3,7 +3,7 @@
 DualPipe's compound (DeepSeek-AI 2024, arXiv:2412.19437), and what Megatron does under
 --overlap-moe-expert-parallel-comm: while one of the two waits for an all-to-all, the other computes
 (`OverlapCosts`). Any two that follow one another on a rank can be a pair, W aside, if neither needs
-the other. It has its price: what F sends leaves when the backward pass beside it has ended.
+the other. It has its price: the output of F is sent only after the backward pass has ended too.
 
 So a schedule's passes are played through in the order of time, on each rank in the rank's own
 order. Where the next two of a rank could be a pair, it waits for the second so long, and not
@@ -54,10 +54,10 @@ class _Way(NamedTuple):
 
 
 def pair_up(schedule: Schedule, problem: Problem) -> Schedule:
-    """``schedule``, which has passes only, with pairs. One that has some already is left as it is.
+    """Return ``schedule``, which has passes only, with pairs; unchanged if it has pairs already.
 
     Raises:
-        ValueError: no F can run beside a backward pass.
+        ValueError: no F can run as one with a backward pass.
     """
     if schedule.pairs:
         return schedule
@@ -95,8 +95,8 @@ def _first_of(schedule: Schedule, problem: Problem) -> tuple[Schedule, Problem]:
 
 
 def _with_assumed(costs: Costs) -> Costs:
-    """``costs``; where they do not tell what hides in a pair, something does: the order is to gain
-    by pairs, though nobody knows how much."""
+    """Return ``costs`` with an assumed saving of pairs if they have none: the search for pairs
+    needs a gain, even if its size is unknown."""
     if costs.overlap.hidden:
         return costs
     forwards, backwards = costs.seconds[_F], costs.seconds[_I]
@@ -185,7 +185,7 @@ class _Playing:
                 continue
             at, number = heapq.heappop(self.turns)
             start, passes = self.turn_of(number)
-            if start == at:  # else it has changed since, and comes again
+            if start == at:  # else the turn has changed since, and is queued at its new time
                 self.play(number, start, passes)
         for rank in self.ranks:
             while rank.pending:
@@ -199,8 +199,8 @@ class _Playing:
             heapq.heappush(self.turns, (start, number))
 
     def first_that_waits(self) -> tuple[int, float, Row] | None:
-        """Where all wait for the second of two passes: the rank that could begin with the first
-        before others."""
+        """Return the rank whose next pass can start first, its start, and the pass, to run alone;
+        None if none can start. For when every rank waits for the second pass of a pair."""
         starts = [
             (self.start_of(rank, rank.order[rank.done]), number)
             for number, rank in enumerate(self.ranks)
@@ -262,8 +262,8 @@ class _Playing:
             self.offer(other)
 
     def is_time_for_w(self, rank: _Rank, start: float, passes: Row) -> bool:
-        """Whether the next W comes before ``passes``: there is time for it, or no room without it,
-        or a later W of its stage is among them."""
+        """Whether the next W comes before ``passes``: there is time for it, or no memory without
+        it, or a later W of its stage is among them."""
         w = rank.pending[0]
         if rank.free + self.seconds(w.stage, _W) <= start + self.slack:
             return True
@@ -295,7 +295,7 @@ class _Playing:
         return to
 
     def has_room(self, rank: _Rank, forward: Action) -> bool:
-        """Whether there is room for ``forward`` before anything is given back but by W."""
+        """Whether memory suffices for ``forward`` if nothing but the pending W frees any before."""
         if rank.allowed == math.inf:
             return True
         back = sum(map(self.given_back, rank.pending))
@@ -330,8 +330,11 @@ def _order_of(row: Row, way: _Way) -> tuple[Row, dict[Action, tuple[float, int]]
 
 
 def _room(schedule: Schedule, problem: Problem, way: _Way) -> tuple[Amount, list[float]]:
-    """What each rank may hold, and what that is counted by. Without a limit, W that move hold no
-    more than the schedule does, and a chunk for the second pass of a pair."""
+    """Return the unit of memory, and how much of it each rank may hold.
+
+    Without a limit, deferred W may hold as much as the schedule's peak, and a chunk more for the
+    second pass of a pair.
+    """
     if problem.memory_limit is not None:
         amount, allowed = amount_of(problem.memory_limit, schedule, problem.costs)
         return amount, [allowed] * problem.ranks

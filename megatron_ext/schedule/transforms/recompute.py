@@ -1,12 +1,12 @@
-"""Give activations up after F, and make them again before they are needed.
+"""Free activations after F, and recompute them before they are needed.
 
-Mario (Liu et al. 2025, PPoPP, 10.1145/3710848.3710878). Of what a forward pass makes, the stage's
-input is kept alone; before the backward pass a second forward pass (R) makes the rest again. It
-stands right before the backward pass: where that waits for its gradient, R runs in the bubble.
+Mario (Liu et al. 2025, PPoPP, 10.1145/3710848.3710878). A forward pass stores the stage's input
+alone; a second forward pass (R) recomputes the activation. R stands right before the backward pass:
+if the backward pass waits for its gradient, R runs in the bubble.
 
-The transform works on a schedule of compute actions. Into a memory limit it gives up the fewest:
-those that wait the longest first. Where the weight gradients that wait for W alone hold too much, W
-comes sooner.
+The transform works on a schedule of compute actions. To keep a memory limit it recomputes as few
+activations as possible, those that wait the longest first. If what waits for W alone takes too much
+memory, W comes sooner.
 """
 
 from __future__ import annotations
@@ -30,10 +30,7 @@ _Made = tuple[int, int]  # an activation, by its stage and microbatch
 
 
 def recompute(schedule: Schedule, problem: Problem) -> Schedule:
-    """``schedule``, which has passes only, with those that make activations again.
-
-    One that has some already is left as it is.
-    """
+    """Return ``schedule``, which has passes only, with R; unchanged if it has R already."""
     if any(RULES[action.kind].repeats for row in schedule.rows for action in row):
         return schedule
     wanted = problem.extras.recompute
@@ -52,7 +49,7 @@ def recompute(schedule: Schedule, problem: Problem) -> Schedule:
 
 @dataclass(frozen=True)
 class _Room:
-    """What a rank may hold, in the unit of ``amount``."""
+    """Memory that a rank may hold, in the unit of ``amount``."""
 
     amount: Amount
     allowed: float
@@ -61,7 +58,7 @@ class _Room:
         return fits(peak(row, self.amount), self.allowed)
 
     def change(self, action: Action, given_up: Collection[_Made]) -> tuple[float, float]:
-        """What ``action`` takes at its start, and gives back at its end."""
+        """Return the memory that ``action`` takes at its start, and gives back at its end."""
         stage, kind, microbatch = action
         rule = RULES[kind]
         takes = sum(self.amount(held, stage) for held in rule.acquires)
@@ -77,7 +74,7 @@ class _Room:
 
 
 def _fitting(row: Row, room: _Room, problem: Problem) -> Row:
-    """``row`` with the fewest that bring it into ``room``; with all if none do."""
+    """Return ``row`` with the fewest R that bring it into ``room``; with all if none do."""
     made = _longest_waiting_first(row, problem)
 
     def with_first(count: int) -> Row:
@@ -89,7 +86,7 @@ def _fitting(row: Row, room: _Room, problem: Problem) -> Row:
 
 
 def _made(row: Row, problem: Problem) -> list[_Made]:
-    """The activations that are kept for a backward pass."""
+    """Return the stage and microbatch of each activation of ``row`` for a backward pass."""
     trained = problem.first_trained
     return [(a.stage, a.microbatch) for a in row if a.kind is Kind.FORWARD and a.stage >= trained]
 
@@ -121,7 +118,7 @@ def _with_again(row: Row, given_up: Collection[_Made]) -> Row:
 
 
 def _with_w_in_time(row: Sequence[Action], room: _Room, given_up: Collection[_Made]) -> Row:
-    """``row`` with some of its W sooner: before a pass for which there is no room without."""
+    """Return ``row`` with some W moved before a pass that has not enough memory otherwise."""
     later = [action for action in row if action.kind is Kind.BACKWARD_WEIGHT]
     done: dict[Action, None] = {}  # in order
     held = 0.0

@@ -1,7 +1,7 @@
 """Stages that lie before all that is trained: forward passes alone.
 
-Frozen towers and embeddings, adapters on the later layers: nothing there has a weight gradient, and
-nobody needs the gradients that later stages would pass back. So neither I nor W (nor B) runs there,
+Frozen towers and embeddings, adapters on the later layers: nothing there has a weight gradient, so
+the gradients that later stages would pass back are of no use. Neither I nor W (nor B) runs there,
 and no gradient is sent to them.
 
 What stays keeps the order, and by its waits the pace, of the whole schedule: the first stages have
