@@ -116,7 +116,7 @@ def new_figure(path: Path, width: float, height: float) -> Figure:
 
 @dataclass(frozen=True)
 class _Measure:
-    """What memory is counted in."""
+    """Unit in which a picture counts memory."""
 
     amount: Amount
     unit: float
@@ -197,7 +197,7 @@ def _draw_passes(axes: Axes, run: Sequence[Timeline], readable: float, measure: 
 
 
 def _places_in_pairs(timeline: Timeline) -> dict[Action, Box]:
-    """Where each pass that runs in a pair is drawn: as long as the pair, F above."""
+    """Return the box of each pass that runs in a pair: as long as the pair, F above."""
     beside = timeline.schedule.beside
     events = {event.action: event for event in timeline.events if event.action in beside}
     quarter = _HALF / 2

@@ -1,4 +1,4 @@
-"""An object of a JSON file that others may have written: what is asked of it is checked."""
+"""Checked access to an object of a JSON file that others may have written."""
 
 from __future__ import annotations
 

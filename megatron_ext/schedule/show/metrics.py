@@ -1,4 +1,4 @@
-"""What the steps of a training come to, interval by interval: bubble, seconds, slowest rank, peak
+"""Metrics of the steps of a training, interval by interval: bubble, seconds, slowest rank, peak
 memory.
 
 Each rank tells sums over its own steps, by its own clock. How far two clocks are apart is told by
@@ -25,9 +25,11 @@ PATIENCE = 100  # iterations, after which somebody should look
 
 
 def telling_passes(program: Program, rank: int) -> list[int]:
-    """Which of its passes tell when a rank's clock begins: two for each of its stages, F of the
-    first microbatch and I (or B) of the last. Ranks mostly wait for what those need. (Of a stage
-    with forward passes alone it is F of the last.)"""
+    """Return the numbers of the passes of ``rank`` from which its clock's offset is found.
+
+    They are two for each of its stages: F of the first microbatch, and I (or B) of the last, or F
+    of the last for a stage with forward passes alone. Ranks mostly wait for the inputs of these.
+    """
     last_forward, last_backward = program.problem.forwards[-1], program.problem.backwards[-1]
     place = {
         (action.stage, kind, action.microbatch): number
@@ -49,7 +51,7 @@ def telling_passes(program: Program, rank: int) -> list[int]:
 
 @dataclass(frozen=True)
 class RankSums:
-    """What a rank tells of some steps of one program. Seconds are sums over the steps.
+    """Sums that a rank reports of some steps of one program. Seconds are sums over the steps.
 
     Attributes:
         steps: how many.
@@ -84,7 +86,7 @@ class RankSums:
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> RankSums:
-        """What has such `numbers`."""
+        """Return the sums with these ``numbers``: the inverse of `numbers`."""
         plain = dict(zip(_PLAIN, numbers, strict=False))
         return cls(**plain, times=tuple(numbers[len(_PLAIN) :]))
 
@@ -101,7 +103,7 @@ class Metrics:
         seconds: of a step, predicted and measured: its makespan, or where steps overlap its span.
             Predicted with costs times one factor, so that passes take as long as the measured ones.
         overlap: steps overlap.
-        slowest: the rank whose passes take longest, beside what is predicted of each rank's.
+        slowest: the rank whose passes take longest, compared with the prediction for each rank.
         slower: than the other ranks', by this share.
         allocated, reserved: the most bytes, and the rank; None where that is not measured.
     """
@@ -152,9 +154,10 @@ class Metrics:
 
 
 def metrics_of(ranks: Sequence[RankSums], predicted: Timeline, *, overlap: bool) -> Metrics | None:
-    """What ``ranks`` tell of steps that were ``predicted`` so; None if one of them has had none.
+    """Return the metrics of the steps that ``ranks`` report, next to the ``predicted`` one.
 
-    ``overlap``: a rank goes on to the next step before the others have ended this one.
+    None if a rank has run no step. ``overlap``: a rank goes on to the next step before the others
+    have ended this one.
     """
     if not all(rank.steps for rank in ranks):
         return None
@@ -240,7 +243,7 @@ class Departure:
         self._has_told = False
 
     def see(self, metrics: Metrics, iterations: int) -> str | None:
-        """What to say after so many more ``iterations`` with these ``metrics``, if anything."""
+        """Return the remark due after ``iterations`` more with these ``metrics``, if any is."""
         has_left = abs(metrics.above_predicted) > POINTS
         self._iterations = self._iterations + iterations if has_left else 0
         if self._iterations < PATIENCE or self._has_told:

@@ -1,4 +1,4 @@
-"""Run the passes of a schedule again with other durations: what a step would have taken, if."""
+"""Replay the passes of a schedule with other durations."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def _shorten(element: Element) -> None:
 
 
 def _drop_style(element: Element, inherited: str) -> None:
-    """Leave out of ``element``'s style what ``inherited`` says."""
+    """Remove from ``element``'s style the declarations of ``inherited``."""
     style = element.attrib.pop("style", "").split("; ")
     own = [declaration for declaration in style if declaration not in inherited.split("; ")]
     if any(own):

@@ -38,7 +38,7 @@ _RESERVED = "reserved beyond allocated"  # the event that has it
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A measured step beside its prediction.
+    """A measured step and its prediction.
 
     Attributes:
         iteration: as Megatron's log counts.
@@ -74,8 +74,10 @@ def beside_all(
     simulated: Sequence[Timeline],
     clock_error: float,
 ) -> list[TracedStep]:
-    """`beside` of consecutive steps, each of them on one clock: the predicted ones overlap as they
-    were simulated (`simulate_steps`), and begin with the first that was measured.
+    """Return the traced steps of consecutive iterations, ``measured`` and ``simulated``.
+
+    The predicted steps are scaled to the same work in all. They overlap as they were simulated
+    (`simulate_steps`), and begin with the first that was measured.
     """
     factor = sum(step.work for step in measured) / sum(step.work for step in simulated)
     start, first = measured[0].start, simulated[0].start
@@ -104,7 +106,7 @@ class TraceFile:
         self._tracks: dict[tuple[int, str], int] = {}  # their numbers, by rank and title
 
     def add(self, step: TracedStep) -> None:
-        """Write ``step``: its passes and reductions, and what was predicted beside them."""
+        """Write ``step``: its passes and reductions, and the predicted passes."""
         origin = step.measured.start if self._origin is None else self._origin
         about = {
             "iteration": step.iteration,
@@ -395,7 +397,7 @@ def _held(timeline: Timeline) -> Iterator[dict[str, Any]]:
 
 
 def _beside_slices(step: TracedStep) -> Iterator[dict[str, Any]]:
-    """What no slice tells."""
+    """Yield metadata events of ``step`` with the figures that no slice of the trace has."""
     for name, key, figures in (
         (_STOCK, "weight_shares", step.weight_shares),
         (_RESERVED, "bytes", step.reserved),
@@ -441,7 +443,7 @@ def _counter(rank: int, ts: float, held: float) -> dict[str, Any]:
 
 
 def _names(rank: int, title: str, number: int) -> Iterator[dict[str, Any]]:
-    """What has to be said of a track before its first slice."""
+    """Yield the metadata events that must precede the first slice of a track."""
     for what, args in (
         ("process_name", {"name": f"rank {rank}"}),
         ("thread_name", {"name": title}),

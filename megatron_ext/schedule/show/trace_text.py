@@ -1,4 +1,4 @@
-"""What a trace of Megatron's own step says, in words: for its log, and for `megatron-ext trace`."""
+"""Texts on a trace of Megatron's own step: for its log, and for `megatron-ext trace`."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def prospect_rows(prospects: Sequence[Prospect]) -> list[dict[str, str]]:
 
 
 def remarks(assumed: WhatIf) -> Iterator[str]:
-    """What has to be known of the tables."""
+    """Yield the assumptions behind the tables, a line each."""
     least, most = SHARES
     yield (
         f"W is assumed to take {least:g} to {most:g} of a backward pass, which Megatron runs whole"

@@ -1,4 +1,4 @@
-"""What a page shows: boxes on the tracks of ranks."""
+"""Contents of a page: boxes on the tracks of ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-LEFT_OUT = "left out"  # what stands where the kind does, for passes that `cut` has left out
+LEFT_OUT = "left out"  # in the place of a kind, for passes that `cut` has merged
 
 
 class Group(enum.StrEnum):
@@ -40,8 +40,8 @@ class Box:
         step: which of the steps in a row, from 0.
         start, end: after the start of the first step.
         cost: what it is said to take: by the costs, or of a measured one by the prediction.
-        needs: the places in the list of boxes of those whose end it had to wait for, beside the
-            one before it on its track.
+        needs: the places in the list of boxes of those whose end it had to wait for, in addition to
+            the one before it on its track.
         held, held_bytes: what the rank holds of activations while a pass runs, in microbatches and
             in bytes; None of what is no pass, or where bytes are not known.
         passes: for how many it stands.

@@ -32,7 +32,7 @@ Held = Mapping[Action, tuple[float, float | None]]  # while it runs: microbatche
 
 @dataclass(frozen=True)
 class Figures:
-    """What a page says of a step. ``peaks`` are of each rank, in microbatches of a full one."""
+    """Figures of a step on a page. ``peaks`` are of each rank, in microbatches of a full one."""
 
     makespan: float
     span: float
@@ -183,7 +183,7 @@ def of_passes(title: str, timeline: Timeline, cost_of: Callable[[Action], float]
 
 
 def _track(event: Event, placement: Placement) -> Track | None:
-    """Where ``event`` is shown; None if it is not."""
+    """Return the track that shows ``event``; None if it is not shown."""
     rule = RULES[event.action.kind]
     title = track_of(event.action, placement)
     if title is None:
@@ -207,7 +207,7 @@ def _boxes(
     held: Held,
     pairs: Iterable[Pair],
 ) -> list[Box]:
-    """Those of ``events`` that have a track."""
+    """Return the boxes of the ``events`` that have a track."""
     halves = {action: half for pair in pairs for half, action in enumerate(pair)}
     shown = [node for node, track in enumerate(tracks) if track is not None]
     place = {node: number for number, node in enumerate(shown)}
@@ -239,7 +239,7 @@ def _boxes(
 
 
 def _costs_in(events: Sequence[Event], program: Program) -> Callable[[Action], float]:
-    """What an action takes by the costs; in a pair its share of that."""
+    """Return a function to an action's seconds by the costs; in a pair its share of the pair's."""
     beside = program.schedule.beside
     shares = {e.action: e.end - e.start for e in events if e.action in beside}
     return lambda a: shares[a] if a in shares else program.problem.costs.of(a)
@@ -314,7 +314,7 @@ def _chunks(placement: Placement) -> tuple[int, ...]:
 
 
 def _pace(timelines: Sequence[Timeline]) -> tuple[str, ...]:
-    """What is to be said of several steps."""
+    """Return a sentence on the pace of several steps; none for one step."""
     if len(timelines) == 1:
         return ()
     ends = [max(row[-1].end for row in timeline.compute if row) for timeline in timelines]

@@ -1,4 +1,4 @@
-"""Which of the things that a page shows waited for which."""
+"""Waits between the boxes of a page."""
 
 from __future__ import annotations
 

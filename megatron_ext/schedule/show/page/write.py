@@ -35,7 +35,7 @@ class Page:
     """Attributes:
     title: of the page.
     runs: one under the other, on one axis. The first is what the others are compared with.
-    command: that made it, for whoever wants to make it again.
+    command: the command that made the page, so that it can be repeated.
     unit: of all times: `SECONDS`, or "" for that of the costs.
     open_at_first: so many of the runs; the reader opens others. None: all.
     most_passes: of all runs; they are cut to so many.
@@ -77,7 +77,7 @@ def text_of(page: Page) -> str:
         "title": html.escape(page.title),
         "style": _own("page.css"),
         "script": script,
-        "data": data,  # last: what users have named is not looked at again
+        "data": data,  # last: no placeholder is looked for in names that users gave
     }.items():
         text = text.replace(f"{{{{{name}}}}}", content)
     return text
