@@ -1,4 +1,4 @@
-"""Who takes part in the benchmark on emulated clocks: our executor, and torch's schedules."""
+"""Contestants of the benchmark on emulated clocks: our executor, and torch's schedules."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Report:
-    """All contenders, and whether to believe them.
+    """Figures of all contenders, and the figures that tell whether to believe them.
 
     Attributes:
         late: by how much a pass lasted longer than requested, at the worst, as a share of it.
@@ -172,7 +172,7 @@ class Report:
 
     @property
     def doubts(self) -> list[str]:
-        """Why these figures are not to be believed; empty if they are."""
+        """The reasons not to believe these figures; empty if there are none."""
         spread = max((row.spread for row in self.rows), default=0.0)
         doubts = []
         if not self.real_time:

@@ -178,8 +178,8 @@ def simulate(
             pairs=pairs,
         )
         with showing_progress():
-            asked = _Asked(pp, microbatches, costs, memory_limit, extras)
-            choice, problem, why = asked.choice(_with_chunks(spec, vpp))
+            request = _Request(pp, microbatches, costs, memory_limit, extras)
+            choice, problem, why = request.choice(_with_chunks(spec, vpp))
             program, made = report(choice, problem)
             evened = None
             if exchange_attention is not None:
@@ -214,7 +214,7 @@ def simulate(
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Request:
     """The problem, as options say it, for a placement that is yet to be known."""
 
     ranks: int
@@ -356,13 +356,13 @@ def _check_options(
 def _check_for_torch(
     vocab_parallel: VocabularyParallel, offload: Offload, recompute: str, post_validation: bool
 ) -> None:
-    asked = {
+    requested = {
         "--vocab-parallel": vocab_parallel is not VocabularyParallel.NONE,
         "--offload": offload is not Offload.NONE,
         "--recompute": recompute != "none",
         "--post-validation": post_validation,
     }
-    if names := [name for name, is_asked in asked.items() if is_asked]:
+    if names := [name for name, is_requested in requested.items() if is_requested]:
         raise ValueError(
             f"torch has nothing like {', '.join(names)}, and no table holds it: leave that or "
             f"--torch-csv out"
@@ -461,7 +461,7 @@ def _exchanged(evened: Exchange | None) -> dict[str, Any]:
 
 
 def _of_exchange(evened: Exchange | None) -> dict[str, Any]:
-    """The same by names for people."""
+    """Return the printed rows of ``evened``, by name; none if it is None."""
     if evened is None:
         return {}
     most = max(evened.sent)

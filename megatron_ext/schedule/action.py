@@ -234,7 +234,7 @@ def parse_pair(text: str, slices: int = 1) -> Pair | None:
 
 
 def slices_named(text: str) -> int:
-    """Into how many slices the microbatches of the actions in ``text`` are cut; 1: not at all.
+    """Return the number of slices of a microbatch of the actions in ``text``; 1: it is not cut.
 
     Raises:
         ValueError: some slice below the largest is not named. So ``text`` is no shorter than what

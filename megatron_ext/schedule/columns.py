@@ -136,7 +136,7 @@ class Columns:
 
     @cached_property
     def _table(self) -> Ints:
-        """By pair and microbatch, the number of the action."""
+        """Numbers of the actions, an array of pairs x microbatches; -1 if there is none."""
         microbatches = self.microbatch.max(initial=0) + 1
         table = np.full((max(len(self.pairs), 1), microbatches), -1, dtype=np.int32)
         table[self.pair, self.microbatch] = self.numbers

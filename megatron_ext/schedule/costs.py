@@ -405,7 +405,8 @@ class Costs:
         return squared / sum(map(sum, self.seconds.values()))
 
     def spared_by(self, action: Action) -> float:
-        """`spared_on` the stage of ``action``, of what it is of."""
+        """Return the seconds that ``action`` saves: `spared_on` of its stage, times its share of
+        the sequence."""
         return self.spared_on(action.stage) * tokens_of(action.microbatch)
 
     def spared_on(self, stage: int) -> float:
@@ -434,16 +435,18 @@ class Costs:
         return self.of(forward) + self.of(backward) - self.saved_by(forward, backward)
 
     def per_rank(self, placement: Placement) -> Costs:
-        """The same work with each rank's chunks in one stage, as on a line."""
+        """Return the costs of the same work with each rank's chunks in one stage, as on a line."""
         return self._joined(placement.stages_of)
 
     def in_pairs(self) -> Costs:
-        """The same work with every two stages in a row in one."""
+        """Return the costs of the same work with every two consecutive stages joined in one."""
         return self._joined([(at, at + 1) for at in range(0, self.stages, 2)])
 
     def _joined(self, rows: Sequence[Sequence[int]]) -> Costs:
-        """The same work with the stages of each of ``rows`` in one. The vocabulary's part is known
-        if it stays on the first and the last of them."""
+        """Return the costs of the same work with the stages of each of ``rows`` joined in one.
+
+        The vocabulary's part is known if it stays on the first and the last of them.
+        """
         stays = 0 in rows[0] and self.stages - 1 in rows[-1]
         costs = self.without_vocabulary() if stays else self
 
@@ -536,7 +539,7 @@ def _part_of_hop(hop: float, latency: float, part: int) -> float:
 def uniform(
     placement: Placement, f: float, i: float, w: float, comm: float = 0.0, origin: str = "given"
 ) -> Costs:
-    """The same costs on every rank: ``f``, ``i``, ``w`` per microbatch of a full rank."""
+    """Return equal costs for every rank: ``f``, ``i``, ``w`` seconds per microbatch of a rank."""
     of_rank = {Kind.FORWARD: f, Kind.BACKWARD_INPUT: i, Kind.BACKWARD_WEIGHT: w}
     seconds = {
         kind: (figure / placement.chunks,) * placement.stages for kind, figure in of_rank.items()

@@ -28,7 +28,7 @@ FILE_VERSION = 1
 # The keys: of passes, of what is given of the vocabulary (of which passes), of copies to the host
 # and back, and of the link they take.
 _PASSES = {"f": Kind.FORWARD, "i": Kind.BACKWARD_INPUT, "w": Kind.BACKWARD_WEIGHT}
-_AGAIN = "r"  # what R takes, where that is not what F does
+_RECOMPUTE = "r"  # what R takes, where that is not what F does
 _PARTS = {"head": "F, I and W", "embedding": "the lookup and the weight gradient"}
 _COPIES = ("d2h", "h2d")
 _LINK = ("link", "duplex")
@@ -40,7 +40,7 @@ _SLICES = ("attention", "latency", "launch")
 
 # Seconds that an overlapped pair saves; in a file also a table of them by kind of backward pass.
 _HIDDEN = "hidden"
-_BESIDE = {"i": Kind.BACKWARD_INPUT, "b": Kind.FULL_BACKWARD}
+_TABLES = {"i": Kind.BACKWARD_INPUT, "b": Kind.FULL_BACKWARD}
 
 _MOST_RANKS = 1_000_000  # that can share a link
 MOST = 1e18  # of any figure, so that no sum of them is infinite
@@ -51,13 +51,13 @@ _EXAMPLE = "write f=10,i=12,w=8,comm=1 (one microbatch of a full rank; comm per 
 
 
 def format_costs(costs: Costs) -> str:
-    """``costs`` as `parse_costs` reads them, with four digits."""
+    """Return ``costs`` as text for `parse_costs`, with four digits."""
     if costs.whole is not None:
         return format_costs(costs.whole)
     layers = costs.without_vocabulary()
     parts = [f"{key}={_joined(layers.seconds[kind])}" for key, kind in _PASSES.items()]
     if layers.passes.recompute:
-        parts.append(f"{_AGAIN}={_joined(layers.passes.recompute)}")
+        parts.append(f"{_RECOMPUTE}={_joined(layers.passes.recompute)}")
     parts.append(f"comm={costs.links.hop:.4g}")
     if any(costs.slices.attention):
         parts.append(f"attention={_joined(costs.slices.attention)}")
@@ -154,7 +154,7 @@ def parse_costs(text: str, placement: Placement) -> Costs:
             figures[key] = [float(figure) for figure in value.split("/")]
         except ValueError:
             raise ValueError(f"costs {what!r}: {shown(part)!r} is no figure; {_EXAMPLE}") from None
-    known = {*_PASSES, _AGAIN, "comm", *_PARTS, *_COPIES, *_LINK, *_SLICES, _HIDDEN}
+    known = {*_PASSES, _RECOMPUTE, "comm", *_PARTS, *_COPIES, *_LINK, *_SLICES, _HIDDEN}
     unknown = figures.keys() - known
     missing = _PASSES.keys() - figures.keys()
     if unknown or missing:
@@ -165,7 +165,7 @@ def parse_costs(text: str, placement: Placement) -> Costs:
     if len(hops) > 1:
         raise ValueError(f"costs {what!r}: comm is one figure; {_EXAMPLE}")
     _check_figures(what, hops)
-    again = _per_stage(figures[_AGAIN], placement, what) if _AGAIN in figures else ()
+    again = _per_stage(figures[_RECOMPUTE], placement, what) if _RECOMPUTE in figures else ()
     costs = _with_slices(
         Costs(PassCosts(seconds, recompute=again), LinkCosts(hops[0])), figures, what
     )
@@ -228,16 +228,16 @@ def _tables(
 ) -> dict[Kind, tuple[tuple[float, ...], ...]]:
     tables = {}
     for key, rows in value.items():
-        is_table = key in _BESIDE and isinstance(rows, list) and len(rows) == stages
+        is_table = key in _TABLES and isinstance(rows, list) and len(rows) == stages
         if not is_table or any(not isinstance(r, list) or len(r) != stages for r in rows):
             raise ValueError(
-                f"costs {what}: it is one figure, one per stage, or tables by {_listed(_BESIDE)} "
+                f"costs {what}: it is one figure, one per stage, or tables by {_listed(_TABLES)} "
                 f"(the backward pass) with a row per stage of F and a figure in it per stage of "
                 f"the backward pass: {counted(stages, 'stage')}"
             )
         for row in rows:
             _check_figures(what, row)
-        tables[_BESIDE[key]] = tuple(tuple(map(float, row)) for row in rows)
+        tables[_TABLES[key]] = tuple(tuple(map(float, row)) for row in rows)
     return tables
 
 
@@ -249,11 +249,11 @@ def _with_vocabulary(
     for key, passes in _PARTS.items():
         if key not in figures:
             continue
-        wanted = len(getattr(VocabularyCosts, key))
+        size = len(getattr(VocabularyCosts, key))
         part = figures[key] if isinstance(figures[key], list) else [figures[key]]
-        if len(part) != wanted:
+        if len(part) != size:
             raise ValueError(
-                f"costs {what}: {key} is {wanted} figures, of {passes} (one microbatch through the "
+                f"costs {what}: {key} is {size} figures, of {passes} (one microbatch through the "
                 f"whole of it), not {len(part)}"
             )
         _check_figures(f"{what}, {key}", part)
@@ -345,7 +345,7 @@ def load_costs(path: Path, placement: Placement) -> Costs:
         PassCosts(
             seconds,
             held_bytes=held,
-            recompute=per_stage(data[_AGAIN], _AGAIN) if _AGAIN in data else (),
+            recompute=per_stage(data[_RECOMPUTE], _RECOMPUTE) if _RECOMPUTE in data else (),
         ),
         LinkCosts(float(hop), message_bytes=message_bytes),
         slices=SliceCosts(keys_values=keys_values),
@@ -373,7 +373,7 @@ def read_costs_file(path: Path) -> dict[str, Any]:
     missing = _PASSES.keys() - data.keys()
     if missing:
         raise ValueError(f"costs file {path} lacks {_listed(missing)}; {_EXAMPLE}")
-    known = ["version", "origin", *_PASSES, _AGAIN, "comm", "bytes", *_PARTS, *_COPIES, *_LINK]
+    known = ["version", "origin", *_PASSES, _RECOMPUTE, "comm", "bytes", *_PARTS, *_COPIES, *_LINK]
     known += [*_SLICES, _HIDDEN, *_MEASURED]
     unknown = data.keys() - set(known)
     if unknown:
@@ -406,7 +406,7 @@ def save_costs(costs: Costs, path: Path, measured: Mapping[str, Any] | None = No
     data: dict[str, Any] = {"version": FILE_VERSION, "origin": costs.origin}
     data |= {key: rounded(layers.seconds[kind]) for key, kind in _PASSES.items()}
     if layers.passes.recompute:
-        data[_AGAIN] = rounded(layers.passes.recompute)
+        data[_RECOMPUTE] = rounded(layers.passes.recompute)
     data["comm"] = rounded([costs.links.hop])[0]
     if any(costs.slices.attention):
         data["attention"] = rounded(costs.slices.attention)
@@ -417,7 +417,7 @@ def save_costs(costs: Costs, path: Path, measured: Mapping[str, Any] | None = No
     if costs.overlap.hidden:
         data[_HIDDEN] = {
             key: [rounded(row) for row in costs.overlap.hidden[kind]]
-            for key, kind in _BESIDE.items()
+            for key, kind in _TABLES.items()
             if kind in costs.overlap.hidden
         }
     for key in _PARTS:
@@ -440,7 +440,7 @@ def save_costs(costs: Costs, path: Path, measured: Mapping[str, Any] | None = No
 
 
 def rounded(figures: Sequence[float]) -> list[float]:
-    """To six digits."""
+    """Return ``figures`` rounded to six significant digits."""
     return [float(f"{figure:.6g}") for figure in figures]
 
 

@@ -30,7 +30,7 @@ def opens_on_first_rank(rank_of: Sequence[int]) -> bool:
 
 
 def opens_on_last_rank(rank_of: Sequence[int]) -> bool:
-    """The same with stage 0 on the last rank, as ours."""
+    """Whether ``rank_of`` is a V or wave with stage 0 on the last rank, as ours."""
     last = max(rank_of)
     return opens_on_first_rank([last - rank for rank in rank_of])
 

@@ -36,7 +36,7 @@ HOST_LANES = (Lane.TO_HOST, Lane.FROM_HOST)
 
 
 class Where(enum.Enum):
-    """On which stages a kind is found."""
+    """Stages on which a kind is found."""
 
     STAGE = "every stage"
     SHARD = "the first stage of a rank, beside which its shard of the vocabulary lies"
@@ -46,7 +46,7 @@ class Where(enum.Enum):
 
 
 class Cost(enum.Enum):
-    """How long an action takes on its lane (`Costs.of`)."""
+    """Rule for the time that an action takes on its lane (`Costs.of`)."""
 
     NOTHING = "nothing: waits, receives, whose senders take the time, and messages of a few bytes"
     PASS = "seconds of the pass; of one that does others' work, theirs together"

@@ -71,7 +71,7 @@ class Placement:
         return None if self.is_first(stage) else stage - 1
 
     def neighbour(self, stage: int, which: Neighbour) -> int | None:
-        """`next` or `previous`."""
+        """Return the `next` or the `previous` stage; None if there is none."""
         return self.next(stage) if which == Neighbour.NEXT else self.previous(stage)
 
     def is_remote(self, stage: int, which: Neighbour) -> bool | None:
@@ -92,7 +92,7 @@ def line(ranks: int) -> Placement:
 
 
 def loop(ranks: int, *, vpp: int = 2) -> Placement:
-    """``vpp`` chunks a rank, Megatron's interleaving: chunk c of rank r is stage c*p + r."""
+    """Return Megatron's interleaving, ``vpp`` chunks a rank: chunk c of rank r is stage c*p + r."""
     _check(ranks, "pipeline ranks")
     _check(vpp, "chunks of a rank (vpp)", ranks)
     return Placement("loop", tuple(range(ranks)) * vpp)
@@ -107,7 +107,7 @@ def v(ranks: int) -> Placement:
 
 
 def wave(ranks: int, *, waves: int = 2) -> Placement:
-    """``waves`` V's one after the other: 2*waves chunks a rank (Hanayo)."""
+    """Return ``waves`` V's one after the other: 2*waves chunks a rank (Hanayo)."""
     _check(ranks, "pipeline ranks")
     _check(waves, "waves", 2 * ranks)
     there, back = tuple(reversed(range(ranks))), tuple(range(ranks))
@@ -123,7 +123,7 @@ _MOST_STAGES = 10**6  # more than any model has layers: a number beyond is a mis
 
 
 def _check(number: int, what: str, stages: int = 1) -> None:
-    """``stages`` come with each of them."""
+    """Raise ValueError unless ``number`` of ``what``, each with ``stages`` stages, is possible."""
     if number < 1:
         raise ValueError(f"the number of {what} is {number}; at least one is needed")
     if number * stages > _MOST_STAGES:

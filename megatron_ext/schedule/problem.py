@@ -15,7 +15,7 @@ from megatron_ext.schedule.slices import UNCUT, Slices, lengths_of
 
 
 class P2P(enum.StrEnum):
-    """How messages share communicators. On one, batches move one after the other (`graph`)."""
+    """Ways for messages to share communicators. On one, batches move in turn (`graph`)."""
 
     ASYNC = "async"  # a communicator a channel, and every message by itself
     BATCHED = "batched"  # the pipeline's one communicator
@@ -56,7 +56,7 @@ class Recompute:
 
 
 def parse_recompute(text: str, name: str = "recompute") -> Recompute:
-    """``none``, ``fit`` or ``first:2``. ``name``: of the setting, for errors.
+    """Read ``none``, ``fit`` or ``first:2``. ``name``: the setting, for errors.
 
     Raises:
         ValueError: ``text`` is none of these.
@@ -263,12 +263,12 @@ class Problem:
 
     @property
     def slices(self) -> Slices:
-        """How microbatches are cut."""
+        """The slices of a microbatch (`Extras.slices`)."""
         return self.extras.slices
 
     @property
     def pieces(self) -> int:
-        """How many slices a step has; microbatches, where they are not cut."""
+        """Number of slices in a step; of microbatches if they are not cut."""
         return self.microbatches * self.slices.count
 
     @cached_property
@@ -278,12 +278,13 @@ class Problem:
 
     @cached_property
     def backwards(self) -> tuple[int, ...]:
-        """The same of backward passes and weight gradients."""
+        """The microbatches, or slices of them, of a stage's backward passes and weight gradients,
+        in their order."""
         return tuple(part for k in range(self.microbatches) for part in reversed(self.parts(k)))
 
     @property
     def orders(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """`forwards` and `backwards`."""
+        """The pair of `forwards` and `backwards`."""
         return self.forwards, self.backwards
 
     def parts(self, microbatch: int) -> tuple[int, ...]:
@@ -318,5 +319,5 @@ class Problem:
         return lengths_of(self.slice_ends, tokens, multiple_of)
 
     def with_extras(self, **changes: Any) -> Problem:
-        """The same problem with some of its `extras` replaced."""
+        """Return this problem with some of its `extras` replaced."""
         return replace(self, extras=replace(self.extras, **changes))

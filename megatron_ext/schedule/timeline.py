@@ -1,4 +1,4 @@
-"""When each action ran, on every rank: what the simulator predicts and the recorder measures."""
+"""Timelines: start and end of each action, as the simulator predicts or the recorder measures."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def build_program(choice: Choice, problem: Problem) -> Program:
     check_pairs(choice, problem)
     problem = _with_own_costs(problem)
     with task(f"building {choice.spec} for {size_of(problem)}"), _uncollected():
-        if _is_made_again(choice, problem) and not problem.forward_only:
+        if _adds_recompute(choice, problem) and not problem.forward_only:
             return _shortest_with_recompute(choice, problem)
         with keeping_proofs():
             return _proved(choice, problem)
@@ -94,11 +94,11 @@ def _proved(choice: Choice, problem: Problem) -> Program:
     limit = _limit_of_passes(choice, problem)
     passes, schedule = _compute(choice, problem, limit), None
     if limit is not None and limit.bytes is not None:
-        passes, schedule = _with_room_for_messages(choice, problem, limit.bytes, passes)
+        passes, schedule = _with_memory_for_messages(choice, problem, limit.bytes, passes)
     return _proof(passes, problem, schedule)
 
 
-_KEPT: ContextVar[deque[tuple[Schedule, Program]] | None] = ContextVar("kept", default=None)
+_PROOFS: ContextVar[deque[tuple[Schedule, Program]] | None] = ContextVar("kept", default=None)
 _PROGRAMS = 2  # they are large
 
 
@@ -106,38 +106,38 @@ _PROGRAMS = 2  # they are large
 def keeping_proofs() -> Iterator[None]:
     """Cache the latest proofs in the block: a search proves its result before `build_program` does,
     and several memory limits often give the same schedule."""
-    if _KEPT.get() is not None:
+    if _PROOFS.get() is not None:
         yield
         return
-    token = _KEPT.set(deque(maxlen=_PROGRAMS))
+    token = _PROOFS.set(deque(maxlen=_PROGRAMS))
     try:
         yield
     finally:
-        _KEPT.reset(token)
+        _PROOFS.reset(token)
 
 
 def _proof(passes: Schedule, problem: Problem, schedule: Schedule | None = None) -> Program:
     """The program of ``passes``; ``schedule``: as they are transformed, if they are."""
-    program = _kept(passes, problem)
+    program = _cached(passes, problem)
     if program is not None:
         return within_limit(program, problem)
     if schedule is None:
         schedule = _transformed(passes, problem)
-    kept = _KEPT.get()
-    if kept is None or _limit_inserts(problem):
+    proofs = _PROOFS.get()
+    if proofs is None or _limit_inserts(problem):
         return prove(schedule, problem)
     program = prove(schedule, replace(problem, memory_limit=None))
-    kept.append((passes, program))
+    proofs.append((passes, program))
     program = within_limit(program, problem)
-    kept[-1] = passes, program
+    proofs[-1] = passes, program
     return program
 
 
-def _kept(passes: Schedule, problem: Problem) -> Program | None:
+def _cached(passes: Schedule, problem: Problem) -> Program | None:
     """The program of ``passes``, maybe with another memory limit; None: it is to be made."""
     if _limit_inserts(problem):
         return None
-    for known, program in _KEPT.get() or ():
+    for known, program in _PROOFS.get() or ():
         limit = program.problem.memory_limit
         if known == passes and program.problem == replace(problem, memory_limit=limit):
             return program
@@ -175,7 +175,7 @@ def _shortest_with_recompute(choice: Choice, problem: Problem) -> Program:
     over = [error for error in refusals if isinstance(error, OverLimit)]
     if problem.memory_limit is None or not over:
         raise refusals[-1]
-    if _KEPT.get() is not None:
+    if _PROOFS.get() is not None:
         raise over[0]  # one schedule of many that are compared: the least limit is not shown
     least = _least_that_is_enough(choice.without_search, problem, problem.memory_limit, over)
     raise over[0].naming(least, problem.memory_limit)
@@ -212,12 +212,12 @@ def _least_that_is_enough(
     for _ in range(_TRIES):
         if not too_little < next_try < enough:
             next_try = (too_little + enough) / 2
-        asked = limit.of(math.ceil(next_try) if limit.bytes is not None else next_try)
-        programs, _ = _with_recompute(choice, replace(problem, memory_limit=asked))
+        candidate = limit.of(math.ceil(next_try) if limit.bytes is not None else next_try)
+        programs, _ = _with_recompute(choice, replace(problem, memory_limit=candidate))
         if programs:
-            enough = asked.amount
+            enough = candidate.amount
         else:
-            too_little = asked.amount
+            too_little = candidate.amount
     return enough
 
 
@@ -249,8 +249,8 @@ def _proved_in_bytes(passes: Schedule, problem: Problem) -> Program:
         allowed -= math.ceil(max(over, _STEP * allowed))  # recompute frees large pieces
         if allowed <= 0:
             break
-        room = replace(problem, memory_limit=MemoryLimit(bytes=allowed))
-        schedule = _transformed(passes, room)
+        within = replace(problem, memory_limit=MemoryLimit(bytes=allowed))
+        schedule = _transformed(passes, within)
     return prove(schedule, problem)
 
 
@@ -309,16 +309,16 @@ def _places_recompute(choice: Choice, problem: Problem) -> bool:
     return choice.traits.fits_recompute and problem.extras.recompute.fit and is_whole
 
 
-def _is_made_again(choice: Choice, problem: Problem) -> bool:
+def _adds_recompute(choice: Choice, problem: Problem) -> bool:
     """Whether recompute is added to the family's passes afterwards."""
-    is_asked_for = problem.extras.recompute != Recompute()
-    return is_asked_for and not _places_recompute(choice, problem)
+    is_requested = problem.extras.recompute != Recompute()
+    return is_requested and not _places_recompute(choice, problem)
 
 
 def _limit_of_passes(choice: Choice, problem: Problem) -> MemoryLimit | None:
     """Return the memory limit of the family's passes: less what vocabulary parallelism holds in
     addition. None with offload or recompute, whose savings are not known yet."""
-    if problem.extras.activation_offload is not Offload.NONE or _is_made_again(choice, problem):
+    if problem.extras.activation_offload is not Offload.NONE or _adds_recompute(choice, problem):
         return None
     limit = problem.memory_limit
     if limit is not None and problem.extras.vocab_parallel is not VocabularyParallel.NONE:
@@ -326,7 +326,7 @@ def _limit_of_passes(choice: Choice, problem: Problem) -> MemoryLimit | None:
     return limit
 
 
-def _with_room_for_messages(
+def _with_memory_for_messages(
     choice: Choice, problem: Problem, allowed: int, passes: Schedule
 ) -> tuple[Schedule, Schedule]:
     """``passes``, or where messages bring them over the memory limit, others that hold as much less
@@ -337,7 +337,7 @@ def _with_room_for_messages(
     limit = problem.memory_limit
     assert limit is not None and limit.bytes is not None
     bytes_for(limit, problem.costs)
-    known = _kept(passes, problem)
+    known = _cached(passes, problem)
     first = passes, _transformed(passes, problem) if known is None else known.schedule
     smaller, schedule = first
     for _ in range(_TRIES):

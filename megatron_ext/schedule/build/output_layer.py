@@ -57,7 +57,8 @@ def better_of(now: Program, before: Program, choice: Choice, problem: Problem) -
 
 
 def _better_placed(build: Callable[[Problem], Program], problem: Problem, splits: bool) -> Program:
-    """`place_output_layer` for what ``build`` makes; ``splits``: whether there is W at all."""
+    """Return the program of ``build`` with the output layer's weight gradient in I or in W, as
+    `place_output_layer` decides. ``splits``: whether there is W at all."""
     costs = problem.costs
     shared = problem.extras.vocab_parallel is not VocabularyParallel.NONE
     if shared or not splits or costs.vocabulary is None:

@@ -135,7 +135,7 @@ def family(
 
 @functools.cache
 def entries() -> dict[str, FamilyEntry]:
-    """All families of ours by name, in the order of their files."""
+    """Return all families of ours by name, in the order of their files."""
     from megatron_ext.schedule import families
 
     for module in pkgutil.iter_modules(families.__path__):

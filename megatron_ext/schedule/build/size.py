@@ -1,4 +1,4 @@
-"""How large a problem is, and what it takes to build its program: told before it begins."""
+"""Size of a problem, and the time to build its program: told before it begins."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ def gis(problem: Problem, *, group: int = 0) -> Schedule:
     """Generalized interleaving: a rank is (v-1)*group + p - r passes ahead, and W fill the bubbles.
 
     Groups of g = ``group`` (0: p) in [ceil(p/2), p]: peak (v-1)g + p chunks. Bubble (p-1)(F+I-W)/v;
-    the paper puts no W off and has (p-1)(F+I)/v. At equal costs and with m a multiple of g, a
+    the paper defers no W and has (p-1)(F+I)/v. At equal costs and with m a multiple of g, a
     smaller g costs (p-g)(v-1)(F+I-W)/v more.
 
     With p = 3, m = 3:

@@ -1,4 +1,4 @@
-"""Who waits for whom in a schedule with messages.
+"""Graph of the waits between the actions of a schedule with messages.
 
 The rules are those the executor keeps and NCCL and gloo impose:
 
@@ -306,7 +306,7 @@ class Graph(Precedence):
 
 
 class _Waits:
-    """Who waits for whom, as it is found out."""
+    """Waits between nodes, collected while the graph is built."""
 
     def __init__(self, nodes: int) -> None:
         self._nodes = nodes
@@ -458,7 +458,7 @@ def _move_in_batches(schedule: Schedule, partners: Ints, waits: _Waits) -> dict[
     for node, message in zip(
         before.owners[ends_batch].tolist(), before.nodes[ends_batch].tolist(), strict=True
     ):
-        pairs += [(node, beside) for beside in together.get(message, ())]
+        pairs += [(node, other) for other in together.get(message, ())]
     later, earlier = np.array(pairs, dtype=np.int32).reshape(-1, 2).T
     waits.add(later, earlier)
     return together

@@ -1,4 +1,4 @@
-"""When nodes start that wait for one another: under one vector of seconds, or under many at once.
+"""Start times of nodes that wait for one another: under one vector of seconds, or many at once.
 
 Each node starts as soon as all that it waits for has ended. Of many vectors the nodes of one level
 are timed together, level after level: a level's nodes have equally many nodes on the longest way to

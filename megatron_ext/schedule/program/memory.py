@@ -20,8 +20,8 @@ Amount = Callable[[Held, int], float]  # of what, on which stage -> how much
 INPUT_SHARE = 0.1  # of an activation is its stage's input, where bytes are not known
 
 # By a kind of pass, that which it does a second time.
-_AGAIN = {kind: rule.repeats for kind, rule in RULES.items() if rule.repeats is not None}
-_MADE = frozenset(_AGAIN.values())
+_RECOMPUTES = {kind: rule.repeats for kind, rule in RULES.items() if rule.repeats is not None}
+_MADE = frozenset(_RECOMPUTES.values())
 
 # By a kind of pass, that of the message which it uses.
 _USES = {
@@ -58,7 +58,7 @@ def held_during(row: tuple[Action, ...], amount: Amount) -> Iterator[float]:
         return amount(Held.KEYS_VALUES, stage)
 
     used = {(action.stage, kind) for action in row for kind in RULES[action.kind].releases}
-    again = {(stage, _AGAIN[kind], k) for stage, kind, k in row if kind in _AGAIN}
+    again = {(stage, _RECOMPUTES[kind], k) for stage, kind, k in row if kind in _RECOMPUTES}
 
     are_cut = bool(row) and isinstance(row[0].microbatch, Slice)
 
@@ -93,7 +93,7 @@ def held_during(row: tuple[Action, ...], amount: Amount) -> Iterator[float]:
             held -= amount(Held.MESSAGE, stage) * tokens
         if again and (stage, kind, microbatch) in again:
             gained = kept_for_again(stage, microbatch, amount)
-        elif again and kind in _AGAIN:
+        elif again and kind in _RECOMPUTES:
             gained -= kept_for_again(stage, microbatch, amount)
         held += taken
         yield held + (gained * tokens if not lost else 0.0)
@@ -216,7 +216,7 @@ def peak(row: tuple[Action, ...], amount: Amount) -> float:
 def share_made_again(schedule: Schedule) -> float:
     """Return the share of the forward passes that are recomputed."""
     kinds = [action.kind for row in schedule.rows for action in row]
-    return sum(map(_AGAIN.__contains__, kinds)) / sum(map(_MADE.__contains__, kinds))
+    return sum(map(_RECOMPUTES.__contains__, kinds)) / sum(map(_MADE.__contains__, kinds))
 
 
 def peak_on_host(row: tuple[Action, ...], placement: Placement) -> float:

@@ -28,7 +28,7 @@ _TIMES = 2**23  # in memory at once: 64 MiB of them
 
 @dataclass(frozen=True)
 class Noise:
-    """How passes differ from what they cost: by factors whose mean is 1, and none is negative.
+    """Noise of passes: factors of their durations, none negative, whose mean is 1.
 
     Attributes:
         passes: the standard deviation of a pass's factor, which is lognormal.
@@ -100,14 +100,14 @@ def factors_of(columns: Columns, noise: Noise, samples: int) -> Iterator[Floats]
         yield factors
 
 
-def _lognormal(dice: np.random.Generator, deviation: float, size: tuple[int, int]) -> Floats:
+def _lognormal(rng: np.random.Generator, deviation: float, size: tuple[int, int]) -> Floats:
     """Numbers whose mean is 1 and whose standard deviation is ``deviation``."""
     variance = math.log1p(deviation**2)
-    return np.exp(dice.standard_normal(size) * math.sqrt(variance) - variance / 2)
+    return np.exp(rng.standard_normal(size) * math.sqrt(variance) - variance / 2)
 
 
 class _Paths:
-    """When ranks begin and end in samples of a program's step."""
+    """Start and end of each rank in samples of a program's step."""
 
     def __init__(self, program: Program) -> None:
         self._graph = program.graph

@@ -1,4 +1,4 @@
-"""Who waits for whom in a schedule that has passes alone, without its messages as it is.
+"""Graph of the waits in a schedule that has passes alone, without its messages as it is.
 
 A pass waits for the one before it on its rank, and for the one on another rank whose message it
 would receive (`kinds`). Receives are posted in time, and nothing waits for a send.

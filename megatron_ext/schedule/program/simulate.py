@@ -39,7 +39,7 @@ def simulate(program: Program, costs: Costs, device: Device = Device.PARALLEL) -
 
 
 def simulate_steps(program: Program, costs: Costs, steps: int) -> tuple[Timeline, ...]:
-    """``steps`` steps, one after the other on one clock.
+    """Simulate ``steps`` steps, one after the other on one clock.
 
     With post-validation a rank begins a step when it has ended its own part of the last one;
     without, all ranks wait for the last of them, as they do around a synchronous optimizer.
@@ -89,7 +89,7 @@ def _one_after_the_other(program: Program, costs: Costs) -> Iterator[tuple[Timel
 
 
 def simulate_unproved(schedule: Schedule, problem: Problem) -> Timeline:
-    """The same for a schedule that is still being made, without its messages as it is.
+    """Simulate a schedule that is still being made, without its messages as it is.
 
     What waits in a circle starts at 0 and takes no time.
     """
@@ -98,7 +98,7 @@ def simulate_unproved(schedule: Schedule, problem: Problem) -> Timeline:
 
 
 def simulate_messages(schedule: Schedule, problem: Problem) -> Timeline:
-    """The same for a schedule that has its messages."""
+    """Simulate a schedule that has its messages and is not proved."""
     return _run(build_graph(schedule, problem.extras.p2p), schedule, problem.costs)
 
 

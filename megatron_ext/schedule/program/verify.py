@@ -284,13 +284,13 @@ def _required_work(
     for stage in range(schedule.placement.stages):
         for kind in sorted(RULES, key=lambda kind: kind not in used):
             rule = RULES[kind]
-            if rule.lane in lanes and _is_asked_for(kind, stage, problem):
+            if rule.lane in lanes and _is_required(kind, stage, problem):
                 for covered in rule.covers:
                     to_do[stage].setdefault(covered, kind)
     return to_do
 
 
-def _is_asked_for(kind: Kind, stage: int, problem: Problem) -> bool:
+def _is_required(kind: Kind, stage: int, problem: Problem) -> bool:
     """Whether ``kind`` must be found on ``stage``, at least for some microbatches."""
     if RULES[kind].repeats is not None and stage >= problem.extras.recompute.first:
         return False

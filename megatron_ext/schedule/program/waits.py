@@ -158,9 +158,9 @@ def _known_by_clocks(schedule: Schedule, graph: Graph, given: Ints) -> Ints:
     known_at = np.full(len(columns), len(columns), dtype=np.int32)
     for rank, (passes, clocks) in enumerate(_clocks(schedule, graph, others)):
         for place, other in enumerate(others[rank]):
-            asked = (ranks == rank) & (user_ranks == other)
-            at = _first(clocks[:, place], users[asked], passes, len(columns))
-            np.minimum.at(known_at, given[asked], at)
+            of_both = (ranks == rank) & (user_ranks == other)
+            at = _first(clocks[:, place], users[of_both], passes, len(columns))
+            np.minimum.at(known_at, given[of_both], at)
     return known_at
 
 

@@ -71,12 +71,12 @@ def search_again(problem: Problem, known: Sequence[Rows], least: float, how: Eff
         found = [choices.of_rows(rows, work) for rows in known]
         found += [choices.of_share(share / _QUARTERS, work) for share in shares]
         best = sorted(found, key=_makespan)[:_PROMISING]
-        dice = Dice()
+        rng = Dice()
         each = steps // 2 // len(best)
         enough = int(least / choices.shop.tick) + max(choices.shop.tails)
-        best = [choices.improved(candidate, each, enough, dice, work) for candidate in best]
+        best = [choices.improved(candidate, each, enough, rng, work) for candidate in best]
         first = min(best, key=_makespan)
-        best.append(choices.improved(first, steps // 2, enough, dice, work))
+        best.append(choices.improved(first, steps // 2, enough, rng, work))
     return [candidate.rows for candidate in sorted(best, key=_makespan)]
 
 
@@ -121,7 +121,7 @@ class _Choices:
             work.done += 1
         return _Found(again, sides, min(packed, key=lambda p: p.makespan))
 
-    def improved(self, best: _Found, steps: int, enough: int, dice: Dice, work: Task) -> _Found:
+    def improved(self, best: _Found, steps: int, enough: int, rng: Dice, work: Task) -> _Found:
         """``best`` and what ``steps`` changes make of it, or so many as bring it down to
         ``enough``, or until they gain nothing (late acceptance, as in `improve`)."""
         current, recent = best, [_makespan(best)] * _MEMORY
@@ -129,13 +129,13 @@ class _Choices:
         for step in range(steps):
             if _makespan(best) <= enough or step - gained_at > patience:
                 break
-            draw = dice.below(100)
+            draw = rng.below(100)
             again, sides, plan = current.again, current.sides, current.packed.starts
             if draw >= 60:
-                again = self.changed(again, dice)
+                again = self.changed(again, rng)
                 sides = self.sides(again)
             if draw < 60 or draw >= 75:
-                plan = shifted(current.packed, sides.shop, dice)
+                plan = shifted(current.packed, sides.shop, rng)
             new = _Found(again, sides, sides.justified(plan))
             work.done += 1
             slot = step % _MEMORY
@@ -146,18 +146,18 @@ class _Choices:
                 best, gained_at = current, step
         return best
 
-    def changed(self, again: Again, dice: Dice) -> Again:
+    def changed(self, again: Again, rng: Dice) -> Again:
         """Return ``again`` with some microbatches more, or fewer."""
-        draw, stages = dice.below(100), self.placement.stages
+        draw, stages = rng.below(100), self.placement.stages
         if draw < 30:
-            which = [dice.below(stages)]
+            which = [rng.below(stages)]
         elif draw < 60:
-            chunk = dice.below(self.placement.chunks)
+            chunk = rng.below(self.placement.chunks)
             which = [of_rank[chunk] for of_rank in self.placement.stages_of]
         else:
-            first = dice.below(stages)
-            which = list(range(first, min(first + dice.choice((2, 4)), stages)))
-        k, count = dice.below(self.m), dice.choice((1, 1, 1, 2, 4))
+            first = rng.below(stages)
+            which = list(range(first, min(first + rng.choice((2, 4)), stages)))
+        k, count = rng.below(self.m), rng.choice((1, 1, 1, 2, 4))
         changed = again.copy()
-        changed[which, k : k + count] = bool(dice.below(2))
+        changed[which, k : k + count] = bool(rng.below(2))
         return changed

@@ -58,13 +58,13 @@ def best_schedule(name: str, problem: Problem) -> Schedule:
     problem = _limited(problem)
     _check_limit(name, problem)
     # A search with numba tries more: what it has stored is the better schedule.
-    kept = _kept(name, problem, LARGE)
-    if kept is not None:
-        return kept
+    stored = _stored(name, problem, LARGE)
+    if stored is not None:
+        return stored
     how = effort()
-    kept = None if how.name == LARGE else _kept(name, problem, how.name)
-    if kept is not None:
-        return kept
+    stored = None if how.name == LARGE else _stored(name, problem, how.name)
+    if stored is not None:
+        return stored
     best = searched(name, problem, how)
     disk_cache.store(name, _key(problem, how.name), to_csv(best))
     return best
@@ -75,7 +75,7 @@ def best_known(name: str, problem: Problem) -> Schedule:
     problem = _limited(problem)
     _check_limit(name, problem)
     if problem.extras.recompute.fit:
-        candidates = _candidates_again(_known_again(problem), problem)
+        candidates = _recompute_candidates(_known_with_recompute(problem), problem)
     else:
         shop, known = shop_of(problem), _known(problem)
         starts = _starts_of_each(known, shop)
@@ -100,7 +100,7 @@ def _key(problem: Problem, effort_name: str) -> str:
     return f"{effort_name}\n{problem!r}"
 
 
-def _kept(name: str, problem: Problem, effort_name: str) -> Schedule | None:
+def _stored(name: str, problem: Problem, effort_name: str) -> Schedule | None:
     """Return the stored result of an earlier search, if it is sound."""
     text = disk_cache.load(name, _key(problem, effort_name))
     if text is None:
@@ -136,7 +136,7 @@ def searched(name: str, problem: Problem, how: Effort) -> Schedule:
 def _searched(name: str, problem: Problem, how: Effort) -> _Chosen:
     shop, least = shop_of(problem), lower_bound(problem, splits_backward=True) * (1 + 1e-9)
     if problem.extras.recompute.fit:
-        return _searched_again(name, problem, how, shop, least)
+        return _searched_with_recompute(name, problem, how, shop, least)
     known = _known(problem)
     starts = _starts_of_each(known, shop)
     candidates = _candidates(known, starts, shop)
@@ -155,15 +155,17 @@ def _searched(name: str, problem: Problem, how: Effort) -> _Chosen:
     return best
 
 
-def _searched_again(name: str, problem: Problem, how: Effort, shop: Shop, least: float) -> _Chosen:
+def _searched_with_recompute(
+    name: str, problem: Problem, how: Effort, shop: Shop, least: float
+) -> _Chosen:
     """Search as `_searched` does, with recompute allowed."""
     without = _searched(name, problem.with_extras(recompute=Recompute()), how)
     if without.seconds <= least:
         return without
     passes = without.program.schedule.compute_rows
-    known = list(dict.fromkeys([passes, *_known_again(problem)]))
+    known = list(dict.fromkeys([passes, *_known_with_recompute(problem)]))
     found = search_again(problem, known, least, how) if shop.fits else []
-    best = _best_of(name, _candidates_again([*known, *found], problem), problem)
+    best = _best_of(name, _recompute_candidates([*known, *found], problem), problem)
     assert best is not None  # one microbatch at a time
     return best
 
@@ -193,7 +195,7 @@ def _passes(name: str, program: Program) -> Schedule:
     return replace(program.schedule, name=name, rows=program.schedule.compute_rows)
 
 
-def _known_again(problem: Problem) -> list[Rows]:
+def _known_with_recompute(problem: Problem) -> list[Rows]:
     """Return the schedules that need no search, with R if they exceed the limit without."""
     alone = problem.with_extras(recompute=Recompute())
     rows = dict.fromkeys([*_known(alone), *_known(replace(alone, memory_limit=None))])
@@ -207,9 +209,9 @@ def _known(problem: Problem) -> list[Rows]:
     for choice in on_placement(problem.placement):
         if problem.slices.count > 1 and not choice.traits.takes_slices:
             continue
-        for asked in (problem, replace(problem, memory_limit=None)):
+        for variant in (problem, replace(problem, memory_limit=None)):
             try:
-                schedule = choice.build(asked)
+                schedule = choice.build(variant)
             except ValueError:
                 continue  # it has no schedule for this problem
             if bitwise_order(schedule):
@@ -252,7 +254,7 @@ def _seconds(starts: Starts, shop: Shop) -> float:
     return (end_of(starts, shop) - max(shop.tails)) * shop.tick
 
 
-def _candidates_again(all_rows: Sequence[Rows], problem: Problem) -> list[_Candidate]:
+def _recompute_candidates(all_rows: Sequence[Rows], problem: Problem) -> list[_Candidate]:
     """Return a candidate for each of ``all_rows``, which may have R, in their order."""
     placement, m = problem.placement, problem.microbatches
     candidates = []

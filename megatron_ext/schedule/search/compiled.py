@@ -444,7 +444,7 @@ def _compiled() -> Callable[..., int]:
     """`_pack` for arguments of the types that it has here."""
     with task("compiling what packs plans, which is kept"):
         try:
-            return _kept()
+            return _cached()
         except Exception as error:  # where numba's cache is broken, whatever its pickles raise
             remark(
                 f"what numba compiles cannot be kept in {_folder()} ({error or type(error)}): it "
@@ -456,7 +456,7 @@ def _compiled() -> Callable[..., int]:
             return dispatcher
 
 
-def _kept() -> Callable[..., int]:
+def _cached() -> Callable[..., int]:
     """The same, from the user's cache directory: that of this package may be read-only. Raises what
     numba does where that is broken, OSError where it cannot be written."""
     folder = _folder()

@@ -1,4 +1,4 @@
-"""How much a search tries, and what it packs plans with.
+"""Effort of a search: how much it tries, and the packer of its plans.
 
 It is counted in passes packed, so that a slow machine finds what a fast one does. With numba it
 packs some thirty times as many in the same time, and so tries more: where that is installed a

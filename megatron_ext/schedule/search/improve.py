@@ -148,12 +148,12 @@ def periodic_plans(shop: Shop, weights: Sequence[int], periods: Sequence[int]) -
     """
     turns = shop.turns
     for weight in weights:
-        way = np.array(_way(shop, weight))[:, None]
+        way = np.array(_first_starts(shop, weight))[:, None]
         for period in periods:
             yield way + turns * (period * shop.work // 100)
 
 
-def _way(shop: Shop, weight: int) -> list[int]:
+def _first_starts(shop: Shop, weight: int) -> list[int]:
     """Return the start of the first microbatch on each lane, in ticks, if I and R take ``weight`` %
     of their time. R ends right before its activation is used."""
     passes, durations = shop.passes, shop.durations_of_all.max(axis=1).tolist()
@@ -212,14 +212,14 @@ def _improved(
 ) -> list[Packed]:
     """``best`` and what shifting its passes ``steps`` times makes of it, or until the last
     ``patience`` steps have gained nothing; best first."""
-    shop, dice = sides.shop, Dice()
+    shop, rng = sides.shop, Dice()
     current, recent = best[0], [best[0].makespan] * _MEMORY
     gained_at = 0
     work.found = _found(shop, best[0], least)
     for step in range(steps):
         if best[0].makespan <= least or step - gained_at > patience:
             break
-        new = sides.justified(shifted(current, shop, dice))
+        new = sides.justified(shifted(current, shop, rng))
         work.done += 1
         slot = step % _MEMORY
         if new.makespan <= max(current.makespan, recent[slot]):
@@ -265,31 +265,31 @@ class Dice:
         return (raw % np.uint64(2 * far + 1)).astype(np.int64) - far
 
 
-def shifted(packed: Packed, shop: Shop, dice: Dice) -> Starts:
+def shifted(packed: Packed, shop: Shop, rng: Dice) -> Starts:
     """Start times with some of them moved: all passes of a time, on all ranks or a few, or of a
     microbatch, or a run of microbatches on one lane or on one lane of every rank."""
     makespan, plan = packed.makespan, packed.starts.copy()
     lanes, m = plan.shape
-    far = max(shop.work * dice.choice((1, 2, 4, 8)) // 10, 1)
-    draw = dice.below(100)
+    far = max(shop.work * rng.choice((1, 2, 4, 8)) // 10, 1)
+    draw = rng.below(100)
     if draw < 35:
-        opens = dice.around(makespan * 11 // 20) + makespan * 9 // 20  # from -0.1 to 1 of it
-        closes = opens + makespan * dice.choice((1, 2, 4)) // 10
+        opens = rng.around(makespan * 11 // 20) + makespan * 9 // 20  # from -0.1 to 1 of it
+        closes = opens + makespan * rng.choice((1, 2, 4)) // 10
         inside = (opens < plan) & (plan < closes)
-        if dice.below(2):  # on a few neighbouring ranks alone
+        if rng.below(2):  # on a few neighbouring ranks alone
             ranks, size = shop.placement.ranks, shop.lanes_of_rank
-            lowest, number = dice.below(ranks), max(ranks // dice.choice((2, 4, 8)), 1)
+            lowest, number = rng.below(ranks), max(ranks // rng.choice((2, 4, 8)), 1)
             inside[: lowest * size] = False
             inside[(lowest + number) * size :] = False
-        plan[inside] += dice.many_around(far, int(np.count_nonzero(inside)))
+        plan[inside] += rng.many_around(far, int(np.count_nonzero(inside)))
     elif draw < 80:
         moved: list[int] | slice
         if draw < 60:
-            moved = [dice.below(lanes) for _ in range(dice.choice((1, 2, 4)))]
+            moved = [rng.below(lanes) for _ in range(rng.choice((1, 2, 4)))]
         else:
-            moved = slice(dice.below(shop.lanes_of_rank), lanes, shop.lanes_of_rank)
-        first, length = dice.below(m), dice.choice((1, 2, 4, 8, m))
-        plan[moved, first : first + length] += dice.around(2 * far)
+            moved = slice(rng.below(shop.lanes_of_rank), lanes, shop.lanes_of_rank)
+        first, length = rng.below(m), rng.choice((1, 2, 4, 8, m))
+        plan[moved, first : first + length] += rng.around(2 * far)
     else:
-        plan[:, dice.below(m)] += dice.around(2 * far)
+        plan[:, rng.below(m)] += rng.around(2 * far)
     return plan

@@ -45,7 +45,9 @@ def pack(shop: Shop, plan: Starts) -> Packed:
     lanes, m, size = shop.lanes, shop.pieces, shop.lanes_of_rank
     durations, gains = shop.durations_of_all.tolist(), shop.gains_of_all.tolist()
     after, limit = shop.after_by_column, shop.limit
-    may_take = _Room(shop).may_take if shop.given_up is None else _Bank(shop).may_take
+    may_take = (
+        _BankersRule(shop).may_take if shop.given_up is None else _RecomputeRule(shop).may_take
+    )
     count, lane_end = [0] * lanes, [0] * lanes  # count: passes taken
     missing = [[len(row)] * m for row in shop.before]
     ready, starts = ([[0] * m for _ in range(lanes)] for _ in range(2))
@@ -86,7 +88,7 @@ def pack(shop: Shop, plan: Starts) -> Packed:
     return Packed(max(map(int.__add__, rank_end, shop.tails)), np.array(starts, dtype=np.int64))
 
 
-class _Room:
+class _BankersRule:
     """The rule of `shop` by which memory never deadlocks, without recompute."""
 
     def __init__(self, shop: Shop) -> None:
@@ -99,7 +101,7 @@ class _Room:
                 self.taking[rank].append(lane)
             if of_microbatch:
                 self.changing[rank].append((lane, held))
-        self.room = [shop.limit - room for room in shop.rooms]  # less one microbatch's
+        self.free = [shop.limit - needed for needed in shop.rooms]  # less one microbatch's
         self.slices = shop.slices
 
     def may_take(self, lane: int, rank: int, count: list[int]) -> bool:
@@ -113,10 +115,10 @@ class _Room:
             if count[other] > first:
                 behind += held[count[other]] - held[first]
         count[lane] -= 1
-        return behind <= self.room[rank]
+        return behind <= self.free[rank]
 
 
-class _Bank:
+class _RecomputeRule:
     """The rule of `shop` by which memory never deadlocks, with recompute."""
 
     def __init__(self, shop: Shop) -> None:

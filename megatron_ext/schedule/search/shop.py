@@ -70,7 +70,7 @@ _OF_SLICES = 1 << 40  # shares of a chunk: slices may be of any length
 
 @dataclass(frozen=True)
 class Cut:
-    """How the passes of a lane differ where microbatches are cut into slices.
+    """Differences between the passes of a lane if microbatches are cut into slices.
 
     Attributes:
         durations: ticks, by lane and slice, in the order in which the lane takes them.
@@ -159,8 +159,7 @@ class Shop:
 
     @cached_property
     def again(self) -> npt.NDArray[np.bool_]:
-        """By lane and microbatch, whether it is a pass of R that is there; all are not, where there
-        are no lanes of R."""
+        """Whether a pass is one of R that becomes an action, lanes x microbatches."""
         if self.given_up is None:
             return np.zeros((self.lanes, self.pieces), dtype=bool)
         is_lane = np.array([kind is R for _, kind in self.passes])
@@ -189,26 +188,26 @@ class Shop:
 
     @cached_property
     def hops_of_all(self) -> Starts:
-        """The same by lane and column."""
+        """Hops of the messages that passes wait for, in ticks: lanes x columns."""
         return self._of_all(self.hops, None if self.cut is None else self.cut.hops)
 
     def _of_all(self, per_lane: tuple[int, ...], by_slice: Starts | None) -> Starts:
-        """By lane and column."""
+        """Return the figures as an array of lanes x columns."""
         if by_slice is not None:
             return np.tile(by_slice, (1, self.pieces // self.slices))
         return np.repeat(np.array(per_lane, np.int64)[:, None], self.pieces, 1)
 
     @cached_property
     def held_after(self) -> Starts:
-        """By lane and number of its passes, what those take together."""
+        """Memory that the first n passes of a lane take together: lanes x (0 <= n <= columns)."""
         held = np.zeros((self.lanes, self.pieces + 1), np.int64)
         np.cumsum(self.gains_of_all, axis=1, out=held[:, 1:])
         return held
 
     @cached_property
     def next_taking(self) -> Starts:
-        """By lane and number of its passes, the first microbatch after them whose pass takes
-        memory; the number of microbatches if there is none."""
+        """First column from n on whose pass of a lane takes memory: lanes x (0 <= n <= columns);
+        the number of columns if there is none."""
         m = self.pieces
         first = np.full((self.lanes, m + 1), m, np.int64)
         taking = np.where(self.gains_of_all > 0, np.arange(m), m)
@@ -237,7 +236,7 @@ class Shop:
 
     @cached_property
     def turns(self) -> Starts:
-        """By lane and column, how many periods after the first it comes, of what repeats."""
+        """Periods from the first column to this one, of a plan that repeats: lanes x columns."""
         later = [0 if forward else self.slices - 1 for forward in self.is_forward]
         return np.array(later, np.int64)[:, None] + np.arange(self.pieces)
 
@@ -258,7 +257,7 @@ class Shop:
 
     @cached_property
     def after_by_column(self) -> Edges:
-        """The same of `after`."""
+        """`after`: the other lane, and by column the hop, and the column there."""
         return self._by_column(self.after, lambda lane, other: other)
 
     def _by_column(self, waits: Waits, receiver: Callable[[int, int], int]) -> Edges:
@@ -277,7 +276,7 @@ class Shop:
         ]
 
     def mirrored(self) -> Shop:
-        """The same work with time running backwards."""
+        """Return the same packing problem with time running backwards."""
         receivers = [
             next((other for other, hop in row if hop), lane) for lane, row in enumerate(self.after)
         ]

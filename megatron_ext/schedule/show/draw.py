@@ -198,8 +198,8 @@ def _draw_passes(axes: Axes, run: Sequence[Timeline], readable: float, measure: 
 
 def _places_in_pairs(timeline: Timeline) -> dict[Action, Box]:
     """Return the box of each pass that runs in a pair: as long as the pair, F above."""
-    beside = timeline.schedule.beside
-    events = {event.action: event for event in timeline.events if event.action in beside}
+    in_pairs = timeline.schedule.beside
+    events = {event.action: event for event in timeline.events if event.action in in_pairs}
     quarter = _HALF / 2
     places: dict[Action, Box] = {}
     for forward, backward in timeline.schedule.pairs:

@@ -1,4 +1,4 @@
-"""Why a measured step took as long as it did: the time by parts, and the largest single causes.
+"""Explanation of a measured step: its time by parts, and the largest single causes.
 
 Every answer is a replay of the step (`replay`) without the thing in question: what the makespan
 would have been had a message come at once, or a pass taken as long as others of its kind. So what
@@ -45,10 +45,12 @@ class Cause:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Attributes:
-    parts: seconds of the makespan, by part. One can be negative: single passes that were faster
-        than usual, or the clocks' error where messages are quick.
-    causes: the largest, at most `TOP`, largest first. They overlap, and do not add up.
+    """Explanation of a makespan.
+
+    Attributes:
+        parts: seconds of the makespan, by part. One can be negative: single passes that were faster
+            than usual, or the clocks' error where messages are quick.
+        causes: the largest, at most `TOP`, largest first. They overlap, and do not add up.
     """
 
     parts: Mapping[Part, float]

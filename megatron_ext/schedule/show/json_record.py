@@ -11,7 +11,7 @@ _MOST = 1e18  # of any number; NaN and infinity are not below it
 
 @dataclass(frozen=True)
 class Record:
-    """``data``, and ``where`` it stands, for errors.
+    """JSON object ``data``, and ``where`` it stands, for errors.
 
     Each method returns the value of a key, and raises ValueError where there is none or another.
     """

@@ -79,7 +79,7 @@ class RankSums:
         )
 
     def numbers(self, chunks: int) -> list[float]:
-        """All of it, as many numbers on every rank. ``chunks``: the most that a rank has."""
+        """Return the sums as a list of one length on all ranks. ``chunks``: the most of a rank."""
         plain = [getattr(self, name) for name in _PLAIN]
         unused = [0.0] * (4 * chunks - len(self.times))
         return [*plain, *self.times, *unused]
@@ -118,7 +118,7 @@ class Metrics:
 
     @property
     def above_predicted(self) -> float:
-        """By how much the measured bubble share is above the predicted one."""
+        """Measured bubble share less the predicted one."""
         predicted, measured = self.bubble_shares
         return measured - predicted
 
@@ -141,7 +141,7 @@ class Metrics:
         return ", ".join(words)
 
     def figures(self) -> dict[str, float]:
-        """By name, as for TensorBoard; those that are measured."""
+        """Return the measured figures by name, as for TensorBoard."""
         figures: dict[str, float] = {
             "pipeline/slowest rank": self.slowest,
             "pipeline/slowest rank, slower by": self.slower,

@@ -1,4 +1,4 @@
-"""How passes vary, as users write it, and what a step takes then, in words."""
+"""Text form of the noise of passes, and texts on a step's duration under it."""
 
 from __future__ import annotations
 

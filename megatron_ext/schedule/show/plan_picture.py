@@ -122,7 +122,8 @@ def _clipped(point: Pair, ends: Sequence[float]) -> Pair:
 
 
 def _set_ends(axes: Axes, lines: Sequence[Sequence[Pair]], points: Sequence[Pair]) -> None:
-    """All points are on it, and of lines what lies no higher and no further than they do."""
+    """Set the ends of ``axes`` so that all points are on it, and the parts of lines that are no
+    higher and no further right than the points."""
     furthest, highest = (max(figures) for figures in zip(*points, strict=True))
     near = [(x, y) for line in lines for x, y in line if x <= furthest and y <= highest]
     x, y = zip(*points, *near, strict=True)

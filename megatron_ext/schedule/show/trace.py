@@ -119,7 +119,7 @@ class TraceFile:
             *_reductions(step.measured, about),
             *_slices(step.predicted, "predicted ", about),
             *_held(step.measured),
-            *_beside_slices(step),
+            *_step_metadata(step),
         ]
         self._write(events, origin, 1.0)
         self._origin = origin
@@ -308,7 +308,7 @@ def _timeline(slices: Sequence[_Slice], category: str, where: str) -> Timeline:
                 raise ValueError(f"{where}: {error}") from None
             of_rank.setdefault(slice_.rank, []).append(event)
             if event.action.kind is Kind.FORWARD and "beside" in slice_.args.data:
-                pairs.append(Pair(event.action, _beside(slice_.args, where)))
+                pairs.append(Pair(event.action, _paired_with(slice_.args, where)))
         elif slice_.category == _REDUCTION and category == _PASS:
             stage, is_exact = slice_.args.count("stage"), slice_.args.truth("is_exact")
             reductions.append(Reduction(slice_.rank, stage, slice_.start, slice_.end, is_exact))
@@ -321,7 +321,7 @@ def _timeline(slices: Sequence[_Slice], category: str, where: str) -> Timeline:
     return Timeline(schedule, tuple(event for row in rows for event in row), tuple(reductions))
 
 
-def _beside(args: Record, where: str) -> Action:
+def _paired_with(args: Record, where: str) -> Action:
     try:
         return parse(args.text("beside"))
     except ValueError as error:
@@ -396,7 +396,7 @@ def _held(timeline: Timeline) -> Iterator[dict[str, Any]]:
             yield _counter(rank, row[-1].end, 0.0)
 
 
-def _beside_slices(step: TracedStep) -> Iterator[dict[str, Any]]:
+def _step_metadata(step: TracedStep) -> Iterator[dict[str, Any]]:
     """Yield metadata events of ``step`` with the figures that no slice of the trace has."""
     for name, key, figures in (
         (_STOCK, "weight_shares", step.weight_shares),

@@ -62,7 +62,7 @@ class Absence:
 
     @property
     def spare(self) -> float:
-        """For how long it could be away, if no other were."""
+        """Seconds that the memory could be free, if no other were offloaded."""
         return self.end - self.start - self.out_seconds - self.back_seconds
 
 
@@ -96,8 +96,11 @@ def offload(schedule: Schedule, problem: Problem) -> Schedule:
 
 
 def _most_that_cost_nothing(schedule: Schedule, problem: Problem) -> Schedule:
-    """With all that can leave. Where ranks share links, copies can come before another rank's
-    whose turn it was: then with as many as cost no time."""
+    """Return ``schedule`` with as many copies as cost no time.
+
+    Those are all for which their link has time; if ranks share links, one rank's copies can delay
+    another's, and fewer are taken.
+    """
     leaving = _Leaving(schedule, problem, 1.0)
     host = problem.costs.host
     assert host is not None
@@ -183,7 +186,7 @@ _LEAVES = (
 
 
 def _absences(rank: int, row: Sequence[Event], problem: Problem) -> Iterator[Absence]:
-    """All absences on ``rank`` that are of use: a pass runs while the memory is free."""
+    """Yield the useful absences on ``rank``: those during which a pass runs."""
     made_at = {event.action: position for position, event in enumerate(row)}
     starts, ends = [event.start for event in row], [event.end for event in row]
     for used, event in enumerate(row):

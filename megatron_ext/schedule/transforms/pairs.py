@@ -39,8 +39,8 @@ _TOLD_BY = 4  # microbatches a rank, of which a step has all phases
 Row = tuple[Action, ...]
 
 
-class _Way(NamedTuple):
-    """How pairs are made.
+class _Policy(NamedTuple):
+    """Policy for making pairs.
 
     Attributes:
         patience: for the second of two, in times what their pair saves.
@@ -62,8 +62,8 @@ def pair_up(schedule: Schedule, problem: Problem) -> Schedule:
     if schedule.pairs:
         return schedule
     problem = replace(problem, costs=_with_assumed(problem.costs))
-    way = _best_way(*_first_of(schedule, problem))
-    paired = None if way is None else _Playing(schedule, problem, way).run()
+    policy = _best_policy(*_first_of(schedule, problem))
+    paired = None if policy is None else _Playing(schedule, problem, policy).run()
     if paired is None or not paired.pairs:
         raise ValueError(
             f"schedule {schedule.name} has no forward pass that could run beside a backward pass, "
@@ -73,20 +73,22 @@ def pair_up(schedule: Schedule, problem: Problem) -> Schedule:
     return paired
 
 
-def _best_way(schedule: Schedule, problem: Problem) -> _Way | None:
-    """How pairs are made that take the least time; None: there are none."""
+def _best_policy(schedule: Schedule, problem: Problem) -> _Policy | None:
+    """Return the policy whose schedule takes the least time; None if none makes pairs."""
     splits = any(action.kind is _W for row in schedule.rows for action in row)
     choices = (False, True) if splits else (False,)
-    ways = map(_Way._make, product((0.0, 1.0, math.inf), choices, choices))
-    played = [(_Playing(schedule, problem, way).run(), way) for way in ways]
+    policies = map(_Policy._make, product((0.0, 1.0, math.inf), choices, choices))
+    played = [(_Playing(schedule, problem, policy).run(), policy) for policy in policies]
     makespans = {
-        way: simulate_unproved(paired, problem).makespan for paired, way in played if paired.pairs
+        policy: simulate_unproved(paired, problem).makespan
+        for paired, policy in played
+        if paired.pairs
     }
     return min(makespans, key=makespans.__getitem__, default=None)
 
 
 def _first_of(schedule: Schedule, problem: Problem) -> tuple[Schedule, Problem]:
-    """A long step cut to its first microbatches, which are enough to tell ways apart."""
+    """A long step cut to its first microbatches, which are enough to rank policies."""
     count = _TOLD_BY * problem.ranks
     if problem.microbatches <= 2 * count:
         return schedule, problem
@@ -146,15 +148,15 @@ class _Rank:
 class _Playing:
     """A schedule's passes being played through, once."""
 
-    def __init__(self, schedule: Schedule, problem: Problem, way: _Way) -> None:
-        self.schedule, self.placement, self.way = schedule, problem.placement, way
+    def __init__(self, schedule: Schedule, problem: Problem, policy: _Policy) -> None:
+        self.schedule, self.placement, self.policy = schedule, problem.placement, policy
         self.costs = costs = problem.costs
         self.slack = _TOLERANCE * problem.microbatches * sum(map(sum, costs.seconds.values()))
         self.seconds = cache(lambda stage, kind: costs.of(Action(stage, kind, 0)))
         self.saved = cache(
             lambda stage, other, kind: costs.saved_by(Action(stage, _F, 0), Action(other, kind, 0))
         )
-        amount, allowed = _room(schedule, problem, way)
+        amount, allowed = _allowed_memory(schedule, problem, policy)
         # What a pass takes and gives back.
         self.held_by = cache(
             lambda stage, kind: (
@@ -163,7 +165,7 @@ class _Playing:
             )
         )
         self.ranks = [
-            _Rank(*_order_of(row, way), most)
+            _Rank(*_order_of(row, policy), most)
             for row, most in zip(schedule.rows, allowed, strict=True)
         ]
         self.pairs: set[Pair] = set()
@@ -222,15 +224,18 @@ class _Playing:
         forward, backward = two
         backward = self.as_in_pair(rank, backward)
         saved = self.saved(forward.stage, backward.stage, backward.kind)
-        if not saved or not self.has_room(rank, forward):
+        if not saved or not self.has_memory_for(rank, forward):
             return start, alone
         both = max(self.start_of(rank, action) for action in two)
-        if self.way.patience < math.inf and both > start + self.way.patience * saved + self.slack:
+        if (
+            self.policy.patience < math.inf
+            and both > start + self.policy.patience * saved + self.slack
+        ):
             return start, alone
         return both, (forward, backward)
 
     def as_in_pair(self, rank: _Rank, backward: Action) -> Action:
-        if self.way.whole and _as(_W, backward) in rank.due:
+        if self.policy.whole and _as(_W, backward) in rank.due:
             return _as(_B, backward)
         return backward
 
@@ -294,7 +299,7 @@ class _Playing:
         self.there[Action(other, _F if is_forward else _I, k)] = end + hop
         return to
 
-    def has_room(self, rank: _Rank, forward: Action) -> bool:
+    def has_memory_for(self, rank: _Rank, forward: Action) -> bool:
         """Whether memory suffices for ``forward`` if nothing but the pending W frees any before."""
         if rank.allowed == math.inf:
             return True
@@ -317,19 +322,21 @@ def _as(kind: Kind, action: Action) -> Action:
     return Action(action.stage, kind, action.microbatch)
 
 
-def _order_of(row: Row, way: _Way) -> tuple[Row, dict[Action, tuple[float, int]]]:
+def _order_of(row: Row, policy: _Policy) -> tuple[Row, dict[Action, tuple[float, int]]]:
     """The passes of ``row`` but for W, and when each W is due."""
     order: list[Action] = []
     due: dict[Action, tuple[float, int]] = {}
     for action in row:
         if action.kind is _W:
-            due[action] = math.inf if way.moves_w else len(order), len(due)
+            due[action] = math.inf if policy.moves_w else len(order), len(due)
         else:
             order.append(action)
     return tuple(order), due
 
 
-def _room(schedule: Schedule, problem: Problem, way: _Way) -> tuple[Amount, list[float]]:
+def _allowed_memory(
+    schedule: Schedule, problem: Problem, policy: _Policy
+) -> tuple[Amount, list[float]]:
     """Return the unit of memory, and how much of it each rank may hold.
 
     Without a limit, deferred W may hold as much as the schedule's peak, and a chunk more for the
@@ -339,6 +346,6 @@ def _room(schedule: Schedule, problem: Problem, way: _Way) -> tuple[Amount, list
         amount, allowed = amount_of(problem.memory_limit, schedule, problem.costs)
         return amount, [allowed] * problem.ranks
     amount, most = in_microbatches(schedule), math.inf
-    if way.moves_w:
+    if policy.moves_w:
         most = max(peaks(schedule, amount)) + 1 / problem.placement.chunks
     return amount, [most] * problem.ranks

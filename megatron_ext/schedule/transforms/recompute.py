@@ -33,22 +33,24 @@ def recompute(schedule: Schedule, problem: Problem) -> Schedule:
     """Return ``schedule``, which has passes only, with R; unchanged if it has R already."""
     if any(RULES[action.kind].repeats for row in schedule.rows for action in row):
         return schedule
-    wanted = problem.extras.recompute
-    if wanted.fit:
+    requested = problem.extras.recompute
+    if requested.fit:
         limit = problem.memory_limit
         assert limit is not None
-        room = _Room(*amount_of(limit, schedule, problem.costs))
-        rows = [_fitting(row, room, problem) for row in schedule.rows]
+        memory = _RankMemory(*amount_of(limit, schedule, problem.costs))
+        rows = [_fitting(row, memory, problem) for row in schedule.rows]
     else:
         rows = [
-            _with_again(row, [made for made in _made(row, problem) if made[0] < wanted.first])
+            _with_recompute(
+                row, [made for made in _made(row, problem) if made[0] < requested.first]
+            )
             for row in schedule.rows
         ]
     return replace(schedule, rows=tuple(rows))
 
 
 @dataclass(frozen=True)
-class _Room:
+class _RankMemory:
     """Memory that a rank may hold, in the unit of ``amount``."""
 
     amount: Amount
@@ -57,14 +59,14 @@ class _Room:
     def holds(self, row: Row) -> bool:
         return fits(peak(row, self.amount), self.allowed)
 
-    def change(self, action: Action, given_up: Collection[_Made]) -> tuple[float, float]:
+    def change(self, action: Action, recomputed: Collection[_Made]) -> tuple[float, float]:
         """Return the memory that ``action`` takes at its start, and gives back at its end."""
         stage, kind, microbatch = action
         rule = RULES[kind]
         takes = sum(self.amount(held, stage) for held in rule.acquires)
         if rule.repeats is not None:
             takes -= kept_for_again(stage, microbatch, self.amount)
-        elif kind is Kind.FORWARD and (stage, microbatch) in given_up:
+        elif kind is Kind.FORWARD and (stage, microbatch) in recomputed:
             takes = kept_for_again(stage, microbatch, self.amount)
         gives, tokens = (
             sum(self.amount(held, stage) for held in rule.releases),
@@ -73,15 +75,15 @@ class _Room:
         return takes * tokens, gives * tokens
 
 
-def _fitting(row: Row, room: _Room, problem: Problem) -> Row:
-    """Return ``row`` with the fewest R that bring it into ``room``; with all if none do."""
+def _fitting(row: Row, memory: _RankMemory, problem: Problem) -> Row:
+    """Return ``row`` with the fewest R that bring it into ``memory``; with all if none do."""
     made = _longest_waiting_first(row, problem)
 
     def with_first(count: int) -> Row:
-        given_up = frozenset(made[:count])
-        return _with_w_in_time(_with_again(row, given_up), room, given_up)
+        recomputed = frozenset(made[:count])
+        return _with_w_in_time(_with_recompute(row, recomputed), memory, recomputed)
 
-    count = bisect_left(range(len(made)), True, key=lambda count: room.holds(with_first(count)))
+    count = bisect_left(range(len(made)), True, key=lambda count: memory.holds(with_first(count)))
     return with_first(count)
 
 
@@ -106,18 +108,20 @@ def _longest_waiting_first(row: Row, problem: Problem) -> list[_Made]:
     return sorted(made, key=lambda m: (longest.index(m[0]), m[1] * _GOLDEN % 1))
 
 
-def _with_again(row: Row, given_up: Collection[_Made]) -> Row:
-    """``row`` with R right before each backward pass of what is ``given_up``."""
+def _with_recompute(row: Row, recomputed: Collection[_Made]) -> Row:
+    """``row`` with R right before each backward pass of what is ``recomputed``."""
     new_row: list[Action] = []
     for action in row:
         is_backward = Kind.BACKWARD_INPUT in RULES[action.kind].covers
-        if is_backward and (action.stage, action.microbatch) in given_up:
+        if is_backward and (action.stage, action.microbatch) in recomputed:
             new_row.append(action._replace(kind=Kind.RECOMPUTE))
         new_row.append(action)
     return tuple(new_row)
 
 
-def _with_w_in_time(row: Sequence[Action], room: _Room, given_up: Collection[_Made]) -> Row:
+def _with_w_in_time(
+    row: Sequence[Action], memory: _RankMemory, recomputed: Collection[_Made]
+) -> Row:
     """Return ``row`` with some W moved before a pass that has not enough memory otherwise."""
     later = [action for action in row if action.kind is Kind.BACKWARD_WEIGHT]
     done: dict[Action, None] = {}  # in order
@@ -131,13 +135,13 @@ def _with_w_in_time(row: Sequence[Action], room: _Room, given_up: Collection[_Ma
     for action in row:
         if action in done:
             continue
-        takes, gives = room.change(action, given_up)
-        while not gives and not fits(held + takes, room.allowed):
+        takes, gives = memory.change(action, recomputed)
+        while not gives and not fits(held + takes, memory.allowed):
             ready = (w for w in later if w._replace(kind=Kind.BACKWARD_INPUT) in done)
             if (first := next(ready, None)) is None:
                 break
             later.remove(first)
-            do(first, *room.change(first, given_up))
+            do(first, *memory.change(first, recomputed))
         if action.kind is Kind.BACKWARD_WEIGHT:
             later.remove(action)
         do(action, takes, gives)

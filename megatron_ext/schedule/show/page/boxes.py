@@ -27,7 +27,7 @@ class Track:
 
     @property
     def place(self) -> tuple[int, int, str]:
-        """To sort by: rank by rank, passes first."""
+        """Sort key of tracks: rank by rank, passes first."""
         return self.rank, list(Group).index(self.group), self.title
 
 
@@ -67,14 +67,17 @@ class Box:
 
 
 def before(boxes: Sequence[Box], place: int) -> list[int]:
-    """All that the box in that ``place`` had to wait for: the one before it on its track first."""
+    """Return the numbers of the boxes that box ``place`` waited for: first the one before it on its
+    track."""
     is_first = place == 0 or boxes[place - 1].track != boxes[place].track
     return [*([] if is_first else [place - 1]), *boxes[place].needs]
 
 
 def critical_path(boxes: Sequence[Box]) -> tuple[int, ...]:
-    """From the pass that ends last back: each time what ended last of all that was waited for.
+    """Return the critical path, by numbers of boxes in order of time.
 
+    It leads to the pass that ends last; before each box comes the last to end of those it waited
+    for.
     No part of it can be shorter without the whole being so, or another path taking its place.
     """
     passes = [place for place, box in enumerate(boxes) if box.track.group is Group.PASSES]

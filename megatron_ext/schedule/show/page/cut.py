@@ -76,7 +76,7 @@ def _continues(before: Box, box: Box) -> bool:
 
 
 def _joined(before: Box, box: Box) -> Box:
-    """Both as one, which holds what the larger does."""
+    """Return both boxes as one, whose memory is the larger of theirs."""
     return replace(
         before,
         end=box.end,

@@ -68,7 +68,7 @@ class Run:
 
     @property
     def length(self) -> float:
-        """From the start of the first step to the end of the last."""
+        """Seconds (or the unit of the costs) from the start of the first step to the last end."""
         return max(box.end for box in self.boxes)
 
     @property
@@ -83,7 +83,7 @@ def title_of(name: str, extras: Extras) -> str:
 
 
 def simulated(title: str, program: Program, steps: int = 1, remarks: Sequence[str] = ()) -> Run:
-    """So many ``steps`` of ``program``, as it is predicted."""
+    """Return a run of ``steps`` simulated steps of ``program``."""
     schedule, problem = program.schedule, program.problem
     timelines = simulate_steps(program, problem.costs, steps)
     begins = min(event.start for event in timelines[0].events)
@@ -240,8 +240,8 @@ def _boxes(
 
 def _costs_in(events: Sequence[Event], program: Program) -> Callable[[Action], float]:
     """Return a function to an action's seconds by the costs; in a pair its share of the pair's."""
-    beside = program.schedule.beside
-    shares = {e.action: e.end - e.start for e in events if e.action in beside}
+    in_pairs = program.schedule.beside
+    shares = {e.action: e.end - e.start for e in events if e.action in in_pairs}
     return lambda a: shares[a] if a in shares else program.problem.costs.of(a)
 
 

@@ -32,13 +32,15 @@ _OTHERS = "#999999"
 
 @dataclass(frozen=True)
 class Page:
-    """Attributes:
-    title: of the page.
-    runs: one under the other, on one axis. The first is what the others are compared with.
-    command: the command that made the page, so that it can be repeated.
-    unit: of all times: `SECONDS`, or "" for that of the costs.
-    open_at_first: so many of the runs; the reader opens others. None: all.
-    most_passes: of all runs; they are cut to so many.
+    """Page of runs.
+
+    Attributes:
+        title: of the page.
+        runs: one under the other, on one axis. The others are compared with the first.
+        command: the command that made the page, so that it can be repeated.
+        unit: of all times: `SECONDS`, or "" for that of the costs.
+        open_at_first: number of runs that are open at first; None: all.
+        most_passes: number of passes to which all runs together are cut.
     """
 
     title: str
@@ -108,8 +110,8 @@ def data_of(page: Page) -> dict[str, Any]:
 
 
 def _looks() -> Mapping[str, dict[str, Any]]:
-    """By kind of box its name, what it does, its words in the legend, its colour, and whether it
-    is a mark."""
+    """Return, by kind of box, its name, its action in words, its text in the legend, its colour,
+    and whether it is a mark."""
     looks = {}
     for kind, rule in RULES.items():
         _, _, of = kind.rpartition("_")  # what a message or a copy is of has its colour
