@@ -92,7 +92,7 @@ class Slice(int):
 
     @property
     def slices(self) -> int:
-        """How many slices a microbatch has."""
+        """Number of slices of the microbatch."""
         return len(self.ends)
 
     @property

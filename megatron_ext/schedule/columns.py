@@ -98,7 +98,7 @@ class Columns:
 
     @property
     def slices(self) -> int:
-        """How many slices a microbatch has: 1, where it is not cut."""
+        """Number of slices of a microbatch; 1: it is not cut."""
         return len(self.slice_ends)
 
     @cached_property
@@ -117,7 +117,7 @@ class Columns:
 
     @cached_property
     def examples(self) -> list[list[Action]]:
-        """For each of `pairs`, its actions of microbatch 0: one, or one a slice."""
+        """The actions of microbatch 0 of each of `pairs`: one, or one a slice."""
         parts = parts_of(0, self.slice_ends)
         return [[Action(stage, kind, part) for part in parts] for stage, kind in self.pairs]
 

@@ -175,7 +175,7 @@ def parse_costs(text: str, placement: Placement) -> Costs:
 
 
 def _with_slices(costs: Costs, figures: Mapping[str, Any], what: str) -> Costs:
-    """``costs``, and what ``figures`` have under the keys of `_SLICES`, if anything."""
+    """Return ``costs``, and what ``figures`` have under the keys of `_SLICES`, if anything."""
     given = {
         key: figures[key] if isinstance(figures[key], list) else [figures[key]]
         for key in _SLICES
@@ -207,12 +207,12 @@ def _with_slices(costs: Costs, figures: Mapping[str, Any], what: str) -> Costs:
 
 
 def _of_all(figures: Sequence[float], stages: int) -> tuple[float, ...]:
-    """``figures``, one for all stages or one for each."""
+    """Return a figure for each stage: ``figures``, or its only one for all of them."""
     return tuple(map(float, figures)) * (stages if len(figures) == 1 else 1)
 
 
 def _with_hidden(costs: Costs, given: Mapping[str, Any], placement: Placement, what: str) -> Costs:
-    """``costs``, and what ``given`` has of pairs, if anything."""
+    """Return ``costs``, and what ``given`` has of pairs, if anything."""
     if _HIDDEN not in given:
         return costs
     value, what = given[_HIDDEN], f"{what}, {_HIDDEN}"
@@ -244,7 +244,7 @@ def _tables(
 def _with_vocabulary(
     costs: Costs, figures: Mapping[str, Any], logits_bytes: float, what: str
 ) -> Costs:
-    """``costs``, and what ``figures`` have under the keys of `_PARTS`, if anything."""
+    """Return ``costs``, and what ``figures`` have under the keys of `_PARTS`, if anything."""
     parts: dict[str, Any] = {}
     for key, passes in _PARTS.items():
         if key not in figures:
@@ -264,7 +264,8 @@ def _with_vocabulary(
 
 
 def _with_host(costs: Costs, given: Mapping[str, Any], placement: Placement, what: str) -> Costs:
-    """``costs``, and what ``given`` has under the keys of `_COPIES` and `_LINK`, if anything."""
+    """Return ``costs``, and what ``given`` has under the keys of `_COPIES` and `_LINK`, if
+    anything."""
     figures = {
         key: given[key] if isinstance(given[key], list) else [given[key]]
         for key in (*_COPIES, *_LINK)

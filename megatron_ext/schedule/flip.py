@@ -36,7 +36,7 @@ def opens_on_last_rank(rank_of: Sequence[int]) -> bool:
 
 
 def flipped(placement: Placement) -> FlippedPlacement:
-    """``placement`` with its ranks counted from the other end."""
+    """Return ``placement`` with its ranks counted from the other end."""
     last = placement.ranks - 1
     return FlippedPlacement(placement.name, tuple(last - rank for rank in placement.rank_of))
 

@@ -46,8 +46,8 @@ def to_csv(schedule: Schedule) -> str:
 
 
 def to_torch_csv(schedule: Schedule) -> str:
-    """The same as torch.distributed.pipelining and torchtitan place it: a V or wave opens on rank
-    0. `from_csv` reads the same schedule out of both.
+    """Return ``schedule`` as a table as torch.distributed.pipelining and torchtitan place it: a V
+    or wave opens on rank 0. `from_csv` reads the same schedule from this and from `to_csv`.
 
     Raises:
         ValueError: torch does not know one of its passes.

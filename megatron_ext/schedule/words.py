@@ -18,7 +18,8 @@ def counted(number: float, thing: str) -> str:
 
 
 def shown(value: object, longest: int = 80) -> str:
-    """``str(value)``, or its beginning where it is long: what users gave may be of any length."""
+    """Return ``str(value)``, or its beginning where it is long: what users gave may be of any
+    length."""
     text = str(value)
     return text if len(text) <= longest else f"{text[:longest]}... ({len(text):,} characters)"
 

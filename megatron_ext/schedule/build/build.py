@@ -230,8 +230,8 @@ def _looser_limits(problem: Problem) -> list[MemoryLimit | None]:
 
 
 def _proved_in_bytes(passes: Schedule, problem: Problem) -> Program:
-    """``passes`` as they are proved; where messages bring them over a limit in bytes, with as much
-    less for the passes.
+    """Return the program of ``passes``. If messages bring it over a limit in bytes, recompute
+    leaves as much less to the passes.
 
     Raises:
         InvalidSchedule: as `prove`.
@@ -269,7 +269,7 @@ def complete(schedule: Schedule, problem: Problem) -> Program:
 
 
 def _with_own_costs(problem: Problem) -> Problem:
-    """``problem`` with the costs of what its passes do."""
+    """Return ``problem`` with its costs adapted to frozen stages and vocabulary parallelism."""
     costs = problem.costs
     if problem.first_trained:
         costs = without_backward(costs, problem.first_trained)
@@ -279,7 +279,7 @@ def _with_own_costs(problem: Problem) -> Problem:
 
 
 def _transformed(schedule: Schedule, problem: Problem) -> Schedule:
-    """``schedule``, which has compute actions only, with all that is inserted."""
+    """Return ``schedule``, which has compute actions only, with all inserted actions."""
     transforms: list[Transform] = [communicate, order_messages, await_sends]
     if problem.extras.vocab_parallel is not VocabularyParallel.NONE:
         transforms.insert(0, divide_vocabulary)
@@ -370,7 +370,7 @@ def _check_passes(schedule: Schedule, problem: Problem) -> None:
 
 
 def _for_family(problem: Problem) -> Problem:
-    """``problem`` without what transforms add, and with what they take out."""
+    """Return ``problem`` without what transforms add, and with what they take out."""
     alone = problem.with_extras(
         vocab_parallel=VocabularyParallel.NONE,
         activation_offload=Offload.NONE,

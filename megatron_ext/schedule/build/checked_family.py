@@ -83,7 +83,7 @@ class CheckedFamily:
         return checked
 
     def _checked(self, schedule: Schedule) -> Schedule:
-        """``schedule`` with rows that are tuples, of kinds that are kinds and no texts alike."""
+        """Return ``schedule`` with its rows as tuples, and kinds given as text as `Kind`."""
         if not isinstance(schedule.placement, Placement):
             raise self._error(
                 f"{self.name} has {shown(repr(schedule.placement))} for a placement; write "

@@ -89,7 +89,8 @@ def output_layer_waits(program: Program) -> bool:
 
 
 def costs_in(program: Program, costs: Costs) -> Costs:
-    """``costs`` as the passes of ``program`` have them: the output layer's where it is placed."""
+    """Return ``costs`` as the passes of ``program`` have them: the output layer's where it is
+    placed."""
     problem = program.problem
     if problem.extras.vocab_parallel is not VocabularyParallel.NONE:
         return share_vocabulary(costs, problem.placement, problem.extras.vocab_parallel)
@@ -99,7 +100,7 @@ def costs_in(program: Program, costs: Costs) -> Costs:
 
 
 def with_input_gradient(costs: Costs) -> Costs:
-    """``costs`` with the output layer's weight gradient in I, as far as they tell it."""
+    """Return ``costs`` with the output layer's weight gradient in I, as far as they tell it."""
     if costs.vocabulary is None or not costs.vocabulary.head[2]:
         return costs
     forward, input_gradient, weight_gradient = costs.vocabulary.head

@@ -32,7 +32,7 @@ from megatron_ext.schedule.words import counted, shown
 
 
 class Mark(enum.StrEnum):
-    """How far a schedule has been tried, and whether `plan` recommends it.
+    """Maturity of a schedule: its tests, and whether `plan` recommends it.
 
     All of them are proved for every size that `scripts/sweep_schedules.py` has, and train in
     tests to stock's bits.
@@ -210,8 +210,11 @@ def choose(spec: str) -> Choice:
 
 
 def _named(spec: str) -> str:
-    """``spec``, or the search that it stands for, if it is an ``auto``. Raises ValueError where
-    there are several."""
+    """Return ``spec``, or the search that it stands for, if it is an ``auto``.
+
+    Raises:
+        ValueError: it stands for several searches.
+    """
     searches = auto_searches(spec)
     if searches is None:
         return spec
@@ -270,7 +273,7 @@ def file_of(spec: str) -> Path | None:
 
 
 def with_option(spec: str, key: str, value: object) -> str:
-    """``spec`` with one more option."""
+    """Return ``spec`` with one more option."""
     return f"{spec}{',' if ':' in spec else ':'}{key}={value}"
 
 
@@ -366,7 +369,7 @@ def _counted_slices(number: int) -> str:
 
 
 def cut_as_in(problem: Problem, schedule: Schedule) -> Schedule:
-    """``schedule`` from a file, with slices as long as those of ``problem``."""
+    """Return ``schedule`` from a file, with slices as long as those of ``problem``."""
     if problem.slices.count == 1:
         return schedule
     parts = problem.forwards

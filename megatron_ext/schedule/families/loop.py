@@ -116,7 +116,7 @@ def units(problem: Problem, *, u: int = 0) -> Schedule:
 
 
 def _within(problem: Problem) -> list[int]:
-    """How many microbatches a unit may have within the memory limit, the most first."""
+    """Yield the numbers of microbatches of a unit within the memory limit, the largest first."""
     memory = memory_of(problem)
     most = problem.microbatches
     for rank, stages in enumerate(problem.placement.stages_of):
@@ -281,7 +281,7 @@ def _interleaved(name: str, problem: Problem, group: int, backward: Kind) -> Row
 
 
 def _whole(problem: Problem, passes: int) -> int:
-    """``passes``, or as many more as it takes to be those of whole microbatches."""
+    """Return ``passes``, or as many more as it takes to be those of whole microbatches."""
     slices = problem.slices.count
     return slices * -(-passes // slices)
 
@@ -322,7 +322,7 @@ def _rows(name: str, problem: Problem, group: int, ahead: list[int], backward: K
 
 
 def _with_weight_gradients(name: str, problem: Problem, order: Rows) -> Schedule:
-    """``order`` with its W within what it needs anyway, on the rank that needs most."""
+    """Return ``order`` with its W within what it needs anyway, on the rank that needs most."""
     ahead = 0.0
     for row in order:
         held = 0.0
@@ -335,7 +335,8 @@ def _with_weight_gradients(name: str, problem: Problem, order: Rows) -> Schedule
 
 
 def _filled(name: str, problem: Problem, order: Rows, microbatches: float) -> TimedOrder:
-    """``order`` with its W, within what it needs anyway or ``microbatches``, and within the limit.
+    """Return ``order`` with its W, within what it needs anyway or ``microbatches``, and within the
+    limit.
 
     Raises:
         ValueError: the order itself does not fit into the limit.

@@ -119,7 +119,7 @@ def _step(schedule: Schedule, problem: Problem) -> float:
     takes_slices=True,
 )
 def zb_1p(problem: Problem) -> Schedule:
-    """The same within p microbatches, 1F1B's peak (also with slices), for the least span.
+    """`zb_auto` within p microbatches, 1F1B's peak (also with slices), for the least span.
 
     With p = 3, m = 4:
 
@@ -144,7 +144,7 @@ def zb_1p(problem: Problem) -> Schedule:
     takes_slices=True,
 )
 def zb_2p(problem: Problem, *, paper_count: bool = False) -> Schedule:
-    """The same within 2p microbatches, for the least span: near zero when costs are near equal.
+    """`zb_auto` within 2p microbatches, for the least span: bubble near 0 at nearly equal costs.
 
     The paper counts what I gives back, about half of a microbatch there, and allows an extra
     forward. ``zb-2p:paper_count=true`` counts so, where there is no limit of the user's; the peak

@@ -112,8 +112,8 @@ def waves(pairs: Iterable[Collection[int]]) -> list[list[tuple[int, int]]]:
 
 
 def in_waves(channels: Iterable[Channel]) -> list[Channel]:
-    """``channels`` in an order in which ranks can connect them, each taking its own in turn: the
-    pairs of a wave at the same time, a pair's channels one after the other."""
+    """Return ``channels`` in an order in which ranks can connect them, each taking its own in turn:
+    the pairs of a wave at the same time, a pair's channels one after the other."""
     of_pair: dict[tuple[int, int], list[Channel]] = {}
     for way in sorted(channels):
         pair = min(way.sender, way.receiver), max(way.sender, way.receiver)

@@ -135,7 +135,7 @@ def _receives_alone(position: int, receives: int) -> Iterator[range]:
 
 
 def needed(action: Action, placement: Placement) -> Iterator[tuple[Need, list[Action]]]:
-    """For each thing that ``action`` needs, the actions that would do (one of them must)."""
+    """Return, for each need of ``action``, the actions of which one must come before it."""
     for need in RULES[action.kind].needs:
         stage = _looked_for_on(need, action.stage, placement)
         part = slice_looked_for(need.slice, action.microbatch)
@@ -321,7 +321,7 @@ class _Waits:
 
     @property
     def before(self) -> NodeLists:
-        """For each node those that it waits for, in the order in which they were added."""
+        """The nodes that each node waits for, in the order in which they were added."""
         later, earlier = np.concatenate(self._later), np.concatenate(self._earlier)
         return NodeLists.of(later, earlier, self._nodes)
 
@@ -364,7 +364,7 @@ def build_graph(
 
 
 def held_up(columns: Columns, device: Device = Device.PARALLEL) -> Ints:
-    """For each action, the last one before it in its row that held its rank up; -1: none did."""
+    """Return, for each action, the last blocking one before it in its row; -1 if there is none."""
     before = columns.numbers - 1
     if device is not Device.ONE_QUEUE:
         before = np.append(np.int32(-1), columns.latest(HOLDS_UP[columns.kind]))[:-1]
@@ -383,7 +383,7 @@ def _waited_for_at_passes(columns: Columns) -> tuple[Ints, Ints]:
 
 
 def _before_in_queue(columns: Columns, placement: Placement) -> Ints:
-    """For each action, the one before it in what runs both in order; -1 if there is none."""
+    """Return, for each action, the one before it in its queue (`_queue`); -1 if there is none."""
     queues: dict[tuple[int, Channel | Kind | Lane | None], int] = {}
     of_pairs = []
     for stage, kind in columns.pairs:
@@ -410,7 +410,7 @@ def _queue(action: Action, placement: Placement) -> Channel | Kind | Lane | None
 
 
 def partners_of(columns: Columns, placement: Placement) -> Ints:
-    """`Graph.partners`."""
+    """Return `Graph.partners` of the actions in ``columns``."""
     place = {pair: at for at, pair in enumerate(columns.pairs)}
     others = [-1] * len(place)
     for (stage, kind), at in place.items():

@@ -61,7 +61,7 @@ class Precedence:
     def longest_paths(
         self, seconds: Sequence[float], earliest: Sequence[float] | None = None
     ) -> tuple[list[float], list[float]]:
-        """When each node starts and ends, if it starts as soon as all it waits for has ended.
+        """Return start and end of each node, if it starts when all it waits for has ended.
 
         What waits in a circle starts at its earliest and ends at 0.
 

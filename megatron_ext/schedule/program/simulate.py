@@ -105,7 +105,7 @@ def simulate_messages(schedule: Schedule, problem: Problem) -> Timeline:
 def _run(
     graph: Graph, schedule: Schedule, costs: Costs, free: Sequence[float] | None = None
 ) -> Timeline:
-    """``free``: when each rank begins, if not at 0."""
+    """Return the timeline of ``graph``. ``free``: the start of each rank, if not 0."""
     starts, ends = _times(graph, schedule, costs, free)
     events = zip(graph.ranks.tolist(), graph.actions, starts, ends, strict=True)
     return Timeline(schedule, tuple(map(_event, events)))
@@ -114,7 +114,7 @@ def _run(
 def _times(
     graph: Graph, schedule: Schedule, costs: Costs, free: Sequence[float] | None = None
 ) -> tuple[list[float], list[float]]:
-    """When each node starts and ends."""
+    """Return the start and the end of each node."""
     lasts = seconds_of(graph, schedule, costs)
     links = links_of(graph, costs)
     earliest = [0.0] * len(lasts) if free is None else _earliest(graph, free)
@@ -155,7 +155,7 @@ def _earliest(graph: Graph, free: Sequence[float]) -> list[float]:
 
 
 def links_of(graph: Graph, costs: Costs) -> dict[int, object]:
-    """By node of a copy, the link to the host that others use too. Empty if none is shared."""
+    """Return the link of each copy, by node, if its link is shared; empty if none is."""
     host = costs.host
     if host is None or not host.is_shared:
         return {}

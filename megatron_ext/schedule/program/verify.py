@@ -92,7 +92,7 @@ class Program:
 
     @cached_property
     def graph(self) -> Graph:
-        """Who waits for whom."""
+        """The graph of waits between the actions."""
         p2p = self.problem.extras.p2p
         return build_graph(self.schedule, p2p, known_order=self.known_order)
 
@@ -162,7 +162,7 @@ def prove(schedule: Schedule, problem: Problem) -> Program:
 
 
 def within_limit(program: Program, problem: Problem) -> Program:
-    """``program`` for ``problem``, which may differ from its own in the memory limit.
+    """Return ``program`` for ``problem``, which may differ from its own in the memory limit.
 
     Raises:
         InvalidSchedule: as `prove`.

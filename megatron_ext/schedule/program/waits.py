@@ -56,8 +56,8 @@ _WAIT_FOR: dict[Kind, Kind] = {
 
 
 def await_sends(schedule: Schedule, problem: Problem) -> Schedule:
-    """``schedule``, which has its messages, with a wait for each send, and for what is only given
-    to a collective."""
+    """Return ``schedule``, which has its messages, with a wait for each send, and for what is only
+    given to a collective."""
     graph, columns = build_graph(schedule, problem.extras.p2p), schedule.columns
     ways = [_way(Action(stage, kind, 0), problem) for stage, kind in columns.pairs]
     is_given = np.array([way is not None for way in ways], dtype=bool)[columns.pair]

@@ -42,7 +42,7 @@ class LineUp:
 
     @property
     def order_of_baseline(self) -> str:
-        """Whose order of passes the baseline has, for people."""
+        """Words on whether the baseline's order of passes is stock's."""
         name = _family(self.baseline)
         return "stock's order" if name in STOCK else "no order of stock's, which has no such stages"
 

@@ -25,7 +25,7 @@ def standing(race: Race) -> str:
 
 
 def verdict(race: Race, keeps: bool) -> str:
-    """Who has won, and under what the training goes on."""
+    """Return a line: the winner, and the schedule under which the training goes on."""
     best = race.best
     closest = "" if best is None else f"{best} is {_pace(race, best)}"
     if race.winner != race.baseline:

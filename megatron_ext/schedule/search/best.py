@@ -89,8 +89,8 @@ def best_known(name: str, problem: Problem) -> Schedule:
 
 
 def _limited(problem: Problem) -> Problem:
-    """With a memory limit: else what 1F1B needs. An evaluation runs the forwards of the training
-    schedule, so it is the same."""
+    """Return ``problem`` with a memory limit, 1F1B's peak by default, for training. An evaluation
+    runs the forwards of the training schedule, so its search is the same."""
     limit = problem.memory_limit or MemoryLimit(microbatches=problem.held_by_1f1b)
     return replace(problem, memory_limit=limit, forward_only=False)
 
@@ -115,7 +115,8 @@ def _stored(name: str, problem: Problem, effort_name: str) -> Schedule | None:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """How to get rows, and what a step of them costs in seconds if messages hold nothing up."""
+    """Candidate of a search: its rows, made on demand, and the seconds of a step if messages hold
+    nothing up."""
 
     rows: Callable[[], Rows]  # of a long step they take a while, and few are looked at
     seconds: float
@@ -129,7 +130,7 @@ class _Chosen:
 
 
 def searched(name: str, problem: Problem, how: Effort) -> Schedule:
-    """The same, made anew, with so much effort. The limit has to hold a microbatch."""
+    """Return the result of `best_schedule` by a new search. The limit must hold a microbatch."""
     return _passes(name, _searched(name, problem, how).program)
 
 
@@ -227,7 +228,8 @@ def _starts_of_each(all_rows: Sequence[Rows], shop: Shop) -> list[Starts]:
 def _candidates(
     all_rows: Sequence[Rows], all_starts: Sequence[Starts], shop: Shop
 ) -> list[_Candidate]:
-    """``all_rows``, which start so, the quickest first."""
+    """Return a candidate for each of ``all_rows``, which start at ``all_starts``, the shortest
+    first."""
     both = zip(all_rows, all_starts, strict=True)
     candidates = [_Candidate(partial(_same, rows), _seconds(s, shop)) for rows, s in both]
     return sorted(candidates, key=lambda candidate: candidate.seconds)

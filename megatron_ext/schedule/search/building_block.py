@@ -88,7 +88,7 @@ def squeeze(starts: Starts, placement: Placement, chunks_held: int, slices: int 
 
 
 def _by_slot(starts: Starts) -> list[tuple[Action, int]]:
-    """``starts`` by slot, of one slot by stage."""
+    """Return the items of ``starts`` sorted by slot, within a slot by stage."""
     items, count = list(starts.items()), len(starts)
     slots = np.fromiter(starts.values(), np.int64, count)
     stages = np.fromiter((action.stage for action in starts), np.int64, count)
@@ -191,7 +191,7 @@ _TURNS = (Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD)  # on the last stage
 
 
 def _lanes(starts: Starts, placement: Placement) -> dict[tuple[int, Kind], _Lane]:
-    """By stage and kind, nothing moved yet."""
+    """Return the lane of each stage and kind, before any pass is moved."""
     microbatches = 1 + max(k for _, _, k in starts)
     pairs = {(stage, kind) for stage, kind, _ in starts}
     ends: dict[tuple[int | None, Kind], list[int]] = {pair: [0] * microbatches for pair in pairs}

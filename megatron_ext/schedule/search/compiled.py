@@ -74,7 +74,7 @@ _SIGNATURE = (_TABLE, _TABLE, *(_LIST,) * 9, *(_TABLE,) * 8, *(numba.int64,) * 3
 
 @functools.lru_cache(maxsize=8)  # a search makes many shops that differ in other figures
 def _waits(before: Waits, after: Waits) -> tuple[Whole, Whole, Whole]:
-    """Per lane those that it waits for, with which hop, and those that wait for it."""
+    """Return, per lane, the lanes that it waits for, their hops, and the lanes that wait for it."""
     earlier, later = (
         _padded([[lane for lane, _ in row] for row in rows]) for rows in (before, after)
     )
@@ -266,7 +266,7 @@ def _earliest(
     turned: Whole,
     place: Whole,
 ) -> int:
-    """When the next pass of ``lane`` has what it needs."""
+    """Return the tick from which the next pass of ``lane`` has all that it waits for."""
     at = 0
     while before[lane, at] != _NONE:
         other = before[lane, at]

@@ -121,7 +121,7 @@ def search(
 
 
 def steps_of(how: Effort, ranks: int, passes: int) -> int:
-    """How often a plan is improved if that packs so many ``passes``."""
+    """Return how often a plan is improved, if each time packs so many ``passes``."""
     return max(min(how.passes(ranks) // passes, how.steps), _STEPS)
 
 
@@ -232,7 +232,7 @@ def _improved(
 
 
 def _found(shop: Shop, best: Packed, least: int) -> str:
-    """How far the best is from ``least``, in words."""
+    """Return the distance of the best from ``least``, in words."""
     if not least:
         return ""
     own = least - max(shop.tails)
@@ -244,8 +244,8 @@ def _makespan(packed: Packed) -> int:
 
 
 class Dice:
-    """Whole numbers, the same on every machine: numpy keeps the stream of this generator, and not
-    what it draws from it."""
+    """Generator of random whole numbers, the same on every machine: numpy keeps the stream of this
+    generator, and not what it draws from it."""
 
     def __init__(self) -> None:
         self.source = np.random.PCG64(0)
@@ -257,7 +257,7 @@ class Dice:
         return among[self.below(len(among))]
 
     def around(self, far: int) -> int:
-        """From -``far`` to ``far``."""
+        """Return a random number from -``far`` to ``far``."""
         return self.below(2 * far + 1) - far
 
     def many_around(self, far: int, size: int) -> Starts:

@@ -242,7 +242,7 @@ class Shop:
 
     @cached_property
     def is_forward(self) -> list[bool]:
-        """Per lane, whether it is of F."""
+        """Whether a lane is one of F, per lane."""
         return [kind is F for _, kind in self.passes]
 
     @cached_property
@@ -523,7 +523,8 @@ def _rooms(problem: Problem, activation: Sequence[int], rest: Sequence[int]) -> 
 
 
 def _tails(problem: Problem, tick: float) -> tuple[int, ...]:
-    """How much sooner than the last each rank can begin, and so has to end, for steps to overlap.
+    """Return, per rank, by how much it can begin sooner than the last one and so has to end sooner,
+    for steps to overlap.
 
     The largest end with its tail is then the largest own time, but for a constant.
     """
@@ -576,7 +577,7 @@ def again_in(rows: Rows, stages: int, microbatches: int) -> npt.NDArray[np.bool_
 
 
 def starts_of(rows: Sequence[Sequence[Action]], shop: Shop) -> Starts:
-    """When the passes of ``rows`` start, each as soon as it can; a whole backward is I, then W.
+    """Return the starts of the passes of ``rows``, each as soon as it can; B is I, then W.
 
     The limit is not looked at: a plan may be of a schedule that needs more.
     """
@@ -662,7 +663,7 @@ def _orders_in(rows: Sequence[Sequence[Action]], shop: Shop) -> Orders:
 
 
 def end_of(starts: Starts, shop: Shop) -> int:
-    """When all of ``starts`` has ended, with tails."""
+    """Return the tick at which all passes of ``starts`` have ended, with tails."""
     ends = (starts + shop.durations_of_all).max(axis=1)
     of_ranks = ends.reshape(shop.placement.ranks, shop.lanes_of_rank).max(axis=1)
     return int((of_ranks + np.array(shop.tails)).max())

@@ -128,7 +128,7 @@ def fill_once(
     deadline: float = math.inf,
     span: float = math.inf,
 ) -> TimedOrder:
-    """``orders``, a row per rank, with a W for each I placed as soon as the rules allow.
+    """Return ``orders``, a row per rank, with a W for each I placed as soon as the rules allow.
 
     Args:
         orders: F and I (or B) of each rank on any placement.
@@ -145,7 +145,7 @@ def fill_once(
 
 
 def time(rows: Sequence[Sequence[Action]], problem: Problem) -> TimedOrder:
-    """``rows``, complete ones, as they are.
+    """Return the timing of complete ``rows``, unchanged.
 
     Raises:
         Hangs: they cannot run.

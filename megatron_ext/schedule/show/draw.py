@@ -216,7 +216,7 @@ def _named(schedule: Schedule) -> str:
 
 
 def _add_boxes(axes: Axes, boxes: Sequence[Box], **look: Any) -> None:
-    """``boxes`` as one shape."""
+    """Draw ``boxes`` as one shape."""
     import matplotlib
     from matplotlib import patches, path
 

@@ -183,7 +183,7 @@ def metrics_of(ranks: Sequence[RankSums], predicted: Timeline, *, overlap: bool)
 
 
 def _begins(schedule: Schedule, ranks: Sequence[RankSums]) -> list[float]:
-    """When each rank's first pass began, by the clock of the first stage's rank.
+    """Return the start of each rank's first pass, by the clock of the first stage's rank.
 
     What begins between two ranks is bounded by their messages: F of a stage ends before that of the
     next stage begins, and its I begins when that one's has ended. The middle of what the bounds

@@ -46,7 +46,7 @@ def _is_number(text: str) -> bool:
 
 
 def _share(figure: str, text: str) -> float:
-    """``figure`` as a number from 0 to 1."""
+    """Return ``figure`` as a number from 0 to 1."""
     if not _is_number(figure) or not 0 <= float(figure) <= 1:
         raise ValueError(
             f"noise {shown(text)!r}: {shown(figure)!r} is no number from 0 to 1; {_EXAMPLE}"

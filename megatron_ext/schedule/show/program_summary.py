@@ -120,7 +120,7 @@ def _recomputed_part(program: Program) -> str:
 
 
 def _offloaded_part(program: Program) -> str:
-    """How much of what passes leave goes to the host, with offload."""
+    """Return words on the share of activations that is offloaded; "" without offload."""
     if program.problem.extras.activation_offload is Offload.NONE:
         return ""
     made, left = Counter[Held](), Counter[Held]()

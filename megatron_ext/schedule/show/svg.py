@@ -47,8 +47,8 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def smaller(svg: str) -> str:
-    """``svg``, as matplotlib writes it, to a tenth of a point and an element a line, without what
-    is said twice or not seen: comments, metadata, names and groups that nothing refers to.
+    """Return ``svg``, as matplotlib writes it, to a tenth of a point and an element a line, without
+    what is said twice or not seen: comments, metadata, names and groups that nothing refers to.
     """
     root = ElementTree.fromstring(svg)
     for metadata in root.findall(METADATA):
@@ -69,7 +69,8 @@ def smaller(svg: str) -> str:
 
 
 def shorter_path(path: str) -> str:
-    """``path``, a list of M, L, C, Q and z, to a tenth of a point, with H and V along the axes."""
+    """Return ``path``, a list of M, L, C, Q and z, to a tenth of a point, with H and V along the
+    axes."""
     commands = []
     x = y = ""
     for command, numbers in re.findall(r"([MLCQz])([^MLCQz]*)", path):

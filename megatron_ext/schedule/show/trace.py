@@ -63,7 +63,8 @@ class TracedStep:
 def beside(
     iteration: int, measured: Timeline, simulated: Timeline, clock_error: float
 ) -> TracedStep:
-    """``measured`` with its prediction, scaled to the same work and moved to the same start."""
+    """Return ``measured`` with its prediction, scaled to the same work and moved to the same
+    start."""
     (step,) = beside_all([iteration], [measured], [simulated], clock_error)
     return step
 

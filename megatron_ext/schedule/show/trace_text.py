@@ -89,7 +89,7 @@ def _between(low: str, high: str) -> str:
 
 
 def _table(rows: Sequence[dict[str, str]]) -> Iterator[str]:
-    """``rows`` beneath their keys, as lines."""
+    """Return ``rows`` beneath their keys, as lines."""
     lines = [list(rows[0]), *(list(row.values()) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:

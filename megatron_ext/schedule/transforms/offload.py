@@ -68,7 +68,7 @@ class Absence:
 
 @dataclass(frozen=True)
 class Booked:
-    """When the copies of ``absence`` start."""
+    """Starts of the copies of ``absence``."""
 
     absence: Absence
     out_start: float
@@ -80,7 +80,7 @@ class Booked:
 
 
 def offload(schedule: Schedule, problem: Problem) -> Schedule:
-    """``schedule``, which has its messages and waits, with copies to the host and back.
+    """Return ``schedule``, which has its messages and waits, with copies to the host and back.
 
     To fit into a memory limit for which the link is too slow, copies are booked as if passes took
     longer. They will then: passes wait for copies.
@@ -157,7 +157,7 @@ class _Leaving:
         return [_insert(self.schedule.rows[r], self.passes[r], copies[r]) for r in ranks]
 
     def fewest_that_fit(self, absences: Sequence[Absence]) -> int:
-        """How many of ``absences`` bring their ranks within the memory limit; all if none do."""
+        """Return the least number of ``absences`` that meets the memory limit; all if none does."""
         ranks = sorted({absence.rank for absence in absences})
         return bisect_left(
             range(len(absences)), True, key=lambda n: self.fits(self.rows(absences[:n], ranks))

@@ -213,7 +213,8 @@ class _Playing:
         return None if start == math.inf else (number, start, (rank.order[rank.done],))
 
     def turn_of(self, number: int) -> tuple[float, Row]:
-        """When a rank goes on, and with which pass, or two; inf where that is not known yet."""
+        """Return the time at which a rank goes on, and its next pass, or two; inf if unknown
+        yet."""
         rank = self.ranks[number]
         if rank.done == len(rank.order):
             return math.inf, ()
@@ -240,7 +241,7 @@ class _Playing:
         return backward
 
     def start_of(self, rank: _Rank, action: Action) -> float:
-        """When ``action`` could start at the earliest; inf if that is not known yet."""
+        """Return the earliest start of ``action``; inf if it is not known yet."""
         key = _as(_I, action) if action.kind is _B else action
         return max(rank.free, self.there.get(key, math.inf))
 

@@ -109,7 +109,7 @@ def _longest_waiting_first(row: Row, problem: Problem) -> list[_Made]:
 
 
 def _with_recompute(row: Row, recomputed: Collection[_Made]) -> Row:
-    """``row`` with R right before each backward pass of what is ``recomputed``."""
+    """Return ``row`` with R right before each backward pass of what is ``recomputed``."""
     new_row: list[Action] = []
     for action in row:
         is_backward = Kind.BACKWARD_INPUT in RULES[action.kind].covers

@@ -20,8 +20,8 @@ from megatron_ext.schedule.schedule import Schedule
 
 
 def drop_untrained(schedule: Schedule, problem: Problem) -> Schedule:
-    """``schedule``, which has its messages and waits, without the backward passes of the stages
-    before `Problem.first_trained`."""
+    """Return ``schedule``, which has its messages and waits, without the backward passes of the
+    stages before `Problem.first_trained`."""
 
     def stays(action: Action) -> bool:
         return has_place(
@@ -36,7 +36,8 @@ def drop_untrained(schedule: Schedule, problem: Problem) -> Schedule:
 
 
 def without_backward(costs: Costs, first_trained: int) -> Costs:
-    """``costs`` with nothing but F on the stages before ``first_trained``, which keep nothing."""
+    """Return ``costs`` with nothing but F on the stages before ``first_trained``, which keep
+    nothing."""
 
     def cut(figures: tuple[float, ...]) -> tuple[float, ...]:
         return (0.0,) * first_trained + figures[first_trained:]

@@ -132,7 +132,7 @@ def traced(step: TracedStep) -> tuple[Run, Run]:
 
 
 def cut_to_fit(runs: Sequence[Run], most: int) -> tuple[Run, ...]:
-    """``runs``, with no more than ``most`` passes in all; what was cut says so."""
+    """Return ``runs``, with no more than ``most`` passes in all; what was cut says so."""
     granted = shares([run.passes for run in runs], most)
     return tuple(map(_cut_to, runs, granted))
 
@@ -153,7 +153,7 @@ def _cut_to(run: Run, most: int) -> Run:
 
 
 def of_passes(title: str, timeline: Timeline, cost_of: Callable[[Action], float]) -> Run:
-    """``timeline``, of which the passes alone are known, and perhaps reductions."""
+    """Return a run of ``timeline``, of which only passes and perhaps reductions are known."""
     schedule = timeline.schedule
     timeline = timeline.moved(0.0)
     tracks = [_track(event, schedule.placement) for event in timeline.events]
@@ -246,8 +246,8 @@ def _costs_in(events: Sequence[Event], program: Program) -> Callable[[Action], f
 
 
 def _with_whole_collectives(graph: Graph, events: Sequence[Event]) -> Sequence[Event]:
-    """``events`` with each collective as long on all ranks: the simulator has it on one of them
-    last as long as it takes, and on the others end with that."""
+    """Return ``events`` with each collective as long on all ranks: the simulator has it on one of
+    them last as long as it takes, and on the others end with that."""
     leaders = graph.leaders.tolist()
     return [
         event
@@ -258,7 +258,8 @@ def _with_whole_collectives(graph: Graph, events: Sequence[Event]) -> Sequence[E
 
 
 def _after_all(boxes: Sequence[Box], before: Sequence[Box]) -> list[Box]:
-    """``boxes`` of a step that begins on each rank when the one ``before`` has ended on all."""
+    """Return ``boxes`` of a step that begins on each rank when the one ``before`` has ended on
+    all."""
     last = max(range(len(before)), key=lambda place: before[place].end)
     begun: set[int] = set()
     waiting = []
@@ -271,7 +272,7 @@ def _after_all(boxes: Sequence[Box], before: Sequence[Box]) -> list[Box]:
 
 
 def _sorted(boxes: Sequence[Box]) -> tuple[Box, ...]:
-    """``boxes`` by their tracks, and no longer in need of the one before on the same track."""
+    """Return ``boxes`` sorted by track, whose needs no longer name the one before on a track."""
     order = sorted(range(len(boxes)), key=lambda number: boxes[number].track.place)
     place = {number: at for at, number in enumerate(order)}
     placed = []

@@ -91,7 +91,7 @@ def _own(name: str) -> str:
 
 
 def data_of(page: Page) -> dict[str, Any]:
-    """``page`` as browser/data.js reads it."""
+    """Return ``page`` as browser/data.js reads it."""
     runs = cut_to_fit(page.runs, page.most_passes)
     groups = {box.kind: box.track.group.value for run in runs for box in run.boxes}
     kinds = {
@@ -175,7 +175,7 @@ def _run(run: Run, kinds: Sequence[str], decimals: int) -> dict[str, Any]:
 
 
 def _column(figures: Iterable[float | None]) -> Any:
-    """``figures``; one of them if all are equal."""
+    """Return ``figures``; one of them if all are equal."""
     column = list(figures)
     return column[0] if len(set(column)) == 1 else column
 
@@ -189,5 +189,5 @@ def _whole(amount: float | None) -> int | None:
 
 
 def _shorter(number: float) -> float:
-    """``number``, as a whole one if it is: JSON has no ``.0`` then."""
+    """Return ``number``, as a whole one if it is: JSON has no ``.0`` then."""
     return int(number) if number == int(number) else number
