@@ -2,7 +2,7 @@
 
 The rules are those of `plain_words`, the numbers those of plain_words.toml, by package. A test
 fails if a number has risen, and also if it has fallen and the file still has the old one:
-``python -m pytest --write-pages tests/unit/house/test_plain_words.py`` lowers the numbers, and raises
+``python -m pytest --write-pages`` with this file lowers the numbers, and raises
 none. A comment ``# plain words: REASON`` excepts a place that is right as it is.
 """
 
