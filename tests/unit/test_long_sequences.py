@@ -29,6 +29,7 @@ from megatron_ext.schedule.model.rates import Rates
 from megatron_ext.schedule.model.short_form import parse_model
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.plan import full_recompute, planner
+from megatron_ext.schedule.plan.figures import as_data
 from megatron_ext.schedule.plan.long_sequences import (
     LongSequences,
     Way,
@@ -36,8 +37,8 @@ from megatron_ext.schedule.plan.long_sequences import (
     ways_of_plan,
     ways_with_slices,
 )
-from megatron_ext.schedule.plan.model_plan import Training
 from megatron_ext.schedule.plan.planner import make_plan
+from megatron_ext.schedule.plan.training import TrainedModel, Training
 from megatron_ext.schedule.problem import Extras, Problem
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.slices import Lengths, Slices, lengths_of
@@ -211,7 +212,13 @@ SPECS = ("1f1b", "zb-h1", "zb-v", "v-half")
 def training() -> Training:
     gpt = parse_model("layers=4,hidden=2048,heads=16,sequence=32768,vocabulary=32000")
     state = TrainingState(distributed=True, data_parallel=4)
-    return Training(gpt.model, gpt.execution(), state, 2, 2, H100)
+    return Training(2, 2, trained=TrainedModel(gpt.model, gpt.execution(), state, H100))
+
+
+def with_sequence(training: Training, tokens: int) -> Training:
+    assert training.trained is not None
+    execution = replace(training.trained.execution, sequence=tokens)
+    return replace(training, trained=replace(training.trained, execution=execution))
 
 
 def compared(training: Training, room: float | None = None) -> LongSequences:
@@ -236,15 +243,15 @@ def test_long_sequences_are_compared_in_all_ways(free: LongSequences) -> None:
     ]
     assert made.best is not None and made.best_whole is not None
     assert made.best.step < made.best_whole.step  # 2 microbatches on 2 ranks
-    assert "--pipeline-slices 8 --pipeline-slice-lengths balanced" in " ".join(made.flags)
+    assert "--pipeline-slices 8 --pipeline-slice-lengths balanced" in " ".join(made.written.added)
     shown = {row.words: row for row in made.rows}
     eight, least = shown["8 slices"], shown["8 slices, least memory"]
     assert least.made.holds < 0.95 * eight.made.holds and least.made.step >= eight.made.step
     again = shown["--recompute-granularity full"].made
     assert again.step > made.best_whole.step and again.holds < made.best_whole.holds
-    data = made.as_data()["ways"]
-    assert [entry["way"] for entry in data] == list(shown)
-    assert next(e for e in data if e["way"] == "8 slices")["shortest_slice"] < 4096
+    data = as_data(made)["ways"]
+    assert [entry["words"] for entry in data] == words
+    assert next(e for e in data if e["words"] == "8 slices")["candidates"][0]["slices"] == 8
 
 
 def test_context_parallelism_has_as_many_microbatches_again(
@@ -273,17 +280,17 @@ def test_what_does_not_fit_whole_may_in_slices(training: Training, free: LongSeq
 
 def test_short_slices_are_compared_and_not_taken(training: Training) -> None:
     """Kernels on 2,048 tokens are slower than is counted."""
-    short = replace(training, execution=replace(training.execution, sequence=8192))
+    short = with_sequence(training, 8192)
     made = compared(short)
     assert made.best is not None and made.best.report.slices == 2
     assert any(way.slices == 8 and way.candidates for way in made.ways)
-    shorter = replace(training, execution=replace(training.execution, sequence=8191))
+    shorter = with_sequence(training, 8191)
     assert long_sequences(shorter, make_plan(shorter.variant, specs=SPECS), None) is None
 
 
 @nightly("test_long_sequences_are_compared_in_all_ways")
 def test_a_training_with_slices_is_compared_with_whole_sequences(training: Training) -> None:
-    cut = replace(training, slices=Slices(4, Lengths.BALANCED))
+    cut = replace(training, extras=Extras(slices=Slices(4, Lengths.BALANCED)))
     words = [way.words for way in compared(cut).ways]
     assert words == ["4 slices", "whole sequences", "2 slices", "8 slices"]
 
@@ -303,7 +310,7 @@ def test_no_way_is_longer_than_it_takes_to_see_that(training: Training) -> None:
     """Programs of very many passes are left out, and it is said what to do."""
     many = replace(training, microbatches=2000)
     (way,) = ways_with_slices(
-        lambda cut: replace(many, slices=cut).variant, None, [8], ["1f1b", "zb-h1"]
+        lambda cut: replace(many, extras=Extras(slices=cut)).variant, None, [8], ["1f1b", "zb-h1"]
     )
     assert isinstance(way, Way) and not way.candidates
     assert "16000 slices a step take long" in way.why_not
@@ -314,10 +321,12 @@ def test_the_command_has_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "all_specs", lambda: ["1f1b", "zb-v"])
     model = "layers=4,hidden=2048,heads=16,sequence=16384,vocabulary=32000"
     words = ["plan", "--pp", "2", "-m", "2", "--dp", "2", "--gpu", "h100", "--model", model]
-    result = CliRunner().invoke(app, words)
+    result = CliRunner().invoke(app, [*words, "--all"])
     assert result.exit_code == 0, result.output
-    _, table = result.stdout.split("sequences of 16,384 tokens, whole and in slices, in 65 GiB")
+    verdict, table = result.stdout.split(
+        "sequences of 16,384 tokens, whole and in slices, in 65 GiB"
+    )
     for way in ("whole sequences", "--context-parallel-size 2, DP 1", "4 slices", "8 slices"):
         assert f"\n{way}" in table
     assert "which is not counted: one of 4 has 3," in table
-    assert re.search(r"\nwrite --pipeline-schedule \S+ .*--pipeline-slices [24] ", table)
+    assert re.search(r"\nverdict: +--pipeline-schedule \S+ .*--pipeline-slices [24] ", verdict)

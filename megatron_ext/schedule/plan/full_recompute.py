@@ -7,12 +7,11 @@ In the same memory a V may need nothing made again, or `transforms.recompute` le
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from megatron_ext.schedule.build.registry import entry_of
 from megatron_ext.schedule.plan.candidate import Candidate
-from megatron_ext.schedule.plan.model_plan import Training
 from megatron_ext.schedule.plan.planner import all_specs, make_plan
+from megatron_ext.schedule.plan.training import Training
 
 
 @dataclass(frozen=True)
@@ -20,16 +19,12 @@ class FullRecompute:
     """What it takes, and what need not be.
 
     Attributes:
-        taken: the shortest step with ``--recompute-granularity full``.
+        taken: the shortest step with ``--recompute-granularity full``; None if nothing fits.
         instead: the shortest step without it in no more memory; None if nothing fits.
     """
 
-    taken: Candidate
+    taken: Candidate | None
     instead: Candidate | None
-
-    def as_data(self) -> dict[str, Any]:
-        """As ``--json`` prints it."""
-        return _as_data(self.taken) | {"instead": self.instead and _as_data(self.instead)}
 
 
 def compare_full_recompute(training: Training, room: float | None) -> FullRecompute | None:
@@ -38,24 +33,14 @@ def compare_full_recompute(training: Training, room: float | None) -> FullRecomp
 
     What searches is left out: a comparison takes no longer for this.
     """
-    if training.measured is not None or training.execution.recompute:
+    trained = training.trained
+    if trained is None or not training.is_estimate or trained.execution.recompute:
         return None
     specs = [spec for spec in all_specs() if not entry_of(spec).traits.searches]
-    execution = replace(training.execution, recompute=True)
-    again = replace(training, execution=execution).variant
+    execution = replace(trained.execution, recompute=True)
+    again = replace(training, trained=replace(trained, execution=execution)).variant
     taken = make_plan(again, room, only_promising=True, specs=specs).best
     if taken is None:
         return None
     instead = make_plan(training.variant, taken.fullest, only_promising=True, specs=specs).best
     return FullRecompute(taken, instead)
-
-
-def _as_data(candidate: Candidate) -> dict[str, Any]:
-    return {
-        "schedule": candidate.schedule,
-        "vocabulary": candidate.method.value,
-        "step": candidate.step,
-        "fullest": candidate.fullest,
-        "recompute": candidate.report.recompute,
-        "made_again": candidate.report.made_again,
-    }

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
-from typing import Any
 
 from megatron_ext.schedule.build.size import seconds_to_build
+from megatron_ext.schedule.model.execution import Execution
 from megatron_ext.schedule.plan.candidate import Candidate, Plan, Variant, VocabMethod, stable_of
-from megatron_ext.schedule.plan.model_plan import Training
+from megatron_ext.schedule.plan.figures import flags_of, slower_by
 from megatron_ext.schedule.plan.planner import VariantOf, make_plan
-from megatron_ext.schedule.plan.recommendation import flags_of, slower_by
+from megatron_ext.schedule.plan.training import TrainedModel, Training
+from megatron_ext.schedule.plan.verdict import NOTHING, Written
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.slices import LONG_ENOUGH, UNCUT, Lengths, Slices
 from megatron_ext.schedule.words import counted
@@ -86,8 +88,7 @@ class LongSequences:
         own: the launch as it stands; None where that is not known.
         room: bytes that a rank may take; None: not known.
         sharing: context-parallel ranks, which share each slice.
-        flags: for `best`, if there is one.
-        dropped: Megatron's flags that go for it.
+        written: for `best`, if there is one.
     """
 
     tokens: int
@@ -95,8 +96,7 @@ class LongSequences:
     ways: tuple[Way, ...]
     room: float | None = None
     sharing: int = 1
-    flags: tuple[str, ...] = ()
-    dropped: tuple[str, ...] = ()
+    written: Written = NOTHING
 
     @property
     def of_rank(self) -> int:
@@ -144,16 +144,6 @@ class LongSequences:
         """Why there is nothing of a way; the same of each number of slices."""
         return {way.words: _of_any_number(way) for way in self.ways if not way.candidates}
 
-    def as_data(self) -> dict[str, Any]:
-        """As ``--json`` prints it."""
-        return {
-            "tokens": self.tokens,
-            "ways": [_as_data(row, self.of_rank) for row in self.rows],
-            "refused": self.refused,
-            "flags": self.flags,
-            "dropped": self.dropped,
-        }
-
 
 def _of_any_number(way: Way) -> str:
     flag, words = "--pipeline-slices", "slices"
@@ -172,22 +162,6 @@ def shortest_of(ways: Iterable[Way]) -> Candidate | None:
     return min(known, key=lambda made: (made.step, made.holds), default=None)
 
 
-def _as_data(row: Row, tokens: int) -> dict[str, Any]:
-    made = row.made
-    return {
-        "way": row.words,
-        "schedule": made.schedule,
-        "slices": made.report.slices,
-        "shortest_slice": shortest_slice(made.variant.problem, tokens),
-        "step": made.step,
-        "gain": row.gain,
-        "bubble_share_makespan": made.report.bubble_share_makespan,
-        "peak_activation_microbatches": made.report.peak,
-        "fullest": made.fullest,
-        "fits": row.fits,
-    }
-
-
 def long_sequences(training: Training, plan: Plan, room: float | None) -> LongSequences | None:
     """What can be done about the sequences of ``training``, whose ``plan`` this is; None where they
     are short.
@@ -195,37 +169,42 @@ def long_sequences(training: Training, plan: Plan, room: float | None) -> LongSe
     Args:
         room: bytes that a rank may take; None: as much as it takes.
     """
-    tokens, asked = training.execution.sequence, training.slices
-    if tokens < LONG:
+    trained, asked = training.trained, training.extras.slices
+    if trained is None or trained.execution.sequence < LONG:
         return None
     ways = ways_of_plan(plan, asked.count)
     if asked.count > 1:
-        ways.append(way_of(WHOLE, replace(training, slices=UNCUT).variant, room))
-    elif training.measured is None:
-        ways += _of_other_settings(training, room)
+        ways.append(way_of(WHOLE, _with_slices(training, UNCUT), room))
+    elif training.is_estimate:
+        ways += _of_other_settings(training, trained, room)
     counts = [count for count in COUNTS if count != asked.count]
-    ways += ways_with_slices(lambda cut: replace(training, slices=cut).variant, room, counts)
-    sharing = training.execution.context_parallel
-    made = LongSequences(tokens, None, tuple(ways), room, sharing)
-    if made.best is None:
-        return made
-    return replace(made, flags=flags_of(made.best, len(training.model.layers)))
+    ways += ways_with_slices(partial(_with_slices, training), room, counts)
+    execution = trained.execution
+    made = LongSequences(execution.sequence, None, tuple(ways), room, execution.context_parallel)
+    return made if made.best is None else replace(made, written=Written(flags_of(made.best)))
 
 
-def _of_other_settings(training: Training, room: float | None) -> Iterator[Way]:
+def _with_slices(training: Training, slices: Slices) -> VariantOf:
+    return replace(training, extras=replace(training.extras, slices=slices)).variant
+
+
+def _of_other_settings(
+    training: Training, trained: TrainedModel, room: float | None
+) -> Iterator[Way]:
     """Full recompute, and context parallelism with half of the data parallelism."""
-    execution, copies = training.execution, training.state.data_parallel
+    execution, copies = trained.execution, trained.state.data_parallel
+
+    def run(execution: Execution, microbatches: int) -> VariantOf:
+        changed = replace(trained, execution=execution)
+        return replace(training, trained=changed, microbatches=microbatches).variant
+
     if not execution.recompute:
-        again = replace(training, execution=replace(execution, recompute=True))
-        yield way_of(FULL_RECOMPUTE, again.variant, room)
+        again = run(replace(execution, recompute=True), training.microbatches)
+        yield way_of(FULL_RECOMPUTE, again, room)
     if copies % 2 == 0:
         ranks = 2 * execution.context_parallel
-        divided = replace(
-            training,
-            execution=replace(execution, context_parallel=ranks),
-            microbatches=2 * training.microbatches,
-        )
-        yield way_of(context_parallel(ranks, copies // 2), divided.variant, room, is_here=False)
+        divided = run(replace(execution, context_parallel=ranks), 2 * training.microbatches)
+        yield way_of(context_parallel(ranks, copies // 2), divided, room, is_here=False)
 
 
 def ways_of_plan(plan: Plan, slices: int = 1) -> list[Way]:

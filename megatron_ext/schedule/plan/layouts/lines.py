@@ -18,10 +18,6 @@ from megatron_ext.schedule.plan.layouts.layout import Layout
 from megatron_ext.schedule.plan.layouts.work import Evaluated, Work, evaluate
 from megatron_ext.schedule.progress import task
 
-STOCK = ("1f1b", "interleaved")  # families that Megatron has itself
-EQUAL = 0.02  # of a step: what no estimate tells apart
-UNSURE = 0.05  # of a step: what a layout may seem to gain by an error of the estimate
-
 _MOST_CHUNKS = 8
 _LOOPS = 3  # numbers of chunks with which ours are tried: those that are best for stock's
 
