@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from math import inf
 from typing import Any
 
 import typer
@@ -81,15 +83,27 @@ def print_refusals(plan: Plan) -> None:
     )
 
 
+_LEAST = re.compile(r"least feasible limit (?:for it )?is ([\d.]+) ?([a-zA-Z]+)")
+_TOO_FULL = re.compile(r"([\d.]+ [KMGT]?i?B) more than it may$")
+
+
 def _print_refusals(refusals: Iterable[tuple[str, VocabMethod, str]]) -> None:
-    """Print one line for all schedules that are refused for the same reason."""
+    """Print one line for all schedules that are refused for the same reason, figures apart."""
     names: dict[str, dict[str, list[VocabMethod]]] = {}
+    least: dict[str, tuple[float, str]] = {}
     for name, method, why in refusals:
         reason = without_figures(why.removeprefix(f"{name}: "))
+        if limit := _LEAST.search(why):
+            unit = "microbatches" if limit[2].startswith("microbatch") else limit[2]
+            reason = f"do not fit into the memory limit; the least feasible one, in {unit}, is"
+            least[reason] = min(least.get(reason, (inf, "")), (float(limit[1]), name))
+        elif _TOO_FULL.search(why):
+            reason = "a rank would hold more than it may"
         names.setdefault(reason, {}).setdefault(name, []).append(method)
     for why, alike in names.items():
         text = ", ".join(name + _in_brackets(methods) for name, methods in alike.items())
-        typer.echo(f"{text}: {why}", err=True)
+        figure = "{:g} for {}".format(*least[why]) if why in least else ""
+        typer.echo(f"{text}: {why} {figure}".rstrip(), err=True)
 
 
 def _in_brackets(methods: Sequence[VocabMethod]) -> str:

@@ -129,6 +129,6 @@ def _tie(made: JobPlan, taken: Alternative) -> str:
     names = [name for name in others if name != own] or ["the same with other layers on its stages"]
     more = f" and {len(names) - _SHOWN} others" if len(names) > _SHOWN else ""
     return (
-        f"{', '.join(names[:_SHOWN])}{more}, within {ALIKE:.0%}; the verdict holds the least "
-        f"memory of them"
+        f"{', '.join(names[:_SHOWN])}{more}, within {ALIKE:.0%}; of these the verdict takes "
+        f"the least memory"
     )

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_ext.cli import app
+from megatron_ext.commands.plan_tables import print_refusals
 from megatron_ext.commands.verdict_text import verdict_lines
 from megatron_ext.schedule.build.registry import Mark
 from megatron_ext.schedule.model.gpus import FreeMemory
@@ -151,3 +152,23 @@ def test_a_search_has_the_memory_of_what_it_competes_with() -> None:
     text = CliRunner().invoke(app, words).stdout
     (row,) = (row for row in text.splitlines() if row.startswith("gain:"))
     assert "20.4% shorter, 986 a step" in row and "--pipeline-memory-limit 11.5" in text
+
+
+def test_refusals_are_one_line_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    """There was a line for each schedule, with its figures."""
+    limit = "the memory limit of 0.1 microbatches; the least feasible limit for it is"
+    refusals = {
+        (
+            "zb-h1",
+            VocabMethod.NAIVE,
+        ): f"the order does not fit into {limit} 2 microbatches",
+        ("units", VocabMethod.NAIVE): f"the order does not fit into {limit} 1 microbatch",
+        ("gpipe", VocabMethod.NAIVE): "rank 3 would hold 80 GiB, 8 GiB more than it may",
+        ("1f1b", VocabMethod.NAIVE): "rank 0 would hold 75 GiB, 3 GiB more than it may",
+    }
+    print_refusals(Plan((), refusals))
+    assert capsys.readouterr().err.splitlines() == [
+        "zb-h1, units: do not fit into the memory limit; the least feasible one, in microbatches, "
+        "is 1 for units",
+        "gpipe, 1f1b: a rank would hold more than it may",
+    ]
