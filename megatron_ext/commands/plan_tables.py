@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from math import inf
 from typing import Any
 
 import typer
 
-from megatron_ext.commands.layout_tables import print_layouts
 from megatron_ext.commands.output import print_table
 from megatron_ext.commands.verdict_text import name_of
 from megatron_ext.schedule.build.registry import Mark
 from megatron_ext.schedule.model.gpus import FreeMemory
 from megatron_ext.schedule.plan.candidate import Candidate, Plan, VocabMethod
 from megatron_ext.schedule.plan.figures import bytes_of, slower_by
-from megatron_ext.schedule.plan.full_recompute import FullRecompute
-from megatron_ext.schedule.plan.job_plan import JobPlan, OtherPairs
-from megatron_ext.schedule.plan.long_sequences import EQUAL, LongSequences, Row, shortest_slice
+from megatron_ext.schedule.plan.job_plan import JobPlan
+from megatron_ext.schedule.plan.long_sequences import LongSequences, shortest_slice
 from megatron_ext.schedule.plan.planner import without_figures
 from megatron_ext.schedule.problem import Offload, Problem
 from megatron_ext.schedule.slices import LONG_ENOUGH
@@ -38,14 +36,10 @@ def print_tables(made: JobPlan) -> None:
         typer.echo(f"waiting for {group} ranks is {parts}")
     _print_vocabulary(made.plan)
     _print_memory(made)
-    if made.full_recompute is not None:
-        _print_full_recompute(made.full_recompute)
-    if made.other_pairs is not None:
-        typer.echo(f"\n{_other_pairs(made.other_pairs, best)}")
+    if made.others:
+        _print_others(made)
     if made.long_sequences is not None:
         _print_long_sequences(made.long_sequences)
-    if made.layouts is not None:
-        print_layouts(made.layouts)
 
 
 def _print_plan(made: JobPlan) -> None:
@@ -146,33 +140,22 @@ def _plan_row(candidate: Candidate, job: JobPlan) -> dict[str, Any]:
     }
 
 
-def _print_full_recompute(compared: FullRecompute) -> None:
-    """Print what Megatron's full recompute takes, and what there is in its memory instead."""
-    taken, instead = compared.taken, compared.instead
-    typer.echo(f"\nwith --recompute-granularity full: {_told(taken)}")
-    gain = f" ({slower_by(instead, taken):+.1%})" if taken and instead else ""
-    typer.echo(f"without it, in no more memory: {_told(instead)}{gain}")
-
-
-def _told(candidate: Candidate | None) -> str:
-    if candidate is None:
-        return "nothing fits"
-    fullest = "" if candidate.fullest is None else f", {bytes_text(candidate.fullest)}"
-    return f"{name_of(candidate)}, {candidate.step:.6g}{fullest}"
-
-
-def _other_pairs(other: OtherPairs, best: Candidate | None) -> str:
-    """What experts' messages hide, or would."""
-    taken, stock = other.taken, other.stock
-    words = f"{'without' if other.is_asked else 'with'} --overlap-moe-expert-parallel-comm"
-    if taken is None:
-        return f"{words} nothing can be taken: {other.why_none}"
-    words += f" the shortest step is {_told(taken)}"
-    if best is not None:
-        words += f" ({slower_by(taken, best):+.1%})"
-    if stock is not None and stock is not taken:
-        words += f"; Megatron's own order takes {_told(stock)}"
-    return f"{words}. Half of the time of experts' messages is assumed to be hidden"
+def _print_others(made: JobPlan) -> None:
+    """Print other layouts, and what other flags of Megatron's give."""
+    typer.echo("\nwith other flags of Megatron's, and other layers on its stages:")
+    print_table(
+        [
+            {
+                "": name_of(one.candidate),
+                "layers": one.layout,
+                "step": one.seconds,
+                "saves": f"{made.verdict.saved_by(one):.1%}",
+                "fullest rank": "" if one.candidate.fullest is None else bytes_text(one.holds),
+            }
+            for one in sorted(made.others, key=lambda one: one.seconds)
+        ]
+    )
+    typer.echo("a step is here with its optimizer, and with reductions that no pass hides")
 
 
 def _print_memory(made: JobPlan) -> None:
@@ -223,60 +206,28 @@ def _print_vocabulary(plan: Plan) -> None:
 
 
 def _print_long_sequences(made: LongSequences) -> None:
-    """What can be done about long sequences, by step and memory, and what to write for slices."""
-    within = "" if made.room is None else f", in {bytes_text(made.room)} of a rank"
-    typer.echo(f"\nsequences of {made.tokens:,} tokens, whole and in slices{within}:")
-    rows = [_row_of_sequences(row) for row in made.rows]
-    if rows:
-        kept = [key for key in rows[0] if any(row[key] not in ("", None) for row in rows)]
-        print_table([{key: row[key] for key in kept} for row in rows])
-    for why, ways in _by_reason(made.refused).items():
-        typer.echo(f"{', '.join(ways)}: {why}")
-    best = made.best
-    if best is None:
-        return
-    sliced = [row.made.variant.problem for row in made.rows if row.made.report.slices > 1]
+    """Print the shortest step of each thing that can be done about long sequences."""
+    typer.echo(f"\nsequences of {made.tokens:,} tokens, whole and in slices:")
+    shortest = {way.words: way.shortest for way in made.ways}
+    known = {words: one for words, one in shortest.items() if one is not None}
+    if known:
+        print_table([{"": words} | _row_of_sequences(one) for words, one in known.items()])
+    for way in made.ways:
+        if way.shortest is None:
+            typer.echo(f"{way.words}: {way.why_not}")
+    sliced = [one.variant.problem for one in known.values() if one.report.slices > 1]
     print_short_slices(sliced, made.of_rank)
-    typer.echo(f"\n{_gain_of_slices(best, made)}")
 
 
-def _row_of_sequences(row: Row) -> dict[str, Any]:
-    report, fullest = row.made.report, row.made.fullest
-    excess = "" if row.fits else ", too much"
+def _row_of_sequences(one: Candidate) -> dict[str, Any]:
     return {
-        "": row.words,
-        "schedule": report.schedule,
-        "mark": "" if row.made.mark is Mark.STABLE else row.made.mark,
-        "made again": f"{report.made_again:.0%}" if report.made_again else "",
-        "step": row.made.step,
-        "gain": "" if row.gain is None else f"{row.gain:+.1%}",
-        "bubble": f"{report.bubble_share_makespan:.1%}",
-        "peak microbatches": f"{report.peak:.3g}",
-        "fullest rank": "" if fullest is None else bytes_text(fullest) + excess,
+        "schedule": one.schedule,
+        "made again": f"{one.report.made_again:.0%}" if one.report.made_again else "",
+        "step": one.step,
+        "bubble": f"{one.report.bubble_share_makespan:.1%}",
+        "peak microbatches": f"{one.report.peak:.3g}",
+        "fullest rank": "" if one.fullest is None else bytes_text(one.fullest),
     }
-
-
-def _by_reason(refused: Mapping[str, str]) -> dict[str, list[str]]:
-    reasons: dict[str, list[str]] = {}
-    for words, why in refused.items():
-        reasons.setdefault(why, []).append(words)
-    return reasons
-
-
-def _gain_of_slices(best: Candidate, made: LongSequences) -> str:
-    """The best with slices beside the best without."""
-    words = f"{best.report.slices} slices under {best.schedule}"
-    whole = made.best_whole
-    if whole is None:
-        return f"{words} fit, and whole sequences do not"
-    gain = slower_by(whole, best)
-    text = f"{words}: {gain:+.1%} over whole sequences at their best"
-    if abs(gain) < EQUAL:
-        text += ", which an estimate does not tell apart"
-    if best.fullest is not None and whole.fullest is not None:
-        before = bytes_text(whole.fullest)
-        text += f"; {bytes_text(best.fullest)} on the fullest rank in place of {before}"
-    return text
 
 
 def print_short_slices(problems: Iterable[Problem], tokens: int) -> None:

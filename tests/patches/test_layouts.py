@@ -11,7 +11,6 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron_ext.adapter.arguments import check_settings
-from megatron_ext.commands.layout_tables import print_layouts
 from megatron_ext.launch import without
 from megatron_ext.launch_check import line as launch_line
 from megatron_ext.launch_check.planner.alternatives.layouts import lay_out, written_of
@@ -128,7 +127,7 @@ def test_a_line_takes_what_is_written_for_it(name: str, monkeypatch: pytest.Monk
         assert config.schedule in (None, line.schedule)
 
 
-def test_recompute_is_chosen_beside_the_layout(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recompute_is_chosen_beside_the_layout() -> None:
     """A small model needs none of what its line runs again."""
     made, all_written = laid_out("full recompute")
     assert str(made.own.recompute) == "full"
@@ -136,8 +135,6 @@ def test_recompute_is_chosen_beside_the_layout(capsys: pytest.CaptureFixture[str
     flags = ("--recompute-granularity", "--recompute-method", "--recompute-num-layers")
     for written in all_written:
         assert set(flags) <= set(written.dropped) and not set(flags) & set(written.added)
-    print_layouts(made)
-    assert "run again" in capsys.readouterr().out
     assert as_data(made)["own"]["recompute"]["granularity"] == "full"
 
 
@@ -165,11 +162,8 @@ def test_what_the_line_cannot_run_again_is_not_offered(monkeypatch: pytest.Monke
     assert "full" not in overlapped and not any("moe" in o.split() for o in overlapped)
 
 
-def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_layouts_gain() -> None:
     made, all_written = laid_out("virtual stages")
-    print_layouts(made)
-    printed = capsys.readouterr().out
-    assert "with other layers on its stages" in printed and "the line as it is" in printed
     assert made.gain(made.ours) > 0.02
     told = as_data(made)
     assert told["ours"]["seconds"] <= told["stock"]["seconds"] <= told["chunks"]["seconds"]

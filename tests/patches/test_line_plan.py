@@ -48,7 +48,6 @@ from megatron_ext.schedule.plan import planner
 from megatron_ext.schedule.plan.candidate import Candidate, VocabMethod
 from megatron_ext.schedule.plan.job_plan import JobPlan
 from megatron_ext.schedule.plan.layouts.layout import Layout
-from megatron_ext.schedule.plan.verdict import Written
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.progress import reporting
 from megatron_ext.schedule.show.trace import TraceFile, beside
@@ -338,13 +337,11 @@ def test_full_recompute_is_compared_with_what_there_is_without_it() -> None:
     full = {"granularity": "full", "method": "uniform", "num_layers": 1}
     flags = {f"recompute_{name}": value for name, value in full.items()}
     plan = made("h100", **flags)
-    compared = plan.full_recompute
-    assert compared is not None and compared.taken is not None and compared.instead is not None
-    assert compared.instead.step < compared.taken.step
-    assert taken_of(plan) is compared.instead
+    (without,) = plan.others
+    assert without.seconds < plan.plan.candidates[0].step and plan.verdict.taken is without
     dropped = {f"--{name.replace('_', '-')}" for name in flags}
     assert dropped <= set(plan.written.dropped)
-    assert made().full_recompute is None
+    assert not made().others
 
 
 def test_whether_a_checkpoint_can_be_loaded(
@@ -412,13 +409,13 @@ LONG: dict[str, Any] = {
 def test_a_line_of_long_sequences_is_compared_with_slices_of_them() -> None:
     plan = made(**LONG)
     compared = plan.long_sequences
-    assert compared is not None and compared.own is own_of(plan)
-    shown = {row.words: row for row in compared.rows}
-    assert set(shown) >= {
-        *("the line as it is", "whole sequences", "2 slices", "4 slices", "8 slices"),
+    assert compared is not None
+    shown = {way.words for way in compared.ways}
+    assert shown >= {
+        *("whole sequences", "2 slices", "4 slices", "8 slices"),
         *("--recompute-granularity full", "--context-parallel-size 2, DP 1"),
     }
-    assert not compared.refused
+    assert all(way.candidates for way in compared.ways)
     flags = " ".join(compared.written.added)
     assert re.search(r"--pipeline-schedule \S+ .*--pipeline-slices [24] .*lengths balanced$", flags)
     assert made().long_sequences is None  # 1,024 tokens
@@ -428,9 +425,10 @@ def test_slices_are_compared_where_a_launch_would_take_them() -> None:
     """By its own checks, and one reason is said once."""
     refused = made(**(LONG | EXPERTS), moe_expert_capacity_factor=1.0).long_sequences
     assert refused is not None and refused.best is None and not refused.written.added
-    (why,) = set(refused.refused.values())
+    whys = {way.words: way.why_not for way in refused.ways if not way.candidates}
+    (why,) = set(whys.values())
     assert "experts would drop tokens slice by slice" in why
-    assert set(refused.refused) == {"2 slices", "4 slices", "8 slices"}
+    assert set(whys) == {"2 slices", "4 slices", "8 slices"}
 
 
 ON_TWO_RANKS: dict[str, Any] = {
@@ -449,18 +447,14 @@ def test_of_a_line_with_experts_it_says_what_pairs_would_give(
 ) -> None:
     monkeypatch.setattr(pairs, "_specs", lambda *, with_pairs: iter(["interleaved", "zb-v"]))
     plan = made(**ON_TWO_RANKS)
-    other = plan.other_pairs
-    assert other is not None and other.taken is not None and other.stock is not None
-    assert not other.is_asked
-    assert other.taken.report.pairs > 0
-    layout = Layout((4, 4, 4, 4))
-    asked = SimpleNamespace(overlap_moe_expert_parallel_comm=False)
-    written = written_for(asked, (other.taken.schedule, layout), other.taken, layout)
-    assert written.added.count(FLAG) == 1  # it was written twice
+    assert {one.candidate.family for one in plan.others} >= {"interleaved"}
+    best = min(plan.others, key=lambda one: one.seconds)
+    assert best.candidate.report.pairs > 0
+    assert best.write().added.count(FLAG) == 1  # it was written twice
     alone = {(c.schedule, c.method): c for c in plan.plan.candidates}
-    same = alone[other.taken.schedule, VocabMethod.NAIVE]
+    same = alone[best.candidate.schedule, VocabMethod.NAIVE]
     assert same.report.pairs == 0
-    assert other.taken.step < same.step
+    assert best.candidate.step < same.step
 
 
 def test_a_line_whose_passes_run_in_pairs_is_compared_with_itself_without(
@@ -468,24 +462,20 @@ def test_a_line_whose_passes_run_in_pairs_is_compared_with_itself_without(
 ) -> None:
     monkeypatch.setattr(pairs, "_specs", lambda *, with_pairs: iter(["interleaved", "zb-v"]))
     plan = made(**ON_TWO_RANKS, overlap_moe_expert_parallel_comm=True)
-    other, best = plan.other_pairs, plan.plan.best
-    assert other is not None and other.taken is not None and best is not None
-    assert other.is_asked
-    assert best.report.pairs > 0
-    assert other.taken.report.pairs == 0
+    best = plan.plan.best
+    assert best is not None and best.report.pairs > 0
+    (other,) = plan.others
+    assert other.candidate.report.pairs == 0
     asked = SimpleNamespace(overlap_moe_expert_parallel_comm=True)
     layout = Layout((4, 4, 4, 4))
-
-    def written(candidate: Candidate) -> Written:
-        return written_for(asked, (candidate.schedule, layout), candidate, layout)
-
-    assert FLAG not in written(best).added and not written(best).dropped  # it is there already
+    written = written_for(asked, (best.schedule, layout), best, layout)
+    assert FLAG not in written.added and not written.dropped  # it is there already
     # The line would train in pairs, and the step is one without.
-    assert written(other.taken).dropped == (FLAG,)
+    assert FLAG in other.write().dropped
 
 
 def test_of_experts_on_one_rank_it_says_nothing_of_pairs() -> None:
-    assert made().other_pairs is None
+    assert not made().others
 
 
 def test_slices_have_attention_estimated_where_costs_do_not_tell_it(tmp_path: Path) -> None:

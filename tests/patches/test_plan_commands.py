@@ -140,8 +140,10 @@ def test_a_command_is_written_anew(before: str, after: str) -> None:
     written = command_with(read_launch(words), ADDED)
     expected = after.replace(" A", f" {left}") + "'" * ("-c '" in after)
     assert written == expected
-    stock = command_with(read_launch(words), Written((), ADDED.dropped))
+    layout = ("--pipeline-model-parallel-layout", "Et|tL")  # a flag of Megatron's
+    stock = command_with(read_launch(words), Written(layout, ADDED.dropped))
     assert "zb-v" not in stock and "--pipeline-schedule" not in stock
+    assert ("megatron_ext" in stock) is ("megatron_ext" in before)
 
 
 def test_a_script_that_brings_us_along_is_left_as_it_is(tmp_path: Path) -> None:

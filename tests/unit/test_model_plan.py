@@ -461,21 +461,6 @@ def test_room_is_left_for_the_allocators_reserve() -> None:
     assert "for which room is left: by a model of it, not measured" in command(*words, "--all")
 
 
-def test_what_there_is_instead_of_full_recompute() -> None:
-    """In its memory: full recompute makes every rank that comes later wait for it."""
-    words = ("--model", TEXT, "--gpu", "h100", "--dp", "4", "--distributed-optimizer")
-    full = json.loads(command(*words, "--json"))["full_recompute"]
-    assert full["instead"]["step"] < full["taken"]["step"]
-    assert full["instead"]["fullest_rank"] <= full["taken"]["fullest_rank"]
-    again = json.loads(command("--model", f"{TEXT},recompute=true", *words[2:], "--json"))
-    assert again["full_recompute"] is None
-    first = again["plan"]["candidates"][0]
-    assert first["makespan"] == pytest.approx(full["taken"]["step"], rel=0.02)
-    text = command(*words, "--all")
-    assert f"with --recompute-granularity full: {full['taken']['schedule']}" in text
-    assert f"without it, in no more memory: {full['instead']['schedule']}" in text
-
-
 @pytest.mark.parametrize(
     ("words", "text"),
     [

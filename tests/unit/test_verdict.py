@@ -44,6 +44,7 @@ def way(
         mark=mark,
         fullest=gib * GIB,
         holds=gib * GIB,
+        overlaps=False,
     )
     return Alternative(candidate, seconds, lambda: Written(("--pipeline-schedule", schedule)))
 

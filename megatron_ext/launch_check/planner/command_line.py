@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
-from megatron_ext.config import flag
+from megatron_ext.config import PipelineConfig, flag
 from megatron_ext.launch import without
 from megatron_ext.launch_check.words import Launch
 from megatron_ext.schedule.plan.verdict import Written
 
 IMPORTS_US = re.compile(r"^\s*(?:import|from)\s+megatron_ext\b", re.MULTILINE)
 _US = ("-m", "megatron_ext")
+_OURS = {flag(setting.name) for setting in fields(PipelineConfig)}
 # The options that a choice stands for: those of an earlier choice go.
 _CHOSEN = (
     *("schedule", "memory_limit", "vocab_parallel", "activation_offload", "recompute"),
@@ -28,7 +30,7 @@ def command_with(launch: Launch, written: Written) -> str:
     brings it.
     """
     words = launch.words or (launch.script, *launch.arguments)
-    is_ours = any(word.startswith(flag("")) for word in written.added)
+    is_ours = any(word in _OURS for word in written.added)
     return shlex.join(_rewritten(words, launch, written, is_ours and not _is_installed(launch)))
 
 

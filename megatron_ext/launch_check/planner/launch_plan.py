@@ -9,9 +9,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron_ext.adapter.pairs.asked import FLAG
+from megatron_ext.launch_check.planner.alternatives.changed import Changed
 from megatron_ext.launch_check.planner.alternatives.first_answer import first_answer, whole_plan
 from megatron_ext.launch_check.planner.alternatives.less_memory import what_would_fit
-from megatron_ext.launch_check.planner.alternatives.pairs import PairsOfLine, other_pairs
+from megatron_ext.launch_check.planner.alternatives.pairs import other_pairs
 from megatron_ext.launch_check.planner.alternatives.without_full_recompute import (
     without_full_recompute,
 )
@@ -23,7 +24,7 @@ from megatron_ext.schedule.plan.fitting import consider, keeping_candidates
 from megatron_ext.schedule.plan.half_pipeline import Halves
 from megatron_ext.schedule.plan.job_plan import JobPlan
 from megatron_ext.schedule.plan.long_sequences import LongSequences
-from megatron_ext.schedule.plan.verdict import NOTHING, Alternative, Written, verdict
+from megatron_ext.schedule.plan.verdict import NOTHING, WORTH, Alternative, Written, verdict
 from megatron_ext.schedule.words import bytes_text
 
 if TYPE_CHECKING:
@@ -72,34 +73,33 @@ def _plan(request: LaunchRequest, parsed: ParsedLaunch) -> JobPlan:
     plan = whole_plan(parsed, first)
     own = _baseline(parsed, plan)
     is_measured = parsed.measured is not None or not line.config.costs.is_estimate
-    instead = None if is_measured else without_full_recompute(line, plan, free)
-    pairs = None if is_measured else other_pairs(line, plan, free, is_long=first is not None)
-    long_sequences = _long_sequences(parsed, plan, own)
+    changes: list[Changed | None] = []
+    if not is_measured:
+        changes.append(without_full_recompute(line, plan, free))
+        changes.append(other_pairs(line, plan, free, is_long=first is not None))
+    long_sequences = _long_sequences(parsed, plan)
     pool = _Pool(parsed)
-    others = [pool.of_line(line, made) for made in plan.candidates if made is not own]
+    others = [one for changed in changes if changed is not None for one in pool.of(changed)]
     others += [] if layouts is None else pool.of_layouts(layouts)
-    if instead is not None and instead.compared.instead is not None:
-        others.append(pool.of_line(instead.line, instead.compared.instead, instead.dropped))
-    others += [] if pairs is None else pool.of_pairs(pairs)
     if long_sequences is not None and long_sequences.best is not None:
         written_for_slices = long_sequences.written
         others.append(pool.with_seconds(long_sequences.best, lambda: written_for_slices))
+    of_plan = pool.of(Changed(line, tuple(made for made in plan.candidates if made is not own)))
     baseline = None if own is None else pool.with_seconds(own, lambda: NOTHING)
-    found = verdict(baseline, others, free)
+    found = verdict(baseline, [*of_plan, *others], free)
     fallbacks: tuple[str, ...] = ()
     if found.taken is None:
         fallbacks = *_what_slices_would(long_sequences), *what_would_fit(line, free)
+    remarks = (*parsed.remarks, *_on_barred(layouts))
     made = JobPlan(
         plan,
         found,
         f"{parsed.facts}, under {line.own}",
-        remarks=parsed.remarks,
+        remarks=remarks,
         fallbacks=fallbacks,
         free=parsed.free,
         is_estimate=not is_measured,
-        full_recompute=None if instead is None else instead.compared,
-        other_pairs=None if pairs is None else pairs.compared,
-        layouts=layouts,
+        others=tuple(others),
         long_sequences=long_sequences,
         curves=curves_of(plan, line.variant, free) if request.with_curves else None,
     )
@@ -108,12 +108,10 @@ def _plan(request: LaunchRequest, parsed: ParsedLaunch) -> JobPlan:
     if found.taken is None or found.keeps:
         return made
     written = found.taken.write()
-    remarks = [*parsed.remarks, *_on_loading(parsed, found.taken.candidate)]
-    if FLAG in written.added:
-        remarks.append(_ON_PAIRS)
+    on_pairs = (_ON_PAIRS,) if FLAG in written.added else ()
     return replace(
         made,
-        remarks=tuple(remarks),
+        remarks=(*remarks, *_on_loading(parsed, found.taken.candidate), *on_pairs),
         written=written,
         of_stock=NOTHING if found.stock is None else found.stock.write(),
         command="" if request.launch is None else command_with(request.launch, written),
@@ -136,27 +134,19 @@ class _Pool:
         beside = max(map(self._seconds_beside, made.variant.model or ()), default=0.0)
         return Alternative(made, made.step + beside, write)
 
-    def of_line(
-        self, line: LineVariants, made: Candidate, dropped: tuple[str, ...] = ()
-    ) -> Alternative:
-        """``made``, where ``line`` lays its layers; for it the flags ``dropped`` go too."""
+    def of(self, changed: Changed) -> list[Alternative]:
+        """What ``changed`` could train under, where it lays its layers."""
+        from megatron_ext.launch_check.planner.alternatives.written import (
+            layout_of_variant,
+            written_for,
+        )
 
-        def write() -> Written:
-            from megatron_ext.launch_check.planner.alternatives.written import (
-                layout_of_variant,
-                written_for,
-            )
-
-            layout, costs = layout_of_variant(line, made), self._parsed.costs
+        def write(made: Candidate) -> Written:
+            layout, costs = layout_of_variant(changed.line, made), self._parsed.costs
             written = written_for(self._line.args, self._baseline, made, layout, costs)
-            return replace(written, dropped=(*written.dropped, *dropped))
+            return replace(written, dropped=(*written.dropped, *changed.dropped))
 
-        return self.with_seconds(made, write)
-
-    def of_pairs(self, pairs: PairsOfLine) -> list[Alternative]:
-        """Megatron's own schedule and the best of all, with passes in pairs or without."""
-        made = dict.fromkeys(filter(None, (pairs.compared.stock, pairs.compared.taken)))
-        return [self.of_line(pairs.line, candidate) for candidate in made]
+        return [self.with_seconds(made, partial(write, made)) for made in changed.candidates]
 
     def of_layouts(self, lines: Lines) -> list[Alternative]:
         """What other layouts gain, within what a rank may take."""
@@ -168,6 +158,7 @@ class _Pool:
                 made.candidate,
                 made.seconds,
                 partial(written_of, self._line, lines.own, made, costs),
+                made.layout.text(),
             )
             for made in dict.fromkeys(lines.others.values())
             if made is not lines.own and (free is None or made.fullest <= free)
@@ -210,12 +201,20 @@ def _layouts(parsed: ParsedLaunch) -> Lines | None:
         return None
 
 
-def _long_sequences(
-    parsed: ParsedLaunch, plan: Plan, own: Candidate | None
-) -> LongSequences | None:
+def _long_sequences(parsed: ParsedLaunch, plan: Plan) -> LongSequences | None:
     from megatron_ext.launch_check.planner.alternatives.long_sequences import long_sequences
 
-    return long_sequences(parsed, plan, own)
+    return long_sequences(parsed, plan)
+
+
+def _on_barred(lines: Lines | None) -> Iterator[str]:
+    """Which better schedule our refusals bar, if they bar one."""
+    if lines is None or lines.barred is None:
+        return
+    spec, more = lines.barred.schedule, 1 - lines.barred.seconds / lines.ours.seconds
+    if more >= WORTH:
+        why = lines.refused.get(spec, "")
+        yield f"{spec} would save {more:.1%} more of a step, and is refused: {why}"
 
 
 def _what_slices_would(made: LongSequences | None) -> Iterator[str]:

@@ -10,8 +10,6 @@ from megatron_ext.schedule.model.gpus import FreeMemory
 from megatron_ext.schedule.plan.candidate import Candidate, Plan, VocabMethod
 from megatron_ext.schedule.plan.curves import Curves, curves_of
 from megatron_ext.schedule.plan.figures import flags_of
-from megatron_ext.schedule.plan.full_recompute import FullRecompute, compare_full_recompute
-from megatron_ext.schedule.plan.layouts.lines import Lines
 from megatron_ext.schedule.plan.long_sequences import LongSequences, long_sequences
 from megatron_ext.schedule.plan.planner import make_plan
 from megatron_ext.schedule.plan.training import Training
@@ -28,23 +26,6 @@ _BASELINE = "1f1b"  # Megatron's own where nothing else is asked for
 
 
 @dataclass(frozen=True)
-class OtherPairs:
-    """A job whose passes run in pairs, where they do not; and without, where they do.
-
-    Attributes:
-        is_asked: whether the job itself asks for pairs.
-        taken: the shortest step; None: there is none.
-        stock: that of Megatron's own schedule with pairs, where the job has none.
-        why_none: if nothing can be taken.
-    """
-
-    is_asked: bool
-    taken: Candidate | None = None
-    stock: Candidate | None = None
-    why_none: str = ""
-
-
-@dataclass(frozen=True)
 class JobPlan:
     """A plan for a job.
 
@@ -58,8 +39,8 @@ class JobPlan:
         why_not: why the job cannot run as it is, if it cannot.
         free: memory that a rank may take; None: not known.
         is_estimate: whether times are seconds that were estimated.
-        full_recompute, other_pairs, long_sequences, layouts: further comparisons; None where they
-            do not apply.
+        others: alternatives beside the schedules of ``plan``: other layouts, recompute, and so on.
+        long_sequences: what can be done about sequences; None where they are short.
         waits: the share of each pass that waits for other ranks of a layer, by their group.
         curves: for the picture; None where nobody asked for one.
     """
@@ -75,10 +56,8 @@ class JobPlan:
     why_not: str = ""
     free: FreeMemory | None = None
     is_estimate: bool = True
-    full_recompute: FullRecompute | None = None
-    other_pairs: OtherPairs | None = None
+    others: tuple[Alternative, ...] = ()
     long_sequences: LongSequences | None = None
-    layouts: Lines | None = None
     waits: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     curves: Curves | None = field(default=None, repr=False)
 
@@ -109,7 +88,6 @@ def plan_training(
         why_not="" if own else plan.refusals.get((_BASELINE, VocabMethod.NAIVE), ""),
         free=free,
         is_estimate=training.is_estimate,
-        full_recompute=compare_full_recompute(training, room),
         long_sequences=slices,
         waits=waits,
         curves=curves_of(plan, training.variant, room) if with_curves else None,

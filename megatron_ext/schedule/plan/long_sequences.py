@@ -10,7 +10,7 @@ from itertools import pairwise
 from megatron_ext.schedule.build.size import seconds_to_build
 from megatron_ext.schedule.model.execution import Execution
 from megatron_ext.schedule.plan.candidate import Candidate, Plan, Variant, VocabMethod, stable_of
-from megatron_ext.schedule.plan.figures import flags_of, slower_by
+from megatron_ext.schedule.plan.figures import flags_of
 from megatron_ext.schedule.plan.planner import VariantOf, make_plan
 from megatron_ext.schedule.plan.training import TrainedModel, Training
 from megatron_ext.schedule.plan.verdict import NOTHING, Written
@@ -29,7 +29,6 @@ SPECS = (
 WHOLE, FULL_RECOMPUTE = "whole sequences", "--recompute-granularity full"
 EQUAL = 0.02  # of a step: what no estimate tells apart
 _SECONDS = 0.3  # to build a program that is compared here: others are said to take long
-_MUCH_LESS = 0.95  # times the memory
 _MADE_AGAIN = "it fits where some is made again"
 
 
@@ -57,27 +56,6 @@ class Way:
         """The shortest step, of stable schedules if there are some."""
         return next(iter(stable_of(self.candidates) or self.candidates), None)
 
-    def leanest(self, step: float | None) -> Candidate | None:
-        """What holds least, of those that take no longer than ``step``."""
-        fast = [made for made in self.candidates if step is None or made.step <= step]
-        return min(fast, key=lambda made: (made.holds, made.step), default=None)
-
-
-@dataclass(frozen=True)
-class Row:
-    """A candidate, for a table.
-
-    Attributes:
-        gain: how much more time the launch takes, as a part of this; None for itself, or where that
-            is not known.
-        fits: whether it does, into what a rank may take.
-    """
-
-    words: str
-    made: Candidate
-    gain: float | None = None
-    fits: bool = True
-
 
 @dataclass(frozen=True)
 class LongSequences:
@@ -85,16 +63,12 @@ class LongSequences:
 
     Attributes:
         tokens: of a sequence.
-        own: the launch as it stands; None where that is not known.
-        room: bytes that a rank may take; None: not known.
         sharing: context-parallel ranks, which share each slice.
         written: for `best`, if there is one.
     """
 
     tokens: int
-    own: Candidate | None
     ways: tuple[Way, ...]
-    room: float | None = None
     sharing: int = 1
     written: Written = NOTHING
 
@@ -104,51 +78,10 @@ class LongSequences:
         return self.tokens // self.sharing
 
     @property
-    def rows(self) -> tuple[Row, ...]:
-        """The launch as it stands, then of each way what takes least time, and what holds least
-        while it takes no longer than the launch does, if that is much less."""
-        rows = [] if self.own is None else [self._row("the line as it is", self.own)]
-        step = None if self.own is None else self.own.step
-        for way in self.ways:
-            shortest, leanest = way.shortest, way.leanest(step)
-            if shortest is None:
-                continue
-            rows.append(self._row(way.words, shortest))
-            if leanest is None or leanest is self.own:
-                continue
-            if leanest.holds < _MUCH_LESS * shortest.holds:
-                rows.append(self._row(f"{way.words}, least memory", leanest))
-        return tuple(rows)
-
-    def _row(self, words: str, made: Candidate) -> Row:
-        is_own = made is self.own
-        gain = None if self.own is None or is_own else slower_by(self.own, made)
-        return Row(words, made, gain, self._fits(made))
-
-    def _fits(self, made: Candidate) -> bool:
-        return self.room is None or made.fullest is None or made.fullest <= self.room
-
-    @property
     def best(self) -> Candidate | None:
         """The shortest step with slices that kernels are as fast on as on whole sequences."""
         most = self.of_rank // LONG_ENOUGH
         return shortest_of(way for way in self.ways if 1 < way.slices <= most)
-
-    @property
-    def best_whole(self) -> Candidate | None:
-        """The shortest of all else that the launch can do on its ranks as they are divided."""
-        return shortest_of(way for way in self.ways if way.slices == 1 and way.is_here)
-
-    @property
-    def refused(self) -> dict[str, str]:
-        """Why there is nothing of a way; the same of each number of slices."""
-        return {way.words: _of_any_number(way) for way in self.ways if not way.candidates}
-
-
-def _of_any_number(way: Way) -> str:
-    flag, words = "--pipeline-slices", "slices"
-    why = way.why_not.replace(f"{flag} {way.slices}", flag)
-    return why.replace(f"{way.slices} {words}", words)
 
 
 def context_parallel(ranks: int, copies: int) -> str:
@@ -180,7 +113,7 @@ def long_sequences(training: Training, plan: Plan, room: float | None) -> LongSe
     counts = [count for count in COUNTS if count != asked.count]
     ways += ways_with_slices(partial(_with_slices, training), room, counts)
     execution = trained.execution
-    made = LongSequences(execution.sequence, None, tuple(ways), room, execution.context_parallel)
+    made = LongSequences(execution.sequence, tuple(ways), execution.context_parallel)
     return made if made.best is None else replace(made, written=Written(flags_of(made.best)))
 
 

@@ -44,11 +44,13 @@ class Alternative:
     Attributes:
         seconds: of a step, with what comes on top of its passes where that is known.
         write: makes the flags that are to be written for it. It is called for what is shown only.
+        layout: the layers of each stage, where they are not Megatron's own.
     """
 
     candidate: Candidate
     seconds: float
     write: Callable[[], Written] = field(repr=False)
+    layout: str = ""
 
     @property
     def holds(self) -> float:
@@ -97,7 +99,7 @@ def is_stock(candidate: Candidate) -> bool:
         and made.offload is Offload.NONE
         and made.recompute == str(Recompute())
         and made.slices == 1
-        and not made.post_validation
+        and not candidate.overlaps
     )
 
 

@@ -13,7 +13,7 @@ from megatron_ext.launch_check.planner.alternatives.without_full_recompute impor
 )
 from megatron_ext.launch_check.planner.variants import LineVariants
 from megatron_ext.schedule.build.registry import entry_of
-from megatron_ext.schedule.plan.candidate import Candidate, Plan
+from megatron_ext.schedule.plan.candidate import Plan
 from megatron_ext.schedule.plan.figures import flags_of, slower_by
 from megatron_ext.schedule.plan.long_sequences import (
     COUNTS,
@@ -38,13 +38,9 @@ if TYPE_CHECKING:
 _SIMPLE = ("zb-h1", "zb-v")
 
 
-def long_sequences(parsed: ParsedLaunch, plan: Plan, own: Candidate | None) -> LongSequences | None:
-    """What can be done about the sequences of a line; None where they are short.
-
-    Args:
-        plan: of the line.
-        own: the line as it stands; None: nothing is known of it.
-    """
+def long_sequences(parsed: ParsedLaunch, plan: Plan) -> LongSequences | None:
+    """What can be done about the sequences of a line, whose ``plan`` this is; None where they are
+    short."""
     args, line, room = parsed.validated, parsed.variants, parsed.room
     if args.seq_length < LONG:
         return None
@@ -56,15 +52,9 @@ def long_sequences(parsed: ParsedLaunch, plan: Plan, own: Candidate | None) -> L
         ways += _of_other_settings(parsed)
     counts = [count for count in COUNTS if count != asked]
     ways += ways_with_slices(lambda cut: line.with_slices(cut).variant, room, counts)
-    made = LongSequences(
-        args.seq_length,
-        own,
-        tuple(ways),
-        room,
-        args.context_parallel_size,
-    )
+    made = LongSequences(args.seq_length, tuple(ways), args.context_parallel_size)
     best = made.best
-    if best is None or best is own:
+    if best is None:
         return made
     rewritten = line.rewritten(best.schedule)
     flags = (*flags_of(best), *rewritten.added, *parsed.costs)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from megatron_ext.adapter.pairs.asked import DELAY, SETTING, asks_for_pairs
+from megatron_ext.launch_check.planner.alternatives.changed import Changed
 from megatron_ext.schedule.build.registry import Mark, entries
 from megatron_ext.schedule.plan.candidate import Plan
-from megatron_ext.schedule.plan.job_plan import OtherPairs
 from megatron_ext.schedule.plan.planner import make_plan
 
 if TYPE_CHECKING:
@@ -18,24 +19,13 @@ if TYPE_CHECKING:
 _STOCK = "interleaved"
 
 
-@dataclass(frozen=True)
-class PairsOfLine:
-    """A launch command whose passes run in pairs, where they do not; and without, where they do.
-
-    ``line``: the command with the other.
-    """
-
-    compared: OtherPairs
-    line: LineVariants
-
-
 def other_pairs(
     line: LineVariants, plan: Plan, room: float | None, *, is_long: bool = False
-) -> PairsOfLine | None:
+) -> Changed | None:
     """The line with the flag where it has none, and without where it has, in ``room``, or where
     that is not known, in what the choice of ``plan``, that of the line, takes. None where experts
     are on one rank. What searches is left out; where plans are long, so is what is not stable, or
-    would have to be made to fit."""
+    would have to be made to fit. Megatron's own schedule in pairs is there, and the best of all."""
     args = line.args
     if not args.num_experts or (args.expert_model_parallel_size or 1) == 1:
         return None
@@ -47,13 +37,9 @@ def other_pairs(
         room = plan.best.fullest
     specs = list(_specs(with_pairs=not is_asked))
     made = make_plan(other.variant, room, only_promising=is_asked, specs=specs)
-    if made.best is None:
-        why = next(iter(made.refusals.values()), "")
-        return PairsOfLine(OtherPairs(is_asked, why_none=why), other)
-    stock = None
-    if not is_asked:
-        stock = next((c for c in made.candidates if c.family == _STOCK), None)
-    return PairsOfLine(OtherPairs(is_asked, made.best, stock), other)
+    best = () if made.best is None else (made.best,)
+    stock = () if is_asked else (c for c in made.candidates if c.family == _STOCK)
+    return Changed(other, tuple(dict.fromkeys((*islice(stock, 1), *best))))
 
 
 def _specs(*, with_pairs: bool) -> Iterator[str]:

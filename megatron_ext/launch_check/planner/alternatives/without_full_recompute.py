@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron_ext.launch_check.planner.alternatives.changed import Changed
 from megatron_ext.schedule.build.registry import entry_of
 from megatron_ext.schedule.plan.candidate import Plan
-from megatron_ext.schedule.plan.full_recompute import FullRecompute
 from megatron_ext.schedule.plan.planner import all_specs, make_plan
 
 if TYPE_CHECKING:
@@ -23,21 +22,7 @@ WITH_FULL_RECOMPUTE = {
 }
 
 
-@dataclass(frozen=True)
-class Instead:
-    """A launch command without full recompute.
-
-    Attributes:
-        line: the command without it.
-        dropped: Megatron's flags of recompute that go.
-    """
-
-    compared: FullRecompute
-    line: LineVariants
-    dropped: tuple[str, ...]
-
-
-def without_full_recompute(line: LineVariants, plan: Plan, room: float | None) -> Instead | None:
+def without_full_recompute(line: LineVariants, plan: Plan, room: float | None) -> Changed | None:
     """The shortest step in ``room``, or where that is not known, in what the choice of ``plan``,
     that of the line, takes. None where the line does not ask for full recompute, or nothing fits.
 
@@ -54,4 +39,4 @@ def without_full_recompute(line: LineVariants, plan: Plan, room: float | None) -
         return None
     given = [name for name in _FULL_RECOMPUTE if getattr(line.args, name) is not None]
     flags = tuple(f"--{name.replace('_', '-')}" for name in given)
-    return Instead(FullRecompute(plan.best, best), without, flags)
+    return Changed(without, (best,), flags)
