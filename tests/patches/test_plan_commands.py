@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 
 from megatron_ext.cli import app
 from megatron_ext.launch_check.check import check_launch
-from megatron_ext.launch_check.log.unparse import unparse
 from megatron_ext.launch_check.planner import launch_plan, parsed_launch
 from megatron_ext.launch_check.planner.alternatives import (
     first_answer,
@@ -30,10 +29,6 @@ from megatron_ext.launch_check.words import read_launch
 from megatron_ext.schedule.plan import planner, verdict
 from megatron_ext.schedule.plan.candidate import VocabMethod
 from megatron_ext.schedule.plan.verdict import Written
-from scripts.recipes.accepting import as_on_gpus, stock_arguments
-from scripts.recipes.public_form import read_recipes
-from scripts.recipes.recipe import RECIPES, read_models, resolve
-from tests.helpers.combinations import at_night
 from tests.helpers.megatron_runs import SCRIPT, model_flags
 from tests.patches.test_layouts import FLAGS, LINES, ROUTED
 
@@ -77,23 +72,6 @@ def test_doctor_accepts_what_plan_prints(name: str) -> None:
     command = ["torchrun", "--nproc-per-node", "4", *installs, str(SCRIPT), *words]
     given = check_launch(read_launch(command), None, None)
     assert given.is_right, given.findings
-    _check_what_plan_prints(command)
-
-
-@pytest.mark.parametrize("name", at_night(*read_recipes(RECIPES)))
-def test_doctor_accepts_what_plan_prints_for_public_recipes(name: str) -> None:
-    """Those that ``doctor`` accepts as they are, on the GPUs that their names tell."""
-    recipe = resolve(name, read_recipes(RECIPES)[name], read_models())
-    with as_on_gpus():
-        try:
-            args = stock_arguments(recipe)
-        except ValueError as error:
-            pytest.skip(str(error))
-        printed = {name: str(value) for name, value in vars(args).items()}
-        words = unparse(printed | {"world_size": str(args.world_size)}).words
-    command = ["torchrun", "--nproc-per-node", str(args.world_size), str(SCRIPT), *words]
-    if not check_launch(read_launch(command), None, None).is_right:
-        pytest.skip("doctor does not accept the recipe as it is")
     _check_what_plan_prints(command)
 
 
