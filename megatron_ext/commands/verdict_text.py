@@ -59,7 +59,8 @@ def name_of(candidate: Candidate) -> str:
 def _baseline(made: JobPlan) -> str:
     own = made.verdict.baseline
     if own is None:
-        return f"{made.job}, cannot be taken as it is: {made.why_not}"
+        why = f"cannot be taken as it is: {made.why_not}" if made.why_not else "is not compared"
+        return f"{made.job}, {why}"
     text = f"{made.job}: {_step(made, own)}{_memory(own)}"
     if made.verdict.excess:
         text += f", {bytes_text(made.verdict.excess)} more than a rank may take"
