@@ -93,6 +93,7 @@ def _gain(made: JobPlan, taken: Alternative) -> str:
     text = f"{gain:.1%} shorter, {_step(made, taken)}" if gain > 0 else "it fits, and yours does "
     if gain <= 0:
         text = f"it fits; {-gain:.1%} longer, {_step(made, taken)}"
+    text += _step(made, taken)
     if stock is None or stock is taken:
         return text
     of_stock = found.saved_by(stock)
@@ -125,9 +126,10 @@ def _memory_of_rank(made: JobPlan, taken: Alternative) -> str:
 
 
 def _tie(made: JobPlan, taken: Alternative) -> str:
-    own = name_of(taken.candidate)
-    others = list(dict.fromkeys(name_of(one.candidate) for one in made.verdict.tie))
-    names = [name for name in others if name != own] or ["the same with other layers on its stages"]
+    others = dict.fromkeys(name_of(one.candidate) for one in made.verdict.tie)
+    names = [name for name in others if name != name_of(taken.candidate)] or [
+        "the same with other layers on its stages"
+    ]
     more = f" and {len(names) - _SHOWN} others" if len(names) > _SHOWN else ""
     return (
         f"{', '.join(names[:_SHOWN])}{more}, within {ALIKE:.0%}; of these the verdict takes "

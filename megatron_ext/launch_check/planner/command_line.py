@@ -14,7 +14,6 @@ from megatron_ext.launch_check.words import Launch
 from megatron_ext.schedule.plan.verdict import Written
 
 IMPORTS_US = re.compile(r"^\s*(?:import|from)\s+megatron_ext\b", re.MULTILINE)
-_US = ("-m", "megatron_ext")
 _OURS = {flag(setting.name) for setting in fields(PipelineConfig)}
 # The options that a choice stands for: those of an earlier choice go.
 _CHOSEN = (
@@ -43,7 +42,7 @@ def _rewritten(words: Sequence[str], launch: Launch, written: Written, installs:
     launcher, gone = list(words[:count]), set(written.dropped)
     if installs:
         at = count - (2 if launch.is_module else 1)
-        launcher[at:at] = _US
+        launcher[at:at] = ("-m", "megatron_ext")
     gone |= {word for word in written.added if word.startswith("--")}
     if written.added or written.dropped:
         gone |= set(map(flag, _CHOSEN))
