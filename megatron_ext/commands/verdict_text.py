@@ -89,11 +89,8 @@ def _by_megatron(taken: Alternative) -> str:
 
 def _gain(made: JobPlan, taken: Alternative) -> str:
     found, stock = made.verdict, made.verdict.stock
-    gain = found.gain
-    text = f"{gain:.1%} shorter, {_step(made, taken)}" if gain > 0 else "it fits, and yours does "
-    if gain <= 0:
-        text = f"it fits; {-gain:.1%} longer, {_step(made, taken)}"
-    text += _step(made, taken)
+    gain, step = found.gain, _step(made, taken)
+    text = f"{gain:.1%} shorter, {step}" if gain > 0 else f"it fits; {-gain:.1%} longer, {step}"
     if stock is None or stock is taken:
         return text
     of_stock = found.saved_by(stock)
