@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from megatron_ext.runtime.handover import Handover, Messages
 from megatron_ext.runtime.host.offload import OffloadedStep
 from megatron_ext.runtime.messages.transport import PeerFailure
 from megatron_ext.runtime.owner import BeginAgain, Handler, Owner
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.stage import Stage
+from megatron_ext.runtime.stage_io import Messages, StageIO
 from megatron_ext.runtime.stage_passes import StagePasses
 from megatron_ext.runtime.vocabulary.passes import VocabularyPasses
 from megatron_ext.schedule.action import Action, Kind, Pair
@@ -42,9 +42,9 @@ def execute(
             names the action. Either way the channels are closed, so that all ranks fail.
     """
     placement, first_trained = program.schedule.placement, program.problem.first_trained
-    handover = Handover(placement, stages, transport, vocabulary, first_trained)
-    passes = StagePasses(stages, handover, recorder, offload)
-    owners = [handover, passes, *(owner for owner in (vocabulary, offload) if owner), *others]
+    stage_io = StageIO(placement, stages, transport, vocabulary, first_trained)
+    passes = StagePasses(stages, stage_io, recorder, offload)
+    owners = [stage_io, passes, *(owner for owner in (vocabulary, offload) if owner), *others]
     _Execution(program, transport.rank, stages, recorder, owners, passes.run_pair).run()
 
 

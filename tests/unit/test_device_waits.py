@@ -271,7 +271,7 @@ def test_the_passes_and_messages_wait_for_nothing() -> None:
     """What runs at every action."""
     files = {
         f"megatron_ext/runtime/{name}.py"
-        for name in ("executor", "handover", "stage_passes", "recorder")
+        for name in ("executor", "stage_io", "stage_passes", "recorder")
     }
     files |= {
         "megatron_ext/runtime/messages/batched.py",

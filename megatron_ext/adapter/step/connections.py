@@ -15,7 +15,6 @@ from megatron.core.utils import log_single_rank
 from megatron_ext.adapter.gpu_notice import say_unverified
 from megatron_ext.config import PipelineConfig
 from megatron_ext.logger import logger
-from megatron_ext.runtime.handover import Messages
 from megatron_ext.runtime.host.memory import HostMemory
 from megatron_ext.runtime.host.offload import ActivationOffload
 from megatron_ext.runtime.interruption import Interruption
@@ -25,6 +24,7 @@ from megatron_ext.runtime.messages.collectives import Collectives
 from megatron_ext.runtime.messages.nccl import ctas_for
 from megatron_ext.runtime.messages.transport import Boundary, Transport
 from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.stage_io import Messages
 from megatron_ext.runtime.store.last_words import connect_last_words
 from megatron_ext.runtime.watchdog import Watchdog
 from megatron_ext.runtime.whereabouts import whereabouts

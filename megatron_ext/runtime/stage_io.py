@@ -27,7 +27,7 @@ class Messages(Protocol):
     def abandon(self) -> None: ...
 
 
-class Handover(Owner):
+class StageIO(Owner):
     """The tensors between the passes of one step; it owns sends, receives and their waits.
 
     Attributes:
