@@ -16,9 +16,9 @@ import torch
 from megatron_ext.runtime.device_progress import DeviceProgress
 from megatron_ext.runtime.held_bytes import HeldBytes
 from megatron_ext.runtime.position import Position
+from megatron_ext.runtime.rank_identity import RankIdentity
 from megatron_ext.runtime.recording import Clock, RecordedReduction, Recording, passes_of
 from megatron_ext.runtime.store.last_words import LastWords
-from megatron_ext.runtime.whereabouts import Whereabouts
 from megatron_ext.schedule.action import Action, Pair
 
 
@@ -31,7 +31,7 @@ class Recorder:
     Attributes:
         position: the host's; None between passes and waits.
         device: how far the device has come; holds the host back that runs ahead of it.
-        whereabouts: which process this rank is.
+        rank_identity: which process this rank is.
         last_words: by which ranks tell one another that they have failed, if they are connected.
         in_step: a step is under way.
         has_failed: a step has ended by an error on this rank.
@@ -41,11 +41,11 @@ class Recorder:
     def __init__(
         self,
         rank: int,
-        whereabouts: Whereabouts | None = None,
+        rank_identity: RankIdentity | None = None,
         device: DeviceProgress | None = None,
     ) -> None:
         self.rank = rank
-        self.whereabouts = whereabouts or Whereabouts(rank)
+        self.rank_identity = rank_identity or RankIdentity(rank)
         self.device = device or DeviceProgress()
         self.position: Position | None = None
         self.last_words: LastWords | None = None
@@ -59,7 +59,7 @@ class Recorder:
 
     def begin(self, iteration: int) -> None:
         """What follows belongs to ``iteration``."""
-        self.whereabouts = replace(self.whereabouts, iteration=iteration)
+        self.rank_identity = replace(self.rank_identity, iteration=iteration)
 
     def record(self, clock: Clock, *, with_reductions: bool = False) -> Recording:
         """Record the passes until `end`, once for all who ask: they get the same recording."""
@@ -101,7 +101,7 @@ class Recorder:
         """The step ends by ``error``, in ``action`` (or where it says): note it, and tell the
         others."""
         self.has_failed = True
-        where = f"pipeline rank {self.rank}, in {action} {self.whereabouts.note()}"
+        where = f"pipeline rank {self.rank}, in {action} {self.rank_identity.note()}"
         error.add_note(f"megatron_ext: {where}")
         if self.last_words is not None:
             self.last_words.leave(f"{where}: {type(error).__name__}: {error}")
@@ -112,7 +112,7 @@ class Recorder:
         host = f"pipeline rank {self.rank} between passes" if position is None else str(position)
         its_device = "" if device is None else f"; its device {device}"
         peers = [*(position.peers if position else ()), *(device.pending.peers if device else ())]
-        return f"{host}{its_device} {self.whereabouts.note(*peers)}"
+        return f"{host}{its_device} {self.rank_identity.note(*peers)}"
 
 
 class _Stay:

@@ -171,11 +171,11 @@ class Watchdog:
         for recorder in self._recorders:
             host, device = recorder.position, recorder.device.position
             if host is not None and host.peer is not None and host.seconds > STUCK_SECONDS:
-                note = recorder.whereabouts.note(*host.peers)
+                note = recorder.rank_identity.note(*host.peers)
                 self._report_once(recorder, "host", host.since, f"{host}: it may hang {note}")
             if device is not None and device.seconds > STUCK_SECONDS:
                 who = f"the device of pipeline rank {recorder.rank}"
-                note = recorder.whereabouts.note(*device.pending.peers)
+                note = recorder.rank_identity.note(*device.pending.peers)
                 report = f"{who} {device}: it may hang {note}"
                 self._report_once(recorder, "device", device.since, report)
 

@@ -28,9 +28,9 @@ from megatron_ext.runtime.messages.transport import (  # noqa: E402
     PeerFailure,
     Transport,
 )
+from megatron_ext.runtime.rank_identity import rank_identity  # noqa: E402
 from megatron_ext.runtime.store import last_words  # noqa: E402
 from megatron_ext.runtime.store.last_words import connect_last_words  # noqa: E402
-from megatron_ext.runtime.whereabouts import whereabouts  # noqa: E402
 from megatron_ext.schedule.action import Action, parse  # noqa: E402
 from megatron_ext.schedule.build.registry import choose  # noqa: E402
 from megatron_ext.schedule.program.verify import Program  # noqa: E402
@@ -100,7 +100,7 @@ def connected(fault: Callable[[], None] | None, wanted: Callable[[], None]) -> P
     pipeline = PipelineWithoutWaits(
         program_for(choose("zb-h1"), RANKS, 6), world(), faults=faults, wanted=wanted
     )
-    pipeline.recorder.whereabouts = whereabouts(world())
+    pipeline.recorder.rank_identity = rank_identity(world())
     pipeline.recorder.begin(5)
     watchdog.Watchdog(pipeline.recorder).start()
     pipeline.recorder.last_words = connect_last_words()

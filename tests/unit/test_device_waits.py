@@ -43,8 +43,8 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
             "dist.all_gather_object(multiprocessors, here, group=pipeline)",
         ),
         (
-            "megatron_ext/runtime/whereabouts.py",
-            "whereabouts",
+            "megatron_ext/runtime/rank_identity.py",
+            "rank_identity",
             "dist.all_gather_object(processes, _this_process(), group=pipeline)",
         ),
         (
@@ -195,7 +195,7 @@ NO_TENSORS = {
     ("megatron_ext/runtime/host/memory.py", "_left_in"),
     ("megatron_ext/runtime/host/memory.py", "available_bytes"),
     ("megatron_ext/runtime/post_validation/messages.py", "_state"),
-    ("megatron_ext/runtime/whereabouts.py", "_this_process"),
+    ("megatron_ext/runtime/rank_identity.py", "_this_process"),
     ("megatron_ext/adapter/layers.py", "layers_of_stages"),
     ("megatron_ext/adapter/post_validation/settle_points.py", "microbatches_will_change"),
     ("megatron_ext/adapter/training_globals.py", "ramps_up_to"),

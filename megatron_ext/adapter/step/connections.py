@@ -23,11 +23,11 @@ from megatron_ext.runtime.messages.channels import Channels
 from megatron_ext.runtime.messages.collectives import Collectives
 from megatron_ext.runtime.messages.nccl import ctas_for
 from megatron_ext.runtime.messages.transport import Boundary, Transport
+from megatron_ext.runtime.rank_identity import rank_identity
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.stage_io import Messages
 from megatron_ext.runtime.store.last_words import connect_last_words
 from megatron_ext.runtime.watchdog import Watchdog
-from megatron_ext.runtime.whereabouts import whereabouts
 from megatron_ext.schedule.problem import P2P, Offload, VocabularyParallel
 from megatron_ext.schedule.program.graph import channels
 from megatron_ext.schedule.program.verify import Program
@@ -123,5 +123,5 @@ def connect(config: PipelineConfig, program: Program, pipeline: dist.ProcessGrou
         collectives = Collectives(pipeline, device, ctas)
     if config.activation_offload is not Offload.NONE:
         offload = ActivationOffload(pipeline.rank(), device)
-    recorder = Recorder(pipeline.rank(), whereabouts(pipeline))
+    recorder = Recorder(pipeline.rank(), rank_identity(pipeline))
     return Connections(p2p, collectives, offload, recorder)

@@ -26,8 +26,8 @@ from megatron_ext.adapter.training_globals import current_iteration
 from megatron_ext.config import PipelineConfig
 from megatron_ext.logger import logger
 from megatron_ext.runtime.device_progress import DeviceProgress
+from megatron_ext.runtime.rank_identity import rank_identity
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.runtime.whereabouts import whereabouts
 from megatron_ext.schedule.program.verify import Program
 
 
@@ -130,7 +130,7 @@ class StockTraining:
         if self._recorder is None:
             # Its host runs as far ahead of its device as it would without us.
             unhindered = DeviceProgress(lambda: None)
-            self._recorder = Recorder(pipeline.rank(), whereabouts(pipeline), unhindered)
+            self._recorder = Recorder(pipeline.rank(), rank_identity(pipeline), unhindered)
         return ObservedStep(pipeline, program, self._recorder)
 
     def _program(

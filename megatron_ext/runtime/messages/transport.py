@@ -236,7 +236,7 @@ class PeerCall:
         raise PeerFailure(
             f"pipeline rank {recorder.rank} was waiting for {self._action} "
             f"({whom(self._peer, self._direction)}), {which}: look for the first error of that "
-            f"rank {recorder.whereabouts.note(*peers)}. torch says: {error}"
+            f"rank {recorder.rank_identity.note(*peers)}. torch says: {error}"
         ) from error
 
 

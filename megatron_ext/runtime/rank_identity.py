@@ -27,7 +27,7 @@ class Process:
 
 
 @dataclass(frozen=True)
-class Whereabouts:
+class RankIdentity:
     """Where a rank and those of its pipeline run. ``processes``: by pipeline rank; empty if the
     ranks have not told one another."""
 
@@ -48,11 +48,11 @@ class Whereabouts:
         return f"[{'; '.join(facts)}]"
 
 
-def whereabouts(pipeline: dist.ProcessGroup) -> Whereabouts:
-    """The `Whereabouts` of this rank. Collective over ``pipeline``."""
+def rank_identity(pipeline: dist.ProcessGroup) -> RankIdentity:
+    """The `RankIdentity` of this rank. Collective over ``pipeline``."""
     processes = [_this_process()] * pipeline.size()
     dist.all_gather_object(processes, _this_process(), group=pipeline)
-    return Whereabouts(pipeline.rank(), tuple(processes))
+    return RankIdentity(pipeline.rank(), tuple(processes))
 
 
 def _this_process() -> Process:
