@@ -18,7 +18,7 @@ from megatron_ext.runtime.held_bytes import HeldBytes
 from megatron_ext.runtime.position import Position
 from megatron_ext.runtime.rank_identity import RankIdentity
 from megatron_ext.runtime.recording import Clock, RecordedReduction, Recording, passes_of
-from megatron_ext.runtime.store.last_words import LastWords
+from megatron_ext.runtime.store.failure_report import FailureReport
 from megatron_ext.schedule.action import Action, Pair
 
 
@@ -32,7 +32,7 @@ class Recorder:
         position: the host's; None between passes and waits.
         device: how far the device has come; holds the host back that runs ahead of it.
         rank_identity: which process this rank is.
-        last_words: by which ranks tell one another that they have failed, if they are connected.
+        failure_report: by which ranks tell one another that they have failed, if they are connected.
         in_step: a step is under way.
         has_failed: a step has ended by an error on this rank.
         interruption: what another rank has said that failed; this rank's step ends by it.
@@ -48,7 +48,7 @@ class Recorder:
         self.rank_identity = rank_identity or RankIdentity(rank)
         self.device = device or DeviceProgress()
         self.position: Position | None = None
-        self.last_words: LastWords | None = None
+        self.failure_report: FailureReport | None = None
         self.in_step = False
         self.has_failed = False
         self.interruption: str | None = None
@@ -103,8 +103,8 @@ class Recorder:
         self.has_failed = True
         where = f"pipeline rank {self.rank}, in {action} {self.rank_identity.note()}"
         error.add_note(f"megatron_ext: {where}")
-        if self.last_words is not None:
-            self.last_words.leave(f"{where}: {type(error).__name__}: {error}")
+        if self.failure_report is not None:
+            self.failure_report.leave(f"{where}: {type(error).__name__}: {error}")
 
     def report(self) -> str:
         """Where host and device are, in words."""

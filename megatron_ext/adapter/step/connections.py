@@ -26,7 +26,7 @@ from megatron_ext.runtime.messages.transport import Boundary, Transport
 from megatron_ext.runtime.rank_identity import rank_identity
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.stage_io import Messages
-from megatron_ext.runtime.store.last_words import connect_last_words
+from megatron_ext.runtime.store.failure_report import connect_failure_report
 from megatron_ext.runtime.watchdog import Watchdog
 from megatron_ext.schedule.problem import P2P, Offload, VocabularyParallel
 from megatron_ext.schedule.program.graph import channels
@@ -91,15 +91,15 @@ class Connections:
 
     def listen(self) -> None:
         """From now on learn when another rank fails, and end with it. Collective over the world."""
-        words = self.recorder.last_words = connect_last_words()
+        words = self.recorder.failure_report = connect_failure_report()
         if words is not None:
             words.start(Interruption(self.recorder, self._closable()))
             weakref.finalize(self, words.stop)
 
     def end(self) -> None:
         """The process groups end: listen and watch no more. torch ends the groups themselves."""
-        if self.recorder.last_words is not None:
-            self.recorder.last_words.stop()
+        if self.recorder.failure_report is not None:
+            self.recorder.failure_report.stop()
         Watchdog.forget(self.recorder)
 
     def _closable(self) -> list[Channels | PipelineGroup | Collectives]:

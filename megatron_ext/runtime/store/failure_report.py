@@ -26,7 +26,7 @@ TRIES = 3  # after so many looks without an answer the store is taken to be gone
 LEAVE_SECONDS = 5.0  # that a failing rank waits for a store that does not answer
 
 
-class LastWords:
+class FailureReport:
     """Of the first rank to fail, for the ranks that have the same ``store`` and ``key``."""
 
     def __init__(self, store: dist.Store, key: str) -> None:
@@ -92,18 +92,18 @@ class LastWords:
         return None
 
 
-def connect_last_words() -> LastWords | None:
+def connect_failure_report() -> FailureReport | None:
     """Those of all ranks; None where torch has no store (MPI). Collective over the world.
 
     Their key is new each time: a store may outlive the ranks, and has then the words of some that
     have been started again since.
     """
-    key = tell_all(f"megatron_ext/last_words/{uuid.uuid4().hex}")
+    key = tell_all(f"megatron_ext/failure_report/{uuid.uuid4().hex}")
     store = dist.distributed_c10d._get_default_store()
     if store is None:
         return None
     # Of our own: one thread's wait in a store keeps others out of it. (Older ones have no clones.)
-    return LastWords(store.clone() if hasattr(store, "clone") else store, key)
+    return FailureReport(store.clone() if hasattr(store, "clone") else store, key)
 
 
 def _ends_with_this_process(store: dist.Store) -> bool:
