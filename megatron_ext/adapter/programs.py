@@ -36,8 +36,8 @@ from megatron_ext.adapter.training_globals import ramps_up_to
 from megatron_ext.config import PipelineConfig
 from megatron_ext.logger import logger, telling_of_long_work
 from megatron_ext.runtime.store.agreement import listed
+from megatron_ext.runtime.store.leader import run_on_leader, store_of_all
 from megatron_ext.runtime.store.lost_store import losing_the_store
-from megatron_ext.runtime.store.once_for_all import once_for_all, store_of_all
 from megatron_ext.runtime.world import gather_from_all, tell_all
 from megatron_ext.schedule.build.build import prove_built
 from megatron_ext.schedule.build.output_layer import better_of, place_output_layer
@@ -158,7 +158,7 @@ class Programs:
         if store is None:
             return work()
         apart = dist.PrefixStore(f"megatron_ext/costs/{self._run}/{shape}", store)
-        return once_for_all(apart, dist.get_rank(), f"the costs of shape {shape}", work)
+        return run_on_leader(apart, dist.get_rank(), f"the costs of shape {shape}", work)
 
     def _set_costs(self, shape: Shape, costs: Costs) -> None:
         """``shape`` has ``costs`` now: no step follows a program of others."""
@@ -326,7 +326,7 @@ class Programs:
         else:
             request = hashlib.sha256(f"{choice.spec}\n{problem!r}".encode()).hexdigest()
             apart = dist.PrefixStore(f"megatron_ext/searches/{self._run}/{request}", store)
-            result = once_for_all(apart, dist.get_rank(), f"the search for {choice.spec}", search)
+            result = run_on_leader(apart, dist.get_rank(), f"the search for {choice.spec}", search)
         self._found |= result.passes
         return own[0] if own else prove_built(result.schedule, result.problem)
 

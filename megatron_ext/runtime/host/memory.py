@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron_ext.runtime.store.leader import store_of_all
 from megatron_ext.runtime.store.lost_store import losing_the_store
-from megatron_ext.runtime.store.once_for_all import store_of_all
 from megatron_ext.runtime.world import gather_from_all
 from megatron_ext.schedule.action import Action, tokens_of
 from megatron_ext.schedule.costs import Costs

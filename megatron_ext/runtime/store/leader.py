@@ -33,7 +33,7 @@ AHEAD_SECONDS = 5.0  # that others may come before global rank 0, and leave it t
 _WORKER, _BEATS, _RESULT = "worker", "signs of life", "result"
 
 
-def once_for_all[T](store: dist.Store, rank: int, what: str, work: Callable[[], T]) -> T:
+def run_on_leader[T](store: dist.Store, rank: int, what: str, work: Callable[[], T]) -> T:
     """The result of ``work``, which only one of the ranks that come here does; it can be pickled.
 
     ``rank`` is the global one, ``store`` for this work alone (a `PrefixStore`); ``what`` names the
