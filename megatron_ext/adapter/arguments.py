@@ -10,12 +10,12 @@ from typing import Any
 from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
 
 from megatron_ext.adapter.compatibility import refuse, refuse_order
+from megatron_ext.adapter.handled_settings.groups import with_megatrons_group
 from megatron_ext.adapter.job import job_costs, of_arguments
 from megatron_ext.adapter.layers import SEGMENT_END, predicts_apart, segments_of_stages
 from megatron_ext.adapter.pairs.asked import asks_for_pairs, refuse_measuring
 from megatron_ext.adapter.race.order import check_order
 from megatron_ext.adapter.slices.lengths import spans_of
-from megatron_ext.adapter.taken_over.groups import with_megatrons_group
 from megatron_ext.adapter.transformer_engine.captured import captures
 from megatron_ext.adapter.vocabulary_rows import check_divisible
 from megatron_ext.config import COSTS_FILE, TRACED_OF_RUN, PipelineConfig, flag

@@ -19,8 +19,8 @@ from megatron_ext.adapter.arguments import (
     pad_vocabulary,
     prove_without_search,
 )
+from megatron_ext.adapter.handled_settings.settings import apply_handled_settings
 from megatron_ext.adapter.post_validation.settle_points import warn_of_settling
-from megatron_ext.adapter.taken_over.settings import take_over
 from megatron_ext.config import PipelineConfig
 from megatron_ext.errors import exit_for
 from megatron_ext.patches.engine import Patch, wrap
@@ -48,7 +48,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         try:
             add_virtual_stages(args, config)
             args = original(args, defaults)
-            take_over(args, config)
+            apply_handled_settings(args, config)
             # Every rank comes here; at the first step one of them searches for all.
             check(args, config, prove_without_search)
             check_race(args, config, prove_without_search)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_ext.adapter.taken_over.settings import take_over
+from megatron_ext.adapter.handled_settings.settings import apply_handled_settings
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, wrap
 
@@ -20,7 +20,7 @@ def patches(ours: PipelineConfig) -> tuple[Patch, ...]:
     """The patch that takes settings over."""
 
     def without_what_is_ours(original: Callable[..., None], module: Any, config: Any) -> None:
-        take_over(config, ours)
+        apply_handled_settings(config, ours)
         original(module, config)
 
     return (
