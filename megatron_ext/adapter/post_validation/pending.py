@@ -24,7 +24,7 @@ import torch.distributed as dist
 from megatron.core.utils import log_single_rank
 
 from megatron_ext.adapter.post_validation.optimizer import SpeculativeOptimizer
-from megatron_ext.adapter.post_validation.scheduled_step import ScheduledStep
+from megatron_ext.adapter.post_validation.revertible_lr_step import RevertibleLrStep
 from megatron_ext.adapter.training_globals import current_iteration
 from megatron_ext.logger import logger
 from megatron_ext.runtime.post_validation.arming import History
@@ -62,7 +62,7 @@ class _Pending:
 
     iteration: int
     optimizer: Any  # Megatron's
-    scheduled: ScheduledStep | None = None
+    scheduled: RevertibleLrStep | None = None
     put_off: list[Callable[[Result], None]] = field(default_factory=list)
 
 
@@ -181,7 +181,7 @@ class PostValidation:
             )
             self._has_told = True
 
-    def schedule_step(self, step: ScheduledStep) -> None:
+    def schedule_step(self, step: RevertibleLrStep) -> None:
         """Take a step of the learning-rate scheduler, as after success."""
         assert self._pending is not None
         self._pending.scheduled = step

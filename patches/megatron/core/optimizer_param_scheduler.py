@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_ext.adapter.post_validation.pending import post_validation
-from megatron_ext.adapter.post_validation.scheduled_step import ScheduledStep
+from megatron_ext.adapter.post_validation.revertible_lr_step import RevertibleLrStep
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, wrap
 
@@ -33,7 +33,7 @@ def step_that_can_be_taken_back(
 ) -> None:
     """``original``, remembered where a verdict is pending."""
     if post_validation.is_pending:
-        step = ScheduledStep(scheduler, lambda: original(scheduler, increment))
+        step = RevertibleLrStep(scheduler, lambda: original(scheduler, increment))
         post_validation.schedule_step(step)
     else:
         original(scheduler, increment)

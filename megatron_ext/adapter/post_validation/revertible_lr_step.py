@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 
-class ScheduledStep:
+class RevertibleLrStep:
     """Remembers a scheduler before it steps.
 
     What was there is put back, not computed back: the number of steps, and each group's learning
