@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_ext.adapter.step.loss import loss_of
 from megatron_ext.adapter.step.model_stage import ModelStage
-from megatron_ext.adapter.step.noted_call import ModelCall
+from megatron_ext.adapter.step.repeatable_call import ModelCall
 
 _UNTRIED = ("decoder_input", "inference_context", "inference_params")
 

@@ -17,7 +17,11 @@ from torch import Tensor
 
 from megatron_ext.adapter.model_parts import may_lose_gradients
 from megatron_ext.adapter.observers.gradient_reductions import watch
-from megatron_ext.adapter.step.first_run import CallToRepeat, FirstCall, running_again
+from megatron_ext.adapter.step.checkpointed_forward import (
+    CheckpointedCall,
+    RecomputeInputs,
+    recomputing,
+)
 from megatron_ext.adapter.step.parameter_gathers import ParameterGathers
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.stage import Backward
@@ -76,7 +80,7 @@ class ModelStage:
         self._is_quantised = any(getattr(config, name, None) for name in ("fp8", "fp4"))
         self._between: dict[int, tuple[Tensor | None, Tensor]] = {}  # input, output of F or R
         # After F and before R: the input, the model's call, and the loss's place.
-        self._given_up: dict[int, tuple[Tensor | None, CallToRepeat, int]] = {}
+        self._given_up: dict[int, tuple[Tensor | None, RecomputeInputs, int]] = {}
         self._has_begun = False  # its forward passes of this step
         self.losses: list[Any] = []
         self.tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
@@ -85,9 +89,9 @@ class ModelStage:
         is_first = self._begin_forward(x)
         run = self._forward_step_func(microbatch)
         if microbatch in self._recomputed:
-            first = FirstCall(run, self._is_quantised)
+            first = CheckpointedCall(run, self._is_quantised)
             output, _ = self._run(first, microbatch, x, [], is_first=is_first, has_loss=False)
-            self._given_up[microbatch] = x, first.to_repeat, len(self.losses)
+            self._given_up[microbatch] = x, first.recompute_inputs, len(self.losses)
             if self._has_loss:
                 self.losses.append(None)  # R makes it
             return output
@@ -107,7 +111,7 @@ class ModelStage:
     def recompute(self, microbatch: int) -> None:
         x, noted, place = self._given_up.pop(microbatch)
         losses: list[Any] = []
-        with running_again(noted, self._is_quantised):
+        with recomputing(noted, self._is_quantised):
             output, tokens = self._run(
                 noted.call.again, microbatch, x, losses, has_loss=self._has_loss
             )

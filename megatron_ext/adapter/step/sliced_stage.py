@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_ext.adapter.step.loss import loss_of
 from megatron_ext.adapter.step.model_stage import ModelStage
-from megatron_ext.adapter.step.noted_call import ModelCall, NotedCall
+from megatron_ext.adapter.step.repeatable_call import ModelCall, RepeatableCall
 from megatron_ext.runtime.slices.running_slice import Span, running_slice
 from megatron_ext.schedule.action import Slice
 
@@ -30,7 +30,7 @@ class SlicedStage(ModelStage):
         super().__init__(*args, has_loss=False, **more)
         self._spans = spans
         self._is_last = is_last
-        self._noted: dict[int, NotedCall] = {}  # by microbatch, while its first slice runs
+        self._noted: dict[int, RepeatableCall] = {}  # by microbatch, while its first slice runs
         self._calls: dict[int, ModelCall] = {}  # by microbatch, until its last slice has run
         self._outputs: dict[int, list[Tensor]] = {}  # of the last stage, likewise
         self._gradients: dict[int, Tensor] = {}  # of these, until the first slice's backward pass
@@ -70,7 +70,7 @@ class SlicedStage(ModelStage):
         piece = _slice(microbatch)
         if not piece.is_first:
             return self._calls[piece.whole].again
-        noted = NotedCall(self._call.forward_step_func, "--pipeline-slices")
+        noted = RepeatableCall(self._call.forward_step_func, "--pipeline-slices")
         self._noted[piece.whole] = noted
         return noted
 

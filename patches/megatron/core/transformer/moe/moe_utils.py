@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron_ext.adapter.step.first_run import first_run
+from megatron_ext.adapter.step.checkpointed_forward import checkpointed_forward
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, wrap
 
@@ -32,7 +32,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
 def sort_experts(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``original``'s result."""
-    if not first_run.is_on:
+    if not checkpointed_forward.is_on:
         return original(*args, **kwargs)
     with torch.enable_grad():
         return original(*args, **kwargs)

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-from megatron_ext.adapter.step.first_run import first_run
+from megatron_ext.adapter.step.checkpointed_forward import checkpointed_forward
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, wrap
 
@@ -34,5 +34,5 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
 def log_once(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """``original``, but in a first run."""
-    if not first_run.is_on:
+    if not checkpointed_forward.is_on:
         original(*args, **kwargs)

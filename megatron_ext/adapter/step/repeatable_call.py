@@ -38,7 +38,7 @@ class ModelCall:
         return model(*self.args, **self.kwargs), self.loss_func
 
 
-class NotedCall:
+class RepeatableCall:
     """A forward_step_func that calls another one, and notes how that calls the model.
 
     ``flag`` is what it is needed for, in errors.
