@@ -32,7 +32,7 @@ class Recorder:
         position: the host's; None between passes and waits.
         device: how far the device has come; holds the host back that runs ahead of it.
         rank_identity: which process this rank is.
-        failure_report: by which ranks tell one another that they have failed, if they are connected.
+        failure_report: tells the other ranks that this one has failed; None until connected.
         in_step: a step is under way.
         has_failed: a step has ended by an error on this rank.
         interruption: what another rank has said that failed; this rank's step ends by it.
