@@ -53,14 +53,16 @@ ChoosePlan = Callable[[Sequence[str], PipelineConfig, int], Chosen]
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordingRequest:
     """What is recorded of a training: so many ``iterations``, into ``folder``."""
 
     folder: Path
     iterations: int
 
 
-def launch(argv: Sequence[str], choose: ChoosePlan, recorded: Recorded | None = None) -> None:
+def launch(
+    argv: Sequence[str], choose: ChoosePlan, recorded: RecordingRequest | None = None
+) -> None:
     """Run the script or module that ``argv`` starts with, as ``__main__``, with its arguments.
 
     Patches are applied if one of our flags, or ``--help``, is among the arguments, or a variable
@@ -109,11 +111,11 @@ def launch(argv: Sequence[str], choose: ChoosePlan, recorded: Recorded | None = 
         runpy.run_path(script, run_name="__main__")
 
 
-def _record(recorded: Recorded) -> None:
-    from megatron_ext.adapter.parity.recorder import Recorder
+def _record(recorded: RecordingRequest) -> None:
+    from megatron_ext.adapter.parity.recorder import ParityRecorder
     from megatron_ext.patches.megatron.training.training import recording
 
-    apply(recording.patches(Recorder(recorded.folder, recorded.iterations)))
+    apply(recording.patches(ParityRecorder(recorded.folder, recorded.iterations)))
 
 
 def _have_parsed(words: Sequence[str], dropped: Sequence[str]) -> None:

@@ -22,7 +22,7 @@ _SHELL = "$`;&|<>*?("
 
 
 @dataclass(frozen=True)
-class Line:
+class RunCommand:
     """A launch line, taken apart.
 
     Attributes:
@@ -53,7 +53,7 @@ class Line:
         return found
 
 
-def read_line(words: Sequence[str]) -> Line:
+def read_line(words: Sequence[str]) -> RunCommand:
     """``words`` as a launch line, as `megatron-ext doctor` takes them.
 
     Raises:
@@ -71,7 +71,7 @@ def read_line(words: Sequence[str]) -> Line:
     return _taken_apart(words, read_launch(words))
 
 
-def _taken_apart(words: Sequence[str], launch: Launch) -> Line:
+def _taken_apart(words: Sequence[str], launch: Launch) -> RunCommand:
     head = list(words[: len(words) - len(launch.arguments) - 1])
     if launch.is_module:
         head.pop()  # -m
@@ -79,10 +79,12 @@ def _taken_apart(words: Sequence[str], launch: Launch) -> Line:
         place = len(head) - 1 - head[::-1].index("megatron_ext")
         del head[place - 1 : place + 1]
     script = ("-m", launch.script) if launch.is_module else (launch.script,)
-    return Line(tuple(head), script, launch.arguments)
+    return RunCommand(tuple(head), script, launch.arguments)
 
 
-def recorded(line: Line, folder: Path, iterations: int, more: Sequence[str] = ()) -> list[str]:
+def recorded(
+    line: RunCommand, folder: Path, iterations: int, more: Sequence[str] = ()
+) -> list[str]:
     """``line`` with each rank recording ``iterations`` iterations into ``folder``."""
     record = ["-m", "megatron_ext", "parity", "record", str(folder)]
     record += ["--iterations", str(iterations), "--"]
@@ -91,7 +93,7 @@ def recorded(line: Line, folder: Path, iterations: int, more: Sequence[str] = ()
     return line.words(record, more)
 
 
-def record_here(line: Line) -> list[str] | None:
+def record_here(line: RunCommand) -> list[str] | None:
     """What this process, a rank, has to launch; None where the line starts ranks of its own."""
     return None if line.head or line.shell else line.words(())
 
@@ -101,7 +103,7 @@ def quiet(more: Sequence[str] = ()) -> list[str]:
     return [*more, *_QUIET]
 
 
-def saving(line: Line, folder: Path) -> list[str]:
+def saving(line: RunCommand, folder: Path) -> list[str]:
     """``line`` for one iteration, after which it writes a checkpoint that any placement loads."""
     launcher = ["-m", "megatron_ext"] if line.head else ["python", "-m", "megatron_ext"]
     save = ["--save", str(folder), "--save-interval", "1", "--exit-interval", "1"]
@@ -109,7 +111,7 @@ def saving(line: Line, folder: Path) -> list[str]:
     return line.words(launcher, quiet([*save, *formats]))
 
 
-def as_stock(line: Line) -> Line:
+def as_stock(line: RunCommand) -> RunCommand:
     """``line`` without our flags and variables."""
     switches = {flag(f.name) for f in fields(PipelineConfig) if f.default is False}
     flags = {flag(f.name) for f in fields(PipelineConfig)}

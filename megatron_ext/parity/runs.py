@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.config import PipelineConfig, variable
-from megatron_ext.parity.lines import Line, recorded, saving
+from megatron_ext.parity.lines import RunCommand, recorded, saving
 from megatron_ext.parity.records.comparable import refusal
 from megatron_ext.schedule.words import bytes_text, counted
 
@@ -35,7 +35,7 @@ Tell = Callable[[str], None]  # something begins; or, with a newline, has ended
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedRuns:
     """Where the recordings are."""
 
     a: Path
@@ -44,8 +44,14 @@ class Recorded:
 
 
 def run_both(
-    a: Line, b: Line, folder: Path, iterations: int, from_seed: bool, is_stock: bool, tell: Tell
-) -> Recorded:
+    a: RunCommand,
+    b: RunCommand,
+    folder: Path,
+    iterations: int,
+    from_seed: bool,
+    is_stock: bool,
+    tell: Tell,
+) -> RecordedRuns:
     """Record A, A again, and B, from one checkpoint, into ``folder``, which is made.
 
     Args:
@@ -56,7 +62,7 @@ def run_both(
         ValueError: a run failed, there is no room, or ``folder`` is there already.
     """
     _make(folder)
-    places = Recorded(folder / "A", folder / "A-again", folder / "B")
+    places = RecordedRuns(folder / "A", folder / "A-again", folder / "B")
     runs = _Runs(folder, tell)
     load = _loading(a, b, from_seed)
     if load is None:
@@ -91,7 +97,7 @@ def _make(folder: Path) -> None:
         raise ValueError(f"--dir {folder} cannot be made: {error.strerror}") from None
 
 
-def _loading(a: Line, b: Line, from_seed: bool) -> list[str] | None:
+def _loading(a: RunCommand, b: RunCommand, from_seed: bool) -> list[str] | None:
     """What is to be added for loading: nothing where the lines load a checkpoint themselves or
     neither needs one; None where one has to be written."""
     named = [line.value("--load") for line in (a, b)]
@@ -182,7 +188,7 @@ def _room(folder: Path, needed: int, what: str) -> None:
         )
 
 
-def check_comparable(a: Line, b: Line) -> None:
+def check_comparable(a: RunCommand, b: RunCommand) -> None:
     """Refuse lines that name other models, data or trainings, before anything is run.
 
     Raises:
@@ -198,7 +204,7 @@ def check_comparable(a: Line, b: Line) -> None:
         raise ValueError(why)
 
 
-def _arguments(line: Line, name: str) -> dict[str, Any] | None:
+def _arguments(line: RunCommand, name: str) -> dict[str, Any] | None:
     from megatron_ext.launch_check.importing import as_on, quickly, silently
 
     with ExitStack() as stack:

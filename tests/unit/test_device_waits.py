@@ -189,7 +189,7 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
 # Functions that make numbers of numbers, of texts and of settings, and of no tensor.
 NO_TENSORS = {
     ("megatron_ext/adapter/compatibility.py", "refuse_order"),
-    ("megatron_ext/adapter/parity/recorder.py", "Recorder.begin"),
+    ("megatron_ext/adapter/parity/recorder.py", "ParityRecorder.begin"),
     ("megatron_ext/adapter/programs.py", "Programs._compare"),
     ("megatron_ext/runtime/host/copies.py", "pinned"),
     ("megatron_ext/runtime/host/memory.py", "_left_in"),

@@ -24,7 +24,7 @@ from megatron_ext.parity.records.writing import RankWriter
 _PLAIN = (bool, int, float, str, type(None))
 
 
-class Recorder:
+class ParityRecorder:
     """Records ``iterations`` iterations into ``folder``.
 
     Raises:

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_ext.parity.records.comparable import differences, refusal
-from megatron_ext.parity.records.figures import NORM, Figure, figures, floor_of, standstill
+from megatron_ext.parity.records.figures import NORM, ComparedScalar, figures, floor_of, standstill
 from megatron_ext.parity.records.floor import TensorDifference, compare_tensors, exceeds, usual
 from megatron_ext.parity.records.recording import (
     Copies,
     Iteration,
-    Recording,
+    RunRecording,
     Tensor,
     digest_of,
     name_of,
@@ -22,7 +22,7 @@ NORM_ULPS = 8  # by which norms differ whose squares were added in another order
 _STATES = "optimizer.state."
 
 
-class Verdict(enum.StrEnum):
+class ParityVerdict(enum.StrEnum):
     """SAME: to the last bit; WITHIN_THE_FLOOR: no more apart than A is from itself."""
 
     SAME = "same"
@@ -49,7 +49,7 @@ class First:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """B against A, and A against itself.
 
     Attributes:
@@ -70,10 +70,10 @@ class Comparison:
         start: the iteration that both started from.
     """
 
-    verdict: Verdict
+    verdict: ParityVerdict
     first: First | None
-    figures: Sequence[Figure]
-    again: Sequence[Figure] | None
+    figures: Sequence[ComparedScalar]
+    again: Sequence[ComparedScalar] | None
     tensors: Mapping[Tensor, TensorDifference]
     floor: Mapping[Tensor, TensorDifference]
     beyond: Sequence[Tensor]
@@ -86,7 +86,7 @@ class Comparison:
     start: int
 
 
-def compare(a: Recording, b: Recording, again: Recording | None = None) -> Comparison:
+def compare(a: RunRecording, b: RunRecording, again: RunRecording | None = None) -> RunComparison:
     """``b`` against ``a``; ``again`` is a second recording of ``a``'s line, for the floor.
 
     Raises:
@@ -115,7 +115,7 @@ def compare(a: Recording, b: Recording, again: Recording | None = None) -> Compa
     if (figures_beyond or differs_in_tensors) and not norm_alone:
         first = _first_with_floor(a, figures_beyond, far) if is_noisy else _first(a, b, seen)
     verdict = _verdict(seen, found, bool(figures_beyond or differs_in_tensors) and not norm_alone)
-    return Comparison(
+    return RunComparison(
         verdict=verdict,
         first=first,
         figures=seen,
@@ -133,7 +133,7 @@ def compare(a: Recording, b: Recording, again: Recording | None = None) -> Compa
     )
 
 
-def _check(a: Recording, b: Recording, again: Recording | None) -> None:
+def _check(a: RunRecording, b: RunRecording, again: RunRecording | None) -> None:
     for other in (b, again):
         if other is None:
             continue
@@ -153,12 +153,12 @@ def _check(a: Recording, b: Recording, again: Recording | None) -> None:
 
 
 def _verdict(
-    seen: Sequence[Figure], found: Mapping[Tensor, TensorDifference], differs: bool
-) -> Verdict:
+    seen: Sequence[ComparedScalar], found: Mapping[Tensor, TensorDifference], differs: bool
+) -> ParityVerdict:
     if differs:
-        return Verdict.DIFFER
+        return ParityVerdict.DIFFER
     losses = any(figure for figure in seen if figure.name != NORM)
-    return Verdict.WITHIN_THE_FLOOR if losses or any(found.values()) else Verdict.SAME
+    return ParityVerdict.WITHIN_THE_FLOOR if losses or any(found.values()) else ParityVerdict.SAME
 
 
 def _beyond_the_floor(
@@ -186,7 +186,9 @@ def kind_of(name: str) -> str:
     return "optimizer states" if name.startswith(_STATES) else "parameters"
 
 
-def _figures_beyond(seen: Sequence[Figure], again: Sequence[Figure]) -> list[Figure]:
+def _figures_beyond(
+    seen: Sequence[ComparedScalar], again: Sequence[ComparedScalar]
+) -> list[ComparedScalar]:
     floor = floor_of(again)
     return (
         [figure for figure in seen if figure and exceeds(figure.relative, floor[figure.name], 0.0)]
@@ -195,7 +197,7 @@ def _figures_beyond(seen: Sequence[Figure], again: Sequence[Figure]) -> list[Fig
     )
 
 
-def _pairs(a: Recording, b: Recording) -> Iterator[tuple[Iteration, Iteration]]:
+def _pairs(a: RunRecording, b: RunRecording) -> Iterator[tuple[Iteration, Iteration]]:
     return zip(a.iterations, b.iterations, strict=True)
 
 
@@ -216,7 +218,7 @@ def _in_order(tensor: Tensor) -> tuple[object, ...]:
     return kind_of(name) != "parameters", index, name
 
 
-def _first(a: Recording, b: Recording, seen: Sequence[Figure]) -> First:
+def _first(a: RunRecording, b: RunRecording, seen: Sequence[ComparedScalar]) -> First:
     """Return the first difference, if A is the same in each of its runs.
 
     A norm whose sum was taken in another order is ignored: some tensor of this iteration, or of a
@@ -239,12 +241,14 @@ def _first(a: Recording, b: Recording, seen: Sequence[Figure]) -> First:
     return First(a.trained[-1].number, "the tensors after the last iteration")
 
 
-def _is_reordered_sum(figure: Figure) -> bool:
+def _is_reordered_sum(figure: ComparedScalar) -> bool:
     """Return whether ``figure`` is a norm that differs only as sums added in another order do."""
     return bool(figure) and figure.name == NORM and figure.ulps <= NORM_ULPS
 
 
-def _first_with_floor(a: Recording, beyond: Sequence[Figure], far: Sequence[Tensor]) -> First:
+def _first_with_floor(
+    a: RunRecording, beyond: Sequence[ComparedScalar], far: Sequence[Tensor]
+) -> First:
     """Where A is never quite the same: the first figure, or the farthest tensor at the end."""
     others = [figure for figure in beyond if not (far and _is_reordered_sum(figure))]
     if others:
@@ -265,7 +269,7 @@ def _ranks(a: Copies, b: Copies) -> tuple[int, ...]:
     return tuple(sorted(ranks))
 
 
-def _unequal_copies(run: Recording) -> set[Tensor]:
+def _unequal_copies(run: RunRecording) -> set[Tensor]:
     return {
         tensor
         for iteration in run.iterations
@@ -274,12 +278,12 @@ def _unequal_copies(run: Recording) -> set[Tensor]:
     }
 
 
-def _holders(run: Recording, tensor: Tensor) -> tuple[int, ...]:
+def _holders(run: RunRecording, tensor: Tensor) -> tuple[int, ...]:
     copies = run.iterations[-1].tensors.get(tensor, {})
     return tuple(sorted({rank for held in copies.values() for rank, _ in held}))
 
 
-def _clipping(a: Recording, first: First | None, seen: Sequence[Figure]) -> float:
+def _clipping(a: RunRecording, first: First | None, seen: Sequence[ComparedScalar]) -> float:
     """--clip-grad, where it carries a norm that was added in another order into everything."""
     threshold = float(a.arguments.get("clip_grad") or 0)
     if first is None or not threshold:

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_ext.parity.records.recording import Recording
+from megatron_ext.parity.records.recording import RunRecording
 from megatron_ext.parity.records.ulps import difference
 
 NORM = "gradient norm"
 
 
 @dataclass(frozen=True)
-class Figure:
+class ComparedScalar:
     """A loss or norm of one iteration, of both runs. A NaN in both is the same."""
 
     iteration: int
@@ -42,19 +42,19 @@ class Figure:
         return max(1, difference(a, b, "float32").ulps)
 
 
-def figures(a: Recording, b: Recording) -> list[Figure]:
+def figures(a: RunRecording, b: RunRecording) -> list[ComparedScalar]:
     """The losses and the norm of each iteration, in this order."""
-    found: list[Figure] = []
+    found: list[ComparedScalar] = []
     for one, other in zip(a.trained, b.trained, strict=True):
         for name in [*one.losses, *(other.losses.keys() - one.losses.keys())]:
             values = (one.losses.get(name, math.nan), other.losses.get(name, math.nan))
-            found.append(Figure(one.number, name, *values))
+            found.append(ComparedScalar(one.number, name, *values))
         norms = [math.nan if x.norm is None else x.norm for x in (one, other)]
-        found.append(Figure(one.number, NORM, *norms))
+        found.append(ComparedScalar(one.number, NORM, *norms))
     return found
 
 
-def floor_of(again: Sequence[Figure]) -> Mapping[str, float]:
+def floor_of(again: Sequence[ComparedScalar]) -> Mapping[str, float]:
     """By name, the largest relative difference of a run from itself."""
     floor: dict[str, float] = {}
     for figure in again:
@@ -62,7 +62,7 @@ def floor_of(again: Sequence[Figure]) -> Mapping[str, float]:
     return floor
 
 
-def standstill(run: Recording) -> str | None:
+def standstill(run: RunRecording) -> str | None:
     """Why a run proves nothing: its loss or its gradients do not move. None where they do."""
     trained = run.trained
     if len(trained) < 2:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from megatron_ext.parity.records.recording import Recording, Tensor
+from megatron_ext.parity.records.recording import RunRecording, Tensor
 from megatron_ext.parity.records.ulps import Difference, difference
 
 _CHANCE = 2.0  # two pairs of runs of one line differ by no more than this factor
@@ -45,12 +45,12 @@ def exceeds(found: float, floor: float, usual: float) -> bool:
     return not found <= _CHANCE * max(floor, usual)
 
 
-def compare_tensors(a: Recording, b: Recording) -> dict[Tensor, TensorDifference]:
+def compare_tensors(a: RunRecording, b: RunRecording) -> dict[Tensor, TensorDifference]:
     """Each tensor that both have after the last iteration, compared."""
     return {tensor: _compare(a, b, tensor) for tensor in a.tensors if tensor in b.tensors}
 
 
-def _compare(a: Recording, b: Recording, tensor: Tensor) -> TensorDifference:
+def _compare(a: RunRecording, b: RunRecording, tensor: Tensor) -> TensorDifference:
     dtype, bits = a.whole(tensor)
     other_dtype, other = b.whole(tensor)
     if dtype != other_dtype:

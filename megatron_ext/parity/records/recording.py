@@ -28,7 +28,7 @@ def name_of(tensor: Tensor) -> str:
 
 
 @dataclass(frozen=True)
-class Held:
+class StoredPiece:
     """A piece and where its bytes are: at ``offset`` of ``file``."""
 
     piece: Piece
@@ -71,7 +71,7 @@ class Iteration:
 
 
 @dataclass(frozen=True)
-class Recording:
+class RunRecording:
     """What all ranks of a run recorded, read from ``folder``.
 
     Attributes:
@@ -86,7 +86,7 @@ class Recording:
     first: int
     arguments: Mapping[str, Any]
     iterations: Sequence[Iteration]
-    tensors: Mapping[Tensor, Sequence[Held]] = field(repr=False)
+    tensors: Mapping[Tensor, Sequence[StoredPiece]] = field(repr=False)
 
     @property
     def trained(self) -> Sequence[Iteration]:
@@ -113,7 +113,7 @@ class Recording:
         return piece.dtype, bits
 
 
-def _put(whole: Bits, part: Held) -> None:
+def _put(whole: Bits, part: StoredPiece) -> None:
     piece = part.piece
     where = tuple(
         slice(first, first + size) for first, size in zip(piece.offset, piece.shape, strict=True)
@@ -126,7 +126,7 @@ def _put(whole: Bits, part: Held) -> None:
     whole[where] = shard.reshape(piece.shape)
 
 
-def read_recording(folder: Path) -> Recording:
+def read_recording(folder: Path) -> RunRecording:
     """What `megatron-ext parity record` wrote into ``folder``.
 
     Raises:
@@ -144,7 +144,7 @@ def read_recording(folder: Path) -> Recording:
         )
     ranks = [_rank(folder, rank, about) for rank in range(about["world_size"])]
     ends = [end["tensors"] for _, end in ranks]
-    return Recording(
+    return RunRecording(
         folder,
         about["world_size"],
         about["first"],
@@ -213,8 +213,8 @@ def _iteration(lines: Sequence[Mapping[str, Any]]) -> Iteration:
     )
 
 
-def _held(folder: Path, ends: Sequence[Sequence[Any]]) -> dict[Tensor, list[Held]]:
-    tensors: dict[Tensor, list[Held]] = {}
+def _held(folder: Path, ends: Sequence[Sequence[Any]]) -> dict[Tensor, list[StoredPiece]]:
+    tensors: dict[Tensor, list[StoredPiece]] = {}
     places = set()
     for rank, written in enumerate(ends):
         file = bytes_file(folder, rank)
@@ -223,7 +223,7 @@ def _held(folder: Path, ends: Sequence[Sequence[Any]]) -> dict[Tensor, list[Held
             tensor = piece.name, piece.index
             if (tensor, piece.place) not in places:
                 places.add((tensor, piece.place))
-                tensors.setdefault(tensor, []).append(Held(piece, file, offset))
+                tensors.setdefault(tensor, []).append(StoredPiece(piece, file, offset))
     return tensors
 
 

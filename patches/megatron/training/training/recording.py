@@ -15,13 +15,13 @@ from typing import Any
 from megatron.training import training
 from megatron.training.global_vars import get_args
 
-from megatron_ext.adapter.parity.recorder import Recorder, give_up
+from megatron_ext.adapter.parity.recorder import ParityRecorder, give_up
 from megatron_ext.patches.engine import Patch, wrap
 
 _TRAINING = "megatron.training.training"
 
 
-def patches(recorder: Recorder) -> tuple[Patch, ...]:
+def patches(recorder: ParityRecorder) -> tuple[Patch, ...]:
     """The patches that tell ``recorder`` of a training."""
 
     def set_up(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
