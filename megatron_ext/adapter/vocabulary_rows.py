@@ -27,7 +27,7 @@ from megatron_ext.runtime.vocabulary.shard import VocabularyShard
 
 
 @dataclass(frozen=True)
-class Part:
+class VocabularyPart:
     """Which part of the vocabulary a rank has, of how many. To Megatron's layers, a group."""
 
     index: int
@@ -40,10 +40,12 @@ class Part:
         return self.parts
 
 
-def part_of(pipeline: dist.ProcessGroup, tensor_parallel: dist.ProcessGroup) -> Part:
+def part_of(pipeline: dist.ProcessGroup, tensor_parallel: dist.ProcessGroup) -> VocabularyPart:
     """The part of this rank."""
     ranks = pipeline.size()
-    return Part(tensor_parallel.rank() * ranks + pipeline.rank(), ranks * tensor_parallel.size())
+    return VocabularyPart(
+        tensor_parallel.rank() * ranks + pipeline.rank(), ranks * tensor_parallel.size()
+    )
 
 
 def check_divisible(vocabulary: int, parts: int) -> None:
@@ -59,7 +61,7 @@ def check_divisible(vocabulary: int, parts: int) -> None:
 class EmbeddingPart(VocabParallelEmbedding):
     """This rank's rows of the embedding. On the first stage, also the end of the lookup."""
 
-    def __init__(self, model: Any, part: Part, *, reduce_scatter: bool = False) -> None:
+    def __init__(self, model: Any, part: VocabularyPart, *, reduce_scatter: bool = False) -> None:
         config = model.config
         super().__init__(
             model.vocab_size,
@@ -93,7 +95,7 @@ class EmbeddingPart(VocabParallelEmbedding):
 class OutputPart(ColumnParallelLinear):
     """This rank's rows of the output layer."""
 
-    def __init__(self, model: Any, part: Part) -> None:
+    def __init__(self, model: Any, part: VocabularyPart) -> None:
         config = model.config
         super().__init__(
             config.hidden_size,

@@ -27,7 +27,7 @@ from megatron_ext.schedule.action import Action, Pair
 PASSES_AHEAD = 4
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """Stands behind what the host has given the device so far (`torch.cuda.Event`)."""
 
     def query(self) -> bool:
@@ -39,13 +39,13 @@ class Event(Protocol):
         ...
 
 
-def record_event() -> Event | None:
+def record_event() -> DeviceEvent | None:
     """An event on the current stream; None in a process without a GPU, where what a call has been
     given has ended when it returns."""
     if not torch.cuda.is_initialized():
         return None
     # Whoever waits for it sleeps: it is passes away, and the data loader can use the core.
-    event = torch.cuda.Event(blocking=True)
+    event = torch.cuda.DeviceEvent(blocking=True)
     event.record()
     return event
 
@@ -75,12 +75,12 @@ class DeviceProgress:
         position: as of the latest `look`; None if all that was given had ended.
     """
 
-    def __init__(self, record: Callable[[], Event | None] = record_event) -> None:
+    def __init__(self, record: Callable[[], DeviceEvent | None] = record_event) -> None:
         self.position: DevicePosition | None = None
         self._record = record
-        self._passes: deque[Event] = deque()  # those that no pass has waited for
-        self._given: deque[tuple[Position, Event]] = deque()  # not seen to have ended
-        self._newest: tuple[Position, Event] | None = None  # of those, at the latest look
+        self._passes: deque[DeviceEvent] = deque()  # those that no pass has waited for
+        self._given: deque[tuple[Position, DeviceEvent]] = deque()  # not seen to have ended
+        self._newest: tuple[Position, DeviceEvent] | None = None  # of those, at the latest look
         self._ended: Action | Pair | None = None
         self._lock = threading.Lock()
 

@@ -170,7 +170,7 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
         ),
     },
     "a tensor of the host's, or none": {
-        ("megatron_ext/runtime/measure/exchange.py", "Exchange.rows", "self._rows.tolist()"),
+        ("megatron_ext/runtime/measure/exchange.py", "AsyncAllGather.rows", "self._rows.tolist()"),
         ("megatron_ext/runtime/messages/transport.py", "Transport.receive", "header.tolist()"),
         (
             "megatron_ext/runtime/post_validation/messages.py",

@@ -23,7 +23,7 @@ from megatron_ext.adapter.training_globals import (
     log_interval,
 )
 from megatron_ext.logger import logger
-from megatron_ext.runtime.measure.exchange import Exchange
+from megatron_ext.runtime.measure.exchange import AsyncAllGather
 from megatron_ext.runtime.measure.step_sums import StepSums
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.program.verify import Program
@@ -37,7 +37,7 @@ WARM_UP = 1  # steps that are not measured: kernels load, caches fill
 class _Due:
     """Figures of ``program`` on the iterations from ``first`` to ``last``, on their way."""
 
-    exchange: Exchange
+    exchange: AsyncAllGather
     program: Program
     first: int
     last: int
@@ -96,7 +96,7 @@ class StepMetrics(StepObserver[ObservedStep]):
             return
         assert self._pipeline is not None
         numbers = self._steps.take().numbers(program.schedule.placement.chunks)
-        exchange = Exchange(self._pipeline, numbers, self._stream)
+        exchange = AsyncAllGather(self._pipeline, numbers, self._stream)
         self._due.append(_Due(exchange, program, self._first, at))
         self._first = at + 1
 

@@ -19,7 +19,7 @@ from megatron_ext.adapter.step.call import (
     refuse_chunks,
     refuse_shapes,
 )
-from megatron_ext.adapter.step.training import Training
+from megatron_ext.adapter.step.training import PipelineTraining
 from megatron_ext.adapter.training_globals import packs_microbatches
 from megatron_ext.config import PipelineConfig
 
@@ -29,7 +29,7 @@ class PipelineStep:
 
     def __init__(self, config: PipelineConfig) -> None:
         self._config = config
-        self._training: Training | None = None
+        self._training: PipelineTraining | None = None
 
     def __call__(
         self,
@@ -94,9 +94,9 @@ class PipelineStep:
         if self._training is not None:
             self._training.interrupt()
 
-    def _current_training(self) -> Training:
+    def _current_training(self) -> PipelineTraining:
         if self._training is not None and self._training.is_over:
             self._training.end()
             self._training = None
-        self._training = self._training or Training(self._config)
+        self._training = self._training or PipelineTraining(self._config)
         return self._training

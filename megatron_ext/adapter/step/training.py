@@ -56,7 +56,7 @@ from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.show.program_summary import summarize
 
 
-class Training:
+class PipelineTraining:
     """The steps of one schedule over one set of process groups."""
 
     def __init__(self, config: PipelineConfig) -> None:
@@ -233,7 +233,7 @@ class Training:
         return connections
 
 
-_trainings: weakref.WeakSet[Training] = weakref.WeakSet()
+_trainings: weakref.WeakSet[PipelineTraining] = weakref.WeakSet()
 
 
 def end_trainings() -> None:

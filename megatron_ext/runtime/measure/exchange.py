@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 
-class Exchange:
+class AsyncAllGather:
     """One exchange of ``numbers``, as many on every rank of ``group``. To begin it is collective;
     neither a host nor the stream that computes waits for it.
 

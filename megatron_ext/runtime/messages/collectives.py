@@ -68,7 +68,7 @@ class Collectives:
         return work
 
 
-class Exchange:
+class StepCollectives:
     """The collectives of one step, by their actions."""
 
     def __init__(self, collectives: Collectives, recorder: Recorder) -> None:

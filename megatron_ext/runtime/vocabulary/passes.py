@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_ext.runtime.messages.collectives import Collectives, Exchange
+from megatron_ext.runtime.messages.collectives import Collectives, StepCollectives
 from megatron_ext.runtime.messages.transport import Boundary
 from megatron_ext.runtime.owner import Handler, Owner
 from megatron_ext.runtime.recorder import Recorder
@@ -96,7 +96,7 @@ class VocabularyPasses(Owner):
         self._boundary = boundary
         self._tokens_shape = tokens_shape
         self._recorder = recorder
-        self._exchange = Exchange(collectives, recorder)
+        self._exchange = StepCollectives(collectives, recorder)
         # All by microbatch. What a collective is to take:
         self._looked_up: dict[int, Tensor] = {}
         self._hidden_states: dict[int, Tensor] = {}
