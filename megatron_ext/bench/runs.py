@@ -123,7 +123,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Measured:
+class BenchResult:
     """One contender over all launches.
 
     Attributes:
@@ -151,7 +151,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Report:
+class BenchReport:
     """All contenders, and whether to believe them.
 
     Attributes:
@@ -162,7 +162,7 @@ class Report:
         shown: a step of each of ours, ideal and measured, if that was asked for.
     """
 
-    rows: list[Measured]
+    rows: list[BenchResult]
     real_time: bool
     late: float
     autograd_microseconds: tuple[float, float]
@@ -197,7 +197,7 @@ class _Steps:
 
 @dataclass(frozen=True)
 class _Launch:
-    """What the ranks of one launch found, the largest of each: as `Report` has it."""
+    """What the ranks of one launch found, the largest of each: as `BenchReport` has it."""
 
     steps: dict[str, _Steps]
     real_time: bool
@@ -206,7 +206,9 @@ class _Launch:
     shown: tuple[Run, ...] = ()
 
 
-def measure(setting: Setting, progress: Callable[[str], None], *, shows: bool = False) -> Report:
+def measure(
+    setting: Setting, progress: Callable[[str], None], *, shows: bool = False
+) -> BenchReport:
     """Measure ``setting``; ``progress`` is told what runs. ``shows``: record a step of ours, too.
 
     Raises:
@@ -223,7 +225,7 @@ def measure(setting: Setting, progress: Callable[[str], None], *, shows: bool = 
         progress(f"launch {number + 1} of {setting.launches}")
         launches.append(_launch(setting, shows=shows and number == 0))
     stock = statistics.median(launch.steps["megatron 1f1b"].seconds for launch in launches)
-    return Report(
+    return BenchReport(
         [
             _measured([launch.steps[name] for launch in launches], stock)
             for name in launches[0].steps
@@ -238,13 +240,13 @@ def measure(setting: Setting, progress: Callable[[str], None], *, shows: bool = 
     )
 
 
-def _measured(steps: Sequence[_Steps], stock: float) -> Measured:
+def _measured(steps: Sequence[_Steps], stock: float) -> BenchResult:
     """One contender's steps of all launches; ``stock``: seconds of Megatron's 1F1B."""
     seconds = [launch.seconds for launch in steps]
     after_bad = [launch.after_bad for launch in steps if launch.after_bad is not None]
     measured = statistics.median(seconds)
     first = steps[0]
-    return Measured(
+    return BenchResult(
         first.name,
         first.ideal,
         measured,
@@ -257,7 +259,7 @@ def _measured(steps: Sequence[_Steps], stock: float) -> Measured:
     )
 
 
-def draw_report(report: Report, path: Path) -> None:
+def draw_report(report: BenchReport, path: Path) -> None:
     """Bars of measured seconds with the ideal in each, as .svg or .png."""
     from megatron_ext.schedule.show.draw import draw_bars
 

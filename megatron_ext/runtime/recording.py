@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron_ext.schedule.action import Action, Pair
-from megatron_ext.schedule.timeline import Event, Reduction
+from megatron_ext.schedule.timeline import Event, GradientReduction
 
 
 class Clock(Protocol):
@@ -184,7 +184,7 @@ class Recording:
             times += own.of(began, ended)
         return times
 
-    def read(self) -> tuple[list[Event], list[Reduction]]:
+    def read(self) -> tuple[list[Event], list[GradientReduction]]:
         """All that was recorded, after the step and its reductions have ended.
 
         A reduction of which no end is known is left out.
@@ -205,7 +205,7 @@ class Recording:
             start = next(times)
             end = max(next(times) for _ in reduction.ends)
             reductions.append(
-                Reduction(self._rank, reduction.stage, start, end, reduction.is_exact)
+                GradientReduction(self._rank, reduction.stage, start, end, reduction.is_exact)
             )
         return events, reductions
 

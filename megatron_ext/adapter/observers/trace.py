@@ -27,9 +27,9 @@ from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.show.trace import NAME, TracedStep, TraceFile, beside_all
 from megatron_ext.schedule.show.trace_report import trace_report
 from megatron_ext.schedule.show.trace_text import summary
-from megatron_ext.schedule.timeline import Event, Reduction, Timeline
+from megatron_ext.schedule.timeline import Event, GradientReduction, Timeline
 
-_Recorded = tuple[list[Event], list[Reduction]]
+_Recorded = tuple[list[Event], list[GradientReduction]]
 _OfRank = tuple[list[_Recorded], float | None]  # its steps, and what its allocator reserves beyond
 _SECONDS = 5.0  # that what-if may take, while the other ranks wait with their next step
 
@@ -162,7 +162,7 @@ def _on_one_clock(
     for (passes, own_reductions), ahead in zip(recorded, offsets, strict=True):
         events += [Event(e.rank, e.action, e.start - ahead, e.end - ahead) for e in passes]
         reductions += [
-            Reduction(r.rank, r.stage, r.start - ahead, r.end - ahead, r.is_exact)
+            GradientReduction(r.rank, r.stage, r.start - ahead, r.end - ahead, r.is_exact)
             for r in own_reductions
         ]
     return Timeline(program.schedule, tuple(events), tuple(reductions))

@@ -37,8 +37,8 @@ from megatron_ext.schedule.race import report
 from megatron_ext.schedule.race.line_up import RaceThen
 from megatron_ext.schedule.race.record import (
     NAME,
-    Figures,
-    Record,
+    RaceFigures,
+    RaceRecord,
     difference,
     load_record,
     save_record,
@@ -87,7 +87,7 @@ class StepRace(StepObserver[Step]):
         self._key: _Key | None = None
         self._is_steady = True  # steps have been of one size
         self._facts: dict[str, str] = {}  # what is timed
-        self._known: Record | None = None  # what an earlier start has written
+        self._known: RaceRecord | None = None  # what an earlier start has written
         self._knows = False  # that it is of the same
         self._race: Race | None = None
         self._turn: Turn | None = None
@@ -324,7 +324,7 @@ class StepRace(StepObserver[Step]):
     def _subject(self) -> dict[str, str]:
         return {**self._facts, "the race": str(self._line_up)}
 
-    def _figures(self) -> dict[str, Figures]:
+    def _figures(self) -> dict[str, RaceFigures]:
         return {
             spec: _beside_prediction(program, statistics.median(bubbles), self._peaks[spec])
             for spec, program in self._made.items()
@@ -342,10 +342,10 @@ class StepRace(StepObserver[Step]):
 
     # ---- What the next start knows
 
-    def _recall(self) -> Record | None:
+    def _recall(self) -> RaceRecord | None:
         """What an earlier start has measured, as global rank 0 reads it. Collective over the
         world."""
-        known: Record | None = None
+        known: RaceRecord | None = None
         folder = _folder("load")
         if dist.get_rank() == 0 and folder is not None and (folder / NAME).exists():
             try:
@@ -358,7 +358,7 @@ class StepRace(StepObserver[Step]):
         folder, race = _folder("save"), self._race
         if dist.get_rank() != 0 or folder is None or race is None:
             return
-        record = Record(self._subject, race.rounds, self._figures(), winner)
+        record = RaceRecord(self._subject, race.rounds, self._figures(), winner)
         try:
             save_record(record, folder / NAME)
         except OSError as error:  # a full disk is no reason to end a training
@@ -367,10 +367,10 @@ class StepRace(StepObserver[Step]):
             self._is_written = False
 
 
-def _beside_prediction(program: Program, bubble: float, peak: float) -> Figures:
+def _beside_prediction(program: Program, bubble: float, peak: float) -> RaceFigures:
     costs, schedule = program.problem.costs, program.schedule
     predicted = None if costs.held_bytes is None else max(peaks(schedule, in_bytes(costs)))
-    return Figures(
+    return RaceFigures(
         bubble,
         simulate(program, costs).bubble_share_makespan,
         peak,
