@@ -45,7 +45,7 @@ def record_event() -> DeviceEvent | None:
     if not torch.cuda.is_initialized():
         return None
     # Whoever waits for it sleeps: it is passes away, and the data loader can use the core.
-    event = torch.cuda.DeviceEvent(blocking=True)
+    event = torch.cuda.Event(blocking=True)
     event.record()
     return event
 
