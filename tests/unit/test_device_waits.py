@@ -74,12 +74,12 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
         ("megatron_ext/runtime/measure/clocks.py", "clock_offsets", "token.item()"),
         (  # allocates once, before the first metrics
             "megatron_ext/runtime/measure/exchange.py",
-            "Exchange.__init__",
+            "AsyncAllGather.__init__",
             "own.pin_memory()",
         ),
         (  # when a training ends
             "megatron_ext/runtime/measure/exchange.py",
-            "Exchange.wait",
+            "AsyncAllGather.wait",
             "self._event.synchronize()",
         ),
         (  # of events that have been seen to be over
@@ -132,7 +132,7 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
     },
     "between steps that are recorded for megatron-ext parity": {
         *(
-            ("megatron_ext/adapter/parity/recorder.py", f"Recorder.{function}", call)
+            ("megatron_ext/adapter/parity/recorder.py", f"ParityRecorder.{function}", call)
             for function, call in (
                 ("end", "bits_of(tensor).cpu()"),
                 ("end", "bits_of(tensor).cpu().numpy()"),
