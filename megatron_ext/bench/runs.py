@@ -326,8 +326,8 @@ def _seconds_of(contender: Contender, setting: Setting) -> tuple[float, float | 
     if not setting.post_validation:
         return _median_of(contender, setting.steps), None
     seconds = _in_a_row(contender, setting)
-    if contender.settle is not None:
-        contender.settle()
+    if contender.commit_or_rollback is not None:
+        contender.commit_or_rollback()
     return seconds
 
 
@@ -335,8 +335,8 @@ def _median_of(contender: Contender, steps: int) -> float:
     """Seconds of a step by itself."""
     contender.step()
     seconds = [_timed(contender.step) for _ in range(steps)]
-    if contender.settle is not None:
-        contender.settle()
+    if contender.commit_or_rollback is not None:
+        contender.commit_or_rollback()
     return statistics.median(seconds)
 
 
@@ -383,13 +383,13 @@ def _in_a_row(contender: Contender, setting: Setting) -> tuple[float, float | No
     ends = []
     for _ in range(1 + setting.steps):
         contender.step()
-        if contender.settle is None:
+        if contender.commit_or_rollback is None:
             synchronise()
         ends.append(time.monotonic())
     last_ends = torch.tensor(ends, dtype=torch.float64)
     dist.all_reduce(last_ends, dist.ReduceOp.MAX)
     seconds = last_ends.diff().tolist()  # of steps 1, 2, ...
-    if contender.settle is None or not setting.bad_every:
+    if contender.commit_or_rollback is None or not setting.bad_every:
         return statistics.mean(seconds), None
     after_bad = [s for step, s in enumerate(seconds) if is_bad_step(step, setting.bad_every)]
     others = [s for step, s in enumerate(seconds) if not is_bad_step(step, setting.bad_every)]

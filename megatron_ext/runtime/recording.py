@@ -101,7 +101,7 @@ class RecordedReduction:
         self.is_exact = False
         self.ends.append(self._clock.mark())
 
-    def settle(self) -> None:
+    def wait_for_ends(self) -> None:
         """Wait for the works that tell when they are done; no further mark will come then."""
         for future in self._futures:
             future.wait()
@@ -190,7 +190,7 @@ class Recording:
         A reduction of which no end is known is left out.
         """
         for reduction in self._reductions:
-            reduction.settle()
+            reduction.wait_for_ends()
         with_end = [reduction for reduction in self._reductions if reduction.ends]
         marks = [
             *(mark for own in self._passes for mark in (own.began, own.ended)),

@@ -196,7 +196,7 @@ class PostValidation:
         assert self._pending is not None
         self._pending.put_off.append(deliver)
 
-    def settle(self) -> None:
+    def commit_or_rollback(self) -> None:
         """Wait for the verdict, where one is pending. Collective over the pipelines then.
 
         Raises:

@@ -56,13 +56,15 @@ class SpeculativeStep(Validation):
     def expect(self) -> None:
         self._messages.expect()
 
-    def settle(self) -> bool:
+    def commit_or_rollback(self) -> bool:
         if not self._validation.is_pending:
             return True
         stands = self._validation.verdict(self._messages.verdict())
         for data in self.iterators:
-            if data is not None:
-                data.settle(read_again=not stands)
+            if data is not None and stands:
+                data.commit()
+            elif data is not None:
+                data.rollback()
         if not stands:
             _restore(self._random)
         return stands
@@ -102,11 +104,16 @@ class Rereadable:
             self._read.append(copy.copy(item))  # whoever reads it may change its entries
         return item
 
-    def settle(self, *, read_again: bool) -> None:
-        """Begin again with what was read first, or go on; remember nothing from now on."""
+    def commit(self) -> None:
+        """Forget the items read so far; no further item is remembered."""
         assert self._read is not None
-        if read_again:
-            self._again.extend(self._read)
+        self._read = None
+
+    def rollback(self) -> None:
+        """Return the items read so far once more, before the next one of the wrapped iterator; no
+        further item is remembered."""
+        assert self._read is not None
+        self._again.extend(self._read)
         self._read = None
 
 

@@ -99,7 +99,7 @@ class PipelineTraining:
     def run(self, call: Call) -> list[Any]:
         """One step, with the result of Megatron's schedule functions."""
         if call.forward_only:
-            post_validation.settle()
+            post_validation.commit_or_rollback()
             self.interrupt()
         shape = None
         if self._config.costs.profile is not None and not call.config.variable_seq_lengths:

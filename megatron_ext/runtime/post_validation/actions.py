@@ -15,7 +15,7 @@ class Validation(Owner):
         """The verdict on the last step may come from now on; it is passed back as it comes."""
         raise NotImplementedError
 
-    def settle(self) -> bool:
+    def commit_or_rollback(self) -> bool:
         """Whether that step stands, when its verdict has come.
 
         If not, it has been taken back and done as it should be, and so have random states and data
@@ -27,7 +27,7 @@ class Validation(Owner):
         return {
             Kind.RECV_V: self._expect,
             Kind.SEND_V: self._expect,
-            Kind.SETTLE: self._settle,
+            Kind.SETTLE: self._commit_or_rollback,
         }
 
     def forget(self) -> None:
@@ -36,6 +36,6 @@ class Validation(Owner):
     def _expect(self, action: Action) -> None:
         self.expect()
 
-    def _settle(self, action: Action) -> None:
-        if not self.settle():
+    def _commit_or_rollback(self, action: Action) -> None:
+        if not self.commit_or_rollback():
             raise BeginAgain

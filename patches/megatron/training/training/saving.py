@@ -21,18 +21,18 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
     return (
         wrap(
             "megatron.training.checkpointing:save_checkpoint",
-            settle_first,
+            commit_or_rollback_first,
             reason="what is saved is validated",
         ),
         wrap(
             "megatron.training.training:save_checkpoint_and_time",
-            settle_first,
+            commit_or_rollback_first,
             reason="what is synchronised and saved is validated",
         ),
     )
 
 
-def settle_first(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def commit_or_rollback_first(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``original``, with nothing pending."""
-    post_validation.settle()
+    post_validation.commit_or_rollback()
     return original(*args, **kwargs)

@@ -120,5 +120,5 @@ def log_after_the_verdict(original: Callable[..., bool], *args: Any, **kwargs: A
     post_validation.log(log)
     megatron = get_args()
     if is_settle_point(log.iteration, megatron) or microbatches_will_change(megatron):
-        post_validation.settle()
+        post_validation.commit_or_rollback()
     return log.report_memory_flag
