@@ -197,7 +197,7 @@ NO_TENSORS = {
     ("megatron_ext/runtime/post_validation/messages.py", "_state"),
     ("megatron_ext/runtime/rank_identity.py", "_this_process"),
     ("megatron_ext/adapter/layers.py", "layers_of_stages"),
-    ("megatron_ext/adapter/post_validation/settle_points.py", "microbatches_will_change"),
+    ("megatron_ext/adapter/post_validation/commit_points.py", "microbatches_will_change"),
     ("megatron_ext/adapter/training_globals.py", "ramps_up_to"),
     ("patches/engine.py", "Patch.is_needless"),
     ("patches/megatron/training/checkpointing/optimizer_states.py", "_compare"),

@@ -20,7 +20,7 @@ from megatron_ext.adapter.arguments import (
     prove_without_search,
 )
 from megatron_ext.adapter.handled_settings.settings import apply_handled_settings
-from megatron_ext.adapter.post_validation.settle_points import warn_of_settling
+from megatron_ext.adapter.post_validation.commit_points import warn_if_steps_cannot_overlap
 from megatron_ext.config import PipelineConfig
 from megatron_ext.errors import exit_for
 from megatron_ext.patches.engine import Patch, wrap
@@ -55,7 +55,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             if config.vocab_parallel is not VocabularyParallel.NONE:
                 pad_vocabulary(args)
             if config.post_validation:
-                warn_of_settling(args)
+                warn_if_steps_cannot_overlap(args)
         except ValueError as error:
             exit_for(error)
         return args

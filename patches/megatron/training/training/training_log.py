@@ -21,11 +21,11 @@ from typing import Any
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.training.global_vars import get_args
 
-from megatron_ext.adapter.post_validation.pending import Result, post_validation
-from megatron_ext.adapter.post_validation.settle_points import (
-    is_settle_point,
+from megatron_ext.adapter.post_validation.commit_points import (
+    is_commit_point,
     microbatches_will_change,
 )
+from megatron_ext.adapter.post_validation.pending import Result, post_validation
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, expect, wrap
 from megatron_ext.patches.megatron.training.utils.common_utils import in_single_precision
@@ -119,6 +119,6 @@ def log_after_the_verdict(original: Callable[..., bool], *args: Any, **kwargs: A
     log = PutOffLog(original, optimizer, *args, **kwargs)
     post_validation.log(log)
     megatron = get_args()
-    if is_settle_point(log.iteration, megatron) or microbatches_will_change(megatron):
+    if is_commit_point(log.iteration, megatron) or microbatches_will_change(megatron):
         post_validation.commit_or_rollback()
     return log.report_memory_flag

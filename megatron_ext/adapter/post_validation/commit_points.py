@@ -27,7 +27,7 @@ INTERVALS = (
 )
 
 
-def warn_of_settling(args: Any) -> None:
+def warn_if_steps_cannot_overlap(args: Any) -> None:
     """Tell when no two steps will overlap, since each is validated before it is logged."""
     if args.log_interval == 1 and args.rank == 0:
         logger.warning(
@@ -36,7 +36,7 @@ def warn_of_settling(args: Any) -> None:
         )
 
 
-def is_settle_point(iteration: int, args: Any) -> bool:
+def is_commit_point(iteration: int, args: Any) -> bool:
     """Whether the step of ``iteration``, counted from 1, is to be validated before the next begins.
 
     ``args`` are Megatron's. The iteration before one that is left out is such a point as well: its
