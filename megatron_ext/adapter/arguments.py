@@ -13,7 +13,7 @@ from megatron_ext.adapter.compatibility import refuse, refuse_order
 from megatron_ext.adapter.handled_settings.groups import with_megatrons_group
 from megatron_ext.adapter.job import job_costs, of_arguments
 from megatron_ext.adapter.layers import SEGMENT_END, predicts_apart, segments_of_stages
-from megatron_ext.adapter.pairs.asked import asks_for_pairs, refuse_measuring
+from megatron_ext.adapter.pairs.overlap_setting import refuse_measuring, requests_pairs
 from megatron_ext.adapter.race.order import check_order
 from megatron_ext.adapter.slices.lengths import spans_of
 from megatron_ext.adapter.transformer_engine.captured import captures
@@ -197,7 +197,7 @@ def problems(args: Any, config: PipelineConfig) -> list[Problem]:
     """
     placement = config.choice.place(args.pipeline_model_parallel_size)
     costs = job_costs(config.costs, of_arguments(args, placement), config.slices)
-    pairs = asks_for_pairs(args)
+    pairs = requests_pairs(args)
     return [config.problem(placement, m, costs, pairs=pairs) for m in _microbatches_of_steps(args)]
 
 

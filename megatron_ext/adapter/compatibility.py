@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import Any
 
 from megatron_ext.adapter.handled_settings.groups import with_megatrons_group
-from megatron_ext.adapter.pairs.asked import FLAG, with_pairs
+from megatron_ext.adapter.pairs.overlap_setting import FLAG, with_pairs
 from megatron_ext.adapter.refusals import GRAPHS, REFUSALS, RefusalGroup
 from megatron_ext.adapter.transformer_engine.capture_order import capture_order, check_capture
 from megatron_ext.adapter.transformer_engine.captured import captures

@@ -31,7 +31,7 @@ from megatron_ext.adapter.compatibility import refuse_order
 from megatron_ext.adapter.handled_settings.groups import with_megatrons_group
 from megatron_ext.adapter.job import basis_of, job_costs, of_built
 from megatron_ext.adapter.model_parts import is_trained, size_of
-from megatron_ext.adapter.pairs.asked import has_pairs
+from megatron_ext.adapter.pairs.overlap_setting import has_pairs
 from megatron_ext.adapter.training_globals import ramps_up_to
 from megatron_ext.config import PipelineConfig
 from megatron_ext.logger import logger, telling_of_long_work

@@ -14,7 +14,7 @@ from typing import Any
 
 import megatron.core
 
-from megatron_ext.adapter.pairs.asked import FLAG, with_pairs
+from megatron_ext.adapter.pairs.overlap_setting import FLAG, with_pairs
 from megatron_ext.adapter.transformer_engine import installed
 from megatron_ext.adapter.transformer_engine.captured import IMPLEMENTATION, captures
 from megatron_ext.config import flag, flag_with_value

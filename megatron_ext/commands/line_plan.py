@@ -234,7 +234,7 @@ def _without_full_recompute(instead: Instead, best: Candidate | None) -> str:
 
 def _other_pairs(other: OtherPairs, best: Candidate | None) -> str:
     """What experts' messages hide, or would."""
-    from megatron_ext.adapter.pairs.asked import FLAG
+    from megatron_ext.adapter.pairs.overlap_setting import FLAG
 
     taken, stock = other.taken, other.stock
     words = f"without {FLAG}" if other.is_asked else f"with {FLAG}, {_IN_PAIRS}"

@@ -11,7 +11,7 @@ from typing import Any
 from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model, log_single_rank
 
-from megatron_ext.adapter.pairs.asked import FLAG
+from megatron_ext.adapter.pairs.overlap_setting import FLAG
 from megatron_ext.adapter.step.call import Call
 from megatron_ext.logger import logger
 

@@ -16,7 +16,7 @@ from megatron.core.process_groups_config import (
 )
 
 from megatron_ext.adapter.compatibility import refuse
-from megatron_ext.adapter.pairs.asked import refuse_measuring
+from megatron_ext.adapter.pairs.overlap_setting import refuse_measuring
 from megatron_ext.adapter.step.model_stage import StepCall
 from megatron_ext.config import PipelineConfig
 from megatron_ext.runtime.messages.transport import Boundary

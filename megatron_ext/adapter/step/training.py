@@ -23,8 +23,8 @@ from megatron_ext.adapter.observers.observer import Step, StepObserver
 from megatron_ext.adapter.observers.profile import StepProfile
 from megatron_ext.adapter.observers.split_report import SplitReport
 from megatron_ext.adapter.observers.trace import StepTrace
-from megatron_ext.adapter.pairs.asked import asks_for_pairs
 from megatron_ext.adapter.pairs.callers import refuse_unplanned
+from megatron_ext.adapter.pairs.overlap_setting import requests_pairs
 from megatron_ext.adapter.post_validation.pending import post_validation
 from megatron_ext.adapter.post_validation.step import SpeculativeStep, connect_validation
 from megatron_ext.adapter.programs import Programs, Shape
@@ -187,7 +187,7 @@ class PipelineTraining:
         known = self._programs.known(*asked)
         if known is not None:
             return known
-        if asks_for_pairs(call.config) and not call.forward_only:
+        if requests_pairs(call.config) and not call.forward_only:
             refuse_unplanned(call)
         if self._connections is None:
             if self._config.extras.slices.count > 1:

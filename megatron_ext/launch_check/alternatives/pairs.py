@@ -6,7 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.adapter.pairs.asked import DELAY, FLAG, SETTING, asks_for_pairs, flags_given
+from megatron_ext.adapter.pairs.overlap_setting import (
+    DELAY,
+    FLAG,
+    SETTING,
+    flags_given,
+    requests_pairs,
+)
 from megatron_ext.schedule.build.registry import Mark, entries
 from megatron_ext.schedule.plan.candidate import Candidate, Plan
 from megatron_ext.schedule.plan.planner import make_plan
@@ -55,7 +61,7 @@ def flags_beside(args: Any, made: Candidate) -> tuple[tuple[str, ...], tuple[str
     """What is written for ``made`` on the line of ``args``, and what goes. A flag for pairs that
     the line has already is not written again; it goes where ``made`` has none."""
     words = flags_of(made, None)
-    if not asks_for_pairs(args):
+    if not requests_pairs(args):
         return words, ()
     if not made.report.pairs:
         return words, flags_given(args)
@@ -72,7 +78,7 @@ def other_pairs(
     args = line.args
     if not args.num_experts or (args.expert_model_parallel_size or 1) == 1:
         return None
-    is_asked = asks_for_pairs(args)
+    is_asked = requests_pairs(args)
     other = line.with_values({SETTING: not is_asked, DELAY: False})
     if is_long:
         other = replace(other, marks=frozenset([Mark.STABLE]), tries_recompute=False)

@@ -13,7 +13,7 @@ FLAG = "--overlap-moe-expert-parallel-comm"
 DELAY = "delay_wgrad_compute"  # which needs the other
 
 
-def asks_for_pairs(settings: Any) -> bool:
+def requests_pairs(settings: Any) -> bool:
     """Whether ``settings``, Megatron's arguments or a config, do."""
     return getattr(settings, SETTING, None) is True
 
@@ -27,7 +27,7 @@ def flags_given(settings: Any) -> tuple[str, ...]:
 def has_pairs(settings: Any, microbatches: int) -> bool:
     """Whether a step of so many ``microbatches`` has some, where ``settings`` ask for them. Passes
     of one microbatch need one another: a caller whose batches vary may have such a step."""
-    return asks_for_pairs(settings) and microbatches > 1
+    return requests_pairs(settings) and microbatches > 1
 
 
 def with_pairs(extras: Extras, settings: Any) -> Extras:
@@ -36,7 +36,7 @@ def with_pairs(extras: Extras, settings: Any) -> Extras:
     Raises:
         ValueError: they do not go with another of ``extras``.
     """
-    if not asks_for_pairs(settings):
+    if not requests_pairs(settings):
         return extras
     extras = replace(extras, pairs=True)
     conflict = extras.conflict
@@ -48,7 +48,7 @@ def with_pairs(extras: Extras, settings: Any) -> Extras:
 
 def refuse_measuring(settings: Any, ours: PipelineConfig) -> None:
     """Raise ValueError if ``settings`` ask for pairs where ``ours`` measure passes one by one."""
-    if asks_for_pairs(settings) and ours.costs.profile is not None:
+    if requests_pairs(settings) and ours.costs.profile is not None:
         raise ValueError(
             f"{FLAG} does not go with {flag('costs')} {ours.costs}: what passes cost is measured "
             f"one by one, and two that run as one cannot be told apart; write 'estimate', or a "
