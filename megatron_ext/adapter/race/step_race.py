@@ -20,8 +20,8 @@ from megatron.core.utils import log_single_rank
 
 from megatron_ext.adapter.observers.observer import Step, StepObserver
 from megatron_ext.adapter.programs import Programs, Shape
+from megatron_ext.adapter.race.fingerprint import run_fingerprint
 from megatron_ext.adapter.race.order import check_order
-from megatron_ext.adapter.race.subject import subject_of
 from megatron_ext.adapter.race.turn import Turn
 from megatron_ext.adapter.step.call import Call
 from megatron_ext.adapter.step.connections import Connections
@@ -145,7 +145,7 @@ class StepRace(StepObserver[Step]):
             return
         self._is_steady = self._key is None
         self._key = key
-        self._facts = subject_of(call, self._config)
+        self._facts = run_fingerprint(call, self._config)
 
     def _meet(
         self,

@@ -13,7 +13,7 @@ from megatron_ext.adapter.step.call import Call
 from megatron_ext.config import PipelineConfig, flag_with_value
 
 
-def subject_of(call: Call, ours: PipelineConfig) -> dict[str, str]:
+def run_fingerprint(call: Call, ours: PipelineConfig) -> dict[str, str]:
     """The machine, the versions, the model and the sizes of ``call``, by what people call them."""
     return {
         "GPU": f"{dist.get_world_size()} x {_device()}",
