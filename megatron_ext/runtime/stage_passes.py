@@ -1,4 +1,4 @@
-"""The passes of a rank's stages: F, R, I, B and W, and pairs of them that run as one."""
+"""Passes of a rank's stages: F, R, I, B, W, and overlapped forward and backward passes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_ext.schedule.action import Action, Kind, Pair
 
 
 class StagePasses(Owner):
-    """Runs the passes of one step; what they make goes to ``stage_io``."""
+    """Runs the passes of one step; their outputs and gradients go to ``stage_io``."""
 
     def __init__(
         self,
