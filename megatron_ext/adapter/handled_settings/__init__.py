@@ -1,1 +1,1 @@
-"""Settings of Megatron's that are accepted, and whose work is done by ours."""
+"""Settings of Megatron that we accept and implement ourselves."""

@@ -1,6 +1,6 @@
-"""Settings of Megatron's whose work the schedule or its passes do: accepted, with a line each.
+"""Settings of Megatron that the schedule or its passes implement: accepted, with a log line each.
 
-Those that would act on layers are switched off in the configs that models are built of.
+Settings that would change layers are switched off in the configs from which models are built.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ def _always(config: PipelineConfig) -> bool:
 
 @dataclass(frozen=True)
 class HandledSetting:
-    """A switch of Megatron's, or a number that is 0 where it is off.
+    """Setting of Megatron, a switch or a number that is 0 when off.
 
-    ``setting`` is its name in arguments and configs, ``text`` what is done in its place, or what
-    of it is left, ``by`` whether our settings do so, ``stays`` whether it stays on.
+    Attributes:
+        setting: its name in arguments and configs.
+        text: what we do instead, or what remains of its effect.
+        by: whether our settings implement it.
+        stays: whether it is left on.
     """
 
     setting: str
@@ -84,8 +87,8 @@ HANDLED_SETTINGS = (
 
 
 def apply_handled_settings(settings: Any, config: PipelineConfig) -> None:
-    """Switch off in ``settings``, Megatron's arguments or a config, what ``config`` does, and say
-    so, once in a process and on global rank 0."""
+    """Switch off in ``settings`` (Megatron's arguments or a config) the settings that ``config``
+    implements, and log each once per process on global rank 0."""
     for entry in HANDLED_SETTINGS:
         if getattr(settings, entry.setting, False) and entry.by(config):
             _tell(f"{entry.setting}: {entry.text}")

@@ -1,7 +1,7 @@
-"""A training step that begins before the last one is validated, and begins again if that was wrong.
+"""Training step that begins before the previous one is validated, and restarts if that one fails.
 
-What its first forward passes have changed is put back: the state of random generators, and the data
-that they have read, which is read again from memory.
+The effects of its first forward passes are undone: random states are restored, and the data read so
+far is read again from memory.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from megatron_ext.schedule.placement import Placement
 def connect_validation(
     pipeline: dist.ProcessGroup, placement: Placement, recorder: Recorder, models: Sequence[Any]
 ) -> None:
-    """Speculate in steps of ``pipeline``, on the optimizer of ``models``, from now on. Collective
-    over it."""
+    """Speculate in steps of ``pipeline``, with the optimizer of ``models``, from now on. Collective
+    over ``pipeline``."""
     messages = ValidationMessages(pipeline, placement, recorder)
     post_validation.connect(messages, functools.partial(SpeculativeOptimizer, models=models))
 
@@ -38,7 +38,8 @@ def connect_validation(
 class SpeculativeStep(Validation):
     """One training step.
 
-    ``iterators`` are those of the rank's chunks; the step reads from `iterators`.
+    ``iterators`` are the data iterators of the rank's chunks; the step reads from the attribute
+    `iterators`.
     """
 
     def __init__(
@@ -75,8 +76,9 @@ class SpeculativeStep(Validation):
     def put_off_scaling(
         self, tokens: torch.Tensor, models: Sequence[Any], groups: Any
     ) -> torch.Tensor | None:
-        """The ``tokens`` to scale gradients by after the passes. None while steps are taken before
-        they are validated: those scale by what the ranks up to this one have counted."""
+        """Return the ``tokens`` by which to scale gradients after the passes. Return None while
+        steps are taken before their validation: those scale by the count of the ranks up to this
+        one."""
         if not self._validation.is_armed:
             return tokens
         self._validation.scale_by_tokens(
@@ -86,7 +88,7 @@ class SpeculativeStep(Validation):
 
 
 class Rereadable:
-    """An iterator that remembers what was read, until it is known whether it is read again."""
+    """Iterator that remembers its items, until it is known whether they are read again."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         self._iterator = iterator
@@ -101,7 +103,7 @@ class Rereadable:
             return self._again.popleft()
         item = next(self._iterator)
         if self._read is not None:
-            self._read.append(copy.copy(item))  # whoever reads it may change its entries
+            self._read.append(copy.copy(item))  # the reader may change its entries
         return item
 
     def commit(self) -> None:
@@ -131,7 +133,8 @@ _RandomStates = tuple[Any, Any, torch.Tensor, torch.Tensor, dict[str, torch.Tens
 
 
 def _random_states() -> _RandomStates:
-    """All that a forward pass may draw from, as Megatron's rerun state machine keeps it."""
+    """Return all random states that a forward pass may use, as Megatron's rerun state machine
+    does."""
     return (
         random.getstate(),
         np.random.get_state(),
@@ -142,7 +145,8 @@ def _random_states() -> _RandomStates:
 
 
 def _value(state: torch.Tensor | torch.Generator) -> torch.Tensor:
-    """A tracked state's numbers. Transformer Engine's tracker has generators, which go on."""
+    """Return a tracked state as a tensor. Transformer Engine's tracker has generators, which
+    advance."""
     return state.get_state() if isinstance(state, torch.Generator) else state
 
 
@@ -156,7 +160,7 @@ def _restore(states: _RandomStates) -> None:
     tracked = tracker.get_states()
     for name, value in of_megatron.items():
         if isinstance(tracked[name], torch.Generator):
-            tracked[name].set_state(value)  # the same generator: others may refer to it
+            tracked[name].set_state(value)  # the same generator object: others may refer to it
         else:
             tracked[name] = value
     tracker.set_states(tracked)
