@@ -1,8 +1,7 @@
-"""Settings of Megatron's that our schedules and settings refuse, a line each: the setting, the
-reason, and what to write instead. `REFUSALS` has them by feature: checks, pages, records and tests
-iterate over that.
+"""Settings of Megatron that our schedules and settings refuse: the setting, the reason, and what to
+write instead. `REFUSALS` groups them by feature; checks, pages, records and tests iterate over it.
 
-The default is to refuse: only what has been made to work together is allowed.
+The default is to refuse: only combinations that have been made to work are allowed.
 """
 
 from __future__ import annotations
@@ -38,11 +37,14 @@ def _loads_or_saves(settings: Any) -> bool:
 
 @dataclass(frozen=True)
 class RefusedSetting:
-    """A setting that does not go with our schedules.
+    """Setting of Megatron that does not work with our schedules.
 
-    ``setting`` is its name in Megatron's arguments and configs, ``unsupported`` tells of a value
-    whether it is refused (it is not called where the setting does not exist), ``instead`` what to
-    write. ``by``: which schedules refuse it. ``matters``: whether it does beside all the others.
+    Attributes:
+        setting: its name in Megatron's arguments and configs.
+        unsupported: tells whether a value is refused; not called if the setting does not exist.
+        instead: what to write instead.
+        by: tells which schedules refuse it.
+        matters: tells whether the setting has an effect, given all the others.
     """
 
     setting: str
@@ -55,7 +57,8 @@ class RefusedSetting:
 def _drop(
     setting: str, why: str = "", by: Callable[[Choice], bool] = _every_schedule
 ) -> RefusedSetting:
-    """The refusal of a switch, whose flag is named as its setting: what to do is to drop it."""
+    """Return the refusal of a switch whose flag has the setting's name: the user should drop the
+    flag."""
     flag = f"--{setting.replace('_', '-')}"
     return RefusedSetting(setting, bool, f"drop {flag}: {why}" if why else f"drop {flag}", by)
 
@@ -585,19 +588,19 @@ POST_VALIDATION_REFUSALS = (
 
 _NO_EXTRAS = Extras()
 
-# Of settings, a choice and its options: the words that request a feature, None if it is absent.
+# Returns the flags that request a feature, None if it is absent: of settings, choice and options.
 Requested = Callable[[Any, Choice, Extras], str | None]
 GRAPHS = f"--cuda-graph-impl {IMPLEMENTATION}"
 
 
 @dataclass(frozen=True)
 class RefusalGroup:
-    """The refusals of one feature.
+    """Refusals of one feature.
 
     Attributes:
         name: the part of docs/compatibility.md that lists them.
-        refusals: a line each.
-        requested: the words that request the feature, with which errors begin.
+        refusals: the refused settings.
+        requested: returns the flags that request the feature, with which errors begin.
         settings, extras: an example of a request.
     """
 
@@ -609,7 +612,7 @@ class RefusalGroup:
 
 
 def _by_option(name: str) -> Requested:
-    """Request by a setting of ours that is an option of the schedule."""
+    """Return the request of a feature that is an option of the schedule among our settings."""
 
     def requested(settings: Any, choice: Choice, extras: Extras) -> str | None:
         value = getattr(extras, name)

@@ -1,12 +1,12 @@
-"""A forward pass of which nothing is kept but what it takes to run it again, and the second run.
+"""Forward pass that saves only what its recompute needs, and the recompute.
 
-The caller's forward_step_func is called once, in F, and R calls the model with what it has called
-it with (`repeatable_call`). Its loss function is called in R alone.
+The caller's forward_step_func is called once, in F. R repeats its call of the model
+(`repeatable_call`), and only R calls the loss function.
 
-The first run is what Megatron's own recompute makes of a forward pass: without gradients, within
-Transformer Engine's context for it, with the random states noted that R starts from. Without
-gradients routers count no tokens and no auxiliary losses, so R does. Where Megatron asks something
-else than whether there are gradients, patches ask `checkpointed_forward`.
+The checkpointed forward runs as in Megatron's own recompute: without gradients, within Transformer
+Engine's context for it, with the random states stored for R. Without gradients routers count no
+tokens and no auxiliary losses, so R does. Where Megatron checks another condition than whether
+gradients are enabled, patches check `checkpointed_forward`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_ext.adapter.step.repeatable_call import ModelCall, RepeatableCall
 
 
 class CheckpointedForward:
-    """Whether a model runs now that will run again on the same input."""
+    """Whether the model now runs a forward pass that will be recomputed."""
 
     def __init__(self) -> None:
         self.is_on = False
@@ -35,14 +35,14 @@ checkpointed_forward = CheckpointedForward()
 
 @dataclass(frozen=True)
 class RecomputeInputs:
-    """The model's call, and the random states then."""
+    """Call of the model to repeat, and the random states at that call."""
 
     call: ModelCall
     random_states: tuple[Any, ...]
 
 
 class CheckpointedCall(RepeatableCall):
-    """A noted call that is a first run."""
+    """Repeatable call whose first run is a checkpointed forward."""
 
     def __init__(self, forward_step_func: Callable[..., Any], is_quantised: bool) -> None:
         super().__init__(forward_step_func, "--pipeline-recompute")
@@ -51,7 +51,7 @@ class CheckpointedCall(RepeatableCall):
 
     @property
     def recompute_inputs(self) -> RecomputeInputs:
-        """After it was called."""
+        """Inputs of the recompute, available after the call."""
         return RecomputeInputs(self.call, self._random_states)
 
     @contextlib.contextmanager
@@ -67,15 +67,15 @@ class CheckpointedCall(RepeatableCall):
 
 @contextlib.contextmanager
 def recomputing(noted: RecomputeInputs, is_quantised: bool) -> Iterator[None]:
-    """Within, random numbers are those of ``noted``; after it, those that they were."""
+    """Context with the random states of ``noted``; the current ones are restored afterwards."""
     with random._fork_rng(), _recompute(is_quantised, again=True):
         random._set_all_rng_states(*noted.random_states)
         yield
 
 
 def _recompute(is_quantised: bool, *, again: bool) -> AbstractContextManager[None]:
-    """Transformer Engine's context for a forward pass that is recomputed: in the first run weights
-    are quantised for the backward pass too."""
+    """Return Transformer Engine's context for a recomputed forward pass: in the first run weights
+    are also quantised for the backward pass."""
     if not is_quantised:
         return contextlib.nullcontext()
     context: AbstractContextManager[None] = random.activation_recompute_forward(

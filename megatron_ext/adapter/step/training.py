@@ -1,7 +1,7 @@
-"""What the steps of one training share, and how one of them runs.
+"""State shared by the steps of one training, and the execution of one of them.
 
-A process may train more than once: it destroys its process groups, makes new ones and begins anew,
-as Megatron's --inprocess-restart does. What belongs to a training ends with its groups.
+A process may train more than once: it destroys its process groups, makes new ones and restarts, as
+Megatron's --inprocess-restart does. The state of a training ends with its groups.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from megatron_ext.schedule.show.program_summary import summarize
 
 
 class PipelineTraining:
-    """The steps of one schedule over one set of process groups."""
+    """Steps of one schedule over one set of process groups."""
 
     def __init__(self, config: PipelineConfig) -> None:
         self._config = config
@@ -74,11 +74,12 @@ class PipelineTraining:
 
     @property
     def is_over(self) -> bool:
-        """Whether the process groups that it began with are gone."""
+        """Whether the process groups of this training are gone."""
         return self._has_ended or self._world is not dist.group.WORLD
 
     def end(self) -> None:
-        """The process groups are gone, or about to go: nothing of this training stays behind."""
+        """Release everything of this training: its process groups are gone, or about to be
+        destroyed."""
         self._has_ended = True
         connections, self._connections = self._connections, None
         if connections is not None:
@@ -87,17 +88,17 @@ class PipelineTraining:
         layer_graphs.forget()
 
     def finish(self, iteration: int) -> None:
-        """Its last iteration was ``iteration``."""
+        """Finish after the last iteration, ``iteration``."""
         for observer in self._observers:
             observer.finish(iteration)
 
     def interrupt(self) -> None:
-        """Between two steps comes something that takes time and belongs to neither."""
+        """Note that other work takes place between two steps and belongs to neither."""
         if self._race is not None:
             self._race.interrupt()
 
     def run(self, call: Call) -> list[Any]:
-        """One step, with the result of Megatron's schedule functions."""
+        """Run one step, with the result of Megatron's schedule functions."""
         if call.forward_only:
             post_validation.commit_or_rollback()
             self.interrupt()
@@ -179,7 +180,7 @@ class PipelineTraining:
         return spans_of(program, call.config, tokens, call.groups.cp.rank())
 
     def _program(self, call: Call, shape: Shape) -> Program:
-        """The program for this step, the same on every rank of the job; cached."""
+        """Return the program of this step, the same on every rank of the job; cached."""
         first_trained = 0
         if not (call.forward_only or self._divides):
             first_trained = self._programs.first_trained(call.pipeline, call.models)
@@ -195,7 +196,7 @@ class PipelineTraining:
             refuse_different_copies(call.pipeline, call.models)
             program = self._programs.make(call.pipeline, *asked)
             self._connections = self._connect(call, program)
-        else:  # ranks may differ, and some not see it
+        else:  # ranks may differ, and not all of them may notice
             with self._connections.heard_if_it_fails("the making of a program", RuntimeError):
                 program = self._programs.make(call.pipeline, *asked)
         if not call.forward_only:
@@ -214,7 +215,8 @@ class PipelineTraining:
     def _heard_if_it_fails(
         self, where: str, kind: type[BaseException] = BaseException
     ) -> AbstractContextManager[None]:
-        """Within, an error of this ``kind`` ends the other ranks too, if they are connected."""
+        """Context in which an error of this ``kind`` ends the other ranks too, if they are
+        connected."""
         if self._connections is None:
             return contextlib.nullcontext()
         return self._connections.heard_if_it_fails(where, kind)
@@ -228,7 +230,7 @@ class PipelineTraining:
             placement, recorder = program.schedule.placement, connections.recorder
             connect_validation(call.pipeline, placement, recorder, call.models)
         connections.watch()
-        if not restarts_in_process():  # else whoever restarts the ranks tells them of a failure
+        if not restarts_in_process():  # otherwise the restarting wrapper reports failures
             connections.listen()
         return connections
 
@@ -268,7 +270,7 @@ def _observers(config: PipelineConfig, programs: Programs) -> list[StepObserver[
 
 @contextlib.contextmanager
 def _timed(config: Any) -> Iterator[None]:
-    """Within, Megatron's own timer of a step runs."""
+    """Context in which Megatron's own timer of a step runs."""
     if config.timers is None:
         yield
         return

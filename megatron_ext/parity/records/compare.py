@@ -1,4 +1,4 @@
-"""Two recordings compared: whether they have the same numbers, and what differs first."""
+"""Comparison of two recordings: whether they have the same numbers, and the first difference."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from megatron_ext.parity.records.recording import (
     name_of,
 )
 
-NORM_ULPS = 8  # by which norms differ whose squares were added in another order
+NORM_ULPS = 8  # difference of norms whose squares were summed in another order
 _STATES = "optimizer.state."
 
 
 class ParityVerdict(enum.StrEnum):
-    """SAME: to the last bit; WITHIN_THE_FLOOR: no more apart than A is from itself."""
+    """Verdict on two runs. SAME: bitwise equal. WITHIN_THE_FLOOR: B differs from A by no more than
+    A from itself."""
 
     SAME = "same"
     WITHIN_THE_FLOOR = "within the floor"
@@ -32,13 +33,14 @@ class ParityVerdict(enum.StrEnum):
 
 @dataclass(frozen=True)
 class First:
-    """The first thing that differs.
+    """First difference between two runs.
 
     Attributes:
-        iteration: after which it does; the one started from where already that differs.
+        iteration: after which they differ; the starting iteration if they start differently.
         what: the loss, the norm or the tensor.
-        ranks: of B that hold the tensor.
-        others: how many other tensors differ then, of how many.
+        ranks: ranks of B that have the tensor.
+        others: number of other tensors that differ then.
+        of: number of all tensors.
     """
 
     iteration: int
@@ -50,24 +52,24 @@ class First:
 
 @dataclass(frozen=True)
 class RunComparison:
-    """B against A, and A against itself.
+    """Comparison of B with A, and of A with itself.
 
     Attributes:
-        verdict: what comes of it.
-        first: the first difference that is more than the floor.
+        verdict: the result.
+        first: the first difference beyond the floor.
         figures: losses and norms.
-        again: those of A against A; None if A was recorded once.
+        again: losses and norms of A compared with A; None if A was recorded once.
         tensors: each tensor of both after the last iteration.
-        floor: the same of A against A.
-        beyond: the tensors that differ by more than the floor, the farthest first.
-        missing: the tensors that only one of them has.
-        copies: the tensors of which ranks of B have copies that differ from one another.
-        norm_alone: only norms differ, as sums do that are added in another order.
+        floor: tensors of A compared with A.
+        beyond: tensors that differ by more than the floor, the largest difference first.
+        missing: tensors that only one of the runs has.
+        copies: tensors whose copies on ranks of B differ from one another.
+        norm_alone: only norms differ, and only as reordered sums do.
         clipping: the value of --clip-grad if such a norm differs in the iteration of the first
-            difference, and gradients are clipped by it.
+            difference and gradients are clipped; else 0.
         settings: arguments in which A and B differ.
-        holders: the ranks of B that hold some of a tensor beyond the floor.
-        start: the iteration that both started from.
+        holders: ranks of B that have a part of a tensor beyond the floor.
+        start: the iteration from which both started.
     """
 
     verdict: ParityVerdict
@@ -87,11 +89,12 @@ class RunComparison:
 
 
 def compare(a: RunRecording, b: RunRecording, again: RunRecording | None = None) -> RunComparison:
-    """``b`` against ``a``; ``again`` is a second recording of ``a``'s line, for the floor.
+    """Compare ``b`` with ``a``; ``again`` is a second recording of ``a``'s command, for the floor.
 
     Raises:
-        ValueError: they cannot be compared, a run's loss or gradients do not move, or not all of a
-            tensor was recorded.
+        ValueError: the runs cannot be compared, a run's loss or gradients do not change, or a
+            tensor
+            was not recorded completely.
     """
     _check(a, b, again)
     found, floor = compare_tensors(a, b), compare_tensors(a, again) if again else {}
@@ -164,7 +167,7 @@ def _verdict(
 def _beyond_the_floor(
     found: Mapping[Tensor, TensorDifference], floor: Mapping[Tensor, TensorDifference]
 ) -> list[Tensor]:
-    """The farthest first."""
+    """Return the tensors beyond the floor, the largest difference first."""
     kinds = {
         kind: usual({t: d for t, d in floor.items() if kind_of(t[0]) == kind})
         for kind in ("parameters", "optimizer states")
@@ -182,7 +185,7 @@ def _floor(floor: Mapping[Tensor, TensorDifference], tensor: Tensor) -> float:
 
 
 def kind_of(name: str) -> str:
-    """What torch_dist calls ``name``, for people."""
+    """Return the kind of the tensor with this ``name`` in torch_dist, as shown to users."""
     return "optimizer states" if name.startswith(_STATES) else "parameters"
 
 
@@ -202,8 +205,8 @@ def _pairs(a: RunRecording, b: RunRecording) -> Iterator[tuple[Iteration, Iterat
 
 
 def _differing(a: Iteration, b: Iteration) -> list[Tensor]:
-    """The tensors of both whose digests differ; those of which either has only a part are left to
-    the comparison of the last state."""
+    """Return the tensors of both whose digests differ. Tensors of which either has only a part are
+    left to the comparison of the last state."""
     different = []
     for tensor in a.tensors.keys() & b.tensors.keys():
         (digest, size), (other, other_size) = (digest_of(x.tensors[tensor]) for x in (a, b))
@@ -213,16 +216,17 @@ def _differing(a: Iteration, b: Iteration) -> list[Tensor]:
 
 
 def _in_order(tensor: Tensor) -> tuple[object, ...]:
-    """By layer, then by name; parameters before the optimizer's."""
+    """Return a sort key: parameters before optimizer states, then by layer and name."""
     name, index = tensor
     return kind_of(name) != "parameters", index, name
 
 
 def _first(a: RunRecording, b: RunRecording, seen: Sequence[ComparedScalar]) -> First:
-    """Return the first difference, if A is the same in each of its runs.
+    """Return the first difference, given that A equals itself.
 
-    A norm whose sum was taken in another order is ignored: some tensor of this iteration, or of a
-    later one, is the difference."""
+    A norm that differs only as a reordered sum is ignored: some tensor of this iteration, or of a
+    later one, is the difference.
+    """
     for one, other in _pairs(a, b):
         for figure in seen:
             if figure.iteration != one.number or one is a.iterations[0]:
@@ -242,14 +246,15 @@ def _first(a: RunRecording, b: RunRecording, seen: Sequence[ComparedScalar]) -> 
 
 
 def _is_reordered_sum(figure: ComparedScalar) -> bool:
-    """Return whether ``figure`` is a norm that differs only as sums added in another order do."""
+    """Return whether ``figure`` is a norm that differs only as a sum in another order would."""
     return bool(figure) and figure.name == NORM and figure.ulps <= NORM_ULPS
 
 
 def _first_with_floor(
     a: RunRecording, beyond: Sequence[ComparedScalar], far: Sequence[Tensor]
 ) -> First:
-    """Where A is never quite the same: the first figure, or the farthest tensor at the end."""
+    """Return the first difference if A differs from itself: the first scalar, or the tensor with
+    the largest difference at the end."""
     others = [figure for figure in beyond if not (far and _is_reordered_sum(figure))]
     if others:
         return First(others[0].iteration, others[0].name)
@@ -258,7 +263,8 @@ def _first_with_floor(
 
 
 def _ranks(a: Copies, b: Copies) -> tuple[int, ...]:
-    """Of B, who hold what differs; all that hold some where A's is divided in another way."""
+    """Return the ranks of B with a differing piece; all ranks with any piece if A is sharded
+    differently."""
     alike = a.keys() == b.keys()
     ranks = {
         rank
@@ -284,7 +290,7 @@ def _holders(run: RunRecording, tensor: Tensor) -> tuple[int, ...]:
 
 
 def _clipping(a: RunRecording, first: First | None, seen: Sequence[ComparedScalar]) -> float:
-    """--clip-grad, where it carries a norm that was added in another order into everything."""
+    """Return --clip-grad if it spreads a norm's reordered sum into all gradients; else 0."""
     threshold = float(a.arguments.get("clip_grad") or 0)
     if first is None or not threshold:
         return 0.0

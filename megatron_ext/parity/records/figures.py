@@ -1,4 +1,4 @@
-"""Losses and gradients' norms of runs, iteration by iteration."""
+"""Losses and gradient norms of runs, iteration by iteration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NORM = "gradient norm"
 
 @dataclass(frozen=True)
 class ComparedScalar:
-    """A loss or norm of one iteration, of both runs. A NaN in both is the same."""
+    """Loss or norm of one iteration in both runs. Two NaNs count as equal."""
 
     iteration: int
     name: str
@@ -24,7 +24,7 @@ class ComparedScalar:
     b: float
 
     def __bool__(self) -> bool:
-        """Whether the runs differ in it."""
+        """Whether the runs differ."""
         return self.a != self.b and not (math.isnan(self.a) and math.isnan(self.b))
 
     @property
@@ -35,7 +35,8 @@ class ComparedScalar:
 
     @property
     def ulps(self) -> int:
-        """In single precision, which Megatron computes them in; at least 1 where they differ."""
+        """Difference in ulps of single precision, in which Megatron computes it; at least 1 if they
+        differ."""
         if not self:
             return 0
         a, b = (np.array([x], np.float32).view(np.int32) for x in (self.a, self.b))
@@ -43,7 +44,7 @@ class ComparedScalar:
 
 
 def figures(a: RunRecording, b: RunRecording) -> list[ComparedScalar]:
-    """The losses and the norm of each iteration, in this order."""
+    """Return the losses and the norm of each iteration, in this order."""
     found: list[ComparedScalar] = []
     for one, other in zip(a.trained, b.trained, strict=True):
         for name in [*one.losses, *(other.losses.keys() - one.losses.keys())]:
@@ -55,7 +56,7 @@ def figures(a: RunRecording, b: RunRecording) -> list[ComparedScalar]:
 
 
 def floor_of(again: Sequence[ComparedScalar]) -> Mapping[str, float]:
-    """By name, the largest relative difference of a run from itself."""
+    """Return the largest relative difference of a run from itself, by name."""
     floor: dict[str, float] = {}
     for figure in again:
         floor[figure.name] = max(floor.get(figure.name, 0.0), figure.relative)
@@ -63,7 +64,7 @@ def floor_of(again: Sequence[ComparedScalar]) -> Mapping[str, float]:
 
 
 def standstill(run: RunRecording) -> str | None:
-    """Why a run proves nothing: its loss or its gradients do not move. None where they do."""
+    """Return why a run proves nothing (its loss or gradients do not change); None if it does."""
     trained = run.trained
     if len(trained) < 2:
         return "one iteration cannot show whether the loss moves: take at least 2"

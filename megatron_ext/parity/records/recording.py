@@ -1,4 +1,4 @@
-"""A recording as it is read again: what all ranks of one run wrote into a folder."""
+"""Recording of a run, read from the folder into which all ranks wrote."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _SUM = 1 << 64  # digests of pieces add up to the tensor's, modulo this
 
 
 def name_of(tensor: Tensor) -> str:
-    """For people: ``decoder.layers.mlp.linear_fc1.weight[3]``."""
+    """Return the readable name: ``decoder.layers.mlp.linear_fc1.weight[3]``."""
     name, index = tensor
     return name + (f"[{','.join(map(str, index))}]" if index else "")
 
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """A piece and where its bytes are: at ``offset`` of ``file``."""
+    """Piece with the place of its bytes: ``offset`` in ``file``."""
 
     piece: Piece
     file: Path
@@ -44,13 +44,13 @@ class StoredPiece:
 
 @dataclass(frozen=True)
 class Iteration:
-    """What the ranks had after an iteration.
+    """State of the ranks after an iteration.
 
     Attributes:
         losses: by their names in Megatron's log.
-        norm: of the gradients; None where it was not computed.
+        norm: of the gradients; None if it was not computed.
         skipped: whether the optimizer took no step.
-        digests: of each piece, by the rank that held it.
+        digests: digest of each piece, by the rank that has it.
     """
 
     number: int
@@ -61,7 +61,7 @@ class Iteration:
 
     @cached_property
     def tensors(self) -> Mapping[Tensor, Copies]:
-        """Each tensor's pieces, by their places, with the ranks that hold them."""
+        """Pieces of each tensor, by their places, with the ranks that have them."""
         tensors: dict[Tensor, dict[Place, list[tuple[int, int]]]] = {}
         for rank, digests in self.digests.items():
             for piece, digest in digests.items():
@@ -72,12 +72,12 @@ class Iteration:
 
 @dataclass(frozen=True)
 class RunRecording:
-    """What all ranks of a run recorded, read from ``folder``.
+    """Recording of all ranks of a run, read from ``folder``.
 
     Attributes:
-        first: the iteration that it started from; 0 without a checkpoint.
+        first: the iteration from which the run started; 0 without a checkpoint.
         arguments: Megatron's, as far as they are plain values.
-        iterations: the state it started from, then each iteration.
+        iterations: the starting state, then each iteration.
         tensors: pieces after the last iteration, each once.
     """
 
@@ -93,10 +93,10 @@ class RunRecording:
         return self.iterations[1:]
 
     def whole(self, tensor: Tensor) -> tuple[str, Bits]:
-        """The type and the bits of a whole tensor.
+        """Return the type and the bits of a whole tensor.
 
         Raises:
-            ValueError: not all of it was recorded.
+            ValueError: the tensor was not recorded completely.
         """
         held = self.tensors[tensor]
         piece = held[0].piece
@@ -127,10 +127,10 @@ def _put(whole: Bits, part: StoredPiece) -> None:
 
 
 def read_recording(folder: Path) -> RunRecording:
-    """What `megatron-ext parity record` wrote into ``folder``.
+    """Read the recording that `megatron-ext parity record` wrote into ``folder``.
 
     Raises:
-        ValueError: there is none, or not all of it.
+        ValueError: there is no recording, or it is incomplete.
     """
     if not lines_file(folder, 0).is_file():
         raise ValueError(
@@ -165,7 +165,8 @@ def _read(file: Path) -> Iterator[dict[str, Any]]:
 def _rank(
     folder: Path, rank: int, about: Mapping[str, Any]
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The lines of its iterations, with pieces for numbers, and the line of its end."""
+    """Return the lines of a rank's iterations, with pieces instead of their numbers, and its last
+    line."""
     file = lines_file(folder, rank)
     pieces: list[Piece] = []
     iterations: list[dict[str, Any]] = []
@@ -199,7 +200,7 @@ def _rank(
 
 
 def _iteration(lines: Sequence[Mapping[str, Any]]) -> Iteration:
-    """Of the same iteration, a line for each rank."""
+    """Merge the lines of all ranks for one iteration."""
     losses: dict[str, float] = {}
     for line in lines:
         losses |= line.get("losses", {})
@@ -228,6 +229,6 @@ def _held(folder: Path, ends: Sequence[Sequence[Any]]) -> dict[Tensor, list[Stor
 
 
 def digest_of(copies: Copies) -> tuple[int, int]:
-    """A tensor's digest from its pieces', and how many elements it is of."""
+    """Return a tensor's digest from its pieces' digests, and the number of elements covered."""
     total = sum(held[0][1] for held in copies.values()) % _SUM
     return total, sum(stop - start for _, _, start, stop in copies)

@@ -1,4 +1,4 @@
-"""A comparison in words and rows."""
+"""Comparison as text and table rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KINDS = ("parameters", "optimizer states")
 
 
 def rows(found: RunComparison) -> list[dict[str, str]]:
-    """What was compared, and by how much it differs."""
+    """Return a table of the compared quantities and their differences."""
     lines = []
     for name, is_norm in (("losses", False), ("gradient norms", True)):
         row = {"": name, "compared": _number(_of(found.figures, is_norm))}
@@ -62,7 +62,7 @@ def _tensors(tensors: Sequence[TensorDifference]) -> str:
 
 
 def tensor_rows(found: RunComparison) -> list[dict[str, str]]:
-    """The tensors that differ by more than the floor, the farthest first."""
+    """Return the tensors that differ by more than the floor, the largest difference first."""
     return [
         {
             "tensor": name_of(tensor),
@@ -92,7 +92,7 @@ def _ulps(apart: TensorDifference) -> str:
 
 
 def verdict(found: RunComparison) -> list[str]:
-    """What comes of it, a sentence a line."""
+    """Return the result, one sentence per line."""
     if found.verdict is ParityVerdict.SAME:
         what = "losses, parameters and optimizer states"
         lines = [f"the same to the last bit: {what}" + _norms_too(found)]
@@ -170,14 +170,14 @@ def _some(tensors: Sequence[Tensor]) -> str:
 
 
 def settings(found: RunComparison) -> str | None:
-    """The arguments in which the lines differ, in a line."""
+    """Return the arguments in which the commands differ, in one line."""
     if not found.settings:
         return None
     return ", ".join(f"{name} ({a} and {b})" for name, (a, b) in found.settings.items())
 
 
 def as_data(found: RunComparison) -> dict[str, Any]:
-    """The comparison for ``--json``."""
+    """Return the comparison for ``--json``."""
     first = found.first
     return {
         "verdict": found.verdict.value,
