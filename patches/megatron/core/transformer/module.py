@@ -1,9 +1,10 @@
-"""A model's config without the settings whose work the schedule does: its layers are built of it.
+"""Removal of the settings that the schedule implements from a model's config, before layers are
+built.
 
-Who builds a model without Megatron's arguments sets them in the config, up to the last moment:
-all modules of a model begin here.
+A caller without Megatron's arguments may set them in the config up to the last moment: all modules
+of a model begin here.
 
-Not patched: the config's own checks, which come before.
+Not patched: the config's own checks, which run earlier.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(ours: PipelineConfig) -> tuple[Patch, ...]:
-    """The patch that takes settings over."""
+    """Return the patch that applies handled settings."""
 
     def without_what_is_ours(original: Callable[..., None], module: Any, config: Any) -> None:
         apply_handled_settings(config, ours)
