@@ -363,7 +363,7 @@ class Programs:
             rank, first = store.compare_set(key, "", f"{here} {digest}").decode().split()
         check_digests(self.choice.spec, {int(rank): first, here: digest})
 
-    def make_again(
+    def rebuild(
         self,
         pipeline: dist.ProcessGroup,
         config: Any,

@@ -124,9 +124,7 @@ class StepProfile(StepObserver[Step]):
             layers = self._layers(own.program, shape, costs)
             self._write(costs, as_data(layers, Machine.of(ranks)))
         try:
-            now = self._programs.make_again(
-                step.pipeline, step.call.config, shape, costs, own.program
-            )
+            now = self._programs.rebuild(step.pipeline, step.call.config, shape, costs, own.program)
         except ValueError as error:
             error.add_note(
                 f"megatron_ext: with the costs that were measured, which are in {self._path}"
