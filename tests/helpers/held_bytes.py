@@ -193,7 +193,7 @@ class _MeasuredExecution:
             [
                 [stage.losses, stage.tokens, [call.random_states for _, call, _ in given_up]]
                 for stage in self.stages.values()
-                for given_up in [stage._given_up.values()]
+                for given_up in [stage._checkpointed.values()]
             ]
         )
 

@@ -144,9 +144,9 @@ def test_nothing_but_its_input_is_kept() -> None:
     x = torch.ones(4, requires_grad=True)
     output = job.stage.forward(0, x)
     assert not output.requires_grad and not job.stage._between
-    assert job.stage._given_up[0][0] is x
+    assert job.stage._checkpointed[0][0] is x
     job.stage.forget()
-    assert not job.stage._given_up
+    assert not job.stage._checkpointed
 
 
 def twice(iterator: Iterator[Tensor], model: Model) -> tuple[Tensor, Any]:

@@ -81,7 +81,7 @@ class ModelStage:
         self._is_quantised = any(getattr(config, name, None) for name in ("fp8", "fp4"))
         self._between: dict[int, tuple[Tensor | None, Tensor]] = {}  # input, output of F or R
         # From F to R: the input, the inputs of the recompute, and the loss's index.
-        self._given_up: dict[int, tuple[Tensor | None, RecomputeInputs, int]] = {}
+        self._checkpointed: dict[int, tuple[Tensor | None, RecomputeInputs, int]] = {}
         self._has_begun = False  # its forward passes of this step
         self.losses: list[Any] = []
         self.tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
@@ -92,7 +92,7 @@ class ModelStage:
         if microbatch in self._recomputed:
             first = CheckpointedCall(run, self._is_quantised)
             output, _ = self._run(first, microbatch, x, [], is_first=is_first, has_loss=False)
-            self._given_up[microbatch] = x, first.recompute_inputs, len(self.losses)
+            self._checkpointed[microbatch] = x, first.recompute_inputs, len(self.losses)
             if self._has_loss:
                 self.losses.append(None)  # R computes it
             return output
@@ -110,7 +110,7 @@ class ModelStage:
         return self.forward(microbatch, x), backward.run()
 
     def recompute(self, microbatch: int) -> None:
-        x, noted, place = self._given_up.pop(microbatch)
+        x, noted, place = self._checkpointed.pop(microbatch)
         losses: list[Any] = []
         with recomputing(noted, self._is_quantised):
             output, tokens = self._run(
@@ -204,7 +204,7 @@ class ModelStage:
     def forget(self) -> None:
         """Discard what F has counted and stored in this step."""
         self._between.clear()
-        self._given_up.clear()
+        self._checkpointed.clear()
         self._has_begun = False
         self.losses.clear()
         self.tokens.zero_()
