@@ -38,7 +38,7 @@ class Fact:
 
 
 @dataclass(frozen=True)
-class Told:
+class RankFacts:
     """Host and facts that a rank has reported."""
 
     host: str
@@ -54,7 +54,7 @@ def agree(
         ValueError: two ranks differ, or a rank has not reported within ``timeout``; raised on every
             rank that calls this.
     """
-    told = json.dumps(asdict(Told(socket.gethostname(), facts)))
+    told = json.dumps(asdict(RankFacts(socket.gethostname(), facts)))
     with losing_the_store("the ranks were telling one another their settings"):
         # A number of its own: the store may have keys of an earlier training.
         number = store.add(f"megatron_ext/agreement/asked by {rank}", 1)
@@ -125,13 +125,13 @@ def _silence(ranks: Sequence[int], timeout: timedelta) -> str:
     )
 
 
-def _told(text: bytes) -> Told:
+def _told(text: bytes) -> RankFacts:
     told = json.loads(text)
     facts = {name: Fact(**fact) for name, fact in told["facts"].items()}
-    return Told(told["host"], facts)
+    return RankFacts(told["host"], facts)
 
 
-def difference(ranks: Sequence[Told]) -> str:
+def difference(ranks: Sequence[RankFacts]) -> str:
     """Return the facts in which ``ranks`` differ, a line for each; "" if they are equal."""
     lines = []
     for name in dict.fromkeys(name for told in ranks for name in told.facts):
@@ -165,7 +165,7 @@ def listed(ranks: Sequence[int]) -> str:
     return f"global rank{'s' * (len(ranks) > 1)} {_some(texts)}"
 
 
-def _hosts(ranks: Sequence[Told], where: Iterable[int]) -> str:
+def _hosts(ranks: Sequence[RankFacts], where: Iterable[int]) -> str:
     return _some([*dict.fromkeys(ranks[rank].host for rank in where)])
 
 
