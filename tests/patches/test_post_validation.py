@@ -226,7 +226,7 @@ def test_the_first_steps_are_stocks_and_arm(loop: Loop, capsys: pytest.CaptureFi
 def test_a_quiet_verdict_keeps_the_step(loop: Loop) -> None:
     armed(loop).step()
     zeroed: list[int] = []
-    post_validation.put_off(lambda: zeroed.append(len(loop.logged)))
+    post_validation.defer(lambda: zeroed.append(len(loop.logged)))
     assert loop.verdict(QUIET)
     assert not post_validation.is_pending
     assert zeroed == [3], "what was put off after the log is done after it"

@@ -111,7 +111,7 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
         ),
         (
             "megatron_ext/adapter/post_validation/step.py",
-            "SpeculativeStep.put_off_scaling",
+            "SpeculativeStep.defer_scaling",
             "int(tokens)",
         ),
         (
@@ -126,7 +126,7 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
         ),
         (
             "patches/megatron/training/training/training_log.py",
-            "PutOffLog.__call__",
+            "DeferredLog.__call__",
             "self._optimizer.get_loss_scale().item()",
         ),
     },

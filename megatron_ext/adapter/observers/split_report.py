@@ -46,19 +46,19 @@ class SplitReport(StepObserver[Step]):
         calls do nothing."""
         if queue.weights is None:
             return
-        put_off, queue.weights = queue.weights | step.split.apart, None
-        lines = gather(step.pipeline, split_report(step.call.models, put_off, step.split.at_once))
+        deferred, queue.weights = queue.weights | step.split.apart, None
+        lines = gather(step.pipeline, split_report(step.call.models, deferred, step.split.at_once))
         for rank, line in enumerate(lines):
             log_single_rank(logger, logging.INFO, f"pipeline rank {rank}: {line}")
         self._is_done = True
 
 
 def split_report(
-    chunks: Sequence[torch.nn.Module], put_off: Collection[Tensor], at_once: Collection[Tensor]
+    chunks: Sequence[torch.nn.Module], deferred: Collection[Tensor], at_once: Collection[Tensor]
 ) -> str:
     """Return one line on the weights of ``chunks``: which of their gradients wait for W.
 
-    Gradients in ``put_off`` wait. Gradients in ``at_once``, those of the output layer, do not.
+    Gradients in ``deferred`` wait. Gradients in ``at_once``, those of the output layer, do not.
 
     A weight's work is counted in its elements: its gradient is a matrix product with two operations
     per element and token, as many as the input's gradient has.
@@ -75,7 +75,7 @@ def split_report(
     split = whole = 0
     reasons: Counter[str] = Counter()
     for name, parameter in (item for chunk in chunks for item in chunk.named_parameters()):
-        if parameter in put_off:
+        if parameter in deferred:
             split += parameter.numel()
         elif not parameter.requires_grad:
             reasons["frozen"] += 1

@@ -61,7 +61,7 @@ class _Pending:
     iteration: int
     optimizer: Any  # Megatron's
     scheduled: RevertibleLrStep | None = None
-    put_off: list[Callable[[Result], None]] = field(default_factory=list)
+    deferred: list[Callable[[Result], None]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class PostValidation:
         self._pending.scheduled = step
         step.take()
 
-    def put_off(self, action: Callable[[], None]) -> None:
+    def defer(self, action: Callable[[], None]) -> None:
         """Defer ``action`` until after the verdict, in the order of these calls and those of
         `log`."""
         self.log(lambda result: action())
@@ -196,7 +196,7 @@ class PostValidation:
     def log(self, deliver: Callable[[Result], None]) -> None:
         """Defer ``deliver`` until after the verdict; it is called with the step's result."""
         assert self._pending is not None
-        self._pending.put_off.append(deliver)
+        self._pending.deferred.append(deliver)
 
     def commit_or_rollback(self) -> None:
         """Wait for the verdict if a step is pending; collective over the pipelines in that case.
@@ -232,7 +232,7 @@ class PostValidation:
         self._remember(result, pending.iteration, pending.optimizer)
         self._is_delivering = True
         try:
-            for action in pending.put_off:
+            for action in pending.deferred:
                 action(result)
         finally:
             self._is_delivering = False

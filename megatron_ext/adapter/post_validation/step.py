@@ -73,7 +73,7 @@ class SpeculativeStep(Validation):
     def abandon(self) -> None:
         self._messages.abandon()
 
-    def put_off_scaling(
+    def defer_scaling(
         self, tokens: torch.Tensor, models: Sequence[Any], groups: Any
     ) -> torch.Tensor | None:
         """Return the ``tokens`` by which to scale gradients after the passes. Return None while

@@ -141,7 +141,7 @@ class PipelineTraining:
             stages = run_passes(step, iterators, others)
             tokens = tokens_of(call, stages)
             if tokens is not None and speculative is not None:
-                tokens = speculative.put_off_scaling(tokens, call.models, call.groups)
+                tokens = speculative.defer_scaling(tokens, call.models, call.groups)
             finalize_gradients(call, tokens)
         for observer in self._observers:
             observer.end(step)

@@ -85,7 +85,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
     )
 
 
-class PutOffLog:
+class DeferredLog:
     """Call of ``original``, training_log, deferred until its step's result is known.
 
     ``report_memory_flag`` is the call's result, or before the call its argument.
@@ -117,7 +117,7 @@ def log_after_the_verdict(original: Callable[..., bool], *args: Any, **kwargs: A
     optimizer = post_validation.pending_optimizer
     if optimizer is None:
         return original(*args, **kwargs)
-    log = PutOffLog(original, optimizer, *args, **kwargs)
+    log = DeferredLog(original, optimizer, *args, **kwargs)
     post_validation.log(log)
     megatron = get_args()
     if is_commit_point(log.iteration, megatron) or microbatches_will_change(megatron):

@@ -45,15 +45,13 @@ def optimizer_patches(post_validation: PostValidation) -> tuple[Patch, ...]:
 
     def zero_grad(stock: Callable[..., None], optimizer: Any, *args: Any, **named: Any) -> None:
         if post_validation.is_pending and not nesting.is_inside:
-            post_validation.put_off(
-                functools.partial(nesting.call, stock, optimizer, *args, **named)
-            )
+            post_validation.defer(functools.partial(nesting.call, stock, optimizer, *args, **named))
         else:
             stock(optimizer, *args, **named)
 
     def zero_grad_buffer(stock: Callable[..., None], model: Any) -> None:
         if post_validation.is_pending:
-            post_validation.put_off(functools.partial(zero_within_a_step, stock, model))
+            post_validation.defer(functools.partial(zero_within_a_step, stock, model))
         else:
             stock(model)
 
