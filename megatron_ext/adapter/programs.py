@@ -343,7 +343,7 @@ class Programs:
         another that will not come. Without a store the ranks of a pipeline compare theirs.
         """
         store = dist.distributed_c10d._get_default_store()
-        spec, shape, *asked, _ = step
+        spec, shape, *request, _ = step
         if not self._has_compared:
             self._has_compared = True
             of_all = enumerate(gather_from_all((shape, digest)))
@@ -354,7 +354,7 @@ class Programs:
             told = zip(ranks, gather(pipeline, digest), strict=True)
             check_digests(self.choice.spec, dict(told))
             return
-        where = "/".join(map(str, [shape, *asked]))
+        where = "/".join(map(str, [shape, *request]))
         if self._config.race is not None:  # a rank with another schedule must not go unnoticed
             where += f"/{spec}"
         key = f"megatron_ext/programs/{self._run}/{self._times_set[shape]}/{where}"

@@ -184,8 +184,8 @@ class PipelineTraining:
         first_trained = 0
         if not (call.forward_only or self._divides):
             first_trained = self._programs.first_trained(call.pipeline, call.models)
-        asked = call.config, shape, call.num_microbatches, call.forward_only, first_trained
-        known = self._programs.known(*asked)
+        request = call.config, shape, call.num_microbatches, call.forward_only, first_trained
+        known = self._programs.known(*request)
         if known is not None:
             return known
         if requests_pairs(call.config) and not call.forward_only:
@@ -194,11 +194,11 @@ class PipelineTraining:
             if self._config.extras.slices.count > 1:
                 refuse_unknown(call.models)
             refuse_different_copies(call.pipeline, call.models)
-            program = self._programs.make(call.pipeline, *asked)
+            program = self._programs.make(call.pipeline, *request)
             self._connections = self._connect(call, program)
         else:  # ranks may differ, and not all of them may notice
             with self._connections.heard_if_it_fails("the making of a program", RuntimeError):
-                program = self._programs.make(call.pipeline, *asked)
+                program = self._programs.make(call.pipeline, *request)
         if not call.forward_only:
             log_single_rank(logger, logging.INFO, summarize(program))
             costs = format_costs(program.problem.costs)

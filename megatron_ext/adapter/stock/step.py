@@ -38,11 +38,11 @@ class StockStep:
     function: Callable[..., Any]
     stock: WatchedStock
 
-    def __call__(self, **asked: Any) -> Any:
+    def __call__(self, **arguments: Any) -> Any:
         """Observe one training step, and return the result of ``function``."""
-        if asked.get("forward_only"):
-            return self.function(**asked)
-        return self.stock.current_training().run(self.function, asked)
+        if arguments.get("forward_only"):
+            return self.function(**arguments)
+        return self.stock.current_training().run(self.function, arguments)
 
     def finish(self, iteration: int) -> None:
         """End the training after ``iteration``."""
@@ -83,18 +83,18 @@ class StockTraining:
         """Whether the process groups of this training are gone."""
         return self._world is not dist.group.WORLD
 
-    def run(self, function: Callable[..., Any], asked: dict[str, Any]) -> Any:
+    def run(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         """Run one training step, and return the result of ``function`` with the arguments
-        ``asked``."""
-        step = self._step(function, asked)
+        ``arguments``."""
+        step = self._step(function, arguments)
         if step is None:
-            return function(**asked)
+            return function(**arguments)
         self._calls += 1
         step.recorder.begin(current_iteration() or self._calls)
         for observer in self._observers:
             observer.begin(step)
         with watching(StockPasses(step.recorder, step.program.schedule.placement)):
-            result = function(**asked)
+            result = function(**arguments)
         for observer in self._observers:
             observer.end(step)
         step.recorder.end()
@@ -107,12 +107,12 @@ class StockTraining:
         for observer in self._observers:
             observer.finish(iteration)
 
-    def _step(self, function: Callable[..., Any], asked: dict[str, Any]) -> ObservedStep | None:
+    def _step(self, function: Callable[..., Any], arguments: dict[str, Any]) -> ObservedStep | None:
         """Return the step to observe; None, with a log line, if it cannot be observed."""
-        model = asked["model"]
+        model = arguments["model"]
         models = model if isinstance(model, list) else [model]
         config = get_model_config(models[0])
-        p2p, groups = asked.get("p2p_communicator"), asked.get("pg_collection")
+        p2p, groups = arguments.get("p2p_communicator"), arguments.get("pg_collection")
         if isinstance(groups, MultiModuleProcessGroupCollection):
             self._say(f"the pipeline holds several models ({type(groups).__name__}), not one")
             return None
@@ -124,7 +124,7 @@ class StockTraining:
             self._say(why)
             return None
         try:
-            program = self._program(function, config, pipeline, models, asked)
+            program = self._program(function, config, pipeline, models, arguments)
         except ValueError as error:  # Megatron may refuse it too; if not, it goes on
             self._say(str(error))
             return None
@@ -140,15 +140,15 @@ class StockTraining:
         config: Any,
         pipeline: dist.ProcessGroup,
         models: list[Any],
-        asked: dict[str, Any],
+        arguments: dict[str, Any],
     ) -> Program:
         """Return the program with Megatron's order. The first call is collective over the world."""
         spec = family_of(function, config, pipeline.size(), len(models))
         if spec not in self._programs:
             self._programs[spec] = Programs(replace(self._config, schedule=spec))
         programs = self._programs[spec]
-        sequence, micro_batch = asked["seq_length"], asked["micro_batch_size"]
-        step = asked["num_microbatches"], False
+        sequence, micro_batch = arguments["seq_length"], arguments["micro_batch_size"]
+        step = arguments["num_microbatches"], False
         programs.agree_on_costs(pipeline, config, models, None, sequence, micro_batch, *step)
         known = programs.known(config, None, *step)
         return known or programs.make(pipeline, config, None, *step)
