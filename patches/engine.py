@@ -55,7 +55,7 @@ class How(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Patch:
-    """Change to one attribute of a module or class. Created by `replace` and `wrap`."""
+    """Change or expectation of one attribute. Created by `replace`, `wrap` and `expect`."""
 
     target: str
     how: How

@@ -226,7 +226,7 @@ def check_trace(args: Any, config: PipelineConfig) -> None:
     """Refuse a trace of iterations that will not run, or in a folder that cannot be created.
 
     Raises:
-        ValueError: the trace is one of these.
+        ValueError: the iterations or the folder are impossible.
     """
     if config.trace is None:
         return
@@ -291,7 +291,8 @@ def _check_profile(args: Any, config: PipelineConfig) -> None:
 
 
 def pad_vocabulary(args: Any) -> None:
-    """Set the vocabulary's padding so that two shards per rank are possible (Yeung et al. 2024).
+    """Set the padding so that the vocabulary is a multiple of 2 x pipeline x tensor parallel ranks
+    (Yeung et al. 2024).
 
     Raises:
         ValueError: the vocabulary cannot be sharded.

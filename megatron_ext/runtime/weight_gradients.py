@@ -73,7 +73,7 @@ class WeightGradients:
 
     Attributes:
         splitting: tells layers, in the forward pass, that a W pass will follow.
-        at_once: weights whose gradients are not deferred all the same.
+        at_once: weights whose gradients are nevertheless not deferred.
         w_is_next: whether the rank computes nothing between the running I and its W.
         weights: collects the weights whose gradients are deferred, unless it is None.
         is_lent: tells whether a tensor's memory is overwritten soon after I, as that of CUDA graphs

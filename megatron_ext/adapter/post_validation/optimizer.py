@@ -298,8 +298,8 @@ nesting = Nesting()
 
 
 def zero_within_a_step(stock: Callable[..., None], model: Any) -> None:
-    """Run ``model.zero_grad_buffer()`` within a step that holds reductions back, and keep them
-    back.
+    """Run ``model.zero_grad_buffer()`` within a step that holds reductions back, without releasing
+    them.
 
     Megatron's own leaves each bucket group ready to reduce, as it is only called between steps. It
     does not change what forward hooks have noted of gathered parameters.

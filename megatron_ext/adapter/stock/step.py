@@ -84,8 +84,7 @@ class StockTraining:
         return self._world is not dist.group.WORLD
 
     def run(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-        """Run one training step, and return the result of ``function`` with the arguments
-        ``arguments``."""
+        """Run one training step, and return the result of ``function`` with these ``arguments``."""
         step = self._step(function, arguments)
         if step is None:
             return function(**arguments)
