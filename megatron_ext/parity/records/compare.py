@@ -18,7 +18,7 @@ from megatron_ext.parity.records.recording import (
     name_of,
 )
 
-NORM_ULPS = 8  # difference of norms whose squares were summed in another order
+NORM_ULPS = 8  # most ulps between norms whose squares were summed in another order
 _STATES = "optimizer.state."
 
 

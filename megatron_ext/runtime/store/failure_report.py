@@ -44,7 +44,7 @@ class FailureReport:
         """Start to poll. ``hear`` is called once with another rank's report, in a thread."""
         self._hear = hear
         self._thread = threading.Thread(
-            target=self._run, name="megatron_ext last words", daemon=True
+            target=self._run, name="megatron_ext failure report", daemon=True
         )
         self._thread.start()
         # A thread that is in torch when the interpreter goes would take the process down with it.
