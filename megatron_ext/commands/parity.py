@@ -17,11 +17,18 @@ from megatron_ext.commands.output import fail, print_table
 from megatron_ext.commands.progress import showing_progress
 from megatron_ext.launch import RecordingRequest, launch
 from megatron_ext.launch_check.chosen_plan import choose_plan
-from megatron_ext.parity.lines import RunCommand, as_stock, quiet, read_line, record_here, recorded
 from megatron_ext.parity.records import report
 from megatron_ext.parity.records.compare import ParityVerdict, RunComparison, compare
 from megatron_ext.parity.records.recording import read_recording
 from megatron_ext.parity.records.writing import already_there, lines_file
+from megatron_ext.parity.run_command import (
+    RunCommand,
+    as_stock,
+    quiet,
+    read_run_command,
+    record_here,
+    recorded,
+)
 from megatron_ext.parity.runs import check_comparable, run_both
 from megatron_ext.written_settings import given_beside
 
@@ -92,7 +99,7 @@ def record(
     srun python -m megatron_ext parity record DIR -- pretrain_gpt.py ARGS.
     """
     try:
-        line = read_line(context.args)
+        line = read_run_command(context.args)
         argv = record_here(line)
         if argv is None and lines_file(folder, 0).exists():
             raise ValueError(already_there(folder))
@@ -131,8 +138,8 @@ def _two_lines(words: Sequence[str]) -> tuple[RunCommand, RunCommand, bool]:
         )
     if count:
         at = list(words).index("--")
-        return read_line(words[:at]), read_line(words[at + 1 :]), False
-    b = read_line(words)
+        return read_run_command(words[:at]), read_run_command(words[at + 1 :]), False
+    b = read_run_command(words)
     a = as_stock(b)
     if a == b and not given_beside({}, os.environ)[0]:
         raise ValueError(

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.config import PipelineConfig, variable
-from megatron_ext.parity.lines import RunCommand, recorded, saving
 from megatron_ext.parity.records.comparable import refusal
+from megatron_ext.parity.run_command import RunCommand, recorded, saving
 from megatron_ext.schedule.words import bytes_text, counted
 
 _LATEST = "latest_checkpointed_iteration.txt"

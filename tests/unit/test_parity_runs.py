@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from megatron_ext.cli import app
 from megatron_ext.parity import runs
-from megatron_ext.parity.lines import RunCommand
+from megatron_ext.parity.run_command import RunCommand
 from tests.helpers.recordings import Course, write
 
 OURS = ["torchrun", "p.py", "--pipeline-schedule", "zb-h1"]

@@ -55,7 +55,7 @@ class RunCommand:
         return found
 
 
-def read_line(words: Sequence[str]) -> RunCommand:
+def read_run_command(words: Sequence[str]) -> RunCommand:
     """Parse ``words`` as a launch command, in the forms that `megatron-ext doctor` accepts.
 
     Raises:
@@ -69,7 +69,7 @@ def read_line(words: Sequence[str]) -> RunCommand:
                     f"({sorted(set(word) & set(_SHELL))}): put megatron-ext parity record DIR -- "
                     f"before the launcher inside it, then megatron-ext parity compare"
                 )
-            return replace(read_line(shlex.split(word)), shell=tuple(words[:place]))
+            return replace(read_run_command(shlex.split(word)), shell=tuple(words[:place]))
     return _taken_apart(words, read_launch(words))
 
 
