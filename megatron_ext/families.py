@@ -1,5 +1,5 @@
-"""What a schedule family of your own imports (docs/your-own-schedule.md): one place that stays,
-however the files behind it move."""
+"""Stable imports for a schedule family of your own (docs/your-own-schedule.md), wherever the files
+behind it move."""
 
 from __future__ import annotations
 

@@ -142,14 +142,14 @@ FAULTS = (
     # ---- What runs on a rank
     Fault(
         "a-send-that-nobody-waits-for",
-        f"{RUNTIME}/handover.py",
+        f"{RUNTIME}/stage_io.py",
         "self._transport.wait_sent(action._replace(kind=Kind.SEND_F))",
         "pass",
         ("tests/pipeline/test_executor.py",),
     ),
     Fault(
         "gradient-of-another-microbatch",
-        f"{RUNTIME}/handover.py",
+        f"{RUNTIME}/stage_io.py",
         "self._transport.send(action, self.gradients[action.stage, action.microbatch])",
         "self._transport.send(action, next(iter(self.gradients.values())))",
         ("tests/pipeline/test_executor.py",),

@@ -218,9 +218,9 @@ def ours(
         if validation is not None:
             validation.optimizer_step()
 
-    def settle() -> None:
+    def commit_or_rollback() -> None:
         assert validation is not None
-        validation.settle()
+        validation.commit_or_rollback()
 
     name = f"megatron-ext {spec}" + f", vocabulary {extras.vocab_parallel}" * divides
     name += f", offload {extras.activation_offload}" * (
@@ -234,7 +234,9 @@ def ours(
     )
     if not extras.post_validation:
         return contender
-    return replace(contender, settle=settle, ideal_after_bad=ideal_after_bad(program))
+    return replace(
+        contender, commit_or_rollback=commit_or_rollback, ideal_after_bad=ideal_after_bad(program)
+    )
 
 
 def torchs(ranks: int, microbatches: int, costs: str) -> Iterator[Contender]:

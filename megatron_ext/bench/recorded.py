@@ -21,8 +21,8 @@ def recorded(contender: Contender) -> tuple[Run, ...]:
     dist.barrier()
     contender.step()
     recorder.end()
-    if contender.settle is not None:
-        contender.settle()
+    if contender.commit_or_rollback is not None:
+        contender.commit_or_rollback()
     rows: list[list[Event]] = [[] for _ in range(dist.get_world_size())]
     # Of one machine, whose processes have one clock.
     dist.all_gather_object(rows, recording.read()[0])

@@ -13,7 +13,7 @@ from megatron_ext.bench.runs import (
     DEFAULT_SCHEDULES,
     STEPS,
     STEPS_IN_A_ROW,
-    Measured,
+    BenchResult,
     Setting,
     draw_report,
     measure,
@@ -139,7 +139,7 @@ def bench(
         typer.echo(f"not to be believed: {doubt}")
 
 
-def _bench_row(row: Measured) -> dict[str, Any]:
+def _bench_row(row: BenchResult) -> dict[str, Any]:
     return {
         "": row.name,
         "ideal": row.ideal,

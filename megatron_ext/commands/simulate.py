@@ -28,7 +28,7 @@ from megatron_ext.commands.output import command_line, fail, print_table
 from megatron_ext.commands.progress import showing_progress
 from megatron_ext.schedule.build.auto_spec import auto_searches
 from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.exchange import Exchange, exchange
+from megatron_ext.schedule.build.exchange import AttentionExchange, exchange
 from megatron_ext.schedule.build.overlap import what_overlapping_gains
 from megatron_ext.schedule.build.registry import Choice, choose, with_option
 from megatron_ext.schedule.build.report import ScheduleReport, report
@@ -456,11 +456,11 @@ def _varied(varied: Spread | None) -> dict[str, Any]:
     return {} if varied is None else {"noise": asdict(varied)}
 
 
-def _exchanged(evened: Exchange | None) -> dict[str, Any]:
+def _exchanged(evened: AttentionExchange | None) -> dict[str, Any]:
     return {} if evened is None else {"exchange": asdict(evened)}
 
 
-def _of_exchange(evened: Exchange | None) -> dict[str, Any]:
+def _of_exchange(evened: AttentionExchange | None) -> dict[str, Any]:
     """Return the printed rows of ``evened``, by name; none if it is None."""
     if evened is None:
         return {}

@@ -26,13 +26,13 @@ def choose_plan(argv: Sequence[str], config: PipelineConfig, world_size: int) ->
         RuntimeError: the rank that chooses has failed otherwise, or died.
     """
     from megatron_ext.launch_check.planner.launch_choice import choose_for  # torch and Megatron
-    from megatron_ext.runtime.store.once_for_all import once_for_all
+    from megatron_ext.runtime.store.leader import run_on_leader
 
     choose = partial(choose_for, argv, config, world_size)
     store = _agents_store(f"{argv} {config} {world_size}")
     if store is None:
         return choose()
-    return once_for_all(store, int(os.environ["RANK"]), "the choice of a schedule", choose)
+    return run_on_leader(store, int(os.environ["RANK"]), "the choice of a schedule", choose)
 
 
 def _agents_store(asked: str) -> dist.Store | None:

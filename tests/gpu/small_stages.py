@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ext.runtime.executor import execute
-from megatron_ext.runtime.handover import Messages
 from megatron_ext.runtime.host.offload import ActivationOffload
 from megatron_ext.runtime.messages.batched import BatchedTransport, PipelineGroup
 from megatron_ext.runtime.messages.channels import Channels
 from megatron_ext.runtime.messages.transport import Boundary, Transport
 from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.stage_io import Messages
 from megatron_ext.schedule.action import Action, Pair
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.registry import choose

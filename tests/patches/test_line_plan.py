@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 from megatron_ext.adapter.arguments import problems
 from megatron_ext.adapter.dimensions import execution
-from megatron_ext.adapter.pairs.asked import FLAG
+from megatron_ext.adapter.pairs.overlap_setting import FLAG
 from megatron_ext.adapter.slices.lengths import lengths_in
 from megatron_ext.cli import app
 from megatron_ext.config import PipelineConfig

@@ -17,12 +17,12 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 from megatron_ext.adapter import compatibility
 from megatron_ext.adapter.compatibility import refuse
-from megatron_ext.adapter.refusals import REFUSALS, Refusal, RefusalGroup
+from megatron_ext.adapter.refusals import REFUSALS, RefusalGroup, RefusedSetting
 from megatron_ext.adapter.untried import UNTRIED
 from tests.behaviour import refusals as behaviour
 
 
-def who(refusal: Refusal) -> str:
+def who(refusal: RefusedSetting) -> str:
     choices = {choose(name) for name in entries()}
     refusing = {choice for choice in choices if refusal.by(choice)}
     if refusing == choices:
@@ -73,7 +73,7 @@ VALUES = (2, "local", "full_iteration", "full", "transformer_engine", "delayed",
 LISTS = (["moe"], ["global_aux_loss"])
 
 
-def refused(refusal: Refusal, group: RefusalGroup) -> None:
+def refused(refusal: RefusedSetting, group: RefusalGroup) -> None:
     """Check that what ``group`` requests refuses the setting of ``refusal``, under a schedule that
     does not refuse the setting by itself."""
     beside = next(given for given in BESIDE if refusal.matters(SimpleNamespace(**given)))
@@ -105,7 +105,7 @@ def _text(settings: dict[str, object], choice: Choice, group: RefusalGroup) -> s
     return None
 
 
-def _is_unsupported(refusal: Refusal, value: object) -> bool:
+def _is_unsupported(refusal: RefusedSetting, value: object) -> bool:
     try:
         return refusal.unsupported(value)
     except TypeError:  # a word where a number is meant
@@ -123,7 +123,9 @@ def _is_unsupported(refusal: Refusal, value: object) -> bool:
     ],
     ids=lambda given: getattr(given, "name", getattr(given, "setting", None)),
 )
-def test_what_is_refused_says_what_to_write_instead(group: RefusalGroup, refusal: Refusal) -> None:
+def test_what_is_refused_says_what_to_write_instead(
+    group: RefusalGroup, refusal: RefusedSetting
+) -> None:
     refused(refusal, group)
 
 
@@ -138,7 +140,7 @@ def test_a_new_refusal_is_picked_up_by_checks_page_and_records(
 ) -> None:
     """A refusal is declared in one file; the other is the page that is written from it. It touched
     four, and a new feature with refusals six."""
-    dummy = Refusal("dummy_setting", bool, "drop --dummy-setting")
+    dummy = RefusedSetting("dummy_setting", bool, "drop --dummy-setting")
     slices = next(group for group in REFUSALS if group.name == "slices refusals")
     more = replace(slices, refusals=(*slices.refusals, dummy))
     alone = RefusalGroup("dummies", (dummy,), lambda settings, choice, extras: "--dummy-feature")

@@ -45,7 +45,7 @@ pytestmark = pytest.mark.real_time
 
 RANKS = 3
 HERE = "here it is"
-NOTE = r"\[.*\d\d:\d\d:\d\d\]"  # whereabouts
+NOTE = r"\[.*\d\d:\d\d:\d\d\]"  # rank_identity
 
 
 def nothing() -> None:

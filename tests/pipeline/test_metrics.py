@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_ext.adapter.observers.metrics import _Log
 from megatron_ext.logger import logger
-from megatron_ext.runtime.measure.exchange import Exchange
+from megatron_ext.runtime.measure.exchange import AsyncAllGather
 from megatron_ext.runtime.measure.step_sums import StepSums
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.schedule.build.registry import choose
@@ -192,7 +192,7 @@ def exchanged(rank: int) -> tuple[float, bool, list[list[float]]]:
     if rank == 1:
         time.sleep(SLEEP)
     begin = time.perf_counter()
-    exchange = Exchange(world(), [float(rank), 2.0**52 + rank], None)
+    exchange = AsyncAllGather(world(), [float(rank), 2.0**52 + rank], None)
     seconds, has_come = time.perf_counter() - begin, exchange.has_come()
     exchange.wait()
     assert exchange.has_come()

@@ -58,7 +58,7 @@ def check_course(pipeline: Pipeline, course: Course) -> None:
         if last is not None:
             assert last.losses == reference.losses[step], f"step {step}"
         validation.optimizer_step()
-    validation.settle()
+    validation.commit_or_rollback()
     assert validation.states == [states[validation.position] for states in reference.states]
     bad = {**course.clips, **course.overflows}
     assert validation.taken_back == [s for s in sorted(bad) if validation.position < bad[s]]

@@ -63,10 +63,10 @@ class Faulty(StepAtOnce):
         super().optimizer_step()
         self.get_to(AFTER_STATE)
 
-    def settle(self) -> bool:
+    def commit_or_rollback(self) -> bool:
         if self.messages.is_pending:
             self.get_to(SETTLE)
-        return super().settle()
+        return super().commit_or_rollback()
 
     def redo(self, state: PartialState) -> None:
         self.get_to(REDO)

@@ -28,7 +28,7 @@ from megatron_ext.runtime.measure import profile
 from megatron_ext.runtime.measure.message_time import message_seconds
 from megatron_ext.runtime.measure.profile import STEPS
 from megatron_ext.runtime.recording import HostClock
-from megatron_ext.runtime.store import once_for_all
+from megatron_ext.runtime.store import leader
 from megatron_ext.schedule.action import Kind, parse
 from megatron_ext.schedule.build.output_layer import place_output_layer
 from megatron_ext.schedule.build.registry import choose
@@ -326,7 +326,7 @@ def test_a_shape_that_another_pipeline_meets_first_is_estimated_by_itself(
     """In the first step a pipeline with longer sequences took global rank 0's costs for its own.
     And rank 0, which writes the file, did not know by what costs were estimated elsewhere, so that
     the file had none by type of layer."""
-    monkeypatch.setattr(once_for_all, "AHEAD_SECONDS", 0.1)
+    monkeypatch.setattr(leader, "AHEAD_SECONDS", 0.1)
     estimate = {length: uniform(choose("1f1b").place(1), length, 1, 1) for length in (8, 16)}
 
     def on_rank(rank: int) -> tuple[dict[Any, Costs], dict[Any, Any]]:

@@ -33,7 +33,7 @@ from megatron_ext.schedule.program.graph import channels  # noqa: E402
 from megatron_ext.schedule.program.simulate import simulate  # noqa: E402
 from megatron_ext.schedule.program.verify import Program  # noqa: E402
 from megatron_ext.schedule.show.trace import beside  # noqa: E402
-from megatron_ext.schedule.timeline import Event, Reduction, Timeline  # noqa: E402
+from megatron_ext.schedule.timeline import Event, GradientReduction, Timeline  # noqa: E402
 from tests.helpers.ranks import run_ranks, values  # noqa: E402
 from tests.helpers.stages import CPU, Pipeline, program_for, world  # noqa: E402
 
@@ -170,7 +170,7 @@ def test_clocks_that_differ(ahead: float) -> None:
     assert first[0] == Offset(0.0, 0.0)
 
 
-def recorded_reductions(rank: int) -> list[Reduction]:
+def recorded_reductions(rank: int) -> list[GradientReduction]:
     """Rank 1 comes late. Of two reductions one tells when it is done, and one does not."""
     recording = Recording(rank, HostClock())
     tensor = torch.ones(8)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from megatron_ext.adapter.pairs.asked import FLAG
+from megatron_ext.adapter.pairs.overlap_setting import FLAG
 from megatron_ext.launch_check.planner.alternatives.changed import Changed
 from megatron_ext.launch_check.planner.alternatives.first_answer import first_answer, whole_plan
 from megatron_ext.launch_check.planner.alternatives.less_memory import what_would_fit

@@ -1,1 +1,1 @@
-"""What the ranks of a run recorded, and how two recordings differ."""
+"""Recordings of the ranks of a run, and the differences of two recordings."""

@@ -1,4 +1,4 @@
-"""Whether two runs can be compared at all: the same model, data and course of training."""
+"""Check that two runs can be compared: the same model, data and course of training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_ext.written_settings import add_flags
 
-# What must be the same, by what it is. Names are those of Megatron's arguments.
+# Megatron's arguments that must be the same, by subject.
 MUST_AGREE: Mapping[str, tuple[str, ...]] = {
     "model": (
         "num_layers",
@@ -66,20 +66,20 @@ MUST_AGREE: Mapping[str, tuple[str, ...]] = {
 _DROPOUT = ("hidden_dropout", "attention_dropout")
 _SLICES = ("pipeline_slices", "pipeline_slice_lengths")
 
-# Of a hybrid model's layers, and by "|" of where stages end, which is not the model's.
+# Symbols of a hybrid model's layers; "|" separates stages, which may differ.
 _PATTERNS = {"hybrid_layer_pattern", "hybrid_override_pattern"}
 
 
 def refusal(a: Mapping[str, Any], b: Mapping[str, Any], words: str) -> str | None:
-    """Why runs with the arguments ``a`` and ``b`` cannot be compared; None where they can.
+    """Return why runs with the arguments ``a`` and ``b`` cannot be compared; None if they can.
 
-    ``words`` says whose they are.
+    ``words`` names the two runs.
     """
     return _other_trainings(a, b, words) or _other_draws(a, b, words)
 
 
 def _other_draws(a: Mapping[str, Any], b: Mapping[str, Any], words: str) -> str | None:
-    """Dropout draws slice by slice."""
+    """Return why dropout would differ: random numbers are drawn slice by slice."""
     cuts = [_cut_as(arguments) for arguments in (a, b)]
     draws = any(arguments.get(name) for name in _DROPOUT for arguments in (a, b))
     if cuts[0] == cuts[1] or not draws:
@@ -122,7 +122,7 @@ def _without_ends(name: str, arguments: Mapping[str, Any]) -> Any:
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """All other arguments in which the runs differ, by their flags."""
+    """Return all other arguments in which the runs differ, by their flags."""
     must = {name for names in MUST_AGREE.values() for name in names} - _PATTERNS
     a, b = {**_OURS, **a}, {**_OURS, **b}
     return {
@@ -132,11 +132,11 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[A
     }
 
 
-# Stock has no flags of ours: they are as if not given.
+# Megatron's own runs have none of our flags: defaults apply.
 _OURS = vars(add_flags(argparse.ArgumentParser(add_help=False)).parse_args([]))
 
 
-# What differs between two runs of one line, or follows from what is listed.
+# Arguments that differ between two runs of one command, or follow from others.
 _INCIDENTAL = {
     "load",
     "save",

@@ -1,4 +1,4 @@
-"""Two recordings compared: whether they have the same numbers, and what differs first."""
+"""Comparison of two recordings: whether they have the same numbers, and the first difference."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_ext.parity.records.comparable import differences, refusal
-from megatron_ext.parity.records.figures import NORM, Figure, figures, floor_of, standstill
+from megatron_ext.parity.records.figures import NORM, ComparedScalar, figures, floor_of, standstill
 from megatron_ext.parity.records.floor import TensorDifference, compare_tensors, exceeds, usual
 from megatron_ext.parity.records.recording import (
     Copies,
     Iteration,
-    Recording,
+    RunRecording,
     Tensor,
     digest_of,
     name_of,
 )
 
-NORM_ULPS = 8  # by which norms differ whose squares were added in another order
+NORM_ULPS = 8  # most ulps between norms whose squares were summed in another order
 _STATES = "optimizer.state."
 
 
-class Verdict(enum.StrEnum):
-    """SAME: to the last bit; WITHIN_THE_FLOOR: no more apart than A is from itself."""
+class ParityVerdict(enum.StrEnum):
+    """Verdict on two runs. SAME: bitwise equal. WITHIN_THE_FLOOR: B differs from A by no more than
+    A from itself."""
 
     SAME = "same"
     WITHIN_THE_FLOOR = "within the floor"
@@ -32,13 +33,14 @@ class Verdict(enum.StrEnum):
 
 @dataclass(frozen=True)
 class First:
-    """The first thing that differs.
+    """First difference between two runs.
 
     Attributes:
-        iteration: after which it does; the one started from where already that differs.
+        iteration: after which they differ; the starting iteration if they start differently.
         what: the loss, the norm or the tensor.
-        ranks: of B that hold the tensor.
-        others: how many other tensors differ then, of how many.
+        ranks: ranks of B that have the tensor.
+        others: number of other tensors that differ then.
+        of: number of all tensors.
     """
 
     iteration: int
@@ -49,31 +51,31 @@ class First:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """B against A, and A against itself.
+class RunComparison:
+    """Comparison of B with A, and of A with itself.
 
     Attributes:
-        verdict: what comes of it.
-        first: the first difference that is more than the floor.
+        verdict: the result.
+        first: the first difference beyond the floor.
         figures: losses and norms.
-        again: those of A against A; None if A was recorded once.
+        again: losses and norms of A compared with A; None if A was recorded once.
         tensors: each tensor of both after the last iteration.
-        floor: the same of A against A.
-        beyond: the tensors that differ by more than the floor, the farthest first.
-        missing: the tensors that only one of them has.
-        copies: the tensors of which ranks of B have copies that differ from one another.
-        norm_alone: only norms differ, as sums do that are added in another order.
+        floor: tensors of A compared with A.
+        beyond: tensors that differ by more than the floor, the largest difference first.
+        missing: tensors that only one of the runs has.
+        copies: tensors whose copies on ranks of B differ from one another.
+        norm_alone: only norms differ, and only as reordered sums do.
         clipping: the value of --clip-grad if such a norm differs in the iteration of the first
-            difference, and gradients are clipped by it.
+            difference and gradients are clipped; else 0.
         settings: arguments in which A and B differ.
-        holders: the ranks of B that hold some of a tensor beyond the floor.
-        start: the iteration that both started from.
+        holders: ranks of B that have a part of a tensor beyond the floor.
+        start: the iteration from which both started.
     """
 
-    verdict: Verdict
+    verdict: ParityVerdict
     first: First | None
-    figures: Sequence[Figure]
-    again: Sequence[Figure] | None
+    figures: Sequence[ComparedScalar]
+    again: Sequence[ComparedScalar] | None
     tensors: Mapping[Tensor, TensorDifference]
     floor: Mapping[Tensor, TensorDifference]
     beyond: Sequence[Tensor]
@@ -86,12 +88,13 @@ class Comparison:
     start: int
 
 
-def compare(a: Recording, b: Recording, again: Recording | None = None) -> Comparison:
-    """``b`` against ``a``; ``again`` is a second recording of ``a``'s line, for the floor.
+def compare(a: RunRecording, b: RunRecording, again: RunRecording | None = None) -> RunComparison:
+    """Compare ``b`` with ``a``; ``again`` is a second recording of ``a``'s command, for the floor.
 
     Raises:
-        ValueError: they cannot be compared, a run's loss or gradients do not move, or not all of a
-            tensor was recorded.
+        ValueError: the runs cannot be compared, a run's loss or gradients do not change, or a
+            tensor
+            was not recorded completely.
     """
     _check(a, b, again)
     found, floor = compare_tensors(a, b), compare_tensors(a, again) if again else {}
@@ -115,7 +118,7 @@ def compare(a: Recording, b: Recording, again: Recording | None = None) -> Compa
     if (figures_beyond or differs_in_tensors) and not norm_alone:
         first = _first_with_floor(a, figures_beyond, far) if is_noisy else _first(a, b, seen)
     verdict = _verdict(seen, found, bool(figures_beyond or differs_in_tensors) and not norm_alone)
-    return Comparison(
+    return RunComparison(
         verdict=verdict,
         first=first,
         figures=seen,
@@ -133,7 +136,7 @@ def compare(a: Recording, b: Recording, again: Recording | None = None) -> Compa
     )
 
 
-def _check(a: Recording, b: Recording, again: Recording | None) -> None:
+def _check(a: RunRecording, b: RunRecording, again: RunRecording | None) -> None:
     for other in (b, again):
         if other is None:
             continue
@@ -153,18 +156,18 @@ def _check(a: Recording, b: Recording, again: Recording | None) -> None:
 
 
 def _verdict(
-    seen: Sequence[Figure], found: Mapping[Tensor, TensorDifference], differs: bool
-) -> Verdict:
+    seen: Sequence[ComparedScalar], found: Mapping[Tensor, TensorDifference], differs: bool
+) -> ParityVerdict:
     if differs:
-        return Verdict.DIFFER
+        return ParityVerdict.DIFFER
     losses = any(figure for figure in seen if figure.name != NORM)
-    return Verdict.WITHIN_THE_FLOOR if losses or any(found.values()) else Verdict.SAME
+    return ParityVerdict.WITHIN_THE_FLOOR if losses or any(found.values()) else ParityVerdict.SAME
 
 
 def _beyond_the_floor(
     found: Mapping[Tensor, TensorDifference], floor: Mapping[Tensor, TensorDifference]
 ) -> list[Tensor]:
-    """The farthest first."""
+    """Return the tensors beyond the floor, the largest difference first."""
     kinds = {
         kind: usual({t: d for t, d in floor.items() if kind_of(t[0]) == kind})
         for kind in ("parameters", "optimizer states")
@@ -182,11 +185,13 @@ def _floor(floor: Mapping[Tensor, TensorDifference], tensor: Tensor) -> float:
 
 
 def kind_of(name: str) -> str:
-    """What torch_dist calls ``name``, for people."""
+    """Return the kind of the tensor with this ``name`` in torch_dist, as shown to users."""
     return "optimizer states" if name.startswith(_STATES) else "parameters"
 
 
-def _figures_beyond(seen: Sequence[Figure], again: Sequence[Figure]) -> list[Figure]:
+def _figures_beyond(
+    seen: Sequence[ComparedScalar], again: Sequence[ComparedScalar]
+) -> list[ComparedScalar]:
     floor = floor_of(again)
     return (
         [figure for figure in seen if figure and exceeds(figure.relative, floor[figure.name], 0.0)]
@@ -195,13 +200,13 @@ def _figures_beyond(seen: Sequence[Figure], again: Sequence[Figure]) -> list[Fig
     )
 
 
-def _pairs(a: Recording, b: Recording) -> Iterator[tuple[Iteration, Iteration]]:
+def _pairs(a: RunRecording, b: RunRecording) -> Iterator[tuple[Iteration, Iteration]]:
     return zip(a.iterations, b.iterations, strict=True)
 
 
 def _differing(a: Iteration, b: Iteration) -> list[Tensor]:
-    """The tensors of both whose digests differ; those of which either has only a part are left to
-    the comparison of the last state."""
+    """Return the tensors of both whose digests differ. Tensors of which either has only a part are
+    left to the comparison of the last state."""
     different = []
     for tensor in a.tensors.keys() & b.tensors.keys():
         (digest, size), (other, other_size) = (digest_of(x.tensors[tensor]) for x in (a, b))
@@ -211,16 +216,17 @@ def _differing(a: Iteration, b: Iteration) -> list[Tensor]:
 
 
 def _in_order(tensor: Tensor) -> tuple[object, ...]:
-    """By layer, then by name; parameters before the optimizer's."""
+    """Return a sort key: parameters before optimizer states, then by layer and name."""
     name, index = tensor
     return kind_of(name) != "parameters", index, name
 
 
-def _first(a: Recording, b: Recording, seen: Sequence[Figure]) -> First:
-    """Return the first difference, if A is the same in each of its runs.
+def _first(a: RunRecording, b: RunRecording, seen: Sequence[ComparedScalar]) -> First:
+    """Return the first difference, given that A equals itself.
 
-    A norm whose sum was taken in another order is ignored: some tensor of this iteration, or of a
-    later one, is the difference."""
+    A norm that differs only as a reordered sum is ignored: some tensor of this iteration, or of a
+    later one, is the difference.
+    """
     for one, other in _pairs(a, b):
         for figure in seen:
             if figure.iteration != one.number or one is a.iterations[0]:
@@ -239,13 +245,16 @@ def _first(a: Recording, b: Recording, seen: Sequence[Figure]) -> First:
     return First(a.trained[-1].number, "the tensors after the last iteration")
 
 
-def _is_reordered_sum(figure: Figure) -> bool:
-    """Return whether ``figure`` is a norm that differs only as sums added in another order do."""
+def _is_reordered_sum(figure: ComparedScalar) -> bool:
+    """Return whether ``figure`` is a norm that differs only as a sum in another order would."""
     return bool(figure) and figure.name == NORM and figure.ulps <= NORM_ULPS
 
 
-def _first_with_floor(a: Recording, beyond: Sequence[Figure], far: Sequence[Tensor]) -> First:
-    """Where A is never quite the same: the first figure, or the farthest tensor at the end."""
+def _first_with_floor(
+    a: RunRecording, beyond: Sequence[ComparedScalar], far: Sequence[Tensor]
+) -> First:
+    """Return the first difference if A differs from itself: the first scalar, or the tensor with
+    the largest difference at the end."""
     others = [figure for figure in beyond if not (far and _is_reordered_sum(figure))]
     if others:
         return First(others[0].iteration, others[0].name)
@@ -254,7 +263,8 @@ def _first_with_floor(a: Recording, beyond: Sequence[Figure], far: Sequence[Tens
 
 
 def _ranks(a: Copies, b: Copies) -> tuple[int, ...]:
-    """Of B, who hold what differs; all that hold some where A's is divided in another way."""
+    """Return the ranks of B with a differing piece; all ranks with any piece if A is sharded
+    differently."""
     alike = a.keys() == b.keys()
     ranks = {
         rank
@@ -265,7 +275,7 @@ def _ranks(a: Copies, b: Copies) -> tuple[int, ...]:
     return tuple(sorted(ranks))
 
 
-def _unequal_copies(run: Recording) -> set[Tensor]:
+def _unequal_copies(run: RunRecording) -> set[Tensor]:
     return {
         tensor
         for iteration in run.iterations
@@ -274,13 +284,13 @@ def _unequal_copies(run: Recording) -> set[Tensor]:
     }
 
 
-def _holders(run: Recording, tensor: Tensor) -> tuple[int, ...]:
+def _holders(run: RunRecording, tensor: Tensor) -> tuple[int, ...]:
     copies = run.iterations[-1].tensors.get(tensor, {})
     return tuple(sorted({rank for held in copies.values() for rank, _ in held}))
 
 
-def _clipping(a: Recording, first: First | None, seen: Sequence[Figure]) -> float:
-    """--clip-grad, where it carries a norm that was added in another order into everything."""
+def _clipping(a: RunRecording, first: First | None, seen: Sequence[ComparedScalar]) -> float:
+    """Return --clip-grad if it spreads a norm's reordered sum into all gradients; else 0."""
     threshold = float(a.arguments.get("clip_grad") or 0)
     if first is None or not threshold:
         return 0.0

@@ -1,4 +1,4 @@
-"""Losses and gradients' norms of runs, iteration by iteration."""
+"""Losses and gradient norms of runs, iteration by iteration."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_ext.parity.records.recording import Recording
+from megatron_ext.parity.records.recording import RunRecording
 from megatron_ext.parity.records.ulps import difference
 
 NORM = "gradient norm"
 
 
 @dataclass(frozen=True)
-class Figure:
-    """A loss or norm of one iteration, of both runs. A NaN in both is the same."""
+class ComparedScalar:
+    """Loss or norm of one iteration in both runs. Two NaNs count as equal."""
 
     iteration: int
     name: str
@@ -24,7 +24,7 @@ class Figure:
     b: float
 
     def __bool__(self) -> bool:
-        """Whether the runs differ in it."""
+        """Whether the runs differ."""
         return self.a != self.b and not (math.isnan(self.a) and math.isnan(self.b))
 
     @property
@@ -35,35 +35,36 @@ class Figure:
 
     @property
     def ulps(self) -> int:
-        """In single precision, which Megatron computes them in; at least 1 where they differ."""
+        """Difference in ulps of single precision, in which Megatron computes it; at least 1 if they
+        differ."""
         if not self:
             return 0
         a, b = (np.array([x], np.float32).view(np.int32) for x in (self.a, self.b))
         return max(1, difference(a, b, "float32").ulps)
 
 
-def figures(a: Recording, b: Recording) -> list[Figure]:
-    """The losses and the norm of each iteration, in this order."""
-    found: list[Figure] = []
+def figures(a: RunRecording, b: RunRecording) -> list[ComparedScalar]:
+    """Return the losses and the norm of each iteration, in this order."""
+    found: list[ComparedScalar] = []
     for one, other in zip(a.trained, b.trained, strict=True):
         for name in [*one.losses, *(other.losses.keys() - one.losses.keys())]:
             values = (one.losses.get(name, math.nan), other.losses.get(name, math.nan))
-            found.append(Figure(one.number, name, *values))
+            found.append(ComparedScalar(one.number, name, *values))
         norms = [math.nan if x.norm is None else x.norm for x in (one, other)]
-        found.append(Figure(one.number, NORM, *norms))
+        found.append(ComparedScalar(one.number, NORM, *norms))
     return found
 
 
-def floor_of(again: Sequence[Figure]) -> Mapping[str, float]:
-    """By name, the largest relative difference of a run from itself."""
+def floor_of(again: Sequence[ComparedScalar]) -> Mapping[str, float]:
+    """Return the largest relative difference of a run from itself, by name."""
     floor: dict[str, float] = {}
     for figure in again:
         floor[figure.name] = max(floor.get(figure.name, 0.0), figure.relative)
     return floor
 
 
-def standstill(run: Recording) -> str | None:
-    """Why a run proves nothing: its loss or its gradients do not move. None where they do."""
+def standstill(run: RunRecording) -> str | None:
+    """Return why a run proves nothing (its loss or gradients do not change); None if it does."""
     trained = run.trained
     if len(trained) < 2:
         return "one iteration cannot show whether the loss moves: take at least 2"

@@ -1,9 +1,9 @@
-"""What a run differs by from itself, and what is more than that.
+"""Floor of a comparison: the difference of a run from itself, and differences beyond it.
 
-Kernels on a GPU may add in another order each time. How far a tensor then gets from itself is
-measured once, and a second measurement would be near it but not the same; so twice of it still
-counts as the floor. A tensor may by chance have none in one pair of runs: then the median tensor's
-counts.
+Kernels on a GPU may sum in a different order each time. The difference of a tensor from itself is
+measured once, and a second measurement would be close but not equal, so up to twice the floor still
+counts as within it. A tensor may by chance be equal in one pair of runs: then the median tensor's
+floor applies.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from megatron_ext.parity.records.recording import Recording, Tensor
+from megatron_ext.parity.records.recording import RunRecording, Tensor
 from megatron_ext.parity.records.ulps import Difference, difference
 
 _CHANCE = 2.0  # two pairs of runs of one line differ by no more than this factor
@@ -21,11 +21,11 @@ _CHANCE = 2.0  # two pairs of runs of one line differ by no more than this facto
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """How a tensor of two runs differs.
+    """Difference of a tensor between two runs.
 
     Attributes:
-        found: between the runs; None where types or shapes are not the same.
-        why: what is not the same then.
+        found: the difference; None if types or shapes differ.
+        why: how they differ in that case.
     """
 
     found: Difference | None
@@ -40,17 +40,17 @@ class TensorDifference:
 
 
 def exceeds(found: float, floor: float, usual: float) -> bool:
-    """Whether a relative difference is more than the ``floor`` of what differs, where ``usual`` is
-    the floor of others of its kind. NaN is more than anything."""
+    """Whether a relative difference exceeds the ``floor`` of its tensor, or ``usual``, the floor of
+    others of its kind. NaN exceeds everything."""
     return not found <= _CHANCE * max(floor, usual)
 
 
-def compare_tensors(a: Recording, b: Recording) -> dict[Tensor, TensorDifference]:
-    """Each tensor that both have after the last iteration, compared."""
+def compare_tensors(a: RunRecording, b: RunRecording) -> dict[Tensor, TensorDifference]:
+    """Compare each tensor that both runs have after the last iteration."""
     return {tensor: _compare(a, b, tensor) for tensor in a.tensors if tensor in b.tensors}
 
 
-def _compare(a: Recording, b: Recording, tensor: Tensor) -> TensorDifference:
+def _compare(a: RunRecording, b: RunRecording, tensor: Tensor) -> TensorDifference:
     dtype, bits = a.whole(tensor)
     other_dtype, other = b.whole(tensor)
     if dtype != other_dtype:
@@ -61,5 +61,5 @@ def _compare(a: Recording, b: Recording, tensor: Tensor) -> TensorDifference:
 
 
 def usual(differences: Mapping[Tensor, TensorDifference]) -> float:
-    """The median of relative differences; 0 where there is nothing to compare."""
+    """Return the median of relative differences; 0 if there is nothing to compare."""
     return median([d.relative for d in differences.values()] or [0.0])

@@ -1,4 +1,4 @@
-"""A part of a tensor that a rank holds, named as in Megatron's format torch_dist."""
+"""Part of a tensor on a rank, named as in Megatron's format torch_dist."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-# How the bits of torch's types lie in a file. numpy has no bfloat16 and no 8-bit floats.
+# numpy types that store the bits of torch's types: numpy has no bfloat16 and no 8-bit floats.
 STORED_AS: Mapping[str, str] = {
     "float64": "i8",
     "float32": "i4",
@@ -30,17 +30,18 @@ Place = tuple[tuple[int, ...], tuple[int, ...], int, int]  # offset, shape, star
 
 @dataclass(frozen=True)
 class Piece:
-    """What a rank holds of a tensor.
+    """Part of a tensor on a rank.
 
     Attributes:
-        name: of the tensor in torch_dist. Layers that are alike have one name there.
-        index: which layer, or layer and expert, where they have one name.
+        name: of the tensor in torch_dist, where equal layers share one name.
+        index: number of the layer, or layer and expert, if they share a name.
         whole: the shape of the whole tensor.
-        offset, shape: where in it the rank's shard lies, and the shard's shape.
-        start, stop: the elements of the flattened shard that are here. A distributed optimizer
-            divides them over data-parallel ranks.
-        dtype: torch's name of it.
-        is_copy: another rank's is the one that torch_dist saves.
+        offset, shape: offset of the rank's shard in it, and the shard's shape.
+        start, stop: elements of the flattened shard on this rank. A distributed optimizer splits
+            the
+            shard over data-parallel ranks.
+        dtype: torch's name of the type.
+        is_copy: whether torch_dist saves another rank's copy.
     """
 
     name: str
@@ -55,7 +56,7 @@ class Piece:
 
     @property
     def place(self) -> Place:
-        """Where in the tensor it lies; copies have the same."""
+        """Place in the tensor; copies have the same."""
         return self.offset, self.shape, self.start, self.stop
 
     @property

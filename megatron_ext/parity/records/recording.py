@@ -1,4 +1,4 @@
-"""A recording as it is read again: what all ranks of one run wrote into a folder."""
+"""Recording of a run, read from the folder into which all ranks wrote."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _SUM = 1 << 64  # digests of pieces add up to the tensor's, modulo this
 
 
 def name_of(tensor: Tensor) -> str:
-    """For people: ``decoder.layers.mlp.linear_fc1.weight[3]``."""
+    """Return the readable name: ``decoder.layers.mlp.linear_fc1.weight[3]``."""
     name, index = tensor
     return name + (f"[{','.join(map(str, index))}]" if index else "")
 
 
 @dataclass(frozen=True)
-class Held:
-    """A piece and where its bytes are: at ``offset`` of ``file``."""
+class StoredPiece:
+    """Piece with the place of its bytes: ``offset`` in ``file``."""
 
     piece: Piece
     file: Path
@@ -44,13 +44,13 @@ class Held:
 
 @dataclass(frozen=True)
 class Iteration:
-    """What the ranks had after an iteration.
+    """State of the ranks after an iteration.
 
     Attributes:
         losses: by their names in Megatron's log.
-        norm: of the gradients; None where it was not computed.
+        norm: of the gradients; None if it was not computed.
         skipped: whether the optimizer took no step.
-        digests: of each piece, by the rank that held it.
+        digests: digest of each piece, by the rank that has it.
     """
 
     number: int
@@ -61,7 +61,7 @@ class Iteration:
 
     @cached_property
     def tensors(self) -> Mapping[Tensor, Copies]:
-        """Each tensor's pieces, by their places, with the ranks that hold them."""
+        """Pieces of each tensor, by their places, with the ranks that have them."""
         tensors: dict[Tensor, dict[Place, list[tuple[int, int]]]] = {}
         for rank, digests in self.digests.items():
             for piece, digest in digests.items():
@@ -71,13 +71,13 @@ class Iteration:
 
 
 @dataclass(frozen=True)
-class Recording:
-    """What all ranks of a run recorded, read from ``folder``.
+class RunRecording:
+    """Recording of all ranks of a run, read from ``folder``.
 
     Attributes:
-        first: the iteration that it started from; 0 without a checkpoint.
+        first: the iteration from which the run started; 0 without a checkpoint.
         arguments: Megatron's, as far as they are plain values.
-        iterations: the state it started from, then each iteration.
+        iterations: the starting state, then each iteration.
         tensors: pieces after the last iteration, each once.
     """
 
@@ -86,17 +86,17 @@ class Recording:
     first: int
     arguments: Mapping[str, Any]
     iterations: Sequence[Iteration]
-    tensors: Mapping[Tensor, Sequence[Held]] = field(repr=False)
+    tensors: Mapping[Tensor, Sequence[StoredPiece]] = field(repr=False)
 
     @property
     def trained(self) -> Sequence[Iteration]:
         return self.iterations[1:]
 
     def whole(self, tensor: Tensor) -> tuple[str, Bits]:
-        """The type and the bits of a whole tensor.
+        """Return the type and the bits of a whole tensor.
 
         Raises:
-            ValueError: not all of it was recorded.
+            ValueError: the tensor was not recorded completely.
         """
         held = self.tensors[tensor]
         piece = held[0].piece
@@ -113,7 +113,7 @@ class Recording:
         return piece.dtype, bits
 
 
-def _put(whole: Bits, part: Held) -> None:
+def _put(whole: Bits, part: StoredPiece) -> None:
     piece = part.piece
     where = tuple(
         slice(first, first + size) for first, size in zip(piece.offset, piece.shape, strict=True)
@@ -126,11 +126,11 @@ def _put(whole: Bits, part: Held) -> None:
     whole[where] = shard.reshape(piece.shape)
 
 
-def read_recording(folder: Path) -> Recording:
-    """What `megatron-ext parity record` wrote into ``folder``.
+def read_recording(folder: Path) -> RunRecording:
+    """Read the recording that `megatron-ext parity record` wrote into ``folder``.
 
     Raises:
-        ValueError: there is none, or not all of it.
+        ValueError: there is no recording, or it is incomplete.
     """
     if not lines_file(folder, 0).is_file():
         raise ValueError(
@@ -144,7 +144,7 @@ def read_recording(folder: Path) -> Recording:
         )
     ranks = [_rank(folder, rank, about) for rank in range(about["world_size"])]
     ends = [end["tensors"] for _, end in ranks]
-    return Recording(
+    return RunRecording(
         folder,
         about["world_size"],
         about["first"],
@@ -165,7 +165,8 @@ def _read(file: Path) -> Iterator[dict[str, Any]]:
 def _rank(
     folder: Path, rank: int, about: Mapping[str, Any]
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The lines of its iterations, with pieces for numbers, and the line of its end."""
+    """Return the lines of a rank's iterations, with pieces instead of their numbers, and its last
+    line."""
     file = lines_file(folder, rank)
     pieces: list[Piece] = []
     iterations: list[dict[str, Any]] = []
@@ -199,7 +200,7 @@ def _rank(
 
 
 def _iteration(lines: Sequence[Mapping[str, Any]]) -> Iteration:
-    """Of the same iteration, a line for each rank."""
+    """Merge the lines of all ranks for one iteration."""
     losses: dict[str, float] = {}
     for line in lines:
         losses |= line.get("losses", {})
@@ -213,8 +214,8 @@ def _iteration(lines: Sequence[Mapping[str, Any]]) -> Iteration:
     )
 
 
-def _held(folder: Path, ends: Sequence[Sequence[Any]]) -> dict[Tensor, list[Held]]:
-    tensors: dict[Tensor, list[Held]] = {}
+def _held(folder: Path, ends: Sequence[Sequence[Any]]) -> dict[Tensor, list[StoredPiece]]:
+    tensors: dict[Tensor, list[StoredPiece]] = {}
     places = set()
     for rank, written in enumerate(ends):
         file = bytes_file(folder, rank)
@@ -223,11 +224,11 @@ def _held(folder: Path, ends: Sequence[Sequence[Any]]) -> dict[Tensor, list[Held
             tensor = piece.name, piece.index
             if (tensor, piece.place) not in places:
                 places.add((tensor, piece.place))
-                tensors.setdefault(tensor, []).append(Held(piece, file, offset))
+                tensors.setdefault(tensor, []).append(StoredPiece(piece, file, offset))
     return tensors
 
 
 def digest_of(copies: Copies) -> tuple[int, int]:
-    """A tensor's digest from its pieces', and how many elements it is of."""
+    """Return a tensor's digest from its pieces' digests, and the number of elements covered."""
     total = sum(held[0][1] for held in copies.values()) % _SUM
     return total, sum(stop - start for _, _, start, stop in copies)

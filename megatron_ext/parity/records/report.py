@@ -1,4 +1,4 @@
-"""A comparison in words and rows."""
+"""Comparison as text and table rows."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_ext.parity.records.compare import Comparison, Verdict, kind_of
-from megatron_ext.parity.records.figures import NORM, Figure
+from megatron_ext.parity.records.compare import ParityVerdict, RunComparison, kind_of
+from megatron_ext.parity.records.figures import NORM, ComparedScalar
 from megatron_ext.parity.records.floor import TensorDifference
 from megatron_ext.parity.records.recording import Tensor, name_of
 from megatron_ext.schedule.words import counted
@@ -16,8 +16,8 @@ SHOWN = 10  # tensors, of those that differ
 _KINDS = ("parameters", "optimizer states")
 
 
-def rows(found: Comparison) -> list[dict[str, str]]:
-    """What was compared, and by how much it differs."""
+def rows(found: RunComparison) -> list[dict[str, str]]:
+    """Return a table of the compared quantities and their differences."""
     lines = []
     for name, is_norm in (("losses", False), ("gradient norms", True)):
         row = {"": name, "compared": _number(_of(found.figures, is_norm))}
@@ -33,7 +33,7 @@ def rows(found: Comparison) -> list[dict[str, str]]:
     return lines
 
 
-def _of(figures: Sequence[Figure], is_norm: bool) -> list[Figure]:
+def _of(figures: Sequence[ComparedScalar], is_norm: bool) -> list[ComparedScalar]:
     return [figure for figure in figures if (figure.name == NORM) == is_norm]
 
 
@@ -41,11 +41,11 @@ def _of_kind(tensors: Mapping[Tensor, TensorDifference], kind: str) -> list[Tens
     return [apart for (name, _), apart in tensors.items() if kind_of(name) == kind]
 
 
-def _number(figures: Sequence[Figure]) -> str:
+def _number(figures: Sequence[ComparedScalar]) -> str:
     return counted(len({figure.iteration for figure in figures}), "iteration")
 
 
-def _figures(figures: Sequence[Figure]) -> str:
+def _figures(figures: Sequence[ComparedScalar]) -> str:
     different = [figure for figure in figures if figure]
     if not different:
         return "the same"
@@ -61,8 +61,8 @@ def _tensors(tensors: Sequence[TensorDifference]) -> str:
     return f"{len(different)} of {len(tensors)} differ, by up to {counted(ulps, 'ulp')}"
 
 
-def tensor_rows(found: Comparison) -> list[dict[str, str]]:
-    """The tensors that differ by more than the floor, the farthest first."""
+def tensor_rows(found: RunComparison) -> list[dict[str, str]]:
+    """Return the tensors that differ by more than the floor, the largest difference first."""
     return [
         {
             "tensor": name_of(tensor),
@@ -76,7 +76,7 @@ def tensor_rows(found: Comparison) -> list[dict[str, str]]:
     ]
 
 
-def _floor(found: Comparison, tensor: Tensor) -> str:
+def _floor(found: RunComparison, tensor: Tensor) -> str:
     return f"{found.floor[tensor].relative:.2g}" if tensor in found.floor else ""
 
 
@@ -91,12 +91,12 @@ def _ulps(apart: TensorDifference) -> str:
     return "" if apart.found is None else str(apart.found.ulps)
 
 
-def verdict(found: Comparison) -> list[str]:
-    """What comes of it, a sentence a line."""
-    if found.verdict is Verdict.SAME:
+def verdict(found: RunComparison) -> list[str]:
+    """Return the result, one sentence per line."""
+    if found.verdict is ParityVerdict.SAME:
         what = "losses, parameters and optimizer states"
         lines = [f"the same to the last bit: {what}" + _norms_too(found)]
-    elif found.verdict is Verdict.WITHIN_THE_FLOOR:
+    elif found.verdict is ParityVerdict.WITHIN_THE_FLOOR:
         lines = ["within the floor: B differs from A by no more than A differs from itself"]
     else:
         lines = ["different: B differs from A by more than A differs from itself"]
@@ -111,7 +111,7 @@ def verdict(found: Comparison) -> list[str]:
     lines.append(
         "gradients are not compared one by one: their norm is, and what the optimizer made of them"
     )
-    if found.again is None and found.verdict is not Verdict.SAME:
+    if found.again is None and found.verdict is not ParityVerdict.SAME:
         lines.append(
             "what A differs by from itself is not known: record its line once more, and give that "
             "with --again DIR"
@@ -119,11 +119,11 @@ def verdict(found: Comparison) -> list[str]:
     return lines
 
 
-def _norms_too(found: Comparison) -> str:
+def _norms_too(found: RunComparison) -> str:
     return "" if found.norm_alone else ", and gradient norms"
 
 
-def _differences(found: Comparison) -> list[str]:
+def _differences(found: RunComparison) -> list[str]:
     lines = []
     if found.first is not None:
         lines.append(f"first difference: {_first(found)}")
@@ -148,7 +148,7 @@ def _differences(found: Comparison) -> list[str]:
     return lines
 
 
-def _first(found: Comparison) -> str:
+def _first(found: RunComparison) -> str:
     first = found.first
     assert first is not None
     text = f"iteration {first.iteration}, {first.what}"
@@ -169,15 +169,15 @@ def _some(tensors: Sequence[Tensor]) -> str:
     return ", ".join(names) + (" and others" if len(tensors) > len(names) else "")
 
 
-def settings(found: Comparison) -> str | None:
-    """The arguments in which the lines differ, in a line."""
+def settings(found: RunComparison) -> str | None:
+    """Return the arguments in which the commands differ, in one line."""
     if not found.settings:
         return None
     return ", ".join(f"{name} ({a} and {b})" for name, (a, b) in found.settings.items())
 
 
-def as_data(found: Comparison) -> dict[str, Any]:
-    """The comparison for ``--json``."""
+def as_data(found: RunComparison) -> dict[str, Any]:
+    """Return the comparison for ``--json``."""
     first = found.first
     return {
         "verdict": found.verdict.value,
@@ -197,12 +197,12 @@ def as_data(found: Comparison) -> dict[str, Any]:
     }
 
 
-def _figure(figure: Figure) -> dict[str, Any]:
+def _figure(figure: ComparedScalar) -> dict[str, Any]:
     values = {"a": _finite(figure.a), "b": _finite(figure.b), "ulps": figure.ulps}
     return {"iteration": figure.iteration, "name": figure.name, **values}
 
 
-def _tensor(found: Comparison, tensor: Tensor) -> dict[str, Any]:
+def _tensor(found: RunComparison, tensor: Tensor) -> dict[str, Any]:
     apart = found.tensors[tensor]
     data: dict[str, Any] = {"tensor": name_of(tensor), "relative": _finite(apart.relative)}
     if apart.found is None:

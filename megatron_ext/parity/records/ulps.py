@@ -1,7 +1,7 @@
-"""How far two tensors are from one another, in units in the last place (ulps).
+"""Distance of two tensors, in units in the last place (ulps).
 
-One ulp is the step to the next number that the type has. Zeros of either sign are no ulp apart,
-though their bits differ; integers are apart by their difference.
+One ulp is the step to the next number of the type. Zeros of either sign are 0 ulps apart, though
+their bits differ; the distance of integers is their difference.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ _INFINITY = {
 
 @dataclass(frozen=True)
 class Difference:
-    """Between two tensors of one type and shape.
+    """Difference of two tensors of one type and shape.
 
     Attributes:
-        elements: how many there are.
-        differ: how many differ in their bits.
-        ulps: the largest distance, of elements that are numbers in both.
-        nans: how many are a number in only one of them.
-        relative: the norm of what they differ by, as a share of the first one's norm. NaN if either
-            has elements that are no finite numbers and that differ.
+        elements: number of elements.
+        differ: number of elements whose bits differ.
+        ulps: the largest distance between elements that are numbers in both.
+        nans: number of elements that are a number in only one tensor.
+        relative: the norm of the difference, as a share of the first tensor's norm. NaN if
+            non-finite
+            elements differ.
     """
 
     elements: int
@@ -47,7 +48,8 @@ class Difference:
 
 
 def difference(a: Bits, b: Bits, dtype: str) -> Difference:
-    """Between ``a`` and ``b``, the bits of two tensors of ``dtype`` (torch's name of it)."""
+    """Return the difference of ``a`` and ``b``, the bits of two tensors of ``dtype`` (torch's
+    name)."""
     assert a.shape == b.shape and a.dtype == b.dtype == np.dtype(STORED_AS[dtype])
     a, b = a.reshape(-1), b.reshape(-1)
     differ = ulps = nans = 0
@@ -78,7 +80,7 @@ def _share(distance: float, norm: float) -> float:
 
 
 def as_numbers(bits: Bits, dtype: str) -> np.ndarray:
-    """The numbers that ``bits`` are, in double precision."""
+    """Return the numbers with these ``bits``, in double precision."""
     if dtype == "bfloat16":
         wide = bits.view(np.uint16).astype(np.uint32) << 16
         return wide.view(np.float32).astype(np.float64)
@@ -97,7 +99,7 @@ def _largest_distance(a: Bits, b: Bits, dtype: str) -> int:
 
 
 def _ordered(bits: Bits, dtype: str) -> np.ndarray:
-    """64-bit integers in the order of the numbers, a step apart where these are neighbours."""
+    """Return 64-bit integers in the order of the numbers; neighbouring numbers are 1 apart."""
     if dtype in ("uint8", "bool"):
         bits = bits.view(np.uint8)
     wide = bits.astype(np.int64)

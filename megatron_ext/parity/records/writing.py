@@ -1,8 +1,8 @@
-"""A rank's part of a recording, while it is written.
+"""Writer of a rank's part of a recording.
 
-``rank-00000.jsonl`` has a line for what the run is, for the pieces of tensors that the rank holds,
-for each iteration, and for the end; a run that is cut off leaves those before. ``rank-00000.bin``
-has the bytes of the pieces after the last iteration.
+``rank-00000.jsonl`` has a line about the run, lines for the pieces of tensors on the rank, a line
+for each iteration, and one for the end; an interrupted run leaves the lines so far.
+``rank-00000.bin`` has the bytes of the pieces after the last iteration.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def bytes_file(folder: Path, rank: int) -> Path:
 
 
 class RankWriter:
-    """Writes what one rank records into ``folder``.
+    """Writes the recording of one rank into ``folder``.
 
     Raises:
         ValueError: the rank has recorded there before, or the folder cannot be written to.
@@ -55,7 +55,7 @@ class RankWriter:
     def iteration(
         self, iteration: int, figures: Mapping[str, Any], digests: Mapping[Piece, int]
     ) -> None:
-        """Write ``figures`` of an iteration, and digests of what the rank holds after it."""
+        """Write ``figures`` of an iteration, and the digests of the rank's pieces after it."""
         new = [piece for piece in digests if piece not in self._numbers]
         if new:
             self._numbers |= {p: n for n, p in enumerate(new, len(self._numbers))}
@@ -64,7 +64,7 @@ class RankWriter:
         self._write({"iteration": iteration, **figures, "digests": numbered})
 
     def end(self, tensors: Iterator[tuple[Piece, memoryview]]) -> None:
-        """Write the bytes of the pieces after the last iteration, and that this is the end."""
+        """Write the bytes of the pieces after the last iteration, and the last line."""
         written: list[Any] = []
         at = 0
         try:

@@ -28,7 +28,7 @@ _KEYS = 3  # as wide as keys and values: these; these, and their gradients
 
 
 @dataclass(frozen=True)
-class Exchange:
+class AttentionExchange:
     """Best case of an exchange, and the amount that it sends.
 
     Attributes:
@@ -47,7 +47,7 @@ class Exchange:
     seconds: float | None
 
 
-def exchange(choice: Choice, problem: Problem, group: int) -> Exchange:
+def exchange(choice: Choice, problem: Problem, group: int) -> AttentionExchange:
     """Return the exchange of ``choice``, whose slices are of one length.
 
     Args:
@@ -76,7 +76,7 @@ def exchange(choice: Choice, problem: Problem, group: int) -> Exchange:
     seconds = None
     if costs.slices.keys_values and costs.links.message_bytes:
         seconds = max(sent) / costs.links.message_bytes * (costs.links.hop - costs.links.latency)
-    return Exchange(
+    return AttentionExchange(
         simulate(program, evened).makespan, sent, bool(costs.slices.keys_values), seconds
     )
 

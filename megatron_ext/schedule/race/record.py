@@ -16,7 +16,7 @@ _VERSION = 1
 
 
 @dataclass(frozen=True)
-class Figures:
+class RaceFigures:
     """Measured bubble and peak memory of a schedule, and the predicted ones.
 
     Attributes:
@@ -34,7 +34,7 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Record:
+class RaceRecord:
     """All that the next start needs to know.
 
     Attributes:
@@ -46,17 +46,17 @@ class Record:
 
     subject: Mapping[str, str]
     rounds: list[Round] = field(default_factory=list)
-    figures: Mapping[str, Figures] = field(default_factory=dict)
+    figures: Mapping[str, RaceFigures] = field(default_factory=dict)
     winner: str | None = None
 
 
-def save_record(record: Record, path: Path) -> None:
+def save_record(record: RaceRecord, path: Path) -> None:
     """Write ``record`` to ``path``, whole or not at all. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text_file(path, json.dumps({"version": _VERSION, **asdict(record)}, indent=2) + "\n")
 
 
-def load_record(path: Path) -> Record:
+def load_record(path: Path) -> RaceRecord:
     """The record at ``path``.
 
     Raises:
@@ -67,8 +67,10 @@ def load_record(path: Path) -> Record:
         data = parse_json(text)
         if data.pop("version") != _VERSION:
             raise ValueError("it is of another version of megatron_ext")
-        data["figures"] = {spec: Figures(**figures) for spec, figures in data["figures"].items()}
-        return Record(**data)
+        data["figures"] = {
+            spec: RaceFigures(**figures) for spec, figures in data["figures"].items()
+        }
+        return RaceRecord(**data)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"race file {path} is not understood: {shown(error, 200)}") from None
 

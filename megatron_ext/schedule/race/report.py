@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from megatron_ext.schedule.race.line_up import LineUp
-from megatron_ext.schedule.race.record import NAME, Figures
+from megatron_ext.schedule.race.record import NAME, RaceFigures
 from megatron_ext.schedule.race.rounds import ROUNDS, Race
 from megatron_ext.schedule.words import bytes_text, counted
 
@@ -44,7 +44,7 @@ def _pace(race: Race, spec: str) -> str:
     )
 
 
-def doubt(race: Race, figures: Mapping[str, Figures]) -> str | None:
+def doubt(race: Race, figures: Mapping[str, RaceFigures]) -> str | None:
     """Return why the winner's gain cannot be its own, and what to do; None if it can be.
 
     A schedule takes bubbles away and nothing else: without any, the baseline's passes would take
@@ -68,7 +68,7 @@ def doubt(race: Race, figures: Mapping[str, Figures]) -> str | None:
     return None
 
 
-def figures_line(spec: str, race: Race, figures: Figures) -> str:
+def figures_line(spec: str, race: Race, figures: RaceFigures) -> str:
     """Return a line of the log: the measured and the predicted figures of ``spec``."""
     seconds = race.seconds(spec)
     took = "" if seconds is None else f"iteration {seconds * 1e3:.4g} ms, "
@@ -80,7 +80,7 @@ def figures_line(spec: str, race: Race, figures: Figures) -> str:
 
 
 def table(
-    race: Race, lines: LineUp, facts: Mapping[str, str], figures: Mapping[str, Figures]
+    race: Race, lines: LineUp, facts: Mapping[str, str], figures: Mapping[str, RaceFigures]
 ) -> str:
     """Return a Markdown table with one row, of the best candidate: the schedules compared, the
     system, and the result. "" if no candidate has run a whole round."""

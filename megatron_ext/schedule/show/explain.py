@@ -23,7 +23,7 @@ SLOW = 1.5  # a pass that takes this many times the median of its stage and kind
 SLOW_PASSES_TRIED = 10
 
 
-class Part(enum.StrEnum):
+class MakespanPart(enum.StrEnum):
     """Parts of the makespan, which add up to it."""
 
     WORK = "passes"
@@ -53,7 +53,7 @@ class Explanation:
         causes: the largest, at most `TOP`, largest first. They overlap, and do not add up.
     """
 
-    parts: Mapping[Part, float]
+    parts: Mapping[MakespanPart, float]
     causes: tuple[Cause, ...]
 
 
@@ -72,19 +72,19 @@ def explain(measured: Timeline, predicted: Timeline) -> Explanation:
     scale = work / predicted.work
     # What is left when, one after the other, each is as it should be.
     left = {
-        Part.MESSAGES: step.makespan(step.seconds, step.delay_without_messages),
-        Part.BETWEEN: step.makespan(step.seconds, _no_delay),
-        Part.SLOW_PASSES: step.makespan(step.usual, _no_delay),
-        Part.SLOW_RANKS: step.makespan(step.at_par, _no_delay),
-        Part.COSTS: step.makespan(lambda action: costs[action] * scale, _no_delay),
-        Part.SCHEDULE: work,
-        Part.WORK: 0.0,
+        MakespanPart.MESSAGES: step.makespan(step.seconds, step.delay_without_messages),
+        MakespanPart.BETWEEN: step.makespan(step.seconds, _no_delay),
+        MakespanPart.SLOW_PASSES: step.makespan(step.usual, _no_delay),
+        MakespanPart.SLOW_RANKS: step.makespan(step.at_par, _no_delay),
+        MakespanPart.COSTS: step.makespan(lambda action: costs[action] * scale, _no_delay),
+        MakespanPart.SCHEDULE: work,
+        MakespanPart.WORK: 0.0,
     }
     before = [base, *left.values()]
     parts = {part: before[n] - makespan for n, (part, makespan) in enumerate(left.items())}
     causes = sorted(step.causes(), key=lambda cause: -cause.seconds)
     worth = [cause for cause in causes if cause.seconds > WORTH_NAMING * base]
-    return Explanation({part: parts[part] for part in Part}, tuple(worth[:TOP]))
+    return Explanation({part: parts[part] for part in MakespanPart}, tuple(worth[:TOP]))
 
 
 def _no_delay(action: Action) -> float:

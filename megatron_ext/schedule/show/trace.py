@@ -24,7 +24,7 @@ from megatron_ext.schedule.program.memory import in_microbatches, memory_curve
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.show.json_record import Record
 from megatron_ext.schedule.text_file import parse_json, read_text_file, whole_file, write_text_file
-from megatron_ext.schedule.timeline import Event, Reduction, Timeline
+from megatron_ext.schedule.timeline import Event, GradientReduction, Timeline
 
 NAME = "trace.json"  # in the folder that a training run is given
 _END = "\n]}\n"
@@ -312,7 +312,9 @@ def _timeline(slices: Sequence[_Slice], category: str, where: str) -> Timeline:
                 pairs.append(Pair(event.action, _paired_with(slice_.args, where)))
         elif slice_.category == _REDUCTION and category == _PASS:
             stage, is_exact = slice_.args.count("stage"), slice_.args.truth("is_exact")
-            reductions.append(Reduction(slice_.rank, stage, slice_.start, slice_.end, is_exact))
+            reductions.append(
+                GradientReduction(slice_.rank, stage, slice_.start, slice_.end, is_exact)
+            )
     rows = [tuple(of_rank[rank]) for rank in sorted(of_rank)]
     _check_rows(rows, where)
     rank_of = {event.action.stage: event.rank for row in rows for event in row}
@@ -409,7 +411,7 @@ def _step_metadata(step: TracedStep) -> Iterator[dict[str, Any]]:
 
 
 def _slice(
-    what: Event | Reduction, name: str, track: str, category: str, args: dict[str, Any]
+    what: Event | GradientReduction, name: str, track: str, category: str, args: dict[str, Any]
 ) -> dict[str, Any]:
     return {
         "ph": "X",

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_ext.schedule.plan.what_if import SECONDS, WhatIf, what_if
-from megatron_ext.schedule.show.explain import Cause, Part, explain
+from megatron_ext.schedule.show.explain import Cause, MakespanPart, explain
 from megatron_ext.schedule.show.seen_costs import seen_costs
 from megatron_ext.schedule.show.trace import TracedStep
 from megatron_ext.schedule.timeline import Timeline
@@ -50,7 +50,7 @@ class TraceReport:
     predicted: StepFigures
     cost_factor: float
     clock_error: float
-    parts: Mapping[Part, float]
+    parts: Mapping[MakespanPart, float]
     causes: tuple[Cause, ...]
     iterations: tuple[IterationFigures, ...]
     what_if: WhatIf | None = None

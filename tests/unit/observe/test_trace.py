@@ -28,7 +28,7 @@ from megatron_ext.schedule.show.trace import (
     reserved_in,
     write_trace,
 )
-from megatron_ext.schedule.timeline import Reduction, Timeline
+from megatron_ext.schedule.timeline import GradientReduction, Timeline
 from tests.helpers.full_disk import full_disk
 from tests.helpers.schedules import line_problem, program
 
@@ -45,7 +45,7 @@ def measured(start: float, slow: Action | None = None) -> Timeline:
         for event in timeline.events
     )
     reductions = tuple(
-        Reduction(rank, rank, row[-1].end, row[-1].end + 0.25, rank > 0)
+        GradientReduction(rank, rank, row[-1].end, row[-1].end + 0.25, rank > 0)
         for rank, row in enumerate(timeline.compute)
     )
     return Timeline(timeline.schedule, events, reductions)

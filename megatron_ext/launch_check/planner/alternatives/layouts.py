@@ -16,7 +16,7 @@ from megatron_ext.adapter.layers import (
     layers_of_stages,
 )
 from megatron_ext.adapter.model_bytes import state_of
-from megatron_ext.adapter.pairs.asked import asks_for_pairs
+from megatron_ext.adapter.pairs.overlap_setting import requests_pairs
 from megatron_ext.config import ESTIMATE, CostsSource, PipelineConfig
 from megatron_ext.launch_check.planner.alternatives.recompute import (
     recompute_flags,
@@ -65,7 +65,7 @@ def work_of(args: Any, config: PipelineConfig | None = None) -> Work:
         limit=limit,
         post_validation=config is not None and config.post_validation,
     )
-    return replace(work, costs_of=costs_of, pairs=asks_for_pairs(args))
+    return replace(work, costs_of=costs_of, pairs=requests_pairs(args))
 
 
 def own_layout(args: Any, spec: str) -> tuple[str, Layout]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from megatron_ext.adapter.pairs.asked import DELAY, SETTING, asks_for_pairs
+from megatron_ext.adapter.pairs.overlap_setting import DELAY, SETTING, requests_pairs
 from megatron_ext.launch_check.planner.alternatives.changed import Changed
 from megatron_ext.schedule.build.registry import Mark, entries
 from megatron_ext.schedule.plan.candidate import Plan
@@ -29,7 +29,7 @@ def other_pairs(
     args = line.args
     if not args.num_experts or (args.expert_model_parallel_size or 1) == 1:
         return None
-    is_asked = asks_for_pairs(args)
+    is_asked = requests_pairs(args)
     other = line.with_values({SETTING: not is_asked, DELAY: False})
     if is_long:
         other = replace(other, marks=frozenset([Mark.STABLE]), tries_recompute=False)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_ext.adapter.layers import layers_of_stages, prediction_depths
-from megatron_ext.adapter.pairs.asked import FLAG, asks_for_pairs, flags_given
+from megatron_ext.adapter.pairs.overlap_setting import FLAG, flags_given, requests_pairs
 from megatron_ext.launch_check.planner.variants import LineVariants
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.plan.candidate import Candidate
@@ -40,7 +40,7 @@ def written_for(
         layout: the layers of each stage under ``made``.
         costs: words for a file of costs, which our schedules are made for.
     """
-    asks, has = asks_for_pairs(args), bool(made.report.pairs)
+    asks, has = requests_pairs(args), bool(made.report.pairs)
     added = () if is_stock(made) else (*_without_pairs(made), *costs)
     added += (FLAG,) if has and not asks else ()
     dropped = flags_given(args) if asks and not has else ()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 LEFT_OUT = "left out"  # in the place of a kind, for passes that `cut` has merged
 
 
-class Group(enum.StrEnum):
+class TrackGroup(enum.StrEnum):
     """Tracks that fold away together."""
 
     PASSES = "passes"
@@ -22,13 +22,13 @@ class Track:
     """A row of a rank, on which one thing follows the other."""
 
     rank: int
-    group: Group
+    group: TrackGroup
     title: str
 
     @property
     def place(self) -> tuple[int, int, str]:
         """Sort key of tracks: rank by rank, passes first."""
-        return self.rank, list(Group).index(self.group), self.title
+        return self.rank, list(TrackGroup).index(self.group), self.title
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def critical_path(boxes: Sequence[Box]) -> tuple[int, ...]:
     for.
     No part of it can be shorter without the whole being so, or another path taking its place.
     """
-    passes = [place for place, box in enumerate(boxes) if box.track.group is Group.PASSES]
+    passes = [place for place, box in enumerate(boxes) if box.track.group is TrackGroup.PASSES]
     path = [max(passes, key=lambda place: boxes[place].end)]
     while earlier := before(boxes, path[-1]):
         path.append(max(earlier, key=lambda place: boxes[place].end))

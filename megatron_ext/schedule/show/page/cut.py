@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from megatron_ext.schedule.show.page.boxes import LEFT_OUT, Box, Group
+from megatron_ext.schedule.show.page.boxes import LEFT_OUT, Box, TrackGroup
 
 
 def shares(passes: Sequence[int], room: int) -> list[int]:
@@ -50,7 +50,7 @@ def cut(
         before = left[-1] if left else None
         if box.microbatch in numbers or box.start == box.end:
             left.append(box)
-        elif box.track.group is not Group.PASSES:
+        elif box.track.group is not TrackGroup.PASSES:
             place.append(None)
             continue
         elif before is not None and _continues(before, box):

@@ -17,7 +17,7 @@ from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, memo
 from megatron_ext.schedule.program.simulate import simulate_steps
 from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.schedule import Schedule
-from megatron_ext.schedule.show.page.boxes import Box, Group, Track, critical_path
+from megatron_ext.schedule.show.page.boxes import Box, Track, TrackGroup, critical_path
 from megatron_ext.schedule.show.page.cut import cut, kept_microbatches, shares
 from megatron_ext.schedule.show.page.waits import Nodes, waits_of_passes, waits_of_program
 from megatron_ext.schedule.show.trace import TracedStep, track_of
@@ -74,7 +74,7 @@ class Run:
     @property
     def passes(self) -> int:
         """Boxes of passes."""
-        return sum(box.track.group is Group.PASSES for box in self.boxes)
+        return sum(box.track.group is TrackGroup.PASSES for box in self.boxes)
 
 
 def title_of(name: str, extras: Extras) -> str:
@@ -168,7 +168,7 @@ def of_passes(title: str, timeline: Timeline, cost_of: Callable[[Action], float]
     for reduction in timeline.reductions:
         name = f"{REDUCTION} of stage {reduction.stage}"
         name += "" if reduction.is_exact else " (at the latest)"
-        track = Track(reduction.rank, Group.MESSAGES, name)
+        track = Track(reduction.rank, TrackGroup.MESSAGES, name)
         lasts = reduction.end - reduction.start
         place = REDUCTION, reduction.stage, 0, 0
         boxes.append(Box(track, *place, reduction.start, reduction.end, lasts))
@@ -188,14 +188,14 @@ def _track(event: Event, placement: Placement) -> Track | None:
     title = track_of(event.action, placement)
     if title is None:
         is_mark = rule.where is Where.RANK and not rule.is_message
-        return Track(event.rank, Group.PASSES, Group.PASSES.value) if is_mark else None
+        return Track(event.rank, TrackGroup.PASSES, TrackGroup.PASSES.value) if is_mark else None
     if event.end <= event.start:
         return None
-    group = Group.MESSAGES
+    group = TrackGroup.MESSAGES
     if rule.lane is Lane.COMPUTE:
-        group = Group.PASSES
+        group = TrackGroup.PASSES
     elif rule.lane in HOST_LANES:
-        group = Group.COPIES
+        group = TrackGroup.COPIES
     return Track(event.rank, group, title)
 
 
@@ -264,7 +264,7 @@ def _after_all(boxes: Sequence[Box], before: Sequence[Box]) -> list[Box]:
     begun: set[int] = set()
     waiting = []
     for box in boxes:
-        is_first = box.track.group is Group.PASSES and box.track.rank not in begun
+        is_first = box.track.group is TrackGroup.PASSES and box.track.rank not in begun
         if is_first:
             begun.add(box.track.rank)
         waiting.append(replace(box, needs=(*box.needs, last)) if is_first else box)

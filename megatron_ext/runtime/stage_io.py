@@ -1,4 +1,4 @@
-"""What one stage's pass makes and the next stage's takes, by a message or on the same rank."""
+"""Activations and gradients passed between stages, by a message or on the same rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_ext.schedule.placement import Neighbour, Placement
 
 
 class Messages(Protocol):
-    """What is needed of a transport (`messages.transport.Transport`)."""
+    """Methods of a transport (`messages.transport.Transport`) that stages need."""
 
     rank: int
 
@@ -27,12 +27,12 @@ class Messages(Protocol):
     def abandon(self) -> None: ...
 
 
-class Handover(Owner):
-    """The tensors between the passes of one step; it owns sends, receives and their waits.
+class StageIO(Owner):
+    """Tensors between the passes of one step; owner of sends, receives and their waits.
 
     Attributes:
-        outputs: of (stage, microbatch), to pass on.
-        gradients: of its input, to pass back.
+        outputs: output of (stage, microbatch), to pass on.
+        gradients: gradient of the input of (stage, microbatch), to pass back.
     """
 
     def __init__(
@@ -43,8 +43,8 @@ class Handover(Owner):
         vocabulary: VocabularyPasses | None,
         first_trained: int = 0,
     ) -> None:
-        """``vocabulary``: where it is divided, its passes come before the first stage and after the
-        last. ``first_trained``: of the program's problem."""
+        """With ``vocabulary`` (vocabulary parallelism) its passes run before the first stage and
+        after the last. ``first_trained`` is the first stage that is not frozen."""
         self.outputs: dict[tuple[int, int], Tensor] = {}
         self.gradients: dict[tuple[int, int], Tensor] = {}
         self._placement = placement
@@ -64,8 +64,8 @@ class Handover(Owner):
         }
 
     def input_of(self, stage: int, microbatch: int) -> Tensor | None:
-        """None on the first stage of an undivided model, which reads the data. It needs a gradient
-        where a stage before is trained."""
+        """Return the input of a stage; None on the first stage without vocabulary parallelism,
+        which reads the data. The input requires a gradient if an earlier stage is trained."""
         before = self._placement.previous(stage)
         if before is None:
             if self._vocabulary is None:
@@ -73,7 +73,7 @@ class Handover(Owner):
             x = self._vocabulary.embeddings(microbatch)
         elif self._placement.is_remote(stage, Neighbour.PREVIOUS):
             x = self._transport.received(Action(stage, Kind.RECV_F, microbatch))
-        else:  # handed over on this rank: the same memory, cut off from the graph that made it
+        else:  # from a stage on this rank: the same memory, detached from that stage's graph
             x = self.outputs.pop((before, microbatch)).detach()
             self._stages[before].output_sent(microbatch)
         return x.requires_grad_(self._needs_gradient(stage))
@@ -86,7 +86,8 @@ class Handover(Owner):
             self._stages[stage].output_sent(microbatch)
 
     def gradient_of_output(self, stage: int, microbatch: int) -> Tensor | None:
-        """None on the last stage of an undivided model, which has the loss."""
+        """Return the gradient of a stage's output; None on the last stage without vocabulary
+        parallelism, which has the loss."""
         after = self._placement.next(stage)
         if after is None:
             if self._vocabulary is None:
@@ -97,7 +98,7 @@ class Handover(Owner):
         return self.gradients.pop((after, microbatch))
 
     def take_gradient(self, action: Action, dx: Tensor | None) -> None:
-        """``dx``: what the backward pass ``action`` gave of its input."""
+        """Store ``dx``, the gradient of its input that the backward pass ``action`` returned."""
         stage, _, microbatch = action
         is_first = self._placement.is_first(stage)
         if (is_first and self._vocabulary is None) or not self._needs_gradient(stage):
@@ -109,7 +110,7 @@ class Handover(Owner):
             self._vocabulary.take_embedding_gradient(microbatch, dx)
 
     def _needs_gradient(self, stage: int) -> bool:
-        """Whether anything before ``stage``, or a divided embedding, is trained."""
+        """Whether a stage before ``stage``, or a vocabulary-parallel embedding, is trained."""
         return self._first_trained == 0 or stage > self._first_trained
 
     def forget(self) -> None:

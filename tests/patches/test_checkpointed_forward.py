@@ -18,7 +18,7 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from torch import Tensor
 
-from megatron_ext.adapter.step.first_run import first_run
+from megatron_ext.adapter.step.checkpointed_forward import checkpointed_forward
 from megatron_ext.adapter.step.model_stage import ModelStage, StepCall
 from megatron_ext.adapter.step.parameter_gathers import ParameterGathers
 from megatron_ext.config import PipelineConfig
@@ -45,7 +45,7 @@ class Model(MegatronModule):
         (self.x,) = tensors
 
     def forward(self, tokens: Tensor, *, scale: float) -> Tensor:
-        self.runs.append((first_run.is_on, torch.is_grad_enabled()))
+        self.runs.append((checkpointed_forward.is_on, torch.is_grad_enabled()))
         return torch.nn.functional.dropout((self.x + tokens) @ self.weight, 0.5) * scale
 
 
@@ -144,9 +144,9 @@ def test_nothing_but_its_input_is_kept() -> None:
     x = torch.ones(4, requires_grad=True)
     output = job.stage.forward(0, x)
     assert not output.requires_grad and not job.stage._between
-    assert job.stage._given_up[0][0] is x
+    assert job.stage._checkpointed[0][0] is x
     job.stage.forget()
-    assert not job.stage._given_up
+    assert not job.stage._checkpointed
 
 
 def twice(iterator: Iterator[Tensor], model: Model) -> tuple[Tensor, Any]:
@@ -178,7 +178,7 @@ def with_gradient(iterator: Iterator[Tensor], model: Model) -> tuple[Tensor, Any
 def test_what_cannot_run_again_is_refused(step: Callable[..., Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         Job({0}, step).stage.forward(0, torch.ones(4, requires_grad=True))
-    assert not first_run.is_on and torch.is_grad_enabled()
+    assert not checkpointed_forward.is_on and torch.is_grad_enabled()
 
 
 @pytest.fixture
@@ -197,7 +197,7 @@ def test_multi_token_prediction_is_logged_in_the_second_run_alone(
     save = getattr(MTPLossLoggingHelper, multi_token_prediction.name_here())
     figures = [torch.tensor(1.0)] * (1 if "loss" in save.__name__ else 3)
     for is_on, expected in ((True, {}), (False, {1.0})):
-        monkeypatch.setattr(first_run, "is_on", is_on)
+        monkeypatch.setattr(checkpointed_forward, "is_on", is_on)
         save(*figures, 0, 1)
         tracked = MTPLossLoggingHelper.tracker
         assert {v.item() for k, v in tracked.items() if k.endswith("values")} == set(expected)
@@ -216,7 +216,7 @@ def test_experts_are_chosen_alike_in_both_runs(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch, "topk", noting)
     logits = torch.rand(5, 8)
     for is_on in (True, False):
-        monkeypatch.setattr(first_run, "is_on", is_on)
+        monkeypatch.setattr(checkpointed_forward, "is_on", is_on)
         with torch.set_grad_enabled(not is_on):
             probabilities, _ = moe_utils.topk_routing_with_score_function(logits, 3)
         assert not probabilities.requires_grad

@@ -1,4 +1,4 @@
-"""Pairs of passes are asked for by a flag of Megatron's."""
+"""Megatron's flag that requests overlapped forward and backward passes."""
 
 from __future__ import annotations
 
@@ -10,33 +10,34 @@ from megatron_ext.schedule.problem import Extras
 
 SETTING = "overlap_moe_expert_parallel_comm"
 FLAG = "--overlap-moe-expert-parallel-comm"
-DELAY = "delay_wgrad_compute"  # which needs the other
+DELAY = "delay_wgrad_compute"  # which needs SETTING
 
 
-def asks_for_pairs(settings: Any) -> bool:
-    """Whether ``settings``, Megatron's arguments or a config, do."""
+def requests_pairs(settings: Any) -> bool:
+    """Whether ``settings``, Megatron's arguments or a config, request overlapped passes."""
     return getattr(settings, SETTING, None) is True
 
 
 def flags_given(settings: Any) -> tuple[str, ...]:
-    """The flags of ``settings`` that are about pairs."""
+    """Return the flags of ``settings`` about overlapped passes."""
     given = (name for name in (SETTING, DELAY) if getattr(settings, name, None) is True)
     return tuple(f"--{name.replace('_', '-')}" for name in given)
 
 
 def has_pairs(settings: Any, microbatches: int) -> bool:
-    """Whether a step of so many ``microbatches`` has some, where ``settings`` ask for them. Passes
-    of one microbatch need one another: a caller whose batches vary may have such a step."""
-    return asks_for_pairs(settings) and microbatches > 1
+    """Whether a step of ``microbatches`` has overlapped passes, if ``settings`` request them.
+    Passes of one microbatch depend on each other, and a caller with varying batches may have such a
+    step."""
+    return requests_pairs(settings) and microbatches > 1
 
 
 def with_pairs(extras: Extras, settings: Any) -> Extras:
-    """``extras``, and pairs where ``settings`` ask for them.
+    """Return ``extras`` with overlapped passes if ``settings`` request them.
 
     Raises:
-        ValueError: they do not go with another of ``extras``.
+        ValueError: they conflict with another option in ``extras``.
     """
-    if not asks_for_pairs(settings):
+    if not requests_pairs(settings):
         return extras
     extras = replace(extras, pairs=True)
     conflict = extras.conflict
@@ -47,8 +48,9 @@ def with_pairs(extras: Extras, settings: Any) -> Extras:
 
 
 def refuse_measuring(settings: Any, ours: PipelineConfig) -> None:
-    """Raise ValueError if ``settings`` ask for pairs where ``ours`` measure passes one by one."""
-    if asks_for_pairs(settings) and ours.costs.profile is not None:
+    """Raise ValueError if ``settings`` request overlapped passes but ``ours`` measure single
+    passes."""
+    if requests_pairs(settings) and ours.costs.profile is not None:
         raise ValueError(
             f"{FLAG} does not go with {flag('costs')} {ours.costs}: what passes cost is measured "
             f"one by one, and two that run as one cannot be told apart; write 'estimate', or a "

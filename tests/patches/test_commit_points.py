@@ -11,9 +11,9 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 from megatron.core import num_microbatches_calculator as microbatches
 
-from megatron_ext.adapter.post_validation.settle_points import (
+from megatron_ext.adapter.post_validation.commit_points import (
     INTERVALS,
-    is_settle_point,
+    is_commit_point,
     microbatches_will_change,
 )
 from tests.helpers.megatron_runs import model_flags
@@ -34,7 +34,7 @@ def settings(**overrides: Any) -> SimpleNamespace:
 
 
 def points(args: SimpleNamespace) -> list[int]:
-    return [iteration for iteration in range(1, 51) if is_settle_point(iteration, args)]
+    return [iteration for iteration in range(1, 51) if is_commit_point(iteration, args)]
 
 
 def test_nothing_to_do_means_no_point() -> None:

@@ -1,8 +1,8 @@
-"""The iterations after which Megatron's training loop reads or saves what has to be validated.
+"""Iterations after which Megatron's training loop reads or saves state that must be validated.
 
-Read off `train`, `training_log`, `post_training_step_callbacks` and `checkpoint_and_decide_exit`.
-What a rank does at an interval without asking the others (collecting garbage, the profiler,
-``train_sync_interval``) is not among them.
+They are taken from `train`, `training_log`, `post_training_step_callbacks` and
+`checkpoint_and_decide_exit`. Actions of a single rank at an interval (garbage collection, the
+profiler, ``train_sync_interval``) are not among them.
 
 This patches nothing: the wrapper of `training_log`, which comes first in the loop, calls it.
 """
@@ -27,8 +27,8 @@ INTERVALS = (
 )
 
 
-def warn_of_settling(args: Any) -> None:
-    """Tell when no two steps will overlap, since each is validated before it is logged."""
+def warn_if_steps_cannot_overlap(args: Any) -> None:
+    """Warn if no two steps will overlap, since each is validated before it is logged."""
     if args.log_interval == 1 and args.rank == 0:
         logger.warning(
             "with --log-interval 1 every step is validated before the next one begins, and none "
@@ -36,11 +36,12 @@ def warn_of_settling(args: Any) -> None:
         )
 
 
-def is_settle_point(iteration: int, args: Any) -> bool:
-    """Whether the step of ``iteration``, counted from 1, is to be validated before the next begins.
+def is_commit_point(iteration: int, args: Any) -> bool:
+    """Whether the step of ``iteration``, counted from 1, must be validated before the next one
+    begins.
 
-    ``args`` are Megatron's. The iteration before one that is left out is such a point as well: its
-    data is read without a step.
+    ``args`` are Megatron's. The iteration before a skipped one is such a point as well: data is
+    read without a step there.
     """
     intervals = [getattr(args, name) for name in INTERVALS]
     if args.adlr_autoresume:
@@ -54,9 +55,9 @@ def is_settle_point(iteration: int, args: Any) -> bool:
 
 
 def microbatches_will_change(args: Any) -> bool:
-    """Whether the next step has another number of microbatches than this one had.
+    """Whether the next step has a different number of microbatches than this one.
 
-    Megatron may save a checkpoint then, and logs the number that there is.
+    Megatron may save a checkpoint then, and it logs the current number.
     """
     now = num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
     later = copy.copy(now)

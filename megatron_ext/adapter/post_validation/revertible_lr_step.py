@@ -1,4 +1,4 @@
-"""A step of Megatron's learning-rate scheduler that can be taken back, and taken again."""
+"""Step of Megatron's learning-rate scheduler that can be reverted and repeated."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 
-class ScheduledStep:
-    """Remembers a scheduler before it steps.
+class RevertibleLrStep:
+    """Stores a scheduler's state before it steps.
 
-    What was there is put back, not computed back: the number of steps, and each group's learning
-    rate and weight decay. ``step`` takes the step, as stock does.
+    The number of steps, and each group's learning rate and weight decay, are restored from copies,
+    not recomputed. ``step`` takes the step, as Megatron does.
     """
 
     def __init__(self, scheduler: Any, step: Callable[[], None]) -> None:
@@ -25,15 +25,15 @@ class ScheduledStep:
         ]
 
     def take(self) -> None:
-        """Take the step, or take it again after `take_back`."""
+        """Take the step, also again after `take_back`."""
         self._step()
 
     def take_back(self) -> None:
-        """Put everything back to what it was before the step."""
+        """Restore the state before the step."""
         self._scheduler.num_steps = self._num_steps
         for group, learning_rate, weight_decay in self._groups:
             if isinstance(learning_rate, torch.Tensor):
-                group["lr"].copy_(learning_rate)  # the optimizer holds the tensor itself
+                group["lr"].copy_(learning_rate)  # the optimizer refers to the tensor itself
             else:
                 group["lr"] = learning_rate
             group["weight_decay"] = weight_decay

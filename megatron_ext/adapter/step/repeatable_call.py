@@ -1,7 +1,7 @@
-"""What a forward_step_func calls the model with, noted, so that the model can be called so again.
+"""Call of the model by a forward_step_func, recorded so that the call can be repeated.
 
-It takes a batch from its data iterator, and its loss function counts and reports, so it is called
-once a microbatch, however often the model runs.
+A forward_step_func takes a batch from its data iterator, and its loss function counts and reports.
+It is therefore called once per microbatch, even if the model runs several times.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _FORWARD = inspect.signature(GPTModel.forward)
 
 @dataclass(frozen=True)
 class ModelCall:
-    """What a forward_step_func has called the model with, and the loss function it returned."""
+    """Arguments with which a forward_step_func has called the model, and the loss function it
+    returned."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -30,18 +31,18 @@ class ModelCall:
 
     @property
     def named(self) -> dict[str, Any]:
-        """The arguments by their names in GPTModel.forward."""
+        """Arguments by their names in GPTModel.forward."""
         return _FORWARD.bind(None, *self.args, **self.kwargs).arguments
 
     def again(self, data_iterator: Any, model: torch.nn.Module) -> tuple[Tensor, Any]:
-        """A forward_step_func that makes this call."""
+        """Repeat the call, with the interface of a forward_step_func."""
         return model(*self.args, **self.kwargs), self.loss_func
 
 
-class NotedCall:
-    """A forward_step_func that calls another one, and notes how that calls the model.
+class RepeatableCall:
+    """Wrapper of a forward_step_func that records its call of the model.
 
-    ``flag`` is what it is needed for, in errors.
+    ``flag`` is the option that needs it, for errors.
     """
 
     def __init__(self, forward_step_func: Callable[..., Any], flag: str) -> None:
@@ -52,8 +53,11 @@ class NotedCall:
         self._loss_func: Any = None
 
     def __call__(self, data_iterator: Any, model: torch.nn.Module) -> tuple[Tensor, Any]:
-        """Raises ValueError if the other one does not call the model once and return what comes of
-        it: the model's call alone would not do what it does."""
+        """Call the wrapped function.
+
+        Raises ValueError unless it calls the model exactly once and returns its output: repeating
+        the model's call alone would not do the same otherwise.
+        """
         with ExitStack() as hooks, ExitStack() as within:
 
             def begin(model: torch.nn.Module, args: Any, kwargs: Any) -> None:
@@ -80,12 +84,12 @@ class NotedCall:
 
     @property
     def call(self) -> ModelCall:
-        """After it was called."""
+        """Recorded call of the model, available after the call."""
         ((args, kwargs),) = self._calls
         return ModelCall(args, kwargs, self._loss_func)
 
     def _around(self) -> AbstractContextManager[None]:
-        """What the model runs within."""
+        """Return the context in which the model runs."""
         return contextlib.nullcontext()
 
     def _refuse_gradients(self, given: tuple[Any, ...]) -> None:

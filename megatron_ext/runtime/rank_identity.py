@@ -1,6 +1,7 @@
-"""Which process, on which host, a rank of a pipeline is: what every message about a rank ends with.
+"""Process and host of a pipeline rank, which every message about a rank ends with.
 
-With several ways of parallelism there are many of each pipeline rank, and a log has lines of all.
+With several kinds of parallelism many ranks have the same pipeline rank, and a log has lines of all
+of them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Process:
-    """A rank of the world. ``local_rank`` is None where the launcher does not tell."""
+    """Process of a rank of the world. ``local_rank`` is None if the launcher does not set it."""
 
     global_rank: int
     host: str
@@ -27,16 +28,16 @@ class Process:
 
 
 @dataclass(frozen=True)
-class Whereabouts:
-    """Where a rank and those of its pipeline run. ``processes``: by pipeline rank; empty if the
-    ranks have not told one another."""
+class RankIdentity:
+    """Identity of a pipeline rank and of its peers. ``processes`` are by pipeline rank; empty if
+    the ranks have not exchanged them."""
 
     rank: int
     processes: tuple[Process, ...] = ()
     iteration: int | None = None
 
     def note(self, *peers: int) -> str:
-        """This rank, ``peers``, the iteration and the time, in brackets."""
+        """Return a text in brackets: this rank, ``peers``, the iteration and the time."""
         facts = [
             f"pipeline rank {rank} is {self.processes[rank]}"
             for rank in dict.fromkeys((self.rank, *peers))
@@ -48,11 +49,11 @@ class Whereabouts:
         return f"[{'; '.join(facts)}]"
 
 
-def whereabouts(pipeline: dist.ProcessGroup) -> Whereabouts:
-    """The `Whereabouts` of this rank. Collective over ``pipeline``."""
+def rank_identity(pipeline: dist.ProcessGroup) -> RankIdentity:
+    """Return the `RankIdentity` of this rank. Collective over ``pipeline``."""
     processes = [_this_process()] * pipeline.size()
     dist.all_gather_object(processes, _this_process(), group=pipeline)
-    return Whereabouts(pipeline.rank(), tuple(processes))
+    return RankIdentity(pipeline.rank(), tuple(processes))
 
 
 def _this_process() -> Process:

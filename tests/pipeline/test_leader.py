@@ -22,9 +22,9 @@ from megatron_ext.launch import Chosen
 from megatron_ext.launch_check import chosen_plan
 from megatron_ext.launch_check.planner import launch_choice
 from megatron_ext.runtime.host.memory import HostMemory
-from megatron_ext.runtime.store import once_for_all as waiting
+from megatron_ext.runtime.store import leader as waiting
 from megatron_ext.runtime.store.agreement import Fact, agree
-from megatron_ext.runtime.store.once_for_all import once_for_all, store_of_all
+from megatron_ext.runtime.store.leader import run_on_leader, store_of_all
 from megatron_ext.schedule.program.verify import InvalidSchedule
 from tests.helpers.ranks import (
     RankResult,
@@ -57,7 +57,7 @@ def asked(work: Callable[[], Any], late: int | None = None) -> Callable[[int], t
 
         apart = dist.PrefixStore("a search", store)
         for _ in range(2):  # a rank may ask again
-            result = once_for_all(apart, rank, "the search", counted)
+            result = run_on_leader(apart, rank, "the search", counted)
         return result, len(worked)
 
     return on_rank
@@ -143,7 +143,7 @@ def test_who_is_killed_with_the_store_is_not_waited_for() -> None:
         store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
         sys.stderr.write(f"port {store.port}\n")
         watched: Any = Watched(store, lambda name: sys.stderr.write(f"calls {name}\n"))
-        once_for_all(watched if rank else store, rank, "the search", work_for_ever)
+        run_on_leader(watched if rank else store, rank, "the search", work_for_ever)
 
     with running_ranks(1, lambda rank: on_rank(0, 0), connect=False) as first:
         first.wait_until_it_says(0, HERE)
@@ -176,10 +176,10 @@ def test_a_store_that_is_lost_is_called_so_whenever_it_goes(
 
     store = dist.HashStore()
     if call == "get":
-        assert once_for_all(store, 0, "the search", take_long)
+        assert run_on_leader(store, 0, "the search", take_long)
     lost: Any = Watched(store, lose)
     with pytest.raises(RuntimeError, match=f"torch's store is gone, and {words}"):
-        once_for_all(lost, rank, "the search", take_long)
+        run_on_leader(lost, rank, "the search", take_long)
 
 
 def telling_settings(store: Any) -> None:

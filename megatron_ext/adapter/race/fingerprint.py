@@ -1,4 +1,4 @@
-"""What is timed in a race, and on what: for its row, and for the next start of the training."""
+"""Fingerprint of a race: what is timed and on which machine, for its report and the next start."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megatron_ext.adapter.step.call import Call
 from megatron_ext.config import PipelineConfig, flag_with_value
 
 
-def subject_of(call: Call, ours: PipelineConfig) -> dict[str, str]:
-    """The machine, the versions, the model and the sizes of ``call``, by what people call them."""
+def run_fingerprint(call: Call, ours: PipelineConfig) -> dict[str, str]:
+    """Return machine, versions, model and sizes of ``call``, by readable names."""
     return {
         "GPU": f"{dist.get_world_size()} x {_device()}",
         "torch": str(torch.__version__),
-        # then comes the commit of any repository around
+        # without the commit of a surrounding repository
         "Megatron": megatron.core.__version__.partition("+")[0],
         "TE": str(getattr(sys.modules.get("transformer_engine"), "__version__", "none")),
         "megatron_ext": sys.modules["megatron_ext"].__version__,  # not imported: it imports this

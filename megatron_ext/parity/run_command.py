@@ -1,7 +1,7 @@
-"""Launch lines rewritten: to record, to write a checkpoint, to be stock's.
+"""Rewriting of launch commands: to record, to write a checkpoint, to run without our flags.
 
-A line stays what it is up to its script; there `megatron-ext parity record` is put between the
-launcher and the script, so that each rank records, whatever starts it.
+A command stays unchanged up to its script; there `megatron-ext parity record` is inserted between
+the launcher and the script, so that each rank records under any launcher.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from pathlib import Path
 from megatron_ext.config import PipelineConfig, flag, variable
 from megatron_ext.launch_check.words import Launch, read_launch
 
-# A comparison leaves nothing in the user's own logs and projects.
+# A comparison writes nothing to the user's own logs and projects.
 _QUIET = ("--tensorboard-dir", "", "--wandb-project", "")
-# What shells do with words: a line in which they do it cannot be taken apart and put together.
+# Characters that shells expand: a command with any of them cannot be split and rejoined.
 _SHELL = "$`;&|<>*?("
 
 
 @dataclass(frozen=True)
-class Line:
-    """A launch line, taken apart.
+class RunCommand:
+    """Launch command, split into its parts.
 
     Attributes:
         head: the words up to the script, without ``-m megatron_ext``.
         script: ``SCRIPT.py`` or ``-m MODULE``.
-        arguments: what the script is given.
-        shell: what stands around all this as ``bash -c``; empty where nothing does.
+        arguments: the script's arguments.
+        shell: words around the command, such as ``bash -c``; empty if there are none.
     """
 
     head: tuple[str, ...]
@@ -38,12 +38,14 @@ class Line:
     shell: tuple[str, ...] = ()
 
     def words(self, before_script: Sequence[str], more: Sequence[str] = ()) -> list[str]:
-        """The line with words put before the script, and ``more`` arguments, which count."""
+        """Return the command with ``before_script`` inserted before the script, and ``more``
+        arguments at its end, which take precedence."""
         words = [*self.head, *before_script, *self.script, *self.arguments, *more]
         return [*self.shell, shlex.join(words)] if self.shell else words
 
     def value(self, name: str) -> str | None:
-        """The value of a flag, where it has one in the line; the last counts."""
+        """Return the value of a flag in the command, the last one if it is repeated; None if it has
+        none."""
         found = None
         for word, following in pairwise((*self.arguments, "")):
             if word == name:
@@ -53,11 +55,11 @@ class Line:
         return found
 
 
-def read_line(words: Sequence[str]) -> Line:
-    """``words`` as a launch line, as `megatron-ext doctor` takes them.
+def read_run_command(words: Sequence[str]) -> RunCommand:
+    """Parse ``words`` as a launch command, in the forms that `megatron-ext doctor` accepts.
 
     Raises:
-        ValueError: they are none, or a shell would have to expand them.
+        ValueError: they are no launch command, or a shell would have to expand them.
     """
     for place, word in enumerate(words[1:], 1):
         if words[place - 1] in ("-c", "-lc") and " " in word:
@@ -67,11 +69,11 @@ def read_line(words: Sequence[str]) -> Line:
                     f"({sorted(set(word) & set(_SHELL))}): put megatron-ext parity record DIR -- "
                     f"before the launcher inside it, then megatron-ext parity compare"
                 )
-            return replace(read_line(shlex.split(word)), shell=tuple(words[:place]))
+            return replace(read_run_command(shlex.split(word)), shell=tuple(words[:place]))
     return _taken_apart(words, read_launch(words))
 
 
-def _taken_apart(words: Sequence[str], launch: Launch) -> Line:
+def _taken_apart(words: Sequence[str], launch: Launch) -> RunCommand:
     head = list(words[: len(words) - len(launch.arguments) - 1])
     if launch.is_module:
         head.pop()  # -m
@@ -79,11 +81,13 @@ def _taken_apart(words: Sequence[str], launch: Launch) -> Line:
         place = len(head) - 1 - head[::-1].index("megatron_ext")
         del head[place - 1 : place + 1]
     script = ("-m", launch.script) if launch.is_module else (launch.script,)
-    return Line(tuple(head), script, launch.arguments)
+    return RunCommand(tuple(head), script, launch.arguments)
 
 
-def recorded(line: Line, folder: Path, iterations: int, more: Sequence[str] = ()) -> list[str]:
-    """``line`` with each rank recording ``iterations`` iterations into ``folder``."""
+def recorded(
+    line: RunCommand, folder: Path, iterations: int, more: Sequence[str] = ()
+) -> list[str]:
+    """Return ``line`` with each rank recording ``iterations`` iterations into ``folder``."""
     record = ["-m", "megatron_ext", "parity", "record", str(folder)]
     record += ["--iterations", str(iterations), "--"]
     if not line.head:
@@ -91,26 +95,28 @@ def recorded(line: Line, folder: Path, iterations: int, more: Sequence[str] = ()
     return line.words(record, more)
 
 
-def record_here(line: Line) -> list[str] | None:
-    """What this process, a rank, has to launch; None where the line starts ranks of its own."""
+def record_here(line: RunCommand) -> list[str] | None:
+    """Return the script's command if this process is a rank; None if ``line`` starts ranks of its
+    own."""
     return None if line.head or line.shell else line.words(())
 
 
 def quiet(more: Sequence[str] = ()) -> list[str]:
-    """Arguments of a recorded run: ``more``, and no logs but the command's."""
+    """Return the extra arguments of a recorded run: ``more``, and logs switched off."""
     return [*more, *_QUIET]
 
 
-def saving(line: Line, folder: Path) -> list[str]:
-    """``line`` for one iteration, after which it writes a checkpoint that any placement loads."""
+def saving(line: RunCommand, folder: Path) -> list[str]:
+    """Return ``line`` for one iteration, after which it writes a checkpoint that any placement can
+    load."""
     launcher = ["-m", "megatron_ext"] if line.head else ["python", "-m", "megatron_ext"]
     save = ["--save", str(folder), "--save-interval", "1", "--exit-interval", "1"]
     formats = ["--ckpt-format", "torch_dist", "--dist-ckpt-optim-fully-reshardable"]
     return line.words(launcher, quiet([*save, *formats]))
 
 
-def as_stock(line: Line) -> Line:
-    """``line`` without our flags and variables."""
+def as_stock(line: RunCommand) -> RunCommand:
+    """Return ``line`` without our flags and variables."""
     switches = {flag(f.name) for f in fields(PipelineConfig) if f.default is False}
     flags = {flag(f.name) for f in fields(PipelineConfig)}
     kept: list[str] = []

@@ -1,10 +1,11 @@
-"""Work that one rank of a job does for all.
+"""Work that one rank of a job, its leader, does for all.
 
-A search on every rank takes minutes of every core of a node. So global rank 0 makes it, or whoever
-asks first where that rank does not come, and the others look at torch's store for what came of it:
-they are in no collective, whose timeout could be shorter than the work.
+A search on every rank would take minutes of every core of a node. Global rank 0 does it, or the
+first rank that needs it if rank 0 does not. The others poll torch's store for the result: they are
+in no collective, whose timeout could be shorter than the work.
 
-A process that is killed says nothing. So who works gives signs of life, and who waits misses them.
+A process that is killed reports nothing. The leader therefore writes heartbeats, and the others
+notice when they stop.
 """
 
 from __future__ import annotations
@@ -25,23 +26,24 @@ from megatron_ext.logger import logger
 from megatron_ext.runtime.store.lost_store import losing_the_store
 from megatron_ext.schedule.progress import reporting
 
-LOOK_SECONDS = 0.5  # from one look at the store to the next, at the most
-BEAT_SECONDS = 2.0  # from one sign of life to the next
-SILENT_SECONDS = 60.0  # without a sign of life, which a compiler may hold up
-AHEAD_SECONDS = 5.0  # that others may come before global rank 0, and leave it the work
+LOOK_SECONDS = 0.5  # between two polls of the store, at most
+BEAT_SECONDS = 2.0  # between two heartbeats
+SILENT_SECONDS = 60.0  # without a heartbeat, which a compiler may delay
+AHEAD_SECONDS = 5.0  # that other ranks wait for global rank 0 to begin the work
 
 _WORKER, _BEATS, _RESULT = "worker", "signs of life", "result"
 
 
-def once_for_all[T](store: dist.Store, rank: int, what: str, work: Callable[[], T]) -> T:
-    """The result of ``work``, which only one of the ranks that come here does; it can be pickled.
+def run_on_leader[T](store: dist.Store, rank: int, what: str, work: Callable[[], T]) -> T:
+    """Return the result of ``work``, which only one of the calling ranks does. It must be
+    picklable.
 
-    ``rank`` is the global one, ``store`` for this work alone (a `PrefixStore`); ``what`` names the
-    work, in errors: ``the search for v-auto``.
+    ``rank`` is the global one. ``store`` is for this work alone (a `PrefixStore`). ``what`` names
+    the work in errors: "the search for v-auto".
 
     Raises:
-        ValueError: that of ``work``, on every rank.
-        RuntimeError: on those that wait, if ``work`` has failed otherwise, or its rank has died.
+        ValueError: raised by ``work``; on every rank.
+        RuntimeError: on the waiting ranks, if ``work`` has failed otherwise or its rank has died.
     """
     here = f"global rank {rank} on {socket.gethostname()}"
     with losing_the_store(f"{here} asked for {what}"):
@@ -60,7 +62,7 @@ def once_for_all[T](store: dist.Store, rank: int, what: str, work: Callable[[], 
     except BaseException as error:
         with contextlib.suppress(RuntimeError):  # the store may be gone too
             store.set(_RESULT, _packed(_for_others(error, what, here)))
-        time.sleep(2 * LOOK_SECONDS)  # it may end with this process
+        time.sleep(2 * LOOK_SECONDS)  # the store may end with this process
         raise
     with losing_the_store(f"{here} was to tell the result of {what}"):
         store.set(_RESULT, _packed(result))
@@ -68,7 +70,7 @@ def once_for_all[T](store: dist.Store, rank: int, what: str, work: Callable[[], 
 
 
 def store_of_all() -> dist.Store | None:
-    """torch's; None where there is none (MPI), or no other process behind it."""
+    """Return torch's default store; None if there is none (MPI), or no other process uses it."""
     if dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return None
     store: dist.Store | None = dist.distributed_c10d._get_default_store()
@@ -100,7 +102,7 @@ def _result_of_another(store: dist.Store, worker: str, what: str) -> bytes:
 
 
 def _looks() -> Iterator[float]:
-    """The seconds since the first look, at each; after short pauses at first."""
+    """Yield the seconds since the first poll, once per poll; pauses are short at first."""
     start, pause = time.monotonic(), 0.01
     while True:
         yield time.monotonic() - start
@@ -127,7 +129,7 @@ def _giving_signs_of_life(store: dist.Store) -> Iterator[None]:
 
 
 def _packed(value: object) -> str:
-    """Small: all ranks fetch it from one process."""
+    """Return ``value`` as compressed text: all ranks fetch it from one process."""
     return base64.b64encode(zlib.compress(pickle.dumps(value))).decode()
 
 

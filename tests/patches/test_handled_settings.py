@@ -27,9 +27,9 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 from megatron.core.transformer.module import MegatronModule
 
 from megatron_ext.adapter.compatibility import refuse
-from megatron_ext.adapter.taken_over import settings as taken_over
-from megatron_ext.adapter.taken_over.groups import with_megatrons_group
-from megatron_ext.adapter.taken_over.settings import TAKEN_OVER, take_over
+from megatron_ext.adapter.handled_settings import settings as handled_settings
+from megatron_ext.adapter.handled_settings.groups import with_megatrons_group
+from megatron_ext.adapter.handled_settings.settings import HANDLED_SETTINGS, apply_handled_settings
 from megatron_ext.patches.megatron.core.transformer import module
 from megatron_ext.written_settings import given_in, words_of
 
@@ -53,7 +53,7 @@ CASES: dict[str, tuple[dict[str, str], bool]] = {
 @pytest.fixture(autouse=True)
 def anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
-    taken_over._tell.cache_clear()
+    handled_settings._tell.cache_clear()
 
 
 def on(setting: str, config: PipelineConfig) -> Any:
@@ -67,8 +67,8 @@ def on(setting: str, config: PipelineConfig) -> Any:
 
 
 def test_the_docs_tell_what_is_taken_over() -> None:
-    assert CASES.keys() == {entry.setting for entry in TAKEN_OVER}
-    rows = [[f"`{entry.setting}`", entry.text] for entry in TAKEN_OVER]
+    assert CASES.keys() == {entry.setting for entry in HANDLED_SETTINGS}
+    rows = [[f"`{entry.setting}`", entry.text] for entry in HANDLED_SETTINGS]
     check_written("taken over", table(["setting", "what is done"], rows))
 
 
@@ -80,7 +80,7 @@ def test_it_is_accepted_with_one_line(setting: str, caplog: pytest.LogCaptureFix
     refuse(settings, config.choice, config.extras)
     with caplog.at_level(logging.INFO, logger=logger.name):
         for _ in range(2):  # as get_batch makes a config for each microbatch
-            take_over(settings, config)
+            apply_handled_settings(settings, config)
             assert getattr(settings, setting) is stays
             settings = on(setting, config)
     (line,) = caplog.messages
@@ -91,7 +91,7 @@ def test_it_is_accepted_with_one_line(setting: str, caplog: pytest.LogCaptureFix
 def test_without_ours_it_stays_megatrons(setting: str) -> None:
     """The fused loss of 1F1B is Megatron's, and so is its overlap in whole backward passes."""
     settings = on(setting, config := PipelineConfig.parse(schedule="1f1b"))
-    take_over(settings, config)
+    apply_handled_settings(settings, config)
     assert getattr(settings, setting) is True
 
 

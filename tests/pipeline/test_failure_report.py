@@ -28,9 +28,9 @@ from megatron_ext.runtime.messages.transport import (  # noqa: E402
     PeerFailure,
     Transport,
 )
-from megatron_ext.runtime.store import last_words  # noqa: E402
-from megatron_ext.runtime.store.last_words import connect_last_words  # noqa: E402
-from megatron_ext.runtime.whereabouts import whereabouts  # noqa: E402
+from megatron_ext.runtime.rank_identity import rank_identity  # noqa: E402
+from megatron_ext.runtime.store import failure_report  # noqa: E402
+from megatron_ext.runtime.store.failure_report import connect_failure_report  # noqa: E402
 from megatron_ext.schedule.action import Action, parse  # noqa: E402
 from megatron_ext.schedule.build.registry import choose  # noqa: E402
 from megatron_ext.schedule.program.verify import Program  # noqa: E402
@@ -94,19 +94,19 @@ class PipelineWithoutWaits(Pipeline):
 
 def connected(fault: Callable[[], None] | None, wanted: Callable[[], None]) -> PipelineWithoutWaits:
     """A watched pipeline, in which rank 1 may fail. Collective over the world."""
-    last_words.LOOK_SECONDS = 0.1
+    failure_report.LOOK_SECONDS = 0.1
     watchdog.GRACE_SECONDS = 2.0
     faults = {parse("1I2"): fault} if fault else {}
     pipeline = PipelineWithoutWaits(
         program_for(choose("zb-h1"), RANKS, 6), world(), faults=faults, wanted=wanted
     )
-    pipeline.recorder.whereabouts = whereabouts(world())
+    pipeline.recorder.rank_identity = rank_identity(world())
     pipeline.recorder.begin(5)
     watchdog.Watchdog(pipeline.recorder).start()
-    pipeline.recorder.last_words = connect_last_words()
-    assert pipeline.recorder.last_words is not None
+    pipeline.recorder.failure_report = connect_failure_report()
+    assert pipeline.recorder.failure_report is not None
     connections = [pipeline.connection, pipeline.communicators]
-    pipeline.recorder.last_words.start(Interruption(pipeline.recorder, connections))
+    pipeline.recorder.failure_report.start(Interruption(pipeline.recorder, connections))
     return pipeline
 
 
@@ -294,8 +294,8 @@ def keep_the_store(rank: int) -> None:
 
 def fail_with_the_store(rank: int) -> None:
     keep_the_store(rank)
-    last_words.LOOK_SECONDS = 2.0  # the other looks when this process could have long ended
-    words = connect_last_words()
+    failure_report.LOOK_SECONDS = 2.0  # the other looks when this process could have long ended
+    words = connect_failure_report()
     assert words is not None
     heard = threading.Event()
 
@@ -326,7 +326,7 @@ def fail_and_begin_again(rank: int) -> None:
     with pytest.raises(ValueError if rank == 1 else PeerFailure):
         pipeline.step()
     again = connected(None, nothing)
-    time.sleep(5 * last_words.LOOK_SECONDS + watchdog.GRACE_SECONDS)
+    time.sleep(5 * failure_report.LOOK_SECONDS + watchdog.GRACE_SECONDS)
     again.step()
     say("done")
 
@@ -344,8 +344,8 @@ def test_words_of_another_run_are_not_heard(script: Script) -> None:
 def end_well(rank: int) -> None:
     """One soon, one late, and the store with the first."""
     keep_the_store(rank)
-    last_words.LOOK_SECONDS = 0.05
-    words = connect_last_words()
+    failure_report.LOOK_SECONDS = 0.05
+    words = connect_failure_report()
     assert words is not None
     words.start(lambda text: say(f"heard {text}"))
     time.sleep(0.5 * rank)
@@ -374,9 +374,9 @@ class DeadStore:
 
 
 def test_a_store_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(last_words, "LEAVE_SECONDS", 0.2)
+    monkeypatch.setattr(failure_report, "LEAVE_SECONDS", 0.2)
     store = DeadStore()
-    words = last_words.LastWords(store, "key")  # type: ignore[arg-type]
+    words = failure_report.FailureReport(store, "key")  # type: ignore[arg-type]
     words.start(lambda text: None)
     start = time.monotonic()
     words.leave("rank 0, in 0F0")

@@ -1,11 +1,11 @@
-"""What a rank that fails says to all others, by way of torch's store.
+"""Report of a failing rank to all others, through torch's store.
 
-On gloo whoever waits for it fails when its connections are cut. On NCCL a wait returns at once, and
-the others would go on until their devices wait for ever, and then until torch's timeout. Nor does
-gloo tell the ranks of other pipelines, which wait in a reduction.
+On gloo, ranks that wait for a failed one fail when its connections are cut. On NCCL a wait returns
+at once, and the others would go on until their devices hang, and then until torch's timeout. Even
+gloo does not tell the ranks of other pipelines, which wait in a reduction.
 
-Each rank looks once a second, in a thread that does nothing else: a store that does not answer
-holds up neither the passes nor the watchdog.
+Each rank polls the store once a second, in a thread of its own: a store that does not answer delays
+neither the passes nor the watchdog.
 """
 
 from __future__ import annotations
@@ -22,42 +22,43 @@ import torch.distributed as dist
 from megatron_ext.runtime.world import tell_all
 
 LOOK_SECONDS = 1.0
-TRIES = 3  # after so many looks without an answer the store is taken to be gone
-LEAVE_SECONDS = 5.0  # that a failing rank waits for a store that does not answer
+TRIES = 3  # after so many polls without an answer the store counts as gone
+LEAVE_SECONDS = 5.0  # limit of a failing rank's wait for an unresponsive store
 
 
-class LastWords:
-    """Of the first rank to fail, for the ranks that have the same ``store`` and ``key``."""
+class FailureReport:
+    """Report of the first rank to fail, shared by the ranks with the same ``store`` and ``key``."""
 
     def __init__(self, store: dist.Store, key: str) -> None:
         self._store = store
         self._key = key
         self._hear: Callable[[str], None] | None = None
         self._own: str | None = None
-        self._stays_until = 0.0  # `time.monotonic` seconds: others look at a store that is here
+        self._stays_until = 0.0  # `time.monotonic` seconds; others read a store that is here
         self._wake = threading.Event()
         self._has_left = threading.Event()
         self._is_stopped = False
         self._thread: threading.Thread | None = None
 
     def start(self, hear: Callable[[str], None]) -> None:
-        """Look from now on. ``hear`` is called with another's words, in a thread, and once."""
+        """Start to poll. ``hear`` is called once with another rank's report, in a thread."""
         self._hear = hear
         self._thread = threading.Thread(
-            target=self._run, name="megatron_ext last words", daemon=True
+            target=self._run, name="megatron_ext failure report", daemon=True
         )
         self._thread.start()
         # A thread that is in torch when the interpreter goes would take the process down with it.
         atexit.register(self.stop)
 
     def leave(self, words: str) -> None:
-        """Tell the others, unless one of them was first. Returns soon, whatever the store does."""
+        """Report ``words`` to the other ranks, unless another rank was first. Returns within
+        `LEAVE_SECONDS`."""
         self._own = words
         self._wake.set()
         self._has_left.wait(LEAVE_SECONDS)
 
     def stop(self) -> None:
-        """Look no more. Where this process keeps the store it stays until others have looked."""
+        """Stop polling. If the store lives in this process, wait until other ranks have read it."""
         atexit.unregister(self.stop)
         time.sleep(max(0.0, self._stays_until - time.monotonic()))
         self._is_stopped = True
@@ -79,7 +80,8 @@ class LastWords:
             self._hear(words)
 
     def _listen(self) -> str | None:
-        """Until another's words are there; None when it has to stop, or has left its own."""
+        """Poll until another rank's report is there, and return it; None if stopped, or if this
+        rank has reported itself."""
         while not self._is_stopped:
             if self._own is not None:
                 self._store.compare_set(self._key, "", self._own)
@@ -92,18 +94,18 @@ class LastWords:
         return None
 
 
-def connect_last_words() -> LastWords | None:
-    """Those of all ranks; None where torch has no store (MPI). Collective over the world.
+def connect_failure_report() -> FailureReport | None:
+    """Return the report of all ranks; None if torch has no store (MPI). Collective over the world.
 
-    Their key is new each time: a store may outlive the ranks, and has then the words of some that
-    have been started again since.
+    The key is new each time: a store may outlive the ranks, and then has reports of ranks that were
+    restarted since.
     """
-    key = tell_all(f"megatron_ext/last_words/{uuid.uuid4().hex}")
+    key = tell_all(f"megatron_ext/failure_report/{uuid.uuid4().hex}")
     store = dist.distributed_c10d._get_default_store()
     if store is None:
         return None
-    # Of our own: one thread's wait in a store keeps others out of it. (Older ones have no clones.)
-    return LastWords(store.clone() if hasattr(store, "clone") else store, key)
+    # A clone: a store blocks other threads while one waits. (Older stores cannot be cloned.)
+    return FailureReport(store.clone() if hasattr(store, "clone") else store, key)
 
 
 def _ends_with_this_process(store: dist.Store) -> bool:

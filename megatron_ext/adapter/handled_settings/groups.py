@@ -1,4 +1,4 @@
-"""Megatron's microbatch_group_size_per_vp_stage, which is an option of ours."""
+"""Megatron's microbatch_group_size_per_vp_stage as an option of our schedules."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ _SETTING = "microbatch_group_size_per_vp_stage"
 
 
 def with_megatrons_group(choice: Choice, settings: Any) -> Choice:
-    """``choice`` with the microbatches that a rank takes through a virtual stage in a row, where
-    ``settings``, Megatron's arguments or a config, say how many, and it has them in groups.
+    """Return ``choice`` with the group size of ``settings``: the number of microbatches that a rank
+    runs consecutively in a virtual stage.
+
+    ``settings`` are Megatron's arguments or a config. ``choice`` stays as it is if they set no
+    other group size than the default, or if its schedule has no groups.
 
     Raises:
-        ValueError: it was chosen with another number.
+        ValueError: ``choice`` has another group size.
     """
     group = getattr(settings, _SETTING, None)
     ranks = settings.pipeline_model_parallel_size
