@@ -40,6 +40,7 @@ from megatron_ext.commands.progress import showing_progress
 from megatron_ext.config import CostsSource
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
+from megatron_ext.schedule.model.assumptions import not_checked
 from megatron_ext.schedule.model.execution import Precision
 from megatron_ext.schedule.model.gpus import (
     USABLE,
@@ -233,6 +234,8 @@ def _print(
     """``estimated``: what times were estimated of."""
     print_plan(plan_made)
     print_unit(is_estimate=estimated is not None)
+    if estimated is not None and (unchecked := not_checked(estimated.execution)):
+        typer.echo(unchecked)
     if estimated is not None and plan_made.best is not None:
         problem = plan_made.best.variant.problem
         print_short_slices([problem], estimated.execution.sequence)

@@ -122,8 +122,9 @@ class Rule:
             It stands in the schedule for the proof, the simulator and pictures.
         option: the field of `Extras` that requests it; of passes and their messages none.
         cost: how long it takes.
-        colour: of its boxes in pictures, if it computes: of Okabe and Ito's palette (2008), told
-            apart with any colour vision. Grey is one that nobody has chosen yet.
+        colour: fill of the kind's boxes in pictures, if it computes: Okabe and Ito's palette
+            (2008), to which B, R and the embedding's weight gradient are added. People with any
+            colour vision tell them apart (a test computes it). Grey: not chosen yet.
         legend: what the legend of a picture calls it, if that is shorter than ``does``.
         mark: matplotlib's marker of a point in time, for a kind that is drawn as one.
     """
@@ -235,7 +236,7 @@ _ROWS = (
         gathers=(Held.KEYS_VALUES,),
         adds_to_gradients=True,
         cost=Cost.PASS,
-        colour="#F0A860",
+        colour="#8050E0",
         legend="backward (I and W)",
     ),
     Rule(
@@ -437,7 +438,7 @@ _ROWS = (
         where=Where.SHARD,
         adds_to_gradients=True,
         cost=Cost.PASS,
-        colour="#A6A044",
+        colour="#7A4A1E",
         legend="its gradient",
         option="vocab_parallel",
     ),

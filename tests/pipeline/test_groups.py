@@ -26,7 +26,7 @@ from megatron_ext.schedule.program.communicators import communicators
 from megatron_ext.schedule.program.graph import channels
 from megatron_ext.schedule.schedule import Schedule
 from tests.helpers.ranks import run_ranks, values
-from tests.unit.test_communicators import SPECS, program_of
+from tests.unit.program.test_communicators import SPECS, program_of
 
 CPU = torch.device("cpu")
 needs_nccl = pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL")

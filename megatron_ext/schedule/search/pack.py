@@ -6,7 +6,7 @@ passes taken before if there is one. (Serial schedule generation, Kolisch 1996.)
 
 `compiled` has the same for numba, some thirty times faster. They stay two sources because one that
 numba compiles works on arrays, on which plain Python packs in 10.8 ms and not in 5.8 ms on lists;
-`tests/unit/test_packing.py` runs both on random problems and compares them to the digit.
+`tests/unit/search/test_packing.py` runs both on random problems and compares them to the digit.
 """
 
 from __future__ import annotations
