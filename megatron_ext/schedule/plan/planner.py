@@ -165,11 +165,25 @@ class _Comparison:
                 self._check_about(pair, best)
             if without_search:
                 variant = replace(variant, choice=variant.choice.without_search)
+            elif variant.choice.traits.searches:
+                variant = self._within_the_best(variant)
             at_most = best.step if best is not None and self._is_long else math.inf
             return consider(variant, method, self._room, self._may_offload, at_most)
         except ValueError as error:
             self.refusals[pair] = str(error)
             return None
+
+    def _within_the_best(self, variant: Variant) -> Variant:
+        """``variant``, which searches, in as much memory as the best of the others takes, where
+        only times are known: without a limit a search would stay within 1F1B's."""
+        problem = variant.problem
+        best = min(stable_of(self.candidates), key=by_time, default=None)
+        if problem.memory_limit is not None or variant.model is not None or best is None:
+            return variant
+        if best.report.peak <= problem.ranks:
+            return variant
+        limit = MemoryLimit(microbatches=best.report.peak)
+        return replace(variant, problem=replace(problem, memory_limit=limit))
 
     @property
     def _best(self) -> Candidate | None:

@@ -105,11 +105,11 @@ def test_simulate_divides_the_vocabulary(tmp_path: Path) -> None:
 @pytest.mark.search
 def test_plan_compares_what_can_be_done_about_a_head() -> None:
     words = ("plan", "--pp", "2", "-m", "4", "--memory-limit", "2")
-    assert json.loads(run(*words, "--json"))["vocabulary"] == []
+    alone = json.loads(run(*words, "--json"))["plan"]["candidates"]
+    assert {row["vocabulary"] for row in alone} == {"naive"}
     report = json.loads(run(*words, *HEAD, "--layers", "7", "--json"))
-    rows = {row["schedule"]: row for row in report["vocabulary"]}
-    assert rows.keys() == {row["schedule"] for row in report["schedules"]}
-    row = rows["1f1b"]
+    rows = [row for row in report["plan"]["candidates"] if row["schedule"] == "1f1b"]
+    row = {made["vocabulary"]: made["step"] for made in rows}
     assert row["redistributed"] < row["naive"]
     # Two ranks hold two microbatches; one more is over the limit, so that some are made again.
     refused = ("simulate", "1f1b", *words[1:], *HEAD, "--vocab-parallel", "2")
@@ -338,7 +338,7 @@ def test_a_whole_program_is_written_for_others_to_check(tmp_path: Path) -> None:
 def test_names_and_figures_stay_whole_on_a_narrow_terminal() -> None:
     """`plan` had "breadth-fir" above "st", and "experiment" above "al"."""
     terminal = {"FORCE_COLOR": "1", "TERM": "dumb", "COLUMNS": "80", "LINES": "50"}
-    plan = ("plan", "--pp", "2", "-m", "4", "--costs", "f=10,i=12,w=8,comm=1,head=1/1/1")
+    plan = ("plan", "--all", "--pp", "2", "-m", "4", "--costs", "f=10,i=12,w=8,comm=1,head=1/1/1")
     printed = runner.invoke(app, plan, env=terminal).stdout
     assert re.search(r"^breadth-first .*\d\.\d% ", printed, re.MULTILINE)
     listed = runner.invoke(app, ["schedules"], env=terminal).stdout

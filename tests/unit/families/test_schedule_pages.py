@@ -14,7 +14,7 @@ from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.plan.candidate import VocabMethod
 from megatron_ext.schedule.plan.fitting import consider
-from megatron_ext.schedule.plan.vocabulary_plan import variants_of
+from megatron_ext.schedule.plan.training import Training
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.program.memory import in_microbatches, peaks
 from megatron_ext.schedule.program.simulate import simulate
@@ -196,7 +196,7 @@ def test_figures_of_the_vocabulary_table(name: str) -> None:
 
     page = (DOCS / "vocabulary-parallelism.md").read_text()
     written = {row[0]: row[1:] for row in _WAYS_ROW.findall(page)}
-    variant_of = variants_of(8, 32, costs, None, layers=31)
+    variant_of = Training(8, 32, costs, layers=31).variant
     steps = []
     for method in VocabMethod:
         variant = variant_of(name, method)

@@ -381,7 +381,7 @@ def test_no_room_is_crowded() -> None:
         ("one way", "megatron_ext.schedule.action", "from .program import graph"),
         ("one way", f"{PROGRAM}.verify", "def f():\n    from ..build import head"),
         ("one way", "megatron_ext.config", "from megatron_ext.patches.engine import Patch"),
-        ("one way", "megatron_ext.launch", "import megatron_ext.launch_check.plan"),
+        ("one way", "megatron_ext.launch", "import megatron_ext.launch_check.check"),
         ("targets", "megatron_ext.adapter.step", "from megatron_ext.patches.engine import wrap"),
         ("targets", "megatron_ext.adapter.step", "X = 'megatron_ext.patches.megatron.core'"),
         ("cpu", "megatron_ext.patches.features", "from megatron_ext.patches import cpu"),

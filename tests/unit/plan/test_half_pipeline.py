@@ -22,12 +22,8 @@ from megatron_ext.schedule.model.short_form import parse_model
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.plan import planner
 from megatron_ext.schedule.plan.candidate import Candidate, RankMemory
-from megatron_ext.schedule.plan.half_pipeline import (
-    Division,
-    compare_halves,
-    compare_halves_of_costs,
-)
-from megatron_ext.schedule.plan.model_plan import Training
+from megatron_ext.schedule.plan.half_pipeline import compare_halves
+from megatron_ext.schedule.plan.training import TrainedModel, Training
 from megatron_ext.schedule.problem import VocabularyParallel
 
 MODEL = parse_model("layers=16,hidden=1024,heads=8,sequence=2048,vocabulary=65536")
@@ -50,7 +46,7 @@ def there(candidate: Candidate | None) -> Candidate:
 
 def test_zb_v_beside_two_copies(families: list[str]) -> None:
     """What BitPipe's and Chimera's two copies take on eight GPUs, with 16 microbatches in all."""
-    halves = compare_halves_of_costs(Division(8, 1, 16), UNIT, None)
+    halves = compare_halves(Training(8, 16, UNIT))
     assert str(halves.half.division) == "PP 4 x DP 2" and halves.half.division.microbatches == 8
     took = {
         name: (there(whole).step, there(half).step, there(half).report.span)
@@ -64,8 +60,8 @@ def test_zb_v_beside_two_copies(families: list[str]) -> None:
 def test_a_rank_of_half_holds_twice_the_parameters(families: list[str]) -> None:
     """And gradients; of the distributed optimizer's states, and of activations, as much."""
     state = TrainingState(distributed=True, data_parallel=2, expert_data_parallel=2)
-    training = Training(MODEL.model, MODEL.execution(), state, 4, 8, GPUS["h100"].rates())
-    rows = {name: both for name, *both in compare_halves(training, None).rows}
+    trained = TrainedModel(MODEL.model, MODEL.execution(), state, GPUS["h100"].rates())
+    rows = {name: both for name, *both in compare_halves(Training(4, 8, trained=trained)).rows}
 
     def on_first_rank(name: str) -> list[RankMemory]:
         memory = [there(candidate).memory for candidate in rows[name]]
@@ -116,7 +112,7 @@ def test_costs_of_two_stages_in_one() -> None:
 
 
 def test_a_limit_in_microbatches_is_as_many_bytes(families: list[str]) -> None:
-    halves = compare_halves_of_costs(Division(8, 1, 16), UNIT, MemoryLimit(microbatches=8))
+    halves = compare_halves(Training(8, 16, UNIT, limit=MemoryLimit(microbatches=8)))
     for side, limit in ((halves.whole, 8), (halves.half, 4)):
         best = there(side.plan.best)
         assert best.limit == MemoryLimit(microbatches=limit) == parse_limit(f"{limit}", 4, 8)
@@ -133,9 +129,9 @@ def test_the_command(families: list[str]) -> None:
     assert "gradients" in text and "reduced in" in text
     data = json.loads(command(*words, "--json").output)
     half, whole = data["half"], data["whole"]
-    assert (half["ranks"], half["data_parallel"], half["microbatches"]) == (2, 4, 4)
+    assert half["division"] == {"ranks": 2, "data_parallel": 4, "microbatches": 4}
     assert half["reduction"]["gradients"] > whole["reduction"]["gradients"] > 0
-    written = " ".join(half["recommended"]["flags"])
+    written = " ".join(half["plan"]["candidates"][0]["flags"])
     assert f"write for PP 2 x DP 4: --pipeline-model-parallel-size 2 {written}" in text
     alone = command("--pp", "4").output
     assert "reduced" not in alone and "PP 2 x DP 2 under zb-v takes" in alone

@@ -149,10 +149,10 @@ def fullest(own: LayerRecompute) -> float:
 
 def test_without_a_bound_nothing_is_run_again() -> None:
     made = lines(FULL, None)
-    assert made.own.recompute == FULL and made.is_recompute_other
+    assert made.own.recompute == FULL
     assert all(line.recompute == NONE for line in made.others.values())
     assert made.gain(made.chunks) > 0.2  # a forward pass of four
-    assert not lines(NONE, None).is_recompute_other
+    assert all(line.recompute == NONE for line in lines(NONE, None).others.values())
 
 
 def test_as_much_is_run_again_as_makes_it_fit() -> None:

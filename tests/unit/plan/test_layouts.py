@@ -316,13 +316,6 @@ def test_a_divided_vocabulary_is_tried_where_loops_lead() -> None:
     assert min(other.seconds for other in divided) < loop_alone.seconds
 
 
-def test_what_a_plan_has_found_is_any_schedule_too() -> None:
-    made = four_lines()
-    better = replace(made.ours, seconds=0.9 * made.ours.seconds)
-    assert made.beside([made.own, better]).ours is better
-    assert made.beside([made.own]).ours is made.ours
-
-
 def test_reductions_are_those_of_each_ones_group() -> None:
     """Experts' gradients were reduced among all data-parallel ranks, not among those with the same
     experts: four of them in place of 32."""

@@ -28,7 +28,8 @@ from megatron_ext.schedule.model.operations.attention import looked_at, squared_
 from megatron_ext.schedule.model.rates import Rates
 from megatron_ext.schedule.model.short_form import parse_model
 from megatron_ext.schedule.placement import line
-from megatron_ext.schedule.plan import full_recompute, planner
+from megatron_ext.schedule.plan import planner
+from megatron_ext.schedule.plan.figures import as_data
 from megatron_ext.schedule.plan.long_sequences import (
     LongSequences,
     Way,
@@ -36,8 +37,8 @@ from megatron_ext.schedule.plan.long_sequences import (
     ways_of_plan,
     ways_with_slices,
 )
-from megatron_ext.schedule.plan.model_plan import Training
 from megatron_ext.schedule.plan.planner import make_plan
+from megatron_ext.schedule.plan.training import TrainedModel, Training
 from megatron_ext.schedule.problem import Extras, Problem
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.slices import Lengths, Slices, lengths_of
@@ -211,7 +212,13 @@ SPECS = ("1f1b", "zb-h1", "zb-v", "v-half")
 def training() -> Training:
     gpt = parse_model("layers=4,hidden=2048,heads=16,sequence=32768,vocabulary=32000")
     state = TrainingState(distributed=True, data_parallel=4)
-    return Training(gpt.model, gpt.execution(), state, 2, 2, H100)
+    return Training(2, 2, trained=TrainedModel(gpt.model, gpt.execution(), state, H100))
+
+
+def with_sequence(training: Training, tokens: int) -> Training:
+    assert training.trained is not None
+    execution = replace(training.trained.execution, sequence=tokens)
+    return replace(training, trained=replace(training.trained, execution=execution))
 
 
 def compared(training: Training, room: float | None = None) -> LongSequences:
@@ -234,17 +241,16 @@ def test_long_sequences_are_compared_in_all_ways(free: LongSequences) -> None:
         "--context-parallel-size 2, DP 2",
         *("2 slices", "4 slices", "8 slices"),
     ]
-    assert made.best is not None and made.best_whole is not None
-    assert made.best.step < made.best_whole.step  # 2 microbatches on 2 ranks
-    assert "--pipeline-slices 8 --pipeline-slice-lengths balanced" in " ".join(made.flags)
-    shown = {row.words: row for row in made.rows}
-    eight, least = shown["8 slices"], shown["8 slices, least memory"]
-    assert least.made.holds < 0.95 * eight.made.holds and least.made.step >= eight.made.step
-    again = shown["--recompute-granularity full"].made
-    assert again.step > made.best_whole.step and again.holds < made.best_whole.holds
-    data = made.as_data()["ways"]
-    assert [entry["way"] for entry in data] == list(shown)
-    assert next(e for e in data if e["way"] == "8 slices")["shortest_slice"] < 4096
+    shown = {way.words: way.shortest for way in made.ways}
+    whole, best = shown["whole sequences"], made.best
+    assert best is not None and whole is not None
+    assert best.step < whole.step  # 2 microbatches on 2 ranks
+    assert "--pipeline-slices 8 --pipeline-slice-lengths balanced" in " ".join(made.written.added)
+    again = shown["--recompute-granularity full"]
+    assert again is not None and again.step > whole.step and again.holds < whole.holds
+    data = as_data(made)["ways"]
+    assert [entry["words"] for entry in data] == words
+    assert next(e for e in data if e["words"] == "8 slices")["candidates"][0]["slices"] == 8
 
 
 def test_context_parallelism_has_as_many_microbatches_again(
@@ -253,37 +259,33 @@ def test_context_parallelism_has_as_many_microbatches_again(
     """Of half of the tokens on a rank: it is there to compare with, and not taken."""
     made = free
     (divided,) = (way for way in made.ways if not way.is_here)
-    assert divided.shortest is not None and made.best_whole is not None
+    assert divided.shortest is not None
     assert divided.shortest.report.microbatches == 2 * training.microbatches
-    assert made.best_whole not in divided.candidates
+    assert made.best not in divided.candidates
 
 
 @nightly("test_long_sequences_are_compared_in_all_ways")
 def test_what_does_not_fit_whole_may_in_slices(training: Training, free: LongSequences) -> None:
-    assert free.best_whole is not None
     leanest = min(made.holds for made in free.ways[0].candidates)
     made = compared(training, 0.95 * leanest)
     assert made.best is not None and made.best.fullest is not None
     assert made.best.fullest <= 0.95 * leanest
-    own = free.ways[0].shortest
-    rows = replace(made, own=own).rows
-    assert rows[0].words == "the line as it is" and not rows[0].fits
-    assert all(row.fits for row in rows[1:])
+    assert not made.ways[0].candidates
 
 
 def test_short_slices_are_compared_and_not_taken(training: Training) -> None:
     """Kernels on 2,048 tokens are slower than is counted."""
-    short = replace(training, execution=replace(training.execution, sequence=8192))
+    short = with_sequence(training, 8192)
     made = compared(short)
     assert made.best is not None and made.best.report.slices == 2
     assert any(way.slices == 8 and way.candidates for way in made.ways)
-    shorter = replace(training, execution=replace(training.execution, sequence=8191))
+    shorter = with_sequence(training, 8191)
     assert long_sequences(shorter, make_plan(shorter.variant, specs=SPECS), None) is None
 
 
 @nightly("test_long_sequences_are_compared_in_all_ways")
 def test_a_training_with_slices_is_compared_with_whole_sequences(training: Training) -> None:
-    cut = replace(training, slices=Slices(4, Lengths.BALANCED))
+    cut = replace(training, extras=Extras(slices=Slices(4, Lengths.BALANCED)))
     words = [way.words for way in compared(cut).ways]
     assert words == ["4 slices", "whole sequences", "2 slices", "8 slices"]
 
@@ -293,31 +295,29 @@ def test_why_there_are_no_slices_is_said_once(training: Training) -> None:
         raise ValueError("experts would drop tokens")
 
     ways = (*ways_of_plan(make_plan(training.variant, specs=SPECS)), *ways_with_slices(none, None))
-    made = LongSequences(32768, None, ways)
+    made = LongSequences(32768, ways)
     assert made.best is None
-    assert set(made.refused.values()) == {"experts would drop tokens"}
-    assert [row.words for row in made.rows if "slices" in row.words] == []
+    assert {way.why_not for way in made.ways if way.slices > 1} == {"experts would drop tokens"}
 
 
 def test_no_way_is_longer_than_it_takes_to_see_that(training: Training) -> None:
     """Programs of very many passes are left out, and it is said what to do."""
     many = replace(training, microbatches=2000)
     (way,) = ways_with_slices(
-        lambda cut: replace(many, slices=cut).variant, None, [8], ["1f1b", "zb-h1"]
+        lambda cut: replace(many, extras=Extras(slices=cut)).variant, None, [8], ["1f1b", "zb-h1"]
     )
     assert isinstance(way, Way) and not way.candidates
     assert "16000 slices a step take long" in way.why_not
 
 
 def test_the_command_has_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (planner, full_recompute):
-        monkeypatch.setattr(module, "all_specs", lambda: ["1f1b", "zb-v"])
+    monkeypatch.setattr(planner, "all_specs", lambda: ["1f1b", "zb-v"])
     model = "layers=4,hidden=2048,heads=16,sequence=16384,vocabulary=32000"
     words = ["plan", "--pp", "2", "-m", "2", "--dp", "2", "--gpu", "h100", "--model", model]
-    result = CliRunner().invoke(app, words)
+    result = CliRunner().invoke(app, [*words, "--all"])
     assert result.exit_code == 0, result.output
-    _, table = result.stdout.split("sequences of 16,384 tokens, whole and in slices, in 65 GiB")
+    verdict, table = result.stdout.split("sequences of 16,384 tokens, whole and in slices:")
     for way in ("whole sequences", "--context-parallel-size 2, DP 1", "4 slices", "8 slices"):
         assert f"\n{way}" in table
     assert "which is not counted: one of 4 has 3," in table
-    assert re.search(r"\nwrite --pipeline-schedule \S+ .*--pipeline-slices [24] ", table)
+    assert re.search(r"\nverdict: +--pipeline-schedule \S+ .*--pipeline-slices [24] ", verdict)

@@ -21,17 +21,17 @@ from megatron_ext.schedule.limit import MemoryLimit, parse_limit
 from megatron_ext.schedule.model.gpus import GPUS, RESERVED_SHARE, USABLE, parse_gpu
 from megatron_ext.schedule.model.model import stages_of
 from megatron_ext.schedule.model.model_memory import ModelBytes, TrainingState, bytes_of_ranks
+from megatron_ext.schedule.model.rates import Rates
 from megatron_ext.schedule.model.short_form import Described, parse_model
 from megatron_ext.schedule.placement import Placement, line, v
 from megatron_ext.schedule.plan import fitting
 from megatron_ext.schedule.plan.candidate import Candidate, Plan, Variant, VocabMethod
+from megatron_ext.schedule.plan.figures import figures, flags_of
 from megatron_ext.schedule.plan.fitting import TooFull, consider, keeping_candidates
-from megatron_ext.schedule.plan.model_plan import Training
-from megatron_ext.schedule.plan.plan_report import plan_report, side_by_side
 from megatron_ext.schedule.plan.planner import VariantOf, all_specs, make_plan
-from megatron_ext.schedule.plan.recommendation import flags_of, recommendation
 from megatron_ext.schedule.plan.shorter_steps import seconds_by_shorter
-from megatron_ext.schedule.plan.vocabulary_plan import variants_of
+from megatron_ext.schedule.plan.training import TrainedModel, Training
+from megatron_ext.schedule.plan.verdict import Alternative, Written, verdict
 from megatron_ext.schedule.problem import Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.program.simulate import simulate
 from tests.helpers.combinations import IS_NIGHT, at_night
@@ -50,17 +50,12 @@ def short_search() -> Any:
 MODEL = parse_model("layers=16,hidden=1024,heads=8,sequence=2048,vocabulary=65536")
 
 
-def training(**changes: Any) -> Training:
-    gpt = changes.pop("gpt", MODEL)
-    given: dict[str, Any] = {
-        "model": gpt.model,
-        "execution": gpt.execution(),
-        "state": TrainingState(),
-        "ranks": 4,
-        "microbatches": 8,
-        "rates": GPUS["h100"].rates(),
-    }
-    return Training(**(given | changes))
+def training(
+    ranks: int = 4, microbatches: int = 8, gpt: Described = MODEL, rates: Rates | None = None
+) -> Training:
+    rates = rates or GPUS["h100"].rates()
+    trained = TrainedModel(gpt.model, gpt.execution(), TrainingState(), rates)
+    return Training(ranks, microbatches, trained=trained)
 
 
 def among(variant_of: VariantOf, *names: str) -> VariantOf:
@@ -139,9 +134,8 @@ def test_what_does_not_fit_lets_activations_leave() -> None:
     best = best_of(made)
     assert best.fullest is not None
     assert best.fullest <= tight * 2**30
-    recommended = recommendation(made, MODEL.layers)
-    assert recommended is not None and recommended.offload == "fit"
-    words = " ".join(recommended.flags)
+    assert best.report.offload is Offload.FIT
+    words = " ".join(flags_of(best))
     assert "--pipeline-activation-offload fit" in words and "--pipeline-memory-limit" in words
     with_room = variant("1f1b", VocabMethod.NAIVE)
     assert with_room is not None
@@ -159,7 +153,7 @@ def test_what_does_not_fit_is_made_again() -> None:
     assert not kept.candidates
     again = [c for c in made.candidates if c.report.made_again]
     assert all(c.report.recompute == "fit" and c.fullest <= 2 * 2**30 for c in again if c.fullest)
-    words = " ".join(flags_of(again[0], MODEL.layers))
+    words = " ".join(flags_of(again[0]))
     assert "--pipeline-recompute fit" in words and "--pipeline-memory-limit" in words
 
 
@@ -235,9 +229,6 @@ def test_only_what_a_launch_can_run_is_recommended() -> None:
     assert ("zb-v", VocabMethod.TWO) in methods and ("interleaved-zb", VocabMethod.NAIVE) in methods
     assert ("interleaved-zb", VocabMethod.TWO) not in methods
     assert "cannot be divided" in made.refusals["interleaved-zb", VocabMethod.TWO]
-    (row,) = [row for row in side_by_side(made) if row.schedule == "interleaved-zb"]
-    assert row.steps[VocabMethod.NAIVE] is not None and row.steps[VocabMethod.TWO] is None
-    assert VocabMethod.TWO in row.refused
 
 
 def test_stable_schedules_are_recommended_and_others_apart() -> None:
@@ -248,18 +239,16 @@ def test_stable_schedules_are_recommended_and_others_apart() -> None:
     others = [c for c in made.candidates if c.mark is Mark.STABLE and c.step > shortest.step]
     mixed = Plan((shortest, *others), {})
     assert best_of(mixed) is others[0] and shortest not in mixed.front
-    advice = recommendation(mixed, MODEL.layers)
-    assert advice is not None and advice.mark is Mark.STABLE
-    assert advice.runners_up[0].mark is Mark.EXPERIMENTAL and advice.runners_up[0].slower_by < 0
-    assert plan_report(mixed, None).choice != shortest.schedule
+    pool = [Alternative(one, one.step, Written) for one in mixed.candidates]
+    taken = verdict(None, pool).taken
+    assert taken is not None and taken.candidate.mark is Mark.STABLE
     assert best_of(Plan((shortest,), {})) is shortest
 
 
-def test_the_recommendation_says_what_to_write_and_why_others_lose() -> None:
+def test_figures_say_what_to_write_and_what_each_rank_holds() -> None:
     made = plan(40)
-    recommended = recommendation(made, MODEL.layers)
-    assert recommended is not None
     best = best_of(made)
+    recommended = figures(best)
     assert recommended.flags[:2] == ("--pipeline-schedule", best.schedule)
     limit = recommended.flags.index("--pipeline-memory-limit") + 1
     assert parse_limit(recommended.flags[limit], 4, 8) == best.limit
@@ -270,9 +259,7 @@ def test_the_recommendation_says_what_to_write_and_why_others_lose() -> None:
             getattr(rank, name) for name in ("weights", "gradients", "optimizer", "activations")
         ]
         assert rank.total == pytest.approx(sum(parts)) and min(parts) > 0
-    slower = [other.slower_by for other in recommended.runners_up]
-    assert slower == sorted(slower) and slower[0] >= 0
-    assert len(recommended.runners_up) + len(recommended.refused) + 1 == 4 * len(list(all_specs()))
+    assert len(made.candidates) + len(made.refusals) == 4 * len(list(all_specs()))
 
 
 @pytest.mark.parametrize(
@@ -295,12 +282,7 @@ def test_redistributed_layers_are_megatrons_flags(layers: int, words: list[str])
     moved = tuple(c for c in made.candidates if c.method is VocabMethod.REDISTRIBUTED)
     assert {c.schedule for c in moved} >= {"1f1b", "zb-v"} - ({"1f1b"} if layers == 14 else set())
     for candidate in moved:
-        recommended = recommendation(Plan((candidate,), {}), layers)
-        assert recommended is not None and recommended.flags == (
-            "--pipeline-schedule",
-            candidate.schedule,
-            *words,
-        )
+        assert flags_of(candidate) == ("--pipeline-schedule", candidate.schedule, *words)
 
 
 @pytest.mark.parametrize(("comm", "is_searched"), [(1, True), (40, False)])
@@ -313,15 +295,14 @@ def test_what_cannot_win_is_left_out(
     def costs(placement: Placement) -> Costs:
         return parse_costs(f"f=10,i=12,w=8,comm={comm}", placement)
 
-    variant_of = variants_of(4, 8, costs, MemoryLimit(microbatches=8))
+    variant_of = Training(4, 8, costs, limit=MemoryLimit(microbatches=8)).variant
     every, promising = make_plan(variant_of), make_plan(variant_of, only_promising=True)
-    report = plan_report(promising, None)
     assert best_of(promising).schedule == best_of(every).schedule
     searched = [c for c in promising.candidates if entry_of(c.schedule).traits.searches]
     assert bool(searched) is is_searched
     makespans = {candidate.schedule: candidate.step for candidate in every.candidates}
     left_out = 0
-    for name, why in report.refused.items():
+    for (name, _), why in promising.refusals.items():
         match = re.match(r"takes at least ([\d.]+)% more time than (\S+),", why)
         if match and name in makespans:
             left_out += 1
@@ -410,14 +391,15 @@ def test_the_best_of_all_families_on_a_published_setting(
     def costs(placement: Placement) -> Costs:
         return parse_costs(text, placement)
 
-    made = make_plan(variants_of(ranks, microbatches, costs, memory), only_promising=True)
+    training = Training(ranks, microbatches, costs, limit=memory)
+    made = make_plan(training.variant, only_promising=True)
     best = best_of(made)
     assert best.report.peak <= limit * ranks + 1e-9
     assert best.step == min(candidate.step for candidate in made.candidates)
     for (name, _), why in made.refusals.items():
         assert re.search("limit|at least|before any search", why), (name, why)
-    report = plan_report(made, None)
-    assert {c.schedule for c in made.candidates} | report.refused.keys() == set(all_specs())
+    compared = {c.schedule for c in made.candidates} | {name for name, _ in made.refusals}
+    assert compared == set(all_specs())
     if model != "1.5B":
         return
     for name in entries():
@@ -442,20 +424,26 @@ def command(*words: str, code: int = 0) -> str:
 TEXT = "layers=15,hidden=1024,heads=8,sequence=2048,vocabulary=65536"
 
 
+def taken(report: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = report["verdict"]["taken"]["candidate"]
+    return found
+
+
 def test_the_command() -> None:
     words = ("--model", TEXT, "--gpu", "h100", "--dp", "4", "--distributed-optimizer")
     report = json.loads(command(*words, "--json"))
-    recommended = report["recommended"]
-    assert recommended["vocabulary"] == "redistributed" and report["choice"] is None
+    recommended = report["verdict"]["taken"]["candidate"]
+    assert recommended["vocabulary"] == "redistributed"
     first = recommended["ranks"][0]
     assert first["optimizer"] == pytest.approx(first["gradients"] * 12 / 4 / 4)
     text = command(*words)
-    assert "memory of the choice" in text and f"write {' '.join(recommended['flags'])}" in text
+    assert " ".join(report["written"]["added"]) in text and "makespan" not in text
+    assert "memory under" in command(*words, "--all")
     # measured times in place of estimated ones, and the model's bytes
     costs = ("--costs", "f=10,i=12,w=8,head=2/2/2")
-    measured = json.loads(command("--model", TEXT, *costs, "--json"))["recommended"]
+    measured = taken(json.loads(command("--model", TEXT, *costs, "--json")))
     assert measured["makespan"] > 4 * 32 and measured["ranks"] is not None
-    assert json.loads(command(*costs, "--json"))["recommended"]["ranks"] is None
+    assert taken(json.loads(command(*costs, "--json")))["ranks"] is None
 
 
 def test_room_is_left_for_the_allocators_reserve() -> None:
@@ -463,28 +451,14 @@ def test_room_is_left_for_the_allocators_reserve() -> None:
     reserves nothing besides."""
     rates = "operations=400e12,bytes=40e9"
     without = json.loads(command("--model", TEXT, "--gpu", rates, "--json"))
-    assert without["reserved"] is None and not without["is_reserve_modelled"]
-    fullest = without["recommended"]["fullest_rank"]
+    assert without["free"] is None
+    fullest = taken(without)["fullest_rank"]
     usable = (1 + RESERVED_SHARE / 2) * fullest
     words = ("--model", TEXT, "--gpu", f"{rates},memory={usable / USABLE / 2**20:.6f}MiB")
     report = json.loads(command(*words, "--json"))
-    assert report["recommended"]["fullest_rank"] + report["reserved"] <= usable
-    assert report["is_reserve_modelled"]
-    assert "for which room is left: by a model of it, not measured" in command(*words)
-
-
-def test_what_there_is_instead_of_full_recompute() -> None:
-    """In its memory: full recompute makes every rank that comes later wait for it."""
-    words = ("--model", TEXT, "--gpu", "h100", "--dp", "4", "--distributed-optimizer")
-    full = json.loads(command(*words, "--json"))["full_recompute"]
-    assert full["instead"]["step"] < full["step"]
-    assert full["instead"]["fullest"] <= full["fullest"]
-    again = json.loads(command("--model", f"{TEXT},recompute=true", *words[2:], "--json"))
-    assert again["full_recompute"] is None
-    assert again["recommended"]["makespan"] == pytest.approx(full["step"], rel=0.02)
-    text = command(*words)
-    assert "with --recompute-granularity full the shortest step is " in text
-    assert f"in no more than that {full['instead']['schedule']}'s" in text
+    assert taken(report)["fullest_rank"] + report["free"]["reserved"] <= usable
+    assert report["free"]["is_modelled"]
+    assert "for which room is left: by a model of it, not measured" in command(*words, "--all")
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,11 @@ from megatron_ext.schedule.costs import Costs, VocabularyCosts, uniform
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement, line
-from megatron_ext.schedule.plan.candidate import Plan, VocabMethod
+from megatron_ext.schedule.plan.candidate import Plan, VocabMethod, stable_of
 from megatron_ext.schedule.plan.limits import least_time
-from megatron_ext.schedule.plan.plan_report import plan_report, side_by_side
 from megatron_ext.schedule.plan.planner import all_specs, make_plan
-from megatron_ext.schedule.plan.vocabulary_plan import redistribute, variants_of
+from megatron_ext.schedule.plan.redistribution import redistribute
+from megatron_ext.schedule.plan.training import Training
 from megatron_ext.schedule.problem import Problem, VocabularyParallel
 from megatron_ext.schedule.program.simulate import simulate, step_seconds
 from megatron_ext.schedule.show.trace import write_trace
@@ -36,7 +36,8 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 @functools.cache
 def plan(limit: float | None = None) -> Plan:
     memory = None if limit is None else MemoryLimit(microbatches=limit)
-    return make_plan(variants_of(4, 8, lambda placement: uniform(placement, 10, 12, 8, 1), memory))
+    training = Training(4, 8, lambda placement: uniform(placement, 10, 12, 8, 1), limit=memory)
+    return make_plan(training.variant)
 
 
 @pytest.mark.parametrize("vocabulary", VocabularyParallel)
@@ -55,29 +56,28 @@ def test_no_bound_is_above_what_a_step_takes(name: str, vocabulary: VocabularyPa
 
 
 def test_every_family_is_compared_or_says_why_not() -> None:
-    report = plan_report(plan(), None)
-    assert {made.schedule for made in report.schedules} | report.refused.keys() == set(all_specs())
-    makespans = [made.makespan for made in report.schedules]
-    assert makespans == sorted(makespans) and report.marks[str(report.choice)] is Mark.STABLE
+    made = plan()
+    compared = {candidate.schedule for candidate in made.candidates}
+    assert compared | {name for name, _ in made.refusals} == set(all_specs())
+    makespans = [candidate.report.makespan for candidate in made.candidates]
+    assert makespans == sorted(makespans)
+    assert made.best is not None and made.best.mark is Mark.STABLE
 
 
 def test_the_front_falls_in_memory_as_it_rises_in_time() -> None:
-    report = plan_report(plan(), None)
-    reports = {made.schedule: made for made in report.schedules}
-    front = [reports[name] for name in report.pareto]
+    front = [candidate.report for candidate in plan().front]
     assert [made.makespan for made in front] == sorted(made.makespan for made in front)
     assert [made.peak for made in front] == sorted((made.peak for made in front), reverse=True)
-    stable = [made for made in report.schedules if report.marks[made.schedule] is Mark.STABLE]
-    for made in stable:
+    for made in (candidate.report for candidate in stable_of(plan().candidates)):
         assert any(f.makespan <= made.makespan and f.peak <= made.peak for f in front), made
 
 
 def test_a_limit_leaves_out_what_does_not_fit() -> None:
-    report = plan_report(plan(limit=4), None)
-    (gpipe,) = (made for made in report.schedules if made.schedule == "gpipe")
+    reports = [candidate.report for candidate in plan(limit=4).candidates]
+    (gpipe,) = (made for made in reports if made.schedule == "gpipe")
     assert gpipe.made_again and gpipe.peak <= 4  # it holds 8, unless some is made again
     assert gpipe.recompute == "fit"
-    assert all(made.peak <= 4 for made in report.schedules) and report.schedules
+    assert all(made.peak <= 4 for made in reports) and reports
 
 
 def test_layers_are_redistributed_as_megatron_does() -> None:
@@ -103,14 +103,14 @@ def test_each_way_for_a_head_is_what_simulate_finds() -> None:
     )
     two = simulate(program, program.problem.costs).makespan
     naive = simulate(build_program(choose("zb-h1"), problem), problem.costs).makespan
-    variant_of = variants_of(4, 8, costs, None, layers=9)
+    variant_of = Training(4, 8, costs, layers=9).variant
     made = make_plan(lambda name, method: variant_of(name, method) if name == "zb-h1" else None)
-    (row,) = side_by_side(made)
-    assert (row.steps[VocabMethod.NAIVE], row.steps[VocabMethod.TWO]) == (naive, two)
-    way_one = row.steps[VocabMethod.ONE]
-    assert way_one is not None and way_one < naive and row.steps[VocabMethod.REDISTRIBUTED] is None
-    assert "do not divide over 4 stages" in row.refused[VocabMethod.REDISTRIBUTED]
-    assert side_by_side(plan()) == ()
+    steps = {candidate.method: candidate.step for candidate in made.candidates}
+    assert (steps[VocabMethod.NAIVE], steps[VocabMethod.TWO]) == (naive, two)
+    assert steps[VocabMethod.ONE] < naive and VocabMethod.REDISTRIBUTED not in steps
+    why = made.refusals["zb-h1", VocabMethod.REDISTRIBUTED]
+    assert "do not divide over 4 stages" in why
+    assert plan().methods == (VocabMethod.NAIVE,)
 
 
 def test_a_trace_has_every_pass_and_message(tmp_path: Path) -> None:

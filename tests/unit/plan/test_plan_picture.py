@@ -18,7 +18,7 @@ from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.plan.candidate import Plan, VocabMethod
 from megatron_ext.schedule.plan.curves import Curves, curves_of
 from megatron_ext.schedule.plan.planner import VariantOf, make_plan
-from megatron_ext.schedule.plan.vocabulary_plan import variants_of
+from megatron_ext.schedule.plan.training import Training
 from megatron_ext.schedule.search import best
 from megatron_ext.schedule.show.labels import label_points
 from megatron_ext.schedule.show.plan_picture import draw_plan
@@ -37,7 +37,7 @@ def problems(limit: float | None = None) -> VariantOf:
     def costs(placement: Placement) -> Any:
         return uniform(placement, 10, 12, 8, 1)
 
-    return variants_of(4, 8, costs, memory)
+    return Training(4, 8, costs, limit=memory).variant
 
 
 @functools.cache

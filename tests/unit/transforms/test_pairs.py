@@ -22,9 +22,9 @@ from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import v
 from megatron_ext.schedule.plan import fitting
 from megatron_ext.schedule.plan.candidate import Variant, VocabMethod
+from megatron_ext.schedule.plan.figures import flags_of
 from megatron_ext.schedule.plan.planner import make_plan
-from megatron_ext.schedule.plan.recommendation import flags_of
-from megatron_ext.schedule.plan.vocabulary_plan import variants_of
+from megatron_ext.schedule.plan.training import Training
 from megatron_ext.schedule.problem import (
     P2P,
     Extras,
@@ -473,13 +473,14 @@ def test_a_plan_of_a_dense_model_has_no_pairs() -> None:
 
 def test_a_plan_compares_with_and_without() -> None:
     """In pairs where they gain, else not; lines have none. And what to write for it."""
-    variant_of = variants_of(
-        2, 8, lambda placement: parse_costs(COSTS, placement), None, pairs=True
+    training = Training(
+        2, 8, lambda placement: parse_costs(COSTS, placement), extras=Extras(pairs=True)
     )
+    variant_of = training.variant
     made = make_plan(variant_of, specs=["zb-v", "1f1b", "1f1b-v"])
     assert [bool(candidate.report.pairs) for candidate in made.candidates] == [True, False, False]
     assert made.candidates[0].schedule == "zb-v"
-    written = [flags_of(candidate, None)[2:] for candidate in made.candidates]
+    written = [flags_of(candidate)[2:] for candidate in made.candidates]
     assert written == [("--overlap-moe-expert-parallel-comm",), (), ()]
 
 

@@ -495,15 +495,15 @@ def test_plan_compares_what_steps_cost(monkeypatch: pytest.MonkeyPatch, tmp_path
     shorten_search(monkeypatch)
     words = ["plan", "--pp", "4", "-m", "8", "--costs", USUAL]
     report = json.loads(run(*words, "--post-validation", "--json"))
-    rows = {row["schedule"]: row for row in report["schedules"]}
-    steps = [row["step"] for row in report["schedules"]]
+    rows = {row["schedule"]: row for row in report["plan"]["candidates"]}
+    steps = [row["step"] for row in report["plan"]["candidates"]]
     assert steps == sorted(steps) and rows["zb-2p"]["step"] == pytest.approx(256)
     assert rows["zb-2p"]["step"] < rows["interleaved-zb"]["step"] < rows["zb-2p"]["makespan"]
-    best = report["recommended"]
-    assert best["step"] == steps[0] and "--pipeline-post-validation" in best["flags"]
+    assert "--pipeline-post-validation" in report["written"]["added"]
     without = json.loads(run(*words, "--json"))
-    assert without["schedules"][0]["makespan"] == without["schedules"][0]["step"]
-    assert "--pipeline-post-validation" not in without["recommended"]["flags"]
+    first = without["plan"]["candidates"][0]
+    assert first["makespan"] == first["step"]
+    assert "--pipeline-post-validation" not in without["written"]["added"]
 
 
 # ---- Consecutive steps, measured

@@ -582,9 +582,10 @@ def test_a_family_of_a_users_takes_slices(tmp_path: Path) -> None:
 
 def test_plan_compares_schedules_of_slices() -> None:
     asked = ["plan", "--pp", "2", "-m", "2", "--slices", "2", "--slice-lengths", "balanced"]
-    said = run(*asked, "--costs", "f=10,i=12,w=8,attention=0.3")
-    assert re.search(r"^write --pipeline-schedule \S+ --pipeline-slices 2 "
+    said = run(*asked, "--all", "--costs", "f=10,i=12,w=8,attention=0.3")
+    assert re.search(r"^verdict: +--pipeline-schedule \S+ --pipeline-slices 2 "
                      r"--pipeline-slice-lengths balanced$", said, re.MULTILINE)  # fmt: skip
+    assert said.startswith("now:       Megatron's 1f1b, is not compared")
     assert "zb-h1" in said and "hanayo" in said
 
 
@@ -592,7 +593,7 @@ def test_plan_compares_schedules_of_slices() -> None:
 def test_plan_says_when_slices_are_short() -> None:
     model = "layers=4,hidden=1024,heads=8,sequence=8192,vocabulary=32000"
     asked = ["plan", "--pp", "2", "-m", "2", "--model", model, "--gpu", "h100"]
-    said = run(*asked, "--slices", "4")
+    said = run(*asked, "--all", "--slices", "4")
     assert "a slice has 2,048 tokens: kernels are slower on fewer than 4,096" in said
 
 

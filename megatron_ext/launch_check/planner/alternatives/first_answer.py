@@ -9,33 +9,33 @@ from typing import TYPE_CHECKING
 
 from megatron_ext.schedule.build.registry import Mark, entry_of
 from megatron_ext.schedule.plan.candidate import Candidate, Plan, VocabMethod
+from megatron_ext.schedule.plan.figures import flags_of
 from megatron_ext.schedule.plan.planner import all_specs, make_plan
-from megatron_ext.schedule.plan.recommendation import flags_of
 from megatron_ext.schedule.plan.shorter_steps import seconds_by_shorter
 from megatron_ext.schedule.progress import remark
 
 if TYPE_CHECKING:
-    from megatron_ext.launch_check.line_plan import ReadLine
-    from megatron_ext.launch_check.variants import LineVariants
+    from megatron_ext.launch_check.planner.parsed_launch import ParsedLaunch
+    from megatron_ext.launch_check.planner.variants import LineVariants
 
 LONG = 1_024  # pipeline ranks times microbatches, from which on it takes so long
 _FIRST = ("zb-v",)
 
 
-def first_answer(read: ReadLine) -> Plan | None:
+def first_answer(parsed: ParsedLaunch) -> Plan | None:
     """What a few schedules that take no search would gain, and say so. None where the whole plan
     takes no longer."""
-    args, own = read.validated, read.variants.own
+    args, own = parsed.validated, parsed.variants.own
     assert own is not None
     microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
     if args.pipeline_model_parallel_size * microbatches < LONG:
         return None
     methods = frozenset([VocabMethod.NAIVE])
-    line = replace(read.variants, methods=methods, tries_recompute=False)
-    plan = make_plan(line.variant, read.room, specs=tuple(dict.fromkeys((own, *_FIRST))))
+    line = replace(parsed.variants, methods=methods, tries_recompute=False)
+    plan = make_plan(line.variant, parsed.room, specs=tuple(dict.fromkeys((own, *_FIRST))))
     of_line, best = _of_line(plan, line), plan.best
     if best is not None:
-        words = shlex.join((*flags_of(best, None), *line.rewritten(best.schedule).added))
+        words = shlex.join((*flags_of(best), *line.rewritten(best.schedule).added))
         if best is of_line:
             words = "the line as it is"
         elif of_line is not None:
@@ -44,19 +44,19 @@ def first_answer(read: ReadLine) -> Plan | None:
     return plan
 
 
-def whole_plan(read: ReadLine, first: Plan | None) -> Plan:
+def whole_plan(parsed: ParsedLaunch, first: Plan | None) -> Plan:
     """All schedules for the line. With a ``first`` answer the stable ones, if any of them fits,
     without what takes more time than its best, and what it has is not made again."""
-    line = read.variants
+    line = parsed.variants
     if first is None:
-        return make_plan(line.variant, read.room, may_offload=True)
+        return make_plan(line.variant, parsed.room, may_offload=True)
     own = (line.own or "").partition(":")[0]
     stable = [s for s in all_specs() if entry_of(s).mark is Mark.STABLE or entry_of(s).name == own]
     others = [spec for spec in all_specs() if spec not in stable]
     compare = partial(
         make_plan,
         line.variant,
-        read.room,
+        parsed.room,
         only_promising=True,
         may_offload=True,
         known=first.candidates,

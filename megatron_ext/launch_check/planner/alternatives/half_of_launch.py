@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from megatron_ext.adapter.layers import (
@@ -14,14 +14,15 @@ from megatron_ext.adapter.layers import (
     prediction_depths,
 )
 from megatron_ext.adapter.model_bytes import longest_reduction
-from megatron_ext.launch_check.line_plan import ReadLine
-from megatron_ext.launch_check.variants import LineVariants
+from megatron_ext.launch_check.planner.parsed_launch import ParsedLaunch
+from megatron_ext.launch_check.planner.variants import LineVariants
 from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.plan.candidate import VocabMethod
+from megatron_ext.schedule.plan.figures import flags_of
 from megatron_ext.schedule.plan.half_pipeline import Division, Halves, Side, of_half_limit
 from megatron_ext.schedule.plan.planner import make_plan
-from megatron_ext.schedule.plan.recommendation import flags_of
+from megatron_ext.schedule.plan.verdict import Written
 
 # The arguments that say which layers are where.
 _DIVIDING = (
@@ -35,44 +36,13 @@ _DIVIDING = (
 )
 
 
-@dataclass(frozen=True)
-class LineHalves:
-    """A line on all of its pipeline ranks, and on half of them.
-
-    Attributes:
-        facts: what the line trains, in words.
-        remarks: what was assumed.
-        flags: for the best on half of the ranks; () where nothing fits there.
-        dropped: Megatron's flags that go for it.
-        is_measured: whether costs are measured ones, per layer type.
-    """
-
-    halves: Halves
-    facts: str
-    remarks: tuple[str, ...]
-    flags: tuple[str, ...] = ()
-    dropped: tuple[str, ...] = ()
-    is_measured: bool = False
-
-    def as_data(self) -> dict[str, Any]:
-        """As ``--json`` prints it."""
-        line = {
-            "trains": self.facts,
-            "remarks": self.remarks,
-            "flags": self.flags,
-            "dropped": self.dropped,
-            "is_measured": self.is_measured,
-        }
-        return {"line": line, **self.halves.as_data()}
-
-
-def halves_of(read: ReadLine) -> LineHalves:
+def halves_of(parsed: ParsedLaunch) -> Halves:
     """``read`` as it is divided, and with half of its pipeline ranks.
 
     Raises:
         ValueError: there is no half, or Megatron refuses it.
     """
-    args, line = read.validated, read.variants
+    args, line = parsed.validated, parsed.variants
     if not line.config.costs.is_estimate:
         raise ValueError(
             "--half-pipeline: costs that are given are those of the line's own stages, and nothing "
@@ -85,15 +55,20 @@ def halves_of(read: ReadLine) -> LineHalves:
     half = whole.halved()
     of_half = on_half(line, args, whole)
     of_half.validated(str(line.own), VocabMethod.NAIVE)  # Megatron's refusal comes alone
-    halves = Halves(_side(whole, line, read.room), _side(half, of_half, read.room))
-    made = LineHalves(halves, read.facts, read.remarks, is_measured=read.measured is not None)
+    halves = Halves(
+        _side(whole, line, parsed.room),
+        _side(half, of_half, parsed.room),
+        job=parsed.facts,
+        remarks=parsed.remarks,
+        is_estimate=parsed.measured is None,
+    )
     best = halves.half.plan.best
     if best is None:
-        return made
+        return halves
     rewritten = of_half.rewritten(best.schedule).args
     dropped, added = _differences(line.args, rewritten)
-    flags = (*added, *flags_of(best, None), *read.costs)
-    return replace(made, flags=flags, dropped=dropped)
+    flags = (*added, *flags_of(best), *parsed.costs)
+    return replace(halves, written=Written(flags, dropped))
 
 
 def on_half(line: LineVariants, validated: Any, whole: Division) -> LineVariants:

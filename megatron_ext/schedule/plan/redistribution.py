@@ -1,70 +1,14 @@
-"""What can be done about embedding and output layer, side by side for each schedule."""
+"""Layers moved away from the output layer, as Megatron's flags for that spread them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs
-from megatron_ext.schedule.limit import MemoryLimit
-from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.plan.candidate import Variant, VocabMethod, goes_with, keeps_pairs
-from megatron_ext.schedule.plan.planner import VariantOf
-from megatron_ext.schedule.problem import Extras, Problem
-from megatron_ext.schedule.slices import UNCUT, Slices
 
 
 def tells_vocabulary(costs: Costs) -> bool:
     """Whether ``costs`` tell embedding and output layer apart from the layers beside them."""
     vocabulary = costs.vocabulary
     return vocabulary is not None and any((*vocabulary.head, *vocabulary.embedding))
-
-
-def variants_of(
-    ranks: int,
-    microbatches: int,
-    costs: Callable[[Placement], Costs],
-    limit: MemoryLimit | None,
-    layers: int | None = None,
-    post_validation: bool = False,
-    slices: Slices = UNCUT,
-    pairs: bool = False,
-) -> VariantOf:
-    """The problem of each family with each method that can be told from ``costs``, for `make_plan`.
-
-    Args:
-        costs: the costs on a placement, so that each has its own number of stages.
-        layers: of the model, for the layers to be redistributed.
-        pairs: whether passes may run in pairs.
-    """
-
-    def variant(name: str, method: VocabMethod) -> Variant | None:
-        choice = choose(name)
-        if not goes_with(slices, choice, method.vocabulary):
-            return None
-        placement = choice.place(ranks)
-        of_stages = costs(placement)
-        if method is not VocabMethod.NAIVE and not tells_vocabulary(of_stages):
-            return None
-        if method is VocabMethod.REDISTRIBUTED:
-            if layers is None:
-                return None
-            of_stages = redistribute(of_stages, layers)
-        problem = Problem(
-            placement,
-            microbatches,
-            of_stages,
-            limit,
-            extras=Extras(
-                vocab_parallel=method.vocabulary,
-                post_validation=post_validation,
-                slices=slices,
-                pairs=pairs and keeps_pairs(choice, method.vocabulary),
-            ),
-        )
-        return Variant(choice, problem, may_recompute=True)
-
-    return variant
 
 
 def redistributed_layers(layers: int, stages: int) -> list[int]:

@@ -6,13 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.launch_check.alternatives.without_full_recompute import WITH_FULL_RECOMPUTE
+from megatron_ext.launch_check.planner.alternatives.without_full_recompute import (
+    WITH_FULL_RECOMPUTE,
+)
 from megatron_ext.schedule.plan.candidate import VocabMethod
 from megatron_ext.schedule.plan.fitting import consider
 from megatron_ext.schedule.words import bytes_text
 
 if TYPE_CHECKING:
-    from megatron_ext.launch_check.variants import LineVariants
+    from megatron_ext.launch_check.planner.variants import LineVariants
 
 
 @dataclass(frozen=True, eq=False)

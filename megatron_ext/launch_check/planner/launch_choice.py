@@ -19,16 +19,31 @@ from megatron_ext.config import PLAN, PipelineConfig, flag
 from megatron_ext.launch import Chosen
 from megatron_ext.launch_check import line as launch_line
 from megatron_ext.launch_check.importing import silently
-from megatron_ext.launch_check.variants import LineVariants, chunks_of, names_stages
+from megatron_ext.launch_check.planner.variants import (
+    LineVariants,
+    chunks_of,
+    names_stages,
+    stock_schedule,
+)
 from megatron_ext.schedule.build.auto_spec import auto_searches
 from megatron_ext.schedule.build.registry import choose, entry_of
+from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.model.gpus import FreeMemory, free_memory
 from megatron_ext.schedule.model.measured.file import load_measured
-from megatron_ext.schedule.plan.auto import AS_1F1B, in_words, longer, nothing_left
+from megatron_ext.schedule.plan.auto import AS_1F1B, left_out, nothing_left
 from megatron_ext.schedule.plan.candidate import Candidate, Plan, Variant, VocabMethod
+from megatron_ext.schedule.plan.figures import flags_of, made_again
 from megatron_ext.schedule.plan.fitting import consider
 from megatron_ext.schedule.plan.planner import make_plan, without_figures
-from megatron_ext.schedule.plan.recommendation import flags_of, made_again, slower_by
+from megatron_ext.schedule.plan.verdict import (
+    ALIKE,
+    NOTHING,
+    WORTH,
+    Alternative,
+    Verdict,
+    is_stock,
+    verdict,
+)
 from megatron_ext.schedule.words import bytes_text, counted
 from megatron_ext.written_settings import says
 
@@ -50,10 +65,10 @@ def choose_for(
     world_size: int,
     gpu_memory: float | None = None,
 ) -> Chosen:
-    """What to train under on the launch line with the arguments ``argv``: of the stable schedules,
-    or of those that an ``auto`` leaves open.
+    """What to train under on the launch line with the arguments ``argv``: Megatron's own schedule
+    as it is there, or a stable one, or one that an ``auto`` leaves open, by the rules of `verdict`.
 
-    A rank is given no more memory than Megatron's own 1F1B would take on the fullest rank, unless
+    A rank is given no more memory than the line takes as it is on the fullest rank, unless
     ``config`` has a memory limit; and no more than `free_memory` of a GPU, if any schedule fits.
 
     Args:
@@ -86,7 +101,8 @@ def choose_for(
             tokens,
             tries_recompute=is_plan and not says(argv, "recompute"),
         )
-        specs = None if is_plan else _searches(line.args, config)
+        own = stock_schedule(line.args)
+        specs = None if is_plan else (own, *_searches(line.args, config))
         return _Launch(variants, specs).choose(gpu_memory or _memory_here())
 
 
@@ -144,6 +160,11 @@ class _Launch:
     def config(self) -> PipelineConfig:
         return self.line.config
 
+    @property
+    def own(self) -> str:
+        """Megatron's own schedule with the stages that the line asks for."""
+        return stock_schedule(self.line.args)
+
     def choose(self, gpu_memory: float | None) -> Chosen:
         """Within the first of `_bounds` that leaves anything."""
         whys: dict[str, None] = {}
@@ -152,12 +173,11 @@ class _Launch:
             if bound.limit is not None:
                 config = replace(self.config, memory_limit=bound.limit)
                 launch = replace(self, line=replace(self.line, config=config))
-            variant = launch.line.variant
-            plan = make_plan(variant, bound.room, only_promising=True, specs=self.specs)
-            candidate = launch.first_that_starts(plan, bound)
-            if candidate is not None:
-                words = _reason if self.specs is None else in_words
-                why = words(plan, candidate, bound.text)
+            plan = make_plan(launch.line.variant, bound.room, only_promising=True, specs=self.specs)
+            found = launch.found_in(plan, bound)
+            if found is not None and found.taken is not None:
+                candidate = found.taken.candidate
+                why = self._reason(found, plan, bound.text)
                 why += launch.what_flags_hide(candidate, plan, bound)
                 rewritten = self.line.rewritten(candidate.schedule)
                 flags = (*_flags(candidate, bound), *rewritten.added)
@@ -186,14 +206,19 @@ class _Launch:
                 yield _Bound(f"{text} and {on_gpu}", usable)
                 yield _Bound(text + too_large)
             return
-        text, of_1f1b = "in no more memory than 1f1b", self._taken_by_1f1b()
-        if of_1f1b is None:
-            yield _Bound(text, usable, AS_1F1B)
-        elif usable is None or of_1f1b <= usable:
-            yield _Bound(text, of_1f1b, is_written=True)
+        text, own = f"in no more memory than {self.own}", self._as_it_is()
+        of_own = None if own is None else own.fullest
+        if of_own is None:
+            is_more = own is not None and own.report.peak > own.report.pp
+            limit = (
+                MemoryLimit(microbatches=own.report.peak).written if own and is_more else AS_1F1B
+            )
+            yield _Bound(text, usable, limit)
+        elif usable is None or of_own <= usable:
+            yield _Bound(text, of_own, is_written=True)
         else:
             yield _Bound(on_gpu, usable, is_written=True)
-            yield _Bound(text + too_large, of_1f1b, is_written=True)
+            yield _Bound(text + too_large, of_own, is_written=True)
 
     def _measured_reserve(self) -> float | None:
         """Bytes that an allocator reserved beyond its allocations; None: not measured."""
@@ -201,28 +226,62 @@ class _Launch:
         measured = None if file is None else load_measured(file)
         return None if measured is None else measured.reserved
 
-    def _taken_by_1f1b(self) -> float | None:
-        """Bytes of the fullest rank; None if it cannot run, or bytes are not known."""
+    def _as_it_is(self) -> Candidate | None:
+        """Megatron's own schedule, whatever it takes; None if it cannot run."""
         try:
             line = replace(self.line, methods=frozenset([VocabMethod.NAIVE]))
-            variant = line.variant("1f1b", VocabMethod.NAIVE)
-            return None if variant is None else consider(variant, VocabMethod.NAIVE).fullest
+            variant = line.variant(self.own, VocabMethod.NAIVE)
+            return None if variant is None else consider(variant, VocabMethod.NAIVE)
         except ValueError:
             return None
 
-    def first_that_starts(self, plan: Plan, bound: _Bound) -> Candidate | None:
-        """The shortest of ``plan`` that a rank would not refuse: Transformer Engine may refuse an
-        order, and steps of other batch sizes may not be possible."""
-        for candidate in plan.candidates:
-            limit = candidate.limit if bound.is_written else None
-            written = None if limit is None else limit.written
-            try:
-                args, config = self.line.validated(candidate.schedule, candidate.method, written)
-                check(args, replace(config, recompute=candidate.recompute), search_for_first)
-            except ValueError:
-                continue
-            return candidate
+    def found_in(self, plan: Plan, bound: _Bound) -> Verdict | None:
+        """The verdict among those of ``plan`` that a rank would not refuse: Transformer Engine may
+        refuse an order, and steps of other batch sizes may not be possible."""
+        pool = list(plan.candidates)
+        while pool:
+            own = next((one for one in pool if self._is_own(one)), None)
+            others = [_alternative(one) for one in pool if one is not own]
+            found = verdict(None if own is None else _alternative(own), others)
+            assert found.taken is not None
+            if self._starts(found.taken.candidate, bound):
+                return found
+            pool.remove(found.taken.candidate)
         return None
+
+    def _is_own(self, candidate: Candidate) -> bool:
+        return candidate.schedule == self.own and is_stock(candidate)
+
+    def _starts(self, candidate: Candidate, bound: _Bound) -> bool:
+        limit = candidate.limit if bound.is_written else None
+        written = None if limit is None else limit.written
+        try:
+            args, config = self.line.validated(candidate.schedule, candidate.method, written)
+            check(args, replace(config, recompute=candidate.recompute), search_for_first)
+        except ValueError:
+            return False
+        return True
+
+    def _reason(self, found: Verdict, plan: Plan, within: str) -> str:
+        """Why the verdict is taken, in one line."""
+        assert found.taken is not None
+        taken, compared = found.taken.candidate, counted(len(plan.best_of_each), "schedule")
+        if found.keeps:
+            text = f"it is kept: of {compared} {within} none saves {WORTH:.0%} of a step"
+            shortest = found.shortest
+            if shortest is not None and found.saved_by(shortest) > 0:
+                name = shortest.candidate.schedule
+                text += f" (the shortest, {name}, {found.saved_by(shortest):.1%})"
+        else:
+            text = f"the best of {compared} {within}"
+            if found.baseline is not None:
+                text = f"a step {found.gain:.1%} shorter than {self.own}'s, {text}"
+            text += made_again(taken)
+            tie = dict.fromkeys(one.candidate.schedule for one in found.tie)
+            if tie:
+                text += f"; {', '.join(tie)} as long within {ALIKE:.0%}, in no less memory"
+        is_told = self.specs is not None and plan.refusals
+        return f"{text}; left out: {left_out(plan)}" if is_told else text
 
     def what_flags_hide(self, taken: Candidate, plan: Plan, bound: _Bound) -> str:
         """A better choice that is refused for flags which are about speed alone, in words."""
@@ -236,7 +295,8 @@ class _Launch:
             return without.line.variant(name, method) if refused else None
 
         others = make_plan(variant, bound.room, True, better_than=taken, specs=self.specs)
-        better = without.first_that_starts(others, bound)
+        found = without.found_in(others, bound)
+        better = None if found is None or found.taken is None else found.taken.candidate
         if better is None or better.step > (1 - WORTH_A_WORD) * taken.step:
             return ""
         needed = [
@@ -266,7 +326,7 @@ class _Launch:
 
 def _flags(candidate: Candidate, bound: _Bound) -> tuple[str, ...]:
     """What to write for ``candidate``. A limit of the user's is on the line already."""
-    words = flags_of(candidate if bound.is_written else replace(candidate, limit=None), None)
+    words = flags_of(candidate if bound.is_written else replace(candidate, limit=None))
     return words if bound.limit is None else (*words, flag("memory_limit"), bound.limit)
 
 
@@ -278,13 +338,5 @@ def _on_gpu(free: FreeMemory, memory: float) -> str:
     )
 
 
-def _reason(plan: Plan, candidate: Candidate, within: str) -> str:
-    others = [other for other in plan.best_of_each if other.schedule != candidate.schedule]
-    text = f"the shortest predicted step of {len(plan.best_of_each)} schedules {within}"
-    text += made_again(candidate)
-    shown = [
-        f"{other.schedule} ({longer(slower_by(other, candidate))})"
-        for rank, other in enumerate(others)
-        if rank == 0 or other.schedule == "1f1b"
-    ]
-    return f"{text}; then {' and '.join(shown)}" if shown else text
+def _alternative(candidate: Candidate) -> Alternative:
+    return Alternative(candidate, candidate.step, lambda: NOTHING)

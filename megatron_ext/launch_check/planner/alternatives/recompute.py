@@ -8,7 +8,7 @@ from typing import Any
 from megatron_ext.adapter.compatibility import refuse
 from megatron_ext.adapter.dimensions import execution, rates
 from megatron_ext.launch_check import line as launch_line
-from megatron_ext.launch_check.variants import LineVariants
+from megatron_ext.launch_check.planner.variants import LineVariants
 from megatron_ext.schedule.model.description import describe
 from megatron_ext.schedule.plan.candidate import VocabMethod
 from megatron_ext.schedule.plan.layouts.recompute import (

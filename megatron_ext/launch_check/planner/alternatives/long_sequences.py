@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from megatron_ext.launch_check.alternatives.without_full_recompute import (
+from megatron_ext.launch_check.planner.alternatives.without_full_recompute import (
     WITH_FULL_RECOMPUTE,
 )
-from megatron_ext.launch_check.variants import LineVariants
+from megatron_ext.launch_check.planner.variants import LineVariants
 from megatron_ext.schedule.build.registry import entry_of
-from megatron_ext.schedule.plan.candidate import Candidate, Plan, VocabMethod
-from megatron_ext.schedule.plan.fitting import consider
+from megatron_ext.schedule.plan.candidate import Plan
+from megatron_ext.schedule.plan.figures import flags_of, slower_by
 from megatron_ext.schedule.plan.long_sequences import (
     COUNTS,
     EQUAL,
@@ -28,52 +28,42 @@ from megatron_ext.schedule.plan.long_sequences import (
     ways_of_plan,
     ways_with_slices,
 )
-from megatron_ext.schedule.plan.recommendation import flags_of, slower_by
+from megatron_ext.schedule.plan.verdict import Written
 from megatron_ext.schedule.slices import LONG_ENOUGH, UNCUT
 from megatron_ext.schedule.words import bytes_text
 
 if TYPE_CHECKING:
-    from megatron_ext.launch_check.line_plan import ReadLine
+    from megatron_ext.launch_check.planner.parsed_launch import ParsedLaunch
 
 _SIMPLE = ("zb-h1", "zb-v")
 
 
-def long_sequences(read: ReadLine, plan: Plan, own: Candidate | None) -> LongSequences | None:
-    """What can be done about the sequences of a line; None where they are short.
-
-    Args:
-        plan: of the line.
-        own: the line as it stands, where that fits.
-    """
-    args, line, room = read.validated, read.variants, read.room
+def long_sequences(parsed: ParsedLaunch, plan: Plan) -> LongSequences | None:
+    """What can be done about the sequences of a line, whose ``plan`` this is; None where they are
+    short."""
+    args, line, room = parsed.validated, parsed.variants, parsed.room
     if args.seq_length < LONG:
         return None
     asked = line.config.slices
     ways = ways_of_plan(plan, asked)
     if asked > 1:
         ways.append(way_of(WHOLE, line.with_slices(UNCUT).variant, room))
-    elif read.measured is None and line.config.costs.is_estimate:
-        ways += _of_other_settings(read)
+    elif parsed.measured is None and line.config.costs.is_estimate:
+        ways += _of_other_settings(parsed)
     counts = [count for count in COUNTS if count != asked]
     ways += ways_with_slices(lambda cut: line.with_slices(cut).variant, room, counts)
-    made = LongSequences(
-        args.seq_length,
-        own or _as_it_stands(line),
-        tuple(ways),
-        room,
-        args.context_parallel_size,
-    )
+    made = LongSequences(args.seq_length, tuple(ways), args.context_parallel_size)
     best = made.best
-    if best is None or best is own:
+    if best is None:
         return made
     rewritten = line.rewritten(best.schedule)
-    flags = (*flags_of(best, None), *rewritten.added, *read.costs)
-    return replace(made, flags=flags, dropped=rewritten.dropped)
+    flags = (*flags_of(best), *rewritten.added, *parsed.costs)
+    return replace(made, written=Written(flags, rewritten.dropped))
 
 
-def _of_other_settings(read: ReadLine) -> Iterator[Way]:
+def _of_other_settings(parsed: ParsedLaunch) -> Iterator[Way]:
     """Full recompute, and twice the context parallelism with half of the data parallelism."""
-    args, line, room = read.validated, read.variants, read.room
+    args, line, room = parsed.validated, parsed.variants, parsed.room
     if args.recompute_granularity != "full":
         again = line.with_values(WITH_FULL_RECOMPUTE)
         yield way_of(FULL_RECOMPUTE, again.variant, room)
@@ -82,17 +72,6 @@ def _of_other_settings(read: ReadLine) -> Iterator[Way]:
         words = context_parallel(ranks, args.data_parallel_size // 2)
         divided = line.with_values({"context_parallel_size": ranks})
         yield way_of(words, divided.variant, room, is_here=False)
-
-
-def _as_it_stands(line: LineVariants) -> Candidate | None:
-    """The line, though it may not fit."""
-    assert line.own is not None
-    try:
-        variant = line.variant(line.own, VocabMethod.NAIVE)
-        assert variant is not None
-        return consider(replace(variant, may_recompute=False), VocabMethod.NAIVE)
-    except ValueError:
-        return None
 
 
 def what_slices_give(line: LineVariants, tokens: int, room: float | None) -> str | None:
@@ -104,7 +83,7 @@ def what_slices_give(line: LineVariants, tokens: int, room: float | None) -> str
         room: bytes that a rank may take; None: not known.
     """
     counts = [count for count in COUNTS if count * LONG_ENOUGH <= tokens]
-    own = _as_it_stands(line) if counts else None
+    own = line.as_it_stands() if counts else None
     if own is None:
         return None
     specs = [name for name in (own.family, *_SIMPLE) if entry_of(name).traits.takes_slices]
@@ -114,7 +93,7 @@ def what_slices_give(line: LineVariants, tokens: int, room: float | None) -> str
     made, fits = way.shortest, room is None or own.fullest is None or own.fullest <= room
     if made is None or (fits and slower_by(own, made) < EQUAL):
         return None
-    words = shlex.join((*flags_of(made, None), *line.rewritten(made.schedule).added))
+    words = shlex.join((*flags_of(made), *line.rewritten(made.schedule).added))
     bubbles = [f"{candidate.report.bubble_share_makespan:.1%}" for candidate in (made, own)]
     text = f"with {words} a step is predicted to take {made.step / own.step - 1:+.1%}: "
     text += f"{bubbles[0]} bubbles in place of {bubbles[1]}"

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from megatron_ext.launch_check.planner.alternatives.changed import Changed
 from megatron_ext.schedule.build.registry import entry_of
-from megatron_ext.schedule.plan.candidate import Candidate, Plan
+from megatron_ext.schedule.plan.candidate import Plan
 from megatron_ext.schedule.plan.planner import all_specs, make_plan
-from megatron_ext.schedule.plan.recommendation import flags_of
 
 if TYPE_CHECKING:
-    from megatron_ext.launch_check.variants import LineVariants
+    from megatron_ext.launch_check.planner.variants import LineVariants
 
 _FULL_RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
 # The arguments of a line with it.
@@ -23,35 +22,7 @@ WITH_FULL_RECOMPUTE = {
 }
 
 
-@dataclass(frozen=True)
-class Instead:
-    """What there is without full recompute.
-
-    Attributes:
-        taken: the shortest step.
-        flags: that are written on the line for it.
-        dropped: Megatron's flags that go.
-    """
-
-    taken: Candidate
-    flags: tuple[str, ...]
-    dropped: tuple[str, ...]
-
-    def as_data(self) -> dict[str, Any]:
-        """As ``--json`` prints it."""
-        made = self.taken.report
-        return {
-            "schedule": made.schedule,
-            "step": self.taken.step,
-            "fullest": self.taken.fullest,
-            "recompute": made.recompute,
-            "made_again": made.made_again,
-            "flags": self.flags,
-            "dropped": self.dropped,
-        }
-
-
-def without_full_recompute(line: LineVariants, plan: Plan, room: float | None) -> Instead | None:
+def without_full_recompute(line: LineVariants, plan: Plan, room: float | None) -> Changed | None:
     """The shortest step in ``room``, or where that is not known, in what the choice of ``plan``,
     that of the line, takes. None where the line does not ask for full recompute, or nothing fits.
 
@@ -66,8 +37,6 @@ def without_full_recompute(line: LineVariants, plan: Plan, room: float | None) -
     best = make_plan(without.variant, room, only_promising=True, specs=specs).best
     if best is None:
         return None
-    rewritten = without.rewritten(best.schedule)
     given = [name for name in _FULL_RECOMPUTE if getattr(line.args, name) is not None]
-    dropped = (f"--{name.replace('_', '-')}" for name in given)
-    flags = (*flags_of(best, None), *rewritten.added)
-    return Instead(best, flags, (*rewritten.dropped, *dropped))
+    flags = tuple(f"--{name.replace('_', '-')}" for name in given)
+    return Changed(without, (best,), flags)

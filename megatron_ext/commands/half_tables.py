@@ -2,49 +2,27 @@
 
 from __future__ import annotations
 
-import json
-import shlex
 from collections.abc import Callable
 from typing import Any
 
 import typer
 
 from megatron_ext.commands.output import print_table
-from megatron_ext.commands.plan_pictures import PlanPictures
 from megatron_ext.commands.plan_tables import print_unit
-from megatron_ext.commands.progress import showing_progress
 from megatron_ext.schedule.build.registry import Mark
 from megatron_ext.schedule.plan.candidate import Candidate
 from megatron_ext.schedule.plan.half_pipeline import Halves, Side
+from megatron_ext.schedule.plan.verdict import NOTHING
 from megatron_ext.schedule.words import bytes_text, counted
 
 _ALIKE = 0.0005  # of a step
-NOTHING_FITS = "no schedule fits, on all pipeline ranks or on half of them"
+NOTHING_FITS_HALVES = "no schedule fits, on all pipeline ranks or on half of them"
 
 
-def show_halves(
-    compare: Callable[[], Halves], pictures: PlanPictures, as_json: bool, *, is_estimate: bool
-) -> None:
-    """Print what ``compare`` finds.
-
-    Raises:
-        ValueError: there is no half, nothing fits on any side, or a picture is asked for.
-    """
-    pictures.refuse("--half-pipeline")
-    with showing_progress():
-        halves = compare()
-    if as_json:
-        typer.echo(json.dumps(halves.as_data(), indent=2))
-    else:
-        print_halves(halves, is_estimate=is_estimate)
-        if halves.half.flags:
-            typer.echo(f"write for {halves.half.division}: {shlex.join(halves.half.flags)}")
-    if not halves.fits:
-        raise ValueError(NOTHING_FITS)
-
-
-def print_halves(halves: Halves, *, is_estimate: bool) -> None:
+def print_halves(halves: Halves) -> None:
     """Every schedule on both, what the shortest of each takes, and what half of the ranks gain."""
+    if halves.job:
+        typer.echo(halves.job)
     whole, half = halves.whole.division, halves.half.division
     of_whole, of_half = (counted(division.microbatches, "microbatch") for division in (whole, half))
     typer.echo(
@@ -53,7 +31,7 @@ def print_halves(halves: Halves, *, is_estimate: bool) -> None:
     )
     if halves.rows:
         print_table(_kept([_row(*row, halves) for row in halves.rows]))
-    print_unit(is_estimate=is_estimate)
+    print_unit(is_estimate=halves.is_estimate)
     sides = [side for side in (halves.whole, halves.half) if side.plan.best is not None]
     if any(side.reduction is not None for side in sides):
         typer.echo("\nthe shortest of each, and what its fullest rank holds:")
@@ -64,6 +42,10 @@ def print_halves(halves: Halves, *, is_estimate: bool) -> None:
             typer.echo(f"\n{side.division}: no schedule fits: {why}")
     if len(sides) == 2:
         typer.echo(f"\n{_verdict(halves)}")
+    for remark in halves.remarks:
+        typer.echo(f"\n{remark}")
+    if halves.written != NOTHING:
+        typer.echo(f"write for {halves.half.division}: {halves.written}")
 
 
 def _row(

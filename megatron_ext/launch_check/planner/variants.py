@@ -27,7 +27,8 @@ from megatron_ext.config import PipelineConfig
 from megatron_ext.launch_check import line as launch_line
 from megatron_ext.schedule.build.registry import Mark, choose, entry_of
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.plan.candidate import Variant, VocabMethod
+from megatron_ext.schedule.plan.candidate import Candidate, Variant, VocabMethod
+from megatron_ext.schedule.plan.fitting import consider
 from megatron_ext.schedule.problem import Recompute, VocabularyParallel
 from megatron_ext.schedule.slices import Slices
 
@@ -97,6 +98,16 @@ class LineVariants:
         if problem.costs.held_bytes is not None:
             model = model_bytes.model_bytes_of_ranks(args, problem.placement, method.vocabulary)
         return Variant(config.choice, problem, model, self._may_recompute(args, config))
+
+    def as_it_stands(self) -> Candidate | None:
+        """Return the line under its own schedule, though it may not fit; None if it cannot run."""
+        assert self.own is not None
+        try:
+            variant = self.variant(self.own, VocabMethod.NAIVE)
+            assert variant is not None
+            return consider(replace(variant, may_recompute=False), VocabMethod.NAIVE)
+        except ValueError:
+            return None
 
     def with_slices(self, slices: Slices) -> LineVariants:
         """The same with sequences cut into ``slices``.
@@ -224,6 +235,12 @@ def chunks_of(args: Any) -> int:
     elif of_chunk is not None:
         chunks = args.num_layers // ranks // of_chunk
     return max(chunks or 1, 1)
+
+
+def stock_schedule(args: Any) -> str:
+    """Megatron's own schedule with the chunks of ``args``, which are not validated."""
+    chunks = chunks_of(args)
+    return "1f1b" if chunks == 1 else f"interleaved:vpp={chunks}"
 
 
 def _flag(name: str) -> str:
