@@ -40,14 +40,18 @@ def who(refusal: RefusedSetting) -> str:
 
 
 def listed(group: RefusalGroup) -> str:
-    """Table of ``group`` on the page. Which schedules refuse is a column unless all do."""
-    whose = [who(refusal) for refusal in group.refusals]
-    rows = [[f"`{refusal.setting}`", refusal.instead] for refusal in group.refusals]
-    head = ["setting", "because, or instead"]
-    if set(whose) != {"every schedule"}:
-        head.insert(1, "refused under")
-        for row, schedules in zip(rows, whose, strict=True):
-            row.insert(1, schedules)
+    """Return the page's table of ``group``: a row for each reason, with the settings that share it.
+
+    Which schedules refuse is a column unless all do.
+    """
+    settings: dict[tuple[str, str], list[str]] = {}
+    for refusal in group.refusals:
+        reason = (who(refusal), refusal.instead)
+        settings.setdefault(reason, []).append(f"`{refusal.setting}`")
+    rows = [[", ".join(names), *reason] for reason, names in settings.items()]
+    head = ["setting", "refused under", "because, or instead"]
+    if {schedules for schedules, _ in settings} == {"every schedule"}:
+        head, rows = [head[0], head[2]], [[row[0], row[2]] for row in rows]
     return table(head, rows)
 
 

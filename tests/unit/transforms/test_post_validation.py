@@ -292,7 +292,7 @@ def test_a_step_costs_the_span(name: str, p: int, m: int, costs: str) -> None:
     assert step_seconds(made, made.problem.costs) == pytest.approx(timeline.span, rel=1e-9)
 
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "schedules.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "post-validation.md"
 ROW = re.compile(r"^\| `(.+?)` \| (\d+) \| (\d+) \| ([\d.]+) % less \|$", re.MULTILINE)
 ROWS = [row for row in ROW.findall(PAGE.read_text()) if row[0] != "v-auto"]  # searches for minutes
 
