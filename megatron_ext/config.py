@@ -9,8 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.schedule.build.auto_spec import is_open
-from megatron_ext.schedule.build.registry import Choice, choose
+from megatron_ext.compile.auto_spec import is_open
+from megatron_ext.compile.registry import Choice, choose
+from megatron_ext.race.line_up import LineUp, RaceThen, line_up
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.placement import Placement
@@ -23,7 +24,6 @@ from megatron_ext.schedule.problem import (
     VocabularyParallel,
     parse_recompute,
 )
-from megatron_ext.schedule.race.line_up import LineUp, RaceThen, line_up
 from megatron_ext.schedule.slices import Lengths, Slices, parse_lengths
 
 ESTIMATE = "estimate"

@@ -6,9 +6,9 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megatron_ext.compile.registry import Choice
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, PatchError
-from megatron_ext.schedule.build.registry import Choice
 from megatron_ext.schedule.problem import Offload, VocabularyParallel
 
 

@@ -18,9 +18,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.registry import choose
 from megatron_ext.runtime.store.agreement import Fact, agree
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.problem import Problem
 

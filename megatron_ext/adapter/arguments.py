@@ -18,15 +18,15 @@ from megatron_ext.adapter.race.order import check_order
 from megatron_ext.adapter.slices.lengths import spans_of
 from megatron_ext.adapter.transformer_engine.captured import captures
 from megatron_ext.adapter.vocabulary_rows import check_divisible
+from megatron_ext.compile.output_layer import place_output_layer
+from megatron_ext.compile.overlap import check_overlaps
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.compile.registry import Choice
 from megatron_ext.config import COSTS_FILE, TRACED_OF_RUN, PipelineConfig, flag
 from megatron_ext.logger import logger, telling_of_long_work
 from megatron_ext.runtime.measure import profile
-from megatron_ext.schedule.build.output_layer import place_output_layer
-from megatron_ext.schedule.build.overlap import check_overlaps
-from megatron_ext.schedule.build.registry import Choice
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.program.verify import Program
 
 _VIRTUAL_STAGES = (
     "num_layers_per_virtual_pipeline_stage",

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from megatron_ext.adapter.transformer_engine.captured import captured_parts
+from megatron_ext.cost_model.description import execution_of
+from megatron_ext.cost_model.execution import Execution, Precision
+from megatron_ext.cost_model.gpus import assumed_rates, gpu_named
+from megatron_ext.cost_model.measured.file import load_measured
+from megatron_ext.cost_model.rates import CPU, Rates
 from megatron_ext.schedule.costs import Costs, uniform
-from megatron_ext.schedule.model.description import execution_of
-from megatron_ext.schedule.model.execution import Execution, Precision
-from megatron_ext.schedule.model.gpus import assumed_rates, gpu_named
-from megatron_ext.schedule.model.measured.file import load_measured
-from megatron_ext.schedule.model.rates import CPU, Rates
 from megatron_ext.schedule.placement import Placement
 
 

@@ -16,18 +16,18 @@ from megatron.core.transformer import TransformerConfig
 from megatron_ext.adapter.dimensions import equal_costs, execution, rates, rates_in_file
 from megatron_ext.adapter.layers import layers_of_stages
 from megatron_ext.adapter.model_parts import ChunkSize
+from megatron_ext.compile.output_layer import with_input_gradient
 from megatron_ext.config import CostsSource, flag
-from megatron_ext.schedule.build.output_layer import with_input_gradient
+from megatron_ext.cost_model.description import describe
+from megatron_ext.cost_model.estimate import estimate
+from megatron_ext.cost_model.execution import Execution
+from megatron_ext.cost_model.frozen import without_frozen
+from megatron_ext.cost_model.links import with_links
+from megatron_ext.cost_model.measured.layer_costs import Basis
+from megatron_ext.cost_model.model import SYMBOLS, Model, Stage, stages_of
+from megatron_ext.cost_model.rates import Rates
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.costs_text import parse_costs
-from megatron_ext.schedule.model.description import describe
-from megatron_ext.schedule.model.estimate import estimate
-from megatron_ext.schedule.model.execution import Execution
-from megatron_ext.schedule.model.frozen import without_frozen
-from megatron_ext.schedule.model.links import with_links
-from megatron_ext.schedule.model.measured.layer_costs import Basis
-from megatron_ext.schedule.model.model import SYMBOLS, Model, Stage, stages_of
-from megatron_ext.schedule.model.rates import Rates
 from megatron_ext.schedule.placement import Placement
 
 _REMEDY = "--pipeline-costs profile measures them (of install: costs='profile')"

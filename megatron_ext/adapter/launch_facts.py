@@ -15,10 +15,10 @@ import megatron.core
 import torch
 import torch.distributed as dist
 
+from megatron_ext.compile.registry import file_of
 from megatron_ext.config import PipelineConfig, flag
 from megatron_ext.runtime.store.agreement import Fact, agree
 from megatron_ext.runtime.store.leader import store_of_all
-from megatron_ext.schedule.build.registry import file_of
 
 # With NCCL, init_process_group waits for nobody, and a cold file system lets ranks start minutes
 # apart.

@@ -10,10 +10,10 @@ import torch
 from megatron_ext.adapter import dimensions
 from megatron_ext.adapter.dimensions import execution
 from megatron_ext.adapter.layers import layers_of_stages
-from megatron_ext.schedule.model.description import describe
-from megatron_ext.schedule.model.model import stages_of
-from megatron_ext.schedule.model.model_memory import ModelBytes, TrainingState, bytes_of_ranks
-from megatron_ext.schedule.model.reductions import Reduction, reductions_of_ranks
+from megatron_ext.cost_model.description import describe
+from megatron_ext.cost_model.model import stages_of
+from megatron_ext.cost_model.model_memory import ModelBytes, TrainingState, bytes_of_ranks
+from megatron_ext.cost_model.reductions import Reduction, reductions_of_ranks
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import VocabularyParallel
 

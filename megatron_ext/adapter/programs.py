@@ -32,23 +32,23 @@ from megatron_ext.adapter.job import basis_of, job_costs, of_built
 from megatron_ext.adapter.model_parts import is_trained, size_of
 from megatron_ext.adapter.pairs.overlap_setting import has_pairs
 from megatron_ext.adapter.training_globals import ramps_up_to
+from megatron_ext.compile.build import prove_built
+from megatron_ext.compile.output_layer import better_of, place_output_layer
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.compile.registry import Choice
 from megatron_ext.config import PipelineConfig
+from megatron_ext.cost_model.measured.layer_costs import Basis
 from megatron_ext.logger import logger, telling_of_long_work
+from megatron_ext.progress import FIRST, duration
 from megatron_ext.runtime.store.agreement import listed
 from megatron_ext.runtime.store.leader import run_on_leader, store_of_all
 from megatron_ext.runtime.store.lost_store import losing_the_store
 from megatron_ext.runtime.world import gather_from_all, tell_all
-from megatron_ext.schedule.build.build import prove_built
-from megatron_ext.schedule.build.output_layer import better_of, place_output_layer
-from megatron_ext.schedule.build.registry import Choice
 from megatron_ext.schedule.costs import Costs
-from megatron_ext.schedule.model.measured.layer_costs import Basis
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.progress import FIRST, duration
 from megatron_ext.schedule.schedule import Schedule
-from megatron_ext.schedule.search.extension import extended, has_middle
-from megatron_ext.schedule.words import counted
+from megatron_ext.search.extension import extended, has_middle
+from megatron_ext.words import counted
 
 KEPT = 64  # programs
 

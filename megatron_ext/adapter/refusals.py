@@ -16,8 +16,8 @@ import megatron.core
 from megatron_ext.adapter.pairs.overlap_setting import FLAG, with_pairs
 from megatron_ext.adapter.transformer_engine import installed
 from megatron_ext.adapter.transformer_engine.captured import IMPLEMENTATION, captures
+from megatron_ext.compile.registry import Choice
 from megatron_ext.config import flag, flag_with_value
-from megatron_ext.schedule.build.registry import Choice
 from megatron_ext.schedule.problem import Extras, Offload, Recompute, VocabularyParallel
 from megatron_ext.schedule.slices import Slices
 

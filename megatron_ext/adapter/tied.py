@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_ext.adapter.programs import gather
-from megatron_ext.schedule.build.registry import Choice
+from megatron_ext.compile.registry import Choice
 
 
 def tied_weights(

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_ext.compile.program.verify import Program
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.stage import Backward
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.costs import Costs
-from megatron_ext.schedule.program.verify import Program
 
 SHAPE = (1, 1, 8)  # of what passes between stages
 DTYPE = torch.float32

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from megatron_ext.bench.emulated import Contender
 from megatron_ext.runtime.recording import HostClock
 from megatron_ext.schedule.schedule import is_compute
-from megatron_ext.schedule.show.page.run import Run, of_passes, simulated
 from megatron_ext.schedule.timeline import Event, Timeline
+from megatron_ext.viz.page.run import Run, of_passes, simulated
 
 
 def recorded(contender: Contender) -> tuple[Run, ...]:

@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_ext.compile.registry import choose
 from megatron_ext.launch import CPU_PLATFORM
-from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.problem import (
     Extras,
     Offload,
@@ -33,7 +33,7 @@ from megatron_ext.schedule.problem import (
 
 if TYPE_CHECKING:
     from megatron_ext.bench.emulated import Contender
-    from megatron_ext.schedule.show.page.run import Run
+    from megatron_ext.viz.page.run import Run
 
 STEPS = 3  # timed, after one that is not
 STEPS_IN_A_ROW = 10  # the same, where steps may overlap
@@ -263,7 +263,7 @@ def _measured(steps: Sequence[_Steps], stock: float) -> BenchResult:
 
 def draw_report(report: BenchReport, path: Path) -> None:
     """Bars of measured seconds with the ideal in each, as .svg or .png."""
-    from megatron_ext.schedule.show.draw import draw_bars
+    from megatron_ext.viz.draw import draw_bars
 
     names = [f"{row.name} ({row.efficiency:.1%})" for row in report.rows]
     draw_bars(names, [(row.ideal, row.measured) for row in report.rows], path)

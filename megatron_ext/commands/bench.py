@@ -21,7 +21,7 @@ from megatron_ext.bench.runs import (
 from megatron_ext.commands.options import HtmlPage, Json, Microbatches, Ranks
 from megatron_ext.commands.output import command_line, fail, print_table
 from megatron_ext.schedule.problem import Offload, VocabularyParallel
-from megatron_ext.schedule.show.page.write import SECONDS, Page, check_page, write_page
+from megatron_ext.viz.page.write import SECONDS, Page, check_page, write_page
 
 
 def bench(

@@ -15,12 +15,8 @@ from typer.core import TyperGroup
 from megatron_ext.commands.options import Json
 from megatron_ext.commands.output import fail, print_table
 from megatron_ext.commands.progress import showing_progress
+from megatron_ext.doctor.chosen_plan import choose_plan
 from megatron_ext.launch import RecordingRequest, launch
-from megatron_ext.launch_check.chosen_plan import choose_plan
-from megatron_ext.parity.records import report
-from megatron_ext.parity.records.compare import ParityVerdict, RunComparison, compare
-from megatron_ext.parity.records.recording import read_recording
-from megatron_ext.parity.records.writing import already_there, lines_file
 from megatron_ext.parity.run_command import (
     RunCommand,
     as_stock,
@@ -30,6 +26,10 @@ from megatron_ext.parity.run_command import (
     recorded,
 )
 from megatron_ext.parity.runs import check_comparable, run_both
+from megatron_ext.recordings import report
+from megatron_ext.recordings.compare import ParityVerdict, RunComparison, compare
+from megatron_ext.recordings.recording import read_recording
+from megatron_ext.recordings.writing import already_there, lines_file
 from megatron_ext.written_settings import given_beside
 
 _LINES = "lines"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_ext.schedule.plan.candidate import Candidate, VocabMethod
-from megatron_ext.schedule.plan.job_plan import JobPlan
-from megatron_ext.schedule.plan.verdict import ALIKE, WORTH, Alternative, is_stock
-from megatron_ext.schedule.words import bytes_text, counted
+from megatron_ext.planner.candidate import Candidate, VocabMethod
+from megatron_ext.planner.job_plan import JobPlan
+from megatron_ext.planner.verdict import ALIKE, WORTH, Alternative, is_stock
+from megatron_ext.words import bytes_text, counted
 
 _SHOWN = 3  # names of a tie
 

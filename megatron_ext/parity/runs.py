@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.config import PipelineConfig, variable
-from megatron_ext.parity.records.comparable import refusal
 from megatron_ext.parity.run_command import RunCommand, recorded, saving
-from megatron_ext.schedule.words import bytes_text, counted
+from megatron_ext.recordings.comparable import refusal
+from megatron_ext.words import bytes_text, counted
 
 _LATEST = "latest_checkpointed_iteration.txt"
 _SHOWN = 12  # lines of the output of a run that failed
@@ -205,14 +205,14 @@ def check_comparable(a: RunCommand, b: RunCommand) -> None:
 
 
 def _arguments(line: RunCommand, name: str) -> dict[str, Any] | None:
-    from megatron_ext.launch_check.importing import as_on, quickly, silently
+    from megatron_ext.doctor.importing import as_on, quickly, silently
 
     with ExitStack() as stack:
         stack.enter_context(silently())
         stack.enter_context(as_on(Path.cwd(), {}))
         try:
             with quickly():
-                from megatron_ext.launch_check import line as launch_line
+                from megatron_ext.doctor import line as launch_line
         except ImportError:
             return None
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from megatron_ext.compile.program.verify import Program
 from megatron_ext.runtime.host.offload import OffloadedStep
 from megatron_ext.runtime.messages.transport import PeerFailure
 from megatron_ext.runtime.owner import BeginAgain, Handler, Owner
@@ -14,7 +15,6 @@ from megatron_ext.runtime.stage_passes import StagePasses
 from megatron_ext.runtime.vocabulary.passes import VocabularyPasses
 from megatron_ext.schedule.action import Action, Kind, Pair
 from megatron_ext.schedule.kinds import RULES
-from megatron_ext.schedule.program.verify import Program
 
 
 def execute(

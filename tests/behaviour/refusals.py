@@ -11,9 +11,9 @@ from typing import Any
 
 from megatron_ext.adapter.compatibility import refuse, refuse_order
 from megatron_ext.adapter.refusals import REFUSALS, RefusalGroup, RefusedSetting
+from megatron_ext.compile.registry import Choice, choose, entries
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.features import FEATURES
-from megatron_ext.schedule.build.registry import Choice, choose, entries
 from megatron_ext.schedule.problem import Extras, VocabularyParallel
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.schedule_csv import from_csv

@@ -26,6 +26,7 @@ from megatron.core.pipeline_parallel import schedules as stock
 
 from megatron_ext.adapter.step import passes
 from megatron_ext.adapter.step.model_stage import ModelStage
+from megatron_ext.compile.program.verify import Program
 from megatron_ext.runtime.executor import _Execution
 from megatron_ext.runtime.host import offload as offload_module
 from megatron_ext.runtime.host.offload import OffloadedStep
@@ -38,7 +39,6 @@ from megatron_ext.runtime.vocabulary.passes import VocabularyPasses
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.kinds import RULES
-from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.schedule import is_compute
 from tests.helpers.storages import LiveStorages, addresses
 

@@ -13,6 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.program.graph import Channel, channels
+from megatron_ext.compile.program.speculation import settles_at
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.compile.registry import Choice, Traits
 from megatron_ext.runtime.executor import execute
 from megatron_ext.runtime.host.copies import HostCopies
 from megatron_ext.runtime.host.offload import ActivationOffload
@@ -24,15 +29,10 @@ from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.stage import Backward
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import Choice, Traits
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.kinds import RULES, Where
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import P2P, Extras, Offload, Problem, Recompute
-from megatron_ext.schedule.program.graph import Channel, channels
-from megatron_ext.schedule.program.speculation import settles_at
-from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.schedule import Schedule, is_compute, recomputed
 from megatron_ext.schedule.schedule_csv import from_csv, to_csv
 

@@ -11,13 +11,13 @@ import pytest
 from megatron.training import arguments as megatron_arguments
 
 from megatron_ext import launch
+from megatron_ext.compile.registry import choose
 from megatron_ext.config import PipelineConfig
-from megatron_ext.launch_check import line as launch_line
+from megatron_ext.doctor import line as launch_line
 from megatron_ext.logger import logger
 from megatron_ext.patches.engine import apply
 from megatron_ext.patches.megatron.training import arguments
 from megatron_ext.patches.megatron.training.arguments import parsing
-from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.problem import Problem
 from tests.helpers.documents import check_written, table

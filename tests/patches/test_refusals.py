@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_ext.schedule.build.registry import Choice, choose, entries
+from megatron_ext.compile.registry import Choice, choose, entries
 from megatron_ext.schedule.problem import Extras, Offload, Recompute, VocabularyParallel
 from megatron_ext.schedule.slices import Slices
 from tests.helpers.accepting import accepts

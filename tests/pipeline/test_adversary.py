@@ -23,14 +23,14 @@ torch = pytest.importorskip("torch")
 
 from torch import Tensor  # noqa: E402
 
+from megatron_ext.compile.program.verify import InvalidSchedule, Program, prove  # noqa: E402
+from megatron_ext.compile.registry import choose, entries  # noqa: E402
 from megatron_ext.runtime.host import offload  # noqa: E402
 from megatron_ext.runtime.messages.collectives import Collectives, StepCollectives  # noqa: E402
 from megatron_ext.runtime.messages.transport import Transport  # noqa: E402
 from megatron_ext.runtime.recorder import Recorder  # noqa: E402
 from megatron_ext.schedule.action import Action, Kind, parse  # noqa: E402
-from megatron_ext.schedule.build.registry import choose, entries  # noqa: E402
 from megatron_ext.schedule.problem import P2P, Offload, VocabularyParallel  # noqa: E402
-from megatron_ext.schedule.program.verify import InvalidSchedule, Program, prove  # noqa: E402
 from megatron_ext.schedule.schedule import Schedule  # noqa: E402
 from tests.helpers.adversary import MODES, late, one_queue, synchronising  # noqa: E402
 from tests.helpers.combinations import at_night, each_once, in_pairs  # noqa: E402

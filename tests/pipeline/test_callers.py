@@ -32,13 +32,13 @@ import megatron_ext
 from megatron_ext.adapter.race import step_race, turn
 from megatron_ext.adapter.step.connections import Connections
 from megatron_ext.adapter.tied import tied_weights
+from megatron_ext.compile.registry import choose
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
+from megatron_ext.race import report, rounds
 from megatron_ext.runtime.host.memory import HostMemory
 from megatron_ext.runtime.store import leader
-from megatron_ext.schedule.build.registry import choose
-from megatron_ext.schedule.race import report, rounds
-from megatron_ext.schedule.show.trace import NAME, read_trace
+from megatron_ext.viz.trace import NAME, read_trace
 from tests.helpers.callers import (
     assert_same,
     draw_by_name,

@@ -15,6 +15,7 @@ pytest.importorskip("torch")
 
 import torch
 
+from megatron_ext.compile.registry import choose
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import apply
 from megatron_ext.patches.features import FEATURES
@@ -26,7 +27,6 @@ from megatron_ext.runtime.rank_identity import Process, RankIdentity
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.watchdog import Watchdog
 from megatron_ext.schedule.action import parse
-from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.schedule import is_compute
 from tests.helpers.ranks import Script, run_ranks, running_ranks, values
 from tests.helpers.stages import Pipeline, alone, program_for, world

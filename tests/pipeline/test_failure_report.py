@@ -20,6 +20,8 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from megatron_ext.compile.program.verify import Program  # noqa: E402
+from megatron_ext.compile.registry import choose  # noqa: E402
 from megatron_ext.runtime import watchdog  # noqa: E402
 from megatron_ext.runtime.interruption import Interruption  # noqa: E402
 from megatron_ext.runtime.messages.transport import (  # noqa: E402
@@ -32,8 +34,6 @@ from megatron_ext.runtime.rank_identity import rank_identity  # noqa: E402
 from megatron_ext.runtime.store import failure_report  # noqa: E402
 from megatron_ext.runtime.store.failure_report import connect_failure_report  # noqa: E402
 from megatron_ext.schedule.action import Action, parse  # noqa: E402
-from megatron_ext.schedule.build.registry import choose  # noqa: E402
-from megatron_ext.schedule.program.verify import Program  # noqa: E402
 from tests.helpers import broken_stderr  # noqa: E402
 from tests.helpers.ranks import RankResult, Script, running_ranks, values  # noqa: E402
 from tests.helpers.stages import WIDTH, Pipeline, program_for, world  # noqa: E402

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from megatron_ext.adapter.step.training import PipelineTraining
+from megatron_ext.compile.registry import choose
 from megatron_ext.runtime.stage_passes import StagePasses
 from megatron_ext.schedule.action import Action
-from megatron_ext.schedule.build.registry import choose
 from tests.helpers import deep_ep_on_cpu
 from tests.helpers.combinations import IS_NIGHT, at_night
 from tests.helpers.covered import covers

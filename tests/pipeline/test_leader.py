@@ -17,15 +17,15 @@ import pytest
 import torch.distributed as dist
 
 from megatron_ext.adapter.programs import Programs
+from megatron_ext.compile.program.verify import InvalidSchedule
 from megatron_ext.config import PipelineConfig
+from megatron_ext.doctor import chosen_plan
 from megatron_ext.launch import Chosen
-from megatron_ext.launch_check import chosen_plan
-from megatron_ext.launch_check.planner import launch_choice
+from megatron_ext.launch_planner import launch_choice
 from megatron_ext.runtime.host.memory import HostMemory
 from megatron_ext.runtime.store import leader as waiting
 from megatron_ext.runtime.store.agreement import Fact, agree
 from megatron_ext.runtime.store.leader import run_on_leader, store_of_all
-from megatron_ext.schedule.program.verify import InvalidSchedule
 from tests.helpers.ranks import (
     RankResult,
     agent_store,
@@ -99,7 +99,7 @@ def errors(results: list[RankResult]) -> list[str]:
 
 
 def test_a_refusal_is_every_ranks() -> None:
-    refusal = "megatron_ext.schedule.program.verify.InvalidSchedule: does not fit"
+    refusal = "megatron_ext.compile.program.verify.InvalidSchedule: does not fit"
     assert errors(run_ranks(2, asked(refuse))) == [refusal] * 2
 
 

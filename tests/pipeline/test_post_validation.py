@@ -15,13 +15,13 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 
+from megatron_ext.compile.program.verify import Program  # noqa: E402
+from megatron_ext.compile.registry import choose  # noqa: E402
 from megatron_ext.runtime.post_validation.messages import ValidationMessages  # noqa: E402
 from megatron_ext.runtime.post_validation.partial_state import PartialState  # noqa: E402
 from megatron_ext.runtime.recorder import Recorder  # noqa: E402
 from megatron_ext.runtime.weight_gradients import queue  # noqa: E402
-from megatron_ext.schedule.build.registry import choose  # noqa: E402
 from megatron_ext.schedule.placement import Placement, line  # noqa: E402
-from megatron_ext.schedule.program.verify import Program  # noqa: E402
 from tests.helpers.combinations import each_once  # noqa: E402
 from tests.helpers.ranks import run_ranks, values  # noqa: E402
 from tests.helpers.stages import (  # noqa: E402

@@ -14,13 +14,13 @@ import pytest
 
 pytest.importorskip("torch")
 
+from megatron_ext.compile.registry import choose
 from megatron_ext.runtime import watchdog
 from megatron_ext.runtime.post_validation import messages as validation
 from megatron_ext.runtime.post_validation.messages import ValidationMessages
 from megatron_ext.runtime.post_validation.partial_state import PartialState
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.placement import line
 from tests.helpers.ranks import RankResult, Script, running_ranks, values
 from tests.helpers.stages import Pipeline, program_for, world

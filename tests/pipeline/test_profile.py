@@ -20,6 +20,10 @@ from megatron_ext.adapter import programs as programs_module
 from megatron_ext.adapter.programs import Programs
 from megatron_ext.bench.contestants import in_seconds
 from megatron_ext.cli import app
+from megatron_ext.compile.output_layer import place_output_layer
+from megatron_ext.compile.program.graph import channels
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.compile.registry import choose
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
@@ -30,15 +34,11 @@ from megatron_ext.runtime.measure.profile import STEPS
 from megatron_ext.runtime.recording import HostClock
 from megatron_ext.runtime.store import leader
 from megatron_ext.schedule.action import Kind, parse
-from megatron_ext.schedule.build.output_layer import place_output_layer
-from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs, uniform
 from megatron_ext.schedule.costs_text import load_costs, parse_costs
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.problem import P2P, Extras, Problem, Recompute
-from megatron_ext.schedule.program.graph import channels
-from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.show.trace import read_trace
+from megatron_ext.viz.trace import read_trace
 from scripts import benchmark_prediction
 from tests.helpers.combinations import at_night
 from tests.helpers.held_bytes import measure_steps, read_steps

@@ -14,13 +14,13 @@ torch = pytest.importorskip("torch")
 
 from torch import Tensor  # noqa: E402
 
+from megatron_ext.compile.program.verify import Program  # noqa: E402
 from megatron_ext.runtime.messages.collectives import Collectives, StepCollectives  # noqa: E402
 from megatron_ext.runtime.messages.transport import PeerFailure  # noqa: E402
 from megatron_ext.runtime.recorder import Recorder  # noqa: E402
 from megatron_ext.schedule.action import Action, Kind, parse  # noqa: E402
 from megatron_ext.schedule.kinds import RULES  # noqa: E402
 from megatron_ext.schedule.problem import VocabularyParallel  # noqa: E402
-from megatron_ext.schedule.program.verify import Program  # noqa: E402
 from tests.helpers.combinations import at_night, each_once  # noqa: E402
 from tests.helpers.ranks import RankResult, Script, run_ranks, running_ranks, values  # noqa: E402
 from tests.helpers.stages import WIDTH, world  # noqa: E402

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_ext.schedule.build.registry import Choice, choose, options_of, with_option
+from megatron_ext.compile.registry import Choice, choose, options_of, with_option
 
 _OPTION = "group"
 _SETTING = "microbatch_group_size_per_vp_stage"

@@ -22,13 +22,13 @@ from megatron_ext.adapter.training_globals import (
     line_interval,
     log_interval,
 )
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.compile.program.verify import Program
 from megatron_ext.logger import logger
 from megatron_ext.runtime.measure.exchange import AsyncAllGather
 from megatron_ext.runtime.measure.step_sums import StepSums
-from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.show.metrics import Departure, RankSums, metrics_of
 from megatron_ext.schedule.timeline import Timeline
+from megatron_ext.viz.metrics import Departure, RankSums, metrics_of
 
 WARM_UP = 1  # steps that are not measured: kernels load, caches fill
 

@@ -10,11 +10,11 @@ from megatron_ext.adapter.programs import Shape
 from megatron_ext.adapter.splitting import Split
 from megatron_ext.adapter.step.call import Call
 from megatron_ext.adapter.step.connections import Connections
+from megatron_ext.compile.program.verify import Program
 from megatron_ext.runtime.messages.transport import Boundary
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.slices.running_slice import Span
 from megatron_ext.runtime.vocabulary.shard import VocabularyShard
-from megatron_ext.schedule.program.verify import Program
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,10 @@ from megatron.core.utils import log_single_rank
 from megatron_ext.adapter.observers.observer import Step, StepObserver
 from megatron_ext.adapter.observers.writers import log_step
 from megatron_ext.adapter.programs import Programs, Shape
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.cost_model.measured.file import as_data
+from megatron_ext.cost_model.measured.layer_costs import LayerCosts, layer_costs, not_told_apart
+from megatron_ext.cost_model.measured_costs import Machine, RankFigures, measured_costs
 from megatron_ext.logger import logger
 from megatron_ext.runtime.held_bytes import Allocated, HeldBytes, SavedTensors
 from megatron_ext.runtime.measure.measured_steps import MeasuredSteps
@@ -30,12 +34,8 @@ from megatron_ext.runtime.recording import clock_of
 from megatron_ext.runtime.world import gather_from_all, tell_all
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.costs_text import save_costs
-from megatron_ext.schedule.model.measured.file import as_data
-from megatron_ext.schedule.model.measured.layer_costs import LayerCosts, layer_costs, not_told_apart
-from megatron_ext.schedule.model.measured_costs import Machine, RankFigures, measured_costs
 from megatron_ext.schedule.problem import VocabularyParallel
-from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.show.program_summary import summary_of_change
+from megatron_ext.viz.program_summary import summary_of_change
 
 _SELDOMER = 8  # all ranks meet again after 1/8 as many further training steps
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_ext.parity.records.piece import STORED_AS, Piece
+from megatron_ext.recordings.piece import STORED_AS, Piece
 
 _BLOCK = 1 << 22  # elements at a time, which take 64 MiB
 _BITS = {"i1": torch.int8, "i2": torch.int16, "i4": torch.int32, "i8": torch.int64}

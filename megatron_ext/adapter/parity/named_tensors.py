@@ -27,7 +27,7 @@ from megatron.training.checkpointing import _build_sharded_state_dict_metadata
 
 from megatron_ext.adapter.model_parts import head_is_looked_up, language_model
 from megatron_ext.adapter.parity.digest import dtype_of
-from megatron_ext.parity.records.piece import Piece
+from megatron_ext.recordings.piece import Piece
 
 NamedTensor = tuple[Piece, torch.Tensor]
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from megatron_ext.adapter.parity.digest import bits_of, digest
 from megatron_ext.adapter.parity.named_tensors import NamedTensor, NamedTensors
-from megatron_ext.parity.records.piece import Piece
-from megatron_ext.parity.records.writing import RankWriter
+from megatron_ext.recordings.piece import Piece
+from megatron_ext.recordings.writing import RankWriter
 
 _PLAIN = (bool, int, float, str, type(None))
 

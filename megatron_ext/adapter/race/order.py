@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_ext.schedule.program.verify import Program
+from megatron_ext.compile.program.verify import Program
 from megatron_ext.schedule.schedule import in_microbatch_order
 
 

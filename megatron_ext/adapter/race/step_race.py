@@ -26,16 +26,14 @@ from megatron_ext.adapter.race.turn import Turn
 from megatron_ext.adapter.step.call import Call
 from megatron_ext.adapter.step.connections import Connections
 from megatron_ext.adapter.training_globals import training_global
+from megatron_ext.compile.program.memory import in_bytes, in_microbatches, peaks
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.compile.program.verify import Program
 from megatron_ext.config import PipelineConfig
 from megatron_ext.logger import logger
-from megatron_ext.runtime.host.memory import HostMemory
-from megatron_ext.runtime.world import gather_from_all, tell_all
-from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, peaks
-from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.race import report
-from megatron_ext.schedule.race.line_up import RaceThen
-from megatron_ext.schedule.race.record import (
+from megatron_ext.race import report
+from megatron_ext.race.line_up import RaceThen
+from megatron_ext.race.record import (
     NAME,
     RaceFigures,
     RaceRecord,
@@ -43,8 +41,10 @@ from megatron_ext.schedule.race.record import (
     load_record,
     save_record,
 )
-from megatron_ext.schedule.race.rounds import ROUNDS, TIMED, WARM_UP, Race
-from megatron_ext.schedule.show.prediction import Comparison
+from megatron_ext.race.rounds import ROUNDS, TIMED, WARM_UP, Race
+from megatron_ext.runtime.host.memory import HostMemory
+from megatron_ext.runtime.world import gather_from_all, tell_all
+from megatron_ext.viz.prediction import Comparison
 
 FIRST = 2  # iterations before the race: caches fill, kernels load
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.race.rounds import TIMED, WARM_UP
 from megatron_ext.runtime.measure.measured_steps import MeasuredSteps
 from megatron_ext.runtime.measure.peak import PeakBytes, peak_on
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.recording import clock_of
-from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.race.rounds import TIMED, WARM_UP
 
 
 class Turn:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_ext.compile.program.verify import Program
 from megatron_ext.runtime.messages.transport import Boundary
 from megatron_ext.runtime.slices.running_slice import Span, spans
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.program.verify import Program
 
 
 def spans_of(program: Program, settings: Any, tokens: int, rank: int = 0) -> tuple[Span, ...]:

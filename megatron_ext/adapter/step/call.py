@@ -22,7 +22,7 @@ from megatron_ext.config import PipelineConfig
 from megatron_ext.runtime.messages.transport import Boundary
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.problem import P2P, VocabularyParallel
-from megatron_ext.schedule.words import counted
+from megatron_ext.words import counted
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from megatron.core.utils import log_single_rank
 
 from megatron_ext.adapter.gpu_notice import say_unverified
+from megatron_ext.compile.program.graph import channels
+from megatron_ext.compile.program.verify import Program
 from megatron_ext.config import PipelineConfig
 from megatron_ext.logger import logger
 from megatron_ext.runtime.host.memory import HostMemory
@@ -29,8 +31,6 @@ from megatron_ext.runtime.stage_io import Messages
 from megatron_ext.runtime.store.failure_report import connect_failure_report
 from megatron_ext.runtime.watchdog import Watchdog
 from megatron_ext.schedule.problem import P2P, Offload, VocabularyParallel
-from megatron_ext.schedule.program.graph import channels
-from megatron_ext.schedule.program.verify import Program
 
 
 @dataclass(frozen=True, eq=False)

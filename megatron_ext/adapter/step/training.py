@@ -44,16 +44,16 @@ from megatron_ext.adapter.training_globals import current_iteration, restarts_in
 from megatron_ext.adapter.transformer_engine.captured import captures, left_to_w
 from megatron_ext.adapter.transformer_engine.layer_graphs import layer_graphs
 from megatron_ext.adapter.vocabulary_rows import shard_of
+from megatron_ext.compile.output_layer import output_layer_waits
+from megatron_ext.compile.program.verify import Program
 from megatron_ext.config import PipelineConfig
 from megatron_ext.logger import logger
 from megatron_ext.runtime.host.memory import ShortOfHostMemory
 from megatron_ext.runtime.slices.running_slice import Span
 from megatron_ext.runtime.weight_gradients import Lent, is_owned
-from megatron_ext.schedule.build.output_layer import output_layer_waits
 from megatron_ext.schedule.costs_text import format_costs
 from megatron_ext.schedule.problem import VocabularyParallel
-from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.show.program_summary import summarize
+from megatron_ext.viz.program_summary import summarize
 
 
 class PipelineTraining:

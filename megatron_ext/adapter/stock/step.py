@@ -23,12 +23,12 @@ from megatron_ext.adapter.programs import Programs
 from megatron_ext.adapter.stock.order import family_of, why_unseen
 from megatron_ext.adapter.stock.passes import StockPasses, watching
 from megatron_ext.adapter.training_globals import current_iteration
+from megatron_ext.compile.program.verify import Program
 from megatron_ext.config import PipelineConfig
 from megatron_ext.logger import logger
 from megatron_ext.runtime.device_progress import DeviceProgress
 from megatron_ext.runtime.rank_identity import rank_identity
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.schedule.program.verify import Program
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from megatron_ext.runtime.host.copies import HostCopies, Transfer
 from megatron_ext.runtime.host.memory import available_bytes, short_of_memory
 from megatron_ext.runtime.host.pages import whole_pages
 from megatron_ext.schedule.kinds import Held
-from megatron_ext.schedule.words import bytes_text
+from megatron_ext.words import bytes_text
 
 Key = tuple[int, Held]  # a stage, and a kind of its memory
 

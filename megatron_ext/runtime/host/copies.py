@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_ext.runtime.host.pages import whole_pages
 from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.kinds import RULES, Lane
-from megatron_ext.schedule.words import bytes_text
+from megatron_ext.words import bytes_text
 
 Piece = tuple[Tensor, Tensor]  # destination and source: bytes, of equal length
 

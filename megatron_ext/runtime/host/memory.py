@@ -12,14 +12,14 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron_ext.compile.program.memory import in_bytes, most_on_host
 from megatron_ext.runtime.store.leader import store_of_all
 from megatron_ext.runtime.store.lost_store import losing_the_store
 from megatron_ext.runtime.world import gather_from_all
 from megatron_ext.schedule.action import Action, tokens_of
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import Held
-from megatron_ext.schedule.program.memory import in_bytes, most_on_host
-from megatron_ext.schedule.words import bytes_text
+from megatron_ext.words import bytes_text
 
 # Estimates ignore small tensors, such as indices and statistics of norms. A buffer that is a
 # little too small would have the whole first step copy to plain pages.

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megatron_ext.compile.program.memory import most_on_host
 from megatron_ext.runtime.host.buffers import HostBuffers, Slot
 from megatron_ext.runtime.host.copies import HostCopies, Piece, Transfer, copies_on
 from megatron_ext.runtime.host.memory import buffer_sizes
@@ -34,7 +35,6 @@ from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import RULES, Held
-from megatron_ext.schedule.program.memory import most_on_host
 
 SMALL = 2**17  # bytes; starting a copy takes about as long as copying so many
 

@@ -7,12 +7,12 @@ from collections import deque
 import torch
 import torch.distributed as dist
 
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.compile.program.verify import Program
 from megatron_ext.runtime.measure.clocks import clock_offsets
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.recording import Recording, clock_of
-from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.show.prediction import Comparison, RankStep, compare
+from megatron_ext.viz.prediction import Comparison, RankStep, compare
 
 KEPT = 5
 

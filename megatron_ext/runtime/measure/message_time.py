@@ -10,10 +10,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from megatron_ext.compile.program.graph import Channel
 from megatron_ext.runtime.messages.batched import PipelineGroup
 from megatron_ext.runtime.messages.channels import Channels
 from megatron_ext.runtime.recording import Clock
-from megatron_ext.schedule.program.graph import Channel
 
 ROUNDS = 10  # timed, after an untimed one in which a rank may wait for a peer that still computes
 

@@ -11,6 +11,9 @@ import socket
 
 import torch.distributed as dist
 
+from megatron_ext.compile.program.graph import channels
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.cost_model.measured_costs import RankFigures, medians
 from megatron_ext.runtime.held_bytes import HeldBytes, reserved_beyond_allocated
 from megatron_ext.runtime.measure.message_time import message_seconds
 from megatron_ext.runtime.messages.batched import PipelineGroup
@@ -18,9 +21,6 @@ from megatron_ext.runtime.messages.channels import Channels
 from megatron_ext.runtime.messages.transport import Boundary
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.recording import Clock, Recording
-from megatron_ext.schedule.model.measured_costs import RankFigures, medians
-from megatron_ext.schedule.program.graph import channels
-from megatron_ext.schedule.program.verify import Program
 
 WARM_UP = 1  # steps that are not timed
 MEASURED = 3  # steps that are timed

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_ext.compile.program.graph import Channel, batches_of
+from megatron_ext.compile.program.verify import Program
 from megatron_ext.runtime.messages.transport import Boundary, TransportBase
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.schedule.action import Action
-from megatron_ext.schedule.program.graph import Channel, batches_of
-from megatron_ext.schedule.program.verify import Program
 
 
 class PipelineGroup:

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_ext.compile.program.communicators import in_waves
+from megatron_ext.compile.program.graph import Channel
 from megatron_ext.runtime.messages.closing import close_groups
 from megatron_ext.runtime.messages.groups import make_device_groups, make_groups
-from megatron_ext.schedule.program.communicators import in_waves
-from megatron_ext.schedule.program.graph import Channel
 
 
 class Channels:

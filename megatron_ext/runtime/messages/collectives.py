@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_ext.compile.program.communicators import COLLECTIVES
 from megatron_ext.runtime.messages.closing import close_groups
 from megatron_ext.runtime.messages.groups import make_device_groups
 from megatron_ext.runtime.messages.transport import PeerCall, check_open
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.program.communicators import COLLECTIVES
 
 
 class Collectives:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ext.schedule.program.communicators import communicators, ctas_of_each
-from megatron_ext.schedule.program.verify import Program
+from megatron_ext.compile.program.communicators import communicators, ctas_of_each
+from megatron_ext.compile.program.verify import Program
 
 # Settings that Megatron's --nccl-communicator-config-path accepts.
 SETTINGS = ("cga_cluster_size", "max_ctas", "min_ctas", "net_name")

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_ext.compile.program.graph import Channel, channel_of
 from megatron_ext.runtime.messages.channels import Channels
 from megatron_ext.runtime.position import whom
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.schedule.action import Action, Kind, Slice
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.program.graph import Channel, channel_of
 
 MAX_DIMENSIONS = 7
 

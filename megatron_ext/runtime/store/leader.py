@@ -23,8 +23,8 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_ext.logger import logger
+from megatron_ext.progress import reporting
 from megatron_ext.runtime.store.lost_store import losing_the_store
-from megatron_ext.schedule.progress import reporting
 
 LOOK_SECONDS = 0.5  # between two polls of the store, at most
 BEAT_SECONDS = 2.0  # between two heartbeats

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron_ext.compile.program.verify import Program
 from megatron_ext.runtime.messages.collectives import Collectives, StepCollectives
 from megatron_ext.runtime.messages.transport import Boundary
 from megatron_ext.runtime.owner import Handler, Owner
@@ -31,7 +32,6 @@ from megatron_ext.runtime.vocabulary.shard import (
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.problem import VocabularyParallel
-from megatron_ext.schedule.program.verify import Program
 
 
 class VocabularyEnds(Protocol):

@@ -25,7 +25,7 @@ from megatron_ext.config import PipelineConfig
 from megatron_ext.errors import exit_for
 from megatron_ext.patches.engine import Patch, wrap
 from megatron_ext.schedule.problem import VocabularyParallel
-from megatron_ext.schedule.words import meant_by
+from megatron_ext.words import meant_by
 from megatron_ext.written_settings import add_flags
 
 

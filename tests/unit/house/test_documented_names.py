@@ -10,9 +10,9 @@ import pytest
 import typer
 
 from megatron_ext.cli import app
+from megatron_ext.compile.auto_spec import auto_searches
+from megatron_ext.compile.registry import choose, entries
 from megatron_ext.config import PLAN, PipelineConfig, flag
-from megatron_ext.schedule.build.auto_spec import auto_searches
-from megatron_ext.schedule.build.registry import choose, entries
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [

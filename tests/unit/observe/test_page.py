@@ -14,20 +14,21 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_ext.cli import app
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.program.memory import in_microbatches, peaks
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.compile.registry import choose
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.problem import Extras, Offload, Problem, VocabularyParallel
-from megatron_ext.schedule.program.memory import in_microbatches, peaks
-from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.show.draw import COLOURS
-from megatron_ext.schedule.show.page.boxes import LEFT_OUT, Box, TrackGroup, before, critical_path
-from megatron_ext.schedule.show.page.cut import kept_microbatches, shares
-from megatron_ext.schedule.show.page.run import MOST_PASSES, Run, cut_to_fit, simulated, traced
-from megatron_ext.schedule.show.page.write import (
+from megatron_ext.schedule.slices import Slices
+from megatron_ext.viz.draw import COLOURS
+from megatron_ext.viz.page.boxes import LEFT_OUT, Box, TrackGroup, before, critical_path
+from megatron_ext.viz.page.cut import kept_microbatches, shares
+from megatron_ext.viz.page.run import MOST_PASSES, Run, cut_to_fit, simulated, traced
+from megatron_ext.viz.page.write import (
     BROWSER,
     SCRIPTS,
     Page,
@@ -36,8 +37,7 @@ from megatron_ext.schedule.show.page.write import (
     text_of,
     write_page,
 )
-from megatron_ext.schedule.show.trace import beside
-from megatron_ext.schedule.slices import Slices
+from megatron_ext.viz.trace import beside
 from tests.helpers.combinations import at_night
 from tests.helpers.pages import data_in
 from tests.helpers.schedules import line_problem, program

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from megatron_ext.schedule.problem import Offload
-from megatron_ext.schedule.show.page.boxes import TrackGroup, before
-from megatron_ext.schedule.show.page.run import Run, simulated
-from megatron_ext.schedule.show.page.write import Page, data_of, text_of
+from megatron_ext.viz.page.boxes import TrackGroup, before
+from megatron_ext.viz.page.run import Run, simulated
+from megatron_ext.viz.page.write import Page, data_of, text_of
 from tests.helpers.combinations import nightly
 from tests.unit.observe.test_page import label, program_of
 

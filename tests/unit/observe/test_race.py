@@ -7,22 +7,22 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.program.simulate import step_seconds
+from megatron_ext.compile.registry import choose
 from megatron_ext.config import PipelineConfig
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import choose
-from megatron_ext.schedule.costs_text import parse_costs
-from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.program.simulate import step_seconds
-from megatron_ext.schedule.race import report
-from megatron_ext.schedule.race.line_up import LineUp, RaceThen, line_up
-from megatron_ext.schedule.race.record import (
+from megatron_ext.race import report
+from megatron_ext.race.line_up import LineUp, RaceThen, line_up
+from megatron_ext.race.record import (
     RaceFigures,
     RaceRecord,
     difference,
     load_record,
     save_record,
 )
-from megatron_ext.schedule.race.rounds import ROUNDS, TIMED, WARM_UP, Race, ratio_of
+from megatron_ext.race.rounds import ROUNDS, TIMED, WARM_UP, Race, ratio_of
+from megatron_ext.schedule.costs_text import parse_costs
+from megatron_ext.schedule.problem import Problem
 from megatron_ext.written_settings import from_environment
 
 # ---- Who races

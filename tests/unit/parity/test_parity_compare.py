@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ext.parity.records import report
-from megatron_ext.parity.records.compare import First, ParityVerdict, RunComparison, compare
-from megatron_ext.parity.records.piece import Piece
-from megatron_ext.parity.records.recording import read_recording
+from megatron_ext.recordings import report
+from megatron_ext.recordings.compare import First, ParityVerdict, RunComparison, compare
+from megatron_ext.recordings.piece import Piece
+from megatron_ext.recordings.recording import read_recording
 from tests.helpers.recordings import Course, piece, tensor, write
 
 A = Course()
@@ -258,7 +258,7 @@ def test_nothing_is_recorded_over_another_recording(tmp_path: Path) -> None:
 
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "megatron_ext.parity.records.writing.bytes_file", lambda folder, rank: Path("/dev/full")
+        "megatron_ext.recordings.writing.bytes_file", lambda folder, rank: Path("/dev/full")
     )
     with pytest.raises(ValueError, match="cannot take the recording: No space left on device"):
         write(tmp_path, A)

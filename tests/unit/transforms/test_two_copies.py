@@ -7,23 +7,23 @@ from random import Random
 
 import pytest
 
-from megatron_ext.schedule.action import Action
-from megatron_ext.schedule.build.build import build_program, complete
-from megatron_ext.schedule.build.registry import choose, entries
-from megatron_ext.schedule.costs import Costs, uniform
-from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.program.memory import in_microbatches, peaks
-from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.progress import reporting
-from megatron_ext.schedule.schedule import Schedule
-from megatron_ext.schedule.two_copies.fold import fold, unfold, unfolded
-from megatron_ext.schedule.two_copies.two_copies import (
+from megatron_ext.compile.build import build_program, complete
+from megatron_ext.compile.program.memory import in_microbatches, peaks
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.compile.registry import choose, entries
+from megatron_ext.compile.two_copies.fold import fold, unfold, unfolded
+from megatron_ext.compile.two_copies.two_copies import (
     TwoCopies,
     from_rows,
     holds_two_copies,
     to_csv,
 )
+from megatron_ext.progress import reporting
+from megatron_ext.schedule.action import Action
+from megatron_ext.schedule.costs import Costs, uniform
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.schedule import Schedule
 from tests.helpers import two_copies
 from tests.helpers.schedules import drawn, rows_of, table
 

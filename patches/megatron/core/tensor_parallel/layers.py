@@ -17,7 +17,7 @@ starts after the chunk's last W.
 
 Not patched, and not split: embeddings, norms, biases and routers (their gradients are cheap and are
 computed in I), grouped GEMM, and the output layer if there is too little memory for its logits'
-gradient (`schedule.build.output_layer`). Transformer Engine's layers have patches of their own.
+gradient (`compile.output_layer`). Transformer Engine's layers have patches of their own.
 Megatron's function runs unchanged if nothing can be deferred: a frozen weight, an input without a
 gradient (its node would vanish from the graph, and W with it), evaluation.
 """

@@ -23,7 +23,7 @@ from megatron.training.checkpointing import CheckpointType
 from megatron_ext.config import PipelineConfig
 from megatron_ext.errors import exit_for
 from megatron_ext.patches.engine import Patch, wrap
-from megatron_ext.schedule.words import counted
+from megatron_ext.words import counted
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:

@@ -22,7 +22,7 @@ from megatron_ext.errors import exit_for
 from megatron_ext.patches.engine import Patch, wrap
 from megatron_ext.patches.megatron.training.checkpointing.optimizer_states import RANK_OF_STAGE
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.words import counted
+from megatron_ext.words import counted
 
 _SIZES = (
     "world_size",
