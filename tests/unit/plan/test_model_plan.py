@@ -332,7 +332,7 @@ def test_of_long_steps_what_takes_more_time_is_left_out_by_shorter_ones() -> Non
     assert set(first.candidates) <= set(made.candidates), "what is known is not made again"
     steps = {(made.schedule, made.method): made.step for made in every.candidates}
     shorter = [pair for pair, why in made.refusals.items() if why.endswith("a shorter step tells")]
-    assert len(shorter) >= 3
+    assert len(shorter) >= 2
     assert all(steps[pair] > best_of(made).step for pair in shorter)
     for (name, method), step in steps.items():
         variant = variant_of(name, method)
