@@ -16,6 +16,8 @@ from megatron_ext.runtime.vocabulary.passes import VocabularyPasses
 from megatron_ext.schedule.action import Action, Kind, Pair
 from megatron_ext.schedule.kinds import RULES
 
+NEIGHBOURS = 4  # actions on each side of a failing one that its error shows
+
 
 def execute(
     program: Program,
@@ -39,15 +41,23 @@ def execute(
 
     Raises:
         PeerFailure: another rank has failed.
-        Exception: an exception of a stage passes through, with a note that names the action. In
-            both
-            cases the channels are closed, so that all ranks fail.
+        Exception: an exception of a stage passes through, with notes that name the action and show
+            its neighbours in the rank's row. In both cases the channels are closed, so that all
+            ranks fail.
     """
     placement, first_trained = program.schedule.placement, program.problem.first_trained
     stage_io = StageIO(placement, stages, transport, vocabulary, first_trained)
     passes = StagePasses(stages, stage_io, recorder, offload)
     owners = [stage_io, passes, *(owner for owner in (vocabulary, offload) if owner), *others]
     _Execution(program, transport.rank, stages, recorder, owners, passes.run_pair).run()
+
+
+def neighbourhood(row: Sequence[Action | Pair], place: int) -> str:
+    """Return the action at ``place`` of ``row``, marked, between its neighbours."""
+    first, end = max(0, place - NEIGHBOURS), place + 1 + NEIGHBOURS
+    before, after = map(str, row[first:place]), map(str, row[place + 1 : end])
+    words = [*before, f"{row[place]} <-- ERROR HERE,", *after]
+    return " ".join([*["..."] * (first > 0), *words, *["..."] * (end < len(row))])
 
 
 class _Execution:
@@ -75,7 +85,7 @@ class _Execution:
         for owner in owners:
             self.handlers |= owner.handlers()
         self.run_pair = run_pair
-        self.action = self.row[0]  # the one that runs
+        self.place, self.action = 0, self.row[0]  # the one that runs
         self.last_gradient = {
             action.stage: action for action in row if RULES[action.kind].adds_to_gradients
         }
@@ -92,6 +102,8 @@ class _Execution:
         except BaseException as error:
             self.recorder.in_step = False
             self.recorder.failed(error, self.action)
+            if not isinstance(error, PeerFailure):
+                error.add_note(f"megatron_ext: its row: {neighbourhood(self.row, self.place)}")
             if isinstance(error, StopIteration):
                 error.add_note(
                     f"megatron_ext: the data iterator has ended; a step of "
@@ -113,8 +125,8 @@ class _Execution:
         # A chunk's reduction starts after that of the chunk behind it in the model, whatever the
         # program: data-parallel ranks may run different ones, and must reduce in one order.
         unreduced, complete = sorted(self.last_gradient), set[int]()
-        for action in self.row:
-            self.action = action
+        for place, action in enumerate(self.row):
+            self.place, self.action = place, action
             self.check_others()
             self.perform(action)
             if isinstance(action, Pair):

@@ -382,7 +382,7 @@ def test_data_that_end_early(schedule: str, ranks: int) -> None:
         if rank == first:
             assert error == "StopIteration: "
             assert notes[0].startswith(f"megatron_ext: pipeline rank {rank}, in 0F3 [")
-            assert "the data iterator has ended; a step of 4 microbatches" in notes[1]
+            assert "the data iterator has ended; a step of 4 microbatches" in notes[2]
         else:
             assert "PeerFailure: pipeline rank" in error or "StopIteration" in error
 

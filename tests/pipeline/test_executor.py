@@ -24,7 +24,7 @@ from megatron_ext.compile.program import verify  # noqa: E402
 from megatron_ext.compile.program.graph import Channel, batches_of  # noqa: E402
 from megatron_ext.compile.program.verify import InvalidSchedule, Program, prove  # noqa: E402
 from megatron_ext.compile.registry import choose  # noqa: E402
-from megatron_ext.runtime.executor import _Execution  # noqa: E402
+from megatron_ext.runtime.executor import NEIGHBOURS, _Execution  # noqa: E402
 from megatron_ext.runtime.messages.batched import BatchedTransport, PipelineGroup  # noqa: E402
 from megatron_ext.runtime.messages.channels import Channels  # noqa: E402
 from megatron_ext.runtime.messages.transport import Boundary, PeerFailure, Transport  # noqa: E402
@@ -188,6 +188,31 @@ def test_who_fails_in_a_pair_says_so() -> None:
         return "".join(failure.value.__notes__)
 
     assert f"pipeline rank {rank}, in {pair}" in values(run_ranks(2, run))[rank]
+
+
+def test_who_fails_shows_the_place_in_its_row() -> None:
+    """Only the rank whose own pass has failed: the others name what they waited for."""
+    program = program_for(choose("zb-h1"), 2, 6)
+
+    def fail() -> None:
+        raise ArithmeticError("too much")
+
+    def run(own: int) -> str:
+        pipeline = Pipeline(program, world(), faults={Action(0, Kind.FORWARD, 3): fail})
+        with pytest.raises((ArithmeticError, PeerFailure)) as failure:
+            pipeline.step()
+        return "\n".join(failure.value.__notes__)
+
+    first, second = values(run_ranks(2, run))
+    row = [str(action) for action in program.schedule.rows[0]]
+    place = row.index("0F3")
+    words = [
+        *row[place - NEIGHBOURS : place],
+        "0F3 <-- ERROR HERE,",
+        *row[place + 1 :][:NEIGHBOURS],
+    ]
+    assert first.splitlines()[-1] == f"megatron_ext: its row: ... {' '.join(words)} ..."
+    assert "ERROR HERE" not in second
 
 
 @pytest.mark.parametrize("place", [line, v_placement, loop_placement])

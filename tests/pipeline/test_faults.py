@@ -477,8 +477,9 @@ def fail_once_then_step(rank: int) -> None:
     stage.bias.register_hook(throw_inside_autograd)
     with pytest.raises(ValueError, match="the model is broken") as raised:
         pipeline.step()
-    (note,) = raised.value.__notes__
+    note, row = raised.value.__notes__
     assert re.fullmatch(f"megatron_ext: pipeline rank 0, in 0I0 {NOTE}", note)
+    assert "0I0 <-- ERROR HERE" in row
     assert pipeline.recorder.position is None
     queue.clear()
     failing = False
