@@ -127,7 +127,7 @@ def _tie(made: JobPlan, taken: Alternative) -> str:
     names = [name for name in others if name != name_of(taken.candidate)] or [
         "the same with other layers on its stages"
     ]
-    more = f" and {len(names) - _SHOWN} others" if len(names) > _SHOWN else ""
+    more = f" and {counted(len(names) - _SHOWN, 'other')}" if len(names) > _SHOWN else ""
     return (
         f"{', '.join(names[:_SHOWN])}{more}, within {ALIKE:.0%}; of these the verdict takes "
         f"the least memory"
