@@ -504,7 +504,7 @@ def test_a_new_gpu_is_a_table_in_the_data_file(tmp_path: Path) -> None:
     """Its name, its plan, errors and the page come from there. It touched five files."""
     package = tmp_path / "megatron_ext"
     ignored = shutil.ignore_patterns("patches", "__pycache__")
-    shutil.copytree(Path(gpus.__file__).parents[2], package, ignore=ignored)
+    shutil.copytree(Path(gpus.__file__).parents[1], package, ignore=ignored)
     own = """
 [d1000]
 bf16 = 1e15

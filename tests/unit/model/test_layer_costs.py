@@ -220,7 +220,8 @@ def test_links_within_a_node_and_between_nodes_are_two_figures(tmp_path: Path) -
     words = "plan --pp 2 -m 4 --model layers=12,hidden=64,heads=4,sequence=64,vocabulary=256 --json"
     command = [*words.split(), "--gpu", "h100", "--costs", str(tmp_path / "costs.json")]
     planned = json.loads(CliRunner().invoke(app, command).stdout)
-    assert planned["reserved"] == 3 * 2**30 and not planned["is_reserve_modelled"]
+    free = planned["free"]
+    assert free["reserved"] == 3 * 2**30 and not free["is_modelled"]
     again = costs_of([3, 3, 3, 3], read.rates)
     near, far = (again.links.message_bytes / speed for speed in read.rates.to_neighbours)
     assert (near, far) == pytest.approx((1.5e-3, 4e-3))

@@ -208,7 +208,8 @@ def test_commands_take_the_written_file(command: list[str], tmp_path: Path) -> N
     result = CliRunner().invoke(app, [*command, *words, "--memory-limit", "1GiB"])
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
-    rows = {row["schedule"]: row for row in report.get("schedules", [report])}
+    candidates = report["plan"]["candidates"] if command == ["plan"] else [report]
+    rows = {row["schedule"]: row for row in candidates}
     problem = Problem(line(RANKS), MICROBATCHES, costs)
     assert rows["zb-auto"]["makespan"] < stock_1f1b(problem).makespan
     if command == ["plan"]:

@@ -146,6 +146,7 @@ def test_only_stable_schedules_are_taken_where_there_are_some() -> None:
     assert verdict(None, []).taken is None
 
 
+@pytest.mark.search
 def test_a_search_has_the_memory_of_what_it_competes_with() -> None:
     """It was held to 1F1B's 8 microbatches: the choice took 1010 in 11.5, and 986 can be had in
     that."""
