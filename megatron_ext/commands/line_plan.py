@@ -28,6 +28,7 @@ from megatron_ext.config import flag
 from megatron_ext.schedule.model.gpus import parse_gpu
 from megatron_ext.schedule.plan.plan_report import plan_report
 from megatron_ext.schedule.plan.recommendation import made_again, slower_by
+from megatron_ext.schedule.planning_time import planning
 from megatron_ext.schedule.show.trace import reserved_in
 from megatron_ext.schedule.text_file import parse_json, read_text_file
 from megatron_ext.schedule.words import bytes_text
@@ -67,7 +68,7 @@ def plan_of_line(
         pictures.check()
         asked = _asked(words, config, log, world_size, gpu, trace, settings)
         asked = replace(asked, with_curves=pictures.plot is not None)
-        with showing_progress():
+        with showing_progress(), planning() as time:
             made = plan_line(asked)
         pictures.draw(made.plan, made.curves, is_estimate=settings["costs"] is None)
     except (ValueError, OSError, PatchError) as error:
@@ -77,6 +78,8 @@ def plan_of_line(
         typer.echo(json.dumps({"line": made.as_data(), **data}, indent=2))
     else:
         _print(made, is_estimate=settings["costs"] is None)
+    if time.is_short:
+        typer.echo(f"{time.why_short}: some of it is left out", err=True)
     if made.plan.best is None:
         fail(ValueError(_what_gives(made)))
 

@@ -29,6 +29,8 @@ from megatron_ext.schedule.plan.candidate import Candidate, Plan, VocabMethod
 from megatron_ext.schedule.plan.curves import Curves, curves_of
 from megatron_ext.schedule.plan.fitting import consider, keeping_candidates
 from megatron_ext.schedule.plan.long_sequences import LongSequences
+from megatron_ext.schedule.plan.planner import confirmed
+from megatron_ext.schedule.planning_time import begin, until_end, within
 from megatron_ext.schedule.problem import Extras
 from megatron_ext.schedule.words import bytes_text, counted
 from megatron_ext.written_settings import from_argv, says
@@ -290,9 +292,12 @@ def _read(asked: Asked, args: Any, launch_line: Any) -> ReadLine:
 def _plan(read: ReadLine, *, with_curves: bool) -> LinePlan:
     line, room, measured = read.variants, read.room, read.measured
     assert line.own is not None
+    begin()
     first = first_answer(read)
-    layouts = _layouts(read)  # of which something can be said in seconds
-    plan = whole_plan(read, first)
+    with within(_OF_SCHEDULES):
+        plan = confirmed(whole_plan(read, first))
+    with within(_OF_LAYOUTS):
+        layouts = until_end(partial(_layouts, read), None)
     layouts = _with_plan(layouts, read, plan)
     is_measured = measured is not None or not line.config.costs.is_estimate
     made = LinePlan(
@@ -301,18 +306,22 @@ def _plan(read: ReadLine, *, with_curves: bool) -> LinePlan:
         line.own,
         read.remarks,
         line.config.extras,
-        instead=None if is_measured else without_full_recompute(line, plan, room),
+        instead=None
+        if is_measured
+        else until_end(partial(without_full_recompute, line, plan, room), None),
         other_pairs=None
         if is_measured
-        else other_pairs(line, plan, room, is_long=first is not None),
+        else until_end(partial(other_pairs, line, plan, room, is_long=first is not None), None),
         layouts=layouts,
         is_measured=measured is not None,
         reserved=read.reserved,
         is_reserve_modelled=read.is_reserve_modelled,
     )
-    made = replace(made, long_sequences=_long_sequences(read, made))
+    made = replace(made, long_sequences=until_end(partial(_long_sequences, read, made), None))
     if plan.best is None:
-        gives = *_what_slices_would(made.long_sequences), *what_would_fit(line, room)
+        nothing: tuple[str, ...] = ()
+        fitting = until_end(lambda: tuple(what_would_fit(line, room)), nothing)
+        gives = *_what_slices_would(made.long_sequences), *fitting
         return replace(made, gives=gives)
     rewritten = line.rewritten(plan.best.schedule)
     remarks = (*read.remarks, *_on_loading(read.validated, plan.best, made.own))
@@ -325,6 +334,9 @@ def _plan(read: ReadLine, *, with_curves: bool) -> LinePlan:
         flags += read.costs
     dropped = (*rewritten.dropped, *gone)
     return replace(made, remarks=remarks, flags=flags, dropped=dropped, curves=curves)
+
+
+_OF_SCHEDULES, _OF_LAYOUTS = 0.5, 0.8  # of the time: by when schedules, and layouts, are compared
 
 
 def _layouts(read: ReadLine) -> LaidOut | None:

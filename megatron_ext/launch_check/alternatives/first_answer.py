@@ -1,4 +1,4 @@
-"""A first answer for a launch line, where to compare all schedules takes minutes."""
+"""A first answer for a launch line: to compare all schedules takes up to a minute."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_ext.schedule.build.registry import Mark, entry_of
 from megatron_ext.schedule.plan.candidate import Candidate, Plan, VocabMethod
 from megatron_ext.schedule.plan.planner import all_specs, make_plan
 from megatron_ext.schedule.plan.recommendation import flags_of
-from megatron_ext.schedule.plan.shorter_steps import seconds_by_shorter
+from megatron_ext.schedule.planning_time import answered
 from megatron_ext.schedule.progress import remark
 
 if TYPE_CHECKING:
@@ -23,13 +23,10 @@ _FIRST = ("zb-v",)
 
 
 def first_answer(read: ReadLine) -> Plan | None:
-    """What a few schedules that take no search would gain, and say so. None where the whole plan
-    takes no longer."""
+    """What a few schedules that take no search would gain, and say so. None where steps are so
+    short that searches take no longer than the rest."""
     args, own = read.validated, read.variants.own
     assert own is not None
-    microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
-    if args.pipeline_model_parallel_size * microbatches < LONG:
-        return None
     methods = frozenset([VocabMethod.NAIVE])
     line = replace(read.variants, methods=methods, tries_recompute=False)
     plan = make_plan(line.variant, read.room, specs=tuple(dict.fromkeys((own, *_FIRST))))
@@ -41,7 +38,10 @@ def first_answer(read: ReadLine) -> Plan | None:
         elif of_line is not None:
             words += f", a step {1 - best.step / of_line.step:.1%} shorter"
         remark(f"a first answer: {words}, as estimated; others are compared now")
-    return plan
+        answered()
+    microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    is_long = args.pipeline_model_parallel_size * microbatches >= LONG
+    return plan if is_long else None
 
 
 def whole_plan(read: ReadLine, first: Plan | None) -> Plan:
@@ -60,7 +60,7 @@ def whole_plan(read: ReadLine, first: Plan | None) -> Plan:
         only_promising=True,
         may_offload=True,
         known=first.candidates,
-        about_of=seconds_by_shorter,
+        is_long=True,
     )
     plan = compare(specs=stable)
     if plan.candidates:
