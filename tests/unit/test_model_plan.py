@@ -16,7 +16,6 @@ from megatron_ext.cli import app
 from megatron_ext.schedule.build.build import build_program
 from megatron_ext.schedule.build.long_step import simulate_step
 from megatron_ext.schedule.build.registry import Mark, choose, entries, entry_of
-from megatron_ext.schedule.build.report import report
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
@@ -388,11 +387,11 @@ def test_what_takes_longer_is_not_made_to_fit(monkeypatch: pytest.MonkeyPatch) -
 def test_what_is_made_is_kept_for_the_same_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
 
-    def noting(choice: Any, *given: Any) -> Any:
+    def noting(choice: Any, *given: Any, **options: Any) -> Any:
         made.append(choice.spec)
-        return report(choice, *given)
+        return simulate_step(choice, *given, **options)
 
-    monkeypatch.setattr(fitting, "report", noting)
+    monkeypatch.setattr(fitting, "simulate_step", noting)
     variants = [training().variant(name, VocabMethod.NAIVE) for name in ("1f1b", "zb-v", "1f1b")]
     with keeping_candidates():
         first, _, second = (consider(v, VocabMethod.NAIVE) for v in variants if v is not None)
