@@ -159,13 +159,13 @@ def _planned(words: Sequence[str], config: PipelineConfig, choose: ChoosePlan) -
 
 
 def without(argv: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """``argv`` without ``flags``, each of which has one value."""
+    """Return ``argv`` without ``flags`` and the values behind them."""
     left: list[str] = []
-    words = iter(argv)
-    for word in words:
-        if word in flags:
-            next(words, None)
-        elif word.split("=")[0] not in flags:
+    is_gone = False
+    for word in argv:
+        if word.startswith("--"):
+            is_gone = word.split("=")[0] in flags
+        if not is_gone:
             left.append(word)
     return left
 

@@ -241,10 +241,15 @@ def mismatch(patch: Patch, original: Any) -> Misfit | None:
     return Misfit(str(unknown), unknown)
 
 
-def holds_any(module: types.ModuleType, ids: Set[int]) -> bool:
-    """Whether an attribute of ``module`` is an object with one of ``ids``. Nearly none is: no loop
-    in Python tells that."""
-    return not ids.isdisjoint(map(id, vars(module).copy().values()))
+def modules_with(ids: Set[int], modules: Iterable[Any]) -> list[types.ModuleType]:
+    """Return those of ``modules`` of which an attribute is an object with one of ``ids``. Nearly
+    none is: no loop in Python tells that."""
+    return [
+        module
+        for module in modules
+        if isinstance(module, types.ModuleType)
+        and not ids.isdisjoint(map(id, vars(module).copy().values()))
+    ]
 
 
 class Aliases:
@@ -261,11 +266,10 @@ class Aliases:
 
     def _scan(self, objects: Iterable[Any]) -> None:
         holders: dict[int, set[Alias]] = {id(value): set() for value in objects}
-        for module in list(sys.modules.values()):
-            if isinstance(module, types.ModuleType) and holds_any(module, holders.keys()):
-                for name, value in vars(module).copy().items():
-                    if id(value) in holders:
-                        holders[id(value)].add((module, name))
+        for module in modules_with(holders.keys(), list(sys.modules.values())):
+            for name, value in vars(module).copy().items():
+                if id(value) in holders:
+                    holders[id(value)].add((module, name))
         self._holders |= holders
 
     def of(self, value: Any) -> frozenset[Alias]:

@@ -28,9 +28,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_ext.launch_check.line_plan import Asked, plan_line  # noqa: E402
+from megatron_ext.launch_check.planner.launch_plan import plan_line  # noqa: E402
+from megatron_ext.launch_check.planner.parsed_launch import LaunchRequest  # noqa: E402
 from megatron_ext.schedule.model.gpus import GPUS, parse_gpu  # noqa: E402
-from megatron_ext.schedule.planning_time import LIMIT, planning  # noqa: E402
+from megatron_ext.schedule.plan.planning_time import LIMIT, planning  # noqa: E402
 from scripts.recipes.accepting import argument_values, as_on_gpus, others  # noqa: E402
 from scripts.recipes.public_form import read_recipes  # noqa: E402
 from scripts.recipes.recipe import RECIPES, Recipe, read_models, resolve  # noqa: E402
@@ -65,7 +66,7 @@ def main(words: Sequence[str] | None = None) -> int:
         recipes = spread(recipes, arguments.lines)
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
     made: list[Answers] = []
-    print(f"{'recipe':64} pp     m   first    last  best", flush=True)
+    print(f"{'recipe':64} pp     m   first    last  verdict", flush=True)
     for recipe in recipes:
         answers = _in_a_process(recipe, arguments.limit, arguments.profile)
         name = recipe.name.partition(":")[2].removesuffix("_config")
@@ -136,22 +137,23 @@ def _answers(recipe: Recipe, limit: float, profile: bool) -> Answers:
     assert recipe.gpu is not None
     with as_on_gpus():
         values: dict[str, Any] = argument_values(recipe)
-    asked = Asked(values=values, world_size=recipe.gpus, gpu=parse_gpu(recipe.gpu))
+    request = LaunchRequest(values=values, world_size=recipe.gpus, gpu=parse_gpu(recipe.gpu))
     profiler = cProfile.Profile()
     if profile:
         profiler.enable()
     with planning(limit) as time:
         try:
-            made = plan_line(asked)
+            made = plan_line(request)
         except ValueError as error:
             return Answers(why_none=" ".join(str(error).split())[:80])
         last = time.seconds
     if profile:
         profiler.disable()
         pstats.Stats(profiler).sort_stats("cumulative").print_stats(40)
-    best = made.plan.best
+    taken = made.verdict.taken
     first = last if time.first_answer is None else time.first_answer
-    return Answers(first, last, "nothing fits" if best is None else best.schedule, time.is_short)
+    schedule = "nothing fits" if taken is None else taken.candidate.schedule
+    return Answers(first, last, schedule, time.is_short)
 
 
 if __name__ == "__main__":

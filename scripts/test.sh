@@ -46,13 +46,14 @@ elif (($#)); then
   check pytest "$@"
 else
   # A file's tests share what they build, and stay together. The other folders fork ranks of their
-  # own, which wait for one another: three files at once keep two cores busy, the longest first.
+  # own, which wait for one another, and some wait for what never comes: four files at once keep two
+  # cores busy, those first that took longest when they last ran here.
   check pytest tests/unit -n auto --maxprocesses 4 \
     --dist loadfile --no-loadscope-reorder --durations 10
   check_beside mypy
   check_beside pytest tests/slurm
   check pytest tests --ignore tests/unit --ignore tests/slurm \
-    -n 3 --dist loadfile --no-loadscope-reorder --durations 60
+    -n 4 --dist loadfile --no-loadscope-reorder --durations 60
 fi
 for number in "${!beside[@]}"; do
   read -r process words <<<"${beside[number]}"

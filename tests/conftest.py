@@ -1,7 +1,9 @@
-"""In which order files run, which tests search, and how much."""
+"""The order in which files run, what marks of tests claim, and how long searches take."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter, defaultdict
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -14,36 +16,10 @@ from tests.helpers import documents, witnesses
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# The longest first, so that no worker has one left when the others have ended.
-LONGEST = (
-    "test_placements.py",
-    "test_vocabulary_training.py",
-    "test_matrix.py",
-    "test_checkpoints.py",
-    "test_bad_days.py",
-    "test_memory.py",
-    "test_post_validation_training.py",
-    "test_transformer_engine_training.py",
-    "test_profile.py",
-    "test_versions.py",
-    "test_parity.py",
-    "test_adversary_training.py",
-    "test_adversary.py",
-    "test_offload_training.py",
-    "test_faults.py",
-    "test_post_validation_faults.py",
-    # ... and of the unit tests
-    "test_model_plan.py",
-    "test_offload.py",
-    "test_v_auto.py",
-    "test_post_validation.py",
-    "test_schedule_pages.py",
-    "test_line_families.py",
-    "test_families.py",
-)
+# In pytest's cache: by file, the seconds that its tests took on this machine.
+SECONDS = "seconds of files"
 
-# Families that look through many orders of passes: a schedule takes a second, not hundredths.
-SEARCHING = ("v-auto", "wave-auto", "loop-auto", "zb-auto", "zb_auto")
+_seconds: defaultdict[str, float] = defaultdict(float)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -58,12 +34,33 @@ def pytest_configure(config: pytest.Config) -> None:
     documents.writes_pages = bool(config.getoption(documents.WRITE_PAGES))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    places = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path.name, len(places)))
-    for item in items:
-        if any(name in item.name for name in SEARCHING):
-            item.add_marker(pytest.mark.search)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The files that took longest come first, so that no worker has one left when the others have
+    ended; before them those that have not run here, the one with most tests first."""
+    seconds = known_seconds(config)
+    tests = Counter(map(file_of, items))
+    items.sort(key=lambda item: (-seconds.get(file_of(item), math.inf), -tests[file_of(item)]))
+
+
+def file_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
+
+
+def known_seconds(config: pytest.Config) -> dict[str, float]:
+    return config.cache.get(SECONDS, {}) if config.cache else {}
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _seconds[report.nodeid.partition("::")[0]] += report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Remember how long files took; a run of a few of a file's tests does not shorten it."""
+    cache = session.config.cache
+    if cache and _seconds and not hasattr(session.config, "workerinput"):
+        known = known_seconds(session.config)
+        longest = {file: max(took, known.get(file, 0.0)) for file, took in _seconds.items()}
+        cache.set(SECONDS, known | longest)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,4 +1,4 @@
-"""Who takes part in the benchmark on emulated clocks: our executor, and torch's schedules."""
+"""Contestants of the benchmark on emulated clocks: our executor, and torch's schedules."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def ideal_of(program: Program) -> float:
 def ideal_after_bad(program: Program) -> float:
     """Seconds of a step that follows a bad verdict, with post-validation.
 
-    All ranks run on to SETTLE, take the last step back and do it again together. Then the next one
-    begins on all of them.
+    All ranks run on to SETTLE, undo the last optimizer step and repeat it together. Then the next
+    step begins on all of them.
     """
     costs = program.problem.costs
     *_, previous, last = simulate_steps(program, costs, 8)
@@ -243,7 +243,7 @@ def torchs(ranks: int, microbatches: int, costs: str) -> Iterator[Contender]:
         try:
             yield _torch_contenders(name, schedule_class, ranks, microbatches, costs)
         except ValueError:
-            continue  # interleaving wants m to be a multiple of p, V's at least 2p
+            continue  # interleaving requires m to be a multiple of p, V's m >= 2p
 
 
 def _torch_contenders(

@@ -42,7 +42,7 @@ def take(seconds: float) -> None:
 
 @dataclass
 class _Clock:
-    """``runs``: passes take their time."""
+    """Emulated clock of a rank. ``runs``: passes last as long as they cost, else no time."""
 
     runs: bool = True
 
@@ -111,7 +111,7 @@ class EmulatedChunk(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor, kind: Kind = Kind.FORWARD) -> Tensor:
-        """``kind``: F, or R."""
+        """Run the module as F, or as R if ``kind`` says so."""
         seconds = self.seconds
         y: Tensor = _Activations.apply(x, seconds[kind], seconds[Kind.BACKWARD_INPUT])
         return y + _Weight.apply(self.weight, seconds[Kind.BACKWARD_WEIGHT])
@@ -185,5 +185,5 @@ class Contender:
 
 
 def data() -> Tensor:
-    """What a first stage reads. It has a gradient, or autograd would leave out the stage's I."""
+    """Input tensor of the first stage. It requires a gradient: without it autograd skips I."""
     return torch.ones(SHAPE, dtype=DTYPE, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Copies to the host and back on emulated clocks: they take what they cost, beside the passes."""
+"""Copies to the host and back on emulated clocks: they last what they cost, parallel to passes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _run(copies: queue.SimpleQueue[_Copy], link: Path | None) -> None:
                 time.sleep(copy.seconds)
             for to, source in copy.pieces:
                 to.copy_(source)
-        except Exception as error:  # raised again in the thread that waits for the copy
+        except Exception as error:  # re-raised in the thread that waits for the copy
             copy.error = error
         copy.is_done.set()
 

@@ -13,7 +13,7 @@ from megatron_ext.schedule.placement import Placement
 
 
 def synchronise() -> None:
-    """What an optimizer's all-reduces do to the ranks: all wait for the last. Over the world."""
+    """Make all ranks of the world wait for the last one, as an optimizer's all-reduce does."""
     dist.all_reduce(torch.zeros(1))
 
 
@@ -44,7 +44,7 @@ class EmulatedValidation(Validation):
             return True
         stands = not self._messages.verdict().found_inf
         if not stands:
-            synchronise()  # the step is done again, with all that stock does
+            synchronise()  # the step is repeated, with all that stock does
         return stands
 
     def abandon(self) -> None:

@@ -1,4 +1,4 @@
-"""A step of a contender as it ran, beside what is ideal."""
+"""A step of a contender as it ran, and the ideal step to compare it with."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ DEFAULT_SCHEDULES = "1f1b zb-h1 zb-auto interleaved gis zb-v v-half v-min v-auto
 
 @dataclass(frozen=True)
 class Setting:
-    """What is measured.
+    """Settings of a benchmark.
 
     Attributes:
         costs: milliseconds per microbatch of a full rank, as text (`parse_costs`).
@@ -58,7 +58,7 @@ class Setting:
         offload: ours are measured without offload, and with this too.
         steps: timed in a launch, after one that is not.
         post_validation: steps follow one another, each ends with an all-reduce as an optimizer's
-            does, and ours are measured with post-validation too; torch's are left out.
+            does, and ours are measured with post-validation too; torch's are not measured.
         bad_every: every so many-th verdict of post-validation is bad; 0: none.
         recompute: ours are measured without recompute, and with this too (`parse_recompute`),
         memory_limit: within this, if it is to fit into one (`parse_limit`).
@@ -101,8 +101,10 @@ class Setting:
 
     @property
     def ours(self) -> list[tuple[str, Extras]]:
-        """What of ours is measured: post-validation goes with none of the others here, and what
-        leaves for the host is not made again."""
+        """Return the specs and options of our own contenders.
+
+        Post-validation is combined with no other option here, and offload not with recompute.
+        """
         vocabularies = dict.fromkeys([VocabularyParallel.NONE, self.vocabulary])
         offloads = dict.fromkeys([Offload.NONE, self.offload])
         combined = [
@@ -134,7 +136,7 @@ class Measured:
         efficiency: ideal / measured.
         speedup: over Megatron's 1F1B in the same launches.
         spread: (slowest - fastest launch) / median.
-        host_microseconds: what a pass costs beside the pass: a step of free passes, per pass.
+        host_microseconds: overhead of a pass: a step whose passes take no time, per pass.
         ideal_after_bad: with post-validation, as ``ideal``, of a step that follows a bad verdict.
         after_bad: as ``measured``, of those steps, if there are any.
     """
@@ -152,14 +154,14 @@ class Measured:
 
 @dataclass(frozen=True)
 class Report:
-    """All contenders, and whether to believe them.
+    """Figures of all contenders, and the figures that tell whether to believe them.
 
     Attributes:
-        late: how much longer than asked a pass lasted, at the worst, as a share of it.
+        late: by how much a pass lasted longer than requested, at the worst, as a share of it.
         autograd_microseconds: what autograd alone takes for a pass, after a sleep of 20 ms, and
-            after none. Every executor has this beside its passes, and the caches of a rank that has
+            after none. Every executor adds this to its passes, and the caches of a rank that has
             slept are cold.
-        shown: a step of each of ours, ideal and measured, if that was asked for.
+        shown: a step of each of ours, ideal and measured, if that was requested.
     """
 
     rows: list[Measured]
@@ -170,7 +172,7 @@ class Report:
 
     @property
     def doubts(self) -> list[str]:
-        """Why these figures are not to be believed; empty if they are."""
+        """The reasons not to believe these figures; empty if there are none."""
         spread = max((row.spread for row in self.rows), default=0.0)
         doubts = []
         if not self.real_time:
@@ -197,7 +199,7 @@ class _Steps:
 
 @dataclass(frozen=True)
 class _Launch:
-    """What the ranks of one launch found, the largest of each: as `Report` has it."""
+    """Results of one launch, of each figure the largest over the ranks; fields as in `Report`."""
 
     steps: dict[str, _Steps]
     real_time: bool
@@ -395,7 +397,7 @@ def _in_a_row(contender: Contender, setting: Setting) -> tuple[float, float | No
 
 
 def _lateness() -> float:
-    """How much longer than asked an emulated pass lasts on this rank, nearly at the worst."""
+    """Return by which share an emulated pass lasts too long here: the second worst of `SLEEPS`."""
     from megatron_ext.bench.emulated import take
 
     seconds = 0.02

@@ -1,18 +1,17 @@
-"""``megatron-ext plan``: every schedule for one model, and which to take."""
+"""``megatron-ext plan``: what a training job should run, and everything that was compared."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
-from megatron_ext.commands.half_pipeline import show_halves
-from megatron_ext.commands.line_plan import halves_of_line, plan_of_line
+from megatron_ext.commands.half_tables import NOTHING_FITS_HALVES, print_halves
 from megatron_ext.commands.options import (
     UNIT,
     HtmlPage,
@@ -26,20 +25,13 @@ from megatron_ext.commands.options import (
 )
 from megatron_ext.commands.output import fail
 from megatron_ext.commands.plan_pictures import PlanPictures
-from megatron_ext.commands.plan_tables import (
-    print_full_recompute,
-    print_long_sequences,
-    print_plan,
-    print_recommended,
-    print_short_slices,
-    print_unit,
-    print_vocabulary,
-    print_waits,
-)
+from megatron_ext.commands.plan_tables import print_refusals, print_tables
 from megatron_ext.commands.progress import showing_progress
-from megatron_ext.config import CostsSource
+from megatron_ext.commands.verdict_text import verdict_lines
+from megatron_ext.config import CostsSource, flag
+from megatron_ext.patches.engine import PatchError
 from megatron_ext.schedule.costs_text import parse_costs
-from megatron_ext.schedule.limit import MemoryLimit, parse_limit
+from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.model.execution import Precision
 from megatron_ext.schedule.model.gpus import (
     USABLE,
@@ -52,21 +44,20 @@ from megatron_ext.schedule.model.measured.file import load_measured
 from megatron_ext.schedule.model.model_memory import TrainingState
 from megatron_ext.schedule.model.rates import Rates
 from megatron_ext.schedule.model.short_form import parse_model
-from megatron_ext.schedule.plan.candidate import Plan
-from megatron_ext.schedule.plan.curves import Curves, curves_of
-from megatron_ext.schedule.plan.full_recompute import FullRecompute, compare_full_recompute
-from megatron_ext.schedule.plan.half_pipeline import (
-    Division,
-    Halves,
-    compare_halves,
-    compare_halves_of_costs,
-)
-from megatron_ext.schedule.plan.long_sequences import LongSequences, long_sequences
-from megatron_ext.schedule.plan.model_plan import Training
-from megatron_ext.schedule.plan.plan_report import PlanReport, plan_report
-from megatron_ext.schedule.plan.planner import VariantOf, make_plan
-from megatron_ext.schedule.plan.vocabulary_plan import variants_of
+from megatron_ext.schedule.plan.figures import as_data
+from megatron_ext.schedule.plan.half_pipeline import Halves, compare_halves
+from megatron_ext.schedule.plan.job_plan import JobPlan, plan_training
+from megatron_ext.schedule.plan.planning_time import planning
+from megatron_ext.schedule.plan.training import TrainedModel, Training
+from megatron_ext.schedule.problem import Extras
+from megatron_ext.schedule.show.trace import reserved_in
 from megatron_ext.schedule.slices import Lengths, Slices, parse_lengths
+from megatron_ext.schedule.text_file import parse_json, read_text_file
+
+if TYPE_CHECKING:
+    from megatron_ext.launch_check.planner.parsed_launch import LaunchRequest
+
+_WORLD_SIZE = "world_size"  # in a file of arguments
 
 
 def plan(
@@ -81,6 +72,9 @@ def plan(
     ] = None,
     memory_limit: Limit = None,
     as_json: Json = False,
+    show_all: Annotated[
+        bool, typer.Option("--all", help="Print every schedule that was compared, in tables.")
+    ] = False,
     plot: Annotated[
         Path | None, typer.Option(help="Draw time against memory, as .svg or .png.")
     ] = None,
@@ -146,200 +140,228 @@ def plan(
         int | None, typer.Option(help="Ranks of a launch line, if torchrun's words are not there.")
     ] = None,
 ) -> None:
-    """Compare every schedule for one model or a launch line, and say which to take.
+    """Say what a model or a launch command should run: keep what it has, or the change to write.
 
-    Stable schedules are recommended, and the others shown apart: megatron-ext schedules has the
-    marks.
+    Stable schedules are recommended: megatron-ext schedules has the marks.
     """
     pictures = PlanPictures(plot, page)
-    if context.args or config is not None or megatron_args is not None:
-        of_model = (pp, microbatches, model, layers, distributed_optimizer, tp > 1, dp > 1)
-        if any((*of_model, slices > 1, pairs)):
-            fail(ValueError(_BESIDE_A_LINE))
-        settings = {
-            "costs": costs,
-            "memory_limit": memory_limit,
-            "post_validation": post_validation,
-        }
-        of_line = halves_of_line if half_pipeline else plan_of_line
-        of_line(
-            context.args,
-            config,
-            megatron_args,
-            world_size,
-            gpu,
-            trace,
-            settings,
-            as_json,
-            pictures,
-        )
-        return
-    if pp is None or microbatches is None or trace is not None:
-        fail(ValueError(_NEEDED if trace is None else _OF_A_LINE))
+    sizes = (pp, microbatches, model, layers, distributed_optimizer, tp > 1, dp > 1)
     try:
         pictures.check()
-        limit = None if memory_limit is None else parse_limit(memory_limit, pp, microbatches)
-        cut = Slices(slices, parse_lengths(slice_lengths, "--slice-lengths"))
-        if half_pipeline and (slices > 1 or pairs):
-            raise ValueError(_HALVES_ARE_WHOLE)
-        if model is None:
-            if any((gpu, tp > 1, dp > 1, distributed_optimizer)):
-                raise ValueError(_WITHOUT_MODEL)
-            asked = _of_costs(
-                costs or UNIT, pp, microbatches, limit, layers, post_validation, cut, pairs
-            )
+        extras = Extras(
+            post_validation=post_validation,
+            slices=Slices(slices, parse_lengths(slice_lengths, "--slice-lengths")),
+            pairs=pairs,
+        )
+        job: _Job
+        if context.args or config is not None or megatron_args is not None:
+            if any((*sizes, slices > 1, pairs)):
+                raise ValueError(_BESIDE_A_LINE)
+            settings = {"costs": costs, "memory_limit": memory_limit}
+            source = _source(context.args, config, megatron_args)
+            job = _of_launch(source, world_size, gpu, trace, _words(extras, settings))
         else:
-            training, free = _training(model, gpu, costs, tp, dp, distributed_optimizer, pairs)
-            training = replace(
-                training,
-                ranks=pp,
-                microbatches=microbatches,
-                limit=limit,
-                post_validation=post_validation,
-                slices=cut,
-                pairs=pairs,
+            if half_pipeline and (slices > 1 or pairs):
+                raise ValueError(_HALVES_ARE_WHOLE)
+            if trace is not None:
+                raise ValueError(_OF_A_LINE)
+            training = _training(pp, microbatches, memory_limit, extras, layers)
+            state = TrainingState(
+                distributed=distributed_optimizer, data_parallel=dp, expert_data_parallel=dp
             )
-            asked = _Asked(
-                training.variant,
-                partial(compare_halves, training, None if free is None else free.allocated),
-                training,
-                free,
-            )
-            layers = len(training.model.layers)
+            job = _of_model(training, model, state, tp, gpu, costs)
         if half_pipeline:
-            show_halves(asked.compare_halves, pictures, as_json, is_estimate=asked.is_estimate)
+            pictures.refuse("--half-pipeline")
+            _show_halves(job, as_json)
             return
-        plan_made, beside = asked.plan()
-        curves = asked.curves_of(plan_made) if pictures.plot is not None else None
-        pictures.draw(plan_made, curves, is_estimate=asked.is_estimate)
-    except (ValueError, OSError) as error:
+        with showing_progress(), planning() as time:
+            made = job.plan(with_curves=pictures.plot is not None)
+        pictures.draw(made.plan, made.curves, is_estimate=made.is_estimate)
+    except (ValueError, OSError, PatchError) as error:
         fail(error)
-    report = plan_report(plan_made, layers)
     if as_json:
-        _echo(report.as_data() | beside.as_data())
+        _echo(made)
     else:
-        _print(plan_made, report, asked.training if asked.is_estimate else None, beside)
-    if report.recommended is None:
-        fail(ValueError(_NOTHING_FITS if model else _NOTHING_FITS_THE_LIMIT))
+        _print(made, show_all)
+    if time.is_short:
+        typer.echo(f"{time.why_short}: some alternatives were not compared", err=True)
+    if made.verdict.taken is None:
+        fail(ValueError(_why_nothing_fits(made, job)))
 
 
-def _echo(data: dict[str, object]) -> None:
-    typer.echo(json.dumps(data, indent=2))
+def _print(made: JobPlan, show_all: bool) -> None:
+    for text in (*verdict_lines(made), *made.remarks):
+        typer.echo(text)
+    if show_all:
+        print_tables(made)
+    elif made.verdict.taken is None:
+        print_refusals(made.plan)
 
 
-def _print(
-    plan_made: Plan, report: PlanReport, estimated: Training | None, beside: _Beside
-) -> None:
-    """``estimated``: what times were estimated of."""
-    print_plan(plan_made)
-    print_unit(is_estimate=estimated is not None)
-    if estimated is not None and plan_made.best is not None:
-        problem = plan_made.best.variant.problem
-        print_short_slices([problem], estimated.execution.sequence)
-    if estimated is not None and estimated.execution.tensor_parallel > 1:
-        print_waits(estimated.model, estimated.execution, estimated.rates)
-    print_vocabulary(report.vocabulary)
-    if beside.again is not None:
-        print_full_recompute(beside.again)
-    if report.recommended is not None:
-        print_recommended(report.recommended, beside.free)
-    if beside.long_sequences is not None:
-        print_long_sequences(beside.long_sequences)
+def _echo(data: object) -> None:
+    typer.echo(json.dumps(as_data(data), indent=2))
 
 
-@dataclass(frozen=True)
-class _Beside:
-    """Facts beside a plan: of full recompute, long sequences and the memory that it had."""
-
-    again: FullRecompute | None = None
-    long_sequences: LongSequences | None = None
-    free: FreeMemory | None = None
-
-    def as_data(self) -> dict[str, Any]:
-        """As ``--json`` prints it."""
-        return {
-            "full_recompute": self.again and self.again.as_data(),
-            "long_sequences": self.long_sequences and self.long_sequences.as_data(),
-            "reserved": self.free and self.free.reserved,
-            "is_reserve_modelled": self.free is not None and self.free.is_modelled,
-        }
+def _show_halves(job: _Job, as_json: bool) -> None:
+    """Raises ValueError or PatchError if there is no half, or nothing fits."""
+    with showing_progress():
+        halves = job.halves()
+    if as_json:
+        _echo(halves)
+    else:
+        print_halves(halves)
+    if not halves.fits:
+        raise ValueError(NOTHING_FITS_HALVES)
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """What is to be compared.
+def _why_nothing_fits(made: JobPlan, job: _Job) -> str:
+    if made.fallbacks:
+        return f"no schedule fits, for the reasons above. With {'; with '.join(made.fallbacks)}"
+    return job.nothing_fits
 
-    Attributes:
-        training: None where only times are known.
-        free: memory that a rank may take; None: not known.
+
+class _Job(Protocol):
+    """A described training job. Both methods raise ValueError, and PatchError without Megatron.
+
+    ``nothing_fits``: what to say where nothing does.
     """
 
-    variant: VariantOf
-    compare_halves: Callable[[], Halves]
-    training: Training | None = None
+    @property
+    def nothing_fits(self) -> str: ...
+
+    def plan(self, *, with_curves: bool) -> JobPlan: ...
+
+    def halves(self) -> Halves: ...
+
+
+@dataclass(frozen=True)
+class _OfTraining:
+    training: Training
     free: FreeMemory | None = None
 
     @property
-    def room(self) -> float | None:
-        """Bytes that tensors of a rank may take; None: not known."""
-        return None if self.free is None else self.free.allocated
+    def nothing_fits(self) -> str:
+        return _NOTHING_FITS if self.training.trained else _NOTHING_FITS_THE_LIMIT
 
-    @property
-    def is_estimate(self) -> bool:
-        """Whether times are."""
-        return self.training is not None and self.training.measured is None
+    def plan(self, *, with_curves: bool) -> JobPlan:
+        return plan_training(self.training, self.free, with_curves=with_curves)
 
-    def plan(self) -> tuple[Plan, _Beside]:
-        """The plan, and what there is to say beside it."""
-        with showing_progress():
-            if self.training is None:
-                return make_plan(self.variant), _Beside()
-            made = make_plan(self.variant, self.room, may_offload=True)
-            return made, _Beside(
-                compare_full_recompute(self.training, self.room),
-                long_sequences(self.training, made, self.room),
-                self.free,
-            )
-
-    def curves_of(self, made: Plan) -> Curves:
-        """What the picture of ``made`` shows beside it."""
-        with showing_progress():
-            return curves_of(made, self.variant, self.room)
+    def halves(self) -> Halves:
+        return compare_halves(self.training, None if self.free is None else self.free.allocated)
 
 
-def _of_costs(
-    costs: str,
-    ranks: int,
-    microbatches: int,
-    limit: MemoryLimit | None,
-    layers: int | None,
-    post_validation: bool,
-    slices: Slices,
-    pairs: bool,
-) -> _Asked:
-    costs_on = partial(parse_costs, costs)
-    whole = Division(ranks, 1, microbatches)
-    return _Asked(
-        variants_of(ranks, microbatches, costs_on, limit, layers, post_validation, slices, pairs),
-        partial(compare_halves_of_costs, whole, costs_on, limit, layers, post_validation),
+@dataclass(frozen=True)
+class _OfLaunch:
+    request: LaunchRequest
+    nothing_fits: str = "no schedule fits, for the reasons above"
+
+    def plan(self, *, with_curves: bool) -> JobPlan:
+        from megatron_ext.launch_check.planner.launch_plan import plan_line
+
+        return plan_line(replace(self.request, with_curves=with_curves))
+
+    def halves(self) -> Halves:
+        from megatron_ext.launch_check.planner.launch_plan import plan_halves
+
+        return plan_halves(self.request)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a launch is told: the words of a command, a file of arguments, or a log."""
+
+    words: Sequence[str]
+    config: Path | None
+    log: Path | None
+
+
+def _source(words: Sequence[str], config: Path | None, log: Path | None) -> _Source:
+    if config is not None and (words or log is not None):
+        raise ValueError(
+            "--config stands in place of a launch line and of --megatron-args: give one of them"
+        )
+    return _Source(words, config, log)
+
+
+def _of_launch(
+    source: _Source,
+    world_size: int | None,
+    gpu: str | None,
+    trace: Path | None,
+    settings: Sequence[str],
+) -> _OfLaunch:
+    """Raises ValueError or OSError where that is not understood."""
+    from megatron_ext.launch_check.log.megatron_log import launch_from
+    from megatron_ext.launch_check.planner.parsed_launch import LaunchRequest
+
+    values = {} if source.config is None else _values(source.config)
+    world_size = world_size or values.pop(_WORLD_SIZE, None)
+    launch = launch_from(source.words, source.log) if source.config is None else None
+    if launch is not None:
+        gpu = gpu or launch.gpu
+    return _OfLaunch(
+        LaunchRequest(
+            launch=launch,
+            values=values,
+            world_size=world_size,
+            gpu=None if gpu is None else parse_gpu(gpu),
+            settings=tuple(settings),
+            reserved=None if trace is None else reserved_in(trace),
+        )
     )
 
 
+def _words(extras: Extras, settings: Mapping[str, str | None]) -> list[str]:
+    """Return flags of a launch for what the command asks."""
+    words = [flag("post_validation")] if extras.post_validation else []
+    for name, value in settings.items():
+        words += [] if value is None else [flag(name), value]
+    return words
+
+
+def _values(path: Path) -> dict[str, Any]:
+    text = read_text_file(path, "--config")
+    try:
+        values = parse_json(text)
+    except ValueError as error:
+        raise ValueError(f"--config {path} is no JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"--config {path}: it is to be one object of Megatron's arguments")
+    return values
+
+
 def _training(
-    model: str,
+    ranks: int | None,
+    microbatches: int | None,
+    limit: str | None,
+    extras: Extras,
+    layers: int | None,
+) -> Training:
+    """Raises ValueError if it is not told how large the pipeline is."""
+    if ranks is None or microbatches is None:
+        raise ValueError(_NEEDED)
+    within = None if limit is None else parse_limit(limit, ranks, microbatches)
+    return Training(ranks, microbatches, limit=within, extras=extras, layers=layers)
+
+
+def _of_model(
+    training: Training,
+    model: str | None,
+    state: TrainingState,
+    tp: int,
     gpu: str | None,
     costs: str | None,
-    tp: int,
-    dp: int,
-    distributed_optimizer: bool,
-    pairs: bool,
-) -> tuple[Training, FreeMemory | None]:
-    """Return what is trained, on one pipeline rank as yet, and the memory that a rank may take.
+) -> _OfTraining:
+    """Return ``training`` of the ``model``, or by its ``costs`` alone.
 
     Raises:
         ValueError: the model or the GPU is not understood, or nothing tells its speed.
     """
-    if pairs and costs is None:
+    if model is None:
+        if gpu is not None or tp > 1 or state != TrainingState():
+            raise ValueError(_WITHOUT_MODEL)
+        return _OfTraining(replace(training, costs=partial(parse_costs, costs or UNIT)))
+    if training.extras.pairs and costs is None:
         raise ValueError(
             "a model of --model has no experts, whose messages pairs hide: add --costs with "
             "hidden=, give a launch line, or leave --pairs out"
@@ -347,14 +369,11 @@ def _training(
     if gpu is None and costs is None:
         raise ValueError("--model does not say how fast it runs: add --gpu, or --costs")
     described = parse_model(model)
-    state = TrainingState(
-        distributed=distributed_optimizer, data_parallel=dp, expert_data_parallel=dp
-    )
     execution = described.execution(tp)
     rates, free = _machine(gpu, execution.precision, costs)
-    measured = None if costs is None else partial(parse_costs, costs)
-    training = Training(described.model, execution, state, 1, 1, rates, measured=measured)
-    return training, free
+    trained = TrainedModel(described.model, execution, state, rates)
+    given = None if costs is None else partial(parse_costs, costs)
+    return _OfTraining(replace(training, trained=trained, costs=given), free)
 
 
 def _machine(

@@ -1,73 +1,103 @@
-"""How a plan is printed."""
+"""The tables of a plan: everything that was compared."""
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Sequence
+from math import inf
 from typing import Any
 
 import typer
 
 from megatron_ext.commands.output import print_table
+from megatron_ext.commands.verdict_text import name_of
 from megatron_ext.schedule.build.registry import Mark
-from megatron_ext.schedule.model.estimate import waiting_shares
-from megatron_ext.schedule.model.execution import Execution
 from megatron_ext.schedule.model.gpus import FreeMemory
-from megatron_ext.schedule.model.model import Model
-from megatron_ext.schedule.model.rates import Rates
 from megatron_ext.schedule.plan.candidate import Candidate, Plan, VocabMethod
-from megatron_ext.schedule.plan.full_recompute import FullRecompute
-from megatron_ext.schedule.plan.long_sequences import EQUAL, LongSequences, Row, shortest_slice
-from megatron_ext.schedule.plan.plan_report import VocabularyRow
+from megatron_ext.schedule.plan.figures import bytes_of, slower_by
+from megatron_ext.schedule.plan.job_plan import JobPlan
+from megatron_ext.schedule.plan.long_sequences import LongSequences, shortest_slice
 from megatron_ext.schedule.plan.planner import without_figures
-from megatron_ext.schedule.plan.recommendation import Recommendation, made_again, slower_by
 from megatron_ext.schedule.problem import Offload, Problem
 from megatron_ext.schedule.slices import LONG_ENOUGH
 from megatron_ext.schedule.words import bytes_text
 
 
-def print_plan(plan: Plan) -> None:
+def print_tables(made: JobPlan) -> None:
+    """Print everything that was compared for ``made``."""
+    typer.echo()
+    _print_plan(made)
+    print_unit(is_estimate=made.is_estimate)
+    best = made.plan.best
+    if best is not None and made.long_sequences is not None:
+        print_short_slices([best.variant.problem], made.long_sequences.tokens)
+    for group, shares in made.waits.items():
+        parts = ", ".join(f"{share:.1%} of {kind}" for kind, share in shares.items())
+        typer.echo(f"waiting for {group} ranks is {parts}")
+    _print_vocabulary(made.plan)
+    _print_memory(made)
+    if made.others:
+        _print_others(made)
+    if made.long_sequences is not None:
+        _print_long_sequences(made.long_sequences)
+
+
+def _print_plan(made: JobPlan) -> None:
     """Each schedule with what is best done about the vocabulary; apart, those less tried."""
+    plan = made.plan
     best = plan.best_of_each
     recommendable = [candidate for candidate in best if candidate in plan.recommendable]
     others = [candidate for candidate in best if candidate not in plan.recommendable]
     if recommendable:
-        _print_candidates(recommendable, plan)
+        _print_candidates(recommendable, made)
         typer.echo("* no other schedule here takes less time in as little memory")
     if others:
         typer.echo("\nless tried, and so not recommended:")
-        _print_candidates(others, plan)
-    shown = {candidate.family for candidate in best}
-    _print_refusals(
-        (name, method, why) for (name, method), why in plan.refusals.items() if name not in shown
-    )
+        _print_candidates(others, made)
+    print_refusals(plan)
 
 
 def print_unit(*, is_estimate: bool) -> None:
     typer.echo(f"times are in {'seconds, as estimated' if is_estimate else 'the unit of --costs'}")
 
 
-def print_waits(model: Model, execution: Execution, rates: Rates) -> None:
-    for group, shares in waiting_shares(model, execution, rates).items():
-        parts = ", ".join(f"{share:.1%} of {kind}" for kind, share in shares.items())
-        typer.echo(f"waiting for {group} ranks is {parts}")
-
-
-def _print_candidates(candidates: Sequence[Candidate], plan: Plan) -> None:
-    rows = [_plan_row(candidate, plan) for candidate in candidates]
+def _print_candidates(candidates: Sequence[Candidate], made: JobPlan) -> None:
+    rows = [_plan_row(candidate, made) for candidate in candidates]
     kept = [key for key in rows[0] if any(row[key] is not None for row in rows)]
     print_table([{key: "" if row[key] is None else row[key] for key in kept} for row in rows])
 
 
-def _print_refusals(refusals: Iterable[tuple[str, VocabMethod, str]]) -> None:
+def print_refusals(plan: Plan) -> None:
     """Print one line for all schedules that are refused for the same reason."""
+    shown = {candidate.family for candidate in plan.candidates}
+    _print_refusals(
+        (name, method, why)
+        for (name, method), why in plan.refusals.items()
+        if name.partition(":")[0] not in shown
+    )
+
+
+_LEAST = re.compile(r"least feasible limit (?:for it )?is ([\d.]+) ?([a-zA-Z]+)")
+_TOO_FULL = re.compile(r"([\d.]+ [KMGT]?i?B) more than it may$")
+
+
+def _print_refusals(refusals: Iterable[tuple[str, VocabMethod, str]]) -> None:
+    """Print one line for all schedules that are refused for the same reason, figures apart."""
     names: dict[str, dict[str, list[VocabMethod]]] = {}
+    least: dict[str, tuple[float, str]] = {}
     for name, method, why in refusals:
         reason = without_figures(why.removeprefix(f"{name}: "))
+        if limit := _LEAST.search(why):
+            unit = "microbatches" if limit[2].startswith("microbatch") else limit[2]
+            reason = f"do not fit into the memory limit; the least feasible one, in {unit}, is"
+            least[reason] = min(least.get(reason, (inf, "")), (float(limit[1]), name))
+        elif _TOO_FULL.search(why):
+            reason = "a rank would hold more than it may"
         names.setdefault(reason, {}).setdefault(name, []).append(method)
     for why, alike in names.items():
         text = ", ".join(name + _in_brackets(methods) for name, methods in alike.items())
-        typer.echo(f"{text}: {why}", err=True)
+        figure = "{:g} for {}".format(*least[why]) if why in least else ""
+        typer.echo(f"{text}: {why} {figure}".rstrip(), err=True)
 
 
 def _in_brackets(methods: Sequence[VocabMethod]) -> str:
@@ -86,10 +116,12 @@ _VOCABULARY = {
 }
 
 
-def _plan_row(candidate: Candidate, plan: Plan) -> dict[str, Any]:
-    assert plan.best is not None
-    made, fullest = candidate.report, candidate.fullest
-    is_best = candidate is plan.best
+def _plan_row(candidate: Candidate, job: JobPlan) -> dict[str, Any]:
+    plan, made, fullest = job.plan, candidate.report, candidate.fullest
+    taken = None if job.verdict.taken is None else job.verdict.taken.candidate
+    choice = taken if taken in plan.candidates else plan.best
+    assert choice is not None
+    is_best = candidate is choice
     return {
         "schedule": made.schedule,
         "mark": None if candidate.mark is Mark.STABLE else candidate.mark,
@@ -99,161 +131,103 @@ def _plan_row(candidate: Candidate, plan: Plan) -> dict[str, Any]:
         "F in pairs": f"{made.share_in_pairs:.0%}" if made.pairs else None,
         "step": made.step if made.post_validation else None,
         "makespan": made.makespan,
-        "than the choice": "" if is_best else f"{slower_by(candidate, plan.best):+.1%}",
+        "than the choice": "" if is_best else f"{slower_by(candidate, choice):+.1%}",
         "bubble": f"{made.bubble_share_makespan:.1%}",
         "span": made.span,
         "peak microbatches": made.peak,
         "fullest rank": None if fullest is None else bytes_text(fullest),
-        "": "choice" if is_best else "*" * (candidate in plan.front),
+        "": "choice" if candidate is taken else "*" * (candidate in plan.front),
     }
 
 
-def print_recommended(recommended: Recommendation, free: FreeMemory | None) -> None:
-    """Print the memory of the choice, and the flags to write for it.
+def _print_others(made: JobPlan) -> None:
+    """Print other layouts, and what other flags of Megatron's give."""
+    typer.echo("\nwith other flags of Megatron's, and other layers on its stages:")
+    print_table(
+        [
+            {
+                "": name_of(one.candidate),
+                "layers": one.layout,
+                "step": one.seconds,
+                "saves": f"{made.verdict.saved_by(one):.1%}",
+                "fullest rank": "" if one.candidate.fullest is None else bytes_text(one.holds),
+            }
+            for one in sorted(made.others, key=lambda one: one.seconds)
+        ]
+    )
+    typer.echo("a step is here with its optimizer, and with reductions that no pass hides")
 
-    Args:
-        free: memory that the plan had; None: not known.
-    """
-    print_memory(recommended)
-    if recommended.ranks is not None:
-        reserved = None if free is None else free.reserved
-        typer.echo(reserve_text(reserved, free is not None and free.is_modelled))
-    typer.echo(f"\nwrite {shlex.join(recommended.flags)}")
+
+def _print_memory(made: JobPlan) -> None:
+    taken = made.verdict.taken
+    if taken is None or taken.candidate.memory is None:
+        return
+    typer.echo(f"\nmemory under {name_of(taken.candidate)}")
+    rows = enumerate(map(bytes_of, taken.candidate.memory))
+    print_table(
+        [
+            {"pipeline rank": rank} | {name: bytes_text(held) for name, held in vars(row).items()}
+            for rank, row in rows
+        ]
+    )
+    typer.echo(_reserve_text(made.free))
 
 
-def reserve_text(reserved: float | None, is_modelled: bool) -> str:
-    """Return a line on the memory that the allocator reserves beyond its allocations.
-
-    Args:
-        reserved: bytes, for which room is left; None: not known.
-        is_modelled: whether they are a model's figure, not a measured one.
-    """
+def _reserve_text(free: FreeMemory | None) -> str:
+    """Return a line on the memory that the allocator reserves beyond its allocations."""
     measured_by = (
         "on a GPU --pipeline-trace and --pipeline-costs profile do: --trace DIR, --costs FILE"
     )
-    if reserved is None:
+    if free is None:
         return (
             f"beside that comes what the allocator reserves and does not hand out: not measured "
             f"({measured_by})"
         )
-    text = f"beside that the allocator reserves {bytes_text(reserved)}, for which room is left"
-    return f"{text}: by a model of it, not measured ({measured_by})" if is_modelled else text
+    text = f"beside that the allocator reserves {bytes_text(free.reserved)}, for which room is left"
+    modelled = f"{text}: by a model of it, not measured ({measured_by})"
+    return modelled if free.is_modelled else text
 
 
-def print_full_recompute(compared: FullRecompute) -> None:
-    """What Megatron's full recompute takes, and what there is in its memory instead."""
-    taken, instead = compared.taken, compared.instead
-    assert taken.fullest is not None
-    typer.echo(
-        f"\nwith --recompute-granularity full the shortest step is {_told(taken)}, and its fullest "
-        f"rank holds {bytes_text(taken.fullest)};"
-    )
-    if instead is None:
-        typer.echo("nothing else fits into that")
+def _print_vocabulary(plan: Plan) -> None:
+    """Print each schedule's step with all that can be done about the vocabulary."""
+    methods = plan.methods
+    names = [c.schedule for c in plan.candidates if c.method is VocabMethod.NAIVE]
+    if len(methods) == 1 or not names:
         return
-    again = made_again(instead)
-    how = f"{again} (--pipeline-recompute fit)" if again else ""
-    typer.echo(f"in no more than that {_told(instead)} ({slower_by(instead, taken):+.1%}){how}")
-
-
-def _told(candidate: Candidate) -> str:
-    return f"{candidate.schedule}'s, {_VOCABULARY[candidate.method]}: {candidate.step:.6g}"
-
-
-def print_memory(recommended: Recommendation) -> None:
-    if recommended.ranks:
-        typer.echo("\nmemory of the choice")
-        print_table(
-            [
-                {"pipeline rank": rank}
-                | {name: bytes_text(held) for name, held in vars(row).items()}
-                for rank, row in enumerate(recommended.ranks)
-            ]
-        )
-
-
-def print_vocabulary(rows: Sequence[VocabularyRow]) -> None:
-    if not rows:
-        return
-    has_moved = any(VocabMethod.REDISTRIBUTED in row.steps for row in rows)
-    moved = ", with layers moved away\nfrom there, and" if has_moved else "\nand"
-    typer.echo(
-        f"\nwhat a step takes with embedding and output layer at the ends of the pipeline{moved} "
-        f"with both divided over all ranks (--pipeline-vocab-parallel 1 or 2):"
-    )
+    steps = {(c.schedule, c.method): c.step for c in plan.candidates}
+    typer.echo("\na step by where embedding and output layer are (--pipeline-vocab-parallel):")
     print_table(
         [
-            {"schedule": row.schedule}
-            | {
-                _VOCABULARY[method]: "-" if step is None else step
-                for method, step in row.steps.items()
-            }
-            for row in rows
+            {"schedule": name}
+            | {_VOCABULARY[method]: steps.get((name, method), "-") for method in methods}
+            for name in names
         ]
     )
-    _print_refusals(
-        (row.schedule, method, why) for row in rows for method, why in row.refused.items()
-    )
 
 
-def print_long_sequences(made: LongSequences) -> None:
-    """What can be done about long sequences, by step and memory, and what to write for slices."""
-    within = "" if made.room is None else f", in {bytes_text(made.room)} of a rank"
-    typer.echo(f"\nsequences of {made.tokens:,} tokens, whole and in slices{within}:")
-    rows = [_row_of_sequences(row) for row in made.rows]
-    if rows:
-        kept = [key for key in rows[0] if any(row[key] not in ("", None) for row in rows)]
-        print_table([{key: row[key] for key in kept} for row in rows])
-    for why, ways in _by_reason(made.refused).items():
-        typer.echo(f"{', '.join(ways)}: {why}")
-    best = made.best
-    if best is None:
-        return
-    sliced = [row.made.variant.problem for row in made.rows if row.made.report.slices > 1]
+def _print_long_sequences(made: LongSequences) -> None:
+    """Print the shortest step of each thing that can be done about long sequences."""
+    typer.echo(f"\nsequences of {made.tokens:,} tokens, whole and in slices:")
+    shortest = {way.words: way.shortest for way in made.ways}
+    known = {words: one for words, one in shortest.items() if one is not None}
+    if known:
+        print_table([{"": words} | _row_of_sequences(one) for words, one in known.items()])
+    for way in made.ways:
+        if way.shortest is None:
+            typer.echo(f"{way.words}: {way.why_not}")
+    sliced = [one.variant.problem for one in known.values() if one.report.slices > 1]
     print_short_slices(sliced, made.of_rank)
-    typer.echo(f"\n{_gain_of_slices(best, made)}")
-    if made.flags:
-        instead = f"\n  in place of {' '.join(made.dropped)}" if made.dropped else ""
-        typer.echo(f"write {shlex.join(made.flags)}{instead}")
 
 
-def _row_of_sequences(row: Row) -> dict[str, Any]:
-    report, fullest = row.made.report, row.made.fullest
-    excess = "" if row.fits else ", too much"
+def _row_of_sequences(one: Candidate) -> dict[str, Any]:
     return {
-        "": row.words,
-        "schedule": report.schedule,
-        "mark": "" if row.made.mark is Mark.STABLE else row.made.mark,
-        "made again": f"{report.made_again:.0%}" if report.made_again else "",
-        "step": row.made.step,
-        "gain": "" if row.gain is None else f"{row.gain:+.1%}",
-        "bubble": f"{report.bubble_share_makespan:.1%}",
-        "peak microbatches": f"{report.peak:.3g}",
-        "fullest rank": "" if fullest is None else bytes_text(fullest) + excess,
+        "schedule": one.schedule,
+        "made again": f"{one.report.made_again:.0%}" if one.report.made_again else "",
+        "step": one.step,
+        "bubble": f"{one.report.bubble_share_makespan:.1%}",
+        "peak microbatches": f"{one.report.peak:.3g}",
+        "fullest rank": "" if one.fullest is None else bytes_text(one.fullest),
     }
-
-
-def _by_reason(refused: Mapping[str, str]) -> dict[str, list[str]]:
-    reasons: dict[str, list[str]] = {}
-    for words, why in refused.items():
-        reasons.setdefault(why, []).append(words)
-    return reasons
-
-
-def _gain_of_slices(best: Candidate, made: LongSequences) -> str:
-    """The best with slices beside the best without."""
-    words = f"{best.report.slices} slices under {best.schedule}"
-    whole = made.best_whole
-    if whole is None:
-        return f"{words} fit, and whole sequences do not"
-    gain = slower_by(whole, best)
-    text = f"{words}: {gain:+.1%} over whole sequences at their best"
-    if abs(gain) < EQUAL:
-        text += ", which an estimate does not tell apart"
-    if best.fullest is not None and whole.fullest is not None:
-        before = bytes_text(whole.fullest)
-        text += f"; {bytes_text(best.fullest)} on the fullest rank in place of {before}"
-    return text
 
 
 def print_short_slices(problems: Iterable[Problem], tokens: int) -> None:

@@ -64,7 +64,7 @@ from megatron_ext.schedule.text_file import write_text_file
 from megatron_ext.schedule.timeline import Timeline
 from megatron_ext.schedule.words import bytes_text, counted
 
-LONGEST = 86400.0  # seconds that may be asked for: a day
+LONGEST = 86400.0  # seconds that may be requested: a day
 MOST_RANKS = 16  # of which each is told alone
 
 _EXACT = "stock Megatron's to the last bit"
@@ -178,8 +178,8 @@ def simulate(
             pairs=pairs,
         )
         with showing_progress():
-            asked = _Asked(pp, microbatches, costs, memory_limit, extras)
-            choice, problem, why = asked.choice(_with_chunks(spec, vpp))
+            request = _Request(pp, microbatches, costs, memory_limit, extras)
+            choice, problem, why = request.choice(_with_chunks(spec, vpp))
             program, made = report(choice, problem)
             evened = None
             if exchange_attention is not None:
@@ -214,7 +214,7 @@ def simulate(
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Request:
     """The problem, as options say it, for a placement that is yet to be known."""
 
     ranks: int
@@ -224,10 +224,12 @@ class _Asked:
     extras: Extras
 
     def choice(self, spec: str) -> tuple[Choice, Problem, str]:
-        """What ``spec`` stands for, its problem, and why it is that, if there was a choice.
+        """Return the schedule that ``spec`` names, its problem, and why it was taken of several.
+
+        The reason is "" if ``spec`` names one schedule.
 
         Raises:
-            ValueError: it is no spec, or nothing that it stands for can be made.
+            ValueError: ``spec`` names no schedule, or none of those that it names can be made.
         """
         searches = auto_searches(spec) or ()
         if len(searches) < 2:
@@ -255,7 +257,7 @@ def _with_chunks(spec: str, chunks: int | None) -> str:
 
 
 def _of_schedule(made: ScheduleReport) -> dict[str, Any]:
-    """What ``made`` says, by names for people; what was not asked for is left out."""
+    """Return the printed rows of ``made``, by name; options that were not requested have none."""
     rows: dict[str, Any] = {
         "pipeline ranks": made.pp,
         "stages of a rank": made.vpp,
@@ -354,13 +356,13 @@ def _check_options(
 def _check_for_torch(
     vocab_parallel: VocabularyParallel, offload: Offload, recompute: str, post_validation: bool
 ) -> None:
-    asked = {
+    requested = {
         "--vocab-parallel": vocab_parallel is not VocabularyParallel.NONE,
         "--offload": offload is not Offload.NONE,
         "--recompute": recompute != "none",
         "--post-validation": post_validation,
     }
-    if names := [name for name, is_asked in asked.items() if is_asked]:
+    if names := [name for name, is_requested in requested.items() if is_requested]:
         raise ValueError(
             f"torch has nothing like {', '.join(names)}, and no table holds it: leave that or "
             f"--torch-csv out"
@@ -369,7 +371,7 @@ def _check_for_torch(
 
 @dataclass(frozen=True)
 class _Files:
-    """What is written beside what is printed; None where it was not asked for."""
+    """Files to write; None for one that was not requested."""
 
     csv: Path | None
     torch_csv: Path | None
@@ -389,7 +391,9 @@ class _Files:
             check_page(self.page)
 
     def write(self, choice: Choice, problem: Problem, program: Program, steps: int) -> None:
-        """Write what shows ``program``, or so many ``steps`` of it; ``problem``: as it was asked.
+        """Write the requested files about ``program``, pictures with so many ``steps`` of it.
+
+        The pictures compare ``program`` with a reference of ``choice`` and ``problem``.
 
         Raises:
             OSError: a file cannot be written.
@@ -429,7 +433,7 @@ class _Files:
 
 
 def _runs(choice: Choice, reference: Program, program: Program, steps: int) -> tuple[Run, ...]:
-    """What a page shows: ``program`` beneath the ``reference``, if that is another one."""
+    """Return the runs of a page: ``program`` beneath ``reference``, if the two differ."""
     run = simulated(title_of(choice.spec, program.problem.extras), program, steps)
     if reference.digest == program.digest:
         return (run,)
@@ -457,7 +461,7 @@ def _exchanged(evened: Exchange | None) -> dict[str, Any]:
 
 
 def _of_exchange(evened: Exchange | None) -> dict[str, Any]:
-    """The same by names for people."""
+    """Return the printed rows of ``evened``, by name; none if it is None."""
     if evened is None:
         return {}
     most = max(evened.sent)

@@ -177,7 +177,7 @@ def _planned(
     report: Report, launch: Launch, config: PipelineConfig, world_size: int, room: int | None
 ) -> tuple[str, ...]:
     """The arguments of ``launch`` with what ``--pipeline-schedule plan`` takes."""
-    from megatron_ext.launch_check.plan import choose_for
+    from megatron_ext.launch_check.planner.launch_choice import choose_for
 
     chosen = choose_for(launch.arguments, config, world_size, room)
     instead = f" in place of {' '.join(chosen.dropped)}" if chosen.dropped else ""
@@ -315,8 +315,8 @@ def _say_what_slices_give(
     report: Report, args: Any, parsed: Any, spec: PipelineConfig, room: int | None
 ) -> None:
     """Where sequences are long, and they take much: much time in bubbles, or too much memory."""
-    from megatron_ext.launch_check.alternatives.long_sequences import what_slices_give
-    from megatron_ext.launch_check.variants import LineVariants
+    from megatron_ext.launch_check.planner.alternatives.long_sequences import what_slices_give
+    from megatron_ext.launch_check.planner.variants import LineVariants
 
     made = report.prediction
     is_divided = spec.vocab_parallel is not VocabularyParallel.NONE  # which slices cannot be

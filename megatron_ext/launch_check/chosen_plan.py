@@ -25,7 +25,7 @@ def choose_plan(argv: Sequence[str], config: PipelineConfig, world_size: int) ->
         ValueError: no schedule can run so.
         RuntimeError: the rank that chooses has failed otherwise, or died.
     """
-    from megatron_ext.launch_check.plan import choose_for  # torch and Megatron
+    from megatron_ext.launch_check.planner.launch_choice import choose_for  # torch and Megatron
     from megatron_ext.runtime.store.once_for_all import once_for_all
 
     choose = partial(choose_for, argv, config, world_size)

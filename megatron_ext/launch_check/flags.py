@@ -5,12 +5,12 @@ from __future__ import annotations
 import difflib
 import itertools
 import os
-import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
 from megatron_ext.config import PipelineConfig, flag, variable
+from megatron_ext.launch_check.planner.command_line import IMPORTS_US
 from megatron_ext.launch_check.report import Finding, Verdict
 from megatron_ext.launch_check.words import Launch
 from megatron_ext.schedule.words import meant_by
@@ -25,7 +25,6 @@ from megatron_ext.written_settings import (
 
 SURELY_MEANT = 0.9  # difflib's likeness from which an unknown flag is one of Megatron's misspelt
 
-_IMPORTS_US = re.compile(r"^\s*(?:import|from)\s+megatron_ext\b", re.MULTILINE)
 _AUTO = "megatron_ext.auto"
 
 
@@ -81,7 +80,7 @@ def check_installation(launch: Launch, script: str | None) -> list[Finding]:
     target = f"-m {launch.script}" if launch.is_module else launch.script
     fix = f"write -m megatron_ext {target} in place of {target}"
     ours = f"our flags need -m megatron_ext before {target}"
-    if script is not None and _IMPORTS_US.search(script):
+    if script is not None and IMPORTS_US.search(script):
         return [Finding(Verdict.RIGHT, "script", f"{target} imports megatron_ext itself")]
     if _AUTO in launch.environment.values():
         return [Finding(Verdict.RIGHT, "script", f"the environment names {_AUTO}")]

@@ -44,6 +44,7 @@ class Launch:
             assumption then.
         remarks: what was read from that log, and what of it is assumed.
         gpu: name of the GPU, if the log tells it.
+        words: the whole command; () if it was read from a log.
     """
 
     script: str
@@ -57,6 +58,7 @@ class Launch:
     log: Path | None = None
     remarks: tuple[str, ...] = ()
     gpu: str | None = None
+    words: tuple[str, ...] = ()
 
 
 def read_launch(words: Sequence[str]) -> Launch:
@@ -69,6 +71,10 @@ def read_launch(words: Sequence[str]) -> Launch:
     Raises:
         ValueError: they are none of these, or torchrun refuses its own.
     """
+    return replace(_read_launch(words), words=tuple(words))
+
+
+def _read_launch(words: Sequence[str]) -> Launch:
     match words:
         case [first, *rest] if _ASSIGNMENT.fullmatch(first):
             name, _, value = first.partition("=")

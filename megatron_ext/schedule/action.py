@@ -11,11 +11,11 @@ from megatron_ext.schedule.words import shown
 
 
 class Kind(enum.StrEnum):
-    """What an action does. The letters are those of `torch.distributed.pipelining`.
+    """Kinds of actions. The letters are those of `torch.distributed.pipelining`.
 
     The zero-bubble papers write B for the input gradient; here that is I, and B is the whole
-    backward pass, I and W in one. R is F
-    once more, where what F made was given up (`transforms.recompute`).
+    backward pass, I and W in one. R recomputes the activations that F did not keep
+    (`transforms.recompute`).
     """
 
     FORWARD = "F"
@@ -92,12 +92,12 @@ class Slice(int):
 
     @property
     def slices(self) -> int:
-        """How many slices a microbatch has."""
+        """Number of slices of the microbatch."""
         return len(self.ends)
 
     @property
     def begin(self) -> float:
-        """Where it begins, as a share of the sequence."""
+        """The start of the slice, as a share of the sequence."""
         return self.ends[self.slice - 1] if self.slice else 0.0
 
     @property
@@ -128,7 +128,7 @@ def tokens_of(microbatch: int) -> float:
 
 @functools.lru_cache(maxsize=8)  # each action of a file asks
 def even_ends(slices: int) -> tuple[float, ...]:
-    """Where each of so many slices of one length ends, as shares of the sequence."""
+    """Return the ends of so many slices of equal length, as shares of the sequence."""
     return tuple(number / slices for number in range(1, slices + 1))
 
 
@@ -149,8 +149,8 @@ class Action(NamedTuple):
     sends the gradient of stage 4's input to stage 3; ``3RECV_B7`` receives it there. ``3WAIT_F7``
     and ``4WAIT_B7`` wait until the send has gone and give its tensor up.
 
-    ``3R7`` is ``3F7`` once more, of the input that stage 3 has kept: what that made has been given
-    up, and the backward pass needs it (Liu et al. 2025).
+    ``3R7`` recomputes, from the input that stage 3 has stored, the activations of ``3F7`` that the
+    backward pass needs (Liu et al. 2025).
 
     Vocabulary parallelism (Yeung et al. 2024, whose T is SI and SW). ``3S7`` are logits and their
     statistics on the shard of the rank whose first stage is 3, ``3SI7`` the shard's part of the
@@ -180,8 +180,8 @@ class Action(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """Two passes of a rank that run as one: a forward pass, and beside it a backward pass (I or B)
-    that needs nothing of it. ``str`` gives torch's form, ``(0F1;4I0)OVERLAP_F_B``."""
+    """Two passes of a rank that run as one: a forward pass, and a backward pass (I or B) that needs
+    nothing of it. ``str`` gives torch's form, ``(0F1;4I0)OVERLAP_F_B``."""
 
     forward: Action
     backward: Action
@@ -234,7 +234,7 @@ def parse_pair(text: str, slices: int = 1) -> Pair | None:
 
 
 def slices_named(text: str) -> int:
-    """Into how many slices the microbatches of the actions in ``text`` are cut; 1: not at all.
+    """Return the number of slices of a microbatch of the actions in ``text``; 1: it is not cut.
 
     Raises:
         ValueError: some slice below the largest is not named. So ``text`` is no shorter than what

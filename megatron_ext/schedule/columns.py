@@ -24,7 +24,7 @@ _NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 
 
 def by_kind(is_so: Callable[[Rule], bool]) -> Flags:
-    """What ``is_so`` says of the rule of each of `KINDS`."""
+    """Return ``is_so`` of the rule of each of `KINDS`, in their order."""
     return np.array([is_so(rule) for rule in RULES.values()])
 
 
@@ -60,13 +60,13 @@ class Columns:
 
     @cached_property
     def numbers(self) -> Ints:
-        """Of the actions: 0, 1, 2 and so on."""
+        """The numbers of the actions: 0, 1, 2 and so on."""
         return np.arange(len(self), dtype=np.int32)
 
     @cached_property
     def pairs(self) -> tuple[tuple[int, Kind], ...]:
-        """The stages and kinds that there are. What is the same for every microbatch is asked of
-        these."""
+        """The stages and kinds that occur. What is the same for every microbatch is computed once
+        for each."""
         codes = self._codes_in_use.tolist()
         return tuple((code // len(KINDS), KINDS[code % len(KINDS)]) for code in codes)
 
@@ -98,16 +98,17 @@ class Columns:
 
     @property
     def slices(self) -> int:
-        """How many slices a microbatch has: 1, where it is not cut."""
+        """Number of slices of a microbatch; 1: it is not cut."""
         return len(self.slice_ends)
 
     @cached_property
     def slice(self) -> Ints:
-        """Of each action; 0 where microbatches are not cut."""
+        """The slice of each action; 0 if microbatches are not cut."""
         return self.microbatch % np.int32(self.slices)
 
     def of_each(self, of: Callable[[Action], _T]) -> list[_T]:
-        """``of`` each action, which is asked once for all microbatches."""
+        """Return ``of`` each action, calling it once for all microbatches of a stage, kind and
+        slice."""
         of_pairs = [[of(action) for action in row] for row in self.examples]
         if self.slices == 1:
             return [of_pairs[pair][0] for pair in self.pair.tolist()]
@@ -116,7 +117,7 @@ class Columns:
 
     @cached_property
     def examples(self) -> list[list[Action]]:
-        """For each of `pairs`, its actions of microbatch 0: one, or one a slice."""
+        """The actions of microbatch 0 of each of `pairs`: one, or one a slice."""
         parts = parts_of(0, self.slice_ends)
         return [[Action(stage, kind, part) for part in parts] for stage, kind in self.pairs]
 
@@ -135,7 +136,7 @@ class Columns:
 
     @cached_property
     def table(self) -> Ints:
-        """By pair and microbatch, the number of the action; -1 where there is none."""
+        """Numbers of the actions, an array of pairs x microbatches; -1 if there is none."""
         microbatches = self.microbatch.max(initial=0) + 1
         table = np.full((max(len(self.pairs), 1), microbatches), -1, dtype=np.int32)
         table[self.pair, self.microbatch] = self.numbers

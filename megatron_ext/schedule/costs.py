@@ -1,4 +1,4 @@
-"""What passes cost: seconds per stage, seconds per hop, bytes held.
+"""Costs of passes: seconds per stage, seconds per hop, bytes held.
 
 Costs are given per kind. A kind that does the work of others (`Rule.covers`) costs what they do
 together: a fused backward B costs I + W. Their text form is in costs_text.py.
@@ -22,7 +22,7 @@ from megatron_ext.schedule.placement import Neighbour, Placement
 
 @dataclass(frozen=True)
 class VocabularyCosts:
-    """What a microbatch takes in the embedding and the output layer, were one rank to have them.
+    """Costs of a microbatch in the embedding and the output layer, if one rank has them whole.
 
     Attributes:
         head: seconds of the output layer and the loss, for F, I and W.
@@ -187,7 +187,7 @@ class OverlapCosts(CostPart):
 
 @dataclass(frozen=True)
 class HostCosts(CostPart):
-    """What copies between a rank's memory and the host's take.
+    """Costs of copies between a rank's memory and the host's.
 
     Attributes:
         seconds: of a microbatch, per kind one figure per stage.
@@ -215,7 +215,8 @@ class HostCosts(CostPart):
         return self.ranks_per_link > 1 or not self.duplex
 
     def link(self, rank: int, lane: Lane) -> tuple[int, Lane | None]:
-        """What copies of ``rank`` in the direction ``lane`` share with others."""
+        """Return a key that copies share if they take turns: the number of the link of ``rank``,
+        and ``lane`` if the link carries both directions at once, else None."""
         return rank // self.ranks_per_link, lane if self.duplex else None
 
 
@@ -291,7 +292,10 @@ class Costs:
         return 0.0
 
     def _share_copied(self, action: Action) -> float:
-        """Of what a microbatch leaves. Keys and values stay for the slices that attend to them."""
+        """Return the share of a microbatch's activation that ``action`` copies.
+
+        Keys and values of a slice stay on the device: other slices attend to them.
+        """
         tokens, held = tokens_of(action.microbatch), self.held_bytes
         is_slice = isinstance(action.microbatch, Slice)
         if not is_slice or not self.slices.keys_values or held is None:
@@ -316,7 +320,10 @@ class Costs:
         return self.links.hops[stage] if self.links.hops else self.links.hop
 
     def _of_pass(self, kind: Kind, action: Action) -> float:
-        """Of ``kind``, whose work ``action`` does. A slice attends to itself and those before."""
+        """Return the seconds of ``kind``, whose work ``action`` does.
+
+        A slice attends to itself and to the slices before it.
+        """
         whole = self.seconds[kind][action.stage]
         part = action.microbatch
         if not isinstance(part, Slice):
@@ -356,7 +363,7 @@ class Costs:
         return min(self.slices.attention[stage] * backward, layers[kind][stage])
 
     def with_attention_of(self, estimate: Costs) -> Costs:
-        """These costs; where they do not tell what slices ask for, as ``estimate`` has it."""
+        """Return these costs, with the slices' figures of ``estimate`` if they have none."""
         if self.slices.attention or not estimate.slices.attention:
             return self
         return replace(
@@ -369,8 +376,8 @@ class Costs:
         )
 
     def with_slices_shared_by(self, ranks: int) -> Costs:
-        """These costs where so many context-parallel ranks share each slice, and each has the keys
-        and values of all of them."""
+        """Return these costs for slices that so many context-parallel ranks share, of which each
+        holds the keys and values of all."""
         shared = self.with_slices(sharing=ranks)
         if ranks == 1 or not self.slices.keys_values or self.held_bytes is None:
             return shared
@@ -386,7 +393,8 @@ class Costs:
 
     @cached_property
     def _of_layers(self) -> Mapping[Kind, tuple[float, ...]]:
-        """Seconds without the vocabulary's: asked for of every pass of a slice."""
+        """Seconds without the vocabulary's, per kind and stage. Cached: each slice's pass reads
+        them."""
         return self.without_vocabulary().seconds
 
     @cached_property
@@ -397,7 +405,8 @@ class Costs:
         return squared / sum(map(sum, self.seconds.values()))
 
     def spared_by(self, action: Action) -> float:
-        """`spared_on` the stage of ``action``, of what it is of."""
+        """Return the seconds that ``action`` saves: `spared_on` of its stage, times its share of
+        the sequence."""
         return self.spared_on(action.stage) * tokens_of(action.microbatch)
 
     def spared_on(self, stage: int) -> float:
@@ -426,16 +435,18 @@ class Costs:
         return self.of(forward) + self.of(backward) - self.saved_by(forward, backward)
 
     def per_rank(self, placement: Placement) -> Costs:
-        """The same work with each rank's chunks in one stage, as on a line."""
+        """Return the costs of the same work with each rank's chunks in one stage, as on a line."""
         return self._joined(placement.stages_of)
 
     def in_pairs(self) -> Costs:
-        """The same work with every two stages in a row in one."""
+        """Return the costs of the same work with every two consecutive stages joined in one."""
         return self._joined([(at, at + 1) for at in range(0, self.stages, 2)])
 
     def _joined(self, rows: Sequence[Sequence[int]]) -> Costs:
-        """The same work with the stages of each of ``rows`` in one. The vocabulary's part is known
-        if it stays on the first and the last of them."""
+        """Return the costs of the same work with the stages of each of ``rows`` joined in one.
+
+        The vocabulary's part is known if it stays on the first and the last of them.
+        """
         stays = 0 in rows[0] and self.stages - 1 in rows[-1]
         costs = self.without_vocabulary() if stays else self
 
@@ -457,9 +468,11 @@ class Costs:
         ranks_per_link: int = 1,
         duplex: bool = True,
     ) -> Costs:
-        """These costs and those of copying what a microbatch leaves on a stage for its backward
-        pass, in seconds per stage. What it leaves for W alone takes as long for its bytes; where
-        they are not known, as long as the whole."""
+        """Return these costs with copies of a microbatch's activation, in seconds per stage.
+
+        What W alone needs is copied at the same speed; if its bytes are not known, it takes as long
+        as the whole activation.
+        """
         share = [1.0] * self.stages
         if self.held_bytes is not None:
             whole, left = (self.held_bytes[h] for h in (Held.ACTIVATION, Held.WEIGHT_INPUTS))
@@ -474,7 +487,7 @@ class Costs:
         return replace(self, host=HostCosts(seconds, ranks_per_link, duplex))
 
     def with_copies_of(self, other: Costs) -> Costs:
-        """These costs with copies as quick as those of ``other``, of the bytes that these hold."""
+        """Return these costs with copies at the speed of ``other``'s, of the bytes held here."""
         if other.host is None or self.held_bytes is None or other.held_bytes is None:
             return replace(self, host=other.host)
         pairs = zip(
@@ -488,8 +501,8 @@ class Costs:
         return self.with_host(out, back, other.host.ranks_per_link, other.host.duplex)
 
     def with_vocabulary(self, vocabulary: VocabularyCosts) -> Costs:
-        """These costs, which are those of the layers, and ``vocabulary`` on the first and the last
-        stage."""
+        """Return these costs, which are the layers' alone, with ``vocabulary`` on the first and the
+        last stage."""
         assert self.vocabulary is None
         return replace(self._at_the_ends(vocabulary, +1), vocabulary=vocabulary)
 
@@ -504,7 +517,7 @@ class Costs:
             more = [0.0] * len(figures)
             more[0] += sign * first
             more[-1] += sign * last
-            # What is taken away again may leave less than 0, by rounding.
+            # A subtraction may leave less than 0, by rounding.
             return tuple(max(a + b, 0.0) for a, b in zip(figures, more, strict=True))
 
         held = self.held_bytes
@@ -526,7 +539,7 @@ def _part_of_hop(hop: float, latency: float, part: int) -> float:
 def uniform(
     placement: Placement, f: float, i: float, w: float, comm: float = 0.0, origin: str = "given"
 ) -> Costs:
-    """The same costs on every rank: ``f``, ``i``, ``w`` per microbatch of a full rank."""
+    """Return equal costs for every rank: ``f``, ``i``, ``w`` seconds per microbatch of a rank."""
     of_rank = {Kind.FORWARD: f, Kind.BACKWARD_INPUT: i, Kind.BACKWARD_WEIGHT: w}
     seconds = {
         kind: (figure / placement.chunks,) * placement.stages for kind, figure in of_rank.items()

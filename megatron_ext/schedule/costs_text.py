@@ -28,18 +28,19 @@ FILE_VERSION = 1
 # The keys: of passes, of what is given of the vocabulary (of which passes), of copies to the host
 # and back, and of the link they take.
 _PASSES = {"f": Kind.FORWARD, "i": Kind.BACKWARD_INPUT, "w": Kind.BACKWARD_WEIGHT}
-_AGAIN = "r"  # what R takes, where that is not what F does
+_RECOMPUTE = "r"  # what R takes, where that is not what F does
 _PARTS = {"head": "F, I and W", "embedding": "the lookup and the weight gradient"}
 _COPIES = ("d2h", "h2d")
 _LINK = ("link", "duplex")
 # What a training adds that measures: model/measured/file.py reads it.
 _MEASURED = ("links", "reserved", "layers")
-# What slices ask for: which share of passes is attention's, and what of a hop and of a pass stays.
+# Figures that slices need: attention's share of passes, and what of a hop and of a pass does not
+# shrink with the slice.
 _SLICES = ("attention", "latency", "launch")
 
-# What hides in a pair, and in a file a table of it by the backward pass beside.
+# Seconds that an overlapped pair saves; in a file also a table of them by kind of backward pass.
 _HIDDEN = "hidden"
-_BESIDE = {"i": Kind.BACKWARD_INPUT, "b": Kind.FULL_BACKWARD}
+_TABLES = {"i": Kind.BACKWARD_INPUT, "b": Kind.FULL_BACKWARD}
 
 _MOST_RANKS = 1_000_000  # that can share a link
 MOST = 1e18  # of any figure, so that no sum of them is infinite
@@ -50,13 +51,13 @@ _EXAMPLE = "write f=10,i=12,w=8,comm=1 (one microbatch of a full rank; comm per 
 
 
 def format_costs(costs: Costs) -> str:
-    """``costs`` as `parse_costs` reads them, with four digits."""
+    """Return ``costs`` as text for `parse_costs`, with four digits."""
     if costs.whole is not None:
         return format_costs(costs.whole)
     layers = costs.without_vocabulary()
     parts = [f"{key}={_joined(layers.seconds[kind])}" for key, kind in _PASSES.items()]
     if layers.passes.recompute:
-        parts.append(f"{_AGAIN}={_joined(layers.passes.recompute)}")
+        parts.append(f"{_RECOMPUTE}={_joined(layers.passes.recompute)}")
     parts.append(f"comm={costs.links.hop:.4g}")
     if any(costs.slices.attention):
         parts.append(f"attention={_joined(costs.slices.attention)}")
@@ -99,7 +100,7 @@ def _outlined(per_stage: Sequence[float], placement: Placement) -> str:
 
 
 def _of_like_stages(costs: Costs) -> list[float]:
-    """What hides where F and I of one stage run side by side, for each stage."""
+    """Return the seconds saved when F and I of one stage run side by side, for each stage."""
     table = (
         costs.overlap.hidden.get(Kind.BACKWARD_INPUT) or costs.overlap.hidden[Kind.FULL_BACKWARD]
     )
@@ -119,13 +120,13 @@ def _copies(host: HostCosts) -> dict[str, tuple[float, ...]]:
 
 
 def parse_costs(text: str, placement: Placement) -> Costs:
-    """``f=10,i=12,w=8,comm=1`` (comm may be left out), or the path of a JSON file (`load_costs`).
+    """Read ``f=10,i=12,w=8,comm=1`` (comm is optional), or the path of a JSON file (`load_costs`).
 
     ``f=5/5/5/8`` gives one figure per stage, ``r=9`` what R takes where that is not what F does.
     ``head=5/6/4`` are F, I and W of the whole output layer, ``embedding=1/1`` the whole embedding's
-    lookup and weight gradient: what the last and the first stage take beside their layers.
+    lookup and weight gradient: what the last and the first stage take in addition to their layers.
     ``d2h=6,h2d=6`` are the copies of all that a microbatch of a full rank leaves for its backward
-    pass to the host and back (one figure, or one per stage; h2d is d2h if left out), ``link=2`` is
+    pass to the host and back (one figure, or one per stage; h2d is d2h by default), ``link=2`` is
     how many ranks in a row share a link to the host, and ``duplex=0`` that a link carries one
     direction at a time. For slices of a sequence, ``attention=0.3`` is the share of f, and of i and
     w together, that grows with the square of the sequence, ``latency=0.1`` what of comm a short
@@ -153,7 +154,7 @@ def parse_costs(text: str, placement: Placement) -> Costs:
             figures[key] = [float(figure) for figure in value.split("/")]
         except ValueError:
             raise ValueError(f"costs {what!r}: {shown(part)!r} is no figure; {_EXAMPLE}") from None
-    known = {*_PASSES, _AGAIN, "comm", *_PARTS, *_COPIES, *_LINK, *_SLICES, _HIDDEN}
+    known = {*_PASSES, _RECOMPUTE, "comm", *_PARTS, *_COPIES, *_LINK, *_SLICES, _HIDDEN}
     unknown = figures.keys() - known
     missing = _PASSES.keys() - figures.keys()
     if unknown or missing:
@@ -164,7 +165,7 @@ def parse_costs(text: str, placement: Placement) -> Costs:
     if len(hops) > 1:
         raise ValueError(f"costs {what!r}: comm is one figure; {_EXAMPLE}")
     _check_figures(what, hops)
-    again = _per_stage(figures[_AGAIN], placement, what) if _AGAIN in figures else ()
+    again = _per_stage(figures[_RECOMPUTE], placement, what) if _RECOMPUTE in figures else ()
     costs = _with_slices(
         Costs(PassCosts(seconds, recompute=again), LinkCosts(hops[0])), figures, what
     )
@@ -174,7 +175,7 @@ def parse_costs(text: str, placement: Placement) -> Costs:
 
 
 def _with_slices(costs: Costs, figures: Mapping[str, Any], what: str) -> Costs:
-    """``costs``, and what ``figures`` have under the keys of `_SLICES`, if anything."""
+    """Return ``costs``, and what ``figures`` have under the keys of `_SLICES`, if anything."""
     given = {
         key: figures[key] if isinstance(figures[key], list) else [figures[key]]
         for key in _SLICES
@@ -206,12 +207,12 @@ def _with_slices(costs: Costs, figures: Mapping[str, Any], what: str) -> Costs:
 
 
 def _of_all(figures: Sequence[float], stages: int) -> tuple[float, ...]:
-    """``figures``, one for all stages or one for each."""
+    """Return a figure for each stage: ``figures``, or its only one for all of them."""
     return tuple(map(float, figures)) * (stages if len(figures) == 1 else 1)
 
 
 def _with_hidden(costs: Costs, given: Mapping[str, Any], placement: Placement, what: str) -> Costs:
-    """``costs``, and what ``given`` has of pairs, if anything."""
+    """Return ``costs``, and what ``given`` has of pairs, if anything."""
     if _HIDDEN not in given:
         return costs
     value, what = given[_HIDDEN], f"{what}, {_HIDDEN}"
@@ -227,32 +228,32 @@ def _tables(
 ) -> dict[Kind, tuple[tuple[float, ...], ...]]:
     tables = {}
     for key, rows in value.items():
-        is_table = key in _BESIDE and isinstance(rows, list) and len(rows) == stages
+        is_table = key in _TABLES and isinstance(rows, list) and len(rows) == stages
         if not is_table or any(not isinstance(r, list) or len(r) != stages for r in rows):
             raise ValueError(
-                f"costs {what}: it is one figure, one per stage, or tables by {_listed(_BESIDE)} "
+                f"costs {what}: it is one figure, one per stage, or tables by {_listed(_TABLES)} "
                 f"(the backward pass) with a row per stage of F and a figure in it per stage of "
                 f"the backward pass: {counted(stages, 'stage')}"
             )
         for row in rows:
             _check_figures(what, row)
-        tables[_BESIDE[key]] = tuple(tuple(map(float, row)) for row in rows)
+        tables[_TABLES[key]] = tuple(tuple(map(float, row)) for row in rows)
     return tables
 
 
 def _with_vocabulary(
     costs: Costs, figures: Mapping[str, Any], logits_bytes: float, what: str
 ) -> Costs:
-    """``costs``, and what ``figures`` have under the keys of `_PARTS`, if anything."""
+    """Return ``costs``, and what ``figures`` have under the keys of `_PARTS`, if anything."""
     parts: dict[str, Any] = {}
     for key, passes in _PARTS.items():
         if key not in figures:
             continue
-        wanted = len(getattr(VocabularyCosts, key))
+        size = len(getattr(VocabularyCosts, key))
         part = figures[key] if isinstance(figures[key], list) else [figures[key]]
-        if len(part) != wanted:
+        if len(part) != size:
             raise ValueError(
-                f"costs {what}: {key} is {wanted} figures, of {passes} (one microbatch through the "
+                f"costs {what}: {key} is {size} figures, of {passes} (one microbatch through the "
                 f"whole of it), not {len(part)}"
             )
         _check_figures(f"{what}, {key}", part)
@@ -263,7 +264,8 @@ def _with_vocabulary(
 
 
 def _with_host(costs: Costs, given: Mapping[str, Any], placement: Placement, what: str) -> Costs:
-    """``costs``, and what ``given`` has under the keys of `_COPIES` and `_LINK`, if anything."""
+    """Return ``costs``, and what ``given`` has under the keys of `_COPIES` and `_LINK`, if
+    anything."""
     figures = {
         key: given[key] if isinstance(given[key], list) else [given[key]]
         for key in (*_COPIES, *_LINK)
@@ -298,10 +300,10 @@ def load_costs(path: Path, placement: Placement) -> Costs:
     ``f``, ``i`` and ``w`` are one figure per microbatch of a full rank, or a list of one figure per
     stage; so is ``r``, if there. ``bytes``, if there, maps ``activation`` and ``weight inputs``
     likewise. ``head`` and ``embedding`` are lists as in `parse_costs`, and ``bytes`` may have
-    ``logits``, one figure: what the last stage holds beside its layers, ``message``: what goes from
-    stage to stage, and ``keys and values``, given like ``activation``, whose part they are.
-    ``hidden`` may also map ``i`` and ``b``, the backward pass beside, each to a table: a row per
-    stage of F, a figure in it per stage of the backward pass.
+    ``logits``, one figure: what the last stage holds in addition to its layers, ``message``: what
+    goes from stage to stage, and ``keys and values``, given like ``activation``, whose part they
+    are. ``hidden`` may also map ``i`` and ``b``, the kind of the overlapped backward pass, each to
+    a table: a row per stage of F, a figure in it per stage of the backward pass.
     ``attention``, ``latency``, ``launch``, ``d2h``, ``h2d``, ``link`` and ``duplex`` are those of
     `parse_costs`, and ``origin`` is a text for people.
 
@@ -344,7 +346,7 @@ def load_costs(path: Path, placement: Placement) -> Costs:
         PassCosts(
             seconds,
             held_bytes=held,
-            recompute=per_stage(data[_AGAIN], _AGAIN) if _AGAIN in data else (),
+            recompute=per_stage(data[_RECOMPUTE], _RECOMPUTE) if _RECOMPUTE in data else (),
         ),
         LinkCosts(float(hop), message_bytes=message_bytes),
         slices=SliceCosts(keys_values=keys_values),
@@ -357,7 +359,7 @@ def load_costs(path: Path, placement: Placement) -> Costs:
 
 
 def read_costs_file(path: Path) -> dict[str, Any]:
-    """What the costs file ``path`` has, by its keys.
+    """Return the entries of the costs file ``path``, checked for their keys alone.
 
     Raises:
         ValueError: no such file, not JSON, another version, or keys that are missing or unknown.
@@ -372,7 +374,7 @@ def read_costs_file(path: Path) -> dict[str, Any]:
     missing = _PASSES.keys() - data.keys()
     if missing:
         raise ValueError(f"costs file {path} lacks {_listed(missing)}; {_EXAMPLE}")
-    known = ["version", "origin", *_PASSES, _AGAIN, "comm", "bytes", *_PARTS, *_COPIES, *_LINK]
+    known = ["version", "origin", *_PASSES, _RECOMPUTE, "comm", "bytes", *_PARTS, *_COPIES, *_LINK]
     known += [*_SLICES, _HIDDEN, *_MEASURED]
     unknown = data.keys() - set(known)
     if unknown:
@@ -395,14 +397,17 @@ def _text_of(path: Path) -> str:
 
 
 def save_costs(costs: Costs, path: Path, measured: Mapping[str, Any] | None = None) -> None:
-    """Write ``costs`` so that `load_costs` reads them, and entries of what was ``measured`` beside
-    them. Raises OSError."""
+    """Write ``costs`` so that `load_costs` reads them, and the further entries ``measured``.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     assert costs.whole is None
     layers, vocabulary = costs.without_vocabulary(), costs.vocabulary or VocabularyCosts()
     data: dict[str, Any] = {"version": FILE_VERSION, "origin": costs.origin}
     data |= {key: rounded(layers.seconds[kind]) for key, kind in _PASSES.items()}
     if layers.passes.recompute:
-        data[_AGAIN] = rounded(layers.passes.recompute)
+        data[_RECOMPUTE] = rounded(layers.passes.recompute)
     data["comm"] = rounded([costs.links.hop])[0]
     if any(costs.slices.attention):
         data["attention"] = rounded(costs.slices.attention)
@@ -413,7 +418,7 @@ def save_costs(costs: Costs, path: Path, measured: Mapping[str, Any] | None = No
     if costs.overlap.hidden:
         data[_HIDDEN] = {
             key: [rounded(row) for row in costs.overlap.hidden[kind]]
-            for key, kind in _BESIDE.items()
+            for key, kind in _TABLES.items()
             if kind in costs.overlap.hidden
         }
     for key in _PARTS:
@@ -436,7 +441,7 @@ def save_costs(costs: Costs, path: Path, measured: Mapping[str, Any] | None = No
 
 
 def rounded(figures: Sequence[float]) -> list[float]:
-    """To six digits."""
+    """Return ``figures`` rounded to six significant digits."""
     return [float(f"{figure:.6g}") for figure in figures]
 
 

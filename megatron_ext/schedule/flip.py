@@ -30,17 +30,17 @@ def opens_on_first_rank(rank_of: Sequence[int]) -> bool:
 
 
 def opens_on_last_rank(rank_of: Sequence[int]) -> bool:
-    """The same with stage 0 on the last rank, as ours."""
+    """Whether ``rank_of`` is a V or wave with stage 0 on the last rank, as ours."""
     last = max(rank_of)
     return opens_on_first_rank([last - rank for rank in rank_of])
 
 
 def flipped(placement: Placement) -> FlippedPlacement:
-    """``placement`` with its ranks counted from the other end."""
+    """Return ``placement`` with its ranks counted from the other end."""
     last = placement.ranks - 1
     return FlippedPlacement(placement.name, tuple(last - rank for rank in placement.rank_of))
 
 
 def flip_rows(rows: Rows) -> Rows:
-    """What each rank does, with the ranks counted from the other end. Its own inverse."""
+    """Return ``rows`` with the ranks counted from the other end. Its own inverse."""
     return rows[::-1]

@@ -16,7 +16,7 @@ from megatron_ext.schedule.placement import Neighbour
 
 
 class Lane(enum.Enum):
-    """Where an action runs. One lane of a rank does one thing at a time, in program order.
+    """Resource that an action occupies. A lane of a rank runs one action at a time, in order.
 
     Compute and waits hold up what follows them on their rank. Messages are started in passing and
     end on their own time; whoever needs them waits. So are collectives, in which all ranks of the
@@ -36,7 +36,7 @@ HOST_LANES = (Lane.TO_HOST, Lane.FROM_HOST)
 
 
 class Where(enum.Enum):
-    """On which stages a kind is found."""
+    """Stages on which a kind is found."""
 
     STAGE = "every stage"
     SHARD = "the first stage of a rank, beside which its shard of the vocabulary lies"
@@ -46,7 +46,7 @@ class Where(enum.Enum):
 
 
 class Cost(enum.Enum):
-    """How long an action takes on its lane (`Costs.of`)."""
+    """Rule for the time that an action takes on its lane (`Costs.of`)."""
 
     NOTHING = "nothing: waits, receives, whose senders take the time, and messages of a few bytes"
     PASS = "seconds of the pass; of one that does others' work, theirs together"
@@ -61,14 +61,14 @@ class Held(enum.Enum):
 
     ACTIVATION = "activation"  # what the backward of a stage needs
     WEIGHT_INPUTS = "weight inputs"  # what W alone needs, once the input gradient is done
-    INPUT = "input"  # of a stage: what is kept of an activation that is made a second time
+    INPUT = "input"  # of a stage: stored instead of an activation that is recomputed
     LOGITS = "logits"  # a shard's, and the hidden states they are made of
-    KEYS_VALUES = "keys and values"  # of a microbatch, and as much again their gradients
+    KEYS_VALUES = "keys and values"  # of a microbatch; their gradients take as much
     MESSAGE = "message"  # from its receive to the pass that uses it; from the pass to its wait
 
 
 class Source(enum.Enum):
-    """Where a needed action is looked for."""
+    """Stages among which a needed action is looked for."""
 
     OWN = "own"  # same stage, always
     LOCAL = "local"  # the neighbouring stage, when it is on this rank
@@ -109,21 +109,23 @@ class Rule:
         partner: a message's other end.
         where: the stages it is found on.
         in_evaluation: whether it is done where nothing is differentiated, too.
-        adds_to_gradients: of a stage's parameters, or of the shard's beside it.
-        repeats: the kind of pass that it does a second time. It may be left out. Where it is there,
-            the first keeps the stage's input (`Held.INPUT`) alone, and it takes the rest of what
-            both acquire.
+        adds_to_gradients: whether it adds to gradients of the stage's parameters, or of the
+            vocabulary shard's on the same rank.
+        repeats: the kind of pass that it recomputes. It is optional. If it is in the schedule, the
+            first pass keeps the stage's input (`Held.INPUT`) alone, and the recomputing one takes
+            the rest of what both acquire.
         all_or_none: not done for every microbatch; and for those for which it is done, so are all
             kinds with this entry.
         reads_data: whether a stage reads a microbatch's data with it, from an iterator that knows
             no numbers: the n-th of a stage gets the n-th microbatch.
         beside: the kinds of pass of its rank with one of which it can run as one (`action.Pair`).
-        by_optimizer: the optimizer does it when it is asked to step, after the run of the schedule.
-            It stands in the schedule for the proof, the simulator and pictures.
+        by_optimizer: the optimizer's step does it, after the run of the schedule. It stands in the
+            schedule for the proof, the simulator and pictures.
         option: the field of `Extras` that requests it; of passes and their messages none.
         cost: how long it takes.
-        colour: of its boxes in pictures, if it computes: of Okabe and Ito's palette (2008), told
-            apart with any colour vision. Grey is one that nobody has chosen yet.
+        colour: fill of the kind's boxes in pictures, if it computes: Okabe and Ito's palette
+            (2008), to which B, R and the embedding's weight gradient are added. People with any
+            colour vision tell them apart (a test computes it). Grey: not chosen yet.
         legend: what the legend of a picture calls it, if that is shorter than ``does``.
         mark: matplotlib's marker of a point in time, for a kind that is drawn as one.
     """
@@ -235,7 +237,7 @@ _ROWS = (
         gathers=(Held.KEYS_VALUES,),
         adds_to_gradients=True,
         cost=Cost.PASS,
-        colour="#F0A860",
+        colour="#8050E0",
         legend="backward (I and W)",
     ),
     Rule(
@@ -437,7 +439,7 @@ _ROWS = (
         where=Where.SHARD,
         adds_to_gradients=True,
         cost=Cost.PASS,
-        colour="#A6A044",
+        colour="#7A4A1E",
         legend="its gradient",
         option="vocab_parallel",
     ),

@@ -14,7 +14,7 @@ _TEXT = re.compile(r"(\d+(?:\.\d+)?)(x|[KMGT]iB|B)?")
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """At most so many microbatches of a rank's activations, or at most so many bytes of them."""
+    """Limit of a rank's activations, in microbatches of a full rank or in bytes."""
 
     microbatches: float | None = None
     bytes: int | None = None
@@ -95,7 +95,7 @@ def _decimals(thousandths: int) -> str:
 
 
 def parse_limit(text: str, ranks: int, microbatches: int) -> MemoryLimit:
-    """``5``: microbatches of a rank; ``0.5x``: relative to 1F1B's peak; ``60GiB``: bytes.
+    """Read a memory limit: ``5`` microbatches of a rank, ``0.5x`` of 1F1B's peak, or ``60GiB``.
 
     Raises:
         ValueError: ``text`` is none of these, zero, or beyond any machine.

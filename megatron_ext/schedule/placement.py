@@ -1,4 +1,4 @@
-"""Which rank holds which stage.
+"""Placements: the rank of each stage.
 
 A stage is a contiguous piece of the model, 0 to n-1 from input to loss. The stages of one rank
 are its chunks, 0 to v-1 in stage order; Megatron calls a chunk's number its vp_stage.
@@ -12,7 +12,7 @@ from functools import cached_property
 
 
 class Neighbour(enum.IntEnum):
-    """Which neighbour of a stage: activations go to the next, gradients to the one before."""
+    """Neighbours of a stage: activations go to the next, gradients to the previous one."""
 
     PREVIOUS = -1
     NEXT = +1
@@ -47,8 +47,8 @@ class Placement:
         return tuple(tuple(row) for row in rows)
 
     def shard_beside(self, stage: int) -> int:
-        """The first stage of the rank that holds ``stage``: with vocabulary parallelism the rank's
-        shard lies beside it."""
+        """Return the first stage of the rank that holds ``stage``: with vocabulary parallelism it
+        stands for the rank's shard."""
         return self.stages_of[self.rank_of[stage]][0]
 
     @property
@@ -71,7 +71,7 @@ class Placement:
         return None if self.is_first(stage) else stage - 1
 
     def neighbour(self, stage: int, which: Neighbour) -> int | None:
-        """`next` or `previous`."""
+        """Return the `next` or the `previous` stage; None if there is none."""
         return self.next(stage) if which == Neighbour.NEXT else self.previous(stage)
 
     def is_remote(self, stage: int, which: Neighbour) -> bool | None:
@@ -92,14 +92,14 @@ def line(ranks: int) -> Placement:
 
 
 def loop(ranks: int, *, vpp: int = 2) -> Placement:
-    """``vpp`` chunks a rank, Megatron's interleaving: chunk c of rank r is stage c*p + r."""
+    """Return Megatron's interleaving, ``vpp`` chunks a rank: chunk c of rank r is stage c*p + r."""
     _check(ranks, "pipeline ranks")
     _check(vpp, "chunks of a rank (vpp)", ranks)
     return Placement("loop", tuple(range(ranks)) * vpp)
 
 
 def v(ranks: int) -> Placement:
-    """Two chunks a rank, down and up again: stage s < p on rank p-1-s, stage p+k on rank k.
+    """Return a V, two chunks a rank: stage s < p is on rank p-1-s, stage p+k on rank k.
 
     The open end, first and last stage, is on the last rank, where Megatron looks for the loss.
     """
@@ -107,7 +107,7 @@ def v(ranks: int) -> Placement:
 
 
 def wave(ranks: int, *, waves: int = 2) -> Placement:
-    """``waves`` V's one after the other: 2*waves chunks a rank (Hanayo)."""
+    """Return ``waves`` V's one after the other: 2*waves chunks a rank (Hanayo)."""
     _check(ranks, "pipeline ranks")
     _check(waves, "waves", 2 * ranks)
     there, back = tuple(reversed(range(ranks))), tuple(range(ranks))
@@ -123,7 +123,7 @@ _MOST_STAGES = 10**6  # more than any model has layers: a number beyond is a mis
 
 
 def _check(number: int, what: str, stages: int = 1) -> None:
-    """``stages`` come with each of them."""
+    """Raise ValueError unless ``number`` of ``what``, each with ``stages`` stages, is possible."""
     if number < 1:
         raise ValueError(f"the number of {what} is {number}; at least one is needed")
     if number * stages > _MOST_STAGES:

@@ -15,14 +15,14 @@ from megatron_ext.schedule.slices import UNCUT, Slices, lengths_of
 
 
 class P2P(enum.StrEnum):
-    """How messages share communicators. On one, batches move one after the other (`graph`)."""
+    """Ways for messages to share communicators. On one, batches move in turn (`graph`)."""
 
     ASYNC = "async"  # a communicator a channel, and every message by itself
     BATCHED = "batched"  # the pipeline's one communicator
 
 
 class VocabularyParallel(enum.StrEnum):
-    """How embedding and output layer are divided over the ranks (Yeung et al. 2024, section 4)."""
+    """Ways to partition embedding and output layer over ranks (Yeung et al. 2024, section 4)."""
 
     NONE = "none"  # not: they are on the first and the last stage
     ONE = "1"  # over all ranks; the input gradient is made when all statistics are there
@@ -30,7 +30,7 @@ class VocabularyParallel(enum.StrEnum):
 
 
 class Offload(enum.StrEnum):
-    """Which activations leave for host memory until they are needed (Wan et al. 2025)."""
+    """Choices of activations that are offloaded to host memory (Wan et al. 2025)."""
 
     NONE = "none"
     HALF = "half"  # the longer-lived half of a rank's chunks
@@ -40,12 +40,12 @@ class Offload(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Recompute:
-    """Which activations are given up after F, but for their stage's input, and made again before
-    they are needed (Liu et al. 2025).
+    """Choice of activations that are freed after F, except their stage's input, and recomputed
+    before they are needed (Liu et al. 2025).
 
     Attributes:
-        fit: the fewest that bring each rank within the memory limit.
-        first: those of the model's first so many stages, on which they wait the longest.
+        fit: recompute the fewest that bring each rank within the memory limit.
+        first: recompute those of the model's first so many stages, where they wait the longest.
     """
 
     fit: bool = False
@@ -56,7 +56,7 @@ class Recompute:
 
 
 def parse_recompute(text: str, name: str = "recompute") -> Recompute:
-    """``none``, ``fit`` or ``first:2``. ``name``: of the setting, for errors.
+    """Read ``none``, ``fit`` or ``first:2``. ``name``: the setting, for errors.
 
     Raises:
         ValueError: ``text`` is none of these.
@@ -76,18 +76,18 @@ def parse_recompute(text: str, name: str = "recompute") -> Recompute:
 
 @dataclass(frozen=True)
 class Extras:
-    """Options of a schedule beside the order of its passes, named as the settings are.
+    """Options of a schedule in addition to the order of its passes, named as the settings are.
 
     A field's ``phrase`` is what errors call the option, with {} for its value.
 
     Attributes:
         p2p: how messages share communicators.
-        vocab_parallel: how embedding and output layer are divided over the ranks. (Families are
-            asked without: `transforms.vocabulary` adds the passes.)
-        activation_offload: which activations leave for host memory. (Families are asked without it
-            and without the memory limit: `transforms.offload` adds the copies.)
-        recompute: which activations are given up and made again. (Families are asked without it:
-            `transforms.recompute` adds the passes.)
+        vocab_parallel: how embedding and output layer are partitioned over the ranks. (Families do
+            not see it: `transforms.vocabulary` adds the passes.)
+        activation_offload: which activations are offloaded to host memory. (Families see neither it
+            nor the memory limit: `transforms.offload` adds the copies.)
+        recompute: which activations are recomputed. (Families do not see it, unless they choose
+            themselves, as `Traits.fits_recompute` says: `transforms.recompute` adds the passes.)
         post_validation: the optimizer steps before all ranks are done, and is taken back where that
             was wrong: steps overlap, and cost about their span. (Families see it, as another
             schedule may then be the best; `transforms.post_validation` adds the messages.)
@@ -186,7 +186,7 @@ CONFLICTS = (
 
 @dataclass(frozen=True)
 class Problem:
-    """What a family has to solve.
+    """Input of a family: the step that it makes a schedule for.
 
     Attributes:
         placement: which rank holds which stage.
@@ -194,9 +194,9 @@ class Problem:
         costs: seconds per stage and kind, and per hop.
         memory_limit: what no rank may exceed; None is no limit.
         forward_only: evaluation, where nothing is differentiated and nothing is held.
-        extras: what is asked beside the order of passes.
-        first_trained: the first stage with anything to train. Those before it have forward passes
-            alone, which hold nothing. (Families are asked without: `transforms.untrained` takes the
+        extras: the options in addition to the order of passes.
+        first_trained: the first stage with anything to train. Stages before it have forward passes
+            alone, which hold nothing. (Families do not see it: `transforms.untrained` takes the
             other passes out.)
     """
 
@@ -263,27 +263,28 @@ class Problem:
 
     @property
     def slices(self) -> Slices:
-        """How microbatches are cut."""
+        """The slices of a microbatch (`Extras.slices`)."""
         return self.extras.slices
 
     @property
     def pieces(self) -> int:
-        """How many slices a step has; microbatches, where they are not cut."""
+        """Number of slices in a step; of microbatches if they are not cut."""
         return self.microbatches * self.slices.count
 
     @cached_property
     def forwards(self) -> tuple[int, ...]:
-        """What the forward passes of a stage are of, in their order."""
+        """The microbatches, or slices of them, of a stage's forward passes, in their order."""
         return tuple(part for k in range(self.microbatches) for part in self.parts(k))
 
     @cached_property
     def backwards(self) -> tuple[int, ...]:
-        """The same of backward passes and weight gradients."""
+        """The microbatches, or slices of them, of a stage's backward passes and weight gradients,
+        in their order."""
         return tuple(part for k in range(self.microbatches) for part in reversed(self.parts(k)))
 
     @property
     def orders(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """`forwards` and `backwards`."""
+        """The pair of `forwards` and `backwards`."""
         return self.forwards, self.backwards
 
     def parts(self, microbatch: int) -> tuple[int, ...]:
@@ -292,7 +293,7 @@ class Problem:
 
     @cached_property
     def slice_ends(self) -> tuple[float, ...]:
-        """Where each slice ends, as shares of the sequence."""
+        """The end of each slice, as shares of the sequence."""
         return self.slices.ends(self.costs.attention_share)
 
     @property
@@ -318,5 +319,5 @@ class Problem:
         return lengths_of(self.slice_ends, tokens, multiple_of)
 
     def with_extras(self, **changes: Any) -> Problem:
-        """The same problem with some of its `extras` replaced."""
+        """Return this problem with some of its `extras` replaced."""
         return replace(self, extras=replace(self.extras, **changes))

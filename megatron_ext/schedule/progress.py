@@ -1,8 +1,8 @@
-"""What long work does and how far it is, for whoever waits for it.
+"""Progress reports of long work.
 
-Work that may take seconds names itself (`task`) and counts its steps. Nobody hears of it unless
-somebody listens: `reporting` says a line after two seconds and then now and then, from a thread of
-its own, so that a step which takes long is heard of too, and the work never waits.
+Work that may take seconds names itself (`task`) and counts its steps. Nothing is reported outside
+`reporting`, which says a line after `FIRST` seconds and then every `EVERY` seconds. A thread of its
+own does so: a long step is reported too, and the work never waits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Task:
         steps: how many there are at the most; 0: not known.
         alike: whether all steps take about the same time, so that those done tell how long the
             rest takes.
-        seconds: after which it gives up; None: it does not look at the clock.
+        seconds: its time limit; None: it has none.
         done: steps.
         found: how good what has been found is, in words: ``the best is 2.1% above the bound``.
     """
@@ -133,7 +133,9 @@ def reporting(
 
 
 def _line(tasks: Sequence[Task]) -> str:
-    """Where ``tasks`` are: ``... packs plans, 312 of 1,300; 12 s so far, 40 s more at the most``.
+    """Return the progress of ``tasks``, outermost first, as one line.
+
+    ``v-auto packs plans, 312 of 1,300; 12 s so far, 40 s more at the most``.
 
     The end is that of the innermost task; those around it have other steps to come.
     """

@@ -36,12 +36,12 @@ class Schedule:
 
     @property
     def microbatches(self) -> int:
-        """How many microbatches it is of."""
+        """Number of microbatches."""
         return 1 + max(whole_of(action.microbatch) for row in self.rows for action in row)
 
     @cached_property
     def beside(self) -> Mapping[Action, Action]:
-        """By each pass that runs in a pair, the other."""
+        """The other pass of the pair, by each pass that runs in one."""
         return {a: b for forward, back in self.pairs for a, b in ((forward, back), (back, forward))}
 
     @cached_property

@@ -46,8 +46,8 @@ def to_csv(schedule: Schedule) -> str:
 
 
 def to_torch_csv(schedule: Schedule) -> str:
-    """The same as torch.distributed.pipelining and torchtitan place it: a V or wave opens on rank
-    0. `from_csv` reads the same schedule out of both.
+    """Return ``schedule`` as a table as torch.distributed.pipelining and torchtitan place it: a V
+    or wave opens on rank 0. `from_csv` reads the same schedule from this and from `to_csv`.
 
     Raises:
         ValueError: torch does not know one of its passes.
@@ -142,7 +142,7 @@ def _pairs(text: str) -> frozenset[Pair]:
 
 
 def _delimiter(text: str) -> str:
-    """What parts the cells of ``text``."""
+    """Return the delimiter of the cells of ``text``: comma, semicolon or tab."""
     outside = COMPOUND.sub("", text)
     return "," if "," in outside else next((d for d in ";\t" if d in outside), ",")
 
@@ -155,7 +155,7 @@ def _next_line(lines: Iterator[list[str]], name: str, number: int) -> list[str] 
 
 
 def _row(cells: Sequence[str], where: str, slices: int) -> tuple[Action, ...]:
-    """What a rank does. ``where`` its line is, for errors."""
+    """Return the actions of a rank's line. ``where``: the line as errors name it."""
     try:
         row = tuple(parse(part, slices) for cell in cells for part in _parts(cell))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""How microbatches are cut along their sequence.
+"""Slices of microbatches along their sequence.
 
 A slice attends to those before it (Seq1F1B, TeraPipe, SlimPipe): on a stage the forward passes of a
 microbatch's slices come in order, the backward passes in the reverse. Bubbles and what is held of
@@ -19,7 +19,7 @@ LONG_ENOUGH = 4096  # tokens of a slice on which kernels are as fast as on whole
 
 
 class Lengths(enum.StrEnum):
-    """How long slices are."""
+    """Rules for the lengths of slices."""
 
     EVEN = "even"  # as many tokens each
     BALANCED = "balanced"  # as much to do each: later slices attend to more, and are shorter
@@ -44,11 +44,11 @@ def parse_lengths(text: str, name: str = "slice lengths") -> Lengths | tuple[int
 
 @dataclass(frozen=True)
 class Slices:
-    """Into how many slices each microbatch is cut, and how long they are.
+    """Number and lengths of the slices of each microbatch.
 
     Attributes:
-        count: 1: it is not cut.
-        lengths: a rule, or the tokens of each.
+        count: of slices; 1: microbatches are not cut.
+        lengths: a rule, or the tokens of each slice.
     """
 
     count: int = 1
@@ -75,7 +75,7 @@ class Slices:
         return str(self.lengths)
 
     def ends(self, attention: float) -> tuple[float, ...]:
-        """Where each slice ends, as shares of the sequence.
+        """Return the end of each slice, as shares of the sequence.
 
         Args:
             attention: the share of a pass that grows with the square of the sequence.

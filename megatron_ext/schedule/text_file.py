@@ -27,7 +27,9 @@ _PATH = 200  # characters of a path that an error repeats
 
 
 def read_text_file(path: Path, what: str, largest: int = LARGEST) -> str:
-    """What ``path``, a ``what`` such as "costs file", holds: UTF-8, byte order mark or not.
+    """Return the text of ``path``: UTF-8, with or without a byte order mark, newlines as ``\\n``.
+
+    Errors call the file ``what``, such as "costs file".
 
     Raises:
         ValueError: it cannot be read, has more than ``largest`` bytes, or is not UTF-8.
@@ -76,7 +78,7 @@ def parse_json(text: str) -> Any:
 def whole_file(path: Path) -> Iterator[Path]:
     """Give the block another path to write to, whose content then becomes that of ``path``.
 
-    If the block fails, ``path`` stays as it was. So nobody finds half a file after a full disk, or
+    If the block fails, ``path`` stays as it was. So there is no half file after a full disk, nor
     a mixture of what two processes write. A device, such as /dev/null, is written to as it is.
     /dev/stdout and its like get the content as if it was printed: a file that the shell has opened
     for it must not be replaced.

@@ -1,4 +1,4 @@
-"""When each action ran, on every rank: what the simulator predicts and the recorder measures."""
+"""Timelines: start and end of each action, as the simulator predicts or the recorder measures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_ext.schedule.schedule import Schedule, is_compute
 
 
 class Event(NamedTuple):
-    """``action`` held its lane on ``rank`` from ``start`` to ``end`` (seconds)."""
+    """``action`` occupied its lane on ``rank`` from ``start`` to ``end`` (seconds)."""
 
     rank: int
     action: Action

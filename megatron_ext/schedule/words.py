@@ -18,7 +18,8 @@ def counted(number: float, thing: str) -> str:
 
 
 def shown(value: object, longest: int = 80) -> str:
-    """``str(value)``, or its beginning where it is long: what users gave may be of any length."""
+    """Return ``str(value)``, or its beginning where it is long: what users gave may be of any
+    length."""
     text = str(value)
     return text if len(text) <= longest else f"{text[:longest]}... ({len(text):,} characters)"
 
@@ -42,7 +43,7 @@ def bytes_text(amount: float) -> str:
 
 
 def meant_by(name: str, known: Iterable[str]) -> list[str]:
-    """Those of ``known`` that ``name`` resembles most: one, or several that do so equally, or none.
+    """Return the names of ``known`` that ``name`` resembles most: none, one, or equals.
 
     Capitals, dashes and underscores do not count: ``ZB_V`` and ``zbv`` are ``zb-v``.
     """

@@ -10,9 +10,10 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pytest
+if TYPE_CHECKING:
+    import pytest  # ranks on a GPU machine import this file, where pytest may be missing
 
 IS_NIGHT = os.environ.get("MEGATRON_EXT_NIGHTLY", "") not in ("", "0")
 
@@ -24,6 +25,8 @@ def at_night(*cases: Any) -> tuple[Any, ...]:
 
 def nightly(why: str) -> pytest.MarkDecorator:
     """A mark for a test of what another one shows by day: ``why`` says which."""
+    import pytest
+
     return pytest.mark.skipif(not IS_NIGHT, reason=f"at night (MEGATRON_EXT_NIGHTLY=1): {why}")
 
 

@@ -12,12 +12,13 @@ import contextlib
 import functools
 import gc
 import importlib
+import importlib.metadata
 import multiprocessing
 import os
 import runpy
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -52,6 +53,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "pretrain_gpt.py"
 # What ranks would otherwise each import for themselves. What is imported is then kept out of the
 # garbage collector's sight: else every rank would copy its pages.
 for _module in (
+    "numpy.ma",
     "megatron.core.datasets.helpers",
     "megatron.core.models.mimo",
     "megatron.core.dist_checkpointing.strategies.torch",
@@ -94,18 +96,25 @@ def _remember_attributes() -> None:
     """Each rank would look at the attributes of all modules for who holds what is patched, and so
     copy their pages. Nobody sets those of other packages."""
     known = {
-        id(module): frozenset(map(id, vars(module).values()))
-        for name, module in sys.modules.items()
+        module: frozenset(map(id, vars(module).values()))
+        for name, module in list(sys.modules.items())
         if isinstance(module, types.ModuleType)
         and name.split(".")[0] not in ("megatron", "megatron_ext", "tests", "__main__")
     }
-    look = engine.holds_any
+    of_known = frozenset(chain.from_iterable(known.values()))
+    look = engine.modules_with
 
-    def remembered(module: types.ModuleType, ids: Set[int]) -> bool:
-        held = known.get(id(module))
-        return look(module, ids) if held is None else not held.isdisjoint(ids)
+    def remembered(ids: Set[int], modules: Iterable[Any]) -> list[types.ModuleType]:
+        there = list(modules)
+        wanted = of_known.intersection(ids)
+        found = [
+            module
+            for module in there
+            if wanted and module in known and not wanted.isdisjoint(known[module])
+        ]
+        return found + look(ids, [module for module in there if module not in known])
 
-    engine.holds_any = remembered
+    engine.modules_with = remembered
 
 
 def _remember_sources() -> None:
@@ -114,9 +123,26 @@ def _remember_sources() -> None:
     diagnose(PipelineConfig())
 
 
+def _remember_entry_points() -> None:
+    """Each rank would read the metadata of all that is installed, for torch's backends."""
+    importlib.metadata.entry_points = functools.cache(  # type: ignore[assignment]
+        importlib.metadata.entry_points
+    )
+    importlib.metadata.entry_points(group="torch.distributed.backends")
+
+
+def _print_unheard() -> None:
+    """Megatron imports wandb, which hears every write: the arguments that a rank prints cost it as
+    much as the parsing of them."""
+    for stream in (sys.stdout, sys.stderr):
+        vars(stream).pop("write", None)
+
+
 _remember_docstrings()
 _remember_attributes()
 _remember_sources()
+_remember_entry_points()
+_print_unheard()
 random._share_storage_ext = SimpleNamespace(share_storage=_share_storage)
 MockGPTLowLevelDataset.size = 1000  # documents; Megatron's 100,000 take seconds to shuffle
 gc.collect()

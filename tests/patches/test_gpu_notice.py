@@ -1,4 +1,4 @@
-"""The line that a run on a GPU begins with, as long as nobody has measured one."""
+"""The line that a run on several GPUs begins with, as long as nobody has reported one."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def test_it_is_for_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == ""
     gpu_notice.say_unverified(torch.device("cuda", 0), PROBLEM)
     line = capsys.readouterr().out
-    assert ("not yet verified on a GPU" in line) != gpu_notice.HAS_GPU_FIGURES
-    assert ("--pipeline-p2p batched" in line) != gpu_notice.HAS_GPU_FIGURES
+    assert ("not yet verified on several GPUs" in line) != gpu_notice.HAS_FIGURES
+    assert ("--pipeline-p2p batched" in line) != gpu_notice.HAS_FIGURES
     batched = PROBLEM.with_extras(p2p=P2P.BATCHED)
     gpu_notice.say_unverified(torch.device("cuda", 0), batched)
     assert "batched" not in capsys.readouterr().out
@@ -33,12 +33,12 @@ def test_it_is_for_gpus(capsys: pytest.CaptureFixture[str]) -> None:
 def test_it_goes_when_the_page_has_figures() -> None:
     """And the README's status with it."""
     page = (ROOT / "docs" / "measurements.md").read_text()
-    _, section = page.split("\n## On a GPU\n")
+    _, section = page.split("\n## On several GPUs\n")
     has_figures = "| device |" in section.split("\n## ")[0]
-    assert has_figures == gpu_notice.HAS_GPU_FIGURES
+    assert has_figures == gpu_notice.HAS_FIGURES
     readme = (ROOT / "README.md").read_text()
-    (status,) = re.findall(r"^\| on a GPU \|.*\| (.*) \|$", readme, re.MULTILINE)
-    assert status.startswith("none yet") != gpu_notice.HAS_GPU_FIGURES
+    (status,) = re.findall(r"^\| on several GPUs \|.*\| (.*) \|$", readme, re.MULTILINE)
+    assert status.startswith("none yet") != gpu_notice.HAS_FIGURES
 
 
 def test_one_rank_says_it_once(

@@ -10,14 +10,19 @@ import torch
 from typer.testing import CliRunner
 
 from megatron_ext.cli import app
-from megatron_ext.launch_check import line_plan
-from megatron_ext.launch_check.alternatives.half_pipeline import LineHalves, on_half
-from megatron_ext.launch_check.line_plan import Asked, ReadLine, plan_halves, with_line
+from megatron_ext.launch_check.planner import parsed_launch
+from megatron_ext.launch_check.planner.alternatives.half_of_launch import on_half
+from megatron_ext.launch_check.planner.launch_plan import (
+    LaunchRequest,
+    ParsedLaunch,
+    plan_halves,
+    with_launch,
+)
 from megatron_ext.launch_check.words import Launch
 from megatron_ext.schedule.model.gpus import parse_gpu
 from megatron_ext.schedule.plan import planner
 from megatron_ext.schedule.plan.candidate import VocabMethod
-from megatron_ext.schedule.plan.half_pipeline import Division
+from megatron_ext.schedule.plan.half_pipeline import Division, Halves
 from tests.helpers.megatron_runs import SCRIPT, model_flags
 
 FLAGS: dict[str, Any] = {
@@ -48,20 +53,20 @@ def few_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a login node, and without a search."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(planner, "all_specs", lambda: ["1f1b", "interleaved", "zb-v"])
-    monkeypatch.setattr(line_plan, "_METHODS", frozenset([VocabMethod.NAIVE]))
+    monkeypatch.setattr(parsed_launch, "_METHODS", frozenset([VocabMethod.NAIVE]))
 
 
-def asked(**overrides: object) -> Asked:
+def asked(**overrides: object) -> LaunchRequest:
     words = tuple(model_flags(**(FLAGS | overrides)))
-    return Asked(Launch(str(SCRIPT), False, words, world_size=8), gpu=parse_gpu("h100"))
+    return LaunchRequest(Launch(str(SCRIPT), False, words, world_size=8), gpu=parse_gpu("h100"))
 
 
-def made(**overrides: object) -> LineHalves:
+def made(**overrides: object) -> Halves:
     return plan_halves(asked(**overrides))
 
 
 def test_a_line_and_half_of_it() -> None:
-    halves = made().halves
+    halves = made()
     assert str(halves.whole.division) == "PP 4 x DP 2" and halves.whole.division.microbatches == 4
     assert str(halves.half.division) == "PP 2 x DP 4" and halves.half.division.microbatches == 2
     before, after = halves.whole.plan.best, halves.half.plan.best
@@ -99,22 +104,28 @@ def test_a_line_and_half_of_it() -> None:
 def test_two_stages_become_one(given: dict[str, Any], expected: dict[str, Any]) -> None:
     """With as many virtual stages as before, and Megatron's validation takes it."""
 
-    def halved(read: ReadLine) -> dict[str, Any]:
+    def halved(read: ParsedLaunch) -> dict[str, Any]:
         half = on_half(read.variants, read.validated, Division(4, 2, 4))
         half.validated(str(half.own), VocabMethod.NAIVE)
         args = half.args
         return {name: getattr(args, name) for name in NAMES if getattr(args, name) is not None}
 
-    assert with_line(asked(**given), halved) == expected
+    assert with_launch(asked(**given), halved) == expected
 
 
 def test_what_is_written_for_half_of_it() -> None:
     layout = made(pipeline_model_parallel_layout="Et*3|t*5|t*5|t*3L")
-    best = layout.halves.half.plan.best
+    best = layout.half.plan.best
     assert best is not None and best.schedule == "zb-v"
-    assert layout.flags[:2] == ("--pipeline-model-parallel-size", "2") and not layout.dropped
-    assert layout.flags[2:4] == ("--pipeline-model-parallel-layout", "Etttt|tttt|tttt|ttttL")
-    assert layout.flags[4:6] == ("--pipeline-schedule", "zb-v")
+    assert (
+        layout.written.added[:2] == ("--pipeline-model-parallel-size", "2")
+        and not layout.written.dropped
+    )
+    assert layout.written.added[2:4] == (
+        "--pipeline-model-parallel-layout",
+        "Etttt|tttt|tttt|ttttL",
+    )
+    assert layout.written.added[4:6] == ("--pipeline-schedule", "zb-v")
 
 
 def test_the_command() -> None:
@@ -124,6 +135,6 @@ def test_the_command() -> None:
     assert "16 layers on 8 ranks (PP 4 x DP 2), 4 microbatches of 1 x 1024 tokens" in text
     assert "write for PP 2 x DP 4: --pipeline-model-parallel-size 2 --pipeline-sched" in text
     data = json.loads(CliRunner().invoke(app, [*words, "--json", *line]).stdout)
-    assert data["line"]["flags"][1] == "2" and data["half"]["ranks"] == 2
+    assert data["written"]["added"][1] == "2" and data["half"]["division"]["ranks"] == 2
     given = CliRunner().invoke(app, [*words, "--costs", "f=1,i=1,w=1", *line, *OURS])
     assert given.exit_code == 2 and "leave out --costs" in given.output

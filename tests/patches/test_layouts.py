@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,16 +11,17 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron_ext.adapter.arguments import check_settings
-from megatron_ext.commands.layout_tables import print_layouts
+from megatron_ext.launch import without
 from megatron_ext.launch_check import line as launch_line
-from megatron_ext.launch_check.alternatives.layouts import LaidOut, lay_out, with_plan
-from megatron_ext.launch_check.alternatives.recompute import recompute_of_line
-from megatron_ext.launch_check.line_plan import Asked, ReadLine, with_line
+from megatron_ext.launch_check.planner.alternatives.layouts import lay_out, written_of
+from megatron_ext.launch_check.planner.alternatives.recompute import recompute_of_line
+from megatron_ext.launch_check.planner.parsed_launch import LaunchRequest, ParsedLaunch, with_launch
 from megatron_ext.launch_check.words import Launch
 from megatron_ext.schedule.model.gpus import parse_gpu
-from megatron_ext.schedule.plan.candidate import Plan
+from megatron_ext.schedule.plan.figures import as_data
 from megatron_ext.schedule.plan.layouts.layout import Layout
-from megatron_ext.schedule.plan.planner import make_plan
+from megatron_ext.schedule.plan.layouts.lines import Lines
+from megatron_ext.schedule.plan.verdict import Written
 from megatron_ext.written_settings import from_argv
 from tests.helpers.combinations import at_night
 from tests.helpers.megatron_runs import SCRIPT, model_flags
@@ -91,39 +90,31 @@ def test_megatron_reads_what_is_printed(layers: tuple[int, ...], ranks: int, dep
     assert read.layout[-1][-1].count(LayerType.mtp) == depths
 
 
+def _laid_out(read: ParsedLaunch) -> tuple[Lines, tuple[Written, ...]]:
+    line = read.variants
+    made = lay_out(line, read.validated, str(line.own), read.room, search=False)
+    return made, tuple(written_of(line, made.own, other) for other in made.others.values())
+
+
 @functools.cache
-def laid_out(name: str) -> LaidOut:
+def laid_out(name: str) -> tuple[Lines, tuple[Written, ...]]:
+    """Other layouts of a line, and what is written for each."""
     launch = Launch(str(SCRIPT), False, words_of(name), world_size=WORLD)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)
-        return with_line(
-            Asked(launch, gpu=parse_gpu("h100")),
-            lambda read: lay_out(
-                read.variants, read.validated, str(read.variants.own), read.room, search=False
-            ),
-        )
+        return with_launch(LaunchRequest(launch, gpu=parse_gpu("h100")), _laid_out)
 
 
 def words_of(name: str) -> tuple[str, ...]:
     return tuple(model_flags(**{**FLAGS, **LINES[name]}))
 
 
-def without(words: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """``words`` without ``flags`` and their values."""
-    left, skips = [], False
-    for word in words:
-        skips = word in flags or (skips and not word.startswith("--"))
-        if not skips:
-            left.append(word)
-    return left
-
-
 @pytest.mark.parametrize("name", [*BY_DAY, *at_night(*(n for n in LINES if n not in BY_DAY))])
 def test_a_line_takes_what_is_written_for_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron's own validation, its model's config, and ours."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    made = laid_out(name)
-    for line, written in zip(made.lines.others.values(), made.written, strict=True):
+    made, all_written = laid_out(name)
+    for line, written in zip(made.others.values(), all_written, strict=True):
         words = [*without(words_of(name), written.dropped), *written.added]
         args, config = launch_line.parse(words).args, from_argv(words)
         with launch_line.on_gpus(args):
@@ -136,38 +127,15 @@ def test_a_line_takes_what_is_written_for_it(name: str, monkeypatch: pytest.Monk
         assert config.schedule in (None, line.schedule)
 
 
-def test_recompute_is_chosen_beside_the_layout(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recompute_is_chosen_beside_the_layout() -> None:
     """A small model needs none of what its line runs again."""
-    made = laid_out("full recompute")
-    assert str(made.lines.own.recompute) == "full"
-    assert {str(line.recompute) for line in made.lines.others.values()} == {"none"}
+    made, all_written = laid_out("full recompute")
+    assert str(made.own.recompute) == "full"
+    assert {str(line.recompute) for line in made.others.values()} == {"none"}
     flags = ("--recompute-granularity", "--recompute-method", "--recompute-num-layers")
-    for written in made.written:
+    for written in all_written:
         assert set(flags) <= set(written.dropped) and not set(flags) & set(written.added)
-    print_layouts(made, is_estimate=True)
-    printed = capsys.readouterr().out
-    assert "run again" in printed and "--recompute-granularity --recompute-method" in printed
-    assert made.as_data()["own"]["recompute"] == "full"
-
-
-def test_no_row_of_a_plan_is_faster_than_any_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A search on the line's own layout took less than what was printed as the best of all."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    costs = "--pipeline-costs", "costs.json"
-
-    def both(read: ReadLine) -> tuple[Plan, LaidOut]:
-        line, args = read.variants, read.validated
-        plan = make_plan(line.variant, read.room, specs=["1f1b", "zb-h1", "zb-v"])
-        made = lay_out(line, args, "1f1b", read.room, search=False)
-        nothing = replace(made, lines=replace(made.lines, ours=made.lines.own))
-        return plan, with_plan(nothing, line, args, plan, costs)
-
-    launch = Launch(str(SCRIPT), False, words_of("even"), world_size=WORLD)
-    plan, made = with_line(Asked(launch, gpu=parse_gpu("h100")), both)
-    assert plan.best is not None and plan.best.schedule != "1f1b"
-    assert made.lines.ours.candidate is plan.best
-    words = made.written[-1].added
-    assert words[:2] == ("--pipeline-schedule", plan.best.schedule) and set(costs) <= set(words)
+    assert as_data(made)["own"]["recompute"]["granularity"] == "full"
 
 
 def test_what_the_line_cannot_run_again_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,8 +145,10 @@ def test_what_the_line_cannot_run_again_is_not_offered(monkeypatch: pytest.Monke
 
     def options(**flags: object) -> list[str]:
         words = tuple(model_flags(**{**FLAGS, **ROUTED, **flags}))
-        asked = Asked(Launch(str(SCRIPT), False, words, world_size=WORLD), gpu=parse_gpu("h100"))
-        offered = with_line(asked, lambda read: recompute_of_line(read.variants, read.validated))
+        asked = LaunchRequest(
+            Launch(str(SCRIPT), False, words, world_size=WORLD), gpu=parse_gpu("h100")
+        )
+        offered = with_launch(asked, lambda read: recompute_of_line(read.variants, read.validated))
         return [str(option) for option in offered]
 
     plain = options()
@@ -192,14 +162,10 @@ def test_what_the_line_cannot_run_again_is_not_offered(monkeypatch: pytest.Monke
     assert "full" not in overlapped and not any("moe" in o.split() for o in overlapped)
 
 
-def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    made = laid_out("virtual stages")
-    print_layouts(made, is_estimate=True)
-    printed = capsys.readouterr().out
-    assert "with other layers on its stages" in printed and "the line as it is" in printed
-    assert made.lines.gain(made.lines.ours) > 0.02
-    assert "any schedule, any layout: " in printed and "write --pipeline-" in printed
-    assert "\ndrop --num-virtual-stages-per-pipeline-rank\n" in printed
-    told = made.as_data()
-    assert told["ours"]["step"] <= told["stock"]["step"] <= told["chunks"]["step"]
-    assert told["ours"]["flags"] and sum(told["ours"]["layers"]) == 8
+def test_layouts_gain() -> None:
+    made, all_written = laid_out("virtual stages")
+    assert made.gain(made.ours) > 0.02
+    told = as_data(made)
+    assert told["ours"]["seconds"] <= told["stock"]["seconds"] <= told["chunks"]["seconds"]
+    assert all_written[-1].added and sum(told["ours"]["layout"]["layers"]) == 8
+    assert Written((), ("--num-virtual-stages-per-pipeline-rank",)) in all_written

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,17 +20,20 @@ from megatron_ext.adapter.pairs.asked import FLAG
 from megatron_ext.adapter.slices.lengths import lengths_in
 from megatron_ext.cli import app
 from megatron_ext.config import PipelineConfig
-from megatron_ext.launch_check import line, line_plan, loading
-from megatron_ext.launch_check.alternatives import (
+from megatron_ext.launch_check import line
+from megatron_ext.launch_check.check import check_launch
+from megatron_ext.launch_check.planner import launch_plan, loading, parsed_launch
+from megatron_ext.launch_check.planner.alternatives import (
     first_answer,
     less_memory,
     pairs,
     without_full_recompute,
 )
-from megatron_ext.launch_check.check import check_launch
-from megatron_ext.launch_check.line_plan import Asked, LinePlan, plan_halves, plan_line
-from megatron_ext.launch_check.words import Launch
-from megatron_ext.schedule import placement
+from megatron_ext.launch_check.planner.alternatives.written import written_for
+from megatron_ext.launch_check.planner.launch_plan import plan_halves, plan_line
+from megatron_ext.launch_check.planner.parsed_launch import LaunchRequest
+from megatron_ext.launch_check.words import Launch, read_launch
+from megatron_ext.schedule import placement, progress
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.costs_text import save_costs
 from megatron_ext.schedule.model.description import describe
@@ -41,7 +45,10 @@ from megatron_ext.schedule.model.measured.scale import Measured, Scale
 from megatron_ext.schedule.model.measured_costs import Machine
 from megatron_ext.schedule.model.model import stages_of
 from megatron_ext.schedule.plan import planner
-from megatron_ext.schedule.plan.candidate import VocabMethod
+from megatron_ext.schedule.plan.candidate import Candidate, VocabMethod
+from megatron_ext.schedule.plan.job_plan import JobPlan
+from megatron_ext.schedule.plan.layouts.layout import Layout
+from megatron_ext.schedule.plan.planning_time import planning
 from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.progress import reporting
 from megatron_ext.schedule.show.trace import TraceFile, beside
@@ -71,16 +78,29 @@ def few_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "all_specs", lambda: specs)
     monkeypatch.setattr(without_full_recompute, "all_specs", lambda: specs)
     monkeypatch.setattr(first_answer, "all_specs", lambda: specs)
-    monkeypatch.setattr(line_plan, "_METHODS", frozenset([VocabMethod.NAIVE, VocabMethod.TWO]))
-    monkeypatch.setattr(line_plan, "_layouts", lambda read: None)  # test_layouts.py
+    monkeypatch.setattr(parsed_launch, "_METHODS", frozenset([VocabMethod.NAIVE, VocabMethod.TWO]))
+    monkeypatch.setattr(launch_plan, "_layouts", lambda read: None)  # test_layouts.py
 
 
 def launch(**overrides: object) -> Launch:
     return Launch(str(SCRIPT), False, tuple(model_flags(**(FLAGS | overrides))), world_size=4)
 
 
-def made(gpu: str | None = "h100", **overrides: object) -> LinePlan:
-    return plan_line(Asked(launch(**overrides), gpu=None if gpu is None else parse_gpu(gpu)))
+def made(gpu: str | None = "h100", **overrides: object) -> JobPlan:
+    return plan_line(
+        LaunchRequest(launch(**overrides), gpu=None if gpu is None else parse_gpu(gpu))
+    )
+
+
+def taken_of(plan: JobPlan) -> Candidate:
+    assert plan.verdict.taken is not None
+    return plan.verdict.taken.candidate
+
+
+def own_of(plan: JobPlan) -> Candidate:
+    """The line as it stands."""
+    assert plan.verdict.baseline is not None
+    return plan.verdict.baseline.candidate
 
 
 def command(*words: str) -> Result:
@@ -90,33 +110,47 @@ def command(*words: str) -> Result:
 def test_a_line_with_virtual_stages() -> None:
     """It was refused: a line has one chunk a rank, a V two, and what is launched four."""
     plan = made()
-    assert plan.own == "interleaved:vpp=4" and plan.of_line is not None
-    assert plan.facts.startswith("16 layers on 4 ranks (PP 2 x DP 2), 4 microbatches of 1 x 1024")
-    best = plan.plan.best
-    assert best is not None and best.step <= plan.of_line.step
-    assert plan.flags[:2] == ("--pipeline-schedule", best.schedule)
-    assert {c.schedule for c in plan.plan.candidates} >= {"1f1b", "zb-h1", "zb-v", plan.own}
-    assert plan.dropped == ("--num-virtual-stages-per-pipeline-rank",)
-    assert not plan.remarks and not plan.gives
+    assert plan.job.startswith("16 layers on 4 ranks (PP 2 x DP 2), 4 microbatches of 1 x 1024")
+    assert plan.job.endswith("under interleaved:vpp=4")
+    taken = taken_of(plan)
+    assert taken.step <= 0.98 * own_of(plan).step
+    assert plan.written.added[:2] == ("--pipeline-schedule", taken.schedule)
+    schedules = {c.schedule for c in plan.plan.candidates}
+    assert schedules >= {"1f1b", "zb-h1", "zb-v", "interleaved:vpp=4"}
+    assert plan.written.dropped == ("--num-virtual-stages-per-pipeline-rank",)
+    assert not plan.remarks and not plan.fallbacks
 
 
-def test_long_comparison_gives_a_first_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On 16 ranks with 128 microbatches it took minutes until anything was said."""
+def heard_of(gpu: str, monkeypatch: pytest.MonkeyPatch) -> tuple[JobPlan, str]:
+    """Return the plan, and its first answer, which is noted as such."""
+    monkeypatch.setattr(progress, "_REMARKS", set())
     heard: list[str] = []
-    progress: list[str] = []
-    with reporting(progress.append, heard.append):
-        whole = made()
-    assert not heard, "it takes seconds"
-    monkeypatch.setattr(first_answer, "LONG", 8)
-    with reporting(progress.append, heard.append):
-        plan = made()
-    (first,) = heard
+    with planning() as time, reporting(lambda text: None, heard.append):
+        plan = made(gpu)
+    assert time.first_answer is not None and not time.is_short
+    (first,) = (text for text in heard if text.startswith("a first answer: "))
+    return plan, first
+
+
+@pytest.mark.parametrize(
+    ("memory", "answer"),
+    [("2.376GiB", "--pipeline-recompute fit, as estimated"), ("1.6GiB", "nothing fits so far")],
+)
+def test_first_answer_is_given_where_nothing_fits_as_it_is(
+    memory: str, answer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, first = heard_of(f"operations=400e12,bytes=40e9,memory={memory}", monkeypatch)
+    assert answer in first
+
+
+def test_comparison_gives_a_first_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 16 ranks with 128 microbatches it took minutes until anything was said."""
+    whole, first = heard_of("h100", monkeypatch)
     assert first.startswith("a first answer: --pipeline-schedule zb-v")
     assert " shorter, as estimated; others are compared now" in first
-    assert plan.plan.best is not None and whole.plan.best is not None and plan.of_line is not None
-    of_line = whole.of_line
-    assert of_line is not None
-    assert plan.flags == whole.flags and plan.of_line.step == of_line.step
+    monkeypatch.setattr(first_answer, "LONG", 8)
+    plan = made()
+    assert plan.written == whole.written and own_of(plan).step == own_of(whole).step
     whys = plan.plan.refusals.values()
     assert any("whatever its order" in why for why in whys)
     assert ("interleaved", VocabMethod.NAIVE) not in plan.plan.refusals
@@ -124,12 +158,11 @@ def test_long_comparison_gives_a_first_answer(monkeypatch: pytest.MonkeyPatch) -
 
 def test_memory_is_that_of_doctor() -> None:
     plan = made()
-    assert plan.of_line is not None and plan.of_line.memory is not None
+    memory = own_of(plan).memory
+    assert memory is not None
     prediction = check_launch(launch(), None, None).prediction
     assert prediction is not None and prediction.schedule == "interleaved"
-    assert [rank.total for rank in plan.of_line.memory] == [
-        rank.total_bytes for rank in prediction.ranks
-    ]
+    assert [rank.total for rank in memory] == [rank.total_bytes for rank in prediction.ranks]
 
 
 def test_a_layout_is_cut_anew() -> None:
@@ -140,8 +173,9 @@ def test_a_layout_is_cut_anew() -> None:
         num_virtual_stages_per_pipeline_rank=None,
         pipeline_model_parallel_layout=layout,
     )
-    assert plan.own == "interleaved:vpp=4" and not plan.dropped
-    assert plan.flags[-2:] == ("--pipeline-model-parallel-layout", "Etttt|tttL")
+    assert own_of(plan).schedule == "interleaved:vpp=4"
+    assert plan.written.dropped == ("--pipeline-model-parallel-layout",)
+    assert plan.written.added[-2:] == ("--pipeline-model-parallel-layout", "Et*4|tttL")
 
 
 def test_a_file_of_arguments_is_as_good_as_a_line(tmp_path: Path) -> None:
@@ -153,10 +187,10 @@ def test_a_file_of_arguments_is_as_good_as_a_line(tmp_path: Path) -> None:
     (tmp_path / "model.json").write_text(json.dumps(values))
     result = command("--gpu", "h100", "--json", "--config", str(tmp_path / "model.json"))
     assert result.exit_code == 0, result.output
-    told = json.loads(result.stdout)["line"]
+    told = json.loads(result.stdout)
     expected = made()
-    assert told["trains"] == expected.facts
-    assert told["flags"] == list(expected.flags)
+    assert told["job"] == expected.job
+    assert told["written"]["added"] == list(expected.written.added)
     (tmp_path / "model.json").write_text(json.dumps({**values, "hiden_size": 3}))
     result = command("--config", str(tmp_path / "model.json"))
     assert result.exit_code == 2 and "no argument hiden_size: did you mean hidden_size" in (
@@ -166,10 +200,13 @@ def test_a_file_of_arguments_is_as_good_as_a_line(tmp_path: Path) -> None:
 
 def test_what_is_printed(tmp_path: Path) -> None:
     words = ["--gpu", "h100", "--world-size", "4", "--", str(SCRIPT), *model_flags(**FLAGS)]
-    output = command(*words).output
-    assert "under interleaved:vpp=4" in output and "memory of the choice" in output
+    output = command(*words).stdout
+    assert "under interleaved:vpp=4" in output and "\nmemory:    " in output
     assert "in place of --num-virtual-stages-per-pipeline-rank" in output
-    assert "the line as it is, under interleaved:vpp=4, takes " in output
+    assert len(output.splitlines()) <= 10 and "makespan" not in output
+    (written,) = (row for row in output.splitlines() if row.startswith("-m megatron_ext "))
+    assert check_launch(read_launch(shlex.split(written)), 4, None).is_right
+    assert "memory under" in command("--all", *words).output
     beside = command("--pp", "4", *words)
     assert beside.exit_code == 2 and "says by itself what --pp" in beside.output
     assert "--pp and -m say" in command().output
@@ -212,15 +249,16 @@ def test_a_line_is_planned_by_what_was_measured_per_layer_type(tmp_path: Path) -
     """All layouts of it, beside a line of stock's schedule too, which names no costs. (That was
     refused.)"""
     path = measured_file(tmp_path)
-    asked = Asked(launch(**EXPERTS), gpu=parse_gpu("h100"))
+    asked = LaunchRequest(launch(**EXPERTS), gpu=parse_gpu("h100"))
     estimated = plan_line(asked)
     plan = plan_line(replace(asked, settings=("--pipeline-costs", str(path))))
-    assert plan.is_measured and not estimated.is_measured
-    assert plan.own == "1f1b" and plan.of_line is not None and estimated.of_line is not None
-    assert plan.flags[-2:] == ("--pipeline-costs", str(path))
-    assert plan.reserved == 5 * 2**30 and not plan.is_reserve_modelled
+    assert estimated.is_estimate and not plan.is_estimate
+    assert own_of(plan).schedule == "1f1b"
+    assert plan.written.added[-2:] == ("--pipeline-costs", str(path))
+    assert plan.free is not None
+    assert plan.free.reserved == 5 * 2**30 and not plan.free.is_modelled
     assert any("by layer type (measured: here)" in remark for remark in plan.remarks)
-    assert plan.of_line.step > 1.5 * estimated.of_line.step
+    assert own_of(plan).step > 1.5 * own_of(estimated).step
 
 
 def test_half_a_line_is_planned_by_them_too(tmp_path: Path) -> None:
@@ -228,9 +266,11 @@ def test_half_a_line_is_planned_by_them_too(tmp_path: Path) -> None:
     estimated them."""
     path = measured_file(tmp_path, pipeline_model_parallel_size=4)
     line_of_four = launch(**EXPERTS, pipeline_model_parallel_size=4)
-    asked = Asked(line_of_four, gpu=parse_gpu("h100"), settings=("--pipeline-costs", str(path)))
+    asked = LaunchRequest(
+        line_of_four, gpu=parse_gpu("h100"), settings=("--pipeline-costs", str(path))
+    )
     halves = plan_halves(asked)
-    assert halves.is_measured and halves.flags[-2:] == ("--pipeline-costs", str(path))
+    assert not halves.is_estimate and halves.written.added[-2:] == ("--pipeline-costs", str(path))
     words = ("--gpu", "h100", "--half-pipeline", "--costs", str(path), "--world-size", "4")
     output = command(*words, "--", str(SCRIPT), *line_of_four.arguments).output
     assert "times are in the unit of --costs" in output
@@ -239,19 +279,20 @@ def test_half_a_line_is_planned_by_them_too(tmp_path: Path) -> None:
 def test_room_is_left_for_what_a_model_says_of_the_allocator() -> None:
     """Nothing was left without a trace. On this GPU the first choice fits only if its allocator
     reserves nothing besides."""
-    asked = Asked(launch())
+    asked = LaunchRequest(launch())
     without = plan_line(asked)
-    assert without.reserved is None and without.plan.best is not None
+    assert without.free is None and without.plan.best is not None
     fullest = without.plan.best.fullest
     assert fullest is not None
     usable = (1 + RESERVED_SHARE / 2) * fullest
     gpu = replace(parse_gpu("h100"), memory=usable / USABLE)
     plan = plan_line(replace(asked, gpu=gpu))
-    assert plan.is_reserve_modelled and plan.reserved is not None
-    assert plan.reserved == pytest.approx(RESERVED_SHARE * (usable - plan.reserved))
+    assert plan.free is not None and plan.free.is_modelled
+    reserved = plan.free.reserved
+    assert reserved == pytest.approx(RESERVED_SHARE * (usable - reserved))
     best = plan.plan.best
     assert best is not None and best.fullest is not None and best.fullest < fullest
-    assert best.fullest + plan.reserved <= usable
+    assert best.fullest + reserved <= usable
 
 
 def test_room_is_left_for_what_a_trace_has_measured_of_the_allocator(tmp_path: Path) -> None:
@@ -262,16 +303,17 @@ def test_room_is_left_for_what_a_trace_has_measured_of_the_allocator(tmp_path: P
     step = beside(5, replace(timeline, events=passes), timeline, 0.0)
     TraceFile(tmp_path / "trace.json").add(replace(step, reserved=(2.0**30, 68 * 2.0**30)))
     words, line_of_two = (
-        ["--gpu", "h100", "--world-size", "4"],
+        ["--all", "--gpu", "h100", "--world-size", "4"],
         ["--", str(SCRIPT), *model_flags(**FLAGS)],
     )
     output = command(*words, "--trace", str(tmp_path), *line_of_two).output
     assert "beside that the allocator reserves 68 GiB, for which room is left" in output
     without = command(*words, *line_of_two).output
     limits = [
-        re.findall(r"--pipeline-memory-limit [\d.]+([MG])iB", text) for text in (output, without)
+        set(re.findall(r"--pipeline-memory-limit [\d.]+([MG])iB", text))
+        for text in (output, without)
     ]
-    assert limits == [["M"], ["G"]]
+    assert limits == [{"M"}, {"G"}]
     assert "--trace DIR" in without and "by a model of it, not measured" in without
     TraceFile(tmp_path / "cpu.json").add(step)
     on_cpu = command(*words, "--trace", str(tmp_path / "cpu.json"), *line_of_two)
@@ -283,18 +325,17 @@ def test_room_is_left_for_what_a_trace_has_measured_of_the_allocator(tmp_path: P
 def test_a_costs_file_of_before_has_costs_for_its_own_stages(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     save_costs(uniform(placement.line(2), 1e-2, 1e-2, 1e-2), path)
-    asked = Asked(launch(num_virtual_stages_per_pipeline_rank=None), gpu=parse_gpu("h100"))
+    asked = LaunchRequest(launch(num_virtual_stages_per_pipeline_rank=None), gpu=parse_gpu("h100"))
     plan = plan_line(replace(asked, settings=("--pipeline-costs", str(path))))
-    assert not plan.is_measured
     assert {c.schedule for c in plan.plan.candidates} == {"1f1b", "zb-h1"}
     assert any("measured anew, it has them per layer type" in remark for remark in plan.remarks)
 
 
 def test_a_line_that_fits_nowhere_says_what_would_have_to_give() -> None:
     plan = made("operations=400e12,bytes=40e9,memory=1.6GiB")
-    assert plan.plan.best is None and not plan.flags
-    assert any(text.startswith("--recompute-granularity full: ") for text in plan.gives)
-    assert any("GiB too much" in text or "which fits" in text for text in plan.gives)
+    assert plan.verdict.taken is None and not plan.written.added
+    assert any(text.startswith("--recompute-granularity full: ") for text in plan.fallbacks)
+    assert any("GiB too much" in text or "which fits" in text for text in plan.fallbacks)
 
 
 def test_what_does_not_fit_is_made_again_where_a_launch_would_take_that() -> None:
@@ -303,8 +344,7 @@ def test_what_does_not_fit_is_made_again_where_a_launch_would_take_that() -> Non
     plan = made(small)
     best = plan.plan.best
     assert best is not None and best.report.recompute == "fit" and best.report.made_again > 0
-    assert plan.flags[-2:] == ("--pipeline-recompute", "fit")
-    assert plan.of_line is None and "101 MiB more than it may" in plan.why_not
+    assert plan.verdict.excess > 100 * 2**20 and "101 MiB more than it may" in plan.why_not
     # Random states that cannot be taken twice: the same refusal as a launch's.
     refused = made(small, te_rng_tracker=True, hidden_dropout=0.1).plan
     assert all(candidate.report.recompute == "none" for candidate in refused.candidates)
@@ -313,13 +353,12 @@ def test_what_does_not_fit_is_made_again_where_a_launch_would_take_that() -> Non
 def test_full_recompute_is_compared_with_what_there_is_without_it() -> None:
     full = {"granularity": "full", "method": "uniform", "num_layers": 1}
     flags = {f"recompute_{name}": value for name, value in full.items()}
-    words = ["--gpu", "h100", "--world-size", "4", "--"]
-    output = command(*words, str(SCRIPT), *model_flags(**(FLAGS | flags))).output
-    with_it, without = output.split("without --recompute-granularity full the shortest step is ")
-    assert "the line as it is, under interleaved:vpp=4, takes " in with_it
-    assert re.match(r"zb-h1's: \S+ \(-\d", without), without
-    assert "--recompute-granularity --recompute-method --recompute-num-layers" in without
-    assert made().instead is None
+    plan = made("h100", **flags)
+    (without,) = plan.others
+    assert without.seconds < plan.plan.candidates[0].step and plan.verdict.taken is without
+    dropped = {f"--{name.replace('_', '-')}" for name in flags}
+    assert dropped <= set(plan.written.dropped)
+    assert not made().others
 
 
 def test_whether_a_checkpoint_can_be_loaded(
@@ -387,26 +426,25 @@ LONG: dict[str, Any] = {
 def test_a_line_of_long_sequences_is_compared_with_slices_of_them() -> None:
     plan = made(**LONG)
     compared = plan.long_sequences
-    assert compared is not None and compared.own is plan.of_line is not None
-    shown = {row.words: row for row in compared.rows}
-    assert set(shown) >= {
-        *("the line as it is", "whole sequences", "2 slices", "4 slices", "8 slices"),
+    assert compared is not None
+    shown = {way.words for way in compared.ways}
+    assert shown >= {
+        *("whole sequences", "2 slices", "4 slices", "8 slices"),
         *("--recompute-granularity full", "--context-parallel-size 2, DP 1"),
     }
-    assert not compared.refused
-    flags = " ".join(compared.flags)
+    assert all(way.candidates for way in compared.ways)
+    flags = " ".join(compared.written.added)
     assert re.search(r"--pipeline-schedule \S+ .*--pipeline-slices [24] .*lengths balanced$", flags)
-    assert plan.as_data()["long_sequences"]["flags"] == compared.flags
     assert made().long_sequences is None  # 1,024 tokens
 
 
 def test_slices_are_compared_where_a_launch_would_take_them() -> None:
-    """By its own checks, and one reason is said once."""
+    """By its own checks."""
     refused = made(**(LONG | EXPERTS), moe_expert_capacity_factor=1.0).long_sequences
-    assert refused is not None and refused.best is None and not refused.flags
-    (why,) = set(refused.refused.values())
-    assert "experts would drop tokens slice by slice" in why
-    assert set(refused.refused) == {"2 slices", "4 slices", "8 slices"}
+    assert refused is not None and refused.best is None and not refused.written.added
+    whys = {way.words: way.why_not for way in refused.ways if not way.candidates}
+    assert all("experts would drop tokens slice by slice" in why for why in whys.values())
+    assert set(whys) == {"2 slices", "4 slices", "8 slices"}
 
 
 ON_TWO_RANKS: dict[str, Any] = {
@@ -425,15 +463,14 @@ def test_of_a_line_with_experts_it_says_what_pairs_would_give(
 ) -> None:
     monkeypatch.setattr(pairs, "_specs", lambda *, with_pairs: iter(["interleaved", "zb-v"]))
     plan = made(**ON_TWO_RANKS)
-    other = plan.other_pairs
-    assert other is not None and other.taken is not None and other.stock is not None
-    assert not other.is_asked
-    assert other.taken.report.pairs > 0
-    assert other.flags.count(FLAG) == 1  # it was written twice
+    assert {one.candidate.family for one in plan.others} >= {"interleaved"}
+    best = min(plan.others, key=lambda one: one.seconds)
+    assert best.candidate.report.pairs > 0
+    assert best.write().added.count(FLAG) == 1  # it was written twice
     alone = {(c.schedule, c.method): c for c in plan.plan.candidates}
-    same = alone[other.taken.schedule, VocabMethod.NAIVE]
+    same = alone[best.candidate.schedule, VocabMethod.NAIVE]
     assert same.report.pairs == 0
-    assert other.taken.step < same.step
+    assert best.candidate.step < same.step
 
 
 def test_a_line_whose_passes_run_in_pairs_is_compared_with_itself_without(
@@ -441,21 +478,20 @@ def test_a_line_whose_passes_run_in_pairs_is_compared_with_itself_without(
 ) -> None:
     monkeypatch.setattr(pairs, "_specs", lambda *, with_pairs: iter(["interleaved", "zb-v"]))
     plan = made(**ON_TWO_RANKS, overlap_moe_expert_parallel_comm=True)
-    other, best = plan.other_pairs, plan.plan.best
-    assert other is not None and other.taken is not None and best is not None
-    assert other.is_asked
-    assert best.report.pairs > 0
-    assert other.taken.report.pairs == 0
-    assert other.dropped[-1] == FLAG
+    best = plan.plan.best
+    assert best is not None and best.report.pairs > 0
+    (other,) = plan.others
+    assert other.candidate.report.pairs == 0
     asked = SimpleNamespace(overlap_moe_expert_parallel_comm=True)
-    of_best, gone = pairs.flags_beside(asked, best)
-    assert FLAG not in of_best and not gone  # the line has it already
-    _, gone = pairs.flags_beside(asked, other.taken)
-    assert gone == (FLAG,)  # the line would train in pairs, and the step is one without
+    layout = Layout((4, 4, 4, 4))
+    written = written_for(asked, (best.schedule, layout), best, layout)
+    assert FLAG not in written.added and not written.dropped  # it is there already
+    # The line would train in pairs, and the step is one without.
+    assert FLAG in other.write().dropped
 
 
 def test_of_experts_on_one_rank_it_says_nothing_of_pairs() -> None:
-    assert made().other_pairs is None
+    assert not made().others
 
 
 def test_slices_have_attention_estimated_where_costs_do_not_tell_it(tmp_path: Path) -> None:

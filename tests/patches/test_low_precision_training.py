@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +11,8 @@ import pytest
 from tests.helpers import quantization_on_cpu as quantization
 from tests.helpers import transformer_engine_on_cpu as on_cpu
 from tests.helpers.combinations import at_night, nightly
-from tests.helpers.megatron_runs import Run, assert_same, losses, model_flags, train
-from tests.helpers.ranks import HANGS, run_ranks, values
+from tests.helpers.megatron_runs import losses
+from tests.helpers.trainings import Training
 from tests.helpers.transformer_engine_gpt import provide, use_transformer_engine
 
 Settings = dict[str, Any]
@@ -42,7 +41,6 @@ MODEL: Settings = {
     "make_vocab_size_divisible_by": 64,
 }
 LOOP: Settings = {"num_virtual_stages_per_pipeline_rank": 2}
-SAVED_AT = 1
 
 
 def shown(kind: str, precision: str, settings: Settings) -> Any:
@@ -52,29 +50,22 @@ def shown(kind: str, precision: str, settings: Settings) -> Any:
 
 
 def both(
-    flags: Settings, schedule: str, settings: Settings, saved: Path | None = None, **more: object
+    flags: Settings, schedule: str, settings: Settings, resumes: bool = False, **more: object
 ) -> None:
-    """Stock's training and ours, from the same weights: those that stock has ``saved`` on its way,
-    or those of a start. ``more``: flags of ours."""
+    """Stock's training and ours, from the same weights: those of a start, or those that stock has
+    saved on its way, from which ours ``resumes``. ``more``: flags of ours."""
     on_cpu.fetch(NEWEST)  # here, where a test can be skipped
-    build = functools.partial(provide, True, False, settings)
-    saving: Settings = {} if saved is None else {"save": saved, "save_interval": SAVED_AT}
-    loading: Settings = {} if saved is None else {"load": saved, "ckpt_step": SAVED_AT}
+    quantised = multiprocessing.Value("i")
 
-    def on_rank(rank: int) -> tuple[list[Run], list[Run]]:
+    def use_low_precision() -> None:
         use_transformer_engine(NEWEST, BLACKWELL)
-        quantised = multiprocessing.Value("i")
         quantization.watchers.append(lambda quantizer, tensor: _count(quantised))
-        reference = train(2, model_flags(**flags, **saving, train_iters=3), model_provider=build)
-        ours = model_flags(**flags, **loading, **more, train_iters=3, pipeline_schedule=schedule)
-        runs = train(2, ours, model_provider=build)
-        assert quantised.value, "nothing is tested: no tensor was quantised"
-        return runs, reference
 
-    ((runs, reference),) = values(run_ranks(1, on_rank, timeout=2 * HANGS, connect=False))
-    assert len(losses(runs)) == 3 - (0 if saved is None else SAVED_AT)
-    assert {run.schedule for run in runs} == {"PipelineStep"}
-    assert_same(runs, reference)
+    build = functools.partial(provide, True, False, settings)
+    training = Training(2, {**flags, "train_iters": 3}, build=build, world=use_low_precision)
+    compare = training.resume_as_stock if resumes else training.start_as_stock
+    assert len(losses(compare(pipeline_schedule=schedule, **more))) == 3 - resumes
+    assert quantised.value, "nothing is tested: no tensor was quantised"
 
 
 def _count(quantised: Any) -> None:
@@ -118,13 +109,11 @@ def test_a_loop(precision: str, settings: Settings) -> None:
         shown("v", "fp8_mx", OUTPUT_LAYER),
     ],
 )
-def test_a_v(
-    precision: str, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_v(precision: str, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without chance: NVFP4 rounds gradients by it in the order of a rank's backward passes."""
     monkeypatch.setenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")  # delayed scaling's
     monkeypatch.setenv("NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING", "1")
-    both(MODEL, "zb-v", PRECISIONS[precision] | settings, tmp_path)
+    both(MODEL, "zb-v", PRECISIONS[precision] | settings, resumes=True)
 
 
 @nightly("test_recompute.py has them in full precision")

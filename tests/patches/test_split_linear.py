@@ -68,6 +68,28 @@ def test_w_adds_what_stocks_backward_adds(
     assert torch.equal(ours.main_grad, stock.main_grad)  # type: ignore[attr-defined]
 
 
+def test_torchs_apply_may_be_a_class_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before torch 2.14 the wrapped `apply` got the function's class as its first argument, and
+    every training of local layers with a split backward pass failed."""
+
+    def class_method(function: Any, *args: Any) -> Tensor:
+        output: Tensor = function.apply(*args)
+        return output
+
+    weight = torch.nn.Parameter(torch.randn(5, 4))
+    x = torch.randn(3, 2, 4, requires_grad=True)
+    rest = (None, False, False, False, None, None, None, *NEWER)
+    monkeypatch.setattr(queue, "splitting", True)
+    with queue.collecting(0, 0):
+        split_apply(class_method, FUNCTION, x, weight, *rest).sum().backward()
+    assert weight.grad is None and x.grad is not None
+    weight.main_grad = torch.zeros(5, 4)  # type: ignore[attr-defined]
+    queue.run(0, 0)
+    weight.requires_grad_(False)  # stock's function computes this one
+    output = split_apply(class_method, FUNCTION, x, weight, *rest)
+    assert torch.equal(output, x.matmul(weight.t()))
+
+
 class Products(TorchDispatchMode):
     """The names of the products that were computed, in order."""
 

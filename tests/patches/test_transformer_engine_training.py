@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,8 @@ from tests.helpers import megatron_runs
 from tests.helpers import transformer_engine_on_cpu as on_cpu
 from tests.helpers.combinations import IS_NIGHT, nightly
 from tests.helpers.covered import covers
-from tests.helpers.megatron_runs import Run, assert_same, losses, model_flags, train
-from tests.helpers.ranks import HANGS, run_ranks, values
+from tests.helpers.megatron_runs import losses
+from tests.helpers.trainings import Training
 from tests.helpers.transformer_engine_gpt import provide, use_transformer_engine
 
 OLDEST, *_, NEWEST = on_cpu.VERSIONS
@@ -159,18 +160,11 @@ def train_both(version: str, setting: str, **more: object) -> None:
     build = functools.partial(provide, "fused" in setting, "grouped" in setting)
     delays = {"delay_wgrad_compute": True} if "delayed" in setting else {}  # its flag wants a GPU
 
-    def both(rank: int) -> tuple[list[Run], list[Run]]:
-        use_transformer_engine(version)
-        provider = functools.partial(build, {})
-        reference = train(ranks, model_flags(**flags), model_provider=provider)
-        own = {"pipeline_schedule": schedule, "pipeline_report_split": True, **more}
-        ours = model_flags(**flags | own)
-        return train(ranks, ours, model_provider=functools.partial(build, delays)), reference
-
-    ((runs, reference),) = values(run_ranks(1, both, timeout=2 * HANGS, connect=False))
-    assert len(losses(runs)) == 2
-    assert {run.schedule for run in runs} == {"PipelineStep"}
-    assert_same(runs, reference)
+    stock = Training(ranks, flags, build=functools.partial(build, {}))
+    world = functools.partial(use_transformer_engine, version)
+    ours = replace(stock, build=functools.partial(build, delays), world=world)
+    own = {"pipeline_schedule": schedule, "pipeline_report_split": True, **more}
+    assert len(losses(ours.start_as(stock, **own))) == 2
 
 
 @pytest.mark.parametrize(
@@ -212,29 +206,24 @@ def test_its_activations_leave_for_the_host(schedule: str) -> None:
     on_cpu.fetch(NEWEST)
     splits = schedule == "zb-h1"
     flags = {"pipeline_model_parallel_size": 2, "train_iters": 2, **OVERLAPPED}
-    ours = model_flags(
-        **flags,
-        pipeline_schedule=schedule,
-        pipeline_activation_offload="full",
-        pipeline_costs="f=10,i=12,w=8,comm=1,d2h=3,h2d=3",
-    )
-    provider = functools.partial(provide, True, False, {})
     finish = OffloadedStep.finish
 
     def finished(step: OffloadedStep) -> None:
         finish(step)
         assert (step._offload.bytes_left.total() > 0) == (step._offload.rank == 0 or splits)
 
-    def both(rank: int) -> tuple[list[Run], list[Run]]:
+    def world() -> None:
         use_transformer_engine(NEWEST)
-        reference = train(2, model_flags(**flags), model_provider=provider)
         offload.SMALL = 0
         OffloadedStep.finish = finished  # type: ignore[assignment,method-assign]
-        return train(2, ours, model_provider=provider), reference
 
-    ((runs, reference),) = values(run_ranks(1, both, timeout=2 * HANGS, connect=False))
+    training = Training(2, flags, build=functools.partial(provide, True, False, {}), world=world)
+    runs = training.start_as_stock(
+        pipeline_schedule=schedule,
+        pipeline_activation_offload="full",
+        pipeline_costs="f=10,i=12,w=8,comm=1,d2h=3,h2d=3",
+    )
     assert len(losses(runs)) == 2
-    assert_same(runs, reference)
 
 
 @nightly("tests/pipeline/test_slices.py has them with local layers")
@@ -253,14 +242,12 @@ def test_slices(schedule: str, more: dict[str, object]) -> None:
     on_cpu.fetch(NEWEST)
     flags = {"pipeline_model_parallel_size": 2, "train_iters": 3, **more}
     ranks = 4 if "sequence_parallel" in more else 2
-    provider = functools.partial(provide, ranks == 2, False, {})
-    ours = model_flags(**flags, pipeline_schedule=schedule, pipeline_slices=4)
-
-    def both(rank: int) -> tuple[list[Run], list[Run]]:
-        use_transformer_engine(NEWEST)
-        reference = train(ranks, model_flags(**flags), model_provider=provider)
-        return train(ranks, ours, model_provider=provider), reference
-
-    ((runs, reference),) = values(run_ranks(1, both, timeout=2 * HANGS, connect=False))
+    training = Training(
+        ranks,
+        flags,
+        build=functools.partial(provide, ranks == 2, False, {}),
+        world=functools.partial(use_transformer_engine, NEWEST),
+    )
+    reference, runs = training.beside(training, pipeline_schedule=schedule, pipeline_slices=4)
     assert losses(runs) == pytest.approx(losses(reference), rel=1e-5)
     assert len(losses(runs)) == 3

@@ -11,22 +11,20 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.combinations import at_night, nightly
-from tests.helpers.megatron_runs import Run, assert_same, losses, model_flags, train_or_fail
+from tests.helpers.megatron_runs import Run, assert_same, losses, train_or_fail
 from tests.helpers.ranks import RankResult
-from tests.pipeline.test_placements import ITERATIONS, SAVED_AT, SETTINGS, resume, saved, stock
+from tests.helpers.trainings import Saved
+from tests.pipeline.test_placements import ITERATIONS, SAVED_AT, SETTINGS
 
 STOCK = None  # no flag of ours
 
 
-def load(setting: str, folder: Path, schedule: str | None, **flags: object) -> list[Run]:
-    return SETTINGS[setting].train(
-        load=folder, ckpt_step=SAVED_AT, pipeline_schedule=schedule, **flags
-    )
+def saved(setting: str, schedule: str | None, **flags: object) -> Saved:
+    return SETTINGS[setting].saved(pipeline_schedule=schedule, **flags)
 
 
-def assert_resumed(runs: list[Run], whole: list[Run]) -> None:
-    assert len(losses(runs)) == len(losses(whole)) - SAVED_AT
-    assert_same(runs, whole)
+def resume(setting: str, whole: Saved, schedule: str | None, **flags: object) -> list[Run]:
+    return SETTINGS[setting].resume_as(whole, pipeline_schedule=schedule, **flags)
 
 
 @pytest.mark.parametrize(
@@ -47,16 +45,15 @@ def assert_resumed(runs: list[Run], whole: list[Run]) -> None:
 def test_saved_on_a_v_and_resumed(setting: str, schedule: str | None) -> None:
     """A V with tied embeddings and data-parallel ranks could not be saved at all: both copies of
     the embedding's weight are on one rank, and both were to be written."""
-    whole, folder = saved(setting, "zb-v")
-    assert_resumed(load(setting, folder, schedule), whole)
+    resume(setting, saved(setting, "zb-v"), schedule)
 
 
 @pytest.mark.parametrize("schedule", ["zb-v", STOCK])
 def test_states_behind_padding(schedule: str | None) -> None:
     """A resumed run drifted: at this size the layers' bucket is padded by 64 elements, and from the
     embedding's states behind it the first 64 were missing, and 64 zeros at their end."""
-    whole, folder = saved("distributed optimizer, padded buckets", "zb-v")
-    assert_resumed(load("distributed optimizer, padded buckets", folder, schedule), whole)
+    setting = "distributed optimizer, padded buckets"
+    resume(setting, saved(setting, "zb-v"), schedule)
 
 
 @pytest.mark.parametrize(
@@ -71,9 +68,7 @@ def test_states_behind_padding(schedule: str | None) -> None:
 def test_saved_by_stock_and_resumed(setting: str, schedule: str | None) -> None:
     """Stock itself resumed with other numbers, or not at all, on the platform without a GPU: all
     parameters shared one step of Adam's, which each of them counted up."""
-    whole, _ = stock(setting)
-    runs = resume(setting, pipeline_schedule=schedule)
-    assert_resumed(runs, whole)
+    runs = resume(setting, saved(setting, STOCK), schedule)
     if schedule == "zb-v":  # rank by rank: what others updated is gathered in the next forward pass
         moments = [tables for run in runs[2:] for tables in run.tables]
         assert len(moments) == 2 * (ITERATIONS - SAVED_AT + 1)
@@ -82,14 +77,14 @@ def test_saved_by_stock_and_resumed(setting: str, schedule: str | None) -> None:
 
 @nightly("what is saved is the same; a process in the background of each rank takes half a minute")
 def test_saved_in_the_background() -> None:
-    whole, folder = saved(
+    whole = saved(
         "distributed optimizer",
         "zb-v",
         async_save=True,
         use_persistent_ckpt_worker=True,
         async_strategy="mcore",
     )
-    assert_resumed(load("distributed optimizer", folder, STOCK), whole)
+    resume("distributed optimizer", whole, STOCK)
 
 
 def test_a_checkpoint_needs_nothing_of_ours() -> None:
@@ -103,10 +98,9 @@ def test_a_checkpoint_needs_nothing_of_ours() -> None:
 
 def test_loaded_in_parallel() -> None:
     """Each data-parallel rank reads a part and sends it to the others."""
-    whole, folder = saved("distributed optimizer", "zb-v")
+    setting = "distributed optimizer"
     for schedule in ("gis", *at_night("zb-v")):
-        runs = load("distributed optimizer", folder, schedule, ckpt_fully_parallel_load=True)
-        assert_resumed(runs, whole)
+        resume(setting, saved(setting, "zb-v"), schedule, ckpt_fully_parallel_load=True)
 
 
 # Megatron's default format of the distributed optimizer's states, which stay on their ranks.
@@ -114,15 +108,13 @@ def test_loaded_in_parallel() -> None:
 
 def refused(setting: str, folder: Path, schedule: str | None) -> list[RankResult]:
     flags = {"load": folder, "ckpt_step": SAVED_AT, "pipeline_schedule": schedule}
-    return train_or_fail(SETTINGS[setting].ranks, model_flags(**SETTINGS[setting].flags | flags))
+    return train_or_fail(SETTINGS[setting].ranks, SETTINGS[setting].words(**flags))
 
 
 @nightly("by day the other formats load another placement, and refuse what they must")
 def test_one_placement_needs_no_other_format() -> None:
-    whole, folder = saved("dp_reshardable", "zb-v")
-    assert_resumed(load("dp_reshardable", folder, "zb-v"), whole)
-    whole, folder = stock("dp_reshardable")
-    assert_resumed(load("dp_reshardable", folder, "zb-h1"), whole)
+    resume("dp_reshardable", saved("dp_reshardable", "zb-v"), "zb-v")
+    resume("dp_reshardable", saved("dp_reshardable", STOCK), "zb-h1")
 
 
 @pytest.mark.parametrize(
@@ -131,7 +123,7 @@ def test_one_placement_needs_no_other_format() -> None:
 def test_another_placement_is_refused(saver: str | None, loader: str) -> None:
     """Some ranks said that a bucket's size differs, some that a peer had gone; where all sizes
     agree, Megatron gives a stage the states of another without a word."""
-    folder = (saved("dp_reshardable", saver) if saver else stock("dp_reshardable"))[1]
+    folder = saved("dp_reshardable", saver)[1]
     results = refused("dp_reshardable", folder, loader)
     for result in results:
         assert result.exit_code == 1 and result.error.endswith("SystemExit: 2\n"), result.error
@@ -148,19 +140,21 @@ def test_stock_refuses_a_vs_states() -> None:
 
 def test_model_alone_loads_anywhere() -> None:
     """As the refusal says."""
-    folder = saved("dp_reshardable", "zb-v")[1]
-    runs = load("dp_reshardable", folder, "gis", no_load_optim=True)
-    assert losses(runs)[0] == losses(saved("dp_reshardable", "zb-v")[0])[SAVED_AT]
+    whole, folder = saved("dp_reshardable", "zb-v")
+    ours: dict[str, object] = {"pipeline_schedule": "gis", "no_load_optim": True}
+    runs = SETTINGS["dp_reshardable"].resume(folder, **ours)
+    assert losses(runs)[0] == losses(whole)[SAVED_AT]
 
 
 @nightly("two runs of stock's to see that what a refusal says can be done")
 def test_another_format_is_converted_by_stock(tmp_path: Path) -> None:
     setting = SETTINGS["distributed optimizer"]
     older: dict[str, object] = {"ckpt_format": "torch"}
-    whole = setting.train(save=tmp_path / "old", save_interval=SAVED_AT, **older)
+    whole = setting.run(save=tmp_path / "old", save_interval=SAVED_AT, **older)
     (tmp_path / "old" / "latest_checkpointed_iteration.txt").write_text(str(SAVED_AT))
     to = {"ckpt_convert_format": "torch_dist", "ckpt_convert_save": tmp_path / "new"}
     # It ends before it trains, and a rank has nothing to hand back.
-    train_or_fail(setting.ranks, model_flags(**setting.flags | older | to, load=tmp_path / "old"))
-    runs = setting.train(load=tmp_path / "new" / "torch_dist", pipeline_schedule="zb-v")
-    assert_resumed(runs, whole)
+    train_or_fail(setting.ranks, setting.words(**older | to, load=tmp_path / "old"))
+    runs = setting.run(load=tmp_path / "new" / "torch_dist", pipeline_schedule="zb-v")
+    assert len(losses(runs)) == len(losses(whole)) - SAVED_AT
+    assert_same(runs, whole)

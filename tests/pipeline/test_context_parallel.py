@@ -41,6 +41,7 @@ from tests.helpers.callers import (
 )
 from tests.helpers.callers import assert_same as assert_same_gradients
 from tests.helpers.combinations import IS_NIGHT, nightly
+from tests.helpers.drawn_models import drawn_by_name
 from tests.helpers.megatron_runs import (
     Run,
     assert_same,
@@ -53,7 +54,6 @@ from tests.helpers.megatron_runs import (
 from tests.helpers.packed import packed_on_the_cpu, packed_params
 from tests.helpers.ranks import lasting_folder, run_ranks, values
 from tests.pipeline import test_vocabulary_training as vocabulary
-from tests.pipeline.test_multi_token_prediction import drawn_by_name
 from tests.pipeline.test_packed_sequences import CONVERSATIONS
 from tests.pipeline.test_post_validation_training import EVERY_THIRD, Setting, times_redone
 
@@ -256,12 +256,13 @@ def test_steps_that_are_taken_back(schedule: str, more: Flags) -> None:
 
 @nightly("test_vocabulary_training.py has it with sequences, test_packed_sequences.py with packed")
 @pytest.mark.parametrize(("schedule", "variant"), [("zb-h1", 1), ("zb-v", 2)])
-def test_packed_with_the_vocabulary_divided(schedule: str, variant: int, tmp_path: Path) -> None:
+def test_packed_with_the_vocabulary_divided(schedule: str, variant: int) -> None:
     sizes: Flags = {"context_parallel_size": 2, "calculate_per_token_loss": True}
-    setting = vocabulary.Setting(4, 2, PACKED | sizes | {"position_embedding_type": "rope"})
-    reference = setting.train(tmp_path / "stock")
+    flags = PACKED | sizes | {"position_embedding_type": "rope"}
+    setting = vocabulary.training(4, 2, flags)
+    reference, folder = setting.saved()
     ours: Flags = {"pipeline_schedule": schedule, "pipeline_vocab_parallel": variant}
-    runs = setting.train(tmp_path / "ours", load=tmp_path / "stock", ckpt_step=1, **ours)
+    runs, _ = setting.saved(load=folder, ckpt_step=1, **ours)
     vocabulary.assert_close(runs, reference)
 
 

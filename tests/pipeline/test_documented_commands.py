@@ -26,7 +26,7 @@ NOT_RUN = {
     "scripts/test.sh": "runs this test",
     "scripts/test.sh --quick": "runs most of these tests",
     "source .venv/bin/activate": "tests run in an environment already",
-    "pip install .": "tests/unit/test_packaging.py makes the package and imports it",
+    "pip install .": "tests/unit/house/test_packaging.py makes the package and imports it",
     "torchrun --nproc-per-node 8 pretrain_gpt.py $YOUR_FLAGS": "Megatron's own, on 8 GPUs",
     f"{ON_EIGHT} --pipeline-schedule zb-h1": "8 GPUs; the quick start launches so on the CPU",
     f"{ON_EIGHT} --pipeline-trace traces": "8 GPUs; test_stock_trace.py has two",
@@ -38,7 +38,7 @@ NOT_RUN = {
     "megatron-ext doctor --megatron-args train.log": "test_megatron_log.py and "
     "test_documented_outputs.py have logs",
     "sbatch scripts/slurm/pretrain.sh $YOUR_FLAGS": "tests/slurm runs it on a SLURM of two nodes",
-    "scripts/gpu_tests.sh": "needs GPUs; tests/unit/test_shell_scripts.py reads it",
+    "scripts/gpu_tests.sh": "needs GPUs; tests/unit/house/test_shell_scripts.py reads it",
 }
 
 

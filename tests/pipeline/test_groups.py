@@ -21,12 +21,12 @@ from megatron_ext.runtime.messages.collectives import Collectives
 from megatron_ext.runtime.messages.groups import make_groups
 from megatron_ext.runtime.messages.nccl import communicator_options, ctas_for
 from megatron_ext.schedule.build.registry import choose
-from megatron_ext.schedule.problem import VocabularyParallel
+from megatron_ext.schedule.problem import P2P, VocabularyParallel
 from megatron_ext.schedule.program.communicators import communicators
 from megatron_ext.schedule.program.graph import channels
 from megatron_ext.schedule.schedule import Schedule
 from tests.helpers.ranks import run_ranks, values
-from tests.unit.test_communicators import SPECS, program_of
+from tests.unit.program.test_communicators import SPECS, program_of
 
 CPU = torch.device("cpu")
 needs_nccl = pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL")
@@ -297,3 +297,18 @@ def test_both_ends_use_equally_many_ctas() -> None:
             return ctas_for(program, whole_world(), torch.device("cuda", 0))
 
     assert values(run_ranks(4, run)) == [2] * 4  # 8 channels of 4 would be 32 of 114
+
+
+def test_batched_messages_need_no_communicator_of_ours() -> None:
+    """On the first GPU every training with batched messages computed forever, before its first
+    step: it doubled the number of CTAs for no communicators until they took enough of the
+    device."""
+    program = program_of("zb-v", 4, P2P.BATCHED)
+
+    def run(rank: int) -> int | None:
+        device = SimpleNamespace(multi_processor_count=132)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+            return ctas_for(program, whole_world(), torch.device("cuda", 0))
+
+    assert values(run_ranks(4, run)) == [None] * 4

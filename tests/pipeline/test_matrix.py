@@ -8,9 +8,8 @@ docs/compatibility.md, which this file writes.
 
 from __future__ import annotations
 
-import functools
 import itertools
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,8 @@ from scripts.pretrain_gpt import model_provider
 from tests.helpers.combinations import IS_NIGHT, at_night
 from tests.helpers.covered import covers
 from tests.helpers.documents import check_written, table
-from tests.helpers.megatron_runs import Run, assert_same, losses, model_flags, train
-from tests.helpers.ranks import lasting_folder
+from tests.helpers.trainings import Training
 
-SAVED_AT = 1
 RANKS = 4
 
 Flags = dict[str, object]
@@ -108,29 +105,22 @@ def test_any_two_settings_meet() -> None:
         assert met == set(itertools.product(choices[first], choices[second]))
 
 
-def flags(parallelism: str, embeddings: str, precision: str, more: Flags) -> list[str]:
-    return model_flags(
-        pipeline_model_parallel_size=2,
-        num_layers=4,
-        train_iters=3,
-        group_query_attention=True,
-        num_query_groups=2,
-        qk_layernorm=True,
-        swiglu=True,
-        position_embedding_type="rope",
+def training(parallelism: str, embeddings: str, precision: str) -> Training:
+    """Stock's has no recompute."""
+    flags: Flags = {
+        "pipeline_model_parallel_size": 2,
+        "num_layers": 4,
+        "train_iters": 3,
+        "group_query_attention": True,
+        "num_query_groups": 2,
+        "qk_layernorm": True,
+        "swiglu": True,
+        "position_embedding_type": "rope",
         **PARALLELISM[parallelism],
         **EMBEDDINGS[embeddings],
         **PRECISION[precision],
-        **more,
-    )
-
-
-@functools.cache
-def stock(parallelism: str, embeddings: str, precision: str) -> tuple[list[Run], Path]:
-    """Stock's run, without recompute, and the checkpoint it left."""
-    folder = lasting_folder()
-    saving: Flags = {"save": folder, "save_interval": SAVED_AT}
-    return train(RANKS, flags(parallelism, embeddings, precision, saving)), folder
+    }
+    return Training(RANKS, flags)
 
 
 # By day a V with every parallelism, and a loop with experts: linears, gradients and groups of
@@ -161,29 +151,15 @@ def shown(case: Case) -> list[pytest.MarkDecorator]:
 )
 def test_it_is_stock_to_the_last_bit(case: Case) -> None:
     RESULTS[case] = "not stock"
-    setting = case.parallelism, case.embeddings, case.precision
-    reference, folder = stock(*setting)
-    resumed = RECOMPUTE[case.recompute] | {"load": folder, "ckpt_step": SAVED_AT}
-    runs = train(RANKS, flags(*setting, resumed | {"pipeline_schedule": case.schedule}))
-    assert len(losses(runs)) == len(losses(reference)) - SAVED_AT
-    assert {run.schedule for run in runs} == {"PipelineStep"}
-    assert_same(runs, reference)
+    ours = RECOMPUTE[case.recompute] | {"pipeline_schedule": case.schedule}
+    training(case.parallelism, case.embeddings, case.precision).resume_as_stock(**ours)
     RESULTS[case] = "bitwise"
 
 
 # ---- What is not a setting of the matrix
 
 
-def pipeline(**more: object) -> list[str]:
-    return model_flags(pipeline_model_parallel_size=2, **more)
-
-
-@functools.cache
-def stock_in_fp16() -> tuple[list[Run], Path]:
-    folder = lasting_folder()
-    return train(2, pipeline(**FP16, save=folder, save_interval=3)), folder
-
-
+PIPELINE = Training(2, {"pipeline_model_parallel_size": 2})
 FP16: Flags = {
     "num_layers": 4,
     "fp16": True,
@@ -198,10 +174,9 @@ FP16: Flags = {
     "schedule", ["1f1b", *at_night("zb-auto", "v-half", "zb-v", "interleaved")]
 )
 def test_fp16_skips_the_steps_that_stock_skips(schedule: str) -> None:
-    reference, folder = stock_in_fp16()
-    assert 0 in reference[0].norms[3:], "no step was skipped"
-    flags = pipeline(**FP16, load=folder, ckpt_step=3, pipeline_schedule=schedule)
-    assert_same(train(2, flags), reference)
+    training = replace(PIPELINE.but(**FP16), saved_at=3)
+    assert 0 in training.saved()[0][0].norms[3:], "no step was skipped"
+    training.resume_as_stock(pipeline_schedule=schedule)
 
 
 def with_frozen_weights(*args: Any, **kwargs: Any) -> Any:
@@ -213,21 +188,13 @@ def with_frozen_weights(*args: Any, **kwargs: Any) -> Any:
     return model
 
 
-@functools.cache
-def stock_with_frozen_weights() -> tuple[list[Run], Path]:
-    folder = lasting_folder()
-    flags = pipeline(**EMBEDDINGS["untied"], save=folder, save_interval=SAVED_AT)
-    return train(2, flags, model_provider=with_frozen_weights), folder
+FROZEN = replace(PIPELINE.but(**EMBEDDINGS["untied"]), build=with_frozen_weights)
 
 
 @pytest.mark.parametrize("schedule", ["zb-auto", "zb-v", "interleaved-zb"])
 def test_frozen_weights(schedule: str) -> None:
     """They have no W; the first layer's input has no gradient, so its linears have none either."""
-    reference, folder = stock_with_frozen_weights()
-    flags = pipeline(
-        **EMBEDDINGS["untied"], load=folder, ckpt_step=SAVED_AT, pipeline_schedule=schedule
-    )
-    assert_same(train(2, flags, model_provider=with_frozen_weights), reference)
+    FROZEN.resume_as_stock(pipeline_schedule=schedule)
 
 
 @pytest.mark.parametrize("schedule", ["zb-auto", "zb-v"])
@@ -243,8 +210,7 @@ def test_recompute_runs_each_layer_twice(
         return forward(layer, *args, **kwargs)
 
     monkeypatch.setattr(TransformerLayer, "forward", counted)
-    flags = pipeline(**RECOMPUTE["full"], train_iters=2, pipeline_schedule=schedule)
-    train(2, flags)
+    PIPELINE.run(**RECOMPUTE["full"], train_iters=2, pipeline_schedule=schedule)
     microbatches = 8
     counts = {file.name: file.stat().st_size for file in tmp_path.iterdir()}
     assert counts == {f"layer {number}": 2 * 2 * microbatches for number in (1, 2, 3, 4)}
@@ -271,8 +237,8 @@ def test_a_chunks_reduction_starts_right_after_its_last_w(
 
     monkeypatch.setattr(ModelStage, "backward_weight", noted_run)
     monkeypatch.setattr(DistributedDataParallel, "start_grad_sync", noted_start)
-    flags = pipeline(train_iters=1, overlap_grad_reduce=True, pipeline_schedule=schedule)
-    train(RANKS, flags)
+    ours: Flags = {"overlap_grad_reduce": True, "pipeline_schedule": schedule}
+    replace(PIPELINE, ranks=RANKS).run(train_iters=1, **ours)
     microbatches = 4
     for rank in range(RANKS):
         events = (tmp_path / f"rank {rank}").read_text().splitlines()
@@ -286,15 +252,13 @@ def test_a_chunks_reduction_starts_right_after_its_last_w(
 
 
 def test_the_split_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
-    flags = pipeline(
-        **EMBEDDINGS["untied"],
+    FROZEN.run(
         num_experts=4,
         disable_bias_linear=True,
         train_iters=2,
         pipeline_schedule="zb-v",
         pipeline_report_split=True,
     )
-    train(2, flags, model_provider=with_frozen_weights)
     lines = [line for line in capfd.readouterr().out.splitlines() if "without a W" in line]
     assert len(lines) == 2, "once a rank, after the first step"
     first, last = lines
@@ -311,10 +275,9 @@ def test_the_output_layer_waits_for_w_only_where_its_logits_have_room(
 ) -> None:
     """zb-h1's ranks all hold the same: without a limit in bytes the last one has no room to spare.
     Either way the numbers are stock's."""
-    reference = train(2, pipeline(clip_grad=0.0))
     limit = {"pipeline_memory_limit": "60GiB"} if room else {}
     ours: Flags = {"pipeline_schedule": "zb-h1", "pipeline_report_split": True, **limit}
-    assert_same(train(2, pipeline(clip_grad=0.0, **ours)), reference)
+    PIPELINE.start_as_stock(**ours)
     lines = [line for line in capfd.readouterr().out.splitlines() if "without a W" in line]
     assert len(lines) == 2
     assert "output layer" not in lines[0]

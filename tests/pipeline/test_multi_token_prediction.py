@@ -8,8 +8,8 @@ optimizer tensors; and the copies of the embedding, which both ends look up in, 
 
 from __future__ import annotations
 
-import functools
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,8 @@ from tests.helpers.combinations import at_night, nightly
 from tests.helpers.covered import covers
 from tests.helpers.documents import check_written, table
 from tests.helpers.drawn_models import drawn_by_name
-from tests.helpers.megatron_runs import (
-    EXPERTS,
-    Run,
-    assert_same,
-    evaluations,
-    losses,
-    model_flags,
-    predictions,
-    train,
-)
-from tests.helpers.ranks import lasting_folder
+from tests.helpers.megatron_runs import EXPERTS, evaluations, losses, predictions
+from tests.helpers.trainings import Training
 
 Flags = dict[str, object]
 
@@ -99,25 +90,25 @@ CASES = [case for case in CASES if case in DAY or at_night(case)]
 RESULTS: dict[tuple[str, str], str] = {}
 
 
-def flags(**more: object) -> list[str]:
-    layout = more.get("pipeline_model_parallel_layout")
-    if layout is not None:
-        depths = int(str(more["mtp_num_layers"]))
-        more["pipeline_model_parallel_layout"] = str(layout).format(m="m" * depths)
-    return model_flags(
-        **{
-            "pipeline_model_parallel_size": 2,
-            "num_layers": 8,
-            "position_embedding_type": "rope",
-            "train_iters": 3,
-            **more,
-        }
-    )
+SIZES: Flags = {
+    "pipeline_model_parallel_size": 2,
+    "num_layers": 8,
+    "position_embedding_type": "rope",
+    "train_iters": 3,
+}
 
 
-@functools.cache
-def stock(model: str) -> list[Run]:
-    return train(2, flags(**MODELS[model]), model_provider=drawn_by_name)
+def placed(placement: str, depths: object) -> Flags:
+    """Our flags of ``placement``; the depths lie on the last stage."""
+    ours = PLACEMENTS[placement]
+    layout = ours.get("pipeline_model_parallel_layout")
+    if layout is None:
+        return ours
+    return {**ours, "pipeline_model_parallel_layout": str(layout).format(m="m" * int(str(depths)))}
+
+
+def training(model: str) -> Training:
+    return Training(2, SIZES | MODELS[model], build=drawn_by_name)
 
 
 def case(model: str, placement: str) -> Any:
@@ -131,14 +122,11 @@ def test_it_is_stock_to_the_last_bit(
     model: str, placement: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     RESULTS[model, placement] = "not stock"
-    reference = stock(model)
-    ours = flags(**MODELS[model], **PLACEMENTS[placement], pipeline_report_split=True)
-    runs = train(2, ours, model_provider=drawn_by_name)
-    assert {run.schedule for run in runs} == {"PipelineStep"}
+    ours = placed(placement, MODELS[model]["mtp_num_layers"])
+    runs = training(model).start_as_stock(**ours, pipeline_report_split=True)
     assert len(losses(runs)) == len(predictions(runs)) == 3
     depths = int(str(MODELS[model]["mtp_num_layers"]))
     assert len(predictions(runs)[0]) >= depths and all(predictions(runs)[0][:depths])
-    assert_same(runs, reference)
     (report,) = [line for line in capfd.readouterr().out.splitlines() if "rank 1: W has" in line]
     if "tied" in model.split(","):
         assert (
@@ -155,12 +143,7 @@ SAVED_AT = 1
 SAVED: Flags = {**UNTIED, "mtp_num_layers": 2, "eval_interval": 3, "eval_iters": 1}
 
 
-@functools.cache
-def saved(schedule: str | None) -> tuple[list[Run], Path]:
-    """A run from a seed, and the checkpoint of its first iteration."""
-    folder = lasting_folder()
-    saving = {"save": folder, "save_interval": SAVED_AT, "pipeline_schedule": schedule}
-    return train(2, flags(**SAVED, **saving)), folder
+STARTED = Training(2, SIZES | SAVED, SAVED_AT)
 
 
 @pytest.mark.parametrize(
@@ -172,17 +155,14 @@ def saved(schedule: str | None) -> tuple[list[Run], Path]:
     ],
 )
 def test_a_checkpoint_is_trained_on_anywhere(saver: str | None, schedule: str | None) -> None:
-    reference, folder = saved(saver)
-    runs = train(2, flags(**SAVED, load=folder, ckpt_step=SAVED_AT, pipeline_schedule=schedule))
-    assert len(losses(runs)) == len(losses(reference)) - SAVED_AT
+    runs = STARTED.resume_as(STARTED.saved(pipeline_schedule=saver), pipeline_schedule=schedule)
     assert predictions(runs) and evaluations(runs)
-    assert_same(runs, reference)
 
 
 @nightly("the checkpoint's test has Megatron's own builder")
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-auto"])
 def test_a_line_starts_as_stock_does(schedule: str) -> None:
-    assert_same(train(2, flags(**SAVED, pipeline_schedule=schedule)), saved(None)[0])
+    STARTED.start_as_stock(pipeline_schedule=schedule)
 
 
 PARALLEL: dict[str, Flags] = {
@@ -197,13 +177,6 @@ PARALLEL: dict[str, Flags] = {
 }
 
 
-@functools.cache
-def saved_in_parallel(setting: str) -> tuple[list[Run], Path]:
-    folder = lasting_folder()
-    saving = {"save": folder, "save_interval": SAVED_AT}
-    return train(4, flags(**SAVED, **PARALLEL[setting], **saving)), folder
-
-
 @nightly("what is parallel besides meets every placement in test_matrix.py")
 @pytest.mark.parametrize(
     ("setting", "schedule"),
@@ -214,11 +187,8 @@ def saved_in_parallel(setting: str) -> tuple[list[Run], Path]:
     ],
 )
 def test_parallel_besides(setting: str, schedule: str) -> None:
-    reference, folder = saved_in_parallel(setting)
-    resumed = {"load": folder, "ckpt_step": SAVED_AT, "pipeline_schedule": schedule}
-    runs = train(4, flags(**SAVED, **PARALLEL[setting], **resumed))
-    assert len(losses(runs)) == len(losses(reference)) - SAVED_AT
-    assert_same(runs, reference)
+    parallel = replace(STARTED.but(**PARALLEL[setting]), ranks=4)
+    parallel.resume_as_stock(pipeline_schedule=schedule)
 
 
 @nightly("activations that leave for the host are test_offload_training.py's")
@@ -226,33 +196,24 @@ def test_parallel_besides(setting: str, schedule: str) -> None:
 def test_activations_leave_for_the_host(schedule: str) -> None:
     model = "untied, 2 depths, bf16"
     offload = {"pipeline_schedule": schedule, "pipeline_activation_offload": "full"}
-    runs = train(2, flags(**MODELS[model], **offload), model_provider=drawn_by_name)
-    assert_same(runs, stock(model))
+    training(model).start_as_stock(**offload)
 
 
 @nightly("test_profile.py measures costs, of models that predict one token")
 @pytest.mark.parametrize("model", ["untied, 2 depths, bf16", "tied, 1 depth"])
 def test_costs_are_measured(model: str, tmp_path: Path) -> None:
     """The program is then made again, with the output layer's weight gradient where it goes."""
-    longer = flags(**MODELS[model] | {"train_iters": 6})
     ours = {"pipeline_schedule": "zb-v", "pipeline_costs": f"profile:{tmp_path / 'costs.json'}"}
-    runs = train(
-        2, flags(**MODELS[model] | ours | {"train_iters": 6}), model_provider=drawn_by_name
-    )
-    assert_same(runs, train(2, longer, model_provider=drawn_by_name))
+    training(model).but(train_iters=6).start_as_stock(**ours)
     assert (tmp_path / "costs.json").exists()
 
 
 @pytest.mark.skipif("MEGATRON_LM_DIR" not in os.environ, reason="MEGATRON_LM_DIR is not set")
 @pytest.mark.parametrize("schedule", ["zb-v", "interleaved-zb"])
-def test_the_upstream_script(schedule: str, tmp_path: Path) -> None:
+def test_the_upstream_script(schedule: str) -> None:
     script = Path(os.environ["MEGATRON_LM_DIR"]) / "pretrain_gpt.py"
-    reference = train(2, flags(**SAVED, save=tmp_path, save_interval=SAVED_AT), script)
-    resumed = {"load": tmp_path, "ckpt_step": SAVED_AT, "pipeline_schedule": schedule}
-    runs = train(2, flags(**SAVED, **resumed), script)
-    assert {run.schedule for run in runs} == {"PipelineStep"}
-    assert len(losses(runs)) == len(losses(reference)) - SAVED_AT and predictions(runs)
-    assert_same(runs, reference)
+    runs = replace(STARTED, script=script).resume_as_stock(pipeline_schedule=schedule)
+    assert predictions(runs)
 
 
 # The two copies of the embedding.
@@ -261,7 +222,7 @@ def test_the_upstream_script(schedule: str, tmp_path: Path) -> None:
 def test_the_copies_start_equal_on_a_v() -> None:
     """Megatron's builder fills the last stage's copy with zeros, and its all-reduce over the
     embedding group, which has one rank on a V, leaves them."""
-    runs = train(2, flags(**SAVED, train_iters=1, pipeline_schedule="zb-v"))
+    runs = STARTED.run(train_iters=1, pipeline_schedule="zb-v")
     for moment in runs[1].tables:
         assert moment.keys() == {"embedding.word_embeddings.weight", "output_layer.weight"}
 

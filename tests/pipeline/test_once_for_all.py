@@ -19,7 +19,8 @@ import torch.distributed as dist
 from megatron_ext.adapter.programs import Programs
 from megatron_ext.config import PipelineConfig
 from megatron_ext.launch import Chosen
-from megatron_ext.launch_check import chosen_plan, plan
+from megatron_ext.launch_check import chosen_plan
+from megatron_ext.launch_check.planner import launch_choice
 from megatron_ext.runtime.host.memory import HostMemory
 from megatron_ext.runtime.store import once_for_all as waiting
 from megatron_ext.runtime.store.agreement import Fact, agree
@@ -240,7 +241,7 @@ def test_one_rank_chooses_the_plan_for_all(monkeypatch: pytest.MonkeyPatch) -> N
         made = chosen_plan.choose_plan(["--a"], PipelineConfig(schedule="plan"), 2)
         return made, len(chosen)
 
-    monkeypatch.setattr(plan, "choose_for", choose_for)
+    monkeypatch.setattr(launch_choice, "choose_for", choose_for)
     with agent_store() as port:
         results = values(run_ranks(2, lambda rank: on_rank(rank, port), connect=False))
     assert results == [(Chosen(("--a",), "why"), 1), (Chosen(("--a",), "why"), 0)]

@@ -6,7 +6,6 @@ are losses, parameters and all that the optimizer keeps.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import Counter
 from pathlib import Path
@@ -17,9 +16,10 @@ import pytest
 from tests.helpers import megatron_runs
 from tests.helpers.combinations import at_night, nightly
 from tests.helpers.drawn_models import drawn_by_name
-from tests.helpers.megatron_runs import Run, assert_same, losses, model_flags, train
+from tests.helpers.megatron_runs import Run, assert_same, losses
 from tests.helpers.optimizers_on_cpu import EINOPS, FUSED_ADAM, MUON, Package
-from tests.helpers.ranks import HANGS, lasting_folder, run_ranks, values
+from tests.helpers.ranks import HANGS, run_ranks, values
+from tests.helpers.trainings import Training
 
 Flags = dict[str, object]
 
@@ -96,24 +96,16 @@ OTHERS: dict[str, tuple[Package, Flags]] = {
 }
 
 
-def run(setting: str, **more: object) -> list[Run]:
-    """On two pipeline ranks, and as many replicas as the other ranks are."""
+def training(setting: str) -> Training:
+    """Two pipeline ranks, and as many replicas as the other ranks are."""
     flags: Flags = {
         "pipeline_model_parallel_size": 2,
         "num_layers": 4,
         "untie_embeddings_and_output_weights": True,
         "train_iters": 3,
         **(SETTINGS.get(setting) or OTHERS[setting][1]),
-        **more,
     }
-    return train(4, model_flags(**flags), model_provider=drawn_by_name)
-
-
-@functools.cache
-def stock(setting: str, **virtual: int) -> tuple[list[Run], Path]:
-    """Stock's run, and the checkpoint it left."""
-    folder = lasting_folder()
-    return run(setting, save=folder, save_interval=SAVED_AT, **virtual), folder
+    return Training(4, flags, SAVED_AT, build=drawn_by_name)
 
 
 def virtual_of(setting: str, schedule: str) -> dict[str, int]:
@@ -165,21 +157,21 @@ BY_DAY = [case for case in CASES if case == DAY or at_night(case)]
 
 @pytest.mark.parametrize(("setting", "schedule"), [shown(*case) for case in BY_DAY])
 def test_it_is_stock_to_the_last_bit(setting: str, schedule: str) -> None:
-    runs = run(setting, pipeline_schedule=schedule)
+    runs = training(setting).run(pipeline_schedule=schedule)
     assert {rank.schedule for rank in runs} == {"PipelineStep"}
-    assert_same(runs, stock(setting, **virtual_of(setting, schedule))[0])
+    assert_same(runs, training(setting).saved(**virtual_of(setting, schedule))[0])
 
 
 def resumed(setting: str, folder: Path, **more: object) -> list[Run]:
     # --ckpt-step is not for the older format
     (folder / "latest_checkpointed_iteration.txt").write_text(str(SAVED_AT))
-    return run(setting, load=folder, **more)
+    return training(setting).run(load=folder, **more)
 
 
 @nightly("test_checkpoints has the distributed optimizer resumed elsewhere by day")
 @pytest.mark.parametrize(("setting", "schedule"), SAVING)
 def test_a_checkpoint_of_stocks_is_resumed(setting: str, schedule: str) -> None:
-    whole, folder = stock(setting, **virtual_of(setting, schedule))
+    whole, folder = training(setting).saved(**virtual_of(setting, schedule))
     runs = resumed(setting, folder, pipeline_schedule=schedule)
     assert len(losses(runs)) == len(losses(whole)) - SAVED_AT
     assert_same(runs, whole)
@@ -188,9 +180,10 @@ def test_a_checkpoint_of_stocks_is_resumed(setting: str, schedule: str) -> None:
 @nightly("test_checkpoints has the distributed optimizer resumed elsewhere by day")
 @pytest.mark.parametrize(("setting", "schedule"), SAVING)
 def test_stock_resumes_a_checkpoint_of_ours(setting: str, schedule: str, tmp_path: Path) -> None:
-    run(setting, pipeline_schedule=schedule, save=tmp_path, save_interval=SAVED_AT)
+    saving: Flags = {"save": tmp_path, "save_interval": SAVED_AT}
+    training(setting).run(pipeline_schedule=schedule, **saving)
     virtual = virtual_of(setting, schedule)
-    assert_same(resumed(setting, tmp_path, **virtual), stock(setting, **virtual)[0])
+    assert_same(resumed(setting, tmp_path, **virtual), training(setting).saved(**virtual)[0])
 
 
 @nightly("they need packages, and several runs each")
@@ -209,11 +202,11 @@ def test_optimizers_of_other_packages(setting: str, schedule: str, tmp_path: Pat
 
     def both(rank: int) -> list[list[Run]]:
         package.use(folder)
-        whole, saved = stock(setting, **virtual)
+        whole, saved = training(setting).saved(**virtual)
         ours: Flags = {"pipeline_schedule": schedule, "save": tmp_path, "save_interval": SAVED_AT}
         return [
             whole,
-            run(setting, **ours),
+            training(setting).run(**ours),
             resumed(setting, saved, pipeline_schedule=schedule),
             resumed(setting, tmp_path, **stocks),
         ]

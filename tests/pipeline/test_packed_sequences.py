@@ -39,12 +39,13 @@ from tests.helpers.callers import (
     whole_step,
 )
 from tests.helpers.combinations import at_night, nightly
+from tests.helpers.drawn_models import drawn_by_name
 from tests.helpers.megatron_runs import Run, losses, model_flags, predictions, train
 from tests.helpers.megatron_runs import assert_same as assert_same_runs
 from tests.helpers.packed import packed_on_the_cpu, packed_params
 from tests.helpers.ranks import run_ranks, values
-from tests.pipeline.test_multi_token_prediction import EXPERTS, FULL, drawn_by_name
-from tests.pipeline.test_vocabulary_training import Setting, assert_close
+from tests.pipeline.test_multi_token_prediction import EXPERTS, FULL
+from tests.pipeline.test_vocabulary_training import assert_close, training
 
 Flags = dict[str, object]
 
@@ -155,20 +156,13 @@ def test_several_samples_make_one_row(data: Flags, schedule: str) -> None:
     ("schedule", "variant", "per_token"),
     [("zb-h1", 1, False), ("zb-v", 2, False), ("v-half", 1, True)],
 )
-def test_with_the_vocabulary_divided(
-    schedule: str, variant: int, per_token: bool, tmp_path: Path
-) -> None:
+def test_with_the_vocabulary_divided(schedule: str, variant: int, per_token: bool) -> None:
     """What is not to be learned has a label that is in no rank's part."""
     more: Flags = {"position_embedding_type": "rope", "calculate_per_token_loss": per_token}
-    setting = Setting(2, 2, CONVERSATIONS | more)
-    reference = setting.train(tmp_path / "stock")
-    runs = setting.train(
-        tmp_path / "ours",
-        load=tmp_path / "stock",
-        ckpt_step=1,
-        pipeline_schedule=schedule,
-        pipeline_vocab_parallel=variant,
-    )
+    setting = training(2, 2, CONVERSATIONS | more)
+    reference, folder = setting.saved()
+    ours: Flags = {"pipeline_schedule": schedule, "pipeline_vocab_parallel": variant}
+    runs, _ = setting.saved(load=folder, ckpt_step=1, **ours)
     assert_close(runs, reference)
 
 

@@ -7,7 +7,6 @@ norm whose cross-rank sum has an order of its own.
 
 from __future__ import annotations
 
-import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,8 @@ import pytest
 
 from tests.helpers.combinations import at_night, in_pairs, nightly
 from tests.helpers.covered import covers
-from tests.helpers.megatron_runs import Run, assert_same, losses, model_flags, train
-from tests.helpers.ranks import lasting_folder
+from tests.helpers.megatron_runs import Run, assert_same, evaluations, losses
+from tests.helpers.trainings import Training
 
 FAMILIES = ("gpipe", "1f1b", "zb-h1")
 SAVED_AT = 2
@@ -45,21 +44,9 @@ MODELS: dict[str, dict[str, object]] = {
 }
 
 
-@functools.cache
-def stock(shape: str, model: str) -> tuple[list[Run], Path]:
-    """Stock's run, and the checkpoint it left at iteration 2."""
+def training(shape: str, model: str) -> Training:
     ranks, layout = SHAPES[shape]
-    folder = lasting_folder()
-    saving: dict[str, object] = {"save": folder, "save_interval": SAVED_AT}
-    flags = model_flags(**layout, **MODELS[model], **saving, train_iters=ITERATIONS)
-    return train(ranks, flags), folder
-
-
-def resume(shape: str, model: str, folder: Path, **overrides: object) -> list[Run]:
-    """Train on from stock's checkpoint of iteration 2 (the later one stays unread)."""
-    ranks, layout = SHAPES[shape]
-    loading: dict[str, object] = {"load": folder, "ckpt_step": SAVED_AT, **overrides}
-    return train(ranks, model_flags(**layout, **MODELS[model], **loading, train_iters=ITERATIONS))
+    return Training(ranks, {**layout, **MODELS[model], "train_iters": ITERATIONS}, SAVED_AT)
 
 
 def case(shape: str, model: str, family: str) -> Any:
@@ -72,32 +59,25 @@ def case(shape: str, model: str, family: str) -> Any:
     [case(*names) for names in in_pairs(SHAPES, MODELS, FAMILIES)],
 )
 def test_resumed_training_is_stock_to_the_last_bit(shape: str, model: str, family: str) -> None:
-    reference, folder = stock(shape, model)
-    runs = resume(shape, model, folder, pipeline_schedule=family)
-    assert len(losses(runs)) == len(losses(reference)) - SAVED_AT
-    assert all(run.schedule == "PipelineStep" for run in runs)
-    assert_same(runs, reference)
+    reference, _ = training(shape, model).saved()
+    runs = training(shape, model).resume_as_stock(pipeline_schedule=family)
     for run, expected in zip(runs, reference, strict=True):
         assert run.norms == pytest.approx(expected.norms[SAVED_AT:], rel=2**-22)
 
 
 def test_passes_that_run_again_drop_out_alike() -> None:
-    shape, model = "pp2", "untied, dropout"
-    reference, folder = stock(shape, model)
     ours: dict[str, object] = {"pipeline_schedule": "zb-h1", "pipeline_recompute": "first:2"}
-    assert_same(resume(shape, model, folder, **ours), reference)
+    training("pp2", "untied, dropout").resume_as_stock(**ours)
 
 
-def compare(ranks: int, **flags: object) -> tuple[list[Run], list[Run]]:
-    """Stock and zb-h1 from the same initialisation."""
-    reference = train(ranks, model_flags(**flags))
-    return train(ranks, model_flags(**flags, pipeline_schedule="zb-h1")), reference
+def compare(ranks: int, **flags: object) -> list[Run]:
+    """zb-h1 and stock from the same initialisation, which must end alike."""
+    return Training(ranks, flags).start_as_stock(pipeline_schedule="zb-h1")
 
 
 @pytest.mark.parametrize("family", ["zb-auto", *at_night("zb-h2", "2bp")])
 def test_every_schedule_on_a_line_runs(family: str) -> None:
-    reference, folder = stock("pp4", "tied")
-    assert_same(resume("pp4", "tied", folder, pipeline_schedule=family), reference)
+    training("pp4", "tied").resume_as_stock(pipeline_schedule=family)
 
 
 @pytest.mark.parametrize(
@@ -105,23 +85,19 @@ def test_every_schedule_on_a_line_runs(family: str) -> None:
     [(4, 3), (3, 7), *at_night((4, 1), (3, 5), (4, 6))],
 )
 def test_any_number_of_microbatches(ranks: int, microbatches: int) -> None:
-    runs, reference = compare(
+    compare(
         ranks,
         num_layers=12 if ranks == 3 else 4,
         pipeline_model_parallel_size=ranks,
         global_batch_size=microbatches,
         train_iters=3,
     )
-    assert_same(runs, reference)
 
 
 @pytest.mark.covers("A", ("line",), overlap_grad_reduce=True)
 def test_gradient_reduction_overlaps() -> None:
     """Steps 1 to 3 matter: Megatron learns its bucket order in the first."""
-    runs, reference = compare(
-        4, pipeline_model_parallel_size=2, overlap_grad_reduce=True, train_iters=4
-    )
-    assert_same(runs, reference)
+    compare(4, pipeline_model_parallel_size=2, overlap_grad_reduce=True, train_iters=4)
 
 
 @nightly("test_matrix.py has zb-auto with these")
@@ -133,7 +109,7 @@ def test_gradient_reduction_overlaps() -> None:
     overlap_param_gather=True,
 )
 def test_distributed_optimizer_with_both_overlaps() -> None:
-    runs, reference = compare(
+    compare(
         4,
         pipeline_model_parallel_size=2,
         use_distributed_optimizer=True,
@@ -141,32 +117,29 @@ def test_distributed_optimizer_with_both_overlaps() -> None:
         overlap_param_gather=True,
         train_iters=4,
     )
-    assert_same(runs, reference)
 
 
 @nightly("test_matrix.py has zb-auto with these")
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_tensor_parallel(sequence_parallel: bool) -> None:
-    runs, reference = compare(
+    compare(
         4,
         pipeline_model_parallel_size=2,
         tensor_model_parallel_size=2,
         sequence_parallel=sequence_parallel,
         train_iters=3,
     )
-    assert_same(runs, reference)
 
 
 @nightly("test_matrix.py has zb-auto with it")
 @pytest.mark.covers("A", ("line",), precision="bf16")
 def test_bf16() -> None:
-    runs, reference = compare(2, pipeline_model_parallel_size=2, bf16=True, train_iters=3)
-    assert_same(runs, reference)
+    compare(2, pipeline_model_parallel_size=2, bf16=True, train_iters=3)
 
 
 @pytest.mark.covers("A", ("line",), calculate_per_token_loss=True, group_query_attention=True)
 def test_without_linear_bias_and_loss_per_token() -> None:
-    runs, reference = compare(
+    compare(
         2,
         pipeline_model_parallel_size=2,
         calculate_per_token_loss=True,
@@ -176,48 +149,38 @@ def test_without_linear_bias_and_loss_per_token() -> None:
         num_query_groups=1,
         train_iters=3,
     )
-    assert_same(runs, reference)
 
 
 def test_evaluation_between_iterations() -> None:
-    runs, reference = compare(
-        4, pipeline_model_parallel_size=4, eval_iters=2, eval_interval=2, train_iters=4
-    )
-    assert_same(runs, reference)
-    assert reference[-1].evaluation and runs[-1].evaluation == reference[-1].evaluation
+    runs = compare(4, pipeline_model_parallel_size=4, eval_iters=2, eval_interval=2, train_iters=4)
+    assert evaluations(runs)
 
 
 @pytest.mark.covers("A", ("line",), variable_seq_lengths=True)
 def test_shapes_exchanged_when_sequence_lengths_vary() -> None:
     flags: dict[str, object] = {"pipeline_model_parallel_size": 4, "train_iters": 3}
-    varying = {"variable_seq_lengths": True}
-    reference = train(4, model_flags(**flags), model_config=varying)
-    runs = train(4, model_flags(**flags, pipeline_schedule="zb-h1"), model_config=varying)
-    assert_same(runs, reference)
+    varying = Training(4, flags, config={"variable_seq_lengths": True})
+    varying.start_as_stock(pipeline_schedule="zb-h1")
 
 
 def test_clipping_is_close() -> None:
     """The norm's sum over ranks has an order; so parameters may differ in their last bits."""
-    runs, reference = compare(4, pipeline_model_parallel_size=4, clip_grad=0.5, train_iters=4)
-    assert losses(runs) == pytest.approx(losses(reference), rel=1e-6)
+    clipped = Training(4, {"pipeline_model_parallel_size": 4, "clip_grad": 0.5, "train_iters": 4})
+    runs = clipped.run(pipeline_schedule="zb-h1")
+    assert losses(runs) == pytest.approx(losses(clipped.run()), rel=1e-6)
 
 
 def test_saved_under_a_schedule_and_resumed_under_stock(tmp_path: Path) -> None:
-    flags: dict[str, object] = {"pipeline_model_parallel_size": 2, "train_iters": 4}
-    whole = train(2, model_flags(**flags))
-    train(
-        2,
-        model_flags(
-            **flags, pipeline_schedule="zb-h1", save=tmp_path, save_interval=2, exit_interval=2
-        ),
-    )
-    resumed = train(2, model_flags(**flags, load=tmp_path))
-    assert len(losses(resumed)) == 2
-    assert_same(resumed, whole)
+    pair = training("pp2", "tied")
+    saving: dict[str, object] = {"save": tmp_path, "save_interval": SAVED_AT}
+    pair.run(pipeline_schedule="zb-h1", **saving, exit_interval=SAVED_AT)
+    resumed = pair.run(load=tmp_path)
+    assert len(losses(resumed)) == ITERATIONS - SAVED_AT
+    assert_same(resumed, pair.saved()[0])
 
 
 def test_no_flag_means_stock() -> None:
-    runs = train(2, model_flags(pipeline_model_parallel_size=2, train_iters=1))
+    runs = training("pp2", "tied").saved()[0]
     assert {run.schedule for run in runs} == {"forward_backward_pipelining_without_interleaving"}
 
 
@@ -225,7 +188,4 @@ def test_no_flag_means_stock() -> None:
 def test_the_upstream_script() -> None:
     script = Path(os.environ["MEGATRON_LM_DIR"]) / "pretrain_gpt.py"
     flags: dict[str, object] = {"pipeline_model_parallel_size": 4, "train_iters": 3}
-    reference = train(4, model_flags(**flags), script)
-    runs = train(4, model_flags(**flags, pipeline_schedule="zb-h1"), script)
-    assert all(run.schedule == "PipelineStep" for run in runs)
-    assert_same(runs, reference)
+    Training(4, flags, script=script).start_as_stock(pipeline_schedule="zb-h1")

@@ -8,7 +8,6 @@ router counts is in its biases.
 
 from __future__ import annotations
 
-import functools
 import re
 from pathlib import Path
 
@@ -16,9 +15,10 @@ import pytest
 
 from megatron_ext.schedule.build.registry import choose
 from tests.helpers.combinations import at_night, nightly
-from tests.helpers.megatron_runs import EXPERTS, Run, assert_same, losses, model_flags, train
+from tests.helpers.drawn_models import drawn_by_name
+from tests.helpers.megatron_runs import EXPERTS, assert_same
 from tests.helpers.short_search import shorten_search
-from tests.pipeline.test_multi_token_prediction import drawn_by_name
+from tests.helpers.trainings import Training
 
 Flags = dict[str, object]
 
@@ -66,27 +66,17 @@ CASES = [
 ]
 
 
-def flags(model: str, **more: object) -> list[str]:
-    return model_flags(
-        **{
-            "pipeline_model_parallel_size": 2,
-            "num_layers": 8,
-            "untie_embeddings_and_output_weights": True,
-            "position_embedding_type": "rope",
-            "train_iters": 3,
-            **MODELS[model][1],
-            **more,
-        }
-    )
-
-
-def run(model: str, **more: object) -> list[Run]:
-    return train(MODELS[model][0], flags(model, **more), model_provider=drawn_by_name)
-
-
-@functools.cache
-def reference(model: str, schedule: str | None) -> list[Run]:
-    return run(model, pipeline_schedule=schedule)
+def training(model: str) -> Training:
+    ranks, flags = MODELS[model]
+    given: Flags = {
+        "pipeline_model_parallel_size": 2,
+        "num_layers": 8,
+        "untie_embeddings_and_output_weights": True,
+        "position_embedding_type": "rope",
+        "train_iters": 3,
+        **flags,
+    }
+    return Training(ranks, given, build=drawn_by_name)
 
 
 def of_experts(output: str) -> list[str]:
@@ -103,12 +93,12 @@ def test_it_is_stock_to_the_last_bit(
 ) -> None:
     """Where dropout draws by rank, it is the same schedule without, whose draws are the same."""
     draws = "attention_dropout" in MODELS[model][1] and schedule not in ("1f1b", "zb-h1")
-    reference.cache_clear()  # its output is wanted
-    expected = reference(model, schedule if draws else None)
+    expected = training(model).run(pipeline_schedule=schedule if draws else None)
     said = of_experts(capfd.readouterr().out)
     ranks = int(str(MODELS[model][1].get("pipeline_model_parallel_size", 2)))
     stages = choose(schedule).place(ranks).stages
-    runs = run(model, pipeline_schedule=schedule, pipeline_recompute=f"first:{stages}")
+    ours: Flags = {"pipeline_schedule": schedule, "pipeline_recompute": f"first:{stages}"}
+    runs = training(model).run(**ours)
     assert {run.schedule for run in runs} == {"PipelineStep"}
     assert_same(runs, expected)
     assert of_experts(capfd.readouterr().out) == said
@@ -131,10 +121,9 @@ def test_beside_our_own_settings(more: Flags) -> None:
     beside = {name: value for name, value in more.items() if name != "pipeline_recompute"}
     if "pipeline_recompute" in more:
         beside.pop("pipeline_memory_limit")
-    expected = run("bf16", pipeline_schedule="zb-v", **beside)
-    ours: Flags = {"pipeline_schedule": "zb-v", "pipeline_recompute": "first:4", **more}
-    runs = run("bf16", **ours)
-    assert_same(runs, expected)
+    with_it: Flags = {"pipeline_recompute": "first:4", **more}
+    without = training("bf16").but(pipeline_schedule="zb-v", **beside)
+    training("bf16").start_as(without, pipeline_schedule="zb-v", **with_it)
 
 
 @nightly("test_placements.py has the setting")
@@ -144,7 +133,7 @@ def test_a_search_says_what_runs_again(
     """Some microbatches of some stages, wherever there is room."""
     shorten_search(monkeypatch)
     ours: Flags = {"pipeline_memory_limit": 1.2, "pipeline_recompute": "fit"}
-    assert_same(run("bf16", pipeline_schedule="v-auto", **ours), reference("bf16", None))
+    training("bf16").start_as_stock(pipeline_schedule="v-auto", **ours)
     assert "of the activations are made again" in capfd.readouterr().out
 
 
@@ -155,8 +144,4 @@ def test_a_file_with_passes_that_run_again(tmp_path: Path) -> None:
         "0F0,0F1,0R0,0I0,0W0,0F2,0R1,0I1,0W1,0F3,0I2,0W2,0R3,0I3,0W3\n"
         "1F0,1I0,1F1,1W0,1R1,1I1,1W1,1F2,1I2,1W2,1F3,1I3,1W3\n"
     )
-    more: Flags = {"global_batch_size": 4}
-    expected = run("dropout", **more)
-    runs = run("dropout", pipeline_schedule=table, **more)
-    assert losses(runs)
-    assert_same(runs, expected)
+    training("dropout").but(global_batch_size=4).start_as_stock(pipeline_schedule=table)

@@ -39,6 +39,7 @@ from tests.helpers.callers import (
 )
 from tests.helpers.callers import assert_same as assert_same_step
 from tests.helpers.combinations import nightly
+from tests.helpers.drawn_models import drawn_by_name
 from tests.helpers.megatron_runs import (
     EXPERTS,
     Run,
@@ -50,7 +51,7 @@ from tests.helpers.megatron_runs import (
     train,
 )
 from tests.helpers.ranks import run_ranks, values
-from tests.pipeline.test_recipe_settings import MLA, drawn_by_name
+from tests.pipeline.test_recipe_settings import MLA
 
 Flags = dict[str, object]
 

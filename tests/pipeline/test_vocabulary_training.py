@@ -12,10 +12,12 @@ the bias of the keys, by its sign.)
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import json
 import os
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +31,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from scripts.pretrain_gpt import model_provider
 from tests.helpers import context_parallel
 from tests.helpers.combinations import at_night
-from tests.helpers.megatron_runs import Run, evaluations, losses, model_flags, train, train_or_fail
-from tests.helpers.ranks import lasting_folder
+from tests.helpers.megatron_runs import Run, evaluations, losses, train_or_fail
+from tests.helpers.trainings import Saved, Training
 
 SAVED_AT = 1
 ULP = 2.0**-23  # of fp32, as a share of the number
@@ -52,60 +54,48 @@ OPTIMIZER: Flags = SMALLER | {
 }
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A model and how it is parallelised."""
+@contextlib.contextmanager
+def dividing_sequences() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        context_parallel.install(patch)
+        yield
 
-    ranks: int
-    pipeline: int
-    flags: Flags = field(default_factory=dict)
 
-    def words(self, **more: object) -> list[str]:
-        flags: Flags = {
-            "pipeline_model_parallel_size": self.pipeline,
-            "num_layers": 8,
-            "train_iters": SAVED_AT + 2,
-            "eval_interval": SAVED_AT + 1,
-            "eval_iters": 1,
-            "adam_beta1": 0,  # the first moment is the gradient
-            "make_vocab_size_divisible_by": 8,
-        }
-        return model_flags(**flags | self.flags | more)
-
-    def train(self, folder: Path, **more: object) -> list[Run]:
-        """Train, and leave a checkpoint of each iteration."""
-        with pytest.MonkeyPatch.context() as patch:
-            if "context_parallel_size" in self.flags:
-                context_parallel.install(patch)
-            return train(self.ranks, self.words(save=folder, save_interval=1, **more))
+def training(ranks: int, pipeline: int, flags: Flags | None = None) -> Training:
+    """A checkpoint is saved after each iteration."""
+    given: Flags = {
+        "pipeline_model_parallel_size": pipeline,
+        "num_layers": 8,
+        "train_iters": SAVED_AT + 2,
+        "eval_interval": SAVED_AT + 1,
+        "eval_iters": 1,
+        "adam_beta1": 0,  # the first moment is the gradient
+        "make_vocab_size_divisible_by": 8,
+        **(flags or {}),
+    }
+    divides = "context_parallel_size" in given
+    return Training(ranks, given, SAVED_AT, around=dividing_sequences if divides else nullcontext)
 
 
 SETTINGS = {
-    "pp2": Setting(2, 2),
-    "pp2 untied": Setting(2, 2, UNTIED),
-    "pp4": Setting(4, 4),
-    "pp4 untied": Setting(4, 4, UNTIED),
-    "tp2": Setting(4, 2, TENSOR),
-    "sp untied": Setting(4, 2, SEQUENCE | UNTIED),
-    "sp rope": Setting(4, 2, SEQUENCE | ROPE),
-    "distributed optimizer": Setting(4, 2, OPTIMIZER),
-    "distributed optimizer untied": Setting(4, 2, OPTIMIZER | UNTIED),
-    "loss per token": Setting(2, 2, SMALLER | {"calculate_per_token_loss": True}),
-    "clipped": Setting(2, 2, SMALLER | {"clip_grad": 0.5}),
-    "bf16": Setting(2, 2, SMALLER | {"bf16": True}),
-    "divided sequences": Setting(4, 2, SMALLER | ROPE | {"context_parallel_size": 2}),
-    "divided sequences, loss per token": Setting(
+    "pp2": training(2, 2),
+    "pp2 untied": training(2, 2, UNTIED),
+    "pp4": training(4, 4),
+    "pp4 untied": training(4, 4, UNTIED),
+    "tp2": training(4, 2, TENSOR),
+    "sp untied": training(4, 2, SEQUENCE | UNTIED),
+    "sp rope": training(4, 2, SEQUENCE | ROPE),
+    "distributed optimizer": training(4, 2, OPTIMIZER),
+    "distributed optimizer untied": training(4, 2, OPTIMIZER | UNTIED),
+    "loss per token": training(2, 2, SMALLER | {"calculate_per_token_loss": True}),
+    "clipped": training(2, 2, SMALLER | {"clip_grad": 0.5}),
+    "bf16": training(2, 2, SMALLER | {"bf16": True}),
+    "divided sequences": training(4, 2, SMALLER | ROPE | {"context_parallel_size": 2}),
+    "divided sequences, loss per token": training(
         4, 2, SMALLER | UNTIED | {"context_parallel_size": 2, "calculate_per_token_loss": True}
     ),
-    "divided sequences, SP": Setting(8, 2, SEQUENCE | {"context_parallel_size": 2}),
+    "divided sequences, SP": training(8, 2, SEQUENCE | {"context_parallel_size": 2}),
 }
-
-
-@functools.cache
-def stock(setting: str) -> tuple[list[Run], Path]:
-    """Stock's run, and the checkpoints it left."""
-    folder = lasting_folder()
-    return SETTINGS[setting].train(folder), folder
 
 
 def tensors(folder: Path, iteration: int) -> dict[str, Tensor]:
@@ -152,18 +142,11 @@ CASES = [
 ]
 
 
-@functools.cache
-def divided(setting: str, schedule: str, variant: int) -> tuple[list[Run], Path]:
-    """A run that went on from stock's checkpoint, and the checkpoints it left."""
-    folder = lasting_folder()
-    runs = SETTINGS[setting].train(
-        folder,
-        load=stock(setting)[1],
-        ckpt_step=SAVED_AT,
-        pipeline_schedule=schedule,
-        pipeline_vocab_parallel=variant,
-    )
-    return runs, folder
+def divided(setting: str, schedule: str | None, variant: int | None, **more: object) -> Saved:
+    """A run that goes on from stock's checkpoint, and the checkpoints it leaves."""
+    ours = {"pipeline_schedule": schedule, "pipeline_vocab_parallel": variant, **more}
+    stock = SETTINGS[setting].saved()[1]
+    return SETTINGS[setting].saved(load=stock, ckpt_step=SAVED_AT, **ours)
 
 
 def assert_close(runs: list[Run], reference: list[Run], precision: str = "fp32") -> None:
@@ -188,7 +171,7 @@ def assert_close(runs: list[Run], reference: list[Run], precision: str = "fp32")
 @pytest.mark.parametrize(("setting", "schedule", "variant"), CASES)
 def test_it_trains_as_stock_does(setting: str, schedule: str, variant: int) -> None:
     precision = "bf16" if setting == "bf16" else "fp32"
-    reference, stocks_folder = stock(setting)
+    reference, stocks_folder = SETTINGS[setting].saved()
     runs, folder = divided(setting, schedule, variant)
     assert len(losses(runs)) == len(losses(reference)) - SAVED_AT
     assert_close(runs, reference, precision)
@@ -208,11 +191,9 @@ def test_it_trains_as_stock_does(setting: str, schedule: str, variant: int) -> N
 @pytest.mark.parametrize("schedule", ["zb-v", *at_night("1f1b")])
 def test_weights_are_gathered_before_they_are_read(schedule: str) -> None:
     """No module's call waits for a table's. (A checkpoint or an evaluation would gather it too.)"""
-    setting = SETTINGS["distributed optimizer"]
-    reference, folder = stock("distributed optimizer")
-    flags: Flags = {"load": folder, "ckpt_step": SAVED_AT, "eval_interval": 1000, "eval_iters": 0}
-    words = setting.words(**flags, pipeline_schedule=schedule, pipeline_vocab_parallel=2)
-    ours = losses(train(setting.ranks, words))
+    setting = SETTINGS["distributed optimizer"].but(eval_interval=1000, eval_iters=0)
+    reference, folder = SETTINGS["distributed optimizer"].saved()
+    ours = losses(setting.resume(folder, pipeline_schedule=schedule, pipeline_vocab_parallel=2))
     assert ours == pytest.approx(losses(reference)[SAVED_AT:], rel=16 * ULP)
 
 
@@ -237,27 +218,21 @@ def test_saved_with_it_and_resumed(
     setting: str,
     schedule: str | None,
     variant: int | None,
-    tmp_path: Path,
 ) -> None:
     """By stock, under a schedule without it, and on other ranks with it."""
     reference, folder = divided(*case)
-    runs = SETTINGS[setting].train(
-        tmp_path,
-        load=folder,
-        ckpt_step=SAVED_AT + 1,
-        pipeline_schedule=schedule,
-        pipeline_vocab_parallel=variant,
-    )
+    ours = {"pipeline_schedule": schedule, "pipeline_vocab_parallel": variant}
+    runs, _ = SETTINGS[setting].saved(load=folder, ckpt_step=SAVED_AT + 1, **ours)
     assert len(losses(runs)) == 1
     assert_close(runs, reference)
 
 
-def test_states_saved_rank_by_rank_fit_a_divided_vocabulary_only(tmp_path: Path) -> None:
+def test_states_saved_rank_by_rank_fit_a_divided_vocabulary_only() -> None:
     """Without the format that any placement can load; Megatron compares the number of ranks."""
-    setting = SETTINGS["distributed optimizer"]
     flags: Flags = {"dist_ckpt_optim_fully_reshardable": None, "pipeline_schedule": "1f1b"}
-    setting.train(tmp_path, **flags, train_iters=SAVED_AT, pipeline_vocab_parallel=1)
-    words = setting.words(**flags, load=tmp_path, ckpt_step=SAVED_AT)
+    setting = SETTINGS["distributed optimizer"].but(**flags)
+    _, folder = setting.saved(train_iters=SAVED_AT, pipeline_vocab_parallel=1)
+    words = setting.words(load=folder, ckpt_step=SAVED_AT)
     results = train_or_fail(setting.ranks, words)
     for result in results:
         assert result.exit_code == 1 and result.error.endswith("SystemExit: 2\n"), result.error
@@ -265,30 +240,18 @@ def test_states_saved_rank_by_rank_fit_a_divided_vocabulary_only(tmp_path: Path)
     assert text in results[0].stderr
 
 
-def test_another_padding(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_another_padding(capfd: pytest.CaptureFixture[str]) -> None:
     """72 rows divide over 2 ranks twice, 66 do not; a checkpoint has 64."""
-    reference = SETTINGS["pp2"].train(
-        tmp_path / "stock",
-        load=stock("pp2")[1],
-        ckpt_step=SAVED_AT,
-        make_vocab_size_divisible_by=72,
-    )
+    reference, _ = divided("pp2", None, None, make_vocab_size_divisible_by=72)
     capfd.readouterr()
-    runs = SETTINGS["pp2"].train(
-        tmp_path / "ours",
-        load=stock("pp2")[1],
-        ckpt_step=SAVED_AT,
-        make_vocab_size_divisible_by=6,
-        pipeline_schedule="1f1b",
-        pipeline_vocab_parallel=2,
-    )
+    runs, folder = divided("pp2", "1f1b", 2, make_vocab_size_divisible_by=6)
     lines = [line for line in capfd.readouterr().out.splitlines() if "padded to" in line]
     assert lines == [
         "megatron_ext: the vocabulary is padded to 72, not 66, so that it divides over 2 pipeline "
         "x 1 tensor parallel ranks"
     ]
     assert_close(runs, reference)
-    weight = tensors(tmp_path / "ours", SAVED_AT + 2)["embedding.word_embeddings.weight"]
+    weight = tensors(folder, SAVED_AT + 2)["embedding.word_embeddings.weight"]
     assert weight.shape == (72, 32)
 
 
@@ -322,7 +285,8 @@ def noting(folder: Path) -> Any:
 def test_a_rank_holds_its_part_of_the_tables(
     setting: str, schedule: str, tables: list[str], vocabulary: int, tmp_path: Path
 ) -> None:
-    words = SETTINGS[setting].words(
+    noted = replace(SETTINGS[setting], build=noting(tmp_path))
+    noted.run(
         vocab_size=vocabulary - 1,
         hidden_size=4,
         train_iters=1,
@@ -331,7 +295,6 @@ def test_a_rank_holds_its_part_of_the_tables(
         pipeline_schedule=schedule,
         pipeline_vocab_parallel=1,
     )
-    train(4, words, model_provider=noting(tmp_path))
     first_chunks = [note for note in tmp_path.iterdir() if note.name[-2:] in ("ne", " 0")]
     assert len(first_chunks) == 4
     for note in tmp_path.iterdir():
@@ -343,14 +306,11 @@ def test_a_rank_holds_its_part_of_the_tables(
 
 
 @pytest.mark.skipif("MEGATRON_LM_DIR" not in os.environ, reason="MEGATRON_LM_DIR is not set")
-def test_megatrons_own_script(tmp_path: Path) -> None:
+def test_megatrons_own_script() -> None:
     script = Path(os.environ["MEGATRON_LM_DIR"]) / "pretrain_gpt.py"
-    setting = SETTINGS["pp2"]
-    saving = setting.words(save=tmp_path, save_interval=SAVED_AT)
-    reference = train(2, saving, script)
-    flags = {"load": tmp_path, "ckpt_step": SAVED_AT, "pipeline_vocab_parallel": 2}
-    runs = train(2, setting.words(**flags, pipeline_schedule="zb-v"), script)
-    assert_close(runs, reference)
+    setting = replace(SETTINGS["pp2"], script=script)
+    runs = setting.resume(pipeline_schedule="zb-v", pipeline_vocab_parallel=2)
+    assert_close(runs, setting.saved()[0])
 
 
 @pytest.mark.parametrize(
@@ -369,18 +329,12 @@ def test_megatrons_own_script(tmp_path: Path) -> None:
     ],
     ids=lambda more: next(iter(more)),
 )
-def test_it_goes_with(more: Flags, tmp_path: Path) -> None:
+def test_it_goes_with(more: Flags) -> None:
     """Full recompute, loss scaling, experts, and stages of nothing but an end of the model."""
-    setting = SETTINGS["pp2 untied"]
     layout = more.pop("pipeline_model_parallel_layout", None)
-    reference = setting.train(tmp_path / "stock", **more)
-    runs = setting.train(
-        tmp_path / "ours",
-        load=tmp_path / "stock",
-        ckpt_step=SAVED_AT,
-        pipeline_schedule="zb-v",
-        pipeline_vocab_parallel=1,
-        pipeline_model_parallel_layout=layout,
-        **more,
-    )
+    setting = SETTINGS["pp2 untied"].but(**more)
+    reference, folder = setting.saved()
+    ours: Flags = {"pipeline_schedule": "zb-v", "pipeline_model_parallel_layout": layout}
+    resumed: Flags = {"load": folder, "ckpt_step": SAVED_AT, "pipeline_vocab_parallel": 1}
+    runs, _ = setting.saved(**resumed, **ours)
     assert_close(runs, reference, "bf16" if "fp16" in more else "fp32")

@@ -12,15 +12,23 @@ import pytest
 
 
 @pytest.fixture(scope="session", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def own_cache(
+    tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> Iterator[None]:
     """Empty at the start, so that a search is tested and not its result of yesterday; shared by
-    the tests of one process, so that they search once."""
+    the tests of one process, so that they search once. What numba has compiled of the same source
+    is kept in pytest's cache, for all processes."""
     with pytest.MonkeyPatch.context() as patch:
         if "MPLCONFIGDIR" not in os.environ:
             # matplotlib would take seconds to list the fonts anew.
             users = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
             patch.setenv("MPLCONFIGDIR", str(Path(users) / "matplotlib"))
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        cache = tmp_path_factory.mktemp("cache")
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        if pytestconfig.cache:
+            compiled = cache / "megatron_ext" / "numba"
+            compiled.parent.mkdir()
+            compiled.symlink_to(pytestconfig.cache.mkdir("numba"))
         yield
 
 

@@ -39,12 +39,14 @@ def ctas_for(program: Program, pipeline: dist.ProcessGroup, device: torch.device
     """How many CTAs each communicator of ours may use in ``pipeline``, which runs ``program``.
 
     The same on all ranks, as both ends of a channel have to use equally many: for the rank with the
-    most communicators on the smallest device. None without a GPU. Collective over ``pipeline``.
+    most communicators on the smallest device. None without a GPU, or if ``program`` needs no
+    communicators of ours (batched messages go through Megatron's group). Collective over
+    ``pipeline``.
     """
-    if device.type != "cuda":
+    busiest = max(of_rank.total for of_rank in communicators(program))
+    if device.type != "cuda" or not busiest:
         return None
     multiprocessors = [0] * pipeline.size()
     here = torch.cuda.get_device_properties(device).multi_processor_count
     dist.all_gather_object(multiprocessors, here, group=pipeline)
-    busiest = max(of_rank.total for of_rank in communicators(program))
     return ctas_of_each(busiest, min(multiprocessors))

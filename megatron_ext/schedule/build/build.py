@@ -40,7 +40,7 @@ from megatron_ext.schedule.transforms.vocabulary_costs import share_vocabulary
 _TRIES = 4  # how often what messages hold is taken off what passes may
 _STEP = 0.05  # of what passes may hold, that is taken off at least
 _NOT_MUCH_LESS = 0.8  # times what a schedule needs: as far as a limit that is enough is looked for
-_LOOSER = (3.0, 2.0, 1.5, 1.25, 1.0)  # limits that a family is given where some is made again
+_LOOSER = (3.0, 2.0, 1.5, 1.25, 1.0)  # factors of the limit that a family gets before recompute
 
 
 def build_program(choice: Choice, problem: Problem) -> Program:
@@ -58,7 +58,7 @@ def build_program(choice: Choice, problem: Problem) -> Program:
     check_pairs(choice, problem)
     problem = _with_own_costs(problem)
     with task(f"building {choice.spec} for {size_of(problem)}"), _uncollected():
-        if _is_made_again(choice, problem) and not problem.forward_only:
+        if _adds_recompute(choice, problem) and not problem.forward_only:
             return _shortest_with_recompute(choice, problem)
         with keeping_proofs():
             return _proved(choice, problem)
@@ -79,8 +79,8 @@ def prove_built(schedule: Schedule, problem: Problem) -> Program:
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """Python does not look for garbage in the block: it would go through all actions of all ranks
-    again and again, a sixth of the time that a large program takes, and they are in no cycles."""
+    """Pause Python's garbage collector in the block. It would traverse all actions of all ranks
+    repeatedly, a sixth of the time that a large program takes, and they are in no cycles."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -94,50 +94,50 @@ def _proved(choice: Choice, problem: Problem) -> Program:
     limit = _limit_of_passes(choice, problem)
     passes, schedule = _compute(choice, problem, limit), None
     if limit is not None and limit.bytes is not None:
-        passes, schedule = _with_room_for_messages(choice, problem, limit.bytes, passes)
+        passes, schedule = _with_memory_for_messages(choice, problem, limit.bytes, passes)
     return _proof(passes, problem, schedule)
 
 
-_KEPT: ContextVar[deque[tuple[Schedule, Program]] | None] = ContextVar("kept", default=None)
+_PROOFS: ContextVar[deque[tuple[Schedule, Program]] | None] = ContextVar("kept", default=None)
 _PROGRAMS = 2  # they are large
 
 
 @contextlib.contextmanager
 def keeping_proofs() -> Iterator[None]:
-    """What is proved in the block is not proved again right behind, as where a search has proved
-    what it ends with, or where it is to do with another memory limit."""
-    if _KEPT.get() is not None:
+    """Cache the latest proofs in the block: a search proves its result before `build_program` does,
+    and several memory limits often give the same schedule."""
+    if _PROOFS.get() is not None:
         yield
         return
-    token = _KEPT.set(deque(maxlen=_PROGRAMS))
+    token = _PROOFS.set(deque(maxlen=_PROGRAMS))
     try:
         yield
     finally:
-        _KEPT.reset(token)
+        _PROOFS.reset(token)
 
 
 def _proof(passes: Schedule, problem: Problem, schedule: Schedule | None = None) -> Program:
     """The program of ``passes``; ``schedule``: as they are transformed, if they are."""
-    program = _kept(passes, problem)
+    program = _cached(passes, problem)
     if program is not None:
         return within_limit(program, problem)
     if schedule is None:
         schedule = _transformed(passes, problem)
-    kept = _KEPT.get()
-    if kept is None or _limit_inserts(problem):
+    proofs = _PROOFS.get()
+    if proofs is None or _limit_inserts(problem):
         return prove(schedule, problem)
     program = prove(schedule, replace(problem, memory_limit=None))
-    kept.append((passes, program))
+    proofs.append((passes, program))
     program = within_limit(program, problem)
-    kept[-1] = passes, program
+    proofs[-1] = passes, program
     return program
 
 
-def _kept(passes: Schedule, problem: Problem) -> Program | None:
+def _cached(passes: Schedule, problem: Problem) -> Program | None:
     """The program of ``passes``, maybe with another memory limit; None: it is to be made."""
     if _limit_inserts(problem):
         return None
-    for known, program in _KEPT.get() or ():
+    for known, program in _PROOFS.get() or ():
         limit = program.problem.memory_limit
         if known == passes and program.problem == replace(problem, memory_limit=limit):
             return program
@@ -171,12 +171,12 @@ def _shortest_with_recompute(choice: Choice, problem: Problem) -> Program:
     programs, refusals = _with_recompute(choice, problem)
     if programs:
         return min(programs, key=lambda program: step_seconds(program, problem.costs))
-    # A family that refuses a limit knows nothing of what is made again within it.
+    # A family that refuses a limit does not know of the recompute that would keep within it.
     over = [error for error in refusals if isinstance(error, OverLimit)]
     if problem.memory_limit is None or not over:
         raise refusals[-1]
-    if _KEPT.get() is not None:
-        raise over[0]  # one schedule of many that are compared: nobody reads it
+    if _PROOFS.get() is not None:
+        raise over[0]  # one schedule of many that are compared: the least limit is not shown
     least = _least_that_is_enough(choice.without_search, problem, problem.memory_limit, over)
     raise over[0].naming(least, problem.memory_limit)
 
@@ -204,7 +204,7 @@ def _least_that_is_enough(
     """Return the least limit that a few tries find to be enough; ``limit`` is not enough.
 
     What the passes made without a limit need is enough, as they are tried within each limit. Less
-    may be: within another limit the family makes other passes, and others are made again.
+    may be: within another limit the family makes another order, and other passes are recomputed.
     """
     enough = over[0].least
     too_little = max(limit.amount, _NOT_MUCH_LESS * min(error.least for error in over))
@@ -212,17 +212,17 @@ def _least_that_is_enough(
     for _ in range(_TRIES):
         if not too_little < next_try < enough:
             next_try = (too_little + enough) / 2
-        asked = limit.of(math.ceil(next_try) if limit.bytes is not None else next_try)
-        programs, _ = _with_recompute(choice, replace(problem, memory_limit=asked))
+        candidate = limit.of(math.ceil(next_try) if limit.bytes is not None else next_try)
+        programs, _ = _with_recompute(choice, replace(problem, memory_limit=candidate))
         if programs:
-            enough = asked.amount
+            enough = candidate.amount
         else:
-            too_little = asked.amount
+            too_little = candidate.amount
     return enough
 
 
 def _looser_limits(problem: Problem) -> list[MemoryLimit | None]:
-    """What the family may use, where some is given up afterwards: loosest first."""
+    """Return the memory limits to give the family before recompute, the loosest first."""
     limit = problem.memory_limit
     if limit is None:
         return [None]
@@ -230,8 +230,8 @@ def _looser_limits(problem: Problem) -> list[MemoryLimit | None]:
 
 
 def _proved_in_bytes(passes: Schedule, problem: Problem) -> Program:
-    """``passes`` as they are proved; where messages bring them over a limit in bytes, with as much
-    less for the passes.
+    """Return the program of ``passes``. If messages bring it over a limit in bytes, recompute
+    leaves as much less to the passes.
 
     Raises:
         InvalidSchedule: as `prove`.
@@ -246,11 +246,11 @@ def _proved_in_bytes(passes: Schedule, problem: Problem) -> Program:
         over = max(peaks(schedule, in_bytes(problem.costs))) - limit.bytes
         if over <= 0:
             break
-        allowed -= math.ceil(max(over, _STEP * allowed))  # what is given up goes in large pieces
+        allowed -= math.ceil(max(over, _STEP * allowed))  # recompute frees large pieces
         if allowed <= 0:
             break
-        room = replace(problem, memory_limit=MemoryLimit(bytes=allowed))
-        schedule = _transformed(passes, room)
+        within = replace(problem, memory_limit=MemoryLimit(bytes=allowed))
+        schedule = _transformed(passes, within)
     return prove(schedule, problem)
 
 
@@ -269,7 +269,7 @@ def complete(schedule: Schedule, problem: Problem) -> Program:
 
 
 def _with_own_costs(problem: Problem) -> Problem:
-    """``problem`` with the costs of what its passes do."""
+    """Return ``problem`` with its costs adapted to frozen stages and vocabulary parallelism."""
     costs = problem.costs
     if problem.first_trained:
         costs = without_backward(costs, problem.first_trained)
@@ -279,7 +279,7 @@ def _with_own_costs(problem: Problem) -> Problem:
 
 
 def _transformed(schedule: Schedule, problem: Problem) -> Schedule:
-    """``schedule``, which has compute actions only, with all that is inserted."""
+    """Return ``schedule``, which has compute actions only, with all inserted actions."""
     transforms: list[Transform] = [communicate, order_messages, await_sends]
     if problem.extras.vocab_parallel is not VocabularyParallel.NONE:
         transforms.insert(0, divide_vocabulary)
@@ -304,21 +304,21 @@ def _for_training(problem: Problem) -> list[Transform]:
 
 
 def _places_recompute(choice: Choice, problem: Problem) -> bool:
-    """Whether the family itself chooses what is made again."""
-    is_whole = problem.slices.count == 1  # a search of slices makes none again
+    """Whether the family itself chooses what is recomputed."""
+    is_whole = problem.slices.count == 1  # a search of slices recomputes none
     return choice.traits.fits_recompute and problem.extras.recompute.fit and is_whole
 
 
-def _is_made_again(choice: Choice, problem: Problem) -> bool:
-    """Whether some of what the family's passes make is given up afterwards."""
-    is_asked_for = problem.extras.recompute != Recompute()
-    return is_asked_for and not _places_recompute(choice, problem)
+def _adds_recompute(choice: Choice, problem: Problem) -> bool:
+    """Whether recompute is added to the family's passes afterwards."""
+    is_requested = problem.extras.recompute != Recompute()
+    return is_requested and not _places_recompute(choice, problem)
 
 
 def _limit_of_passes(choice: Choice, problem: Problem) -> MemoryLimit | None:
-    """What the family may use, with room left for the microbatches that are held longer. What
-    leaves for the host or is made again is not known yet: with these there is no limit."""
-    if problem.extras.activation_offload is not Offload.NONE or _is_made_again(choice, problem):
+    """Return the memory limit of the family's passes: less what vocabulary parallelism holds in
+    addition. None with offload or recompute, whose savings are not known yet."""
+    if problem.extras.activation_offload is not Offload.NONE or _adds_recompute(choice, problem):
         return None
     limit = problem.memory_limit
     if limit is not None and problem.extras.vocab_parallel is not VocabularyParallel.NONE:
@@ -326,7 +326,7 @@ def _limit_of_passes(choice: Choice, problem: Problem) -> MemoryLimit | None:
     return limit
 
 
-def _with_room_for_messages(
+def _with_memory_for_messages(
     choice: Choice, problem: Problem, allowed: int, passes: Schedule
 ) -> tuple[Schedule, Schedule]:
     """``passes``, or where messages bring them over the memory limit, others that hold as much less
@@ -337,7 +337,7 @@ def _with_room_for_messages(
     limit = problem.memory_limit
     assert limit is not None and limit.bytes is not None
     bytes_for(limit, problem.costs)
-    known = _kept(passes, problem)
+    known = _cached(passes, problem)
     first = passes, _transformed(passes, problem) if known is None else known.schedule
     smaller, schedule = first
     for _ in range(_TRIES):
@@ -370,7 +370,7 @@ def _check_passes(schedule: Schedule, problem: Problem) -> None:
 
 
 def _for_family(problem: Problem) -> Problem:
-    """``problem`` without what transforms add, and with what they take out."""
+    """Return ``problem`` without what transforms add, and with what they take out."""
     alone = problem.with_extras(
         vocab_parallel=VocabularyParallel.NONE,
         activation_offload=Offload.NONE,

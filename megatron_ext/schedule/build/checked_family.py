@@ -19,7 +19,7 @@ from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.schedule_csv import KINDS_IN_FILES
 from megatron_ext.schedule.words import counted, shown
 
-_MOST = 2**31 // len(KINDS)  # numbers are kept in 32 bits, stage and kind in one (`columns`)
+_MOST = 2**31 // len(KINDS)  # numbers have 32 bits, stage and kind share one (`columns`)
 _SPLIT = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
@@ -83,7 +83,7 @@ class CheckedFamily:
         return checked
 
     def _checked(self, schedule: Schedule) -> Schedule:
-        """``schedule`` with rows that are tuples, of kinds that are kinds and no texts alike."""
+        """Return ``schedule`` with its rows as tuples, and kinds given as text as `Kind`."""
         if not isinstance(schedule.placement, Placement):
             raise self._error(
                 f"{self.name} has {shown(repr(schedule.placement))} for a placement; write "

@@ -22,10 +22,10 @@ _WORTH = 1.001  # times what it takes otherwise, and it is not worth its memory
 def eager_or_not(
     name: str, problem: Problem, choice: str, build: Callable[[bool], Schedule]
 ) -> Schedule:
-    """What ``build`` makes, eager or not.
+    """Return the schedule of ``build``, eager or not.
 
     Args:
-        choice: of `CHOICES`. With ``auto`` it is eager where microbatches are cut into slices, it
+        choice: one of `CHOICES`. With ``auto`` it is eager if microbatches are cut into slices, it
             then takes less time, and it fits into the memory limit.
 
     Raises:

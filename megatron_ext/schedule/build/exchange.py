@@ -1,5 +1,5 @@
-"""Attention evened out between pipeline ranks (SlimPipe, Li et al. 2025), beside slices of balanced
-lengths, which need no messages for it. Only told, by the laboratory: nothing trains so.
+"""Attention evened out between pipeline ranks (SlimPipe, Li et al. 2025), to compare with slices of
+balanced lengths, which need no messages for it. An estimate alone: no training does so.
 
 Of slices of one length slice j, from 0, has j + 1/2 tiles to attend to, a tile being a slice's
 queries with a slice's keys. Ranks that run different slices at a time can even that out: who has
@@ -29,15 +29,16 @@ _KEYS = 3  # as wide as keys and values: these; these, and their gradients
 
 @dataclass(frozen=True)
 class Exchange:
-    """What an exchange gains at best, and what it sends.
+    """Best case of an exchange, and the amount that it sends.
 
     Attributes:
-        makespan: where every pass attends to as much as the mean, and no message is waited for.
-        sent: by rank, in a step: bytes, or where those are not known, times the keys and values
-            of one microbatch on a rank.
-        in_bytes: whether it is bytes.
-        seconds: that the rank which sends most takes for it on a link as quick as the hops'; None
-            where that is not known.
+        makespan: in the unit of the costs, if every pass attends to as much as the mean, and no
+            message is waited for.
+        sent: by rank, in a step: bytes, or if those are not known, times the keys and values of one
+            microbatch on a rank.
+        in_bytes: whether ``sent`` is in bytes.
+        seconds: the time to send the most that a rank sends, on a link as quick as the hops'; None
+            if it is not known.
     """
 
     makespan: float
@@ -47,13 +48,13 @@ class Exchange:
 
 
 def exchange(choice: Choice, problem: Problem, group: int) -> Exchange:
-    """Of ``choice``, whose slices are of one length.
+    """Return the exchange of ``choice``, whose slices are of one length.
 
     Args:
         group: query heads that share a head of keys and values.
 
     Raises:
-        ValueError: there is nothing to even out.
+        ValueError: there are no slices of one length, or the costs have no attention.
     """
     costs, slices = problem.costs, problem.slices
     if slices.count == 1 or slices.lengths is not Lengths.EVEN:
@@ -81,7 +82,8 @@ def exchange(choice: Choice, problem: Problem, group: int) -> Exchange:
 
 
 def _times_keys_values(ranks: int, slices: int, group: int) -> float:
-    """What a rank sends for a microbatch, over the keys and values of that microbatch there."""
+    """Return the mean amount that a rank sends for a microbatch, as a multiple of the keys and
+    values of that microbatch there."""
     tiles, pairs = 0.0, 0
     for slot in range(slices):
         loads = [(slot - rank) % slices for rank in range(ranks)]
@@ -93,8 +95,8 @@ def _times_keys_values(ranks: int, slices: int, group: int) -> float:
 
 
 def _evened(loads: Sequence[int]) -> tuple[float, int]:
-    """How much of ``loads`` goes from those above the mean to those below, and from how many to how
-    many: the most goes to who has the most room."""
+    """Return how much of ``loads`` moves from those above the mean to those below, and in how many
+    transfers: the largest excess goes to the largest shortfall first."""
     mean = sum(loads) / len(loads)
     above = sorted((load - mean for load in loads if load > mean), reverse=True)
     below = sorted((mean - load for load in loads if load < mean), reverse=True)

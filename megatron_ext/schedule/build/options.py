@@ -11,7 +11,7 @@ from megatron_ext.schedule.words import meant_by, shown
 Parameters = Mapping[str, inspect.Parameter]
 
 _BOOLEANS = {"true": True, "false": False}  # bool("false") is True
-_WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+_TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -21,7 +21,7 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def accepted(function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Those of ``options`` that ``function`` takes."""
+    """Return the ``options`` that ``function`` takes."""
     return {key: value for key, value in options.items() if key in parameters_of(function)}
 
 
@@ -45,9 +45,9 @@ def parse_options(name: str, parameters: Parameters, text: str) -> dict[str, Any
         try:
             options[key] = _BOOLEANS[value] if kind is bool else kind(value)
         except (KeyError, ValueError):
-            wanted = _WANTED[kind]
+            expected = _TYPES[kind]
             raise ValueError(
-                f"schedule {name}: {key} must be {wanted}, not {shown(value)!r}"
+                f"schedule {name}: {key} must be {expected}, not {shown(value)!r}"
             ) from None
     return options
 

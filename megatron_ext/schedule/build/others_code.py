@@ -23,8 +23,8 @@ def code_of(
 ) -> Iterator[None]:
     """Run code of the schedule file ``path`` in the block, which is a task called ``what``.
 
-    The block is given up after `LONGEST` unless it ``is_search``, in the main thread of a process;
-    another thread cannot be interrupted.
+    The block is interrupted after `LONGEST` seconds unless it ``is_search``, in the main thread of
+    a process; another thread cannot be interrupted.
 
     Raises:
         ValueError: ``failed`` and why, whatever the code raises, SystemExit included. A ValueError
@@ -62,7 +62,7 @@ class _TimeIsUp(BaseException):  # no Exception, which the code may catch
 
 @contextlib.contextmanager
 def _time_limit(seconds: float | None) -> Iterator[None]:
-    """Raise `_TimeIsUp` in the block after ``seconds``, and again each second until it ends."""
+    """Raise `_TimeIsUp` in the block after ``seconds``, and each second from then until it ends."""
     if seconds is None or threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,7 +1,7 @@
 """Whether the output layer's weight gradient waits for W, or comes with I.
 
 Between I and W the output layer keeps the gradient of the logits, which can be larger than all that
-a stage's layers keep. So it waits only where the costs show that there is room for it.
+a stage's layers hold. So it waits only if the costs show that there is memory for it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def better_of(now: Program, before: Program, choice: Choice, problem: Problem) -
 
 
 def _better_placed(build: Callable[[Problem], Program], problem: Problem, splits: bool) -> Program:
-    """`place_output_layer` for what ``build`` makes; ``splits``: whether there is W at all."""
+    """Return the program of ``build`` with the output layer's weight gradient in I or in W, as
+    `place_output_layer` decides. ``splits``: whether there is W at all."""
     costs = problem.costs
     shared = problem.extras.vocab_parallel is not VocabularyParallel.NONE
     if shared or not splits or costs.vocabulary is None:
@@ -88,7 +89,8 @@ def output_layer_waits(program: Program) -> bool:
 
 
 def costs_in(program: Program, costs: Costs) -> Costs:
-    """``costs`` as the passes of ``program`` have them: the output layer's where it is placed."""
+    """Return ``costs`` as the passes of ``program`` have them: the output layer's where it is
+    placed."""
     problem = program.problem
     if problem.extras.vocab_parallel is not VocabularyParallel.NONE:
         return share_vocabulary(costs, problem.placement, problem.extras.vocab_parallel)
@@ -98,7 +100,7 @@ def costs_in(program: Program, costs: Costs) -> Costs:
 
 
 def with_input_gradient(costs: Costs) -> Costs:
-    """``costs`` with the output layer's weight gradient in I, as far as they tell it."""
+    """Return ``costs`` with the output layer's weight gradient in I, as far as they tell it."""
     if costs.vocabulary is None or not costs.vocabulary.head[2]:
         return costs
     forward, input_gradient, weight_gradient = costs.vocabulary.head

@@ -1,4 +1,4 @@
-"""What post-validation gains: the steps of some schedules overlap, those of others cannot."""
+"""Gains of post-validation: the steps of some schedules overlap, those of others cannot."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def is_gain(makespan: float, step: float) -> bool:
 
 
 def what_overlapping_gains(program: Program) -> str:
-    """What post-validation, which ``program`` has, makes of its makespan, in words."""
+    """Return a line on the gain of post-validation, which ``program`` has: its step and its
+    makespan compared."""
     makespan, step = _figures(program)
     if not is_gain(makespan, step):
         return (

@@ -1,4 +1,4 @@
-"""Which schedules have passes that run as one, where that is asked for."""
+"""Pairs of passes that run as one, on schedules that can have them and if they are requested."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_ext.schedule.transforms.pairs import pair_up
 
 
 def check_pairs(choice: Choice, problem: Problem) -> None:
-    """Raise ValueError where pairs are asked of a schedule that can have none."""
+    """Raise ValueError if pairs are requested of a schedule that can have none."""
     if problem.extras.pairs and problem.placement.chunks < 2:
         others = [name for name, entry in entries().items() if entry.traits.keeps_pairs]
         raise ValueError(
@@ -26,7 +26,7 @@ def check_pairs(choice: Choice, problem: Problem) -> None:
 
 
 def with_pairs(schedule: Schedule, problem: Problem) -> Schedule:
-    """``schedule``, which has passes only, with pairs where ``problem`` asks for them."""
+    """Return ``schedule``, which has passes only, with pairs if ``problem`` requests them."""
     if not problem.extras.pairs or problem.forward_only:
         return replace(schedule, pairs=frozenset()) if schedule.pairs else schedule
     return pair_up(schedule, problem)

@@ -32,16 +32,16 @@ from megatron_ext.schedule.words import counted, shown
 
 
 class Mark(enum.StrEnum):
-    """How far a schedule has been tried, and whether `plan` recommends it.
+    """Maturity of a schedule: its tests, and whether `plan` recommends it.
 
     All of them are proved for every size that `scripts/sweep_schedules.py` has, and train in
     tests to stock's bits.
 
-    - stable: trained in tests beside something that launches have too (checkpoints, tensor or
+    - stable: trained in tests together with other features of launches (checkpoints, tensor or
       expert parallelism, vocabulary parallelism, offload), its time and memory are on its page and
       compared with it by a test, and some launch is best off with it. Two that are one search with
       another limit count as one.
-    - experimental: it may be what a launch wants, but has hardly been trained beside anything.
+    - experimental: it may suit a launch, but has hardly been trained together with other features.
     - laboratory: to compare with. Others take less time in no more memory.
     """
 
@@ -62,7 +62,7 @@ class Traits:
         fits_recompute: the family itself chooses which activations are recomputed, if recompute
             has to fit into the memory limit.
         takes_slices: there is an order for microbatches that are cut into slices.
-        keeps_pairs: most F of the steady state can run beside a backward pass.
+        keeps_pairs: most F of the steady state can run as one with a backward pass.
     """
 
     splits_backward: bool = False
@@ -135,7 +135,7 @@ def family(
 
 @functools.cache
 def entries() -> dict[str, FamilyEntry]:
-    """All families of ours by name, in the order of their files."""
+    """Return all families of ours by name, in the order of their files."""
     from megatron_ext.schedule import families
 
     for module in pkgutil.iter_modules(families.__path__):
@@ -159,7 +159,7 @@ class Choice:
     ranks: int | None = None  # that a table is for; None: any number
     microbatches: int | None = None  # the same
     slices: int | None = None  # that a microbatch has in a table; None: any number
-    recomputes: bool = False  # whether it is a table with passes that make activations again
+    recomputes: bool = False  # whether it is a table with passes that recompute activations
     has_pairs: bool = False  # whether it is a table with passes that run as one
     at_once: Family | None = None
 
@@ -188,8 +188,8 @@ class Choice:
 
 
 def choose(spec: str) -> Choice:
-    """What ``spec`` names: ``zb-h1``, ``name:key=value,...``, the path of a CSV file, or that of a
-    Python file that registers a family, ``mine.py:key=value,...``.
+    """Return the schedule that ``spec`` names: ``zb-h1``, ``name:key=value,...``, the path of a CSV
+    file, or that of a Python file that registers a family, ``mine.py:key=value,...``.
 
     A Python file is imported once in a process, however often it is chosen.
 
@@ -210,8 +210,11 @@ def choose(spec: str) -> Choice:
 
 
 def _named(spec: str) -> str:
-    """``spec``, or the search that it stands for, if it is an ``auto``. Raises ValueError where
-    there are several."""
+    """Return ``spec``, or the search that it stands for, if it is an ``auto``.
+
+    Raises:
+        ValueError: it stands for several searches.
+    """
     searches = auto_searches(spec)
     if searches is None:
         return spec
@@ -229,7 +232,7 @@ def entry_of(spec: str) -> FamilyEntry:
 
 
 def on_placement(placement: Placement) -> Iterator[Choice]:
-    """Those of our families without a search whose stages can lie as ``placement`` has them."""
+    """Yield our families without a search whose stages can lie as ``placement`` has them."""
     numbers = {"vpp": placement.chunks, "waves": max(placement.chunks // 2, 1)}
     for entry in entries().values():
         spec = entry.name
@@ -253,7 +256,8 @@ def _entry_and_options(spec: str) -> tuple[FamilyEntry, dict[str, Any]]:
 
 
 def options_of(spec: str) -> tuple[frozenset[str], dict[str, Any]]:
-    """Which options the schedule that ``spec`` names takes, and those that ``spec`` gives."""
+    """Return the names of the options that the schedule of ``spec`` takes, and the options that
+    ``spec`` gives."""
     if spec.lower().endswith(".csv"):
         return frozenset(), {}
     entry, given = _entry_and_options(_named(spec))
@@ -269,7 +273,7 @@ def file_of(spec: str) -> Path | None:
 
 
 def with_option(spec: str, key: str, value: object) -> str:
-    """``spec`` with one more option."""
+    """Return ``spec`` with one more option."""
     return f"{spec}{',' if ':' in spec else ':'}{key}={value}"
 
 
@@ -365,7 +369,7 @@ def _counted_slices(number: int) -> str:
 
 
 def cut_as_in(problem: Problem, schedule: Schedule) -> Schedule:
-    """``schedule`` from a file, with slices as long as those of ``problem``."""
+    """Return ``schedule`` from a file, with slices as long as those of ``problem``."""
     if problem.slices.count == 1:
         return schedule
     parts = problem.forwards
@@ -405,7 +409,7 @@ def _from_python_file(path: Path) -> FamilyEntry:
     return _import_family(resolved)
 
 
-@functools.cache  # which keeps no failures: a file that has been put right is read again
+@functools.cache  # failures are not cached: a corrected file is read anew
 def _import_family(path: Path) -> FamilyEntry:
     """The one family that the file at ``path`` registers."""
     added = _families_in(path)

@@ -1,4 +1,4 @@
-"""What there is to say of a schedule, as data for programs."""
+"""Report on a simulated schedule, as data for programs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ScheduleReport:
             makespan, or where steps overlap about the span.
         peak_activation_microbatches: of each rank, in microbatches of a full one.
         host_microbatches: the same on the host.
-        made_again: the share of activations that are given up and made again.
+        made_again: the share of activations that are recomputed.
         pairs: how many forward passes run as one with a backward pass.
         generation_seconds: that it took to make the program.
     """
@@ -62,7 +62,7 @@ class ScheduleReport:
 
     @property
     def share_in_pairs(self) -> float:
-        """Of the forward passes."""
+        """Share of the forward passes that run as one with a backward pass."""
         return self.pairs / (self.microbatches * self.slices * self.pp * self.vpp)
 
     @property

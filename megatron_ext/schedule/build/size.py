@@ -1,4 +1,4 @@
-"""How large a problem is, and what it takes to build its program: told before it begins."""
+"""Size of a problem, and the time to build its program: told before it begins."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _check_memory(takes: int, what: str) -> None:
 
 
 def seconds_to_build(problem: Problem) -> float:
-    """About what it takes to build, prove and simulate a program that nobody searches for."""
+    """Return about the seconds to build, prove and simulate a program without a search."""
     return _pairs(problem) * (_SECONDS + _SECONDS_PER_RANK * problem.ranks)
 
 
@@ -76,7 +76,7 @@ def _counts(problem: Problem) -> str:
 
 
 def _pairs(problem: Problem) -> int:
-    """Of a stage and a microbatch, or a slice of one."""
+    """Return the number of pairs of a stage and a microbatch, or a slice of one."""
     return problem.placement.stages * problem.pieces
 
 

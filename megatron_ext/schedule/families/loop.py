@@ -116,7 +116,7 @@ def units(problem: Problem, *, u: int = 0) -> Schedule:
 
 
 def _within(problem: Problem) -> list[int]:
-    """How many microbatches a unit may have within the memory limit, the most first."""
+    """Yield the numbers of microbatches of a unit within the memory limit, the largest first."""
     memory = memory_of(problem)
     most = problem.microbatches
     for rank, stages in enumerate(problem.placement.stages_of):
@@ -157,7 +157,7 @@ def _units(problem: Problem, u: int, backward: Kind) -> Rows:
     keeps_pairs=True,
 )
 def interleaved_zb(problem: Problem, *, group: int = 0) -> Schedule:
-    """The order of `interleaved` with the backward split and W put off into the bubbles, as far as
+    """The order of `interleaved` with the backward split and W deferred into the bubbles, as far as
     the first rank's peak there allows on every rank. At equal costs and m >= 2p the makespan's
     bubble is (p-1)F/v.
 
@@ -186,7 +186,7 @@ def gis(problem: Problem, *, group: int = 0) -> Schedule:
     """Generalized interleaving: a rank is (v-1)*group + p - r passes ahead, and W fill the bubbles.
 
     Groups of g = ``group`` (0: p) in [ceil(p/2), p]: peak (v-1)g + p chunks. Bubble (p-1)(F+I-W)/v;
-    the paper puts no W off and has (p-1)(F+I)/v. At equal costs and with m a multiple of g, a
+    the paper defers no W and has (p-1)(F+I)/v. At equal costs and with m a multiple of g, a
     smaller g costs (p-g)(v-1)(F+I-W)/v more.
 
     With p = 3, m = 3:
@@ -281,7 +281,7 @@ def _interleaved(name: str, problem: Problem, group: int, backward: Kind) -> Row
 
 
 def _whole(problem: Problem, passes: int) -> int:
-    """``passes``, or as many more as it takes to be those of whole microbatches."""
+    """Return ``passes``, or as many more as it takes to be those of whole microbatches."""
     slices = problem.slices.count
     return slices * -(-passes // slices)
 
@@ -322,7 +322,7 @@ def _rows(name: str, problem: Problem, group: int, ahead: list[int], backward: K
 
 
 def _with_weight_gradients(name: str, problem: Problem, order: Rows) -> Schedule:
-    """``order`` with its W within what it needs anyway, on the rank that needs most."""
+    """Return ``order`` with its W within what it needs anyway, on the rank that needs most."""
     ahead = 0.0
     for row in order:
         held = 0.0
@@ -335,7 +335,8 @@ def _with_weight_gradients(name: str, problem: Problem, order: Rows) -> Schedule
 
 
 def _filled(name: str, problem: Problem, order: Rows, microbatches: float) -> TimedOrder:
-    """``order`` with its W, within what it needs anyway or ``microbatches``, and within the limit.
+    """Return ``order`` with its W, within what it needs anyway or ``microbatches``, and within the
+    limit.
 
     Raises:
         ValueError: the order itself does not fit into the limit.

@@ -1,4 +1,4 @@
-"""Two chunks a rank in a V: down to the first rank and up again to the last, where the loss is.
+"""Two chunks a rank in a V: from the last rank to the first and back to the last, with the loss.
 
 The V's open end, stages 0 and 2p-1, is on the last rank; the papers have it on their first, so
 their device i (from 0) is rank p-1-i here.
@@ -166,7 +166,7 @@ def one_forward_one_backward_v(problem: Problem) -> Schedule:
     keeps_pairs=True,
 )
 def dualpipe_v(problem: Problem) -> Schedule:
-    """F of one chunk beside B of the other all along; W apart where it fills a gap. Peak p + 1/2.
+    """F of one chunk in turn with B of the other; W apart if it fills a gap. Peak p + 1/2.
 
     What the original runs as one compound of F and B are two passes here, and each sends when it
     is done, not when both are. With k slices, k-1 forwards more on each chunk first.
@@ -244,9 +244,11 @@ def _per_stage(
 def _from_block(
     name: str, problem: Problem, starts: dict[Kind, tuple[int, ...]], peak: int
 ) -> Schedule:
-    """The schedule of a building block, at most ``peak`` microbatches held. A block is of a slice,
-    where there are some: its backward pass is as much later as the last slice of its microbatch
-    comes after the first."""
+    """Return the schedule of a building block, with a peak of at most ``peak`` microbatches.
+
+    With slices a block is one slice's: its backward pass comes later by the distance of the last
+    slice of its microbatch from the first.
+    """
     slices = problem.slices.count
     later = (slices - 1) * _INTERVAL
     starts = {k: tuple(s + later * (k is not _F) for s in row) for k, row in starts.items()}

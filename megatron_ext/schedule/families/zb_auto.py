@@ -82,8 +82,9 @@ def zb_auto(problem: Problem) -> Schedule:
 
 
 def _packed(best: Schedule, problem: Problem, memory: Memory) -> Schedule:
-    """``best``, or what packing makes of it and of what is published, where that takes less: trials
-    know no order but that of their leads, which is far from the best where slices have little room.
+    """Return ``best``, or the shortest packing of it and of published schedules, if shorter.
+
+    The trials vary the leads alone, which is far from the best if slices have little memory.
     """
     limit = problem.memory_limit or MemoryLimit(microbatches=2 * problem.held_by_1f1b)
     unlimited, shop = (
@@ -104,7 +105,7 @@ def _packed(best: Schedule, problem: Problem, memory: Memory) -> Schedule:
 
 
 def _step(schedule: Schedule, problem: Problem) -> float:
-    """What a step of ``schedule`` costs."""
+    """Return the seconds of a step of ``schedule``."""
     return step_seconds(complete(schedule, problem), problem.costs)
 
 
@@ -118,7 +119,7 @@ def _step(schedule: Schedule, problem: Problem) -> float:
     takes_slices=True,
 )
 def zb_1p(problem: Problem) -> Schedule:
-    """The same within p microbatches, 1F1B's peak (also with slices), for the least span.
+    """`zb_auto` within p microbatches, 1F1B's peak (also with slices), for the least span.
 
     With p = 3, m = 4:
 
@@ -143,7 +144,7 @@ def zb_1p(problem: Problem) -> Schedule:
     takes_slices=True,
 )
 def zb_2p(problem: Problem, *, paper_count: bool = False) -> Schedule:
-    """The same within 2p microbatches, for the least span: near zero when costs are near equal.
+    """`zb_auto` within 2p microbatches, for the least span: bubble near 0 at nearly equal costs.
 
     The paper counts what I gives back, about half of a microbatch there, and allows an extra
     forward. ``zb-2p:paper_count=true`` counts so, where there is no limit of the user's; the peak
@@ -210,7 +211,7 @@ def _best(
 
     unlimited = replace(
         problem, memory_limit=None
-    )  # asked of families that ignore costs: the limit is checked below
+    )  # for families that ignore costs: the limit is checked below
     tried = itertools.islice(_trials(problem, memory, by_span), trials)
     best = min(tried, key=lambda filled: filled.order(by_span))
     figures = seconds(best)
@@ -330,7 +331,7 @@ class _Line:
         return None
 
     def _send(self, rank: int, kind: Kind, k: int, end: float) -> None:
-        """What a pass that ends at ``end`` makes comes to the rank that needs it."""
+        """Deliver the output of a pass that ends at ``end`` to the rank that needs it."""
         is_forward = kind is Kind.FORWARD
         to = self._placement.next(rank) if is_forward else self._placement.previous(rank)
         if to is not None:

@@ -21,9 +21,9 @@ from megatron_ext.schedule.schedule import Schedule
     takes_slices=True,
 )
 def zb_h1(problem: Problem, *, eager: str = "auto") -> Schedule:
-    """1F1B's order with W put off: rank r starts its weight gradients r microbatches late.
+    """1F1B's order with W deferred: rank r starts its weight gradients r microbatches late.
 
-    Each I passes its gradient on earlier, the W left over fill the cool-down. Peak p microbatches
+    Each I passes its gradient on earlier, the remaining W fill the cool-down. Peak p microbatches
     on every rank, as on 1F1B's first; bubble (p-1)(F+I-W).
 
     With k slices: bubble (p-1)(F+I-W)/k, peak (p-1+k)/k microbatches on every rank. ``eager`` is

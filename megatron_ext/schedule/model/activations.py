@@ -12,7 +12,7 @@ import operator
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
 
-from megatron_ext.schedule.model.execution import Execution
+from megatron_ext.schedule.model.execution import Execution, Framework
 from megatron_ext.schedule.model.measured.scale import (
     DEPTH,
     NOT_SCALED,
@@ -187,6 +187,9 @@ def _attention(model: Model, execution: Execution) -> Kept:
         query = output = model.query_width
         inside = query + 2 * model.key_value_width
         inside_kept = inside if execution.transformer_engine else 3 * query
+        if execution.framework is Framework.PYTORCH:
+            # Turned queries and keys are new tensors; values keep their joint output as a whole.
+            inside_kept = inside + query + model.key_value_width
         made, widths = 0, inside
         if model.qk_layernorm:
             made = (query + model.key_value_width) * (1 if execution.transformer_engine else norms)
@@ -224,6 +227,8 @@ def _attention_matrix(model: Model, execution: Execution) -> tuple[float, float]
 def _mlp(model: Model, execution: Execution) -> Kept:
     activation = _matrices(model) * model.ffn_hidden_size  # its input, and its output
     kept = activation - ("linear_fc2" in execution.unkept) * model.ffn_hidden_size
+    if execution.framework is Framework.PYTORCH and model.gated_linear_unit:
+        kept += model.ffn_hidden_size  # what enters the product with the gate
     if "mlp" in execution.recompute_modules:
         kept = 0
     inside = Kept(elements=kept, widths=2 * model.hidden_size + activation)

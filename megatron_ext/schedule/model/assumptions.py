@@ -1,4 +1,5 @@
-"""What the model of costs does not know of a training's settings, and what it assumes instead."""
+"""What the model of costs does not know of a training's settings, what it assumes instead, and for
+which settings no measurement has checked it."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ext.schedule.model.description import describe
+from megatron_ext.schedule.model.description import describe, execution_of
+from megatron_ext.schedule.model.execution import Execution
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,34 @@ _ASSUMPTIONS = (
 
 
 def assumptions(settings: Any) -> str | None:
-    """What of ``settings``, Megatron's arguments, is not in estimates, in a line; None: nothing."""
+    """Return a line on what of ``settings``, Megatron's arguments, is not in estimates, and on
+    what no measurement has checked; None if there is nothing to say."""
     named = list(_named(settings))
     unknown = describe(settings).unknown
     if unknown:
         named.append(f"{', '.join(unknown)}: left out of times and memory")
-    return f"the estimate does not know {'; '.join(named)}" if named else None
+    parts = [f"the estimate does not know {'; '.join(named)}"] if named else []
+    parts += filter(None, [not_checked(execution_of(settings, sequence=1, micro_batch=1))])
+    return ". ".join(parts) or None
+
+
+_NODE = 8  # GPUs
+
+
+def not_checked(execution: Execution) -> str | None:
+    """Return a line on the parts of ``execution`` whose estimate no measurement of configurations
+    has checked (docs/estimated-costs.md); None if all are checked."""
+    experts = execution.expert_parallel * execution.expert_tensor_parallel
+    parts = [
+        text
+        for is_used, text in (
+            (execution.expert_parallel > 1 and experts > _NODE, "experts across nodes"),
+            (execution.context_parallel > 1, "context parallelism"),
+            (execution.precision.is_quantized, f"matrices in {execution.precision}"),
+        )
+        if is_used
+    ]
+    return f"not checked against measurements: {', '.join(parts)}" if parts else None
 
 
 def _named(settings: Any) -> Iterator[str]:

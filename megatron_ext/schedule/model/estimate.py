@@ -19,7 +19,7 @@ from megatron_ext.schedule.costs import (
 )
 from megatron_ext.schedule.kinds import RULES, Held
 from megatron_ext.schedule.model.activations import held_of_stage, keys_values_of_stage
-from megatron_ext.schedule.model.execution import Execution
+from megatron_ext.schedule.model.execution import Execution, Framework
 from megatron_ext.schedule.model.messages.hidden import hidden_by_pairs
 from megatron_ext.schedule.model.model import Model, Stage
 from megatron_ext.schedule.model.operations.operation import Group
@@ -66,7 +66,8 @@ def estimate(model: Model, stages: Sequence[Stage], execution: Execution, rates:
         origin="estimated from the model's dimensions" if measured is None else measured.origin,
     )
     # What was measured has in it what ranks waited for, and no more.
-    if measured is None and any(stage.forward.get(Group.TENSOR) for stage in layers):
+    hides = execution.framework is Framework.MEGATRON and measured is None
+    if hides and any(stage.forward.get(Group.TENSOR) for stage in layers):
         costs = _with_hidden_exchanges(costs, layers, execution)
     costs = costs.with_vocabulary(_vocabulary(model, stages[-1], execution, rates))
     assert costs.held_bytes is not None

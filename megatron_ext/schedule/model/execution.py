@@ -20,6 +20,13 @@ class Precision(StrEnum):
         return self in (Precision.FP8, Precision.FP4)
 
 
+class Framework(StrEnum):
+    """The kernels and the overlap that layers are taken to have."""
+
+    MEGATRON = "Megatron with Transformer Engine"
+    PYTORCH = "plain PyTorch"  # with flash attention and a fused norm; nothing else is fused
+
+
 @dataclass(frozen=True)
 class Execution:
     """Names and meaning are those of Megatron's arguments where it has them.
@@ -73,6 +80,7 @@ class Execution:
     context_exchange: str = "p2p"
     pipeline_span: int = 0
     overlap: float = 0.0
+    framework: Framework = Framework.MEGATRON
 
     @property
     def element_bytes(self) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.model.execution import Precision
+from megatron_ext.schedule.model.messages.collectives import BEGIN, FAR_STEP, NEAR_STEP
 from megatron_ext.schedule.model.rates import Rates
 from megatron_ext.schedule.words import shown
 
@@ -24,6 +25,8 @@ class DataSheet:
         domain: GPUs that are joined so.
         network: bytes per second of a GPU's own port.
         host: bytes per second to the host, one way.
+        sms: streaming multiprocessors, or compute units.
+        matrices: share of ``bf16`` that the best shapes of matrix products reach.
         source: where these figures are from.
     """
 
@@ -36,6 +39,8 @@ class DataSheet:
     domain: int
     network: float
     host: float
+    sms: int
+    matrices: float
     source: str
 
 
@@ -53,38 +58,46 @@ DATA_SHEETS = _data_sheets()
 
 @dataclass(frozen=True)
 class Achieved:
-    """How much of a data sheet's figures is reached, from 0 to 1. Assumptions, all of them, for
-    shapes of large models: measure where a per cent counts.
+    """Shares of a data sheet's figures that kernels and collectives reach, from 0 to 1.
 
     Attributes:
-        matrices: products of large matrices, under the power that a GPU is given.
-        fp8, fp4: the same at these rates, whose scaling comes on top.
-        grouped: experts' products, of those of large matrices.
-        attention: fused attention, both ways.
-        memory: element by element.
-        peers, network: collectives among GPUs, and messages.
-        host: two GPUs often share a switch, and both directions the host's memory.
+        fp8, fp4: tensor cores at these rates, scaling included. Assumptions.
+        grouped: experts' products, of what single products of their shapes reach. An assumption.
+        attention, attention_backward: fused causal attention. FlashAttention-2 reaches 50 to 73 %
+            of an A100's peak forward, and up to 63 % backward (Dao 2023, arXiv:2307.08691, section
+            4.1); FlashAttention-3 similar shares of an H100's (Shah et al. 2024, arXiv:2407.08608).
+        memory: element by element. An assumption.
+        peers: rings over NVLink: NCCL takes 235 GB/s for the most on an A100 (``compCap80`` in
+            src/graph/tuning.cc), 18 x 20.6 of 450 on an H100 and 18 x 40.1 of 900 on a B200
+            (SM90_NVLINK_BW, SM100_NVLINK_BW in src/graph/topo.h).
+        network: messages and rings between nodes. An assumption.
+        host: two GPUs often share a switch, and both directions the host's memory. An assumption.
     """
 
-    matrices: float = 0.65
     fp8: float = 0.58
     fp4: float = 0.48
     grouped: float = 0.8
-    attention: float = 0.5
+    attention: float = 0.6
+    attention_backward: float = 0.5
     memory: float = 0.8
-    peers: float = 2 / 3
+    peers: float = 235 / 300
     network: float = 0.8
     host: float = 0.39
 
 
 ACHIEVED = Achieved()
+# Bytes of operands a floating-point operation that the second-level cache gives: 5,120 bytes a
+# clock of an A100 at 1.41 GHz, for 312e12 operations a second (NVIDIA A100 Tensor Core GPU
+# Architecture, 2020). Other GPUs are taken to have as much for their operations.
+OPERANDS = 5120 * 1.41e9 / 312e12
+# Seconds between two kernels that the host has launched ahead: 3.8 us a kernel of 2.9 us
+# (https://developer.nvidia.com/blog/cuda-graphs/).
+KERNEL = 0.9e-6
 # Beside its operations a pass of a chunk takes this long, where the host launches it: messages are
 # posted, waited for, and the first kernels reach an idle GPU. An assumption, as `ACHIEVED`.
 LAUNCH = 0.2e-3
-# Seconds of a short message to a peer, and over the network, as NCCL reckons in its protocol for
-# large ones: 8.4 us, and 3.4 or 14 us of the link
-# (https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc).
-LATENCIES = 11.8e-6, 22.4e-6
+# Seconds of a short message to a peer, and over the network; a long one takes them, too.
+LATENCIES = BEGIN + NEAR_STEP, BEGIN + FAR_STEP
 
 
 @dataclass(frozen=True)
@@ -111,7 +124,7 @@ class Gpu:
             return self.whole
         assert self.sheet is not None
         sheet = self.sheet
-        matrix = sheet.bf16 * ACHIEVED.matrices
+        matrix = sheet.bf16 * sheet.matrices
         linear = {
             Precision.FP32: matrix / 2,  # TF32
             Precision.BF16: matrix,
@@ -134,6 +147,10 @@ class Gpu:
             launch=LAUNCH,
             latency_of_peers=LATENCIES[0],
             latency_of_network=LATENCIES[1],
+            sms=sheet.sms,
+            operands=sheet.bf16 * OPERANDS,
+            kernel=KERNEL,
+            attention_backward=sheet.bf16 * ACHIEVED.attention_backward,
         )
 
     def can(self, precision: Precision) -> bool:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import cache
 
 from megatron_ext.schedule.model.execution import Execution
 from megatron_ext.schedule.model.model import Model, Stage
+from megatron_ext.schedule.model.operations.temporaries import temporary_bytes
 from megatron_ext.schedule.model.parameters import (
     Parameter,
     has_final_norm,
@@ -37,6 +38,8 @@ class ModelBytes:
     Attributes:
         expert_weights, expert_gradients: of these, those that only data-parallel ranks with the
             same experts have.
+        temporary: what the largest pass takes while it runs; not in ``total``, as a plan leaves a
+            share of the GPU's memory to it.
     """
 
     weights: float
@@ -44,6 +47,7 @@ class ModelBytes:
     optimizer: float
     expert_weights: float = 0.0
     expert_gradients: float = 0.0
+    temporary: float = 0.0
 
     @property
     def total(self) -> float:
@@ -103,7 +107,8 @@ def bytes_of_ranks(
             )
             for stage, tables in zip(own, tables_of, strict=True)
         ]
-        rank_bytes.append(_summed(chunks))
+        temporary = max(temporary_bytes(model, stages[stage], execution) for stage in own)
+        rank_bytes.append(replace(_summed(chunks), temporary=temporary))
     return rank_bytes
 
 

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 
 from megatron_ext.schedule.model.measured.scale import Links, Measured
+from megatron_ext.schedule.model.messages.collectives import ring_latency
+from megatron_ext.schedule.model.operations.matrix_products import TensorCores
 from megatron_ext.schedule.model.operations.operation import Engine, Exchange, Operation
 
 _NODE = 8  # GPUs
@@ -28,6 +30,11 @@ class Rates:
         launch: seconds that a pass takes beside its operations.
         latency_of_peers, latency_of_network: seconds that a short message takes, and a long one,
             too.
+        sms: streaming multiprocessors, whose waves count by a product's shape; 0: shapes do not
+            count, and collectives have no latency.
+        operands: bytes per second from the second-level cache.
+        kernel: seconds between two kernels.
+        attention_backward: of attention's backward pass; 0: as ``attention``.
         measured: with a model on this machine, to which estimates are scaled; None: nothing was.
     """
 
@@ -43,6 +50,10 @@ class Rates:
     launch: float = 0.0
     latency_of_peers: float = 0.0
     latency_of_network: float = 0.0
+    sms: int = 0
+    operands: float = math.inf
+    kernel: float = 0.0
+    attention_backward: float = 0.0
     measured: Measured | None = None
 
     @property
@@ -66,7 +77,17 @@ class Rates:
     def as_a_whole(cls, operations: float, network: float, host: float, peers: float) -> Rates:
         """Those of a machine of which is known what whole trainings reach on it, and so nothing of
         single operations: ``operations`` per second, attention, norms and waiting included."""
-        return cls(operations, operations, operations, operations, math.inf, network, peers, host)
+        return cls(
+            operations,
+            operations,
+            operations,
+            operations,
+            math.inf,
+            network,
+            peers,
+            host,
+            attention_backward=operations,
+        )
 
     def seconds_of(self, operation: Operation) -> tuple[float, float, float]:
         """What F, I and W of ``operation`` take, W in I where it is whole.
@@ -74,17 +95,37 @@ class Rates:
         A kernel loads what it needs while it computes, so each takes the longer of the two; and
         one kernel of a layer follows the other, so these sum up.
         """
-        flops, moved = operation.flops, operation.moved
+        moved = operation.moved
+        computed = self._computed(operation)
         forward, backward, weights = (
-            max(count / self._engine(operation.engine), size / self.memory)
-            for count, size in (
-                (flops.forward, moved.forward),
-                (flops.input_gradient + operation.again, moved.input_gradient),
-                (flops.weight_gradient, moved.weight_gradient),
+            max(seconds, size / self.memory) + (self.kernel if size else 0.0)
+            for seconds, size in zip(
+                computed, (moved.forward, moved.input_gradient, moved.weight_gradient), strict=True
             )
         )
         if operation.is_whole:
             return forward, backward + weights, 0.0
+        return forward, backward, weights
+
+    def _computed(self, operation: Operation) -> tuple[float, float, float]:
+        """Seconds of the floating-point operations of F, I and W."""
+        flops, engine = operation.flops, self._engine(operation.engine)
+        product = operation.product
+        if product is None or not self.sms:
+            backward = engine
+            if operation.engine is Engine.ATTENTION and self.attention_backward:
+                backward = self.attention_backward
+            return (
+                flops.forward / engine,
+                (flops.input_gradient + operation.again) / backward,
+                flops.weight_gradient / engine,
+            )
+        cores = TensorCores(engine, self.operands, self.operands, self.sms)
+        outputs = (2.0, 2.0, 4.0)
+        forward, backward, weights = (
+            cores.seconds(shape, product.groups, operation.operand_bytes, output)
+            for shape, output in zip(product.shapes, outputs, strict=True)
+        )
         return forward, backward, weights
 
     def _engine(self, engine: Engine) -> float:
@@ -111,7 +152,14 @@ class Rates:
         to_peers = of_ranks * within / self.peers
         to_others = of_nodes * (nodes - 1) / nodes / self.network
         a_byte = max(to_peers, to_others)
-        return exchange.moved.forward * a_byte, exchange.moved.input_gradient * a_byte
+        latency = 0.0
+        if self.sms:
+            latency = ring_latency(exchange.halves, exchange.collectives, near, nodes)
+        forward, backward = (
+            moved * a_byte + (latency if moved else 0.0)
+            for moved in (exchange.moved.forward, exchange.moved.input_gradient)
+        )
+        return forward, backward
 
 
 def _distinct(places: float, choices: int) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from megatron_ext.schedule.model.execution import Execution
+from megatron_ext.schedule.model.execution import Execution, Framework
 from megatron_ext.schedule.model.model import Model, Stage
 from megatron_ext.schedule.model.model_memory import (
     TrainingState,
@@ -19,6 +19,10 @@ from megatron_ext.schedule.model.parameters import has_final_norm
 from megatron_ext.schedule.model.rates import Rates
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import VocabularyParallel
+
+# Nodes of a ring that is as fast as its links; of more nodes it is slower in proportion. An
+# assumption, which rests on one measured set of 32 nodes (scripts/layouts/a100.csv, 30B).
+FULL_SPEED_NODES = 8
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,10 @@ def reductions_of_ranks(
     final_norms = has_final_norm(model, stages)
     of_experts = execution.expert_tensor_parallel * execution.expert_parallel
     a_byte = (
-        seconds_of_a_byte(state.data_parallel, execution.tensor_parallel, rates),
-        seconds_of_a_byte(state.expert_data_parallel, of_experts, rates),
+        seconds_of_a_byte(
+            state.data_parallel, execution.tensor_parallel, rates, execution.framework
+        ),
+        seconds_of_a_byte(state.expert_data_parallel, of_experts, rates, execution.framework),
     )
     reductions = []
     for own in placement.stages_of:
@@ -79,13 +85,19 @@ def _elements(
     return sum(parameter.elements for parameter in parameters) - of_experts, of_experts
 
 
-def seconds_of_a_byte(ranks: int, stride: int, rates: Rates) -> float:
-    """What each byte takes that so many ranks, each ``stride`` from the next, scatter or gather.
+def seconds_of_a_byte(
+    ranks: int, stride: int, rates: Rates, framework: Framework = Framework.MEGATRON
+) -> float:
+    """Return the seconds of each byte that so many ranks, each ``stride`` from the next, scatter or
+    gather.
 
     Round a ring every rank sends all but its own share to the next. Ranks of a node make as many
-    rings as they are, each of which leaves it by another's port.
+    rings as they are, each of which leaves it by another's port; in plain PyTorch they are taken to
+    make one ring, whose speed is that of a port.
     """
     near = max(min(ranks, rates.domain // stride), 1)
+    rings = near if framework is Framework.MEGATRON else 1
     within = 1 / rates.peers if near > 1 else 0.0
-    between = 1 / (near * rates.network) if ranks > near else 0.0
+    slower = max(1.0, ranks / near / FULL_SPEED_NODES)
+    between = slower / (rings * rates.network) if ranks > near else 0.0
     return (ranks - 1) / ranks * max(within, between)

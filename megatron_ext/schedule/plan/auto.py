@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from megatron_ext.schedule.build.registry import Choice, choose, entry_of
 from megatron_ext.schedule.plan.candidate import Candidate, Plan, Variant, VocabMethod
+from megatron_ext.schedule.plan.figures import slower_by
 from megatron_ext.schedule.plan.planner import make_plan
-from megatron_ext.schedule.plan.recommendation import slower_by
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.words import counted
 

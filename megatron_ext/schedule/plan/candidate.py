@@ -44,12 +44,14 @@ class Variant:
     Attributes:
         model: what parameters, gradients and optimizer states take on each rank; None if not known.
         may_recompute: whether activations may be given up and made again, to fit into a limit.
+        layers: of the model; None: not known.
     """
 
     choice: Choice
     problem: Problem
     model: Sequence[ModelBytes] | None = None
     may_recompute: bool = False
+    layers: int | None = None
 
     @property
     def build(self) -> Callable[[Choice, Problem], Program]:

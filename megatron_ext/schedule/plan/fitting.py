@@ -173,14 +173,16 @@ def _made(variant: Variant, method: VocabMethod, *, whole: bool = False) -> Cand
     return Candidate(method, step.report, variant, limit, memory, step.is_whole)
 
 
-def built_whole(candidate: Candidate) -> Candidate:
+def built_whole(candidate: Candidate, room: float | None = None) -> Candidate:
     """Return ``candidate`` with the figures of all its microbatches, which its repeating part may
     have told.
 
     Raises:
-        ValueError: its schedule cannot be made after all.
+        ValueError: its schedule cannot be made after all, or takes more than ``room`` bytes.
     """
     if candidate.is_whole:
         return candidate
     with keeping_proofs():
-        return _made(candidate.variant, candidate.method, whole=True)
+        whole = _made(candidate.variant, candidate.method, whole=True)
+    _check_room(whole, room)
+    return whole

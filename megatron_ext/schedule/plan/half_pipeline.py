@@ -9,19 +9,18 @@ optimizer's states as many, and as many activations; twice the gradients are red
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.limit import MemoryLimit
+from megatron_ext.schedule.model.model_memory import TrainingState
 from megatron_ext.schedule.model.reductions import Reduction
 from megatron_ext.schedule.placement import Placement, loop
 from megatron_ext.schedule.plan.candidate import Candidate, Plan
-from megatron_ext.schedule.plan.model_plan import Training
-from megatron_ext.schedule.plan.plan_report import plan_report
+from megatron_ext.schedule.plan.figures import flags_of
 from megatron_ext.schedule.plan.planner import make_plan
-from megatron_ext.schedule.plan.recommendation import flags_of
-from megatron_ext.schedule.plan.vocabulary_plan import variants_of
+from megatron_ext.schedule.plan.training import Training
+from megatron_ext.schedule.plan.verdict import NOTHING, Written
 
 
 @dataclass(frozen=True)
@@ -67,13 +66,11 @@ class Side:
 
     Attributes:
         reduction: the longest of a rank under the best; None where the model is not known.
-        layers: of the model, if they are known.
     """
 
     division: Division
     plan: Plan
     reduction: Reduction | None = None
-    layers: int | None = None
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -81,7 +78,7 @@ class Side:
         if self.plan.best is None:
             return ()
         ranks = str(self.division.ranks)
-        return ("--pipeline-model-parallel-size", ranks, *flags_of(self.plan.best, self.layers))
+        return ("--pipeline-model-parallel-size", ranks, *flags_of(self.plan.best))
 
     @property
     def whole_step(self) -> float | None:
@@ -90,19 +87,24 @@ class Side:
             return None
         return self.plan.best.step + (self.reduction.total if self.reduction is not None else 0.0)
 
-    def as_data(self) -> dict[str, Any]:
-        """As ``--json`` prints it; seconds in ``reduction``."""
-        reduction = None if self.reduction is None else asdict(self.reduction)
-        report = plan_report(self.plan, self.layers).as_data()
-        return {**asdict(self.division), "reduction": reduction, **report}
-
 
 @dataclass(frozen=True)
 class Halves:
-    """Both divisions."""
+    """Both divisions.
+
+    Attributes:
+        written: for the best on half of the ranks; nothing where nothing fits there.
+        job: what is trained, in words; "" where nobody needs to be told.
+        remarks: what was assumed.
+        is_estimate: whether times are seconds that were estimated.
+    """
 
     whole: Side
     half: Side
+    written: Written = NOTHING
+    job: str = ""
+    remarks: tuple[str, ...] = ()
+    is_estimate: bool = True
 
     @property
     def rows(self) -> list[tuple[str, Candidate | None, Candidate | None]]:
@@ -120,12 +122,8 @@ class Halves:
         """Whether anything does."""
         return bool(self.rows)
 
-    def as_data(self) -> dict[str, Any]:
-        """As ``--json`` prints it."""
-        return {"whole": self.whole.as_data(), "half": self.half.as_data()}
 
-
-def compare_halves(training: Training, room: float | None) -> Halves:
+def compare_halves(training: Training, room: float | None = None) -> Halves:
     """``training``, and twice as many copies of its model on half the ranks.
 
     Args:
@@ -134,53 +132,35 @@ def compare_halves(training: Training, room: float | None) -> Halves:
     Raises:
         ValueError: there is no half.
     """
-    whole = Division(training.ranks, training.state.data_parallel, training.microbatches)
+    trained, limit = training.trained, training.limit
+    copies = 1 if trained is None else trained.state.data_parallel
+    whole = Division(training.ranks, copies, training.microbatches)
     half = whole.halved()
-    state = replace(
-        training.state,
-        data_parallel=half.data_parallel,
-        expert_data_parallel=2 * training.state.expert_data_parallel,
-    )
     of_half = replace(
         training,
         ranks=half.ranks,
         microbatches=half.microbatches,
-        limit=training.limit and of_half_limit(training.limit),
-        state=state,
-        measured=None if training.measured is None else _of_half(training.measured),
+        limit=limit and of_half_limit(limit),
+        costs=training.costs and _of_half(training.costs),
+        trained=trained and replace(trained, state=_twice(trained.state)),
     )
 
     def side(division: Division, training: Training) -> Side:
-        plan = make_plan(training.variant, room, may_offload=True)
-        reduction = None if plan.best is None else training.longest_reduction(plan.best)
-        return Side(division, plan, reduction, len(training.model.layers))
+        plan = make_plan(training.variant, room, may_offload=training.trained is not None)
+        if plan.best is None or training.trained is None:
+            return Side(division, plan)
+        return Side(division, plan, training.trained.longest_reduction(plan.best))
 
-    return Halves(side(whole, training), side(half, of_half))
+    of_all, of_halves = side(whole, training), side(half, of_half)
+    written = Written(of_halves.flags)
+    return Halves(of_all, of_halves, written, is_estimate=training.is_estimate)
 
 
-def compare_halves_of_costs(
-    whole: Division,
-    costs: Callable[[Placement], Costs],
-    limit: MemoryLimit | None,
-    layers: int | None = None,
-    post_validation: bool = False,
-) -> Halves:
-    """`compare_halves` where only times are known. Arguments as of `variants_of`.
-
-    Raises:
-        ValueError: there is no half.
-    """
-    half = whole.halved()
-
-    def side(
-        division: Division, costs: Callable[[Placement], Costs], limit: MemoryLimit | None
-    ) -> Side:
-        ranks, microbatches = division.ranks, division.microbatches
-        variant = variants_of(ranks, microbatches, costs, limit, layers, post_validation)
-        return Side(division, make_plan(variant), layers=layers)
-
-    return Halves(
-        side(whole, costs, limit), side(half, _of_half(costs), limit and of_half_limit(limit))
+def _twice(state: TrainingState) -> TrainingState:
+    return replace(
+        state,
+        data_parallel=2 * state.data_parallel,
+        expert_data_parallel=2 * state.expert_data_parallel,
     )
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
-from typing import Any
 
 from megatron_ext.schedule.build.size import seconds_to_build
+from megatron_ext.schedule.model.execution import Execution
 from megatron_ext.schedule.plan.candidate import Candidate, Plan, Variant, VocabMethod, stable_of
-from megatron_ext.schedule.plan.model_plan import Training
+from megatron_ext.schedule.plan.figures import flags_of
 from megatron_ext.schedule.plan.planner import VariantOf, make_plan
-from megatron_ext.schedule.plan.recommendation import flags_of, slower_by
+from megatron_ext.schedule.plan.training import TrainedModel, Training
+from megatron_ext.schedule.plan.verdict import NOTHING, Written
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.slices import LONG_ENOUGH, UNCUT, Lengths, Slices
 from megatron_ext.schedule.words import counted
@@ -27,7 +29,6 @@ SPECS = (
 WHOLE, FULL_RECOMPUTE = "whole sequences", "--recompute-granularity full"
 EQUAL = 0.02  # of a step: what no estimate tells apart
 _SECONDS = 0.3  # to build a program that is compared here: others are said to take long
-_MUCH_LESS = 0.95  # times the memory
 _MADE_AGAIN = "it fits where some is made again"
 
 
@@ -55,27 +56,6 @@ class Way:
         """The shortest step, of stable schedules if there are some."""
         return next(iter(stable_of(self.candidates) or self.candidates), None)
 
-    def leanest(self, step: float | None) -> Candidate | None:
-        """What holds least, of those that take no longer than ``step``."""
-        fast = [made for made in self.candidates if step is None or made.step <= step]
-        return min(fast, key=lambda made: (made.holds, made.step), default=None)
-
-
-@dataclass(frozen=True)
-class Row:
-    """A candidate, for a table.
-
-    Attributes:
-        gain: how much more time the launch takes, as a part of this; None for itself, or where that
-            is not known.
-        fits: whether it does, into what a rank may take.
-    """
-
-    words: str
-    made: Candidate
-    gain: float | None = None
-    fits: bool = True
-
 
 @dataclass(frozen=True)
 class LongSequences:
@@ -83,20 +63,14 @@ class LongSequences:
 
     Attributes:
         tokens: of a sequence.
-        own: the launch as it stands; None where that is not known.
-        room: bytes that a rank may take; None: not known.
         sharing: context-parallel ranks, which share each slice.
-        flags: for `best`, if there is one.
-        dropped: Megatron's flags that go for it.
+        written: for `best`, if there is one.
     """
 
     tokens: int
-    own: Candidate | None
     ways: tuple[Way, ...]
-    room: float | None = None
     sharing: int = 1
-    flags: tuple[str, ...] = ()
-    dropped: tuple[str, ...] = ()
+    written: Written = NOTHING
 
     @property
     def of_rank(self) -> int:
@@ -104,61 +78,10 @@ class LongSequences:
         return self.tokens // self.sharing
 
     @property
-    def rows(self) -> tuple[Row, ...]:
-        """The launch as it stands, then of each way what takes least time, and what holds least
-        while it takes no longer than the launch does, if that is much less."""
-        rows = [] if self.own is None else [self._row("the line as it is", self.own)]
-        step = None if self.own is None else self.own.step
-        for way in self.ways:
-            shortest, leanest = way.shortest, way.leanest(step)
-            if shortest is None:
-                continue
-            rows.append(self._row(way.words, shortest))
-            if leanest is None or leanest is self.own:
-                continue
-            if leanest.holds < _MUCH_LESS * shortest.holds:
-                rows.append(self._row(f"{way.words}, least memory", leanest))
-        return tuple(rows)
-
-    def _row(self, words: str, made: Candidate) -> Row:
-        is_own = made is self.own
-        gain = None if self.own is None or is_own else slower_by(self.own, made)
-        return Row(words, made, gain, self._fits(made))
-
-    def _fits(self, made: Candidate) -> bool:
-        return self.room is None or made.fullest is None or made.fullest <= self.room
-
-    @property
     def best(self) -> Candidate | None:
         """The shortest step with slices that kernels are as fast on as on whole sequences."""
         most = self.of_rank // LONG_ENOUGH
         return shortest_of(way for way in self.ways if 1 < way.slices <= most)
-
-    @property
-    def best_whole(self) -> Candidate | None:
-        """The shortest of all else that the launch can do on its ranks as they are divided."""
-        return shortest_of(way for way in self.ways if way.slices == 1 and way.is_here)
-
-    @property
-    def refused(self) -> dict[str, str]:
-        """Why there is nothing of a way; the same of each number of slices."""
-        return {way.words: _of_any_number(way) for way in self.ways if not way.candidates}
-
-    def as_data(self) -> dict[str, Any]:
-        """As ``--json`` prints it."""
-        return {
-            "tokens": self.tokens,
-            "ways": [_as_data(row, self.of_rank) for row in self.rows],
-            "refused": self.refused,
-            "flags": self.flags,
-            "dropped": self.dropped,
-        }
-
-
-def _of_any_number(way: Way) -> str:
-    flag, words = "--pipeline-slices", "slices"
-    why = way.why_not.replace(f"{flag} {way.slices}", flag)
-    return why.replace(f"{way.slices} {words}", words)
 
 
 def context_parallel(ranks: int, copies: int) -> str:
@@ -172,22 +95,6 @@ def shortest_of(ways: Iterable[Way]) -> Candidate | None:
     return min(known, key=lambda made: (made.step, made.holds), default=None)
 
 
-def _as_data(row: Row, tokens: int) -> dict[str, Any]:
-    made = row.made
-    return {
-        "way": row.words,
-        "schedule": made.schedule,
-        "slices": made.report.slices,
-        "shortest_slice": shortest_slice(made.variant.problem, tokens),
-        "step": made.step,
-        "gain": row.gain,
-        "bubble_share_makespan": made.report.bubble_share_makespan,
-        "peak_activation_microbatches": made.report.peak,
-        "fullest": made.fullest,
-        "fits": row.fits,
-    }
-
-
 def long_sequences(training: Training, plan: Plan, room: float | None) -> LongSequences | None:
     """What can be done about the sequences of ``training``, whose ``plan`` this is; None where they
     are short.
@@ -195,37 +102,42 @@ def long_sequences(training: Training, plan: Plan, room: float | None) -> LongSe
     Args:
         room: bytes that a rank may take; None: as much as it takes.
     """
-    tokens, asked = training.execution.sequence, training.slices
-    if tokens < LONG:
+    trained, asked = training.trained, training.extras.slices
+    if trained is None or trained.execution.sequence < LONG:
         return None
     ways = ways_of_plan(plan, asked.count)
     if asked.count > 1:
-        ways.append(way_of(WHOLE, replace(training, slices=UNCUT).variant, room))
-    elif training.measured is None:
-        ways += _of_other_settings(training, room)
+        ways.append(way_of(WHOLE, _with_slices(training, UNCUT), room))
+    elif training.is_estimate:
+        ways += _of_other_settings(training, trained, room)
     counts = [count for count in COUNTS if count != asked.count]
-    ways += ways_with_slices(lambda cut: replace(training, slices=cut).variant, room, counts)
-    sharing = training.execution.context_parallel
-    made = LongSequences(tokens, None, tuple(ways), room, sharing)
-    if made.best is None:
-        return made
-    return replace(made, flags=flags_of(made.best, len(training.model.layers)))
+    ways += ways_with_slices(partial(_with_slices, training), room, counts)
+    execution = trained.execution
+    made = LongSequences(execution.sequence, tuple(ways), execution.context_parallel)
+    return made if made.best is None else replace(made, written=Written(flags_of(made.best)))
 
 
-def _of_other_settings(training: Training, room: float | None) -> Iterator[Way]:
+def _with_slices(training: Training, slices: Slices) -> VariantOf:
+    return replace(training, extras=replace(training.extras, slices=slices)).variant
+
+
+def _of_other_settings(
+    training: Training, trained: TrainedModel, room: float | None
+) -> Iterator[Way]:
     """Full recompute, and context parallelism with half of the data parallelism."""
-    execution, copies = training.execution, training.state.data_parallel
+    execution, copies = trained.execution, trained.state.data_parallel
+
+    def run(execution: Execution, microbatches: int) -> VariantOf:
+        changed = replace(trained, execution=execution)
+        return replace(training, trained=changed, microbatches=microbatches).variant
+
     if not execution.recompute:
-        again = replace(training, execution=replace(execution, recompute=True))
-        yield way_of(FULL_RECOMPUTE, again.variant, room)
+        again = run(replace(execution, recompute=True), training.microbatches)
+        yield way_of(FULL_RECOMPUTE, again, room)
     if copies % 2 == 0:
         ranks = 2 * execution.context_parallel
-        divided = replace(
-            training,
-            execution=replace(execution, context_parallel=ranks),
-            microbatches=2 * training.microbatches,
-        )
-        yield way_of(context_parallel(ranks, copies // 2), divided.variant, room, is_here=False)
+        divided = run(replace(execution, context_parallel=ranks), 2 * training.microbatches)
+        yield way_of(context_parallel(ranks, copies // 2), divided, room, is_here=False)
 
 
 def ways_of_plan(plan: Plan, slices: int = 1) -> list[Way]:

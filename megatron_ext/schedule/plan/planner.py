@@ -18,11 +18,10 @@ from megatron_ext.schedule.plan.candidate import (
     by_time,
     stable_of,
 )
-from megatron_ext.schedule.plan.fitting import built_whole, consider
+from megatron_ext.schedule.plan.fitting import consider
 from megatron_ext.schedule.plan.limits import is_close, least_time
-from megatron_ext.schedule.planning_time import until_end
-from megatron_ext.schedule.program.repeating_part import SAME
-from megatron_ext.schedule.progress import Task, remark, task
+from megatron_ext.schedule.plan.planning_time import until_end
+from megatron_ext.schedule.progress import Task, task
 
 # A spec's problem with one method, None if it cannot be told; raises ValueError if it has none.
 VariantOf = Callable[[str, VocabMethod], Variant | None]
@@ -85,30 +84,6 @@ def make_plan(
     if not until_end(compare, otherwise=False):
         comparison.leave_out(pairs)
     return Plan(tuple(sorted(comparison.candidates, key=by_time)), comparison.refusals)
-
-
-def confirmed(plan: Plan) -> Plan:
-    """Return ``plan`` with its best schedule built whole. Where the repeating part of a long step
-    told other figures than the whole step has, it takes its place by the true ones, a remark says
-    so, and the one that is best then is built, too."""
-    while plan.best is not None and not plan.best.is_whole:
-        told = plan.best
-        others = [made for made in plan.candidates if made is not told]
-        refusals = dict(plan.refusals)
-        try:
-            whole = built_whole(told)
-        except ValueError as error:
-            refusals[told.schedule, told.method] = str(error)
-            remark(f"{told.schedule} is left out: its whole step cannot be built: {error}")
-        else:
-            others.append(whole)
-            if abs(whole.step - told.step) > SAME * told.step:
-                remark(
-                    f"{told.schedule} takes {whole.step:.6g} a step, built whole, and not "
-                    f"{told.step:.6g}, as its repeating part told"
-                )
-        plan = Plan(tuple(sorted(others, key=by_time)), refusals)
-    return plan
 
 
 def all_specs() -> Iterator[str]:
@@ -193,6 +168,8 @@ class _Comparison:
                 _check_on_stages_of(best, variant)
             if without_search:
                 variant = replace(variant, choice=variant.choice.without_search)
+            elif variant.choice.traits.searches:
+                variant = self._within_the_best(variant)
             at_most = best.step if best is not None and self._is_long else math.inf
             if entry_of(spec).mark is Mark.LABORATORY:
                 at_most = 0.0
@@ -200,6 +177,18 @@ class _Comparison:
         except ValueError as error:
             self.refusals[pair] = str(error)
             return None
+
+    def _within_the_best(self, variant: Variant) -> Variant:
+        """``variant``, which searches, in as much memory as the best of the others takes, where
+        only times are known: without a limit a search would stay within 1F1B's."""
+        problem = variant.problem
+        best = min(stable_of(self.candidates), key=by_time, default=None)
+        if problem.memory_limit is not None or variant.model is not None or best is None:
+            return variant
+        if best.report.peak <= problem.ranks:
+            return variant
+        limit = MemoryLimit(microbatches=best.report.peak)
+        return replace(variant, problem=replace(problem, memory_limit=limit))
 
     @property
     def _best(self) -> Candidate | None:

@@ -29,7 +29,7 @@ _SENDS_AFTER: dict[Kind, list[Kind]] = {
 
 
 def communicate(schedule: Schedule, problem: Problem) -> Schedule:
-    """``schedule``, which has no messages, with its sends and receives."""
+    """Return ``schedule``, which has no messages, with its sends and receives."""
     placement = schedule.placement
     ends_of = cache(lambda stage, kind: _ends(stage, kind, placement))
     with_sends: list[list[Action]] = []
@@ -53,8 +53,8 @@ def communicate(schedule: Schedule, problem: Problem) -> Schedule:
 
 
 def _ends(stage: int, kind: Kind, placement: Placement) -> list[tuple[Kind, int, int, Kind]]:
-    """Of each message that ``kind`` on ``stage`` makes: the kind of its send, and the rank, stage
-    and kind of its receive."""
+    """Return, for each message that ``kind`` on ``stage`` makes, the kind of its send, and the
+    rank, stage and kind of its receive."""
     ends = []
     for send in _SENDS_AFTER[kind]:
         if has_place(send, stage, placement):

@@ -55,7 +55,8 @@ class Communicators:
 
 
 def communicators(program: Program) -> list[Communicators]:
-    """Those of each rank that are made to run ``program``, beside its trainer's own.
+    """Return the communicators of each rank that are made to run ``program``, in addition to its
+    trainer's.
 
     Groups whose messages are the host's are not among them: they take nothing of a device.
     """
@@ -76,6 +77,7 @@ def ctas_of_each(communicators: int, multiprocessors: int) -> int:
 
     A power of two, as `ctas_used`.
     """
+    assert communicators > 0, "without communicators there is nothing to share out"
     ctas = 1
     while 2 * ctas * communicators * SHARE_OF_DEVICE < multiprocessors:
         ctas *= 2
@@ -110,8 +112,8 @@ def waves(pairs: Iterable[Collection[int]]) -> list[list[tuple[int, int]]]:
 
 
 def in_waves(channels: Iterable[Channel]) -> list[Channel]:
-    """``channels`` in an order in which ranks can connect them, each taking its own in turn: the
-    pairs of a wave at the same time, a pair's channels one after the other."""
+    """Return ``channels`` in an order in which ranks can connect them, each taking its own in turn:
+    the pairs of a wave at the same time, a pair's channels one after the other."""
     of_pair: dict[tuple[int, int], list[Channel]] = {}
     for way in sorted(channels):
         pair = min(way.sender, way.receiver), max(way.sender, way.receiver)

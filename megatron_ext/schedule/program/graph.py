@@ -1,4 +1,4 @@
-"""Who waits for whom in a schedule with messages.
+"""Graph of the waits between the actions of a schedule with messages.
 
 The rules are those the executor keeps and NCCL and gloo impose:
 
@@ -21,8 +21,8 @@ Batched messages (`P2P.BATCHED`) share one communicator, which runs what it is g
   at either end;
 - a message is there when all of its batch is.
 
-That is a device whose streams run beside one another. `Device` has the others: nothing promises
-that streams do, and a host call can wait for all that has been posted.
+These rules describe a device whose streams run in parallel. `Device` has others too: nothing
+guarantees parallel streams, and a host call can wait for all that has been posted.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ from megatron_ext.schedule.schedule import Schedule
 
 
 class Device(enum.Enum):
-    """What holds up what a rank does next."""
+    """Models of a device: the actions of a rank that block its next ones."""
 
-    PARALLEL = "passes and waits"  # messages, collectives and copies run beside them
+    PARALLEL = "passes and waits"  # messages, collectives and copies run parallel to them
     WAITS_AT_PASSES = "passes and waits, which all that was posted before holds up too"
     ONE_QUEUE = "everything"  # as on one hardware queue, or if every call waited for the device
 
@@ -135,7 +135,7 @@ def _receives_alone(position: int, receives: int) -> Iterator[range]:
 
 
 def needed(action: Action, placement: Placement) -> Iterator[tuple[Need, list[Action]]]:
-    """For each thing that ``action`` needs, the actions that would do (one of them must)."""
+    """Return, for each need of ``action``, the actions of which one must come before it."""
     for need in RULES[action.kind].needs:
         stage = _looked_for_on(need, action.stage, placement)
         part = slice_looked_for(need.slice, action.microbatch)
@@ -306,7 +306,7 @@ class Graph(Precedence):
 
 
 class _Waits:
-    """Who waits for whom, as it is found out."""
+    """Waits between nodes, collected while the graph is built."""
 
     def __init__(self, nodes: int) -> None:
         self._nodes = nodes
@@ -321,7 +321,7 @@ class _Waits:
 
     @property
     def before(self) -> NodeLists:
-        """For each node those that it waits for, in the order in which they were added."""
+        """The nodes that each node waits for, in the order in which they were added."""
         later, earlier = np.concatenate(self._later), np.concatenate(self._earlier)
         return NodeLists.of(later, earlier, self._nodes)
 
@@ -364,7 +364,7 @@ def build_graph(
 
 
 def held_up(columns: Columns, device: Device = Device.PARALLEL) -> Ints:
-    """For each action, the last one before it in its row that held its rank up; -1: none did."""
+    """Return, for each action, the last blocking one before it in its row; -1 if there is none."""
     before = columns.numbers - 1
     if device is not Device.ONE_QUEUE:
         before = np.append(np.int32(-1), columns.latest(HOLDS_UP[columns.kind]))[:-1]
@@ -372,7 +372,8 @@ def held_up(columns: Columns, device: Device = Device.PARALLEL) -> Ints:
 
 
 def _waited_for_at_passes(columns: Columns) -> tuple[Ints, Ints]:
-    """What holds a rank up, and all that was posted since what held it up before."""
+    """Return pairs, as two arrays of numbers: a blocking action, and one that was posted between it
+    and the blocking action before."""
     holds_up = HOLDS_UP[columns.kind]
     posted, held = columns.numbers[~holds_up], columns.numbers[holds_up]
     next_held = np.append(held, np.int32(len(columns)))[np.searchsorted(held, posted)]
@@ -382,7 +383,7 @@ def _waited_for_at_passes(columns: Columns) -> tuple[Ints, Ints]:
 
 
 def _before_in_queue(columns: Columns, placement: Placement) -> Ints:
-    """For each action, the one before it in what runs both in order; -1 if there is none."""
+    """Return, for each action, the one before it in its queue (`_queue`); -1 if there is none."""
     queues: dict[tuple[int, Channel | Kind | Lane | None], int] = {}
     of_pairs = []
     for stage, kind in columns.pairs:
@@ -399,7 +400,7 @@ def _before_in_queue(columns: Columns, placement: Placement) -> Ints:
 
 
 def _queue(action: Action, placement: Placement) -> Channel | Kind | Lane | None:
-    """What runs the actions of a rank in order, ``action`` among them; None if nothing does."""
+    """Return the queue of a rank that runs ``action`` in order; None if it is in none."""
     rule = RULES[action.kind]
     if rule.is_message:
         return channel_of(action, placement)
@@ -409,7 +410,7 @@ def _queue(action: Action, placement: Placement) -> Channel | Kind | Lane | None
 
 
 def partners_of(columns: Columns, placement: Placement) -> Ints:
-    """`Graph.partners`."""
+    """Return `Graph.partners` of the actions in ``columns``."""
     place = {pair: at for at, pair in enumerate(columns.pairs)}
     others = [-1] * len(place)
     for (stage, kind), at in place.items():
@@ -457,7 +458,7 @@ def _move_in_batches(schedule: Schedule, partners: Ints, waits: _Waits) -> dict[
     for node, message in zip(
         before.owners[ends_batch].tolist(), before.nodes[ends_batch].tolist(), strict=True
     ):
-        pairs += [(node, beside) for beside in together.get(message, ())]
+        pairs += [(node, other) for other in together.get(message, ())]
     later, earlier = np.array(pairs, dtype=np.int32).reshape(-1, 2).T
     waits.add(later, earlier)
     return together

@@ -1,4 +1,4 @@
-"""When nodes start that wait for one another: under one vector of seconds, or under many at once.
+"""Start times of nodes that wait for one another: under one vector of seconds, or many at once.
 
 Each node starts as soon as all that it waits for has ended. Of many vectors the nodes of one level
 are timed together, level after level: a level's nodes have equally many nodes on the longest way to
@@ -61,7 +61,7 @@ class Precedence:
     def longest_paths(
         self, seconds: Sequence[float], earliest: Sequence[float] | None = None
     ) -> tuple[list[float], list[float]]:
-        """When each node starts and ends, if it starts as soon as all it waits for has ended.
+        """Return start and end of each node, if it starts when all it waits for has ended.
 
         What waits in a circle starts at its earliest and ends at 0.
 

@@ -1,4 +1,4 @@
-"""What a schedule holds in memory, rank by rank."""
+"""Memory account of a schedule, rank by rank."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Amount = Callable[[Held, int], float]  # of what, on which stage -> how much
 INPUT_SHARE = 0.1  # of an activation is its stage's input, where bytes are not known
 
 # By a kind of pass, that which it does a second time.
-_AGAIN = {kind: rule.repeats for kind, rule in RULES.items() if rule.repeats is not None}
-_MADE = frozenset(_AGAIN.values())
+_RECOMPUTES = {kind: rule.repeats for kind, rule in RULES.items() if rule.repeats is not None}
+_MADE = frozenset(_RECOMPUTES.values())
 
 # By a kind of pass, that of the message which it uses.
 _USES = {
@@ -33,7 +33,7 @@ _USES = {
 
 
 def memory_curve(row: tuple[Action, ...], amount: Amount) -> list[float]:
-    """What is held during each compute action of ``row``, in the unit of ``amount``.
+    """Return the memory held during each compute action of ``row``, in the unit of ``amount``.
 
     An action takes its memory at its start and gives it back at its end. One that does both (I
     turns activations into what W needs, layer by layer) counts at its end only.
@@ -43,27 +43,29 @@ def memory_curve(row: tuple[Action, ...], amount: Amount) -> list[float]:
 
 
 def held_during(row: tuple[Action, ...], amount: Amount) -> Iterator[float]:
-    """The same for every action of ``row``: messages and copies from the host take memory too.
+    """Yield the memory held during every action of ``row``, in the unit of ``amount``.
 
-    What has been received is counted until the pass that uses it begins: what F keeps of it is part
-    of the activation, and a gradient goes as the pass makes the next one. A pass keeps nothing that
-    no pass of its stage uses: F does not where nothing is differentiated. One that is done a second
-    time keeps its stage's input, and the second takes the rest. A slice takes its share of what its
-    microbatch would; what slices give back to the keys and values of those before them is held for
-    the whole microbatch, from its first backward pass to its last.
+    Messages and copies from the host take memory too. A received tensor is counted until the pass
+    that uses it begins: what F keeps of it is part of the activation, and a gradient is freed as
+    the pass makes the next one. A pass keeps nothing that no pass of its stage uses: F keeps
+    nothing in an evaluation. A pass that is recomputed keeps its stage's input, and the recompute
+    takes the rest. A slice takes its share of its microbatch's memory; the gradients of keys and
+    values that slices add up are held for the whole microbatch, from its first backward pass to its
+    last.
     """
 
     def stays(stage: int) -> float:
         return amount(Held.KEYS_VALUES, stage)
 
     used = {(action.stage, kind) for action in row for kind in RULES[action.kind].releases}
-    again = {(stage, _AGAIN[kind], k) for stage, kind, k in row if kind in _AGAIN}
+    again = {(stage, _RECOMPUTES[kind], k) for stage, kind, k in row if kind in _RECOMPUTES}
 
     are_cut = bool(row) and isinstance(row[0].microbatch, Slice)
 
     @cache
     def rule_on(stage: int, kind: Kind) -> tuple[float, float, Kind | None, bool]:
-        """What it gains and loses, the kind of message that it uses, and whether it is one."""
+        """Return what the action takes and gives back, the kind of message that it uses, and
+        whether it receives one."""
         rule = RULES[kind]
         gained = sum(
             amount(held, stage)
@@ -91,7 +93,7 @@ def held_during(row: tuple[Action, ...], amount: Amount) -> Iterator[float]:
             held -= amount(Held.MESSAGE, stage) * tokens
         if again and (stage, kind, microbatch) in again:
             gained = kept_for_again(stage, microbatch, amount)
-        elif again and kind in _AGAIN:
+        elif again and kind in _RECOMPUTES:
             gained -= kept_for_again(stage, microbatch, amount)
         held += taken
         yield held + (gained * tokens if not lost else 0.0)
@@ -99,14 +101,15 @@ def held_during(row: tuple[Action, ...], amount: Amount) -> Iterator[float]:
 
 
 def kept_for_again(stage: int, microbatch: int, amount: Amount) -> float:
-    """What is kept, per microbatch, of an activation that is made a second time: later slices
-    attend to a slice's keys and values in the meantime."""
+    """Return the amount stored, per microbatch, of an activation that is recomputed: the stage's
+    input, and of a slice its keys and values, to which later slices attend in the meantime."""
     is_slice = isinstance(microbatch, Slice)
     return amount(Held.INPUT, stage) + (amount(Held.KEYS_VALUES, stage) if is_slice else 0.0)
 
 
 def _gathered(stage: int, kind: Kind, microbatch: int, amount: Amount) -> tuple[float, float]:
-    """What a pass takes for, and gives back of, its whole microbatch (`Rule.gathers`)."""
+    """Return the amounts that a pass takes and gives back for its whole microbatch
+    (`Rule.gathers`)."""
     if not RULES[kind].gathers or not isinstance(microbatch, Slice):
         return 0.0, 0.0
     gathered = sum(amount(held, stage) for held in RULES[kind].gathers)
@@ -143,7 +146,8 @@ def in_bytes(costs: Costs) -> Amount:
 
 
 def _input_bytes(stage: int, activation: float, message: float) -> float:
-    """Of ``stage``: what comes to the first are tokens, which are next to nothing."""
+    """Return the bytes of the input of ``stage``: a message, or of the first stage, whose input is
+    tokens, 0. If the bytes of messages are not known it is a share of the activation."""
     return min(message if stage else 0.0, activation) if message else INPUT_SHARE * activation
 
 
@@ -158,7 +162,11 @@ def bytes_for(limit: MemoryLimit, costs: Costs) -> Mapping[Held, tuple[float, ..
 
 
 def amount_of(limit: MemoryLimit, schedule: Schedule, costs: Costs) -> tuple[Amount, float]:
-    """What to count by, and how much of it ``limit`` allows. Raises ValueError as `bytes_for`."""
+    """Return the unit to count in, and how much of it ``limit`` allows.
+
+    Raises:
+        ValueError: as `bytes_for`.
+    """
     if limit.microbatches is not None:
         return in_microbatches(schedule), limit.microbatches
     bytes_for(limit, costs)
@@ -167,10 +175,10 @@ def amount_of(limit: MemoryLimit, schedule: Schedule, costs: Costs) -> tuple[Amo
 
 
 def leaving_room(limit: MemoryLimit, microbatches: int, problem: Problem) -> MemoryLimit:
-    """What ``limit`` leaves of a rank when it holds so many ``microbatches`` more, and logits.
+    """Return ``limit`` less the memory of so many further ``microbatches`` of a rank, and logits.
 
     Raises:
-        ValueError: less than one microbatch.
+        ValueError: less than one microbatch is left.
     """
     if limit.microbatches is not None:
         microbatch = 1.0
@@ -206,9 +214,9 @@ def peak(row: tuple[Action, ...], amount: Amount) -> float:
 
 
 def share_made_again(schedule: Schedule) -> float:
-    """The share of what F makes that is given up and made a second time."""
+    """Return the share of the forward passes that are recomputed."""
     kinds = [action.kind for row in schedule.rows for action in row]
-    return sum(map(_AGAIN.__contains__, kinds)) / sum(map(_MADE.__contains__, kinds))
+    return sum(map(_RECOMPUTES.__contains__, kinds)) / sum(map(_MADE.__contains__, kinds))
 
 
 def peak_on_host(row: tuple[Action, ...], placement: Placement) -> float:

@@ -60,7 +60,7 @@ _Keys = tuple[NDArray[np.generic], NDArray[np.generic], NDArray[np.generic]]
 
 
 def order_messages(schedule: Schedule, problem: Problem) -> Schedule:
-    """``schedule``, which has its messages, in one sequence.
+    """Return ``schedule``, which has its messages, in one sequence.
 
     One whose passes wait for one another is left as it is, for `prove` to show how.
     """
@@ -153,6 +153,6 @@ def _times(
 
 
 def _made(columns: Columns, ends: NDArray[np.generic]) -> NDArray[np.generic]:
-    """For each node, when the last pass of its rank up to it ends."""
+    """Return, for each node, the end of the last pass of its rank up to it."""
     latest = columns.latest(IS_PASS[columns.kind])
     return np.where(latest < 0, 0, ends[latest])

@@ -44,10 +44,10 @@ class NodeLists:
 
     @property
     def owners(self) -> Ints:
-        """In whose list each of ``nodes`` is."""
+        """The owner of the list that each of ``nodes`` is in."""
         return np.repeat(np.arange(len(self), dtype=np.int32), np.diff(self.bounds))
 
     @property
     def turned(self) -> NodeLists:
-        """For each node, those in whose lists it is."""
+        """The inverse lists: for each node, the owners of the lists that it is in."""
         return NodeLists.of(self.nodes, self.owners, len(self))

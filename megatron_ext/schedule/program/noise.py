@@ -1,11 +1,11 @@
-"""What a step takes where passes do not take what they should: its spread over many samples.
+"""Spread of a step's duration, over many samples, if the durations of passes vary.
 
 The order of passes stays, as in training. Each pass takes its seconds times a factor of its own,
 whose mean is 1; messages and copies take what they do. A sample is a longest path through the
 program's graph, and those of many samples are found together, a level of the graph after the other.
 
-The dice have a fixed seed, and are thrown for passes in the order of stage, kind and microbatch:
-schedules of one placement with the same passes get the same factors.
+The random generator has a fixed seed and draws for passes in the order of stage, kind and
+microbatch: schedules of one placement with the same passes get the same factors.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from megatron_ext.schedule.program.verify import Program
 
 SAMPLES = 1000
 _QUANTILES = (0.5, 0.9)
-_TIMES = 2**23  # kept at once: 64 MiB of them
+_TIMES = 2**23  # in memory at once: 64 MiB of them
 
 
 @dataclass(frozen=True)
 class Noise:
-    """How passes differ from what they cost: by factors whose mean is 1, and none is negative.
+    """Noise of passes: factors of their durations, none negative, whose mean is 1.
 
     Attributes:
         passes: the standard deviation of a pass's factor, which is lognormal.
@@ -43,7 +43,7 @@ class Noise:
 
 @dataclass(frozen=True)
 class Quantiles:
-    """What half of the steps do not exceed, and what nine in ten do not."""
+    """Quantiles of a step's duration: half of the steps, and nine in ten, take no longer."""
 
     median: float
     p90: float
@@ -51,7 +51,7 @@ class Quantiles:
 
 @dataclass(frozen=True)
 class Spread:
-    """Of simulated steps, in the unit of the costs; ``--json`` prints these names."""
+    """Spread of simulated steps, in the unit of the costs; ``--json`` prints these names."""
 
     samples: int
     makespan: Quantiles
@@ -77,8 +77,10 @@ def _quantiles(parts: list[Floats]) -> Quantiles:
 
 
 def factors_of(columns: Columns, noise: Noise, samples: int) -> Iterator[Floats]:
-    """By sample and action, as many samples at a time as memory has room for, which makes no
-    difference to any."""
+    """Yield factors of durations, arrays of samples x actions, for ``samples`` in all.
+
+    The samples come in batches that fit into memory; their size changes no factor.
+    """
     at_once = max(_TIMES // len(columns), 1)
     passes = columns.numbers[IS_PASS[columns.kind]]
     by_name = (columns.microbatch[passes], columns.kind[passes], columns.stage[passes])
@@ -98,14 +100,14 @@ def factors_of(columns: Columns, noise: Noise, samples: int) -> Iterator[Floats]
         yield factors
 
 
-def _lognormal(dice: np.random.Generator, deviation: float, size: tuple[int, int]) -> Floats:
+def _lognormal(rng: np.random.Generator, deviation: float, size: tuple[int, int]) -> Floats:
     """Numbers whose mean is 1 and whose standard deviation is ``deviation``."""
     variance = math.log1p(deviation**2)
-    return np.exp(dice.standard_normal(size) * math.sqrt(variance) - variance / 2)
+    return np.exp(rng.standard_normal(size) * math.sqrt(variance) - variance / 2)
 
 
 class _Paths:
-    """When ranks begin and end in samples of a program's step."""
+    """Start and end of each rank in samples of a program's step."""
 
     def __init__(self, program: Program) -> None:
         self._graph = program.graph

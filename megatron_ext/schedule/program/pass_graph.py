@@ -1,4 +1,4 @@
-"""Who waits for whom in a schedule that has passes alone, without its messages as it is.
+"""Graph of the waits in a schedule that has passes alone, without its messages as it is.
 
 A pass waits for the one before it on its rank, and for the one on another rank whose message it
 would receive (`kinds`). Receives are posted in time, and nothing waits for a send.
@@ -53,8 +53,8 @@ def pass_graph(schedule: Schedule, costs: Costs) -> PassGraph:
 
 def with_messages(schedule: Schedule, costs: Costs) -> tuple[Precedence, list[float]]:
     """The passes of ``schedule`` and behind them its messages, which follow one another on each
-    channel; and what each of these takes, whatever runs right before it or beside it. Messages that
-    take nothing are no nodes."""
+    channel; and the seconds of each, whatever runs right before it or overlaps it. Messages that
+    take no time are no nodes."""
     columns = schedule.columns
     (own, previous), links = _within_ranks(schedule), _links(schedule, costs)
     at_once = links.seconds == 0

@@ -39,7 +39,7 @@ def simulate(program: Program, costs: Costs, device: Device = Device.PARALLEL) -
 
 
 def simulate_steps(program: Program, costs: Costs, steps: int) -> tuple[Timeline, ...]:
-    """``steps`` steps, one after the other on one clock.
+    """Simulate ``steps`` steps, one after the other on one clock.
 
     With post-validation a rank begins a step when it has ended its own part of the last one;
     without, all ranks wait for the last of them, as they do around a synchronous optimizer.
@@ -48,7 +48,8 @@ def simulate_steps(program: Program, costs: Costs, steps: int) -> tuple[Timeline
 
 
 def step_seconds(program: Program, costs: Costs) -> float:
-    """What a step costs in the long run: its makespan, and with post-validation its span, about.
+    """Return the seconds of a step in the long run: its makespan, or with post-validation about its
+    span.
 
     (A rank that idles in the middle of its span may have less to wait for when it begins later.)
     """
@@ -88,7 +89,7 @@ def _one_after_the_other(program: Program, costs: Costs) -> Iterator[tuple[Timel
 
 
 def simulate_unproved(schedule: Schedule, problem: Problem) -> Timeline:
-    """The same for a schedule that is still being made, without its messages as it is.
+    """Simulate a schedule that is still being made, without its messages as it is.
 
     What waits in a circle starts at 0 and takes no time.
     """
@@ -97,14 +98,14 @@ def simulate_unproved(schedule: Schedule, problem: Problem) -> Timeline:
 
 
 def simulate_messages(schedule: Schedule, problem: Problem) -> Timeline:
-    """The same for a schedule that has its messages."""
+    """Simulate a schedule that has its messages and is not proved."""
     return _run(build_graph(schedule, problem.extras.p2p), schedule, problem.costs)
 
 
 def _run(
     graph: Graph, schedule: Schedule, costs: Costs, free: Sequence[float] | None = None
 ) -> Timeline:
-    """``free``: when each rank begins, if not at 0."""
+    """Return the timeline of ``graph``. ``free``: the start of each rank, if not 0."""
     starts, ends = times(graph, schedule, costs, free)
     events = zip(graph.ranks.tolist(), graph.actions, starts, ends, strict=True)
     return Timeline(schedule, tuple(map(_event, events)))
@@ -113,7 +114,7 @@ def _run(
 def times(
     graph: Graph, schedule: Schedule, costs: Costs, free: Sequence[float] | None = None
 ) -> tuple[list[float], list[float]]:
-    """When each node starts and ends."""
+    """Return the start and the end of each node."""
     lasts = seconds_of(graph, schedule, costs)
     links = links_of(graph, costs)
     earliest = [0.0] * len(lasts) if free is None else _earliest(graph, free)
@@ -123,7 +124,7 @@ def times(
 
 
 def seconds_of(graph: Graph, schedule: Schedule, costs: Costs) -> list[float]:
-    """What each node of ``graph`` takes under ``costs``."""
+    """Return the seconds of each node of ``graph`` under ``costs``."""
     columns = schedule.columns
     lasts = columns.of_each(costs.of)
     for node in columns.numbers[graph.leaders != columns.numbers].tolist():
@@ -154,7 +155,7 @@ def _earliest(graph: Graph, free: Sequence[float]) -> list[float]:
 
 
 def links_of(graph: Graph, costs: Costs) -> dict[int, object]:
-    """By node of a copy, the link to the host that others use too. Empty if none is shared."""
+    """Return the link of each copy, by node, if its link is shared; empty if none is."""
     host = costs.host
     if host is None or not host.is_shared:
         return {}

@@ -19,7 +19,7 @@ Rows = Sequence[Sequence[Action]]
 
 
 def settles_at(row: Sequence[Action]) -> int | None:
-    """Where in ``row`` its rank waits for the verdict; None if it never does."""
+    """Return the position in ``row`` of its wait for the verdict (SETTLE); None if it has none."""
     return next((at for at, action in enumerate(row) if action.kind is Kind.SETTLE), None)
 
 
@@ -77,7 +77,8 @@ def first_crossing(rows: Rows, placement: Placement) -> tuple[Action, Action] | 
 
 
 def _other_ends(action: Action, placement: Placement) -> list[Action]:
-    """What must come before the verdict on another rank if ``action`` does on its own."""
+    """Return the actions of other ranks that must come before the verdict there, if ``action``
+    comes before it on its own rank."""
     rule = RULES[action.kind]
     if rule.lane is Lane.SEND:
         return [partner_of(action, placement)]

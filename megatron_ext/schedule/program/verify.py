@@ -92,7 +92,7 @@ class Program:
 
     @cached_property
     def graph(self) -> Graph:
-        """Who waits for whom."""
+        """The graph of waits between the actions."""
         p2p = self.problem.extras.p2p
         return build_graph(self.schedule, p2p, known_order=self.known_order)
 
@@ -162,7 +162,7 @@ def prove(schedule: Schedule, problem: Problem) -> Program:
 
 
 def within_limit(program: Program, problem: Problem) -> Program:
-    """``program`` for ``problem``, which may differ from its own in the memory limit.
+    """Return ``program`` for ``problem``, which may differ from its own in the memory limit.
 
     Raises:
         InvalidSchedule: as `prove`.
@@ -277,20 +277,20 @@ def _reject_microbatch(
 def _required_work(
     schedule: Schedule, problem: Problem, lanes: set[Lane]
 ) -> dict[int, dict[Kind, Kind]]:
-    """What each stage has to do per microbatch, and the kind of action that would do it: one that
-    the schedule uses, if there is one. What may be left out (`Rule.all_or_none`) is among it."""
+    """Return the work of each stage per microbatch, and the kind of action that would do it: one
+    that the schedule uses, if there is one. Optional work (`Rule.all_or_none`) is included."""
     used = {kind for _, kind in schedule.columns.pairs}
     to_do: dict[int, dict[Kind, Kind]] = defaultdict(dict)
     for stage in range(schedule.placement.stages):
         for kind in sorted(RULES, key=lambda kind: kind not in used):
             rule = RULES[kind]
-            if rule.lane in lanes and _is_asked_for(kind, stage, problem):
+            if rule.lane in lanes and _is_required(kind, stage, problem):
                 for covered in rule.covers:
                     to_do[stage].setdefault(covered, kind)
     return to_do
 
 
-def _is_asked_for(kind: Kind, stage: int, problem: Problem) -> bool:
+def _is_required(kind: Kind, stage: int, problem: Problem) -> bool:
     """Whether ``kind`` must be found on ``stage``, at least for some microbatches."""
     if RULES[kind].repeats is not None and stage >= problem.extras.recompute.first:
         return False
@@ -339,7 +339,10 @@ def _check_all_done_once(schedule: Schedule, problem: Problem, lanes: set[Lane])
 
 
 def _done(schedule: Schedule, problem: Problem) -> _Done:
-    """What is done in ``schedule``, nothing of it twice or where it does not belong."""
+    """Return, by stage and kind of work, which microbatches ``schedule`` does.
+
+    Rejects work that is done twice or on a stage where it does not belong.
+    """
     columns, microbatches = schedule.columns, problem.pieces
     work, parts = columns.work
     which = parts * microbatches + columns.microbatch[:, np.newaxis]
@@ -499,8 +502,8 @@ def _check_collectives(schedule: Schedule) -> None:
 
 
 def _check_speculation(schedule: Schedule) -> None:
-    """What comes before a rank's verdict can be undone, on all ranks together; what its optimizer
-    steps on is complete."""
+    """Reject a schedule with an action before a rank's verdict that cannot be undone on all ranks
+    together, or whose optimizer steps before the gradients are complete."""
     placement = schedule.placement
     for row in schedule.rows:
         settles = settles_at(row)

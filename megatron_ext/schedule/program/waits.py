@@ -7,7 +7,7 @@ happened: where the rank already knows, by what it has itself received since, th
 used. Vector clocks tell (Fidge 1988): for each pass, how far every other rank must have come before
 it can start.
 
-Sends of which a rank never hears again (those of the cool-down, and all of an evaluation) are
+Sends whose use a rank never learns of (those of the cool-down, and all of an evaluation) are
 waited for at the end. In an evaluation the oldest is waited for sooner, once more than
 ``SENDS_BEHIND`` are under way on its channel: before a pass that comes after the send in one order
 of all actions of all ranks. As every wait keeps to that order, no two can wait for each other.
@@ -56,8 +56,8 @@ _WAIT_FOR: dict[Kind, Kind] = {
 
 
 def await_sends(schedule: Schedule, problem: Problem) -> Schedule:
-    """``schedule``, which has its messages, with a wait for each send, and for what is only given
-    to a collective."""
+    """Return ``schedule``, which has its messages, with a wait for each send, and for what is only
+    given to a collective."""
     graph, columns = build_graph(schedule, problem.extras.p2p), schedule.columns
     ways = [_way(Action(stage, kind, 0), problem) for stage, kind in columns.pairs]
     is_given = np.array([way is not None for way in ways], dtype=bool)[columns.pair]
@@ -135,7 +135,7 @@ def _wait(send: Action) -> Action:
 def _known_by_batches(schedule: Schedule, graph: Graph, given: Ints) -> Ints:
     """By node of those ``given``, the first pass of its rank, as a node, at which it is known to
     have gone; the number of nodes if it never is. Batched messages: a later one of its rank, or one
-    beside it, has been used."""
+    of its batch, has been used."""
     columns = schedule.columns
     batched = np.zeros(len(columns), dtype=bool)
     batched[list(graph.batches)] = True
@@ -158,14 +158,15 @@ def _known_by_clocks(schedule: Schedule, graph: Graph, given: Ints) -> Ints:
     known_at = np.full(len(columns), len(columns), dtype=np.int32)
     for rank, (passes, clocks) in enumerate(_clocks(schedule, graph, others)):
         for place, other in enumerate(others[rank]):
-            asked = (ranks == rank) & (user_ranks == other)
-            at = _first(clocks[:, place], users[asked], passes, len(columns))
-            np.minimum.at(known_at, given[asked], at)
+            of_both = (ranks == rank) & (user_ranks == other)
+            at = _first(clocks[:, place], users[of_both], passes, len(columns))
+            np.minimum.at(known_at, given[of_both], at)
     return known_at
 
 
 def _first(rising: Ints, wanted: Ints, nodes: Ints, never: int) -> Ints:
-    """For each of ``wanted`` the first of ``nodes`` where ``rising`` is as much, or ``never``."""
+    """Return, for each of ``wanted``, the first of ``nodes`` where ``rising`` is at least as large,
+    or ``never``."""
     return np.append(nodes, np.int32(never))[np.searchsorted(rising, wanted)]
 
 
@@ -182,8 +183,8 @@ def _users(schedule: Schedule, graph: Graph, given: Ints) -> tuple[Ints, Ints]:
 
 def _clocks(schedule: Schedule, graph: Graph, others: list[Ints]) -> list[tuple[Ints, Ints]]:
     """For each rank those of its passes that hear of other ranks, as nodes, and by pass the last
-    pass of each of ``others[rank]`` that must have ended before it can start. Those that can never
-    start are left out.
+    pass of each of ``others[rank]`` that must have ended before it can start. Passes that can never
+    start are not included.
 
     A rank has a clock: an entry a rank, the last pass of it that must have ended by now. Whoever
     needs a message hears what its sender knew before the send, and whoever needs a collective what

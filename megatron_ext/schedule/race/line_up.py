@@ -17,7 +17,7 @@ STOCK = ("1f1b", "interleaved")  # families that run Megatron's own order
 
 
 class RaceThen(enum.StrEnum):
-    """What a training goes on under when its race is over."""
+    """Schedules that a training may go on under when its race is over."""
 
     KEEP = "keep"  # the winner
     REPORT = "report"  # the baseline
@@ -42,7 +42,7 @@ class LineUp:
 
     @property
     def order_of_baseline(self) -> str:
-        """Whose order of passes the baseline has, for people."""
+        """Words on whether the baseline's order of passes is stock's."""
         name = _family(self.baseline)
         return "stock's order" if name in STOCK else "no order of stock's, which has no such stages"
 
@@ -52,7 +52,7 @@ class LineUp:
 
 
 def line_up(schedule: str | None, wanted: Sequence[str]) -> LineUp:
-    """A race of ``wanted``, and of ``schedule`` if one is given.
+    """Return the contestants of a race: ``wanted``, and ``schedule`` if one is given.
 
     A schedule of the baseline's family among them is the baseline.
 

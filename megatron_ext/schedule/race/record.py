@@ -1,4 +1,4 @@
-"""What a race has measured, as a file: the next start of the same training goes on with it."""
+"""Measurements of a race, as a file: the next start of the same training goes on with them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class Figures:
-    """What a schedule's passes have come to, beside the prediction.
+    """Measured bubble and peak memory of a schedule, and the predicted ones.
 
     Attributes:
         bubble, predicted_bubble: idle share of the makespan, over the ranks of a pipeline.
         peak, predicted_peak: bytes that activations take on the rank with the most; None where
-            nobody knows.
+            that is unknown.
         peak_microbatches: the predicted peak of a rank.
     """
 
@@ -74,7 +74,7 @@ def load_record(path: Path) -> Record:
 
 
 def difference(subject: Mapping[str, str], recorded: Mapping[str, str]) -> str:
-    """Where ``recorded`` is another subject, for people: the first such thing; "" if nowhere."""
+    """Return, in words, the first difference between ``subject`` and ``recorded``; "" if none."""
     for name in [*subject, *recorded]:
         here, there = (facts.get(name, "nothing") for facts in (subject, recorded))
         if here != there:

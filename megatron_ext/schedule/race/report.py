@@ -1,4 +1,4 @@
-"""What a race says: while it runs, when it is over, and a row of a table to show to others."""
+"""Texts of a race: while it runs, when it is over, and a row of a table to show to others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def standing(race: Race) -> str:
 
 
 def verdict(race: Race, keeps: bool) -> str:
-    """Who has won, and under what the training goes on."""
+    """Return a line: the winner, and the schedule under which the training goes on."""
     best = race.best
     closest = "" if best is None else f"{best} is {_pace(race, best)}"
     if race.winner != race.baseline:
@@ -69,7 +69,7 @@ def doubt(race: Race, figures: Mapping[str, Figures]) -> str | None:
 
 
 def figures_line(spec: str, race: Race, figures: Figures) -> str:
-    """What was measured of ``spec`` beside what was predicted."""
+    """Return a line of the log: the measured and the predicted figures of ``spec``."""
     seconds = race.seconds(spec)
     took = "" if seconds is None else f"iteration {seconds * 1e3:.4g} ms, "
     return (
@@ -82,8 +82,8 @@ def figures_line(spec: str, race: Race, figures: Figures) -> str:
 def table(
     race: Race, lines: LineUp, facts: Mapping[str, str], figures: Mapping[str, Figures]
 ) -> str:
-    """A Markdown table with one row, of the best candidate: what was compared, on what, and what
-    it came to. Empty if nobody has run a whole round."""
+    """Return a Markdown table with one row, of the best candidate: the schedules compared, the
+    system, and the result. "" if no candidate has run a whole round."""
     best = race.best
     ratio = None if best is None else race.ratio(best)
     if best is None or ratio is None:

@@ -37,12 +37,13 @@ class Ratio:
 
     @property
     def is_faster(self) -> bool:
-        """Beyond the spread."""
+        """Whether the candidate is faster by more than the spread."""
         return self.lower > 1
 
     @property
     def is_slower(self) -> bool:
-        """So much, beyond the spread, that more rounds are of no use."""
+        """Whether the candidate is so much slower, beyond the spread, that no more rounds are
+        needed."""
         return self.rounds >= ROUNDS_TO_DROP and self.upper < 1 - SLOWER
 
 
@@ -55,7 +56,7 @@ def ratio_of(ratios: Sequence[float]) -> Ratio:
 
 
 class Race:
-    """Whose turn it is, from what the turns have taken.
+    """Turns of a race, and the seconds that iterations took in them.
 
     Attributes:
         baseline: is in every round.
@@ -73,7 +74,7 @@ class Race:
 
     @property
     def current(self) -> str:
-        """Whose turn it is; the baseline's when the race is over."""
+        """The schedule whose turn it is; the baseline when the race is over."""
         return self.baseline if self.is_over else self._order[len(self._turns)]
 
     @property
@@ -86,7 +87,7 @@ class Race:
 
     @property
     def iterations_left(self) -> int:
-        """At most: if nobody is dropped."""
+        """Number of iterations left, at most: fewer if a candidate is dropped."""
         turns = (ROUNDS - len(self.rounds)) * len(self._order) - len(self._turns)
         return 0 if self.is_over else turns * (WARM_UP + TIMED)
 
@@ -123,7 +124,7 @@ class Race:
         return [self.baseline, *self.candidates]
 
     def ratio(self, candidate: str) -> Ratio | None:
-        """What ``candidate`` has come to; None if it has no whole round."""
+        """Return the result of ``candidate``; None if it has no whole round."""
         ratios = [
             sum(measured[self.baseline]) / sum(measured[candidate])
             for measured in self.rounds
@@ -138,8 +139,8 @@ class Race:
 
     @property
     def best(self) -> str | None:
-        """The candidate with the best ratio, also of those that were dropped; None if nobody has
-        one."""
+        """The candidate with the best ratio, also of those that were dropped; None if no candidate
+        has one."""
         ratios = {
             spec: ratio.median
             for spec in [*self.candidates, *self.dropped]

@@ -1,1 +1,1 @@
-"""What families that search share: orders timed and filled, packed, bounded, certified, kept."""
+"""Parts of searching families: orders timed and filled, packed, bounded, certified, cached."""

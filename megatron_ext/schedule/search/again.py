@@ -1,10 +1,10 @@
-"""Search for the schedule of least makespan in which some activations are made again.
+"""Search for the schedule of least makespan in which some activations are recomputed.
 
-Which ones is part of the search: `improve` packs plans of a shop, and here there is a shop for each
-choice. The first choices are shares of what a rank's chunks make, the longest-waiting chunk first,
-evenly spread over the microbatches. The most promising are improved as plans are, and with them the
-choices: some microbatches more, or fewer, of a stage, of stages in a row, or of a chunk of every
-rank.
+The choice of activations is part of the search: `improve` packs plans of a shop, and here there is
+a shop for each choice. The first choices are shares of a rank's activations, those of the
+longest-waiting chunk first, evenly spread over the microbatches. The most promising are improved as
+plans are, and with them the choices: some microbatches more, or fewer, of a stage, of stages in a
+row, or of a chunk of every rank.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ def search_again(problem: Problem, known: Sequence[Rows], least: float, how: Eff
     """The best schedules found, best first.
 
     Args:
-        problem: whose memory limit leaves room for a microbatch (`Shop.fits`).
+        problem: its memory limit suffices for a microbatch (`Shop.fits`).
         known: schedules that are known to be good, with R. Some may need more than the limit.
-        least: seconds that none can take less than; who has found it need not go on.
+        least: a lower bound in seconds; the search ends if it finds a schedule of so many.
     """
     choices = _Choices(problem, how)
-    # Twice what it takes where nothing is made again: there is twice as much to choose.
+    # Twice the effort of a search without recompute: there is twice as much to choose.
     steps = steps_of(how, problem.ranks, choices.passes)
     shares = range(_QUARTERS * problem.placement.chunks + 1)
     plans = len(known) + len(shares) * len(_PERIODS) * len(_WEIGHTS)
@@ -71,12 +71,12 @@ def search_again(problem: Problem, known: Sequence[Rows], least: float, how: Eff
         found = [choices.of_rows(rows, work) for rows in known]
         found += [choices.of_share(share / _QUARTERS, work) for share in shares]
         best = sorted(found, key=_makespan)[:_PROMISING]
-        dice = Dice()
+        rng = Dice()
         each = steps // 2 // len(best)
         enough = int(least / choices.shop.tick) + max(choices.shop.tails)
-        best = [choices.improved(candidate, each, enough, dice, work) for candidate in best]
+        best = [choices.improved(candidate, each, enough, rng, work) for candidate in best]
         first = min(best, key=_makespan)
-        best.append(choices.improved(first, steps // 2, enough, dice, work))
+        best.append(choices.improved(first, steps // 2, enough, rng, work))
     return [candidate.rows for candidate in sorted(best, key=_makespan)]
 
 
@@ -85,7 +85,7 @@ def _makespan(found: _Found) -> int:
 
 
 class _Choices:
-    """Makes and improves choices of what is made again for ``problem``."""
+    """Makes and improves choices of the activations to recompute for ``problem``."""
 
     def __init__(self, problem: Problem, how: Effort) -> None:
         self.placement, self.m, self.how = problem.placement, problem.microbatches, how
@@ -107,8 +107,8 @@ class _Choices:
         return _Found(again, sides, sides.justified(starts_of(rows, sides.shop)))
 
     def of_share(self, chunks: float, work: Task) -> _Found:
-        """The best of some plans where each rank makes so many ``chunks`` of a microbatch again, on
-        average."""
+        """Return the best of some plans in which each rank recomputes, on average, so many
+        ``chunks`` of a microbatch."""
         spread = np.arange(self.m) * _GOLDEN % 1
         again = np.zeros_like(self.all)
         for stages in self.placement.stages_of:
@@ -121,7 +121,7 @@ class _Choices:
             work.done += 1
         return _Found(again, sides, min(packed, key=lambda p: p.makespan))
 
-    def improved(self, best: _Found, steps: int, enough: int, dice: Dice, work: Task) -> _Found:
+    def improved(self, best: _Found, steps: int, enough: int, rng: Dice, work: Task) -> _Found:
         """``best`` and what ``steps`` changes make of it, or so many as bring it down to
         ``enough``, or until they gain nothing (late acceptance, as in `improve`)."""
         current, recent = best, [_makespan(best)] * _MEMORY
@@ -129,13 +129,13 @@ class _Choices:
         for step in range(steps):
             if _makespan(best) <= enough or step - gained_at > patience:
                 break
-            draw = dice.below(100)
+            draw = rng.below(100)
             again, sides, plan = current.again, current.sides, current.packed.starts
             if draw >= 60:
-                again = self.changed(again, dice)
+                again = self.changed(again, rng)
                 sides = self.sides(again)
             if draw < 60 or draw >= 75:
-                plan = shifted(current.packed, sides.shop, dice)
+                plan = shifted(current.packed, sides.shop, rng)
             new = _Found(again, sides, sides.justified(plan))
             work.done += 1
             slot = step % _MEMORY
@@ -146,18 +146,18 @@ class _Choices:
                 best, gained_at = current, step
         return best
 
-    def changed(self, again: Again, dice: Dice) -> Again:
-        """``again`` with some microbatches more, or fewer."""
-        draw, stages = dice.below(100), self.placement.stages
+    def changed(self, again: Again, rng: Dice) -> Again:
+        """Return ``again`` with some microbatches more, or fewer."""
+        draw, stages = rng.below(100), self.placement.stages
         if draw < 30:
-            which = [dice.below(stages)]
+            which = [rng.below(stages)]
         elif draw < 60:
-            chunk = dice.below(self.placement.chunks)
+            chunk = rng.below(self.placement.chunks)
             which = [of_rank[chunk] for of_rank in self.placement.stages_of]
         else:
-            first = dice.below(stages)
-            which = list(range(first, min(first + dice.choice((2, 4)), stages)))
-        k, count = dice.below(self.m), dice.choice((1, 1, 1, 2, 4))
+            first = rng.below(stages)
+            which = list(range(first, min(first + rng.choice((2, 4)), stages)))
+        k, count = rng.below(self.m), rng.choice((1, 1, 1, 2, 4))
         changed = again.copy()
-        changed[which, k : k + count] = bool(dice.below(2))
+        changed[which, k : k + count] = bool(rng.below(2))
         return changed

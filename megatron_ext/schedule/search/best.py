@@ -5,7 +5,7 @@ need more memory: packed it needs no more than there is. Those within the limit 
 schedules that are chosen from in the end by what a step of them costs, simulated. Where one of them
 costs no more than any schedule must (`lower_bound`), there is nothing to search for.
 
-What was found is kept in the user's cache directory, by problem and effort.
+The result is stored in the user's cache directory, by problem and effort.
 """
 
 from __future__ import annotations
@@ -48,22 +48,23 @@ from megatron_ext.schedule.transforms.recompute import recompute
 
 
 def best_schedule(name: str, problem: Problem) -> Schedule:
-    """What is found for ``problem``, without a memory limit within p microbatches, for the family
-    ``name``.
+    """Return the best schedule found for ``problem``, as one of the family ``name``.
+
+    Without a memory limit of its own it has 1F1B's peak as its limit.
 
     Raises:
         ValueError: not even one microbatch at a time fits into the limit, or bytes are not known.
     """
     problem = _limited(problem)
     _check_limit(name, problem)
-    # With numba more is tried: what a machine that has it left here is the better schedule.
-    kept = _kept(name, problem, LARGE)
-    if kept is not None:
-        return kept
+    # A search with numba tries more: what it has stored is the better schedule.
+    stored = _stored(name, problem, LARGE)
+    if stored is not None:
+        return stored
     how = effort()
-    kept = None if how.name == LARGE else _kept(name, problem, how.name)
-    if kept is not None:
-        return kept
+    stored = None if how.name == LARGE else _stored(name, problem, how.name)
+    if stored is not None:
+        return stored
     best = searched(name, problem, how)
     disk_cache.store(name, _key(problem, how.name), to_csv(best))
     return best
@@ -74,7 +75,7 @@ def best_known(name: str, problem: Problem) -> Schedule:
     problem = _limited(problem)
     _check_limit(name, problem)
     if problem.extras.recompute.fit:
-        candidates = _candidates_again(_known_again(problem), problem)
+        candidates = _recompute_candidates(_known_with_recompute(problem), problem)
     else:
         shop, known = shop_of(problem), _known(problem)
         starts = _starts_of_each(known, shop)
@@ -88,8 +89,8 @@ def best_known(name: str, problem: Problem) -> Schedule:
 
 
 def _limited(problem: Problem) -> Problem:
-    """With a memory limit: else what 1F1B needs. An evaluation runs the forwards of the training
-    schedule, so it is the same."""
+    """Return ``problem`` with a memory limit, 1F1B's peak by default, for training. An evaluation
+    runs the forwards of the training schedule, so its search is the same."""
     limit = problem.memory_limit or MemoryLimit(microbatches=problem.held_by_1f1b)
     return replace(problem, memory_limit=limit, forward_only=False)
 
@@ -99,8 +100,8 @@ def _key(problem: Problem, effort_name: str) -> str:
     return f"{effort_name}\n{problem!r}"
 
 
-def _kept(name: str, problem: Problem, effort_name: str) -> Schedule | None:
-    """What was found before, if it is sound."""
+def _stored(name: str, problem: Problem, effort_name: str) -> Schedule | None:
+    """Return the stored result of an earlier search, if it is sound."""
     text = disk_cache.load(name, _key(problem, effort_name))
     if text is None:
         return None
@@ -114,7 +115,8 @@ def _kept(name: str, problem: Problem, effort_name: str) -> Schedule | None:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """How to get rows, and what a step of them costs in seconds if messages hold nothing up."""
+    """Candidate of a search: its rows, made on demand, and the seconds of a step if messages hold
+    nothing up."""
 
     rows: Callable[[], Rows]  # of a long step they take a while, and few are looked at
     seconds: float
@@ -128,14 +130,14 @@ class _Chosen:
 
 
 def searched(name: str, problem: Problem, how: Effort) -> Schedule:
-    """The same, made anew, with so much effort. The limit has to hold a microbatch."""
+    """Return the result of `best_schedule` by a new search. The limit must hold a microbatch."""
     return _passes(name, _searched(name, problem, how).program)
 
 
 def _searched(name: str, problem: Problem, how: Effort) -> _Chosen:
     shop, least = shop_of(problem), lower_bound(problem, splits_backward=True) * (1 + 1e-9)
     if problem.extras.recompute.fit:
-        return _searched_again(name, problem, how, shop, least)
+        return _searched_with_recompute(name, problem, how, shop, least)
     known = _known(problem)
     starts = _starts_of_each(known, shop)
     candidates = _candidates(known, starts, shop)
@@ -154,15 +156,17 @@ def _searched(name: str, problem: Problem, how: Effort) -> _Chosen:
     return best
 
 
-def _searched_again(name: str, problem: Problem, how: Effort, shop: Shop, least: float) -> _Chosen:
-    """The same where some may be made again."""
+def _searched_with_recompute(
+    name: str, problem: Problem, how: Effort, shop: Shop, least: float
+) -> _Chosen:
+    """Search as `_searched` does, with recompute allowed."""
     without = _searched(name, problem.with_extras(recompute=Recompute()), how)
     if without.seconds <= least:
         return without
     passes = without.program.schedule.compute_rows
-    known = list(dict.fromkeys([passes, *_known_again(problem)]))
+    known = list(dict.fromkeys([passes, *_known_with_recompute(problem)]))
     found = search_again(problem, known, least, how) if shop.fits else []
-    best = _best_of(name, _candidates_again([*known, *found], problem), problem)
+    best = _best_of(name, _recompute_candidates([*known, *found], problem), problem)
     assert best is not None  # one microbatch at a time
     return best
 
@@ -170,7 +174,7 @@ def _searched_again(name: str, problem: Problem, how: Effort, shop: Shop, least:
 def _at_most(
     seconds: float, candidates: Sequence[_Candidate], problem: Problem
 ) -> Sequence[_Candidate]:
-    """Those that may take no more than that."""
+    """Return the candidates that may take no more than ``seconds``."""
     if _may_take_less(problem):
         return candidates
     return [candidate for candidate in candidates if candidate.seconds <= seconds * _ROUNDED]
@@ -192,8 +196,8 @@ def _passes(name: str, program: Program) -> Schedule:
     return replace(program.schedule, name=name, rows=program.schedule.compute_rows)
 
 
-def _known_again(problem: Problem) -> list[Rows]:
-    """What can be had without a search, with R where that brings it into the limit."""
+def _known_with_recompute(problem: Problem) -> list[Rows]:
+    """Return the schedules that need no search, with R if they exceed the limit without."""
     alone = problem.with_extras(recompute=Recompute())
     rows = dict.fromkeys([*_known(alone), *_known(replace(alone, memory_limit=None))])
     schedules = (Schedule("", problem.placement, of_ranks) for of_ranks in rows)
@@ -201,14 +205,14 @@ def _known_again(problem: Problem) -> list[Rows]:
 
 
 def _known(problem: Problem) -> list[Rows]:
-    """What can be had without a search, some of it over the limit."""
+    """Return the schedules that need no search, some of them over the limit."""
     rows = [_one_at_a_time(problem)]
     for choice in on_placement(problem.placement):
         if problem.slices.count > 1 and not choice.traits.takes_slices:
             continue
-        for asked in (problem, replace(problem, memory_limit=None)):
+        for variant in (problem, replace(problem, memory_limit=None)):
             try:
-                schedule = choice.build(asked)
+                schedule = choice.build(variant)
             except ValueError:
                 continue  # it has no schedule for this problem
             if bitwise_order(schedule):
@@ -224,7 +228,8 @@ def _starts_of_each(all_rows: Sequence[Rows], shop: Shop) -> list[Starts]:
 def _candidates(
     all_rows: Sequence[Rows], all_starts: Sequence[Starts], shop: Shop
 ) -> list[_Candidate]:
-    """``all_rows``, which start so, the quickest first."""
+    """Return a candidate for each of ``all_rows``, which start at ``all_starts``, the shortest
+    first."""
     both = zip(all_rows, all_starts, strict=True)
     candidates = [_Candidate(partial(_same, rows), _seconds(s, shop)) for rows, s in both]
     return sorted(candidates, key=lambda candidate: candidate.seconds)
@@ -235,7 +240,7 @@ def _same(rows: Rows) -> Rows:
 
 
 def _packed_candidates(packed: Sequence[Packed], shop: Shop, problem: Problem) -> list[_Candidate]:
-    """What was ``packed``, the quickest first."""
+    """Return a candidate for each of ``packed``, the shortest first."""
     candidates = [
         _Candidate(
             partial(rows_of, result.starts, problem.placement, orders=problem.orders),
@@ -247,12 +252,12 @@ def _packed_candidates(packed: Sequence[Packed], shop: Shop, problem: Problem) -
 
 
 def _seconds(starts: Starts, shop: Shop) -> float:
-    """What a step costs whose passes start so."""
+    """Return the seconds of a step whose passes start at ``starts``."""
     return (end_of(starts, shop) - max(shop.tails)) * shop.tick
 
 
-def _candidates_again(all_rows: Sequence[Rows], problem: Problem) -> list[_Candidate]:
-    """``all_rows``, in which some may be made again, in their order."""
+def _recompute_candidates(all_rows: Sequence[Rows], problem: Problem) -> list[_Candidate]:
+    """Return a candidate for each of ``all_rows``, which may have R, in their order."""
     placement, m = problem.placement, problem.microbatches
     candidates = []
     for rows in all_rows:

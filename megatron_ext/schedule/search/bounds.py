@@ -21,7 +21,7 @@ def lower_bound(problem: Problem, splits_backward: bool) -> float:
     """No schedule on ``problem``'s placement, within its memory limit, has a smaller makespan; nor,
     where steps overlap, a shorter step.
 
-    A rank is idle, beside its work:
+    A rank is idle at these times:
 
     - before its first I. The first microbatch has to reach it, and to come back to it from the last
       stage; until then there is nothing to do but F, of as many microbatches as memory holds.
@@ -34,8 +34,8 @@ def lower_bound(problem: Problem, splits_backward: bool) -> float:
     And however well a rank is busy, each microbatch is in its memory until it has been to the last
     stage and back (`_least_held`).
 
-    Where what is held may leave the rank in between, or be given up, memory bounds nothing here. Of
-    slices it is only said that the first has to reach each rank.
+    With offload or recompute the memory limit adds nothing to the bound. With slices the bound is
+    only that the first slice has to reach each rank.
     """
     if problem.slices.count > 1:
         return _of_slices(problem)
@@ -94,7 +94,7 @@ def _of_slices(problem: Problem) -> float:
 
 
 def _memory(problem: Problem) -> Memory:
-    """What ranks may hold of all that is under way."""
+    """Return the memory limits of the ranks; none with offload or recompute, which free memory."""
     stays = problem.with_extras(activation_offload=Offload.NONE, recompute=Recompute())
     return memory_of(problem if stays == problem else replace(stays, memory_limit=None))
 
@@ -123,7 +123,7 @@ def _least_held(
     from there to the last stage and back, and what W needs until W is done, too. Where the stage
     before is on the same rank, as at the turn of a V, its I and this W cannot both come at once:
     one of the stages holds what it has for longer. All that, summed over stages and microbatches,
-    is no more than what the rank may hold, times the seconds asked for.
+    is no more than what the rank may hold, times the seconds to be found.
 
     Nor is a rank full at once. Passes of a rank come one after the other, so that t seconds after
     its first start it has started at most 1 + t/f forwards, the shortest taking f; and t seconds

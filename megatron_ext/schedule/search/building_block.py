@@ -1,4 +1,4 @@
-"""Schedules that repeat: one microbatch's passes, laid out once, started again every interval.
+"""Schedules that repeat: one microbatch's passes, laid out once, repeated every interval.
 
 The framework of Qi et al. 2024, arXiv:2405.15362: a building block says in which time slot each
 stage starts the passes of one microbatch; the next microbatch does the same an interval later
@@ -88,7 +88,7 @@ def squeeze(starts: Starts, placement: Placement, chunks_held: int, slices: int 
 
 
 def _by_slot(starts: Starts) -> list[tuple[Action, int]]:
-    """``starts`` by slot, of one slot by stage."""
+    """Return the items of ``starts`` sorted by slot, within a slot by stage."""
     items, count = list(starts.items()), len(starts)
     slots = np.fromiter(starts.values(), np.int64, count)
     stages = np.fromiter((action.stage for action in starts), np.int64, count)
@@ -119,7 +119,7 @@ class _Ranks:
         self.lanes, self.slices = _lanes(starts, placement), slices
         self.moved: list[list[tuple[int, Action]]] = [[] for _ in range(placement.ranks)]
         self.latest = [-1] * placement.ranks  # slot of the latest moved pass, by rank
-        # Twice the time: room for every pass behind the last.
+        # Twice the time: free slots for every pass behind the last.
         slots = 2 * (max(starts.values()) + 2)
         self.idle = [bytearray(_IDLE * slots) for _ in range(placement.ranks)]
         changes = [[0] * slots for _ in range(placement.ranks)]
@@ -191,7 +191,7 @@ _TURNS = (Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD)  # on the last stage
 
 
 def _lanes(starts: Starts, placement: Placement) -> dict[tuple[int, Kind], _Lane]:
-    """By stage and kind, nothing moved yet."""
+    """Return the lane of each stage and kind, before any pass is moved."""
     microbatches = 1 + max(k for _, _, k in starts)
     pairs = {(stage, kind) for stage, kind, _ in starts}
     ends: dict[tuple[int | None, Kind], list[int]] = {pair: [0] * microbatches for pair in pairs}

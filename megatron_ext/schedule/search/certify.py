@@ -41,7 +41,7 @@ class Certificate:
 
     @property
     def gap(self) -> float:
-        """What the bound leaves open, as a share of the makespan."""
+        """Difference between makespan and bound, as a share of the makespan."""
         return max(0.0, 1 - self.lower_bound / self.makespan)
 
     @property
@@ -51,8 +51,8 @@ class Certificate:
 
 
 def certify(program: Program, seconds: float) -> Certificate:
-    """Bound the makespan from below; if analysis leaves a gap search for ``seconds``, about, and
-    as long again for steady states.
+    """Bound the makespan from below. If analysis leaves a gap, search for about ``seconds``, and
+    for about as long for steady states.
 
     Raises:
         ValueError: the program is vocabulary parallel, offloads or recomputes, or OR-tools is

@@ -74,7 +74,7 @@ _SIGNATURE = (_TABLE, _TABLE, *(_LIST,) * 9, *(_TABLE,) * 8, *(numba.int64,) * 3
 
 @functools.lru_cache(maxsize=8)  # a search makes many shops that differ in other figures
 def _waits(before: Waits, after: Waits) -> tuple[Whole, Whole, Whole]:
-    """Per lane those that it waits for, with which hop, and those that wait for it."""
+    """Return, per lane, the lanes that it waits for, their hops, and the lanes that wait for it."""
     earlier, later = (
         _padded([[lane for lane, _ in row] for row in rows]) for rows in (before, after)
     )
@@ -248,7 +248,7 @@ def _can_end(
 
 @njit
 def _column(k: int, lane: int, other: int, is_forward: Whole, turned: Whole) -> int:
-    """Of ``other``, with the slice that column ``k`` of ``lane`` has."""
+    """Return the column of lane ``other`` with the slice that column ``k`` of ``lane`` has."""
     return turned[k] if is_forward[lane] != is_forward[other] else k
 
 
@@ -266,7 +266,7 @@ def _earliest(
     turned: Whole,
     place: Whole,
 ) -> int:
-    """When the next pass of ``lane`` has what it needs."""
+    """Return the tick from which the next pass of ``lane`` has all that it waits for."""
     at = 0
     while before[lane, at] != _NONE:
         other = before[lane, at]
@@ -429,7 +429,7 @@ def _pop(heap: Whole, entries: int) -> int:
     """Take out the first. How many entries there are then."""
     entries -= 1
     place, below = 0, 2
-    while below < entries:  # the last entry mostly belongs far below: first make room there
+    while below < entries:  # the last entry mostly belongs far below: first move a gap there
         below -= heap[below - 1] < heap[below]
         heap[place] = heap[below]
         place, below = below, 2 * below + 2
@@ -444,7 +444,7 @@ def _compiled() -> Callable[..., int]:
     """`_pack` for arguments of the types that it has here."""
     with task("compiling what packs plans, which is kept"):
         try:
-            return _kept()
+            return _cached()
         except Exception as error:  # where numba's cache is broken, whatever its pickles raise
             remark(
                 f"what numba compiles cannot be kept in {_folder()} ({error or type(error)}): it "
@@ -456,12 +456,12 @@ def _compiled() -> Callable[..., int]:
             return dispatcher
 
 
-def _kept() -> Callable[..., int]:
+def _cached() -> Callable[..., int]:
     """The same, from the user's cache directory: that of this package may be read-only. Raises what
     numba does where that is broken, OSError where it cannot be written."""
     folder = _folder()
     folder.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=folder).close()  # or numba would look for another, beside this file
+    tempfile.TemporaryFile(dir=folder).close()  # or numba would look for another, next to this file
     before = numba.config.CACHE_DIR
     numba.config.CACHE_DIR = str(folder)
     try:

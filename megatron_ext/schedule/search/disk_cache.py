@@ -1,7 +1,7 @@
-"""Results that took a while to compute, kept in the user's cache directory.
+"""Results that took a while to compute, stored in the user's cache directory.
 
-A cache may vanish, be broken or unwritable at any time: then the work is done again, and who waits
-for it is told once that nothing can be kept.
+A cache may vanish, be broken or unwritable at any time. Then the work is repeated, and the user is
+told once that nothing can be stored.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from megatron_ext.schedule.progress import remark
 
 
 def directory() -> Path:
-    """Where entries lie: ``$XDG_CACHE_HOME/megatron_ext``, by default in ``~/.cache``."""
+    """Return the folder of the entries: ``$XDG_CACHE_HOME/megatron_ext``, by default in
+    ``~/.cache``."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "megatron_ext"
 
@@ -37,7 +38,7 @@ def _path(name: str, inputs: str) -> Path:
 
 
 def load(name: str, inputs: str) -> str | None:
-    """What was stored for ``inputs``, all that the result depends on besides our code."""
+    """Return the text stored for ``inputs``: all that the result depends on except our code."""
     try:
         return _path(name, inputs).read_text()
     except (OSError, UnicodeDecodeError):

@@ -1,4 +1,4 @@
-"""How much a search tries, and what it packs plans with.
+"""Effort of a search: how much it tries, and the packer of its plans.
 
 It is counted in passes packed, so that a slow machine finds what a fast one does. With numba it
 packs some thirty times as many in the same time, and so tries more: where that is installed a
@@ -20,7 +20,7 @@ SMALL, LARGE = "small", "large"
 
 @dataclass(frozen=True)
 class Effort:
-    """What a search may do to improve the best of its plans.
+    """Effort that a search may spend to improve the best of its plans.
 
     Attributes:
         name: `SMALL` or `LARGE`.
@@ -51,7 +51,8 @@ class Effort:
 
     @property
     def halved(self) -> Effort:
-        """Of a step that is so long that another search, or a known pattern, tells its middle."""
+        """Return the effort for a step so long that another search, or a known pattern, gives its
+        middle: half the passes."""
         by_square, least, most = self.by_square // 2, self.least // 2, self.most // 2
         return replace(self, by_square=by_square, least=least, most=most, share=5)
 

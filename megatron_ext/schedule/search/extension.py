@@ -2,11 +2,11 @@
 
 In the middle of a long step ranks do the same over and over: some microbatches later, every pass
 comes one period later. Where a schedule does so best is found, and so much of it is repeated there,
-or left out. The seam need not fit: what is made is a plan, and packing it from both sides gives a
+or omitted. The seam need not fit: the result is a plan, and packing it from both sides gives a
 schedule. That takes no search, but a few packings.
 
 What was found for few microbatches need not repeat well: half of its step is warm-up and cool-down.
-So on a V a pattern, which repeats by itself (`pattern_plans`), is packed beside it.
+So on a V a pattern, which repeats by itself (`pattern_plans`), is packed as well.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def with_middle(problem: Problem) -> int:
 
 def has_middle(problem: Problem) -> bool:
     """Whether a schedule for ``problem`` is long enough to be made longer or shorter (and packing
-    can, where ranks have equally many chunks and the limit leaves room)."""
+    can, as ranks have equally many chunks and the limit suffices for a microbatch)."""
     placement = problem.placement
     is_even = {len(stages) for stages in placement.stages_of} == {placement.chunks}
     is_long = problem.microbatches >= with_middle(problem)

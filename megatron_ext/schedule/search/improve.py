@@ -6,18 +6,18 @@ good schedule once it is packed from both sides: warm-up, steady state, cool-dow
 W need no rules of their own. Which period, and how much a backward pass counts against a forward
 pass in the plan's order, depends on costs and memory, so a grid of both is tried; on a V the plans
 that are a steady state already (`pattern_plans`) come first. The best is then
-improved step by step: shift some passes in its own start times at random, pack again, keep what is
+improved step by step: shift some passes in its own start times at random, repack, keep what is
 not worse (late acceptance, Burke and Bykov 2017: not worse than twenty steps ago will do, which
 leads out of plateaus).
 
 Packing from both sides: a schedule read from its end is a schedule of the mirrored problem, in
 which dependencies point the other way, W takes memory and F gives it back. Packing the mirrored
-schedule pushes every pass to the right, packing the result again pushes it to the left. Nothing is
+schedule pushes every pass to the right, packing the result pushes it back to the left. Nothing is
 lost in either step, and idle time wanders off to the ends (double justification, Valls et al.
 2005).
 
-The effort is counted in passes packed, never in seconds, times are whole, and the dice have a fixed
-seed: every machine that makes the same effort finds the same schedule.
+The effort is counted in passes packed, never in seconds, times are whole, and the random generator
+has a fixed seed: every machine that makes the same effort finds the same schedule.
 """
 
 from __future__ import annotations
@@ -96,12 +96,12 @@ def search(
     Several, because messages may cost one of them more than another, which is not looked at here.
 
     Args:
-        shop: whose limit leaves room for a microbatch (`Shop.fits`).
+        shop: its limit suffices for a microbatch (`Shop.fits`).
         known: plans to begin with, of schedules that are known to be good.
         least: a makespan, with tails, that none can be below; who has found it need not go on.
         how: much is tried, and with what; by default as much as this machine allows (`effort`).
-        of_shorter: makes plans of a shorter step, where this one is long. They are asked for where
-            ranks idle in the middle of the best of all others: else there is little to gain.
+        of_shorter: makes plans of a shorter step, if this one is long. It is called only if ranks
+            idle in the middle of the best of all others: else there is little to gain.
     """
     how = how or effort()
     sides = sides_of(shop, how.packer)
@@ -121,7 +121,7 @@ def search(
 
 
 def steps_of(how: Effort, ranks: int, passes: int) -> int:
-    """How often a plan is improved if that packs so many ``passes``."""
+    """Return how often a plan is improved, if each time packs so many ``passes``."""
     return max(min(how.passes(ranks) // passes, how.steps), _STEPS)
 
 
@@ -148,14 +148,14 @@ def periodic_plans(shop: Shop, weights: Sequence[int], periods: Sequence[int]) -
     """
     turns = shop.turns
     for weight in weights:
-        way = np.array(_way(shop, weight))[:, None]
+        way = np.array(_first_starts(shop, weight))[:, None]
         for period in periods:
             yield way + turns * (period * shop.work // 100)
 
 
-def _way(shop: Shop, weight: int) -> list[int]:
-    """When the first microbatch starts on each lane, where I and R take ``weight`` % of their time.
-    What is made again is made right before it is used."""
+def _first_starts(shop: Shop, weight: int) -> list[int]:
+    """Return the start of the first microbatch on each lane, in ticks, if I and R take ``weight`` %
+    of their time. R ends right before its activation is used."""
     passes, durations = shop.passes, shop.durations_of_all.max(axis=1).tolist()
     again = {stage: lane for lane, (stage, kind) in enumerate(passes) if kind is R}
     starts = [0] * shop.lanes
@@ -175,7 +175,7 @@ def _way(shop: Shop, weight: int) -> list[int]:
 
 
 def _place(stage: int, kind: Kind) -> tuple[int, int]:
-    """Of a lane, in an order in which each follows those that it waits for."""
+    """Return a sort key of a lane: each lane sorts behind those that it waits for."""
     order = (F, I, W).index(kind)
     return order, -stage if order else stage
 
@@ -212,14 +212,14 @@ def _improved(
 ) -> list[Packed]:
     """``best`` and what shifting its passes ``steps`` times makes of it, or until the last
     ``patience`` steps have gained nothing; best first."""
-    shop, dice = sides.shop, Dice()
+    shop, rng = sides.shop, Dice()
     current, recent = best[0], [best[0].makespan] * _MEMORY
     gained_at = 0
     work.found = _found(shop, best[0], least)
     for step in range(steps):
         if best[0].makespan <= least or step - gained_at > patience:
             break
-        new = sides.justified(shifted(current, shop, dice))
+        new = sides.justified(shifted(current, shop, rng))
         work.done += 1
         slot = step % _MEMORY
         if new.makespan <= max(current.makespan, recent[slot]):
@@ -232,7 +232,7 @@ def _improved(
 
 
 def _found(shop: Shop, best: Packed, least: int) -> str:
-    """How far the best is from ``least``, in words."""
+    """Return the distance of the best from ``least``, in words."""
     if not least:
         return ""
     own = least - max(shop.tails)
@@ -244,8 +244,8 @@ def _makespan(packed: Packed) -> int:
 
 
 class Dice:
-    """Whole numbers, the same on every machine: numpy keeps the stream of this generator, and not
-    what it draws from it."""
+    """Generator of random whole numbers, the same on every machine: numpy keeps the stream of this
+    generator, and not what it draws from it."""
 
     def __init__(self) -> None:
         self.source = np.random.PCG64(0)
@@ -257,7 +257,7 @@ class Dice:
         return among[self.below(len(among))]
 
     def around(self, far: int) -> int:
-        """From -``far`` to ``far``."""
+        """Return a random number from -``far`` to ``far``."""
         return self.below(2 * far + 1) - far
 
     def many_around(self, far: int, size: int) -> Starts:
@@ -265,31 +265,31 @@ class Dice:
         return (raw % np.uint64(2 * far + 1)).astype(np.int64) - far
 
 
-def shifted(packed: Packed, shop: Shop, dice: Dice) -> Starts:
+def shifted(packed: Packed, shop: Shop, rng: Dice) -> Starts:
     """Start times with some of them moved: all passes of a time, on all ranks or a few, or of a
     microbatch, or a run of microbatches on one lane or on one lane of every rank."""
     makespan, plan = packed.makespan, packed.starts.copy()
     lanes, m = plan.shape
-    far = max(shop.work * dice.choice((1, 2, 4, 8)) // 10, 1)
-    draw = dice.below(100)
+    far = max(shop.work * rng.choice((1, 2, 4, 8)) // 10, 1)
+    draw = rng.below(100)
     if draw < 35:
-        opens = dice.around(makespan * 11 // 20) + makespan * 9 // 20  # from -0.1 to 1 of it
-        closes = opens + makespan * dice.choice((1, 2, 4)) // 10
+        opens = rng.around(makespan * 11 // 20) + makespan * 9 // 20  # from -0.1 to 1 of it
+        closes = opens + makespan * rng.choice((1, 2, 4)) // 10
         inside = (opens < plan) & (plan < closes)
-        if dice.below(2):  # on a few neighbouring ranks alone
+        if rng.below(2):  # on a few neighbouring ranks alone
             ranks, size = shop.placement.ranks, shop.lanes_of_rank
-            lowest, number = dice.below(ranks), max(ranks // dice.choice((2, 4, 8)), 1)
+            lowest, number = rng.below(ranks), max(ranks // rng.choice((2, 4, 8)), 1)
             inside[: lowest * size] = False
             inside[(lowest + number) * size :] = False
-        plan[inside] += dice.many_around(far, int(np.count_nonzero(inside)))
+        plan[inside] += rng.many_around(far, int(np.count_nonzero(inside)))
     elif draw < 80:
         moved: list[int] | slice
         if draw < 60:
-            moved = [dice.below(lanes) for _ in range(dice.choice((1, 2, 4)))]
+            moved = [rng.below(lanes) for _ in range(rng.choice((1, 2, 4)))]
         else:
-            moved = slice(dice.below(shop.lanes_of_rank), lanes, shop.lanes_of_rank)
-        first, length = dice.below(m), dice.choice((1, 2, 4, 8, m))
-        plan[moved, first : first + length] += dice.around(2 * far)
+            moved = slice(rng.below(shop.lanes_of_rank), lanes, shop.lanes_of_rank)
+        first, length = rng.below(m), rng.choice((1, 2, 4, 8, m))
+        plan[moved, first : first + length] += rng.around(2 * far)
     else:
-        plan[:, dice.below(m)] += dice.around(2 * far)
+        plan[:, rng.below(m)] += rng.around(2 * far)
     return plan

@@ -6,7 +6,7 @@ passes taken before if there is one. (Serial schedule generation, Kolisch 1996.)
 
 `compiled` has the same for numba, some thirty times faster. They stay two sources because one that
 numba compiles works on arrays, on which plain Python packs in 10.8 ms and not in 5.8 ms on lists;
-`tests/unit/test_packing.py` runs both on random problems and compares them to the digit.
+`tests/unit/search/test_packing.py` runs both on random problems and compares them to the digit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 from megatron_ext.schedule.search.shop import Shop, Starts
 
-GAPS = 12  # kept for a rank; older ones have rarely anything left that fits
+GAPS = 12  # remembered of a rank; older ones have rarely anything left that fits
 
 
 class Packed(NamedTuple):
@@ -39,13 +39,15 @@ def packer(shop: Shop) -> Pack:
 
 
 def pack(shop: Shop, plan: Starts) -> Packed:
-    """``plan`` packed to the left. The limit has to leave room for a microbatch (`Shop.fits`)."""
+    """Return ``plan`` packed to the left. The limit must suffice for a microbatch (`Shop.fits`)."""
     # A search without numba spends its time in this loop: it calls little and looks little up.
     wanted: list[list[int]] = plan.tolist()
     lanes, m, size = shop.lanes, shop.pieces, shop.lanes_of_rank
     durations, gains = shop.durations_of_all.tolist(), shop.gains_of_all.tolist()
     after, limit = shop.after_by_column, shop.limit
-    may_take = _Room(shop).may_take if shop.given_up is None else _Bank(shop).may_take
+    may_take = (
+        _BankersRule(shop).may_take if shop.given_up is None else _RecomputeRule(shop).may_take
+    )
     count, lane_end = [0] * lanes, [0] * lanes  # count: passes taken
     missing = [[len(row)] * m for row in shop.before]
     ready, starts = ([[0] * m for _ in range(lanes)] for _ in range(2))
@@ -86,8 +88,8 @@ def pack(shop: Shop, plan: Starts) -> Packed:
     return Packed(max(map(int.__add__, rank_end, shop.tails)), np.array(starts, dtype=np.int64))
 
 
-class _Room:
-    """The rule of `shop` by which memory never deadlocks, where nothing is made again."""
+class _BankersRule:
+    """The rule of `shop` by which memory never deadlocks, without recompute."""
 
     def __init__(self, shop: Shop) -> None:
         self.taking: list[list[int]] = [[] for _ in shop.rooms]
@@ -99,7 +101,7 @@ class _Room:
                 self.taking[rank].append(lane)
             if of_microbatch:
                 self.changing[rank].append((lane, held))
-        self.room = [shop.limit - room for room in shop.rooms]  # beside one microbatch
+        self.free = [shop.limit - needed for needed in shop.rooms]  # less one microbatch's
         self.slices = shop.slices
 
     def may_take(self, lane: int, rank: int, count: list[int]) -> bool:
@@ -113,11 +115,11 @@ class _Room:
             if count[other] > first:
                 behind += held[count[other]] - held[first]
         count[lane] -= 1
-        return behind <= self.room[rank]
+        return behind <= self.free[rank]
 
 
-class _Bank:
-    """The other rule of `shop`, for what is made again."""
+class _RecomputeRule:
+    """The rule of `shop` by which memory never deadlocks, with recompute."""
 
     def __init__(self, shop: Shop) -> None:
         self.limit, self.way, self.size = shop.limit, shop.way, shop.lanes_of_rank

@@ -1,8 +1,8 @@
 """Patterns: the ways of one microbatch through a V that can be repeated every period, exactly.
 
-A pattern says when each rank starts the six passes of a microbatch. Started again every period it
-is a steady state if no two passes of a rank collide modulo the period, and if what the copies under
-way hold together keeps to the memory limit.
+A pattern says when each rank starts the six passes of a microbatch. Repeated every period it is a
+steady state if no two passes of a rank collide modulo the period, and if the microbatches under way
+together keep to the memory limit.
 
 They are enumerated by a dynamic programme over the ranks, from the turn of the V to its open end.
 What a rank does is its *arrangement*: where its passes lie on a circle as long as the period. How
@@ -15,8 +15,8 @@ two figures then say all of a rank that other ranks have to know:
 - the way without, from F of the inner chunk to its I: the ranks nearer to the open end do.
 
 Both together are how long the outer chunk is held, the latter how long the inner one is. Going out
-from the turn, the way within is known; of the way without the longest is kept that all ranks so far
-have the memory for, as what fits beside a longer one fits beside a shorter one, too.
+from the turn, the way within is known; of the way without, only the longest that all ranks so far
+have the memory for is recorded: what fits with a longer one fits with a shorter one, too.
 
 How one rank's circle lies to the next one's is free. Turned a little, two of the four ways between
 them get longer and two get shorter, but never past a whole period unless one of the four is as
@@ -53,7 +53,7 @@ _TINY = 1e-9
 
 
 class Arrangements(enum.Enum):
-    """Which ways of spreading a rank's idle time are tried."""
+    """Ways of spreading a rank's idle time that are tried."""
 
     EACH = enum.auto()  # in whole ticks
     ONE_GAP = enum.auto()
@@ -61,7 +61,7 @@ class Arrangements(enum.Enum):
 
 @dataclass(frozen=True)
 class RankWork:
-    """What a rank does for a microbatch.
+    """Work and memory of a rank for a microbatch.
 
     Attributes:
         ticks: of its six passes, by lane; none is 0.
@@ -185,8 +185,8 @@ _CHUNKS = ((F_OUTER, I_OUTER, W_OUTER), (F_INNER, I_INNER, W_INNER))
 
 
 def _least_held(rank: RankWork, starts: _Ints, period: int) -> NDArray[np.float64]:
-    """What ``rank`` holds at most, per column of ``starts``, if each pass comes within a period of
-    the one it waits for."""
+    """Return the peak memory of ``rank``, per column of ``starts``, if each pass comes within a
+    period of the one it waits for."""
     holds: list[tuple[_Ints, _Ints, float]] = []  # from, for how long, how much
     for chunk, (forward, backward, weight) in enumerate(_CHUNKS):
         active = (starts[backward] - starts[forward]) % period + rank.ticks[backward]

@@ -1,11 +1,11 @@
-"""What a search packs: passes in lanes, with whole ticks of time and whole units of memory.
+"""Packing problem of a search: passes in lanes, in whole ticks of time and units of memory.
 
 A `Shop` is made of a problem by `shop_of`, for any placement whose ranks have equally many chunks.
 A lane is one kind of pass on one stage, and runs its microbatches in order. The lanes of a rank
 follow one another, in the order in which a microbatch runs through them there: F by chunk, I by
-chunk backwards, W likewise; with c chunks, rank r has lanes 3cr to 3c(r+1)-1. Where activations may
-be made again there are lanes of R, too, before those of I. For a microbatch that keeps its
-activation a pass of R takes no time and no memory, and is not there in truth (`Shop.again`).
+chunk backwards, W likewise; with c chunks, rank r has lanes 3cr to 3c(r+1)-1. With recompute there
+are lanes of R, too, before those of I. For a microbatch that keeps its activation a pass of R takes
+no time and no memory, and no action is made of it (`Shop.again`).
 
 Where microbatches are cut into slices a column is a slice: of F in order, of I and W those of each
 microbatch in reverse, as the last goes back first (`Shop.turned`). So each lane runs its columns in
@@ -21,8 +21,8 @@ microbatch that lacks a pass of a taking lane of a rank. After each pass that ta
 what microbatches behind k hold, and all that one microbatch may ever need, are within the limit
 (`pack`). Then the oldest microbatch that is not done can always go on: those before it hold
 nothing any more, so on each rank it either has all it needs or is the k of that rank, and finds
-room beside what those behind it hold. And that it has gone on breaks nothing: the next k has fewer
-behind it. Lanes run in order, so this is the banker's rule with the oldest served first.
+memory enough next to what those behind it hold. And that it has gone on breaks nothing: the next k
+has fewer behind it. Lanes run in order, so this is the banker's rule with the oldest served first.
 
 Of slices that holds as it stands, of whole microbatches: the k-th lacks a pass if it lacks one of a
 slice.
@@ -70,7 +70,7 @@ _OF_SLICES = 1 << 40  # shares of a chunk: slices may be of any length
 
 @dataclass(frozen=True)
 class Cut:
-    """How the passes of a lane differ where microbatches are cut into slices.
+    """Differences between the passes of a lane if microbatches are cut into slices.
 
     Attributes:
         durations: ticks, by lane and slice, in the order in which the lane takes them.
@@ -98,7 +98,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Shop:
-    """What has to be packed, in one direction of time.
+    """Packing problem, in one direction of time.
 
     Attributes:
         placement: which rank holds which stage.
@@ -110,12 +110,12 @@ class Shop:
         gains: memory that a pass takes at its start, or, if negative, gives back at its end; per
             lane; of slices the mean.
         limit: the memory of a rank.
-        rooms: per rank, what a microbatch may need at the most.
+        rooms: per rank, the memory that a microbatch may need at the most.
         heads: per rank, when it can start at the earliest.
         tails: per rank, how long after its end all has ended. (Where steps overlap, a rank that
             starts later may end later: by that, those that start sooner have a tail.)
-        given_up: by lane and microbatch, what a pass takes more than ``gains``: of what is made
-            again F takes less, and R that. None: there are no lanes of R.
+        given_up: by lane and microbatch, the memory that a pass takes in addition to ``gains``: if
+            it is recomputed F takes less, and R that much. None: there are no lanes of R.
         cut: how slices differ; None where microbatches are whole.
         is_mirrored: whether time runs backwards.
     """
@@ -140,7 +140,7 @@ class Shop:
 
     @property
     def slices(self) -> int:
-        """Of a microbatch; 1: it is whole."""
+        """Number of slices of a microbatch; 1: it is whole."""
         return 1 if self.cut is None else self.cut.slices
 
     @property
@@ -159,8 +159,7 @@ class Shop:
 
     @cached_property
     def again(self) -> npt.NDArray[np.bool_]:
-        """By lane and microbatch, whether it is a pass of R that is there; all are not, where there
-        are no lanes of R."""
+        """Whether a pass is one of R that becomes an action, lanes x microbatches."""
         if self.given_up is None:
             return np.zeros((self.lanes, self.pieces), dtype=bool)
         is_lane = np.array([kind is R for _, kind in self.passes])
@@ -189,26 +188,26 @@ class Shop:
 
     @cached_property
     def hops_of_all(self) -> Starts:
-        """The same by lane and column."""
+        """Hops of the messages that passes wait for, in ticks: lanes x columns."""
         return self._of_all(self.hops, None if self.cut is None else self.cut.hops)
 
     def _of_all(self, per_lane: tuple[int, ...], by_slice: Starts | None) -> Starts:
-        """By lane and column."""
+        """Return the figures as an array of lanes x columns."""
         if by_slice is not None:
             return np.tile(by_slice, (1, self.pieces // self.slices))
         return np.repeat(np.array(per_lane, np.int64)[:, None], self.pieces, 1)
 
     @cached_property
     def held_after(self) -> Starts:
-        """By lane and number of its passes, what those take together."""
+        """Memory that the first n passes of a lane take together: lanes x (0 <= n <= columns)."""
         held = np.zeros((self.lanes, self.pieces + 1), np.int64)
         np.cumsum(self.gains_of_all, axis=1, out=held[:, 1:])
         return held
 
     @cached_property
     def next_taking(self) -> Starts:
-        """By lane and number of its passes, the first microbatch after them whose pass takes
-        memory; the number of microbatches if there is none."""
+        """First column from n on whose pass of a lane takes memory: lanes x (0 <= n <= columns);
+        the number of columns if there is none."""
         m = self.pieces
         first = np.full((self.lanes, m + 1), m, np.int64)
         taking = np.where(self.gains_of_all > 0, np.arange(m), m)
@@ -218,7 +217,7 @@ class Shop:
     @property
     def way(self) -> tuple[int, ...]:
         """The lanes of a rank, from its first, in the order in which a microbatch alone would run
-        through them: it gives an activation back before the next is made again. () without R."""
+        through them: it frees an activation before it recomputes the next. () without R."""
         if self.given_up is None:
             return ()
         way = _way(self.placement)
@@ -226,7 +225,7 @@ class Shop:
 
     @property
     def fits(self) -> bool:
-        """Whether any plan can be packed: the limit leaves each rank room for a microbatch."""
+        """Whether any plan can be packed: the limit suffices for a microbatch on each rank."""
         return max(self.rooms) <= self.limit
 
     @cached_property
@@ -237,13 +236,13 @@ class Shop:
 
     @cached_property
     def turns(self) -> Starts:
-        """By lane and column, how many periods after the first it comes, of what repeats."""
+        """Periods from the first column to this one, of a plan that repeats: lanes x columns."""
         later = [0 if forward else self.slices - 1 for forward in self.is_forward]
         return np.array(later, np.int64)[:, None] + np.arange(self.pieces)
 
     @cached_property
     def is_forward(self) -> list[bool]:
-        """Per lane, whether it is of F."""
+        """Whether a lane is one of F, per lane."""
         return [kind is F for _, kind in self.passes]
 
     @cached_property
@@ -258,7 +257,7 @@ class Shop:
 
     @cached_property
     def after_by_column(self) -> Edges:
-        """The same of `after`."""
+        """`after`: the other lane, and by column the hop, and the column there."""
         return self._by_column(self.after, lambda lane, other: other)
 
     def _by_column(self, waits: Waits, receiver: Callable[[int, int], int]) -> Edges:
@@ -277,7 +276,7 @@ class Shop:
         ]
 
     def mirrored(self) -> Shop:
-        """The same work with time running backwards."""
+        """Return the same packing problem with time running backwards."""
         receivers = [
             next((other for other, hop in row if hop), lane) for lane, row in enumerate(self.after)
         ]
@@ -298,8 +297,8 @@ class Shop:
         )
 
 
-# What depends on a placement alone is kept: a search makes many shops that differ in what is made
-# again.
+# Cached, as it depends on the placement alone: a search makes many shops that differ in what is
+# recomputed.
 @lru_cache(maxsize=8)
 def _way(placement: Placement) -> tuple[int, ...]:
     """`Shop.way` where time does not run backwards."""
@@ -331,7 +330,7 @@ def _turned(before: Waits) -> Waits:
 
 @lru_cache(maxsize=8)
 def passes_of(placement: Placement, again: bool = False) -> Lanes:
-    """The stage and kind of each lane; ``again``: with those of R."""
+    """Return the stage and kind of each lane; ``again``: with those of R."""
     kinds = (R, I, W) if again else (I, W)
     return tuple(
         lane
@@ -349,11 +348,11 @@ def lanes_of(placement: Placement, again: bool = False) -> dict[tuple[int, Kind]
 
 
 def shop_of(problem: Problem, again: npt.NDArray[np.bool_] | None = None) -> Shop:
-    """``problem``, whose ranks have equally many chunks.
+    """Return the packing problem of ``problem``, whose ranks have equally many chunks.
 
     Args:
-        again: by stage and microbatch, whether the activation is made again; None: none is, and
-            there are no lanes for it. (Of slices none may be.)
+        again: by stage and microbatch, whether the activation is recomputed; None: none is, and
+            there are no lanes for it. (None with slices.)
 
     The tick is the common unit of the costs, or the largest fraction of it of which a rank's work
     for a microbatch, or a slice, has a thousand; without a common unit it is a share of that work
@@ -449,7 +448,7 @@ def _cut(
     return Cut(*(np.array(table, np.int64) for table in (durations, gains, hops)))
 
 
-_SIGN = {F: -1, R: 1}  # of what a pass takes more where an activation is made again
+_SIGN = {F: -1, R: 1}  # of the memory that a pass takes in addition if it is recomputed
 
 
 def _before(
@@ -479,17 +478,16 @@ def _before(
 
 
 def _gain(kind: Kind, activation: int, rest: int) -> int:
-    """Of a microbatch that keeps its activation."""
+    """Return the memory that a pass takes (negative: frees) of a microbatch without recompute."""
     return {F: activation, R: 0, I: rest - activation, W: -rest}[kind]
 
 
 def _memory(problem: Problem, again: bool) -> tuple[list[int], list[int], list[int], int]:
-    """What each stage holds from F, from I on, and of what is made again, and what a rank may hold:
-    in shares of a chunk, or in bytes. The limit is rounded down; it is never more than all
-    microbatches need.
+    """Return the memory of a microbatch, per stage: from F on, from I on, and what is stored if it
+    is recomputed; and the limit of a rank. All in shares of a chunk, or in bytes.
 
-    What slices give back to the keys and values of those before them is of one microbatch at a
-    time on a stage: there is room left for that.
+    The limit is rounded down, and at most what all microbatches need. It is reduced by the
+    gradients of keys and values, which are of one sliced microbatch at a time on a stage.
     """
     limit, placement = problem.memory_limit, problem.placement
     chunk = round(1 / INPUT_SHARE) if again else 1 if problem.slices.count == 1 else _OF_SLICES
@@ -525,7 +523,8 @@ def _rooms(problem: Problem, activation: Sequence[int], rest: Sequence[int]) -> 
 
 
 def _tails(problem: Problem, tick: float) -> tuple[int, ...]:
-    """How much sooner than the last each rank can begin, and so has to end, for steps to overlap.
+    """Return, per rank, by how much it can begin sooner than the last one and so has to end sooner,
+    for steps to overlap.
 
     The largest end with its tail is then the largest own time, but for a constant.
     """
@@ -549,7 +548,8 @@ def rows_of(
     """The actions of each rank in the order of their starts.
 
     Args:
-        again: where there are lanes of R, which of their passes are there (`Shop.again`).
+        again: with lanes of R, by lane and microbatch, whether its pass becomes an action
+            (`Shop.again`).
         orders: what the columns of F are, and those of other lanes (`Problem.orders`); None: whole
             microbatches.
     """
@@ -568,7 +568,7 @@ def rows_of(
 
 
 def again_in(rows: Rows, stages: int, microbatches: int) -> npt.NDArray[np.bool_] | None:
-    """By stage and microbatch, whether ``rows`` make the activation again; None: they make none."""
+    """Return, by stage and microbatch, whether ``rows`` recompute the activation; None: no R."""
     again = np.zeros((stages, microbatches), dtype=bool)
     for stage, kind, k in (action for row in rows for action in row):
         if kind is R:
@@ -577,7 +577,7 @@ def again_in(rows: Rows, stages: int, microbatches: int) -> npt.NDArray[np.bool_
 
 
 def starts_of(rows: Sequence[Sequence[Action]], shop: Shop) -> Starts:
-    """When the passes of ``rows`` start, each as soon as it can; a whole backward is I, then W.
+    """Return the starts of the passes of ``rows``, each as soon as it can; B is I, then W.
 
     The limit is not looked at: a plan may be of a schedule that needs more.
     """
@@ -663,7 +663,7 @@ def _orders_in(rows: Sequence[Sequence[Action]], shop: Shop) -> Orders:
 
 
 def end_of(starts: Starts, shop: Shop) -> int:
-    """When all of ``starts`` has ended, with tails."""
+    """Return the tick at which all passes of ``starts`` have ended, with tails."""
     ends = (starts + shop.durations_of_all).max(axis=1)
     of_ranks = ends.reshape(shop.placement.ranks, shop.lanes_of_rank).max(axis=1)
     return int((of_ranks + np.array(shop.tails)).max())

@@ -1,5 +1,5 @@
-"""What patterns (`patterns`) say of a V: plans to begin a search with, and how often at most a
-steady state can take a microbatch."""
+"""Uses of `patterns` on a V: plans to begin a search with, and the rate at which a steady state can
+take microbatches at most."""
 
 from __future__ import annotations
 

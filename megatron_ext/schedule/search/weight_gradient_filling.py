@@ -65,7 +65,7 @@ class TimedOrder:
 
 @dataclass(frozen=True)
 class Memory:
-    """What each rank may hold, in the unit of ``amount``."""
+    """Memory that each rank may hold, in the unit of ``amount``."""
 
     amount: Amount
     allowed: tuple[float, ...]
@@ -76,7 +76,7 @@ class Memory:
 
     def of(self, stage: int) -> float:
         """The memory a microbatch takes on ``stage`` from F to I."""
-        # Should W need more than the activations, there must be room for it when I comes.
+        # If W needs more than the activations, that much memory must be free when I comes.
         return max(self.amount(held, stage) for held in (Held.ACTIVATION, Held.WEIGHT_INPUTS))
 
 
@@ -107,7 +107,8 @@ def memory_of(problem: Problem, microbatches: float = math.inf) -> Memory:
 
 
 def least_memory(orders: Sequence[Sequence[Action]], memory: Memory) -> list[float]:
-    """What `fill_once` needs on each rank for ``orders``: every W comes right after its I."""
+    """Return the least memory that `fill_once` needs on each rank for ``orders``: W right behind
+    its I."""
     least = []
     for order in orders:
         held = most = 0.0
@@ -127,7 +128,7 @@ def fill_once(
     deadline: float = math.inf,
     span: float = math.inf,
 ) -> TimedOrder:
-    """``orders``, a row per rank, with a W for each I placed as soon as the rules allow.
+    """Return ``orders``, a row per rank, with a W for each I placed as soon as the rules allow.
 
     Args:
         orders: F and I (or B) of each rank on any placement.
@@ -144,7 +145,7 @@ def fill_once(
 
 
 def time(rows: Sequence[Sequence[Action]], problem: Problem) -> TimedOrder:
-    """``rows``, complete ones, as they are.
+    """Return the timing of complete ``rows``, unchanged.
 
     Raises:
         Hangs: they cannot run.

@@ -1,1 +1,1 @@
-"""What people look at: pictures, traces, and words about where the time went."""
+"""Output for people: pictures, traces, and explanations of the time that a step takes."""

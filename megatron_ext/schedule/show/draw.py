@@ -116,7 +116,7 @@ def new_figure(path: Path, width: float, height: float) -> Figure:
 
 @dataclass(frozen=True)
 class _Measure:
-    """What memory is counted in."""
+    """Unit in which a picture counts memory."""
 
     amount: Amount
     unit: float
@@ -197,9 +197,9 @@ def _draw_passes(axes: Axes, run: Sequence[Timeline], readable: float, measure: 
 
 
 def _places_in_pairs(timeline: Timeline) -> dict[Action, Box]:
-    """Where each pass that runs in a pair is drawn: as long as the pair, F above."""
-    beside = timeline.schedule.beside
-    events = {event.action: event for event in timeline.events if event.action in beside}
+    """Return the box of each pass that runs in a pair: as long as the pair, F above."""
+    in_pairs = timeline.schedule.beside
+    events = {event.action: event for event in timeline.events if event.action in in_pairs}
     quarter = _HALF / 2
     places: dict[Action, Box] = {}
     for forward, backward in timeline.schedule.pairs:
@@ -216,7 +216,7 @@ def _named(schedule: Schedule) -> str:
 
 
 def _add_boxes(axes: Axes, boxes: Sequence[Box], **look: Any) -> None:
-    """``boxes`` as one shape."""
+    """Draw ``boxes`` as one shape."""
     import matplotlib
     from matplotlib import patches, path
 

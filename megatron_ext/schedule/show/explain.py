@@ -1,8 +1,8 @@
-"""Why a measured step took as long as it did: the time by parts, and the largest single causes.
+"""Explanation of a measured step: its time by parts, and the largest single causes.
 
 Every answer is a replay of the step (`replay`) without the thing in question: what the makespan
 would have been had a message come at once, or a pass taken as long as others of its kind. So what
-nobody waited for counts nothing, however late it was.
+no pass waited for counts nothing, however late it was.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SLOW_PASSES_TRIED = 10
 
 
 class Part(enum.StrEnum):
-    """Where the makespan goes. The parts add up to it."""
+    """Parts of the makespan, which add up to it."""
 
     WORK = "passes"
     SCHEDULE = "the schedule's own bubble"
@@ -45,10 +45,12 @@ class Cause:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Attributes:
-    parts: seconds of the makespan, by part. One can be negative: single passes that were faster
-        than usual, or the clocks' error where messages are quick.
-    causes: the largest, at most `TOP`, largest first. They overlap, and do not add up.
+    """Explanation of a makespan.
+
+    Attributes:
+        parts: seconds of the makespan, by part. One can be negative: single passes that were faster
+            than usual, or the clocks' error where messages are quick.
+        causes: the largest, at most `TOP`, largest first. They overlap, and do not add up.
     """
 
     parts: Mapping[Part, float]
@@ -56,12 +58,12 @@ class Explanation:
 
 
 def explain(measured: Timeline, predicted: Timeline) -> Explanation:
-    """Where the makespan of ``measured`` went.
+    """Return the parts of the makespan of ``measured``, and the largest single causes.
 
     A pass is late by a message when it starts after its rank is free and after another rank has
     made what it needs. A rank is slow when its passes, at their medians, take longer than
-    ``predicted`` says, beside the other ranks. The schedule's own bubble is that of the passes as
-    predicted, with messages that take no time.
+    ``predicted`` says, compared with the other ranks. The schedule's own bubble is that of the
+    passes as predicted, with messages that take no time.
     """
     step = _Step(measured, predicted)
     base = measured.makespan
@@ -112,7 +114,7 @@ class _Step:
         self.par = statistics.median_low(self.ratios)
 
     def _ratios(self, predicted: Timeline) -> list[float]:
-        """Of each rank, its passes at their medians to what is predicted of them."""
+        """Return, by rank, the ratio of its passes' median seconds to their predicted seconds."""
         return [
             sum(self.usual(event.action) for event in row)
             / (sum(event.end - event.start for event in row) or 1.0)

@@ -1,4 +1,4 @@
-"""An object of a JSON file that others may have written: what is asked of it is checked."""
+"""Checked access to an object of a JSON file that others may have written."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MOST = 1e18  # of any number; NaN and infinity are not below it
 
 @dataclass(frozen=True)
 class Record:
-    """``data``, and ``where`` it stands, for errors.
+    """JSON object ``data``, and ``where`` it stands, for errors.
 
     Each method returns the value of a key, and raises ValueError where there is none or another.
     """

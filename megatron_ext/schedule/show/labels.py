@@ -1,4 +1,4 @@
-"""Labels beside the points of a picture, none upon another."""
+"""Labels next to the points of a picture, without overlaps."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ Box = tuple[float, float, float, float]  # left, low, right, high: pixels
 
 SIZE = 8  # of letters, in points
 _DISTANCES = (5, 12, 20, 30, 42, 56, 72)  # from the point to its label, in points
-_NEAR = 12  # up to here nobody asks whose label it is
+_NEAR = 12  # up to here it is plain whose label it is; beyond a line is drawn
 _MARK = 4  # around a point, in pixels, to be left free
 _SIDES = ("left", "center", "right")  # of a label, by the direction it lies in: 1, 0, -1
 _ENDS = ("bottom", "center", "top")
 
 
 def label_points(axes: Axes, labels: Mapping[Pair, str], lines: Sequence[Sequence[Pair]]) -> None:
-    """Write each label as near to its point as there is room, and a line between them where it is
-    not beside it: clear of other labels and points, and of ``lines`` if that can be.
+    """Write each label as near to its point as it fits, with a line between them if it is not next
+    to it: clear of other labels and points, and of ``lines`` if that can be.
 
-    Comes last: what changes the axes' place afterwards moves points, and not the room about them.
+    Call it last: a later change of the axes' place moves the points, and labels may then overlap.
     """
     axes.get_figure().draw_without_rendering()  # type: ignore[union-attr]
     marks = [_around(point) for point in axes.transData.transform(list(labels))]
@@ -78,7 +78,7 @@ def _size_of(axes: Axes, label: str) -> Pair:
 
 
 def _box(axes: Axes, point: Pair, place: Pair, width: float, height: float) -> Box:
-    """Where a label is with its ``place``."""
+    """Return the box, in pixels, of a label at its ``place``, in points from ``point``."""
     pixels = axes.get_figure().dpi / 72  # type: ignore[union-attr]
     x, y = axes.transData.transform(point) + np.array(place) * pixels
     left = x - (1 - np.sign(place[0])) / 2 * width

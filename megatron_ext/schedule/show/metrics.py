@@ -1,4 +1,4 @@
-"""What the steps of a training come to, interval by interval: bubble, seconds, slowest rank, peak
+"""Metrics of the steps of a training, interval by interval: bubble, seconds, slowest rank, peak
 memory.
 
 Each rank tells sums over its own steps, by its own clock. How far two clocks are apart is told by
@@ -25,9 +25,11 @@ PATIENCE = 100  # iterations, after which somebody should look
 
 
 def telling_passes(program: Program, rank: int) -> list[int]:
-    """Which of its passes tell when a rank's clock begins: two for each of its stages, F of the
-    first microbatch and I (or B) of the last. Ranks mostly wait for what those need. (Of a stage
-    with forward passes alone it is F of the last.)"""
+    """Return the numbers of the passes of ``rank`` from which its clock's offset is found.
+
+    They are two for each of its stages: F of the first microbatch, and I (or B) of the last, or F
+    of the last for a stage with forward passes alone. Ranks mostly wait for the inputs of these.
+    """
     last_forward, last_backward = program.problem.forwards[-1], program.problem.backwards[-1]
     place = {
         (action.stage, kind, action.microbatch): number
@@ -49,7 +51,7 @@ def telling_passes(program: Program, rank: int) -> list[int]:
 
 @dataclass(frozen=True)
 class RankSums:
-    """What a rank tells of some steps of one program. Seconds are sums over the steps.
+    """Sums that a rank reports of some steps of one program. Seconds are sums over the steps.
 
     Attributes:
         steps: how many.
@@ -77,14 +79,14 @@ class RankSums:
         )
 
     def numbers(self, chunks: int) -> list[float]:
-        """All of it, as many numbers on every rank. ``chunks``: the most that a rank has."""
+        """Return the sums as a list of one length on all ranks. ``chunks``: the most of a rank."""
         plain = [getattr(self, name) for name in _PLAIN]
         unused = [0.0] * (4 * chunks - len(self.times))
         return [*plain, *self.times, *unused]
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> RankSums:
-        """What has such `numbers`."""
+        """Return the sums with these ``numbers``: the inverse of `numbers`."""
         plain = dict(zip(_PLAIN, numbers, strict=False))
         return cls(**plain, times=tuple(numbers[len(_PLAIN) :]))
 
@@ -101,7 +103,7 @@ class Metrics:
         seconds: of a step, predicted and measured: its makespan, or where steps overlap its span.
             Predicted with costs times one factor, so that passes take as long as the measured ones.
         overlap: steps overlap.
-        slowest: the rank whose passes take longest, beside what is predicted of each rank's.
+        slowest: the rank whose passes take longest, compared with the prediction for each rank.
         slower: than the other ranks', by this share.
         allocated, reserved: the most bytes, and the rank; None where that is not measured.
     """
@@ -116,7 +118,7 @@ class Metrics:
 
     @property
     def above_predicted(self) -> float:
-        """By how much the measured bubble share is above the predicted one."""
+        """Measured bubble share less the predicted one."""
         predicted, measured = self.bubble_shares
         return measured - predicted
 
@@ -139,7 +141,7 @@ class Metrics:
         return ", ".join(words)
 
     def figures(self) -> dict[str, float]:
-        """By name, as for TensorBoard; those that are measured."""
+        """Return the measured figures by name, as for TensorBoard."""
         figures: dict[str, float] = {
             "pipeline/slowest rank": self.slowest,
             "pipeline/slowest rank, slower by": self.slower,
@@ -152,9 +154,10 @@ class Metrics:
 
 
 def metrics_of(ranks: Sequence[RankSums], predicted: Timeline, *, overlap: bool) -> Metrics | None:
-    """What ``ranks`` tell of steps that were ``predicted`` so; None if one of them has had none.
+    """Return the metrics of the steps that ``ranks`` report, next to the ``predicted`` one.
 
-    ``overlap``: a rank goes on to the next step before the others have ended this one.
+    None if a rank has run no step. ``overlap``: a rank goes on to the next step before the others
+    have ended this one.
     """
     if not all(rank.steps for rank in ranks):
         return None
@@ -180,7 +183,7 @@ def metrics_of(ranks: Sequence[RankSums], predicted: Timeline, *, overlap: bool)
 
 
 def _begins(schedule: Schedule, ranks: Sequence[RankSums]) -> list[float]:
-    """When each rank's first pass began, by the clock of the first stage's rank.
+    """Return the start of each rank's first pass, by the clock of the first stage's rank.
 
     What begins between two ranks is bounded by their messages: F of a stage ends before that of the
     next stage begins, and its I begins when that one's has ended. The middle of what the bounds
@@ -240,7 +243,7 @@ class Departure:
         self._has_told = False
 
     def see(self, metrics: Metrics, iterations: int) -> str | None:
-        """What to say after so many more ``iterations`` with these ``metrics``, if anything."""
+        """Return the remark due after ``iterations`` more with these ``metrics``, if any is."""
         has_left = abs(metrics.above_predicted) > POINTS
         self._iterations = self._iterations + iterations if has_left else 0
         if self._iterations < PATIENCE or self._has_told:

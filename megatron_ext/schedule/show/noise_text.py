@@ -1,4 +1,4 @@
-"""How passes vary, as users write it, and what a step takes then, in words."""
+"""Text form of the noise of passes, and texts on a step's duration under it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _is_number(text: str) -> bool:
 
 
 def _share(figure: str, text: str) -> float:
-    """``figure`` as a number from 0 to 1."""
+    """Return ``figure`` as a number from 0 to 1."""
     if not _is_number(figure) or not 0 <= float(figure) <= 1:
         raise ValueError(
             f"noise {shown(text)!r}: {shown(figure)!r} is no number from 0 to 1; {_EXAMPLE}"
@@ -55,7 +55,7 @@ def _share(figure: str, text: str) -> float:
 
 
 def noise_of(steps: Sequence[TracedStep]) -> Noise:
-    """What passes of ``steps`` have taken, each over the mean of its kind and stage."""
+    """Return the noise of ``steps``: each pass's seconds over the mean of its kind and stage."""
     groups = defaultdict(list)
     for event in (event for step in steps for row in step.measured.compute for event in row):
         groups[event.action.kind, event.action.stage].append(event.end - event.start)
@@ -68,7 +68,7 @@ def noise_of(steps: Sequence[TracedStep]) -> Noise:
 
 
 def rows_of_spread(spread: Spread) -> dict[str, str]:
-    """What a step takes under noise, by names for people."""
+    """Return the printed rows on a step's duration under noise, by name."""
     return {
         f"{name} with noise": f"median {figures.median:.6g}, 90% of steps within {figures.p90:.6g}"
         for name, figures in (("makespan", spread.makespan), ("span", spread.span))

@@ -35,9 +35,9 @@ _SLOW = 2.5  # times the quickest microbatch: up to there the second panel goes
 
 
 def draw_plan(plan: Plan, curves: Curves, path: Path) -> None:
-    """Write step time against memory of the schedules of ``plan``, each with what is best done
-    about the vocabulary, with the Pareto front of all and what those that search find in less
-    memory; beside it what a microbatch takes of a step, by their number.
+    """Write a picture of step time against memory of the schedules of ``plan``, each with its best
+    vocabulary method, with the Pareto front of all and the results of searches in less memory. A
+    second panel shows the step's seconds per microbatch, by the number of microbatches.
 
     Raises:
         ValueError: another file type, or matplotlib is not installed.
@@ -111,7 +111,7 @@ def _draw_by_memory(
 
 
 def _end(figures: Sequence[float]) -> float:
-    """Where an axis ends that shows most ``figures``, and does not leave them in a corner."""
+    """Return the end of an axis that shows most ``figures`` without squeezing them to a corner."""
     least = min(figures)
     end = least + 3 * (median(figures) - least)
     return end if max(figures) > _FAR * end else max(figures)
@@ -122,7 +122,8 @@ def _clipped(point: Pair, ends: Sequence[float]) -> Pair:
 
 
 def _set_ends(axes: Axes, lines: Sequence[Sequence[Pair]], points: Sequence[Pair]) -> None:
-    """All points are on it, and of lines what lies no higher and no further than they do."""
+    """Set the ends of ``axes`` so that all points are on it, and the parts of lines that are no
+    higher and no further right than the points."""
     furthest, highest = (max(figures) for figures in zip(*points, strict=True))
     near = [(x, y) for line in lines for x, y in line if x <= furthest and y <= highest]
     x, y = zip(*points, *near, strict=True)

@@ -1,4 +1,4 @@
-"""A program's predicted step beside the measured ones, rank by rank."""
+"""A program's predicted step compared with the measured ones, rank by rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Comparison:
 
     @property
     def error(self) -> float:
-        """What the measured step is longer by, as a share of the predicted one."""
+        """Excess of the measured step over the predicted one, as a share of the predicted one."""
         return self.measured / self.predicted - 1
 
     @property
@@ -56,7 +56,8 @@ class Comparison:
 
 
 def compare(predicted: Timeline, ranks: Sequence[Sequence[RankStep]]) -> Comparison:
-    """``predicted`` beside the steps of ``ranks``, which share a clock and are as many on each."""
+    """Compare ``predicted`` with the steps of ``ranks``, which share a clock and are as many on
+    each."""
     steps = list(zip(*ranks, strict=True))
     makespans = [max(r.end for r in step) - min(r.start for r in step) for step in steps]
     return Comparison(

@@ -1,4 +1,4 @@
-"""What a program is predicted to take and to hold, in one line."""
+"""Predicted time and memory of a program, in one line."""
 
 from __future__ import annotations
 
@@ -42,9 +42,8 @@ def stock_1f1b(problem: Problem) -> Timeline:
 
 
 def summary_of_change(before: Program, now: Program, costs: Costs) -> str:
-    """What ``now``, made with the measured ``costs``, is beside ``before``, made with estimates.
-
-    Both are judged by ``costs``.
+    """Compare in words ``now``, made with the measured ``costs``, with ``before``, made with
+    estimates. Both are judged by ``costs``.
     """
     stock = stock_1f1b(replace(now.problem, costs=costs)).makespan
 
@@ -64,7 +63,7 @@ def summary_of_change(before: Program, now: Program, costs: Costs) -> str:
 
 
 def summarize(program: Program) -> str:
-    """Bubble and peak of ``program`` beside 1F1B's, and its costs in short."""
+    """Return a line on the bubble of ``program`` and of 1F1B, its peak memory, and its costs."""
     problem = program.problem
     costs = problem.costs
     bubble = simulate(program, costs).bubble_share_makespan
@@ -121,7 +120,7 @@ def _recomputed_part(program: Program) -> str:
 
 
 def _offloaded_part(program: Program) -> str:
-    """How much of what passes leave goes to the host, with offload."""
+    """Return words on the share of activations that is offloaded; "" without offload."""
     if program.problem.extras.activation_offload is Offload.NONE:
         return ""
     made, left = Counter[Held](), Counter[Held]()

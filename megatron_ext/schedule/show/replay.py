@@ -1,4 +1,4 @@
-"""Run the passes of a schedule again with other durations: what a step would have taken, if."""
+"""Replay the passes of a schedule with other durations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Replay:
 
     @cached_property
     def inputs(self) -> Inputs:
-        """By pass, the passes that make what it needs."""
+        """The passes that make the inputs of a pass, by pass."""
         rows = self.schedule.compute_rows
         passes = {action for row in rows for action in row}
         placement = self.schedule.placement

@@ -1,4 +1,4 @@
-"""What traced steps of Megatron's own have cost, for `what_if`."""
+"""Measured costs of traced steps of Megatron's own schedules, for `what_if`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def seen_costs(steps: Sequence[TracedStep]) -> SeenCosts | None:
 
 
 def _delays(step: Timeline) -> Iterator[float]:
-    """What each pass that waited for another rank's began after that had ended."""
+    """Yield, for each pass that waited for one of another rank, the seconds from the end of that
+    one to its start."""
     replay = Replay(step.schedule)
     events = {event.action: event for row in step.compute for event in row}
     for action, (free, made) in replay.ready(events).items():

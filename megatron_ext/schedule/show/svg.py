@@ -47,8 +47,8 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def smaller(svg: str) -> str:
-    """``svg``, as matplotlib writes it, to a tenth of a point and an element a line, without what
-    is said twice or not seen: comments, metadata, names and groups that nothing refers to.
+    """Return ``svg``, as matplotlib writes it, to a tenth of a point and an element a line, without
+    what is said twice or not seen: comments, metadata, names and groups that nothing refers to.
     """
     root = ElementTree.fromstring(svg)
     for metadata in root.findall(METADATA):
@@ -69,7 +69,8 @@ def smaller(svg: str) -> str:
 
 
 def shorter_path(path: str) -> str:
-    """``path``, a list of M, L, C, Q and z, to a tenth of a point, with H and V along the axes."""
+    """Return ``path``, a list of M, L, C, Q and z, to a tenth of a point, with H and V along the
+    axes."""
     commands = []
     x = y = ""
     for command, numbers in re.findall(r"([MLCQz])([^MLCQz]*)", path):
@@ -104,7 +105,7 @@ def _shorten(element: Element) -> None:
 
 
 def _drop_style(element: Element, inherited: str) -> None:
-    """Leave out of ``element``'s style what ``inherited`` says."""
+    """Remove from ``element``'s style the declarations of ``inherited``."""
     style = element.attrib.pop("style", "").split("; ")
     own = [declaration for declaration in style if declaration not in inherited.split("; ")]
     if any(own):

@@ -13,7 +13,8 @@ from megatron_ext.schedule.placement import Placement, line, loop, v
 
 
 def for_torchtitan(placement: Placement, microbatches: int, table: Path) -> str:
-    """What to write on its command line, or that it cannot run the schedule."""
+    """Return the arguments of torchtitan's command line, or a line that it cannot run the
+    schedule."""
     name = _schedule_with(placement)
     if name is None:
         return (

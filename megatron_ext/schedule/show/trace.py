@@ -38,7 +38,7 @@ _RESERVED = "reserved beyond allocated"  # the event that has it
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A measured step beside its prediction.
+    """A measured step and its prediction.
 
     Attributes:
         iteration: as Megatron's log counts.
@@ -63,7 +63,8 @@ class TracedStep:
 def beside(
     iteration: int, measured: Timeline, simulated: Timeline, clock_error: float
 ) -> TracedStep:
-    """``measured`` with its prediction, scaled to the same work and moved to the same start."""
+    """Return ``measured`` with its prediction, scaled to the same work and moved to the same
+    start."""
     (step,) = beside_all([iteration], [measured], [simulated], clock_error)
     return step
 
@@ -74,8 +75,10 @@ def beside_all(
     simulated: Sequence[Timeline],
     clock_error: float,
 ) -> list[TracedStep]:
-    """`beside` of consecutive steps, each of them on one clock: the predicted ones overlap as they
-    were simulated (`simulate_steps`), and begin with the first that was measured.
+    """Return the traced steps of consecutive iterations, ``measured`` and ``simulated``.
+
+    The predicted steps are scaled to the same work in all. They overlap as they were simulated
+    (`simulate_steps`), and begin with the first that was measured.
     """
     factor = sum(step.work for step in measured) / sum(step.work for step in simulated)
     start, first = measured[0].start, simulated[0].start
@@ -104,7 +107,7 @@ class TraceFile:
         self._tracks: dict[tuple[int, str], int] = {}  # their numbers, by rank and title
 
     def add(self, step: TracedStep) -> None:
-        """Write ``step``: its passes and reductions, and what was predicted beside them."""
+        """Write ``step``: its passes and reductions, and the predicted passes."""
         origin = step.measured.start if self._origin is None else self._origin
         about = {
             "iteration": step.iteration,
@@ -117,7 +120,7 @@ class TraceFile:
             *_reductions(step.measured, about),
             *_slices(step.predicted, "predicted ", about),
             *_held(step.measured),
-            *_beside_slices(step),
+            *_step_metadata(step),
         ]
         self._write(events, origin, 1.0)
         self._origin = origin
@@ -306,7 +309,7 @@ def _timeline(slices: Sequence[_Slice], category: str, where: str) -> Timeline:
                 raise ValueError(f"{where}: {error}") from None
             of_rank.setdefault(slice_.rank, []).append(event)
             if event.action.kind is Kind.FORWARD and "beside" in slice_.args.data:
-                pairs.append(Pair(event.action, _beside(slice_.args, where)))
+                pairs.append(Pair(event.action, _paired_with(slice_.args, where)))
         elif slice_.category == _REDUCTION and category == _PASS:
             stage, is_exact = slice_.args.count("stage"), slice_.args.truth("is_exact")
             reductions.append(Reduction(slice_.rank, stage, slice_.start, slice_.end, is_exact))
@@ -319,7 +322,7 @@ def _timeline(slices: Sequence[_Slice], category: str, where: str) -> Timeline:
     return Timeline(schedule, tuple(event for row in rows for event in row), tuple(reductions))
 
 
-def _beside(args: Record, where: str) -> Action:
+def _paired_with(args: Record, where: str) -> Action:
     try:
         return parse(args.text("beside"))
     except ValueError as error:
@@ -394,8 +397,8 @@ def _held(timeline: Timeline) -> Iterator[dict[str, Any]]:
             yield _counter(rank, row[-1].end, 0.0)
 
 
-def _beside_slices(step: TracedStep) -> Iterator[dict[str, Any]]:
-    """What no slice tells."""
+def _step_metadata(step: TracedStep) -> Iterator[dict[str, Any]]:
+    """Yield metadata events of ``step`` with the figures that no slice of the trace has."""
     for name, key, figures in (
         (_STOCK, "weight_shares", step.weight_shares),
         (_RESERVED, "bytes", step.reserved),
@@ -441,7 +444,7 @@ def _counter(rank: int, ts: float, held: float) -> dict[str, Any]:
 
 
 def _names(rank: int, title: str, number: int) -> Iterator[dict[str, Any]]:
-    """What has to be said of a track before its first slice."""
+    """Yield the metadata events that must precede the first slice of a track."""
     for what, args in (
         ("process_name", {"name": f"rank {rank}"}),
         ("thread_name", {"name": title}),

@@ -1,4 +1,4 @@
-"""What there is to say of traced steps, as data for programs. Times are in seconds."""
+"""Report on traced steps, as data for programs. Times are in seconds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StepFigures:
 
 @dataclass(frozen=True)
 class IterationFigures:
-    """A traced step beside its prediction."""
+    """Figures of a traced step and of its prediction."""
 
     iteration: int
     measured: StepFigures

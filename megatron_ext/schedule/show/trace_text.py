@@ -1,4 +1,4 @@
-"""What a trace of Megatron's own step says, in words: for its log, and for `megatron-ext trace`."""
+"""Texts on a trace of Megatron's own step: for its log, and for `megatron-ext trace`."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def prospect_rows(prospects: Sequence[Prospect]) -> list[dict[str, str]]:
 
 
 def remarks(assumed: WhatIf) -> Iterator[str]:
-    """What has to be known of the tables."""
+    """Yield the assumptions behind the tables, a line each."""
     least, most = SHARES
     yield (
         f"W is assumed to take {least:g} to {most:g} of a backward pass, which Megatron runs whole"
@@ -89,7 +89,7 @@ def _between(low: str, high: str) -> str:
 
 
 def _table(rows: Sequence[dict[str, str]]) -> Iterator[str]:
-    """``rows`` beneath their keys, as lines."""
+    """Return ``rows`` beneath their keys, as lines."""
     lines = [list(rows[0]), *(list(row.values()) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:

@@ -10,7 +10,7 @@ from megatron_ext.schedule.schedule import Schedule
 
 
 def keep_forward(schedule: Schedule, problem: Problem) -> Schedule:
-    """``schedule`` without what only training needs."""
+    """Return ``schedule`` without what only training needs."""
     rows = tuple(
         tuple(action for action in row if RULES[action.kind].in_evaluation) for row in schedule.rows
     )

@@ -2,13 +2,13 @@
 
 PipeOffload (Wan et al. 2025, arXiv:2503.01328, sections 3 and 4). What a forward pass leaves for
 its backward pass can be copied to the host, its memory given back, and be copied back in time; and
-so can what I leaves for W. The copies run beside the passes, on lanes of their own; ranks that
+so can what I leaves for W. The copies run parallel to the passes, on lanes of their own; ranks that
 share a link to the host take turns on it.
 
 The transform works on any schedule with its messages and waits. It takes the times at which its
 passes would run, and books the copies into them: to the host as soon as the link is free, back so
 late that they end when they are needed. Between passes, memory is given back as soon as a copy to
-the host has ended, and taken again as late as the copy back can start.
+the host has ended, and reacquired as late as the copy back can start.
 
 The longest-lived are booked first. What would be back before it has gone stays: the slower the
 link, the fewer leave, and no pass waits for a copy.
@@ -40,7 +40,7 @@ _SLOWER = [1.15**n for n in range(16)]  # times the passes, for links that are s
 
 @dataclass(frozen=True)
 class Absence:
-    """What may leave: memory that a pass has made and a later one uses.
+    """Candidate for offload: memory that a pass has made and a later one uses.
 
     Attributes:
         kinds: of the copy to the host, of the wait for it, and of the copy back.
@@ -62,13 +62,13 @@ class Absence:
 
     @property
     def spare(self) -> float:
-        """For how long it could be away, if no other were."""
+        """Seconds that the memory could be free, if no other were offloaded."""
         return self.end - self.start - self.out_seconds - self.back_seconds
 
 
 @dataclass(frozen=True)
 class Booked:
-    """When the copies of ``absence`` start."""
+    """Starts of the copies of ``absence``."""
 
     absence: Absence
     out_start: float
@@ -80,7 +80,7 @@ class Booked:
 
 
 def offload(schedule: Schedule, problem: Problem) -> Schedule:
-    """``schedule``, which has its messages and waits, with copies to the host and back.
+    """Return ``schedule``, which has its messages and waits, with copies to the host and back.
 
     To fit into a memory limit for which the link is too slow, copies are booked as if passes took
     longer. They will then: passes wait for copies.
@@ -96,8 +96,11 @@ def offload(schedule: Schedule, problem: Problem) -> Schedule:
 
 
 def _most_that_cost_nothing(schedule: Schedule, problem: Problem) -> Schedule:
-    """With all that can leave. Where ranks share links, copies can come before another rank's
-    whose turn it was: then with as many as cost no time."""
+    """Return ``schedule`` with as many copies as cost no time.
+
+    Those are all for which their link has time; if ranks share links, one rank's copies can delay
+    another's, and fewer are taken.
+    """
     leaving = _Leaving(schedule, problem, 1.0)
     host = problem.costs.host
     assert host is not None
@@ -136,7 +139,8 @@ class _Leaving:
         return replace(self.schedule, rows=tuple(rows))
 
     def absences(self, ranks: Sequence[int]) -> list[Absence]:
-        """What may leave ``ranks``, the longest-lived first; the ranks take turns."""
+        """Return the candidates for offload of ``ranks``, each rank's longest-lived first, in turn
+        one of each rank."""
         of_ranks = []
         for rank in ranks:
             absences = _longest_lived_first(_absences(rank, self.passes[rank], self.problem))
@@ -153,7 +157,7 @@ class _Leaving:
         return [_insert(self.schedule.rows[r], self.passes[r], copies[r]) for r in ranks]
 
     def fewest_that_fit(self, absences: Sequence[Absence]) -> int:
-        """How many of ``absences`` bring their ranks within the memory limit; all if none do."""
+        """Return the least number of ``absences`` that meets the memory limit; all if none does."""
         ranks = sorted({absence.rank for absence in absences})
         return bisect_left(
             range(len(absences)), True, key=lambda n: self.fits(self.rows(absences[:n], ranks))
@@ -182,7 +186,7 @@ _LEAVES = (
 
 
 def _absences(rank: int, row: Sequence[Event], problem: Problem) -> Iterator[Absence]:
-    """All absences on ``rank`` that are of use: a pass runs while the memory is free."""
+    """Yield the useful absences on ``rank``: those during which a pass runs."""
     made_at = {event.action: position for position, event in enumerate(row)}
     starts, ends = [event.start for event in row], [event.end for event in row]
     for used, event in enumerate(row):

@@ -3,7 +3,7 @@
 DualPipe's compound (DeepSeek-AI 2024, arXiv:2412.19437), and what Megatron does under
 --overlap-moe-expert-parallel-comm: while one of the two waits for an all-to-all, the other computes
 (`OverlapCosts`). Any two that follow one another on a rank can be a pair, W aside, if neither needs
-the other. It has its price: what F sends leaves when the backward pass beside it has ended.
+the other. It has its price: the output of F is sent only after the backward pass has ended too.
 
 So a schedule's passes are played through in the order of time, on each rank in the rank's own
 order. Where the next two of a rank could be a pair, it waits for the second so long, and not
@@ -39,8 +39,8 @@ _TOLD_BY = 4  # microbatches a rank, of which a step has all phases
 Row = tuple[Action, ...]
 
 
-class _Way(NamedTuple):
-    """How pairs are made.
+class _Policy(NamedTuple):
+    """Policy for making pairs.
 
     Attributes:
         patience: for the second of two, in times what their pair saves.
@@ -54,16 +54,16 @@ class _Way(NamedTuple):
 
 
 def pair_up(schedule: Schedule, problem: Problem) -> Schedule:
-    """``schedule``, which has passes only, with pairs. One that has some already is left as it is.
+    """Return ``schedule``, which has passes only, with pairs; unchanged if it has pairs already.
 
     Raises:
-        ValueError: no F can run beside a backward pass.
+        ValueError: no F can run as one with a backward pass.
     """
     if schedule.pairs:
         return schedule
     problem = replace(problem, costs=_with_assumed(problem.costs))
-    way = _best_way(*_first_of(schedule, problem))
-    paired = None if way is None else _Playing(schedule, problem, way).run()
+    policy = _best_policy(*_first_of(schedule, problem))
+    paired = None if policy is None else _Playing(schedule, problem, policy).run()
     if paired is None or not paired.pairs:
         raise ValueError(
             f"schedule {schedule.name} has no forward pass that could run beside a backward pass, "
@@ -73,20 +73,22 @@ def pair_up(schedule: Schedule, problem: Problem) -> Schedule:
     return paired
 
 
-def _best_way(schedule: Schedule, problem: Problem) -> _Way | None:
-    """How pairs are made that take the least time; None: there are none."""
+def _best_policy(schedule: Schedule, problem: Problem) -> _Policy | None:
+    """Return the policy whose schedule takes the least time; None if none makes pairs."""
     splits = any(action.kind is _W for row in schedule.rows for action in row)
     choices = (False, True) if splits else (False,)
-    ways = map(_Way._make, product((0.0, 1.0, math.inf), choices, choices))
-    played = [(_Playing(schedule, problem, way).run(), way) for way in ways]
+    policies = map(_Policy._make, product((0.0, 1.0, math.inf), choices, choices))
+    played = [(_Playing(schedule, problem, policy).run(), policy) for policy in policies]
     makespans = {
-        way: simulate_unproved(paired, problem).makespan for paired, way in played if paired.pairs
+        policy: simulate_unproved(paired, problem).makespan
+        for paired, policy in played
+        if paired.pairs
     }
     return min(makespans, key=makespans.__getitem__, default=None)
 
 
 def _first_of(schedule: Schedule, problem: Problem) -> tuple[Schedule, Problem]:
-    """A long step cut to its first microbatches, which are enough to tell ways apart."""
+    """A long step cut to its first microbatches, which are enough to rank policies."""
     count = _TOLD_BY * problem.ranks
     if problem.microbatches <= 2 * count:
         return schedule, problem
@@ -95,8 +97,8 @@ def _first_of(schedule: Schedule, problem: Problem) -> tuple[Schedule, Problem]:
 
 
 def _with_assumed(costs: Costs) -> Costs:
-    """``costs``; where they do not tell what hides in a pair, something does: the order is to gain
-    by pairs, though nobody knows how much."""
+    """Return ``costs`` with an assumed saving of pairs if they have none: the search for pairs
+    needs a gain, even if its size is unknown."""
     if costs.overlap.hidden:
         return costs
     forwards, backwards = costs.seconds[_F], costs.seconds[_I]
@@ -146,15 +148,15 @@ class _Rank:
 class _Playing:
     """A schedule's passes being played through, once."""
 
-    def __init__(self, schedule: Schedule, problem: Problem, way: _Way) -> None:
-        self.schedule, self.placement, self.way = schedule, problem.placement, way
+    def __init__(self, schedule: Schedule, problem: Problem, policy: _Policy) -> None:
+        self.schedule, self.placement, self.policy = schedule, problem.placement, policy
         self.costs = costs = problem.costs
         self.slack = _TOLERANCE * problem.microbatches * sum(map(sum, costs.seconds.values()))
         self.seconds = cache(lambda stage, kind: costs.of(Action(stage, kind, 0)))
         self.saved = cache(
             lambda stage, other, kind: costs.saved_by(Action(stage, _F, 0), Action(other, kind, 0))
         )
-        amount, allowed = _room(schedule, problem, way)
+        amount, allowed = _allowed_memory(schedule, problem, policy)
         # What a pass takes and gives back.
         self.held_by = cache(
             lambda stage, kind: (
@@ -163,7 +165,7 @@ class _Playing:
             )
         )
         self.ranks = [
-            _Rank(*_order_of(row, way), most)
+            _Rank(*_order_of(row, policy), most)
             for row, most in zip(schedule.rows, allowed, strict=True)
         ]
         self.pairs: set[Pair] = set()
@@ -185,7 +187,7 @@ class _Playing:
                 continue
             at, number = heapq.heappop(self.turns)
             start, passes = self.turn_of(number)
-            if start == at:  # else it has changed since, and comes again
+            if start == at:  # else the turn has changed since, and is queued at its new time
                 self.play(number, start, passes)
         for rank in self.ranks:
             while rank.pending:
@@ -199,8 +201,8 @@ class _Playing:
             heapq.heappush(self.turns, (start, number))
 
     def first_that_waits(self) -> tuple[int, float, Row] | None:
-        """Where all wait for the second of two passes: the rank that could begin with the first
-        before others."""
+        """Return the rank whose next pass can start first, its start, and the pass, to run alone;
+        None if none can start. For when every rank waits for the second pass of a pair."""
         starts = [
             (self.start_of(rank, rank.order[rank.done]), number)
             for number, rank in enumerate(self.ranks)
@@ -211,7 +213,8 @@ class _Playing:
         return None if start == math.inf else (number, start, (rank.order[rank.done],))
 
     def turn_of(self, number: int) -> tuple[float, Row]:
-        """When a rank goes on, and with which pass, or two; inf where that is not known yet."""
+        """Return the time at which a rank goes on, and its next pass, or two; inf if unknown
+        yet."""
         rank = self.ranks[number]
         if rank.done == len(rank.order):
             return math.inf, ()
@@ -222,20 +225,23 @@ class _Playing:
         forward, backward = two
         backward = self.as_in_pair(rank, backward)
         saved = self.saved(forward.stage, backward.stage, backward.kind)
-        if not saved or not self.has_room(rank, forward):
+        if not saved or not self.has_memory_for(rank, forward):
             return start, alone
         both = max(self.start_of(rank, action) for action in two)
-        if self.way.patience < math.inf and both > start + self.way.patience * saved + self.slack:
+        if (
+            self.policy.patience < math.inf
+            and both > start + self.policy.patience * saved + self.slack
+        ):
             return start, alone
         return both, (forward, backward)
 
     def as_in_pair(self, rank: _Rank, backward: Action) -> Action:
-        if self.way.whole and _as(_W, backward) in rank.due:
+        if self.policy.whole and _as(_W, backward) in rank.due:
             return _as(_B, backward)
         return backward
 
     def start_of(self, rank: _Rank, action: Action) -> float:
-        """When ``action`` could start at the earliest; inf if that is not known yet."""
+        """Return the earliest start of ``action``; inf if it is not known yet."""
         key = _as(_I, action) if action.kind is _B else action
         return max(rank.free, self.there.get(key, math.inf))
 
@@ -262,8 +268,8 @@ class _Playing:
             self.offer(other)
 
     def is_time_for_w(self, rank: _Rank, start: float, passes: Row) -> bool:
-        """Whether the next W comes before ``passes``: there is time for it, or no room without it,
-        or a later W of its stage is among them."""
+        """Whether the next W comes before ``passes``: there is time for it, or no memory without
+        it, or a later W of its stage is among them."""
         w = rank.pending[0]
         if rank.free + self.seconds(w.stage, _W) <= start + self.slack:
             return True
@@ -294,8 +300,8 @@ class _Playing:
         self.there[Action(other, _F if is_forward else _I, k)] = end + hop
         return to
 
-    def has_room(self, rank: _Rank, forward: Action) -> bool:
-        """Whether there is room for ``forward`` before anything is given back but by W."""
+    def has_memory_for(self, rank: _Rank, forward: Action) -> bool:
+        """Whether memory suffices for ``forward`` if nothing but the pending W frees any before."""
         if rank.allowed == math.inf:
             return True
         back = sum(map(self.given_back, rank.pending))
@@ -317,25 +323,30 @@ def _as(kind: Kind, action: Action) -> Action:
     return Action(action.stage, kind, action.microbatch)
 
 
-def _order_of(row: Row, way: _Way) -> tuple[Row, dict[Action, tuple[float, int]]]:
+def _order_of(row: Row, policy: _Policy) -> tuple[Row, dict[Action, tuple[float, int]]]:
     """The passes of ``row`` but for W, and when each W is due."""
     order: list[Action] = []
     due: dict[Action, tuple[float, int]] = {}
     for action in row:
         if action.kind is _W:
-            due[action] = math.inf if way.moves_w else len(order), len(due)
+            due[action] = math.inf if policy.moves_w else len(order), len(due)
         else:
             order.append(action)
     return tuple(order), due
 
 
-def _room(schedule: Schedule, problem: Problem, way: _Way) -> tuple[Amount, list[float]]:
-    """What each rank may hold, and what that is counted by. Without a limit, W that move hold no
-    more than the schedule does, and a chunk for the second pass of a pair."""
+def _allowed_memory(
+    schedule: Schedule, problem: Problem, policy: _Policy
+) -> tuple[Amount, list[float]]:
+    """Return the unit of memory, and how much of it each rank may hold.
+
+    Without a limit, deferred W may hold as much as the schedule's peak, and a chunk more for the
+    second pass of a pair.
+    """
     if problem.memory_limit is not None:
         amount, allowed = amount_of(problem.memory_limit, schedule, problem.costs)
         return amount, [allowed] * problem.ranks
     amount, most = in_microbatches(schedule), math.inf
-    if way.moves_w:
+    if policy.moves_w:
         most = max(peaks(schedule, amount)) + 1 / problem.placement.chunks
     return amount, [most] * problem.ranks

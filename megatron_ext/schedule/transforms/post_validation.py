@@ -24,7 +24,7 @@ from megatron_ext.schedule.schedule import Schedule
 
 
 def validate_afterwards(schedule: Schedule, problem: Problem) -> Schedule:
-    """``schedule``, which has its messages and waits, with those of post-validation."""
+    """Return ``schedule``, which has its messages and waits, with those of post-validation."""
     placement = schedule.placement
     lengths = latest_settling(schedule.rows, placement)
     before = {a for row, length in zip(schedule.rows, lengths, strict=True) for a in row[:length]}

@@ -1,12 +1,12 @@
-"""Give activations up after F, and make them again before they are needed.
+"""Free activations after F, and recompute them before they are needed.
 
-Mario (Liu et al. 2025, PPoPP, 10.1145/3710848.3710878). Of what a forward pass makes, the stage's
-input is kept alone; before the backward pass a second forward pass (R) makes the rest again. It
-stands right before the backward pass: where that waits for its gradient, R runs in the bubble.
+Mario (Liu et al. 2025, PPoPP, 10.1145/3710848.3710878). A forward pass stores the stage's input
+alone; a second forward pass (R) recomputes the activation. R stands right before the backward pass:
+if the backward pass waits for its gradient, R runs in the bubble.
 
-The transform works on a schedule of compute actions. Into a memory limit it gives up the fewest:
-those that wait the longest first. Where the weight gradients that wait for W alone hold too much, W
-comes sooner.
+The transform works on a schedule of compute actions. To keep a memory limit it recomputes as few
+activations as possible, those that wait the longest first. If what waits for W alone takes too much
+memory, W comes sooner.
 """
 
 from __future__ import annotations
@@ -30,29 +30,28 @@ _Made = tuple[int, int]  # an activation, by its stage and microbatch
 
 
 def recompute(schedule: Schedule, problem: Problem) -> Schedule:
-    """``schedule``, which has passes only, with those that make activations again.
-
-    One that has some already is left as it is.
-    """
+    """Return ``schedule``, which has passes only, with R; unchanged if it has R already."""
     if any(RULES[action.kind].repeats for row in schedule.rows for action in row):
         return schedule
-    wanted = problem.extras.recompute
-    if wanted.fit:
+    requested = problem.extras.recompute
+    if requested.fit:
         limit = problem.memory_limit
         assert limit is not None
-        room = _Room(*amount_of(limit, schedule, problem.costs))
-        rows = [_fitting(row, room, problem) for row in schedule.rows]
+        memory = _RankMemory(*amount_of(limit, schedule, problem.costs))
+        rows = [_fitting(row, memory, problem) for row in schedule.rows]
     else:
         rows = [
-            _with_again(row, [made for made in _made(row, problem) if made[0] < wanted.first])
+            _with_recompute(
+                row, [made for made in _made(row, problem) if made[0] < requested.first]
+            )
             for row in schedule.rows
         ]
     return replace(schedule, rows=tuple(rows))
 
 
 @dataclass(frozen=True)
-class _Room:
-    """What a rank may hold, in the unit of ``amount``."""
+class _RankMemory:
+    """Memory that a rank may hold, in the unit of ``amount``."""
 
     amount: Amount
     allowed: float
@@ -60,14 +59,14 @@ class _Room:
     def holds(self, row: Row) -> bool:
         return fits(peak(row, self.amount), self.allowed)
 
-    def change(self, action: Action, given_up: Collection[_Made]) -> tuple[float, float]:
-        """What ``action`` takes at its start, and gives back at its end."""
+    def change(self, action: Action, recomputed: Collection[_Made]) -> tuple[float, float]:
+        """Return the memory that ``action`` takes at its start, and gives back at its end."""
         stage, kind, microbatch = action
         rule = RULES[kind]
         takes = sum(self.amount(held, stage) for held in rule.acquires)
         if rule.repeats is not None:
             takes -= kept_for_again(stage, microbatch, self.amount)
-        elif kind is Kind.FORWARD and (stage, microbatch) in given_up:
+        elif kind is Kind.FORWARD and (stage, microbatch) in recomputed:
             takes = kept_for_again(stage, microbatch, self.amount)
         gives, tokens = (
             sum(self.amount(held, stage) for held in rule.releases),
@@ -76,20 +75,20 @@ class _Room:
         return takes * tokens, gives * tokens
 
 
-def _fitting(row: Row, room: _Room, problem: Problem) -> Row:
-    """``row`` with the fewest that bring it into ``room``; with all if none do."""
+def _fitting(row: Row, memory: _RankMemory, problem: Problem) -> Row:
+    """Return ``row`` with the fewest R that bring it into ``memory``; with all if none do."""
     made = _longest_waiting_first(row, problem)
 
     def with_first(count: int) -> Row:
-        given_up = frozenset(made[:count])
-        return _with_w_in_time(_with_again(row, given_up), room, given_up)
+        recomputed = frozenset(made[:count])
+        return _with_w_in_time(_with_recompute(row, recomputed), memory, recomputed)
 
-    count = bisect_left(range(len(made)), True, key=lambda count: room.holds(with_first(count)))
+    count = bisect_left(range(len(made)), True, key=lambda count: memory.holds(with_first(count)))
     return with_first(count)
 
 
 def _made(row: Row, problem: Problem) -> list[_Made]:
-    """The activations that are kept for a backward pass."""
+    """Return the stage and microbatch of each activation of ``row`` for a backward pass."""
     trained = problem.first_trained
     return [(a.stage, a.microbatch) for a in row if a.kind is Kind.FORWARD and a.stage >= trained]
 
@@ -109,19 +108,21 @@ def _longest_waiting_first(row: Row, problem: Problem) -> list[_Made]:
     return sorted(made, key=lambda m: (longest.index(m[0]), m[1] * _GOLDEN % 1))
 
 
-def _with_again(row: Row, given_up: Collection[_Made]) -> Row:
-    """``row`` with R right before each backward pass of what is ``given_up``."""
+def _with_recompute(row: Row, recomputed: Collection[_Made]) -> Row:
+    """Return ``row`` with R right before each backward pass of what is ``recomputed``."""
     new_row: list[Action] = []
     for action in row:
         is_backward = Kind.BACKWARD_INPUT in RULES[action.kind].covers
-        if is_backward and (action.stage, action.microbatch) in given_up:
+        if is_backward and (action.stage, action.microbatch) in recomputed:
             new_row.append(action._replace(kind=Kind.RECOMPUTE))
         new_row.append(action)
     return tuple(new_row)
 
 
-def _with_w_in_time(row: Sequence[Action], room: _Room, given_up: Collection[_Made]) -> Row:
-    """``row`` with some of its W sooner: before a pass for which there is no room without."""
+def _with_w_in_time(
+    row: Sequence[Action], memory: _RankMemory, recomputed: Collection[_Made]
+) -> Row:
+    """Return ``row`` with some W moved before a pass that has not enough memory otherwise."""
     later = [action for action in row if action.kind is Kind.BACKWARD_WEIGHT]
     done: dict[Action, None] = {}  # in order
     held = 0.0
@@ -134,13 +135,13 @@ def _with_w_in_time(row: Sequence[Action], room: _Room, given_up: Collection[_Ma
     for action in row:
         if action in done:
             continue
-        takes, gives = room.change(action, given_up)
-        while not gives and not fits(held + takes, room.allowed):
+        takes, gives = memory.change(action, recomputed)
+        while not gives and not fits(held + takes, memory.allowed):
             ready = (w for w in later if w._replace(kind=Kind.BACKWARD_INPUT) in done)
             if (first := next(ready, None)) is None:
                 break
             later.remove(first)
-            do(first, *room.change(first, given_up))
+            do(first, *memory.change(first, recomputed))
         if action.kind is Kind.BACKWARD_WEIGHT:
             later.remove(action)
         do(action, takes, gives)

@@ -1,7 +1,7 @@
 """Stages that lie before all that is trained: forward passes alone.
 
-Frozen towers and embeddings, adapters on the later layers: nothing there has a weight gradient, and
-nobody needs the gradients that later stages would pass back. So neither I nor W (nor B) runs there,
+Frozen towers and embeddings, adapters on the later layers: nothing there has a weight gradient, so
+the gradients that later stages would pass back are of no use. Neither I nor W (nor B) runs there,
 and no gradient is sent to them.
 
 What stays keeps the order, and by its waits the pace, of the whole schedule: the first stages have
@@ -20,8 +20,8 @@ from megatron_ext.schedule.schedule import Schedule
 
 
 def drop_untrained(schedule: Schedule, problem: Problem) -> Schedule:
-    """``schedule``, which has its messages and waits, without the backward passes of the stages
-    before `Problem.first_trained`."""
+    """Return ``schedule``, which has its messages and waits, without the backward passes of the
+    stages before `Problem.first_trained`."""
 
     def stays(action: Action) -> bool:
         return has_place(
@@ -36,7 +36,8 @@ def drop_untrained(schedule: Schedule, problem: Problem) -> Schedule:
 
 
 def without_backward(costs: Costs, first_trained: int) -> Costs:
-    """``costs`` with nothing but F on the stages before ``first_trained``, which keep nothing."""
+    """Return ``costs`` with nothing but F on the stages before ``first_trained``, which keep
+    nothing."""
 
     def cut(figures: tuple[float, ...]) -> tuple[float, ...]:
         return (0.0,) * first_trained + figures[first_trained:]

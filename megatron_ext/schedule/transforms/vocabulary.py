@@ -45,7 +45,8 @@ _Times = dict[tuple[int, Kind, int], float]  # by stage, kind (I and W, never B)
 
 
 def divide_vocabulary(schedule: Schedule, problem: Problem) -> Schedule:
-    """``schedule``, which has compute actions only, with the vocabulary's passes and collectives.
+    """Return ``schedule``, which has compute actions only, with the vocabulary's passes and
+    collectives.
 
     Args:
         problem: vocabulary parallel, with costs whose vocabulary is shared (`share_vocabulary`).
@@ -73,8 +74,8 @@ def divide_vocabulary(schedule: Schedule, problem: Problem) -> Schedule:
 
 
 def _in_ticks(costs: Costs) -> Costs:
-    """``costs`` in whole numbers, none of a pass below one: then passes that need one another never
-    start together, and what is equal is exactly so."""
+    """Return ``costs`` in whole numbers, none of a pass below one: then passes that need one
+    another never start together, and what is equal is exactly so."""
     tick = max(map(max, costs.seconds.values())) / _TICKS
     seconds = {
         kind: tuple(max(1.0, round(figure / tick)) for figure in figures)

@@ -1,4 +1,4 @@
-"""Costs of a model whose embedding and output layer are divided over all ranks."""
+"""Costs of a model whose embedding and output layer are partitioned over all ranks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from megatron_ext.schedule.problem import VocabularyParallel
 
 
 def share_vocabulary(costs: Costs, placement: Placement, how: VocabularyParallel) -> Costs:
-    """``costs`` without embedding and output layer on the first and the last stage, and with a
-    shard of both beside each rank's first stage.
+    """Return ``costs`` with embedding and output layer moved from the first and the last stage to
+    shards, one with the first stage of each rank.
 
-    Where ``costs`` do not tell them apart, they stay where they are and the shards cost nothing.
+    If ``costs`` do not tell them apart, they stay where they are and the shards cost nothing.
     """
     assert how is not VocabularyParallel.NONE and costs.whole is None
     layers, vocabulary = costs.without_vocabulary(), costs.vocabulary or VocabularyCosts()

@@ -34,8 +34,8 @@ def fold(copies: TwoCopies) -> Schedule:
 
 
 def unfold(schedule: Schedule) -> TwoCopies:
-    """``schedule``, of a V or of several one after the other, as two copies of half a V each: the
-    inverse of `fold`.
+    """Return ``schedule``, of a V or of several one after the other, as two copies of half a V
+    each: the inverse of `fold`.
 
     Args:
         schedule: of one copy, on p/2 ranks, its open end on the last rank.

@@ -38,11 +38,11 @@ class TwoCopies:
 
     @cached_property
     def microbatches(self) -> int:
-        """Of each copy."""
+        """Number of microbatches of each copy."""
         return 1 + max(action.microbatch for row in self.rows for action in row)
 
     def copy_of(self, rank: int, stage: int) -> int:
-        """Whose ``stage`` is on ``rank``."""
+        """Return the number of the copy whose ``stage`` is on ``rank``."""
         return int(self.rank_of[stage] != rank)
 
     def rank_with(self, copy: int, stage: int) -> int:

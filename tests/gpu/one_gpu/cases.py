@@ -40,7 +40,14 @@ def parts(kind: str) -> dict[str, Part]:
     offloads = (case(80, "executor", "offload", spec, "2") for spec in ("gis", "zb-v"))
     transports = (case(80, "two_ranks", "step", spec, p2p) for spec, p2p in SCHEDULES)
     trial = case(60, "two_ranks", "trial")
-    trainings = (case(110, "gpt", "schedule", spec, p2p) for spec, p2p in SCHEDULES)
+
+    def trainings(layers: str, *schedules: tuple[str, str]) -> tuple[Case, ...]:
+        return (
+            case(150, "gpt", "reference", layers),
+            case(110, "gpt", "stock", layers),
+            *(case(110, "gpt", "schedule", layers, spec, p2p) for spec, p2p in schedules),
+        )
+
     checked = {SANITIZER: "1"}
     experts = (case(110, "streams", "experts", "zb-h1", offload) for offload in ("none", "full"))
     streams = (
@@ -53,8 +60,12 @@ def parts(kind: str) -> dict[str, Part]:
         "calls": part(270, *calls, case(60, "host_calls", "gemm"), *queues),
         "executor": part(180, *steps, *offloads, case(60, "executor", "copies")),
         "nccl": part(170, trial, *transports),
-        "gpt": part(
-            480, trial, case(150, "gpt", "reference"), case(110, "gpt", "stock"), *trainings
+        "gpt": part(480, trial, *trainings("local", *SCHEDULES)),
+        "engine": part(
+            480,
+            trial,
+            *trainings("engine", *SCHEDULES[:2]),
+            *trainings("fp8", *SCHEDULES[:2]),
         ),
         "streams": part(480, trial, *streams),
         "layers": part(95, *(case(60, "layers", *precision.split()) for precision in LAYERS)),

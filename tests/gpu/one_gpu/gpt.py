@@ -1,12 +1,13 @@
 """A small GPT on one device: its losses under a schedule are those of stock Megatron on one rank.
 
-python -m tests.gpu.one_gpu.gpt cuda|cpu reference
-python -m tests.gpu.one_gpu.gpt cuda|cpu stock
-python -m tests.gpu.one_gpu.gpt cuda|cpu schedule SPEC async|batched
+python -m tests.gpu.one_gpu.gpt cuda|cpu reference LAYERS
+python -m tests.gpu.one_gpu.gpt cuda|cpu stock LAYERS
+python -m tests.gpu.one_gpu.gpt cuda|cpu schedule LAYERS SPEC async|batched
 
-All start from one checkpoint, since a rank with several stages would start from other weights. The
-activation is compiled in the first F, as receives are posted. Where NCCL refuses two ranks on a
-device, gloo carries ours by way of the host.
+LAYERS: ``local``, ``engine`` (Transformer Engine's) or ``fp8`` (the same in 8 bits). All start from
+one checkpoint, since a rank with several stages would start from other weights. The activation is
+compiled in the first F, as receives are posted. Where NCCL refuses two ranks on a device, gloo
+carries our messages by way of the host.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron_ext.adapter.transformer_engine.installed import can_split
 from tests.gpu.one_gpu.rows import CannotRun, run_case, tell
 from tests.gpu.one_gpu.two_ranks import RANKS, folder, refusal, run_ranks
 
@@ -30,10 +32,15 @@ FLAGS = """
 --mock-data --tokenizer-type NullTokenizer --vocab-size 1023 --num-workers 0
 --eval-iters 0 --eval-interval 1000 --log-interval 1 --distributed-timeout-minutes 1
 --attention-dropout 0 --hidden-dropout 0 --swiglu --disable-bias-linear
---untie-embeddings-and-output-weights --use-cpu-initialization --ckpt-format torch_dist
---transformer-impl local --no-masked-softmax-fusion --no-gradient-accumulation-fusion
---no-persist-layer-norm
+--untie-embeddings-and-output-weights --ckpt-format torch_dist
+--no-masked-softmax-fusion --no-gradient-accumulation-fusion --no-persist-layer-norm
 """
+ENGINE = "--transformer-impl transformer_engine --attention-backend unfused"
+LAYERS = {  # "delayed" has a state that Transformer Engine refuses to load from a checkpoint
+    "local": "--transformer-impl local",
+    "engine": ENGINE,
+    "fp8": f"{ENGINE} --fp8-format hybrid --fp8-recipe tensorwise",
+}
 OURS = ("-m", "megatron_ext")
 BY_HOST = ("-m", "tests.gpu.one_gpu.gpt_rank")
 
@@ -42,6 +49,13 @@ def flags(kind: str, steps: int) -> list[str]:
     sizes = {**SIZES[kind], "max-position-embeddings": SIZES[kind]["seq-length"]}
     words = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
     return [*words, *FLAGS.split(), "--train-iters", str(steps)]
+
+
+def layer_flags(kind: str, layers: str) -> tuple[str, ...]:
+    """Raises `CannotRun` without Transformer Engine's kernels."""
+    if layers != "local" and (kind == "cpu" or not can_split()):
+        raise CannotRun("Transformer Engine 2.8 or later is not installed, or there is no GPU")
+    return tuple(LAYERS[layers].split())
 
 
 def train(
@@ -65,51 +79,56 @@ def train(
     return losses
 
 
-def checkpoint() -> tuple[str, ...]:
-    return "--load", str(folder() / "checkpoint"), "--finetune"
+def checkpoint(layers: str) -> tuple[str, ...]:
+    return "--load", str(folder() / f"checkpoint-{layers}"), "--finetune"
 
 
-def reference(kind: str) -> None:
+def reference(kind: str, layers: str) -> None:
     """Makes the checkpoint and the losses to compare with."""
-    saves = "--save", str(folder() / "checkpoint"), "--save-interval", "1"
-    train(kind, "gpt-checkpoint", 1, *saves, steps=1)
-    losses = train(kind, "gpt-reference", 1, *checkpoint())
-    (folder() / "losses").write_text(" ".join(losses))
-    tell("GPT, stock Megatron on one rank: losses", " ".join(losses))
+    words = layer_flags(kind, layers)
+    saves = "--save", str(folder() / f"checkpoint-{layers}"), "--save-interval", "1"
+    train(kind, f"gpt-{layers}-checkpoint", 1, *words, *saves, steps=1)
+    losses = train(kind, f"gpt-{layers}-reference", 1, *words, *checkpoint(layers))
+    _reference(layers).write_text(" ".join(losses))
+    tell(f"GPT, {layers} layers, stock Megatron on one rank: losses", " ".join(losses))
 
 
-def stock(kind: str) -> None:
+def stock(kind: str, layers: str) -> None:
     """Whether the reference is stock's also with a pipeline of two."""
     if refusal():
         raise CannotRun(f"stock sends over NCCL: {refusal()}")
-    _compare("stock's 1F1B", "NCCL" if kind == "cuda" else "gloo", *_timed(kind, "gpt-stock"))
+    messages = "NCCL" if kind == "cuda" else "gloo"
+    _compare("stock's 1F1B", messages, layers, *_timed(kind, layers, "stock"))
 
 
-def schedule(kind: str, spec: str, p2p: str) -> None:
+def schedule(kind: str, layers: str, spec: str, p2p: str) -> None:
     """On the CPU messages go by way of the host, as they would where NCCL refuses."""
     by_host = kind == "cpu" or bool(refusal())
     words = "--pipeline-schedule", spec, "--pipeline-p2p", p2p
-    run = _timed(kind, f"gpt-{spec}-{p2p}", *words, by_host=by_host)
-    _compare(f"{spec}, {p2p}", "gloo by the host" if by_host else "NCCL", *run)
+    run = _timed(kind, layers, f"{spec}-{p2p}", *words, by_host=by_host)
+    _compare(f"{spec}, {p2p}", "gloo by the host" if by_host else "NCCL", layers, *run)
 
 
-def _timed(kind: str, name: str, *words: str, by_host: bool = False) -> tuple[list[str], float]:
-    if not _reference().exists():
+def _timed(
+    kind: str, layers: str, name: str, *words: str, by_host: bool = False
+) -> tuple[list[str], float]:
+    words = (*layer_flags(kind, layers), *checkpoint(layers), *words)
+    if not _reference(layers).exists():
         raise CannotRun("the losses to compare with are missing: see the reference")
     begin = time.monotonic()
-    losses = train(kind, name, RANKS, *checkpoint(), *words, by_host=by_host)
+    losses = train(kind, f"gpt-{layers}-{name}", RANKS, *words, by_host=by_host)
     return losses, time.monotonic() - begin
 
 
-def _compare(name: str, messages: str, losses: list[str], seconds: float) -> None:
-    expected = _reference().read_text().split()
+def _compare(name: str, messages: str, layers: str, losses: list[str], seconds: float) -> None:
+    expected = _reference(layers).read_text().split()
     how = "those of one rank" if losses == expected else f"{' '.join(losses)}, not one rank's"
-    case = f"GPT, {name}, two ranks, {messages}: losses"
+    case = f"GPT, {layers} layers, {name}, two ranks, {messages}: losses"
     tell(case, f"{how}; {seconds:.0f} s from launch to end", losses == expected)
 
 
-def _reference() -> Path:
-    return folder() / "losses"
+def _reference(layers: str) -> Path:
+    return folder() / f"losses-{layers}"
 
 
 def main(kind: str, name: str, *words: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import importlib.metadata
 import os
@@ -24,14 +25,23 @@ def main() -> None:
 
     tell("torch", f"{torch.__version__}, CUDA {torch.version.cuda}")
     if torch.cuda.is_available():
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
-        tell("NCCL", nccl)
+        tell("NCCL", ".".join(map(str, nccl_version())))
         device = torch.cuda.get_device_properties(0)
         words = f"{device.name}, {device.multi_processor_count} SMs, "
         tell("device", words + f"{device.total_memory / 2**30:.0f} GiB, driver {_driver()}")
     else:
         tell("device", "none: a rehearsal on the CPU, none of its figures is a GPU's")
     tell("CUDA_DEVICE_MAX_CONNECTIONS", os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "not set"))
+
+
+def nccl_version() -> tuple[int, int, int]:
+    """Return the version of the NCCL that is loaded: torch's own function names the one that torch
+    was compiled with."""
+    import torch  # noqa: F401  # loads it
+
+    code = ctypes.c_int()
+    ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(code))
+    return code.value // 10_000, code.value // 100 % 100, code.value % 100
 
 
 def _commit() -> str:

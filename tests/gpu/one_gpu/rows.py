@@ -42,8 +42,11 @@ def parse(line: str) -> Row | None:
 
 
 def names_error(line: str) -> bool:
-    """Whether a line of output is the end of a traceback, or one of our messages."""
-    return re.match(r"\S*(Error|Exception)\b|.* error: ", line) is not None
+    """Whether a line of output is the end of a traceback, or one of our messages.
+
+    torch prints ``[rank0]: `` before each line of the traceback that ends a rank.
+    """
+    return re.match(r"(\[rank\d+\]: )?\S*(Error|Exception)\b|.* error: ", line) is not None
 
 
 class CannotRun(Exception):

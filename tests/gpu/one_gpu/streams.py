@@ -24,7 +24,7 @@ from megatron_ext.patches.torch.cuda import graphs
 from megatron_ext.runtime import watchdog
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.schedule.action import Action, Kind
-from tests.gpu.one_gpu.gpt import train
+from tests.gpu.one_gpu.gpt import layer_flags, train
 from tests.gpu.one_gpu.rows import CannotRun, run_case, tell
 from tests.gpu.one_gpu.two_ranks import RANKS, folder, refusal
 
@@ -36,7 +36,10 @@ EXPERTS = """
 --moe-token-dispatcher-type alltoall --moe-shared-expert-intermediate-size 256
 --moe-shared-expert-overlap
 """
-DETERMINISTIC = {  # which Megatron requires with --deterministic-mode
+COMPARABLE = {
+    # The sanitizer's dispatch mode has nothing compiled, and what is compiled rounds otherwise.
+    "TORCHDYNAMO_DISABLE": "1",
+    # Megatron requires these with --deterministic-mode.
     "NCCL_ALGO": "Ring",
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
@@ -47,8 +50,9 @@ def experts(kind: str, spec: str, offload: str) -> None:
     """On the CPU messages go by way of the host, as they would where NCCL refuses."""
     by_host = kind == "cpu" or bool(refusal())
     if kind == "cuda":
-        os.environ |= DETERMINISTIC
+        os.environ |= COMPARABLE
     words = (
+        *layer_flags(kind, "local"),
         *EXPERTS.split(),
         *("--seq-length", SEQUENCE[kind], "--max-position-embeddings", SEQUENCE[kind]),
         *(["--deterministic-mode"] if kind == "cuda" else []),

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from megatron_ext.schedule.problem import P2P
 from tests.gpu.one_gpu.executor import tell_step
+from tests.gpu.one_gpu.machine import nccl_version
 from tests.gpu.one_gpu.rows import CannotRun, run_case, tell
 from tests.gpu.one_gpu.runner import MISSING, last_words
 from tests.gpu.small_stages import program_of
@@ -131,7 +132,7 @@ def trial(kind: str) -> None:
 
 
 def _check_version() -> None:
-    version = torch.cuda.nccl.version()
+    version = nccl_version()
     if version[:2] < OLDEST_NCCL:
         words = ".".join(map(str, version))
         raise CannotRun(f"NCCL {words} takes one rank a device (2.30 and later take two)")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_ext.schedule.model.execution import Execution
+from megatron_ext.schedule.model.execution import Execution, Framework
 from megatron_ext.schedule.model.model import Model
 from megatron_ext.schedule.model.operations.operation import (
     Exchange,
@@ -30,7 +30,9 @@ def attention(model: Model, execution: Execution, *, is_sliding: bool) -> Part:
         *linear("qkv", tokens, model.hidden_size, query + 2 * key_value + gate, execution),
     ]
     if model.is_rotary:
-        operations.append(passing_over("rotary", turned, (2, 2), execution))
+        # Unfused: a half turned round, joined, two products and a sum.
+        times = (10, 10) if execution.framework is Framework.PYTORCH else (2, 2)
+        operations.append(passing_over("rotary", turned, times, execution))
     if model.qk_layernorm:
         operations.append(passing_over("norms of q and k", turned, (2, 3), execution))
     operations.append(_core(model, execution, query, query, key_value, key_value, is_sliding))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_ext.schedule.model.execution import Execution
+from megatron_ext.schedule.model.execution import Execution, Framework
 from megatron_ext.schedule.model.model import Model
 from megatron_ext.schedule.model.operations.operation import (
     Engine,
@@ -93,6 +93,8 @@ def _activation(
     model: Model, execution: Execution, elements: float, again: Sequence[str]
 ) -> Operation:
     times = (3, 5) if model.gated_linear_unit else (2, 3)
+    if execution.framework is Framework.PYTORCH and model.gated_linear_unit:
+        times = (5, 9)  # silu and its product with the gate, one after the other
     return passing_over("activation", elements, times, execution, again)
 
 

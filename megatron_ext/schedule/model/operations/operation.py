@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from megatron_ext.schedule.model.execution import Execution, Precision
+from megatron_ext.schedule.model.operations.matrix_products import MatrixProduct
 
 _QUANTIZED_BYTES = {Precision.FP8: 1.0, Precision.FP4: 0.5}  # of an element
 _GRADIENT_BYTES = 8  # of an element of a weight's gradient, in fp32: it is read, and written
@@ -48,6 +49,8 @@ class Operation:
         is_whole: whether its W comes with its I, whatever schedules say.
         is_row: whether it is the last product of a pair that tensor-parallel ranks divide.
         squared: the share of its F and I that grows with the square of the sequence.
+        product: the shape of a matrix product; None of other operations.
+        operand_bytes: bytes of an element that a matrix product multiplies.
     """
 
     name: str
@@ -59,6 +62,8 @@ class Operation:
     is_whole: bool = False
     is_row: bool = False
     squared: float = 0.0
+    product: MatrixProduct | None = None
+    operand_bytes: float = 2.0
 
 
 class Group(StrEnum):
@@ -81,6 +86,8 @@ class Exchange:
             the network to each other node; 0: `moved` is divided over all ranks evenly.
         modules: as of an operation.
         is_behind_attention: whether it goes on while attention does.
+        collectives: how many there are in F, and as many in I.
+        halves: the same, an all-reduce counted as two: a reduce-scatter and a gather.
     """
 
     group: Group
@@ -90,6 +97,8 @@ class Exchange:
     modules: frozenset[str] = frozenset()
     choices: int = 0
     is_behind_attention: bool = False
+    collectives: int = 1
+    halves: int = 1
 
 
 @dataclass(frozen=True)
@@ -139,6 +148,8 @@ def linear(
         modules=frozenset(modules),
         is_row=is_row,
         is_whole=is_whole,
+        product=MatrixProduct(tokens, inner, outer, weights),
+        operand_bytes=operand,
     )
     if not is_cast:
         return [product]
@@ -247,5 +258,14 @@ def divided(
         ]
         return Part(tuple(kept), tuple(exchanges))
     moved = execution.tokens * exchanged * execution.element_bytes
-    waits = Exchange(Group.TENSOR, ranks, 1, Passes(moved, moved), frozenset(modules))
+    collectives = 2 if execution.sequence_parallel else 1
+    waits = Exchange(
+        Group.TENSOR,
+        ranks,
+        1,
+        Passes(moved, moved),
+        frozenset(modules),
+        collectives=collectives,
+        halves=2,
+    )
     return Part(tuple(operations), (waits, *exchanges))

@@ -25,9 +25,9 @@ def seconds_beside(
     experts = model.expert_weights, model.expert_gradients
     of_experts = execution.expert_tensor_parallel * execution.expert_parallel
     exposed = _exposed_bytes(*dense, state) * seconds_of_a_byte(
-        state.data_parallel, execution.tensor_parallel, rates
+        state.data_parallel, execution.tensor_parallel, rates, execution.framework
     ) + _exposed_bytes(*experts, state) * seconds_of_a_byte(
-        state.expert_data_parallel, of_experts, rates
+        state.expert_data_parallel, of_experts, rates, execution.framework
     )
     return moved / rates.memory + exposed
 

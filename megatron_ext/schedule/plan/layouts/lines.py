@@ -7,8 +7,8 @@ more. None takes more time than the launch line.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from math import inf
 
 from megatron_ext.schedule.build.registry import with_option
@@ -17,10 +17,6 @@ from megatron_ext.schedule.plan.layouts.candidates import Candidates, Permits, R
 from megatron_ext.schedule.plan.layouts.layout import Layout
 from megatron_ext.schedule.plan.layouts.work import Evaluated, Work, evaluate
 from megatron_ext.schedule.progress import task
-
-STOCK = ("1f1b", "interleaved")  # families that Megatron has itself
-EQUAL = 0.02  # of a step: what no estimate tells apart
-UNSURE = 0.05  # of a step: what a layout may seem to gain by an error of the estimate
 
 _MOST_CHUNKS = 8
 _LOOPS = 3  # numbers of chunks with which ours are tried: those that are best for stock's
@@ -52,17 +48,6 @@ class Lines:
     def others(self) -> dict[str, Evaluated]:
         """All but the launch line, by what is kept of it."""
         return {"chunks": self.chunks, "stock": self.stock, "ours": self.ours}
-
-    @property
-    def is_recompute_other(self) -> bool:
-        """Whether one of them has other layers run again than the launch line."""
-        return any(other.recompute != self.own.recompute for other in self.others.values())
-
-    def beside(self, others: Iterable[Evaluated]) -> Lines:
-        """With ``others`` among any schedules with any layout."""
-        ours = _best(self.ours, *others)
-        still_barred = self.barred is not None and self.barred.seconds < ours.seconds
-        return replace(self, ours=ours, barred=self.barred if still_barred else None)
 
     def gain(self, line: Evaluated) -> float:
         """How much more time a step of the launch line takes, as a part of that of ``line``."""

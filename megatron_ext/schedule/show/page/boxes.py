@@ -1,4 +1,4 @@
-"""What a page shows: boxes on the tracks of ranks."""
+"""Contents of a page: boxes on the tracks of ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-LEFT_OUT = "left out"  # what stands where the kind does, for passes that `cut` has left out
+LEFT_OUT = "left out"  # in the place of a kind, for passes that `cut` has merged
 
 
 class Group(enum.StrEnum):
@@ -27,7 +27,7 @@ class Track:
 
     @property
     def place(self) -> tuple[int, int, str]:
-        """To sort by: rank by rank, passes first."""
+        """Sort key of tracks: rank by rank, passes first."""
         return self.rank, list(Group).index(self.group), self.title
 
 
@@ -40,8 +40,8 @@ class Box:
         step: which of the steps in a row, from 0.
         start, end: after the start of the first step.
         cost: what it is said to take: by the costs, or of a measured one by the prediction.
-        needs: the places in the list of boxes of those whose end it had to wait for, beside the
-            one before it on its track.
+        needs: the places in the list of boxes of those whose end it had to wait for, in addition to
+            the one before it on its track.
         held, held_bytes: what the rank holds of activations while a pass runs, in microbatches and
             in bytes; None of what is no pass, or where bytes are not known.
         passes: for how many it stands.
@@ -67,14 +67,17 @@ class Box:
 
 
 def before(boxes: Sequence[Box], place: int) -> list[int]:
-    """All that the box in that ``place`` had to wait for: the one before it on its track first."""
+    """Return the numbers of the boxes that box ``place`` waited for: first the one before it on its
+    track."""
     is_first = place == 0 or boxes[place - 1].track != boxes[place].track
     return [*([] if is_first else [place - 1]), *boxes[place].needs]
 
 
 def critical_path(boxes: Sequence[Box]) -> tuple[int, ...]:
-    """From the pass that ends last back: each time what ended last of all that was waited for.
+    """Return the critical path, by numbers of boxes in order of time.
 
+    It leads to the pass that ends last; before each box comes the last to end of those it waited
+    for.
     No part of it can be shorter without the whole being so, or another path taking its place.
     """
     passes = [place for place, box in enumerate(boxes) if box.track.group is Group.PASSES]

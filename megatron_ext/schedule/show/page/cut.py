@@ -1,4 +1,4 @@
-"""What is too much for a page, cut to its first, middle and last microbatches."""
+"""Schedules too large for a page, cut to their first, middle and last microbatches."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from megatron_ext.schedule.show.page.boxes import LEFT_OUT, Box, Group
 
 
 def shares(passes: Sequence[int], room: int) -> list[int]:
-    """How many of its passes each schedule may have of ``room``: what one does not need is the
-    others'."""
+    """Return how many passes of each schedule a page may show, ``room`` in all: what one does not
+    need is the others'."""
     granted = [0] * len(passes)
     left = room
     smallest_first = sorted(range(len(passes)), key=passes.__getitem__)
@@ -37,16 +37,16 @@ def kept_microbatches(microbatches: int, passes: int, most: int) -> tuple[range,
 def cut(
     boxes: Sequence[Box], kept: Sequence[range], path: Sequence[int]
 ) -> tuple[tuple[Box, ...], tuple[int, ...]]:
-    """``boxes`` of the microbatches ``kept``, and the ``path`` through what is left.
+    """Return ``boxes`` of the microbatches ``kept``, and the ``path`` through them.
 
-    The other passes are there still: those that follow one another on a rank as one box each, which
-    nothing needs. Of messages and copies nothing is.
+    The other passes are merged: those that follow one another on a rank into one box, which no box
+    needs. Other messages and copies are not shown.
     """
     numbers = {number for part in kept for number in part}
     left: list[Box] = []
     place: list[int | None] = []  # of each box in what is left
     for box in boxes:
-        box = replace(box, half=None)  # the box beside it may be left out
+        box = replace(box, half=None)  # the other box of the pair may not be shown
         before = left[-1] if left else None
         if box.microbatch in numbers or box.start == box.end:
             left.append(box)
@@ -76,7 +76,7 @@ def _continues(before: Box, box: Box) -> bool:
 
 
 def _joined(before: Box, box: Box) -> Box:
-    """Both as one, which holds what the larger does."""
+    """Return both boxes as one, whose memory is the larger of theirs."""
     return replace(
         before,
         end=box.end,

@@ -10,8 +10,8 @@ _REFERENCE = "1f1b"
 
 
 def runs_of_plan(plan: Plan) -> tuple[Run, ...]:
-    """1F1B as it is in Megatron, if it can be taken, and those that no other beats in both time and
-    memory, shortest first. Each is built again."""
+    """Return 1F1B as it is in Megatron, if it can be taken, and the candidates that no other beats
+    in both time and memory, shortest first. Each is rebuilt."""
     plain = (c for c in plan.candidates if c.method is VocabMethod.NAIVE)
     stock = [candidate for candidate in plain if candidate.schedule == _REFERENCE]
     shown = dict.fromkeys([*stock, *plan.front])

@@ -32,7 +32,7 @@ Held = Mapping[Action, tuple[float, float | None]]  # while it runs: microbatche
 
 @dataclass(frozen=True)
 class Figures:
-    """What a page says of a step. ``peaks`` are of each rank, in microbatches of a full one."""
+    """Figures of a step on a page. ``peaks`` are of each rank, in microbatches of a full one."""
 
     makespan: float
     span: float
@@ -68,7 +68,7 @@ class Run:
 
     @property
     def length(self) -> float:
-        """From the start of the first step to the end of the last."""
+        """Seconds (or the unit of the costs) from the start of the first step to the last end."""
         return max(box.end for box in self.boxes)
 
     @property
@@ -83,7 +83,7 @@ def title_of(name: str, extras: Extras) -> str:
 
 
 def simulated(title: str, program: Program, steps: int = 1, remarks: Sequence[str] = ()) -> Run:
-    """So many ``steps`` of ``program``, as it is predicted."""
+    """Return a run of ``steps`` simulated steps of ``program``."""
     schedule, problem = program.schedule, program.problem
     timelines = simulate_steps(program, problem.costs, steps)
     begins = min(event.start for event in timelines[0].events)
@@ -132,7 +132,7 @@ def traced(step: TracedStep) -> tuple[Run, Run]:
 
 
 def cut_to_fit(runs: Sequence[Run], most: int) -> tuple[Run, ...]:
-    """``runs``, with no more than ``most`` passes in all; what was cut says so."""
+    """Return ``runs``, with no more than ``most`` passes in all; what was cut says so."""
     granted = shares([run.passes for run in runs], most)
     return tuple(map(_cut_to, runs, granted))
 
@@ -153,7 +153,7 @@ def _cut_to(run: Run, most: int) -> Run:
 
 
 def of_passes(title: str, timeline: Timeline, cost_of: Callable[[Action], float]) -> Run:
-    """``timeline``, of which the passes alone are known, and perhaps reductions."""
+    """Return a run of ``timeline``, of which only passes and perhaps reductions are known."""
     schedule = timeline.schedule
     timeline = timeline.moved(0.0)
     tracks = [_track(event, schedule.placement) for event in timeline.events]
@@ -183,7 +183,7 @@ def of_passes(title: str, timeline: Timeline, cost_of: Callable[[Action], float]
 
 
 def _track(event: Event, placement: Placement) -> Track | None:
-    """Where ``event`` is shown; None if it is not."""
+    """Return the track that shows ``event``; None if it is not shown."""
     rule = RULES[event.action.kind]
     title = track_of(event.action, placement)
     if title is None:
@@ -207,7 +207,7 @@ def _boxes(
     held: Held,
     pairs: Iterable[Pair],
 ) -> list[Box]:
-    """Those of ``events`` that have a track."""
+    """Return the boxes of the ``events`` that have a track."""
     halves = {action: half for pair in pairs for half, action in enumerate(pair)}
     shown = [node for node, track in enumerate(tracks) if track is not None]
     place = {node: number for number, node in enumerate(shown)}
@@ -239,15 +239,15 @@ def _boxes(
 
 
 def _costs_in(events: Sequence[Event], program: Program) -> Callable[[Action], float]:
-    """What an action takes by the costs; in a pair its share of that."""
-    beside = program.schedule.beside
-    shares = {e.action: e.end - e.start for e in events if e.action in beside}
+    """Return a function to an action's seconds by the costs; in a pair its share of the pair's."""
+    in_pairs = program.schedule.beside
+    shares = {e.action: e.end - e.start for e in events if e.action in in_pairs}
     return lambda a: shares[a] if a in shares else program.problem.costs.of(a)
 
 
 def _with_whole_collectives(graph: Graph, events: Sequence[Event]) -> Sequence[Event]:
-    """``events`` with each collective as long on all ranks: the simulator has it on one of them
-    last as long as it takes, and on the others end with that."""
+    """Return ``events`` with each collective as long on all ranks: the simulator has it on one of
+    them last as long as it takes, and on the others end with that."""
     leaders = graph.leaders.tolist()
     return [
         event
@@ -258,7 +258,8 @@ def _with_whole_collectives(graph: Graph, events: Sequence[Event]) -> Sequence[E
 
 
 def _after_all(boxes: Sequence[Box], before: Sequence[Box]) -> list[Box]:
-    """``boxes`` of a step that begins on each rank when the one ``before`` has ended on all."""
+    """Return ``boxes`` of a step that begins on each rank when the one ``before`` has ended on
+    all."""
     last = max(range(len(before)), key=lambda place: before[place].end)
     begun: set[int] = set()
     waiting = []
@@ -271,7 +272,7 @@ def _after_all(boxes: Sequence[Box], before: Sequence[Box]) -> list[Box]:
 
 
 def _sorted(boxes: Sequence[Box]) -> tuple[Box, ...]:
-    """``boxes`` by their tracks, and no longer in need of the one before on the same track."""
+    """Return ``boxes`` sorted by track, whose needs no longer name the one before on a track."""
     order = sorted(range(len(boxes)), key=lambda number: boxes[number].track.place)
     place = {number: at for at, number in enumerate(order)}
     placed = []
@@ -314,7 +315,7 @@ def _chunks(placement: Placement) -> tuple[int, ...]:
 
 
 def _pace(timelines: Sequence[Timeline]) -> tuple[str, ...]:
-    """What is to be said of several steps."""
+    """Return a sentence on the pace of several steps; none for one step."""
     if len(timelines) == 1:
         return ()
     ends = [max(row[-1].end for row in timeline.compute if row) for timeline in timelines]

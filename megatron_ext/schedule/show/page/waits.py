@@ -1,4 +1,4 @@
-"""Which of the things that a page shows waited for which."""
+"""Waits between the boxes of a page."""
 
 from __future__ import annotations
 
@@ -55,7 +55,10 @@ def _same_microbatch(event: Event, other: Event) -> bool:
 
 
 def waits_of_passes(timeline: Timeline) -> list[Nodes]:
-    """The same for a step of which the passes alone are known, as one that was measured."""
+    """Return, for each pass of ``timeline``, those that make what it needs.
+
+    For a step of which the passes alone are known, such as a measured one.
+    """
     inputs = Replay(timeline.schedule).inputs
     place = {event.action: number for number, event in enumerate(timeline.events)}
     return [

@@ -32,13 +32,15 @@ _OTHERS = "#999999"
 
 @dataclass(frozen=True)
 class Page:
-    """Attributes:
-    title: of the page.
-    runs: one under the other, on one axis. The first is what the others are compared with.
-    command: that made it, for whoever wants to make it again.
-    unit: of all times: `SECONDS`, or "" for that of the costs.
-    open_at_first: so many of the runs; the reader opens others. None: all.
-    most_passes: of all runs; they are cut to so many.
+    """Page of runs.
+
+    Attributes:
+        title: of the page.
+        runs: one under the other, on one axis. The others are compared with the first.
+        command: the command that made the page, so that it can be repeated.
+        unit: of all times: `SECONDS`, or "" for that of the costs.
+        open_at_first: number of runs that are open at first; None: all.
+        most_passes: number of passes to which all runs together are cut.
     """
 
     title: str
@@ -77,7 +79,7 @@ def text_of(page: Page) -> str:
         "title": html.escape(page.title),
         "style": _own("page.css"),
         "script": script,
-        "data": data,  # last: what users have named is not looked at again
+        "data": data,  # last: no placeholder is looked for in names that users gave
     }.items():
         text = text.replace(f"{{{{{name}}}}}", content)
     return text
@@ -89,7 +91,7 @@ def _own(name: str) -> str:
 
 
 def data_of(page: Page) -> dict[str, Any]:
-    """``page`` as browser/data.js reads it."""
+    """Return ``page`` as browser/data.js reads it."""
     runs = cut_to_fit(page.runs, page.most_passes)
     groups = {box.kind: box.track.group.value for run in runs for box in run.boxes}
     kinds = {
@@ -108,8 +110,8 @@ def data_of(page: Page) -> dict[str, Any]:
 
 
 def _looks() -> Mapping[str, dict[str, Any]]:
-    """By kind of box its name, what it does, its words in the legend, its colour, and whether it
-    is a mark."""
+    """Return, by kind of box, its name, its action in words, its text in the legend, its colour,
+    and whether it is a mark."""
     looks = {}
     for kind, rule in RULES.items():
         _, _, of = kind.rpartition("_")  # what a message or a copy is of has its colour
@@ -173,7 +175,7 @@ def _run(run: Run, kinds: Sequence[str], decimals: int) -> dict[str, Any]:
 
 
 def _column(figures: Iterable[float | None]) -> Any:
-    """``figures``; one of them if all are equal."""
+    """Return ``figures``; one of them if all are equal."""
     column = list(figures)
     return column[0] if len(set(column)) == 1 else column
 
@@ -187,5 +189,5 @@ def _whole(amount: float | None) -> int | None:
 
 
 def _shorter(number: float) -> float:
-    """``number``, as a whole one if it is: JSON has no ``.0`` then."""
+    """Return ``number``, as a whole one if it is: JSON has no ``.0`` then."""
     return int(number) if number == int(number) else number

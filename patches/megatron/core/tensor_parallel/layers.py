@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -134,7 +135,9 @@ class _WeightGradient:
 
 
 def split_apply(original: Callable[..., Tensor], *args: Any) -> Tensor:
-    """``original``'s result, with a backward that puts the weight's gradient off."""
+    """Return the result of ``original``, with a backward pass that defers the weight gradient."""
+    if isinstance(args[0], type):  # torch before 2.14 has ``apply`` as a class method in Python
+        original, args = partial(original, args[0]), args[1:]
     x, weight, bias, fused, allreduce_dgrad, sequence_parallel, deferred, _, group, *newer = args
     if not (queue.splits(weight) and weight.requires_grad and x.requires_grad):
         return original(*args)

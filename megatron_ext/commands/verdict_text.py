@@ -1,0 +1,137 @@
+"""The verdict of a plan in at most ten lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_ext.schedule.plan.candidate import Candidate, VocabMethod
+from megatron_ext.schedule.plan.job_plan import JobPlan
+from megatron_ext.schedule.plan.verdict import ALIKE, WORTH, Alternative, is_stock
+from megatron_ext.schedule.words import bytes_text, counted
+
+_SHOWN = 3  # names of a tie
+
+
+def verdict_lines(made: JobPlan) -> Iterator[str]:
+    """Say what ``made`` recommends, what that gains, and what to write."""
+    found = made.verdict
+    taken, stock = found.taken, found.stock
+    yield f"now:       {_baseline(made)}"
+    if taken is None:
+        return
+    if found.keeps:
+        yield f"verdict:   keep it: {_no_gain(made)}"
+        return
+    if stock is not None and stock is not taken and _is_most(made, stock):
+        yield (
+            f"first:     {made.of_stock} (Megatron's own): {found.saved_by(stock):.1%} shorter, "
+            f"{_step(made, stock)}{_memory(stock)}"
+        )
+    yield f"verdict:   {made.written or 'Megatron 1f1b'}{_by_megatron(taken)}"
+    if found.baseline is not None:
+        yield f"gain:      {_gain(made, taken)}"
+    else:
+        yield f"step:      {_step(made, taken)}"
+    yield f"memory:    {_memory_of_rank(made, taken)}"
+    if found.tie:
+        yield f"as long:   {_tie(made, taken)}"
+    if made.command:
+        yield f"write:\n{made.command}"
+
+
+def name_of(candidate: Candidate) -> str:
+    """Return the schedule of ``candidate`` with what is done beside its order."""
+    made = candidate.report
+    words = [made.schedule]
+    if candidate.method is VocabMethod.REDISTRIBUTED:
+        words.append("layers moved")
+    elif candidate.method is not VocabMethod.NAIVE:
+        words.append("vocabulary divided")
+    if made.slices > 1:
+        words.append(counted(made.slices, "slice"))
+    if made.pairs:
+        words.append("passes in pairs")
+    if made.made_again:
+        words.append(f"{made.made_again:.0%} recomputed")
+    return " with ".join([words[0], " and ".join(words[1:])]) if len(words) > 1 else words[0]
+
+
+def _baseline(made: JobPlan) -> str:
+    own = made.verdict.baseline
+    if own is None:
+        why = f"cannot be taken as it is: {made.why_not}" if made.why_not else "is not compared"
+        return f"{made.job}, {why}"
+    text = f"{made.job}: {_step(made, own)}{_memory(own)}"
+    if made.verdict.excess:
+        text += f", {bytes_text(made.verdict.excess)} more than a rank may take"
+    return text
+
+
+def _no_gain(made: JobPlan) -> str:
+    shortest = made.verdict.shortest
+    if shortest is None or made.verdict.saved_by(shortest) <= 0:
+        return "nothing that fits takes less time"
+    return (
+        f"nothing that fits saves {WORTH:.0%} of a step (the shortest, "
+        f"{name_of(shortest.candidate)}, {made.verdict.saved_by(shortest):.1%})"
+    )
+
+
+def _is_most(made: JobPlan, stock: Alternative) -> bool:
+    """Whether Megatron's own lever is most of the gain."""
+    found = made.verdict
+    return found.taken is not None and 2 * found.saved_by(stock) >= found.saved_by(found.taken)
+
+
+def _by_megatron(taken: Alternative) -> str:
+    return " (Megatron's own; ours add nothing to it)" if is_stock(taken.candidate) else ""
+
+
+def _gain(made: JobPlan, taken: Alternative) -> str:
+    found, stock = made.verdict, made.verdict.stock
+    gain = found.gain
+    text = f"{gain:.1%} shorter, {_step(made, taken)}" if gain > 0 else "it fits, and yours does "
+    if gain <= 0:
+        text = f"it fits; {-gain:.1%} longer, {_step(made, taken)}"
+    text += _step(made, taken)
+    if stock is None or stock is taken:
+        return text
+    of_stock = found.saved_by(stock)
+    return f"{text}: {of_stock:.1%} by Megatron's own flags, {gain - of_stock:.1%} by ours"
+
+
+def _step(made: JobPlan, one: Alternative) -> str:
+    return f"{one.seconds:.4g}{' s' if made.is_estimate else ''} a step"
+
+
+def _memory(one: Alternative) -> str:
+    fullest = one.candidate.fullest
+    return "" if fullest is None else f", {bytes_text(fullest)} on the fullest rank"
+
+
+def _memory_of_rank(made: JobPlan, taken: Alternative) -> str:
+    own, fullest = made.verdict.baseline, taken.candidate.fullest
+    if fullest is None:
+        peak = f"{counted(taken.candidate.report.peak, 'microbatch')} on the fullest rank"
+        return peak if own is None else f"{peak} (now {own.candidate.report.peak:g})"
+    text = f"{bytes_text(fullest)} on the fullest rank"
+    if own is not None and own.candidate.fullest is not None:
+        text += f" (now {bytes_text(own.candidate.fullest)})"
+    if made.free is None:
+        return text
+    return (
+        f"{text}, which may take {bytes_text(made.free.allocated)}; its allocator reserves "
+        f"{bytes_text(made.free.reserved)} beside"
+    )
+
+
+def _tie(made: JobPlan, taken: Alternative) -> str:
+    others = dict.fromkeys(name_of(one.candidate) for one in made.verdict.tie)
+    names = [name for name in others if name != name_of(taken.candidate)] or [
+        "the same with other layers on its stages"
+    ]
+    more = f" and {len(names) - _SHOWN} others" if len(names) > _SHOWN else ""
+    return (
+        f"{', '.join(names[:_SHOWN])}{more}, within {ALIKE:.0%}; of these the verdict takes "
+        f"the least memory"
+    )

@@ -1,0 +1,1 @@
+"""The planner on launch commands: what each could train under, and what is written for it."""

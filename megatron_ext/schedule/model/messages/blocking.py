@@ -1,0 +1,25 @@
+"""Costs of stages whose ranks wait for each message that they send.
+
+So does Megatron's schedule without virtual stages (``send_forward_recv_backward``): a rank of the
+pipeline's middle waits twice a microbatch, at F and at the backward pass, where directions overlap.
+"""
+
+from __future__ import annotations
+
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.costs import Costs
+
+
+def with_blocking_messages(costs: Costs) -> Costs:
+    """Return ``costs`` with each message in the pass that sends it, as a pipeline on a line has
+    them, one stage a rank."""
+    last = costs.stages - 1
+    behind = [costs.hop_behind(stage) for stage in range(last)]
+    seconds = dict(costs.seconds)
+    for kind, waits in (
+        (Kind.FORWARD, [*behind, 0.0]),
+        (Kind.BACKWARD_INPUT, [0.0, *behind]),
+    ):
+        seconds[kind] = tuple(map(sum, zip(seconds[kind], waits, strict=True)))
+    without = costs.with_passes(seconds=seconds)
+    return without.with_links(hop=0.0, latency=0.0, hops=(), latencies=())

@@ -1,0 +1,87 @@
+"""Seconds of a matrix product by its shape: tiles of the output, in waves over a GPU's SMs.
+
+A GPU computes the output of a product in tiles, one on each SM at a time. A tile that reaches
+beyond the matrix costs as much as a whole one, and a last wave with few tiles as much as a full
+one (NVIDIA 2023, Matrix Multiplication Background User's Guide, sections 2.3, 3.1 and 3.2):
+
+    seconds = waves * (max(multiply, load operands) + write the tile)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+# Rows and columns of the output tiles of cuBLAS, the most efficient first (section 2.3).
+TILES = ((256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64))
+
+
+@dataclass(frozen=True)
+class MatrixProduct:
+    """The product of ``rows`` tokens with a matrix, forward; or so many ``groups`` of them, of
+    which each has its own matrix and an equal share of the rows.
+
+    Attributes:
+        inner, outer: widths of what enters and of what leaves it.
+    """
+
+    rows: float
+    inner: float
+    outer: float
+    groups: float = 1
+
+    @property
+    def shapes(self) -> tuple[tuple[float, float, float], ...]:
+        """Rows, columns and depth of the output of F, I and W, of one group."""
+        rows = self.rows / self.groups
+        return (
+            (rows, self.outer, self.inner),
+            (rows, self.inner, self.outer),
+            (self.outer, self.inner, rows),
+        )
+
+
+@dataclass(frozen=True)
+class TensorCores:
+    """What a GPU's SMs reach together while they compute tiles.
+
+    Attributes:
+        flops: floating-point operations per second.
+        operands: bytes of operands per second from the second-level cache.
+        outputs: bytes of outputs per second to the memory.
+        sms: streaming multiprocessors.
+    """
+
+    flops: float
+    operands: float
+    outputs: float
+    sms: int
+
+    def seconds(
+        self,
+        shape: tuple[float, float, float],
+        groups: float,
+        operand_bytes: float,
+        output_bytes: float,
+    ) -> float:
+        """Return the seconds of ``groups`` products of ``shape`` (rows, columns, depth) with the
+        quickest tile.
+
+        Args:
+            operand_bytes: of an element that is multiplied.
+            output_bytes: of an element of the output, read bytes included.
+        """
+        rows, columns, depth = shape
+        return min(
+            math.ceil(math.ceil(rows / height) * math.ceil(columns / width) * groups / self.sms)
+            * self.sms
+            * (
+                depth
+                * max(
+                    2 * height * width / self.flops,
+                    (height + width) * operand_bytes / self.operands,
+                )
+                + height * width * output_bytes / self.outputs
+            )
+            for height, width in TILES
+        )

@@ -1,0 +1,65 @@
+"""Layers moved away from the output layer, as Megatron's flags for that spread them."""
+
+from __future__ import annotations
+
+from megatron_ext.schedule.costs import Costs
+
+
+def tells_vocabulary(costs: Costs) -> bool:
+    """Whether ``costs`` tell embedding and output layer apart from the layers beside them."""
+    vocabulary = costs.vocabulary
+    return vocabulary is not None and any((*vocabulary.head, *vocabulary.embedding))
+
+
+def redistributed_layers(layers: int, stages: int) -> list[int]:
+    """``layers`` on each stage, as Megatron spreads them when the output layer counts as one
+    (``--account-for-loss-in-pipeline-split``), and the embedding too if only then they divide
+    (``--account-for-embedding-in-pipeline-split``).
+
+    Raises:
+        ValueError: they do not divide.
+    """
+    for embeddings in (0, 1):
+        on_each, left = divmod(layers + 1 + embeddings, stages)
+        if not left:
+            break
+    else:
+        raise ValueError(
+            f"{layers} layers and the output layer do not divide over {stages} stages, nor with "
+            f"the embedding: Megatron redistributes {_numbers_that_divide(layers, stages)} layers"
+        )
+    counts = [on_each] * stages
+    counts[0] -= embeddings
+    counts[-1] -= 1
+    return counts
+
+
+def redistribute(costs: Costs, layers: int) -> Costs:
+    """``costs`` of ``layers`` equal layers with as many on each stage as Megatron puts there
+    (`redistributed_layers`).
+
+    Raises:
+        ValueError: they do not divide.
+    """
+    counts = redistributed_layers(layers, costs.stages)
+    alone = costs.without_vocabulary()
+
+    def spread(figures: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(sum(figures) / layers * count for count in counts)
+
+    held = alone.held_bytes
+    if held is not None:
+        held = {kind: spread(figures) for kind, figures in held.items()}
+    seconds = {kind: spread(figures) for kind, figures in alone.seconds.items()}
+    again = alone.passes.recompute and spread(alone.passes.recompute)
+    moved = alone.with_passes(seconds=seconds, held_bytes=held, recompute=again)
+    return moved if costs.vocabulary is None else moved.with_vocabulary(costs.vocabulary)
+
+
+def _numbers_that_divide(layers: int, stages: int) -> str:
+    """Numbers of layers that can be redistributed, below and above ``layers``."""
+    fit = [
+        n for n in range(1, layers + stages + 1) if (n + 1) % stages == 0 or (n + 2) % stages == 0
+    ]
+    below, above = [n for n in fit if n < layers], [n for n in fit if n > layers]
+    return " or ".join(map(str, [*below[-1:], above[0]]))

@@ -1,0 +1,51 @@
+"""Predicted over published throughput of Megatron-Bridge's recipes, as they stand.
+
+python -m scripts.published_throughput
+"""
+
+from __future__ import annotations
+
+import statistics
+
+from megatron_ext.schedule.plan.layouts.layout import Layout
+from megatron_ext.schedule.plan.layouts.work import evaluate
+from scripts.recipes.accepting import as_on_gpus
+from scripts.recipes.configured import configuration_of
+from scripts.recipes.gains import work_of
+from scripts.recipes.public_form import read_recipes
+from scripts.recipes.recipe import RECIPES, Recipe, read_models, resolve
+from scripts.recipes.throughput import published
+
+
+def throughput(recipe: Recipe) -> float:
+    """Return the tokens per second and GPU that are predicted of ``recipe``."""
+    with as_on_gpus():
+        configuration = configuration_of(recipe)
+    work = work_of(configuration, configuration.execution)
+    found = evaluate(work, configuration.schedule, Layout(configuration.layers), search=False)
+    tokens = recipe.settings["global_batch_size"] * recipe.settings["seq_length"]
+    assert recipe.gpus is not None
+    return float(tokens / found.seconds / recipe.gpus)
+
+
+def main() -> None:
+    models = read_models()
+    ratios = []
+    for name, raw in read_recipes(RECIPES).items():
+        recipe = resolve(name, raw, models)
+        reached = published(recipe)
+        if reached is None:
+            continue
+        predicted = throughput(recipe)
+        ratio = predicted / reached.tokens
+        ratios.append(ratio)
+        print(f"{ratio:5.2f} {predicted:7.0f} {reached.tokens:7.0f} {recipe.name}")
+    within = sum(0.75 <= ratio <= 1.33 for ratio in ratios)
+    print(
+        f"median {statistics.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}; "
+        f"{within} of {len(ratios)} within 0.75 to 1.33"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""Places in Python sources whose words break the project's rules for plain English.
+
+Counted are, as `RULES` names them, docstring summaries that do not begin with their subject,
+phrases that have a plain word instead, names of public classes that exist more than once, and
+sentences of help texts with more than `MOST_WORDS` words. A comment ``# plain words: REASON`` makes
+an exception: on a line of the string or of the class, or alone on the line before it.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+OPENINGS, PHRASES, LONG_HELP, CLASS_NAMES = RULES = (
+    "openings",
+    "phrases",
+    "long_help",
+    "class_names",
+)
+MOST_WORDS = 35  # of a sentence in a help text
+
+_OPENING = re.compile(r"(Of|What|Which|Where|Those|These|That|As of)\b")
+_PLAIN = {  # by phrase, words to write instead
+    r"asked|asks? for": "requested, required",
+    r"beside": "compared with, next to, parallel to, in addition to",
+    r"(make|makes|made|making)( \w+)? again": "recompute, repeat",
+    r"(run|runs|ran|running) again": "recompute, repeat",
+    r"(give|gives|gave|given|giving)( \w+)? up": "free, recompute, end",
+    r"divided? over": "split over, partitioned over",
+    r"(leave|leaves|left|leaving)( \w+)? out": "ignore, omit",
+    r"(put|puts|putting)( \w+)? off": "deferred",
+    r"wants?|wanted": "requires, requested",
+    r"nobody": "the one who does",
+}
+# "Held" and "kept" are not among them: the memory account has a right to both.
+_PHRASE = re.compile(rf"\b({'|'.join(_PLAIN)})\b", re.IGNORECASE)
+_CODE = re.compile(r"``.*?``|`[^`]*`", re.DOTALL)
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
+_FEWEST_WORDS = 4  # of a string that is taken for words to people
+_EXCEPTION = re.compile(r"#.*\bplain words:(.*)")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place that breaks a rule. ``lines``: those to which an exception to it applies."""
+
+    rule: str
+    line: int
+    text: str
+    lines: range
+
+
+@dataclass(frozen=True)
+class SourceWords:
+    """A file with its places, those with an exception apart, and errors in its exceptions."""
+
+    places: tuple[Place, ...]
+    errors: tuple[str, ...] = ()
+
+
+def read_source(text: str, *, strings: bool = True) -> SourceWords:
+    """Return the places of the file ``text``. `CLASS_NAMES` has a place for each public class.
+
+    Args:
+        strings: look for phrases in strings too, as errors and help texts are; else in docstrings.
+    """
+    exceptions = dict(_exceptions(text))
+    places = list(_places(ast.parse(text), strings))
+    excepted = {line for place in places for line in place.lines if line in exceptions}
+    errors = [
+        f"line {line}: write a reason behind 'plain words:'"
+        for line, reason in exceptions.items()
+        if not reason
+    ]
+    errors += [
+        f"line {line}: nothing here needs an exception: drop it"
+        for line in exceptions.keys() - excepted
+    ]
+    counted = (place for place in places if not exceptions.keys() & set(place.lines))
+    return SourceWords(tuple(counted), tuple(errors))
+
+
+def repeated_classes(sources: Mapping[Path, SourceWords]) -> dict[str, list[Path]]:
+    """Return, by name, the files of the public classes that exist more than once."""
+    files = defaultdict(list)
+    for path, source in sources.items():
+        for place in source.places:
+            if place.rule == CLASS_NAMES:
+                files[place.text].append(path)
+    return {name: paths for name, paths in files.items() if len(paths) > 1}
+
+
+def _exceptions(text: str) -> Iterator[tuple[int, str]]:
+    if "plain words:" not in text:
+        return
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT and (found := _EXCEPTION.match(token.string)):
+            is_alone = token.line.lstrip().startswith("#")
+            yield token.start[0] + is_alone, found[1].strip()
+
+
+def _places(tree: ast.Module, strings: bool) -> Iterator[Place]:
+    docstrings = dict(_docstrings(tree))
+    for docstring, text in docstrings.items():
+        lines = _lines_of(docstring)
+        if _OPENING.match(text):
+            yield Place(OPENINGS, docstring.lineno, text.splitlines()[0], lines)
+        yield from _phrases(docstring, text, lines)
+    for top in tree.body:
+        if isinstance(top, ast.ClassDef) and not top.name.startswith("_"):
+            yield Place(CLASS_NAMES, top.lineno, top.name, range(top.lineno, top.lineno + 1))
+    if strings:
+        for node, text in _strings(tree, set(docstrings)):
+            yield from _phrases(node, text, _lines_of(node))
+    for node, text in _help_texts(tree):
+        for sentence in _SENTENCE_END.split(text):
+            if len(sentence.split()) > MOST_WORDS:
+                yield Place(LONG_HELP, node.lineno, sentence, _lines_of(node))
+
+
+def _lines_of(node: ast.expr) -> range:
+    return range(node.lineno, (node.end_lineno or node.lineno) + 1)
+
+
+def _phrases(node: ast.expr, text: str, lines: range) -> Iterator[Place]:
+    one_line = " ".join(_CODE.sub("``", text).split())
+    for found in _PHRASE.finditer(one_line):
+        plain = next(
+            words
+            for phrase, words in _PLAIN.items()
+            if re.fullmatch(phrase, found[0], re.IGNORECASE)
+        )
+        yield Place(PHRASES, node.lineno, f"{found[0]!r}: write {plain}", lines)
+
+
+def _docstrings(tree: ast.Module) -> Iterator[tuple[ast.Constant, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            match node.body:
+                case [ast.Expr(value=ast.Constant(value=str()) as constant), *_]:
+                    yield constant, ast.get_docstring(node) or ""
+
+
+def _strings(node: ast.AST, without: set[ast.Constant]) -> Iterator[tuple[ast.expr, str]]:
+    """Yield the strings of several words below ``node``; a value in an f-string counts as one."""
+    for child in ast.iter_child_nodes(node):
+        text = _words_of(child)
+        if text is None:
+            yield from _strings(child, without)
+        elif child not in without and len(text.split()) >= _FEWEST_WORDS:
+            assert isinstance(child, ast.expr)
+            yield child, text
+        if isinstance(child, ast.JoinedStr):
+            for part in child.values:
+                if isinstance(part, ast.FormattedValue):
+                    yield from _strings(part, without)
+
+
+def _words_of(node: ast.AST) -> str | None:
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=parts):
+            return "".join(_words_of(part) or "VALUE" for part in parts)
+    return None
+
+
+def _help_texts(tree: ast.Module) -> Iterator[tuple[ast.expr, str]]:
+    """Yield the texts given as ``help=`` or in the ``metadata=`` of a setting, and docstrings of
+    typer's commands."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.keyword(arg="help" | "metadata", value=value):
+                yield from _strings(ast.Expr(value), set())
+            case ast.FunctionDef(body=[ast.Expr(value=ast.Constant(value=str()) as text), *_]):
+                if any(isinstance(n, ast.Name) and n.id == "typer" for n in ast.walk(node.args)):
+                    yield text, ast.get_docstring(node) or ""
+
+
+def package_of(path: Path) -> str:
+    """Return the package of ``path``, a file relative to the root: at most three folders of the
+    product, two of all else."""
+    folders = path.parent.parts
+    return "/".join(folders[: 3 if folders[0] == "megatron_ext" else 2])
+
+
+def count(sources: Iterable[tuple[Path, SourceWords]]) -> dict[str, dict[str, int]]:
+    """Return the number of places by package and rule, without those that have none."""
+    counts: dict[str, dict[str, int]] = {}
+    for path, source in sources:
+        for place in source.places:
+            if place.rule != CLASS_NAMES:
+                of_package = counts.setdefault(package_of(path), {})
+                of_package[place.rule] = of_package.get(place.rule, 0) + 1
+    return counts

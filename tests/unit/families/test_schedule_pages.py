@@ -1,0 +1,205 @@
+"""What is written about the families is what they give: pictures, formulas, the pages' tables."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.schedule.build.registry import Mark, choose, entries
+from megatron_ext.schedule.costs import Costs, uniform
+from megatron_ext.schedule.costs_text import parse_costs
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.plan.candidate import VocabMethod
+from megatron_ext.schedule.plan.fitting import consider
+from megatron_ext.schedule.plan.training import Training
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.program.memory import in_microbatches, peaks
+from megatron_ext.schedule.program.simulate import simulate
+from tests.helpers.combinations import at_night
+from tests.helpers.schedules import drawn, program, table
+
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+
+# ---- The grid in a family's docstring
+
+_GRID = re.compile(
+    r"With p = (\d+), m = (\d+)((?:, \w+ = \w+)*):\n\n *::\n\n(.*?)(?:\n\n|\Z)", re.DOTALL
+)
+# Their docstrings describe the search.
+SEARCHED = {name for name, entry in entries().items() if entry.traits.searches}
+
+
+@pytest.mark.parametrize("name", [name for name in entries() if name not in SEARCHED])
+def test_the_grid_of_a_docstring_is_the_familys(name: str) -> None:
+    grid = _GRID.search(entries()[name].build.__doc__ or "")
+    assert grid is not None, f"{name} shows no schedule 'With p = .., m = ..:'"
+    p, m, options = int(grid[1]), int(grid[2]), grid[3].removeprefix(",").replace(" ", "")
+    spec = f"{name}:{options}" if options else name
+    placement = choose(spec).place(p)
+    chunks = placement.chunks  # so that each pass of a chunk takes 1
+    problem = Problem(placement, m, uniform(placement, chunks, chunks, chunks))
+    assert drawn(simulate(program(spec, problem), problem.costs)) == table(grid[4])
+
+
+# ---- The formulas of docs/schedules.md, costs as (F, I, W)
+
+Formula = Callable[[int, int, int, int, int], float]
+
+AT_ANY_COSTS: dict[str, Formula] = {
+    "gpipe": lambda p, v, f, i, w: (p - 1) * (f + i + w),
+    "1f1b": lambda p, v, f, i, w: (p - 1) * (f + i + w),
+    "2bp": lambda p, v, f, i, w: (p - 1) * (f + i),
+    "zb-h1": lambda p, v, f, i, w: (p - 1) * (f + i - w),
+    "zb-h2": lambda p, v, f, i, w: (p - 1) * max(f, f + i - 2 * w),
+    "interleaved": lambda p, v, f, i, w: (p - 1) * (f + i + w) / v,
+    "breadth-first": lambda p, v, f, i, w: (p - 1) * (f + i + w) / v,
+    "gis": lambda p, v, f, i, w: (p - 1) * (f + i - w) / v,
+}
+AT_EQUAL_COSTS: dict[str, Formula] = {
+    "interleaved-zb": lambda p, v, f, i, w: (p - 1) * f / v,
+    "gis-h": lambda p, v, f, i, w: (p - 1 + p // 2 * (v - 1)) * (f + i - w) / v,
+    "zb-v": lambda p, v, f, i, w: (p - 1) * f / 2,
+    "v-half": lambda p, v, f, i, w: (3 * p - (4 if p % 2 else 7)) * f / 2,
+    "v-min": lambda p, v, f, i, w: (4 * p - 5 - (p - 1) % 3) * f / 2,
+    "dualpipe-v": lambda p, v, f, i, w: (p - 1) * f / 2,
+    "hanayo:waves=1": lambda p, v, f, i, w: (p - 1) * (f + i + w) / 2,
+}
+PEAKS: dict[str, Callable[[int, int, int], float]] = {
+    "gpipe": lambda p, m, v: m,
+    "1f1b": lambda p, m, v: p,
+    "2bp": lambda p, m, v: m,
+    "zb-h1": lambda p, m, v: p,
+    "zb-h2": lambda p, m, v: 2 * p - 1,
+    "zb-1p": lambda p, m, v: p,
+    "zb-2p": lambda p, m, v: 2 * p,
+    "interleaved": lambda p, m, v: ((v - 1) * p + 2 * p - 1) / v,
+    "interleaved-zb": lambda p, m, v: ((v - 1) * p + 2 * p - 1) / v,
+    "breadth-first": lambda p, m, v: m,
+    "gis": lambda p, m, v: p,
+    "gis-h": lambda p, m, v: ((v - 1) * -(-p // 2) + p) / v,
+    "zb-v": lambda p, m, v: p,
+    "v-half": lambda p, m, v: p // 2 + 1,
+    "v-min": lambda p, m, v: (p + 4) // 3,
+    "1f1b-v": lambda p, m, v: 2 * p // 3 + 1,
+    "dualpipe-v": lambda p, m, v: p + 1 / 2,
+    "hanayo:waves=1": lambda p, m, v: (3 * p - 1) / 2,
+}
+EQUAL, UNEQUAL = (60, 60, 60), [(60, 72, 48), (60, 120, 60), (36, 72, 12)]
+
+
+def measured(spec: str, p: int, m: int, costs: tuple[int, int, int]) -> tuple[float, float, float]:
+    """Bubble of the makespan, bubble of the span, peak."""
+    placement = choose(spec).place(p)
+    problem = Problem(placement, m, uniform(placement, *costs))
+    timeline = simulate(program(spec, problem), problem.costs)
+    peak = max(peaks(timeline.schedule, in_microbatches(timeline.schedule)))
+    return timeline.makespan - timeline.work, timeline.span - timeline.work, peak
+
+
+def variants(name: str) -> list[tuple[str, int]]:
+    """``name`` with 2 and 3 chunks a rank if it is a loop: spec and v."""
+    placement = choose(name).place(4)
+    if placement.name == "loop":
+        return [(f"{name}:vpp={v}", v) for v in (2, 3)]
+    return [(name, placement.chunks)]
+
+
+@pytest.mark.parametrize("name", [*AT_ANY_COSTS, *AT_EQUAL_COSTS])
+@pytest.mark.parametrize("p", [3, 4, *at_night(6)])
+def test_formula(name: str, p: int) -> None:
+    formula = (AT_ANY_COSTS | AT_EQUAL_COSTS)[name]
+    for spec, v in variants(name):
+        for costs in [EQUAL, *(UNEQUAL if name in AT_ANY_COSTS else [])]:
+            # gis-h wants whole groups of ceil(p/2)
+            for m in (2 * p, 3 * p) if name != "gis-h" else (4 * -(-p // 2),):
+                bubble = measured(spec, p, m, costs)[0]
+                assert bubble == pytest.approx(formula(p, v, *costs)), (spec, m, costs)
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 5, 7, 8, 10])
+def test_formula_of_1f1b_v(p: int) -> None:
+    bubble, most = measured("1f1b-v", p, 2 * p, EQUAL)[0], 5 * (p - 1) * sum(EQUAL) / 6
+    assert most - sum(EQUAL) / 2 <= bubble <= most
+    assert p % 3 != 1 or bubble == most
+
+
+@pytest.mark.parametrize("p", [3, 6])
+def test_spans_without_bubbles(p: int) -> None:
+    for name in ("zb-h2", "zb-2p", "zb-v"):
+        assert measured(name, p, 2 * p, EQUAL)[1] == pytest.approx(0)
+
+
+@pytest.mark.parametrize("name", PEAKS)
+@pytest.mark.parametrize("p", [3, 4, 6])
+def test_formula_of_the_peak(name: str, p: int) -> None:
+    for spec, v in variants(name):
+        m = 2 * p
+        assert measured(spec, p, m, EQUAL)[2] == pytest.approx(PEAKS[name](p, m, v)), spec
+
+
+# ---- The page
+
+
+def test_every_family_has_its_place_on_the_page() -> None:
+    page = (DOCS / "schedules.md").read_text()
+    headings = " ".join(re.findall(r"^### (.*)$", page, re.MULTILINE))
+    for name in entries():
+        assert re.search(rf"(^|[ ,]){re.escape(name)}($|[ ,])", headings), name
+        assert f"[`{name}`]" in page
+        assert name == "1f1b" or f"images/{name}.svg" in page
+
+
+def test_the_marks_on_the_page_are_the_registrys() -> None:
+    page = (DOCS / "schedules.md").read_text()
+    marks = dict(re.findall(r"^\| \[`(.+?)`\]\(.*?\) \| (\w+) \|", page, re.MULTILINE))
+    assert marks == {name: entry.mark for name, entry in entries().items()}
+
+
+@pytest.mark.parametrize("page", [DOCS.parent / "README.md", DOCS / "choosing-a-schedule.md"])
+def test_what_a_newcomer_is_told_to_write_is_stable(page: Path) -> None:
+    rows = page.read_text().partition("| memory | write |")[2].partition("\n\n")[0]
+    names = re.findall(r"`(?:--pipeline-schedule )?([\w-]+)[ `]", rows)
+    assert {"v-auto", "zb-h1"} <= set(names)
+    assert {entries()[name].mark for name in names} == {Mark.STABLE}
+
+
+# Those of searches are for their own tests: they may improve.
+_ROW = re.compile(r"^\| \[`(.+?)`\].*\| ([\d.]+) \| ([\d.]+) \|$", re.MULTILINE)
+ROWS = [
+    row
+    for row in _ROW.findall((DOCS / "schedules.md").read_text())
+    if not entries()[row[0]].traits.uses_costs or row[0].startswith("gis")
+]
+
+
+@pytest.mark.parametrize(("name", "makespan", "peak"), ROWS)
+def test_figures_of_the_opening_table(name: str, makespan: str, peak: str) -> None:
+    placement = choose(name).place(8)
+    problem = Problem(placement, 32, uniform(placement, 10, 12, 8, 1))
+    timeline = simulate(program(name, problem), problem.costs)
+    assert timeline.makespan == float(makespan)
+    assert max(peaks(timeline.schedule, in_microbatches(timeline.schedule))) == float(peak)
+
+
+_WAYS_ROW = re.compile(
+    r"^\| `(.+?)` \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", re.MULTILINE
+)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v"])
+def test_figures_of_the_vocabulary_table(name: str) -> None:
+    def costs(placement: Placement) -> Costs:
+        return parse_costs("f=10,i=12,w=8,comm=1,head=20/24/16", placement)
+
+    page = (DOCS / "vocabulary-parallelism.md").read_text()
+    written = {row[0]: row[1:] for row in _WAYS_ROW.findall(page)}
+    variant_of = Training(8, 32, costs, layers=31).variant
+    steps = []
+    for method in VocabMethod:
+        variant = variant_of(name, method)
+        assert variant is not None
+        steps.append(consider(variant, method).step)
+    assert steps == pytest.approx([float(figure) for figure in written[name]], abs=0.5)

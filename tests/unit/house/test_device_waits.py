@@ -1,0 +1,309 @@
+"""Every call of ours in which a host may wait for its device, and why it may.
+
+A device may be waiting for a message whose sender waits for this rank: whoever then waits for the
+device, or for all of a stream, waits for ever (a benchmark of Inductor's did so in the first pass
+of each rank). So within a step the host waits for the event of an earlier pass and for nothing
+else. All that a program has posted before a pass can end without what this rank does later
+(`prove`), so that this wait ends; and one after a row's last action is like one at a pass.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+# Of torch: calls that wait for the device, for a stream, or for an event on one.
+WAITING = {
+    *("synchronize", "item", "tolist", "cpu", "numpy", "nonzero", "masked_select", "unique"),
+    *("equal", "allclose", "is_nonzero", "elapsed_time", "empty_cache", "mem_get_info"),
+    *("cudaHostRegister", "cudaHostUnregister", "cudaFree", "pin_memory", "barrier"),
+    *("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"),
+}
+# Of Python: they wait if they are given a tensor on a device.
+NUMBERS = {"int", "float", "bool"}
+
+# By reason: file, function, call.
+ALLOWED: dict[str, set[tuple[str, str, str]]] = {
+    "within a step: for an earlier pass, by its event": {
+        (
+            "megatron_ext/runtime/device_progress.py",
+            "DeviceProgress.hold_back",
+            "self._passes.popleft().synchronize()",
+        ),
+    },
+    "before the first step, or the first with so many microbatches": {
+        (
+            "megatron_ext/runtime/messages/nccl.py",
+            "ctas_for",
+            "dist.all_gather_object(multiprocessors, here, group=pipeline)",
+        ),
+        (
+            "megatron_ext/runtime/whereabouts.py",
+            "whereabouts",
+            "dist.all_gather_object(processes, _this_process(), group=pipeline)",
+        ),
+        (
+            "megatron_ext/adapter/programs.py",
+            "gather",
+            "dist.all_gather_object(values, value, group=group)",
+        ),
+        ("megatron_ext/adapter/tied.py", "copies_differ", "torch.equal(*tied)"),
+    },
+    "between steps, or after a row's last action": {
+        ("megatron_ext/runtime/host/copies.py", "_Event.finish", "self.event.synchronize()"),
+        (
+            "megatron_ext/runtime/host/copies.py",
+            "CudaCopies.release",
+            "torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())",
+        ),
+        (
+            "megatron_ext/runtime/host/copies.py",
+            "pinned",
+            "runtime.cudaHostRegister(buffer.data_ptr(), size, 0)",
+        ),
+        (
+            "megatron_ext/runtime/measure/clocks.py",
+            "clock_offsets",
+            "dist.all_gather_object(rounds, (entered, left), group=group)",
+        ),
+        ("megatron_ext/runtime/measure/clocks.py", "clock_offsets", "token.item()"),
+        (  # allocates once, before the first metrics
+            "megatron_ext/runtime/measure/exchange.py",
+            "Exchange.__init__",
+            "own.pin_memory()",
+        ),
+        (  # when a training ends
+            "megatron_ext/runtime/measure/exchange.py",
+            "Exchange.wait",
+            "self._event.synchronize()",
+        ),
+        (  # of events that have been seen to be over
+            "megatron_ext/runtime/recording.py",
+            "DeviceClock.seconds",
+            "first.elapsed_time(later)",
+        ),
+        (
+            "megatron_ext/runtime/measure/measured_steps.py",
+            "MeasuredSteps.compare",
+            "dist.all_gather_object(ranks, steps, group=pipeline)",
+        ),
+        ("megatron_ext/runtime/recording.py", "DeviceClock.read", "torch.cuda.synchronize()"),
+        ("megatron_ext/runtime/recording.py", "DeviceClock.read", "reference.synchronize()"),
+        (
+            "megatron_ext/runtime/recording.py",
+            "DeviceClock.read",
+            "mark.elapsed_time(reference)",
+        ),
+        (
+            "megatron_ext/runtime/post_validation/snapshot.py",
+            "_Copies.release",
+            "torch.cuda.synchronize(self._device)",
+        ),
+        (
+            "megatron_ext/runtime/post_validation/snapshot.py",
+            "choose_place",
+            "torch.cuda.mem_get_info(device)",
+        ),
+        (
+            "megatron_ext/adapter/post_validation/step.py",
+            "SpeculativeStep.put_off_scaling",
+            "int(tokens)",
+        ),
+        (
+            "megatron_ext/adapter/post_validation/step.py",
+            "_scale_gradients",
+            "torch.tensor(tokens, dtype=torch.int, device=torch.cuda.current_device())",
+        ),
+        (
+            "megatron_ext/adapter/observers/trace.py",
+            "StepTrace.end",
+            "dist.all_gather_object(gathered, own, group=pipeline)",
+        ),
+        (
+            "patches/megatron/training/training/training_log.py",
+            "PutOffLog.__call__",
+            "self._optimizer.get_loss_scale().item()",
+        ),
+    },
+    "between steps that are recorded for megatron-ext parity": {
+        *(
+            ("megatron_ext/adapter/parity/recorder.py", f"Recorder.{function}", call)
+            for function, call in (
+                ("end", "bits_of(tensor).cpu()"),
+                ("end", "bits_of(tensor).cpu().numpy()"),
+                ("iteration", "bool(skipped)"),
+                ("iteration", "float(norm)"),
+            )
+        ),
+        (
+            "megatron_ext/adapter/parity/recorder.py",
+            "digests",
+            "torch.stack([values[place] for place in places]).tolist()",
+        ),
+        ("megatron_ext/adapter/parity/recorder.py", "loss_of", "float(value)"),
+        ("megatron_ext/adapter/parity/recorder.py", "loss_of", "float(value[0] / value[1])"),
+    },
+    "between steps, where all ranks meet": {
+        ("megatron_ext/runtime/world.py", "tell_all", "dist.broadcast_object_list(told, src=0)"),
+        ("megatron_ext/runtime/world.py", "gather_from_all", "dist.all_gather_object(told, value)"),
+    },
+    "in the optimizer: between steps, or at SETTLE, an action like others to the proof": {
+        (
+            "megatron_ext/adapter/post_validation/optimizer.py",
+            "SpeculativeOptimizer.prepare",
+            "float(part.get_grad_norm())",
+        ),
+        (
+            "megatron_ext/adapter/post_validation/optimizer.py",
+            "_found_anywhere",
+            "bool(part.found_inf.item() > 0)",
+        ),
+        (
+            "megatron_ext/adapter/post_validation/optimizer.py",
+            "_found_anywhere",
+            "part.found_inf.item()",
+        ),
+    },
+    "a tensor of the host's, or none": {
+        ("megatron_ext/runtime/measure/exchange.py", "Exchange.rows", "self._rows.tolist()"),
+        ("megatron_ext/runtime/messages/transport.py", "Transport.receive", "header.tolist()"),
+        (
+            "megatron_ext/runtime/post_validation/messages.py",
+            "ValidationMessages.look",
+            "numbers.numpy()",
+        ),
+        ("megatron_ext/runtime/post_validation/messages.py", "_state", "numbers.tolist()"),
+        ("patches/cpu.py", "_on_host", "tensor.numpy()"),
+        (
+            "patches/megatron/training/utils/common_utils.py",
+            "in_single_precision",
+            "torch.tensor(float(stat), dtype=torch.float32).item()",
+        ),
+    },
+}
+# Functions that make numbers of numbers, of texts and of settings, and of no tensor.
+NO_TENSORS = {
+    ("megatron_ext/adapter/compatibility.py", "refuse_order"),
+    ("megatron_ext/adapter/parity/recorder.py", "Recorder.begin"),
+    ("megatron_ext/adapter/programs.py", "Programs._compare"),
+    ("megatron_ext/runtime/host/copies.py", "pinned"),
+    ("megatron_ext/runtime/host/memory.py", "_left_in"),
+    ("megatron_ext/runtime/host/memory.py", "available_bytes"),
+    ("megatron_ext/runtime/post_validation/messages.py", "_state"),
+    ("megatron_ext/runtime/whereabouts.py", "_this_process"),
+    ("megatron_ext/adapter/layers.py", "layers_of_stages"),
+    ("megatron_ext/adapter/post_validation/settle_points.py", "microbatches_will_change"),
+    ("megatron_ext/adapter/training_globals.py", "ramps_up_to"),
+    ("patches/engine.py", "Patch.is_needless"),
+    ("patches/megatron/training/checkpointing/optimizer_states.py", "_compare"),
+    ("patches/sources.py", "versions_of"),
+    ("patches/megatron/training/utils/common_utils.py", "in_single_precision"),
+}
+
+
+def waits(source: str) -> Iterator[tuple[str, str]]:
+    """The function and the text of each call that may wait."""
+    yield from _waits(ast.parse(source), "")
+
+
+def _waits(node: ast.AST, function: str) -> Iterator[tuple[str, str]]:
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        function = f"{function}.{node.name}".lstrip(".")
+    if isinstance(node, ast.Call) and _may_wait(node):
+        yield function, ast.unparse(node)
+    for child in ast.iter_child_nodes(node):
+        yield from _waits(child, function)
+
+
+def _may_wait(call: ast.Call) -> bool:
+    match call.func:
+        case ast.Attribute(attr="tensor" | "as_tensor"):
+            return any(keyword.arg == "device" for keyword in call.keywords)  # copies, and waits
+        case ast.Attribute(attr=name):
+            return name in WAITING
+        case ast.Name(id=name):
+            return name in WAITING or is_number(call)
+    return False
+
+
+def is_number(call: ast.Call) -> bool:
+    """Whether ``call`` makes a number of something that may be a tensor."""
+    return ast.unparse(call.func) in NUMBERS and bool(call.args)
+
+
+def found() -> set[tuple[str, str, str]]:
+    """In all of our code that runs while Megatron trains."""
+    files = [
+        path
+        for folder in ("megatron_ext/runtime", "megatron_ext/adapter", "patches")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    ]
+    return {
+        (str(path.relative_to(ROOT)), function, call)
+        for path in files
+        for function, call in waits(path.read_text())
+    }
+
+
+def test_every_wait_has_its_reason() -> None:
+    allowed = set().union(*ALLOWED.values())
+    calls = {
+        (file, function, call)
+        for file, function, call in found()
+        if not ((file, function) in NO_TENSORS and call.startswith(tuple(NUMBERS)))
+    }
+    new = sorted(calls - allowed)
+    assert not new, f"may wait for the device; if it may, say why: {new}"
+    gone = sorted(allowed - calls)
+    assert not gone, f"there is no such call any more: {gone}"
+
+
+def test_no_function_without_tensors_is_listed_in_vain() -> None:
+    assert {(file, function) for file, function, _ in found()} >= NO_TENSORS
+
+
+def test_the_passes_and_messages_wait_for_nothing() -> None:
+    """What runs at every action."""
+    files = {
+        f"megatron_ext/runtime/{name}.py"
+        for name in ("executor", "handover", "stage_passes", "recorder")
+    }
+    files |= {
+        "megatron_ext/runtime/messages/batched.py",
+        "megatron_ext/runtime/messages/collectives.py",
+        "megatron_ext/runtime/vocabulary/passes.py",
+    }
+    files |= {"megatron_ext/runtime/vocabulary/shard.py"}
+    files |= {"megatron_ext/adapter/step/model_stage.py"}
+    assert all((ROOT / file).exists() for file in files)
+    assert not {entry for entry in found() if entry[0] in files}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "torch.cuda.synchronize()",
+        "torch.cuda.current_stream().synchronize()",
+        "loss.item()",
+        "int(loss)",
+        "float(norm)",
+        "torch.cuda.empty_cache()",
+        "torch.tensor([1], device=x.device)",
+        "mask.nonzero()",
+    ],
+)
+def test_a_wait_is_seen(call: str) -> None:
+    source = f"class C:\n    def f(self):\n        return [{call}]"
+    assert ("C.f", call) in set(waits(source))
+
+
+@pytest.mark.parametrize(
+    "call", ["work.wait()", "int()", "torch.tensor([1])", "event.query()", "x.float()"]
+)
+def test_other_calls_are_not(call: str) -> None:
+    assert not list(waits(call))

@@ -1,0 +1,215 @@
+"""What an installation brings: all of the package, and none of what a container brings itself."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from email import message_from_string
+from email.message import Message
+from pathlib import Path
+
+import pytest
+
+import megatron_ext
+
+ROOT = Path(__file__).resolve().parents[3]
+
+# Without isolation and dependencies the network is not needed.
+OFFLINE = ("--no-build-isolation", "--no-deps", "--no-index", "--disable-pip-version-check")
+
+IMPORT = """
+import sys
+import megatron_ext
+import megatron_ext.patches.engine
+print(megatron_ext.__file__)
+print(megatron_ext.patches.engine.__file__)
+print(*sorted({name.partition(".")[0] for name in sys.modules}))
+"""
+
+
+def run(*command: str | Path, cwd: Path, env: dict[str, str] | None = None) -> str:
+    ran = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env={**os.environ, **(env or {})},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, f"{command} failed:\n{ran.stdout}{ran.stderr}"
+    return ran.stdout
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what git would commit: no build leftovers, and the symlink as a symlink."""
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("needs git and a checkout, to copy what belongs to the repository")
+    copy = tmp_path_factory.mktemp("tree")
+    listing = run("git", "ls-files", "-co", "--exclude-standard", "-z", cwd=ROOT)
+    for name in listing.split("\0"):
+        if name and os.path.lexists(ROOT / name):
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, copy / name, follow_symlinks=False)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    run(sys.executable, "-m", "pip", "wheel", *OFFLINE, "-w", folder, tree, cwd=folder)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def patch_files(tree: Path) -> set[str]:
+    names = {path.relative_to(tree).as_posix() for path in (tree / "patches").rglob("*.py")}
+    assert "patches/engine.py" in names
+    return {f"megatron_ext/{name}" for name in names}
+
+
+def test_patches_is_a_relative_symlink(tree: Path) -> None:
+    link = tree / "megatron_ext" / "patches"
+    assert link.is_symlink()
+    assert os.readlink(link) == "../patches"
+
+
+def test_every_folder_with_code_is_a_package(tree: Path) -> None:
+    """A folder without ``__init__.py`` is left out of wheels without a word."""
+    folders = {
+        path.parent for top in ("megatron_ext", "patches") for path in (tree / top).rglob("*.py")
+    }
+    missing = [str(f.relative_to(tree)) for f in folders if not (f / "__init__.py").exists()]
+    assert not missing, f"add an __init__.py to: {', '.join(sorted(missing))}"
+
+
+def test_wheel_holds_every_file(tree: Path, wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    ours = {path.relative_to(tree).as_posix() for path in (tree / "megatron_ext").rglob("*.py")}
+    assert patch_files(tree) | ours <= names
+    assert "megatron_ext/py.typed" in names  # else a type checker takes all of it for Any
+    browser = (tree / "megatron_ext" / "schedule" / "show" / "page" / "browser").iterdir()
+    assert {path.relative_to(tree).as_posix() for path in browser} <= names
+    assert "megatron_ext/schedule/model/gpus.toml" in names
+    tops = {name.partition("/")[0] for name in names if ".dist-info/" not in name}
+    assert tops == {"megatron_ext"}, "nothing but the package itself may be installed"
+    assert any(name.endswith("/LICENSE") for name in names)
+
+
+def test_source_distribution_makes_the_same_wheel(tree: Path, wheel: Path, tmp_path: Path) -> None:
+    build = "from setuptools.build_meta import build_sdist; print(build_sdist(r'{}'))"
+    run(sys.executable, "-c", build.format(tmp_path), cwd=tree)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as unpacked:
+        unpacked.extractall(tmp_path, filter="data")
+    (source,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    run(sys.executable, "-m", "pip", "wheel", *OFFLINE, "-w", tmp_path, source, cwd=tmp_path)
+    (again,) = tmp_path.glob("*.whl")
+    assert zipfile.ZipFile(again).namelist() == zipfile.ZipFile(wheel).namelist()
+
+
+def metadata(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        (path,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return message_from_string(archive.read(path).decode())
+
+
+def test_base_package_needs_numpy_and_typer_only(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (path,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
+        assert "megatron-ext = megatron_ext.cli:app" in archive.read(path).decode()
+    data = metadata(wheel)
+    required = data.get_all("Requires-Dist", [])
+    assert sorted(line for line in required if "extra ==" not in line) == ["numpy", "typer"]
+    extras = data.get_all("Provides-Extra", [])
+    assert sorted(extras) == ["certify", "dev", "docs", "megatron", "plot", "search", "te"]
+    # PyPI's apex is another project than NVIDIA's.
+    assert not [line for line in required if re.match(r"(nvidia[-_])?apex\b", line)]
+    assert data["Requires-Python"] == ">=3.12"
+
+
+def test_strangers_learn_what_it_is(wheel: Path) -> None:
+    """The wheel had a name, a version and nothing else."""
+    data = metadata(wheel)
+    assert data["Version"] == megatron_ext.__version__
+    assert data["Author"] == "the megatron_ext developers"
+    assert data["License-Expression"] == "Apache-2.0"
+    assert "Typing :: Typed" in data.get_all("Classifier", [])
+    assert data["Summary"] and data["Keywords"]
+    assert data["Description-Content-Type"] == "text/markdown"
+    assert data.get_payload() == (ROOT / "README.md").read_text()
+    assert data["Project-URL"] is None  # nobody has said where it is published
+
+
+def test_a_release_links_to_where_it_is_published(tree: Path, tmp_path: Path) -> None:
+    """On a package index a link to docs/flags.md leads nowhere."""
+    url = "https://example.invalid/somebody/megatron_ext"
+    build = (sys.executable, "-m", "pip", "wheel", *OFFLINE, "-w", tmp_path, tree)
+    run(*build, cwd=tmp_path, env={"REPOSITORY_URL": url})
+    (built,) = tmp_path.glob("*.whl")
+    data = metadata(built)
+    at = f"v{megatron_ext.__version__}"
+    assert f"Source, {url}" in data.get_all("Project-URL", [])
+    text = str(data.get_payload())
+    assert f"]({url}/blob/{at}/docs/flags.md)" in text
+    assert f"]({url}/raw/{at}/docs/images/zb-h1.svg)" in text
+    assert not re.findall(r"\]\((?!https?:|#)", text)
+
+
+def test_what_a_star_brings() -> None:
+    brought: dict[str, object] = {}
+    exec("from megatron_ext import *", brought)
+    assert {"__version__", "install"} == brought.keys() - {"__builtins__"}
+
+
+def test_the_image_keeps_what_nvidia_put_in_it_and_asks_doctor() -> None:
+    dockerfile = (ROOT / "Dockerfile").read_text().splitlines()
+    assert re.fullmatch(r"ARG IMAGE=nvcr\.io/nvidia/nemo:\d\d\.\d\d", dockerfile[1])
+    install, doctor = dockerfile[-2:]
+    # A list of versions in the image forbids what builds us; ours asks for no version of anything.
+    assert "PIP_CONSTRAINT= python -m pip install" in install and "[" not in install
+    assert doctor == "RUN python -m megatron_ext doctor"
+
+
+def test_an_image_gets_nothing_that_git_ignores() -> None:
+    """.venv alone has several GB."""
+    left_out = (ROOT / ".dockerignore").read_text().splitlines()
+    assert {".git", ".venv", "build", "dist", "runs"} <= set(left_out)
+
+
+def check_import(python: str | Path, env: dict[str, str], home: Path, cwd: Path) -> None:
+    lines = run(python, "-c", IMPORT, cwd=cwd, env=env).splitlines()
+    for file in lines[:2]:
+        assert Path(file).resolve().is_relative_to(home.resolve())
+    heavy = {"torch", "megatron", "transformer_engine", "matplotlib", "ortools"}
+    assert not heavy & set(lines[2].split()), "importing the package must stay cheap"
+
+
+def test_installed_wheel_imports_without_torch(wheel: Path, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    run(sys.executable, "-m", "pip", "install", *OFFLINE, "--target", home, wheel, cwd=tmp_path)
+    check_import(sys.executable, {"PYTHONPATH": str(home)}, home, tmp_path)
+
+
+def test_editable_installation_follows_the_symlink(tree: Path, tmp_path: Path) -> None:
+    """A venv in a venv sees the packages of neither, so a path file lends it ours."""
+    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv", cwd=tmp_path)
+    python = tmp_path / "venv" / "bin" / "python"
+    site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path)
+    Path(site.strip(), "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--ignore-installed")
+    run(*pip, *OFFLINE, "--editable", tree, cwd=tmp_path)
+    check_import(python, {"PYTHONPATH": ""}, tree, tmp_path)
+    # The finder maps the package alone: the repository root would bring `patches` and `tests`.
+    for name in ("patches", "tests", "scripts", "examples"):
+        code = f"import importlib.util; assert importlib.util.find_spec({name!r}) is None"
+        run(python, "-c", code, cwd=tmp_path, env={"PYTHONPATH": ""})
+    assert (tmp_path / "venv" / "bin" / "megatron-ext").exists()
+
+
+def test_patches_never_shadow_megatron() -> None:
+    """With patches/ on the path, ``import megatron`` would find our mirror of it."""
+    assert not [entry for entry in sys.path if Path(entry).resolve() == ROOT / "patches"]

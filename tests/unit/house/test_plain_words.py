@@ -1,0 +1,214 @@
+"""The ratchet on plain words: how often sources break its rules is committed, and may only fall.
+
+The rules are those of `plain_words`, the numbers those of plain_words.toml, by package. A test
+fails if a number has risen, and also if it has fallen and the file still has the old one:
+``python -m pytest --write-pages`` with this file lowers the numbers, and raises
+none. A comment ``# plain words: REASON`` excepts a place that is right as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from tests.helpers import documents
+from tests.helpers.plain_words import (
+    CLASS_NAMES,
+    LONG_HELP,
+    OPENINGS,
+    PHRASES,
+    SourceWords,
+    count,
+    package_of,
+    read_source,
+    repeated_classes,
+)
+
+ROOT = Path(__file__).resolve().parents[3]
+NUMBERS = ROOT / "tests/unit/house/plain_words.toml"
+HEADER = """\
+# Numbers of places that break the rules for plain words, by package. They may only fall:
+# tests/unit/house/test_plain_words.py. Under class_names: how many public classes have the name.
+"""
+Counts = dict[str, dict[str, int]]
+
+
+@functools.cache
+def sources() -> dict[Path, SourceWords]:
+    """Return what was found in each file of ours, by its path from the root."""
+    found = {}
+    for top in ("megatron_ext", "patches", "scripts", "examples", "tests"):
+        for path in sorted((ROOT / top).rglob("*.py")):
+            relative = path.relative_to(ROOT)
+            if relative.parts[:2] != ("megatron_ext", "patches"):  # a link: patches/ itself is read
+                found[relative] = read_source(path.read_text(), strings=top != "tests")
+    return found
+
+
+def counted() -> Counts:
+    names = {name: len(files) for name, files in repeated_in_product().items()}
+    return count(sources().items()) | {CLASS_NAMES: names}
+
+
+def repeated_in_product() -> dict[str, list[Path]]:
+    """Return, by name, the files of repeated classes; scripts and tests may repeat a name."""
+    product = ("megatron_ext", "patches")
+    return repeated_classes({p: words for p, words in sources().items() if p.parts[0] in product})
+
+
+def committed() -> Counts:
+    return tomllib.loads(NUMBERS.read_text())
+
+
+def differences(old: Counts, new: Counts) -> dict[tuple[str, str], tuple[int, int]]:
+    """Return the numbers that differ, old and new, by package and rule."""
+    keys = {(package, rule) for both in (old, new) for package, of in both.items() for rule in of}
+    numbers = {
+        (p, r): (old.get(p, {}).get(r, 0), new.get(p, {}).get(r, 0)) for p, r in sorted(keys)
+    }
+    return {key: (was, now) for key, (was, now) in numbers.items() if was != now}
+
+
+def as_text(counts: Counts) -> str:
+    parts = [HEADER]
+    for package in sorted(counts):
+        lines = [f"{rule} = {number}" for rule, number in sorted(counts[package].items())]
+        parts.append("\n".join([f'["{package}"]', *lines, ""]))
+    return "\n".join(parts)
+
+
+def places_of(package: str, rule: str) -> list[str]:
+    if package == CLASS_NAMES:
+        return [f"{path}: {rule}" for path in repeated_in_product().get(rule, [])]
+    return [
+        f"{path}:{place.line}: {place.text}"
+        for path, source in sources().items()
+        if package_of(path) == package
+        for place in source.places
+        if place.rule == rule
+    ]
+
+
+def test_no_number_rises() -> None:
+    risen = [
+        "\n  ".join([f"{package}, {rule}: {new}, committed {old}", *places_of(package, rule)])
+        for (package, rule), (old, new) in differences(committed(), counted()).items()
+        if new > old
+    ]
+    assert not risen, "\n".join(risen)
+
+
+def test_no_number_is_out_of_date() -> None:
+    """A number that has fallen is lowered in the file, or it could rise as far as before."""
+    found = differences(committed(), counted())
+    if documents.writes_pages and all(new < old for old, new in found.values()):
+        NUMBERS.write_text(as_text(counted()))
+        return
+    fallen = [
+        f"{package}, {rule}: {new}, committed {old}"
+        for (package, rule), (old, new) in found.items()
+        if new < old
+    ]
+    command = f"python -m pytest {documents.WRITE_PAGES} {Path(__file__).relative_to(ROOT)}"
+    assert not fallen, "\n".join([*fallen, f"to lower the committed numbers: {command}"])
+
+
+def test_the_numbers_are_written_as_they_are_read() -> None:
+    assert tomllib.loads(as_text(committed())) == committed()
+    assert NUMBERS.read_text() == as_text(committed())
+
+
+def test_exceptions_are_needed_and_have_reasons() -> None:
+    errors = [f"{path}, {error}" for path, source in sources().items() for error in source.errors]
+    assert not errors, "\n".join(errors)
+
+
+def rules_of(text: str, *, strings: bool = True) -> list[str]:
+    return [place.rule for place in read_source(dedent(text), strings=strings).places]
+
+
+@pytest.mark.parametrize(
+    ("text", "rules"),
+    [
+        ('"""Of one process."""', [OPENINGS]),
+        ('"""Often read."""', []),
+        ('def f():\n    """What it is."""', [OPENINGS]),
+        ('async def f():\n    """As of now."""', [OPENINGS]),
+        ('"""Time beside that of 1F1B."""', [PHRASES]),
+        ('"""Some of it is made\nagain."""', [PHRASES]),
+        ('"""``beside`` and `beside` are names."""', []),
+        ('"""Nobody wants it; it is made again."""', [PHRASES] * 3),
+        ('raise ValueError(f"{flag} was not asked for: drop {flag}")', [PHRASES]),
+        ('raise ValueError("leave " f"{flag} out, it is not needed")', [PHRASES]),
+        ('name = "beside"', []),
+        ('option(help="Leave it out, please, always.")', [PHRASES]),
+        (f'option(help="{"word " * 36}.")', [LONG_HELP]),
+        (f'option(help="{"word " * 30}. {"word " * 30}.")', []),
+        (f'text(told="{"word " * 36}.")', []),
+        (f'field(metadata=_setting(parse, "N", "{"word " * 36}."))', [LONG_HELP]),
+        (
+            f'def f(x: Annotated[int, typer.Option()]):\n    """Print {"word " * 36}."""',
+            [LONG_HELP],
+        ),
+        ("class Event:\n    pass", [CLASS_NAMES]),
+        ("class _Event:\n    pass", []),
+        ("def f():\n    class Event:\n        pass", []),
+    ],
+)
+def test_places_are_found(text: str, rules: list[str]) -> None:
+    assert rules_of(text) == rules
+
+
+def test_strings_of_tests_are_not_read() -> None:
+    text = 'match = "what was asked for is there"'
+    assert rules_of(text) == [PHRASES]
+    assert rules_of(text, strings=False) == []
+
+
+def test_an_exception_is_for_its_own_place() -> None:
+    text = '''\
+        """What torch calls a stage."""  # plain words: quotes torch's documentation
+
+
+        class Stage:  # plain words: torch's own name
+            """What it is."""
+
+
+        # plain words: Megatron's text
+        raise ValueError("what was asked for is there")
+    '''
+    assert rules_of(text) == [OPENINGS]
+
+
+@pytest.mark.parametrize("comment", ["# plain words:", "# plain words: not needed here"])
+def test_a_useless_exception_is_an_error(comment: str) -> None:
+    is_needed = comment.endswith(":")
+    text = f'"""What it is."""  {comment}' if is_needed else f"x = 1  {comment}"
+    assert len(read_source(text).errors) == 1
+
+
+def test_classes_of_one_name_are_found() -> None:
+    once, twice = read_source("class Event:\n    pass"), read_source("class Event:\n    x = 1")
+    files = {Path("a/b.py"): once, Path("a/c.py"): twice, Path("a/d.py"): read_source("x = 1")}
+    assert repeated_classes(files) == {"Event": [Path("a/b.py"), Path("a/c.py")]}
+
+
+def test_differences_are_of_both_sides() -> None:
+    old, new = {"a": {OPENINGS: 2, PHRASES: 1}}, {"a": {OPENINGS: 1}, "b": {PHRASES: 3}}
+    assert differences(old, new) == {
+        ("a", OPENINGS): (2, 1),
+        ("a", PHRASES): (1, 0),
+        ("b", PHRASES): (0, 3),
+    }
+
+
+def test_packages_are_named_by_folder() -> None:
+    assert (
+        package_of(Path("megatron_ext/schedule/show/page/cut.py")) == "megatron_ext/schedule/show"
+    )
+    assert package_of(Path("megatron_ext/config.py")) == "megatron_ext"
+    assert package_of(Path("patches/megatron/core/x/y.py")) == "patches/megatron"

@@ -1,0 +1,337 @@
+"""Adding something touches few files: probes that add a dummy to a copy of the package.
+
+A GPU is probed in test_estimate.py, a refusal in tests/patches/test_refusals.py.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import megatron_ext
+
+ROOT = Path(megatron_ext.__file__).parent
+
+# A file, the text before which something is inserted, and the insertion; of a new file all of it.
+Edit = tuple[str, str, str]
+
+_KIND: tuple[Edit, ...] = (
+    ("schedule/action.py", "    SEND_F = ", '    DUMMY = "DUMMY"\n'),
+    (
+        "schedule/kinds.py",
+        "    Rule(\n        Kind.SEND_F,",
+        """    Rule(
+        Kind.DUMMY,
+        "dummy pass",
+        Lane.COMPUTE,
+        needs=(Need((Kind.FORWARD,)),),
+        option="recompute",
+        cost=Cost.PASS,
+        colour="#123456",
+        legend="dummy",
+    ),
+""",
+    ),
+    (
+        "schedule/transforms/dummy.py",
+        "",
+        """from dataclasses import replace
+from megatron_ext.schedule.action import Action, Kind
+
+def with_dummies(schedule, problem):
+    def after(action):
+        is_forward = action.kind is Kind.FORWARD
+        return [action, Action(action.stage, Kind.DUMMY, action.microbatch)][: 1 + is_forward]
+    rows = tuple(tuple(a for action in row for a in after(action)) for row in schedule.rows)
+    return replace(schedule, rows=rows)
+
+def with_costs_of_dummies(costs):
+    return costs.with_passes(seconds={**costs.seconds, Kind.DUMMY: (7.0,) * costs.stages})
+""",
+    ),
+    (
+        "schedule/build/build.py",
+        "    return replace(problem, costs=costs)\n\n\ndef _transformed",
+        "    from megatron_ext.schedule.transforms.dummy import with_costs_of_dummies\n"
+        "    costs = with_costs_of_dummies(costs)\n",
+    ),
+    (
+        "runtime/dummy.py",
+        "",
+        """from megatron_ext.runtime.owner import Owner
+from megatron_ext.schedule.action import Kind
+
+class Dummies(Owner):
+    def __init__(self):
+        self.run = []
+    def handlers(self):
+        return {Kind.DUMMY: self.run.append}
+""",
+    ),
+    (
+        "runtime/executor.py",
+        "    _Execution(program, transport.rank",
+        "    from megatron_ext.runtime.dummy import Dummies\n    owners.append(Dummies())\n",
+    ),
+    (
+        "schedule/build/build.py",
+        "    for transform in transforms:\n        schedule = transform(",
+        "    from megatron_ext.schedule.transforms.dummy import with_dummies\n"
+        "    transforms.insert(transforms.index(communicate), with_dummies)\n",
+    ),
+)
+_RUN_KIND = """
+from pathlib import Path
+from megatron_ext.runtime import executor
+from megatron_ext.runtime.dummy import Dummies
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.registry import choose
+from megatron_ext.schedule.costs_text import parse_costs
+from megatron_ext.schedule.placement import line
+from megatron_ext.schedule.problem import Extras, Problem, Recompute
+from megatron_ext.schedule.program.simulate import simulate
+from megatron_ext.schedule.show.draw import COLOURS, draw
+
+place = line(2)
+costs = parse_costs("f=1,i=1,w=1", place)
+extras = Extras(recompute=Recompute(first=1))
+program = build_program(choose("1f1b"), Problem(place, 3, costs, extras=extras))
+dummies = [a for row in program.schedule.rows for a in row if a.kind is Kind.DUMMY]
+assert len(dummies) == 6, dummies
+costs = program.problem.costs
+assert costs.of(dummies[0]) == 7 and costs.per_rank(place).of(dummies[1]) == 7
+timeline = simulate(program, costs)
+assert timeline.makespan >= 3 * 7 + 9
+assert COLOURS[Kind.DUMMY] == "#123456"
+draw([timeline], Path("picture.svg"))
+
+class Others(executor.Owner):
+    def handlers(self):
+        return {kind: lambda action: None for kind in Kind if kind is not Kind.DUMMY}
+
+class Whole:
+    def gradients_complete(self): pass
+    def __getattr__(self, name): return lambda *given: None
+
+class Quiet:
+    interruption = None
+    def __getattr__(self, name): return lambda *given: None
+
+made = Dummies()
+stages = {stage: Whole() for stage in range(2)}
+executor._Execution(program, 0, stages, Quiet(), [Others(), made], None).run_row()
+assert [a.microbatch for a in made.run] == [0, 1, 2], made.run
+"""
+
+
+# A setting that computes all weight gradients last.
+_FLAG: tuple[Edit, ...] = (
+    (
+        "config.py",
+        "    report_split: bool = field(",
+        "    late_weights: bool = field(\n"
+        '        default=False, metadata=_switch("Compute weight gradients last.")\n'
+        "    )\n",
+    ),
+    (
+        "schedule/problem.py",
+        "    pairs: bool = field(default=False",
+        '    late_weights: bool = field(default=False, metadata={"phrase": "late weights"})\n',
+    ),
+    (
+        "schedule/problem.py",
+        '    Conflict(("pairs", "slices")',
+        '    Conflict(("late_weights", "recompute"), "this is a dummy"),\n',
+    ),
+    (
+        "schedule/transforms/late_weights.py",
+        "",
+        """from dataclasses import replace
+from megatron_ext.schedule.action import Kind
+
+def late_weights(schedule, problem):
+    rows = (sorted(row, key=lambda a: a.kind is Kind.BACKWARD_WEIGHT) for row in schedule.rows)
+    return replace(schedule, rows=tuple(map(tuple, rows)))
+""",
+    ),
+    (
+        "schedule/build/build.py",
+        "    if not problem.forward_only:\n        transforms += ",
+        "    from megatron_ext.schedule.transforms.late_weights import late_weights\n"
+        "    if problem.extras.late_weights and not problem.forward_only:\n"
+        "        transforms.insert(transforms.index(communicate), late_weights)\n",
+    ),
+    ("schedule/build/build.py", "        pairs=False,\n", "        late_weights=False,\n"),
+    ("schedule/build/report.py", "    makespan: float\n", "    late_weights: bool\n"),
+    (
+        "schedule/build/report.py",
+        "        makespan=timeline.makespan",
+        "        late_weights=problem.extras.late_weights,\n",
+    ),
+    (
+        "commands/options.py",
+        "InPairs = ",
+        'LateWeights = Annotated[bool, typer.Option("--late-weights", help="Compute W last.")]\n',
+    ),
+    ("commands/simulate.py", "    Limit,\n", "    LateWeights,\n"),
+    ("commands/simulate.py", "    pairs: InPairs", "    late_weights: LateWeights = False,\n"),
+    (
+        "commands/simulate.py",
+        "            pairs=pairs,",
+        "            late_weights=late_weights,\n",
+    ),
+    (
+        "commands/simulate.py",
+        '    if made.memory_limit is not None:\n        rows["',
+        '    if made.late_weights:\n        rows["weight gradients"] = "last"\n',
+    ),
+    (
+        "adapter/refusals.py",
+        '    RefusalGroup("slices refusals"',
+        """    RefusalGroup(
+        "late weights refusals",
+        (_drop("moe_dummy", "this is a dummy"),),
+        _by_option("late_weights"),
+        extras=Extras(late_weights=True),
+    ),
+""",
+    ),
+    # Of the commands that compare schedules, for a model and for a launch line.
+    ("commands/plan.py", "    Limit,\n", "    LateWeights,\n"),
+    ("commands/plan.py", "    pairs: InPairs", "    late_weights: LateWeights = False,\n"),
+    ("commands/plan.py", "            pairs=pairs,\n", "            late_weights=late_weights,\n"),
+    (
+        "commands/plan.py",
+        "    for name, value in settings.items():",
+        '    words += [flag("late_weights")] if extras.late_weights else []\n',
+    ),
+    (
+        "schedule/plan/figures.py",
+        "    if candidate.overlaps:",
+        '    if made.late_weights:\n        words.append("--pipeline-late-weights")\n',
+    ),
+)
+_RUN_FLAG = """
+import argparse
+import json
+from types import SimpleNamespace
+from typer.testing import CliRunner
+from megatron_ext.adapter.compatibility import refuse
+from megatron_ext.adapter.race.subject import _settings
+from megatron_ext.cli import app
+from megatron_ext.config import PipelineConfig
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.costs_text import parse_costs
+from megatron_ext.schedule.placement import line
+from megatron_ext.schedule.problem import Extras
+from megatron_ext.schedule.show.page.run import title_of
+from megatron_ext.written_settings import add_flags, from_argv, from_environment
+
+def refused(call, *given):
+    try:
+        call(*given)
+    except ValueError as error:
+        return str(error)
+
+PASSES = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+flags = ["--pipeline-schedule", "zb-h1", "--pipeline-late-weights"]
+assert "--pipeline-late-weights" in add_flags(argparse.ArgumentParser()).format_help()
+config = from_argv(flags)
+variables = {"MEGATRON_EXT_SCHEDULE": "zb-h1", "MEGATRON_EXT_LATE_WEIGHTS": "1"}
+keyword = PipelineConfig.parse(schedule="zb-h1", late_weights=True)  # as install does
+assert config == from_environment(variables) == keyword and config.extras.late_weights
+
+why = refused(from_argv, [*flags, "--pipeline-recompute", "first:1"])
+assert "--pipeline-late-weights" in why and "this is a dummy" in why, why
+place = line(2)
+costs = parse_costs("f=1,i=1,w=1", place)
+settings = SimpleNamespace(
+    pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=None,
+    transformer_impl="local", moe_dummy=True,
+)
+refuse(settings, config.choice)
+why = refused(refuse, settings, config.choice, config.extras)
+assert why.startswith("--pipeline-late-weights does not go with moe_dummy=True"), why
+
+def last(program):
+    rows = ([a.kind for a in row if a.kind in PASSES] for row in program.schedule.rows)
+    return {kind for row in rows for kind in row[-4:]}
+
+def built(config):
+    return build_program(config.choice, config.problem(place, 4, costs))
+
+assert last(built(config)) == {Kind.BACKWARD_WEIGHT}
+assert last(built(from_argv(flags[:2]))) != {Kind.BACKWARD_WEIGHT}
+assert title_of("zb-h1", config.extras) == "zb-h1, late weights"
+assert _settings(config) == ["--pipeline-late-weights"]
+
+def run(*words):
+    return CliRunner().invoke(app, [*words, "--late-weights"])
+
+told = run("simulate", "zb-h1", "--pp", "2", "-m", "4")
+assert told.exit_code == 0 and "weight gradients" in told.output, told.output
+told = run("simulate", "zb-h1", "--pp", "2", "-m", "4", "--recompute", "first:1")
+assert told.exit_code and "late weights does not go with recompute first:1" in told.output
+model = "layers=4,hidden=1024,heads=8,sequence=1024,vocabulary=32000"
+for of_model in ((), ("--model", model, "--gpu", "h100")):
+    told = run("plan", "--pp", "2", "-m", "2", *of_model, "--json")
+    assert told.exit_code == 0, told.output
+    assert "--pipeline-late-weights" in json.loads(told.stdout)["plan"]["candidates"][0]["flags"]
+"""
+
+
+# In plain Python: numba would compile the searches anew.
+_SHORT_SEARCH = """
+import pytest
+from tests.helpers.short_search import shorten_search
+shorten_search(pytest.MonkeyPatch())
+"""
+
+
+def _run_with(edits: tuple[Edit, ...], code: str, folder: Path) -> None:
+    """Run ``code`` in ``folder`` with a copy of the package that has ``edits``."""
+    package = folder / "megatron_ext"
+    # What is compiled is kept, but for what another process is just writing.
+    shutil.copytree(ROOT, package, ignore=shutil.ignore_patterns("*.pyc.*"))
+    for name, before, inserted in edits:
+        file = package / name
+        text = file.read_text() if before else ""
+        assert text.count(before) == 1 or not before, f"{name} has changed"
+        file.write_text(text.replace(before, inserted + before) if before else inserted)
+    run = subprocess.run(
+        [sys.executable, "-c", _SHORT_SEARCH + code],
+        env=os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT.parent}"},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+
+
+def _files(edits: tuple[Edit, ...]) -> int:
+    return len({name for name, *_ in edits})
+
+
+def test_a_kind_touches_six_files(tmp_path: Path) -> None:
+    """Its member, its rule with cost, colour and legend, a transform, which is named, and a
+    handler, whose owner is named. It touched 16: proof, simulation, memory and pictures had tables
+    of their own."""
+    assert _files(_KIND) == 6
+    _run_with(_KIND, _RUN_KIND, tmp_path)
+    picture = (tmp_path / "picture.svg").read_text()
+    assert "#123456" in picture and "dummy" in picture
+
+
+@pytest.mark.search
+def test_a_flag_that_changes_a_schedule_touches_ten_files(tmp_path: Path) -> None:
+    """The setting, the option with its conflict, a transform, which is named, refusals, figures,
+    and the commands that simulate and plan. It touched 33."""
+    assert _files(_FLAG) <= 10
+    _run_with(_FLAG, _RUN_FLAG, tmp_path)

@@ -1,0 +1,79 @@
+"""docs/troubleshooting.md quotes messages that exist."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
+MESSAGES = [
+    " ".join(quoted.split())
+    for bold in re.findall(r"\*\*(.*?)\*\*", PAGE, re.DOTALL)
+    for quoted in re.findall(r"`([^`]+)`", bold)
+]
+# What stands for a value of the run, in the page.
+VALUE = re.compile(r"\b(?:[A-Z]|NAME|FILE|HOST|SETTING)\b|dp_reshardable|\.\.\.")
+# Those of others: the package that has them, and the file in it.
+OTHERS = {
+    "Global shape mismatch for loaded": (
+        "megatron.core",
+        "dist_checkpointing/strategies/torch.py",
+    ),
+    "CheckpointException ranks:": ("torch", "distributed/checkpoint/api.py"),
+}
+# Megatron-LM's pretrain_gpt.py, which is no part of its package.
+ELSEWHERE = {"found NaN in local forward loss calculation"}
+
+
+def template(text: ast.expr) -> str:
+    """The text of a string or an f-string. A flag's name is written out, and a value is a gap."""
+    match text:
+        case ast.Constant(str(value)):
+            return value
+        case ast.JoinedStr(parts):
+            return "".join(template(part) for part in parts)
+        case ast.FormattedValue(ast.Call(ast.Name("flag"), [ast.Constant(str(name))])):
+            return f"--pipeline-{name.replace('_', '-')}"
+    return "\n"
+
+
+@cache
+def said() -> str:
+    """All that our code and scripts can say."""
+    files = [
+        path
+        for folder in ("megatron_ext", "patches", "scripts")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    ]
+    return "\n\n".join(
+        template(node)
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant | ast.JoinedStr)
+    )
+
+
+def test_there_are_messages() -> None:
+    assert len(MESSAGES) > 30
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_a_quoted_message_exists(message: str) -> None:
+    if message in ELSEWHERE:
+        return
+    if message in OTHERS:
+        package, file = OTHERS[message]
+        spec = importlib.util.find_spec(package)  # imports nothing of it
+        assert spec is not None and spec.origin is not None
+        assert message in (Path(spec.origin).parent / file).read_text()
+        return
+    literal = [part.strip(" ,:()") for part in VALUE.split(message)]
+    assert sum(map(len, literal)) >= 10
+    for part in literal:
+        assert part in said(), f"nobody says {part!r}"

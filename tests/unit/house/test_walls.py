@@ -1,0 +1,430 @@
+"""The walls of the architecture, held on the syntax trees, so that no import runs the wrong way.
+
+    commands, bench, launch_check -> launch -> patches -> adapter -> runtime -> schedule
+
+Schedules are pure data that any machine can make and prove without torch; the runtime executes
+them without Megatron; the adapter speaks Megatron's words; whatever touches other people's code is
+in patches/ and nowhere else. An import of the wrong kind breaks nothing on the day it is written,
+which is why a test looks for it.
+"""
+
+import ast
+import functools
+import graphlib
+import importlib.util
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@dataclass(frozen=True)
+class Use:
+    """A module named in a file: imported by it, or in one of its strings."""
+
+    name: str
+    line: int
+    how: str  # "import", "import_module" (by a call) or "string"
+    lazy: bool  # inside a function, or for the type checker only
+
+
+@dataclass(frozen=True)
+class Wall:
+    """A rule over every use of a module in the files it covers."""
+
+    rule: str
+    covers: Callable[[str], bool]
+    allows: Callable[[str, Use], bool]
+
+
+@functools.cache  # each wall reads the same files
+def uses(source: str, module: str, *, is_package: bool = False) -> tuple[Use, ...]:
+    """Every module that ``source``, the text of ``module``, names."""
+    package = module if is_package else module.rpartition(".")[0]
+    return tuple(_uses(ast.parse(source), package, lazy=False))
+
+
+def _uses(node: ast.AST, package: str, lazy: bool) -> Iterator[Use]:
+    match node:
+        case ast.Import(names=names):
+            for alias in names:
+                yield Use(alias.name, node.lineno, "import", lazy)
+        case ast.ImportFrom(module=base, names=names, level=level):
+            base = importlib.util.resolve_name("." * level + (base or ""), package)
+            for alias in names:
+                yield Use(f"{base}.{alias.name}", node.lineno, "import", lazy)
+        case ast.Call(func=function, args=[ast.Constant(value=str(name)), *_]) if ast.unparse(
+            function
+        ).endswith(("import_module", "__import__")):
+            name = importlib.util.resolve_name(name, package)
+            yield Use(name, node.lineno, "import_module", lazy)
+        case ast.Constant(value=str(text)) if re.fullmatch(r"\w+([.:]\w*)+", text):
+            yield Use(text, node.lineno, "string", lazy)
+    for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    deferred = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+    for child in ast.iter_child_nodes(node):
+        yield from _uses(child, package, lazy or for_types or deferred)
+
+
+def within(name: str, *tops: str) -> bool:
+    """Whether ``name`` is one of the modules ``tops`` or below one."""
+    return any(name == top or name.startswith((f"{top}.", f"{top}:")) for top in tops)
+
+
+def imports_only(*tops: str, lazily: tuple[str, ...] = ()) -> Callable[[str, Use], bool]:
+    def allows(module: str, use: Use) -> bool:
+        if use.how == "string" or within(use.name, *sys.stdlib_module_names, *tops):
+            return True
+        return use.lazy and within(use.name, *lazily)
+
+    return allows
+
+
+COMPILED = "megatron_ext.schedule.search.compiled"
+
+
+def needs_no_extra(module: str, use: Use) -> bool:
+    if within(use.name, COMPILED) and use.how != "string":
+        return use.lazy
+    if module == COMPILED and within(use.name, "numba"):
+        return True
+    return imports_only("numpy", "megatron_ext.schedule", lazily=("matplotlib", "ortools"))(
+        module, use
+    )
+
+
+def only_in(*owners: str, names: str, strings_in: tuple[str, ...]) -> Callable[[str, Use], bool]:
+    def allows(module: str, use: Use) -> bool:
+        if not within(use.name, names) or within(module, *owners):
+            return True
+        # A bare word is a value (``--transformer-impl transformer_engine``), a path is a module.
+        return use.how == "string" and within(module, *strings_in)
+
+    return allows
+
+
+def under(*tops: str) -> Callable[[str], bool]:
+    return lambda module: within(module, *tops)
+
+
+def in_package(module: str) -> bool:
+    return within(module, "megatron_ext")
+
+
+# Imports run one way, from each of these to those after it. What a line names together may import
+# one another; a name that ends in a dot is the files of that room itself, without its rooms.
+ROOMS = (
+    ("megatron_ext.__main__",),
+    ("megatron_ext.cli",),
+    ("megatron_ext.commands",),
+    ("megatron_ext.parity",),
+    ("megatron_ext.bench", "megatron_ext.launch_check"),
+    ("megatron_ext.launch", "megatron_ext.auto"),
+    ("megatron_ext",),  # `install`
+    ("megatron_ext.installation",),
+    ("megatron_ext.patches",),
+    ("megatron_ext.adapter",),
+    ("megatron_ext.runtime",),
+    ("megatron_ext.parity.records",),
+    ("megatron_ext.written_settings",),
+    ("megatron_ext.config", "megatron_ext.errors", "megatron_ext.families", "megatron_ext.logger"),
+    ("megatron_ext.schedule.show",),
+    ("megatron_ext.schedule.plan",),
+    ("megatron_ext.schedule.race",),
+    ("megatron_ext.schedule.model",),
+    ("megatron_ext.schedule.families",),
+    ("megatron_ext.schedule.search",),
+    ("megatron_ext.schedule.build",),
+    ("megatron_ext.schedule.two_copies",),
+    ("megatron_ext.schedule.transforms",),
+    ("megatron_ext.schedule.program",),
+    ("megatron_ext.schedule",),
+)
+# By name, at run time, which is how a family is found and a command line asks for a plan.
+LAZY = {("megatron_ext.schedule.build.registry", "megatron_ext.schedule.families")}
+
+
+def room_of(name: str) -> int:
+    """The place in `ROOMS` of the module or the name in one, by the longest that fits."""
+    fitting = [
+        (len(top), place) for place, room in enumerate(ROOMS) for top in room if within(name, top)
+    ]
+    return max(fitting)[1]
+
+
+def runs_one_way(module: str, use: Use) -> bool:
+    if use.how == "string" or not within(use.name, "megatron_ext"):
+        return True
+    if use.lazy and any(module == user and within(use.name, used) for user, used in LAZY):
+        return True
+    return room_of(use.name) >= room_of(module)
+
+
+def in_base(module: str) -> bool:
+    inner = ("schedule", "runtime", "patches", "adapter", "bench", "launch_check")
+    return in_package(module) and not within(module, *(f"megatron_ext.{name}" for name in inner))
+
+
+def loads_without_torch(module: str, use: Use) -> bool:
+    if use.lazy or use.how == "string":
+        return True
+    allowed = imports_only("numpy", "typer", "rich", "megatron_ext")(module, use)
+    return allowed and not within(use.name, "megatron_ext.runtime", "megatron_ext.adapter")
+
+
+PROGRAM = "megatron_ext.schedule.program"
+FAMILIES = "megatron_ext.schedule.families"
+TRANSFORMS = "megatron_ext.schedule.transforms"
+
+
+def no_sibling(module: str, use: Use) -> bool:
+    # The package itself may gather its modules; that is how they are registered. The costs of a
+    # divided vocabulary are no transform.
+    gathers = module in (FAMILIES, TRANSFORMS) and within(use.name, module)
+    shared = within(use.name, f"{TRANSFORMS}.vocabulary_costs")
+    return use.how == "string" or gathers or shared or not within(use.name, FAMILIES, TRANSFORMS)
+
+
+STRINGS = (
+    "megatron_ext.patches.features",
+    "megatron_ext.patches.engine",
+    "megatron_ext.installation",
+)
+
+WALLS = {
+    "one way": Wall(
+        "imports run one way, in the order of `ROOMS`: what a room needs of one above it is given "
+        "to it, or belongs below",
+        in_package,
+        runs_one_way,
+    ),
+    "schedule": Wall(
+        "schedule/ imports the standard library, numpy and schedule/ only; matplotlib and ortools "
+        "(extras) inside the functions that need them, and so compiled.py, which alone has numba",
+        under("megatron_ext.schedule"),
+        needs_no_extra,
+    ),
+    "runtime": Wall(
+        "runtime/ imports the standard library, torch, numpy, the logger, schedule/ and runtime/ "
+        "only",
+        under("megatron_ext.runtime"),
+        imports_only(
+            "torch",
+            "numpy",
+            "megatron_ext.logger",
+            "megatron_ext.schedule",
+            "megatron_ext.runtime",
+        ),
+    ),
+    "base": Wall(
+        "the files of megatron_ext/ itself and its commands import nothing that the base package "
+        "does not depend on (numpy, typer and its rich), except inside a function: torch may be "
+        "missing",
+        in_base,
+        loads_without_torch,
+    ),
+    "siblings": Wall(
+        "families and transforms don't import each other: one reaches another through the "
+        "registry, and what they share belongs below them",
+        under(FAMILIES, TRANSFORMS),
+        no_sibling,
+    ),
+    "megatron": Wall(
+        "only adapter/, patches/, launch_check/ and bench/ name Megatron's modules, and scripts/ "
+        "and examples/; features.py, engine.py and installation.py in strings only",
+        in_package,
+        only_in(
+            "megatron_ext.adapter",
+            "megatron_ext.patches.megatron",
+            "megatron_ext.patches.cpu",
+            "megatron_ext.launch_check",
+            "megatron_ext.bench",
+            names="megatron",
+            strings_in=STRINGS,
+        ),
+    ),
+    "transformer_engine": Wall(
+        "only patches/transformer_engine names Transformer Engine's modules, and the adapter's "
+        "room of that name; features.py, engine.py, installation.py and launch_check/ may in "
+        "strings",
+        in_package,
+        only_in(
+            "megatron_ext.patches.transformer_engine",
+            "megatron_ext.adapter.transformer_engine",
+            names="transformer_engine",
+            strings_in=(*STRINGS, "megatron_ext.launch_check"),
+        ),
+    ),
+    "targets": Wall(
+        "adapter/ touches nothing of others: it imports no patch, and no engine",
+        under("megatron_ext.adapter"),
+        lambda module, use: not within(use.name, "megatron_ext.patches"),
+    ),
+    "cpu": Wall(
+        "no import statement names patches/cpu.py: it can be deleted, and on a GPU none of it "
+        "is imported",
+        under("megatron_ext", "scripts"),
+        lambda module, use: use.how != "import" or not within(use.name, "megatron_ext.patches.cpu"),
+    ),
+    "examples": Wall(
+        "examples/ import the standard library, torch, megatron.core and megatron_ext itself, so "
+        "that they run wherever they are copied to",
+        under("examples"),
+        lambda module, use: (
+            use.name == "megatron_ext" or imports_only("torch", "megatron.core")(module, use)
+        ),
+    ),
+    "one name": Wall(
+        "patches/ is imported as megatron_ext.patches: under a second name its classes would "
+        "exist twice",
+        under("megatron_ext", "scripts", "tests"),
+        lambda module, use: use.how == "string" or not within(use.name, "patches"),
+    ),
+}
+
+
+def breaches(wall: Wall, source: str, module: str, *, is_package: bool = False) -> list[str]:
+    """What in ``source`` breaks ``wall``, one line each."""
+    if not wall.covers(module):
+        return []
+    return [
+        f"line {use.line}: {use.how} {use.name}"
+        for use in uses(source, module, is_package=is_package)
+        if not wall.allows(module, use)
+    ]
+
+
+def files() -> Iterator[tuple[Path, str]]:
+    """Every file of ours with its module name; patches/ once, under its name in the package."""
+    for top in ("megatron_ext", "patches", "scripts", "examples", "tests"):
+        for path in sorted((ROOT / top).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            if parts[:2] == ("megatron_ext", "patches"):
+                continue
+            if parts[-1] == "__init__":
+                parts = parts[:-1]
+            yield path, ".".join(("megatron_ext", *parts) if top == "patches" else parts)
+
+
+@pytest.mark.parametrize("name", WALLS)
+def test_wall_holds(name: str) -> None:
+    wall = WALLS[name]
+    lines = [
+        f"{path.relative_to(ROOT)}, {breach}"
+        for path, module in files()
+        for breach in breaches(
+            wall, path.read_text(), module, is_package=path.name == "__init__.py"
+        )
+    ]
+    assert not lines, f"the rule: {wall.rule}\n  " + "\n  ".join(lines)
+
+
+def test_no_circle() -> None:
+    """Of modules that import one another as they are loaded, in a room or across rooms."""
+    texts = {module: path for path, module in files() if in_package(module)}
+    imports = {
+        module: {
+            max((m for m in texts if within(use.name, m)), key=len)
+            for use in uses(path.read_text(), module, is_package=path.name == "__init__.py")
+            if use.how == "import" and not use.lazy and within(use.name, "megatron_ext")
+        }
+        - {module}
+        for module, path in texts.items()
+    }
+    tuple(graphlib.TopologicalSorter(imports).static_order())  # CycleError names the circle
+
+
+def test_no_room_is_crowded() -> None:
+    """A folder that one takes in at a glance; families are a page each, however many."""
+    rooms = Counter(path.parent for path, module in files() if in_package(module))
+    crowded = {str(room): n for room, n in rooms.items() if n > 17 and room.name != "families"}
+    assert not crowded, f"more than 16 files beside __init__.py: {crowded}"
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "source"),
+    [
+        ("schedule", "megatron_ext.schedule.show.draw", "import matplotlib"),
+        ("schedule", f"{PROGRAM}.simulate", "def f():\n    import torch"),
+        ("schedule", "megatron_ext.schedule.search.improve", "def f():\n    import numba"),
+        ("schedule", "megatron_ext.schedule.search.improve", "from . import compiled"),
+        ("schedule", f"{PROGRAM}.verify", "from megatron_ext.runtime import executor"),
+        ("schedule", f"{PROGRAM}.verify", "from ...runtime.executor import execute"),
+        ("schedule", f"{PROGRAM}.verify", "from ... import __version__"),
+        ("schedule", "megatron_ext.schedule.costs", "importlib.import_module('torch')"),
+        ("runtime", "megatron_ext.runtime.executor", "import megatron.core"),
+        ("runtime", "megatron_ext.runtime.executor", "from megatron_ext.patches import engine"),
+        ("runtime", "megatron_ext.runtime.executor", "import megatron_ext.config"),
+        ("base", "megatron_ext.config", "import torch"),
+        ("base", "megatron_ext.cli", "from megatron_ext.runtime import bench"),
+        ("siblings", f"{FAMILIES}.zero_bubble", "from .line import one_forward_one_backward"),
+        ("siblings", f"{FAMILIES}.zero_bubble", f"def f():\n    from {TRANSFORMS} import offload"),
+        ("siblings", f"{TRANSFORMS}.offload", f"import {FAMILIES}.line"),
+        ("siblings", TRANSFORMS, f"import {FAMILIES}.line"),
+        ("megatron", "megatron_ext.runtime.stage", "from megatron.core import parallel_state"),
+        ("megatron", "megatron_ext.patches.features", "import megatron.training"),
+        ("megatron", "megatron_ext.patches.transformer_engine.linear", "import megatron.core"),
+        ("megatron", "megatron_ext.config", "NAME = 'megatron.core.parallel_state'"),
+        ("megatron", "megatron_ext.config", "f'megatron.core.{name}'"),
+        ("transformer_engine", "megatron_ext.patches.megatron.core.x", "import transformer_engine"),
+        (
+            "transformer_engine",
+            "megatron_ext.patches.cpu",
+            "TARGET = 'transformer_engine.pytorch:Linear.forward'",
+        ),
+        ("one way", "megatron_ext.schedule.action", "from .program import graph"),
+        ("one way", f"{PROGRAM}.verify", "def f():\n    from ..build import head"),
+        ("one way", "megatron_ext.config", "from megatron_ext.patches.engine import Patch"),
+        ("one way", "megatron_ext.launch", "import megatron_ext.launch_check.check"),
+        ("targets", "megatron_ext.adapter.step", "from megatron_ext.patches.engine import wrap"),
+        ("targets", "megatron_ext.adapter.step", "X = 'megatron_ext.patches.megatron.core'"),
+        ("cpu", "megatron_ext.patches.features", "from megatron_ext.patches import cpu"),
+        ("cpu", "megatron_ext.patches.features", "def f():\n    from . import cpu"),
+        ("cpu", "scripts.quickstart", "import megatron_ext.patches.cpu"),
+        ("examples", "examples.plain_loop", "import megatron.training"),
+        ("examples", "examples.plain_loop", "from megatron_ext.launch import launch"),
+        ("one name", "tests.unit.test_x", "from patches.engine import apply"),
+    ],
+)  # fmt: skip
+def test_breach_is_seen(name: str, module: str, source: str) -> None:
+    assert breaches(WALLS[name], source, module)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("megatron_ext.schedule.show.draw", "def draw():\n    import matplotlib.pyplot as plt"),
+        (
+            "megatron_ext.schedule.show.draw",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import matplotlib",
+        ),
+        (f"{PROGRAM}.verify", "import numpy as np\nfrom .action import Action"),
+        (COMPILED, "import numba\nfrom numba import njit"),
+        (f"{FAMILIES}.v_auto", "from megatron_ext.schedule.program.simulate import simulate"),
+        ("megatron_ext.runtime.executor", "import torch\nfrom ..schedule import verify"),
+        ("megatron_ext.cli", "import typer\ndef bench():\n    from .runtime import bench"),
+        ("megatron_ext.launch_check.doctor", "NAMES = ('megatron.training', 'torch.nn')"),
+        ("megatron_ext.schedule.build.registry", "def f():\n    from ..families import line"),
+        ("megatron_ext.adapter.step", "from megatron.core import parallel_state"),
+        ("megatron_ext.config", "IMPLEMENTATION = 'transformer_engine'"),
+        ("megatron_ext.patches.features", "import_module('megatron_ext.patches.cpu')"),
+        ("megatron_ext.patches.features", "TARGET = 'megatron.training.training:train_step'"),
+        ("megatron_ext.patches.megatron.core.x", "from megatron.core import parallel_state"),
+        ("megatron_ext.patches.cpu", "import megatron.core"),
+        ("megatron_ext.patches.megatron.core.x", "import megatron_ext.runtime.executor"),
+        ("examples.plain_loop", "import megatron_ext\nfrom megatron.core import parallel_state"),
+    ],
+)  # fmt: skip
+def test_lawful_source_passes(module: str, source: str) -> None:
+    assert [name for name, wall in WALLS.items() if breaches(wall, source, module)] == []
+
+
+def test_package_may_gather_its_modules() -> None:
+    source = "from . import line, zero_bubble"
+    assert breaches(WALLS["siblings"], source, FAMILIES, is_package=True) == []

@@ -1,0 +1,320 @@
+"""The launcher: what it runs, what it sets, and how it ends on a mistake."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import socket
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ext.__main__ import main
+from megatron_ext.config import PipelineConfig, flag
+from megatron_ext.errors import exit_for
+from megatron_ext.launch import first_host, is_launch, slurm_ranks
+from megatron_ext.written_settings import add_flags
+
+SRUN = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_STEP_NODELIST": "gpu[03-04]",
+    "SLURM_JOB_ID": "40017",
+}
+
+
+def launch(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [sys.executable, "-m", "megatron_ext", *words],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**env, "PYTHONPATH": str(Path(__file__).parents[3]), "PYTHONWARNINGS": "ignore"},
+    )
+
+
+def test_a_script_or_a_module_is_a_launch_and_a_word_is_a_command() -> None:
+    assert is_launch(["pretrain_gpt.py", "--lr", "1"]) and is_launch(["-m", "train"])
+    assert not is_launch(["doctor"]) and not is_launch([])
+
+
+def test_ranks_come_from_srun_where_torchrun_has_set_none() -> None:
+    assert slurm_ranks(SRUN) == {
+        "RANK": "5",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "gpu03",
+        "MASTER_PORT": "20017",
+    }
+    assert slurm_ranks({**SRUN, "MASTER_PORT": "9"})["RANK"] == "5"
+    assert "MASTER_PORT" not in slurm_ranks({**SRUN, "MASTER_PORT": "9"})
+    assert slurm_ranks({**SRUN, "RANK": "0"}) == {}
+    assert slurm_ranks({}) == {}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("n1", "n1"),
+        ("n1,n2", "n1"),
+        ("gpu[03-05,9],m1", "gpu03"),
+        ("a-b[7]", "a-b7"),
+        ("rack1-[2,4]", "rack1-2"),
+    ],
+)
+def test_first_host(nodes: str, host: str) -> None:
+    assert first_host(nodes) == host
+
+
+def test_the_script_runs_as_main_with_its_folder_and_arguments(tmp_path: Path) -> None:
+    (tmp_path / "helper.py").write_text("name = 'beside the script'")
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, helper\n"
+        "from megatron.core.pipeline_parallel import schedules as s\n"
+        "print(__name__, helper.name, sys.argv[1:3], s.get_forward_backward_func.__module__)\n"
+        "print(hasattr(s.get_forward_backward_func, '__wrapped__'))\n"
+    )
+    ran = launch(str(script), "--lr", "1", "--pipeline-schedule", "zb-h1")
+    assert ran.returncode == 0, ran.stderr
+    assert "__main__ beside the script ['--lr', '1']" in ran.stdout
+    assert ran.stdout.endswith("True\n"), "a flag of ours, and no patch"
+
+
+@pytest.mark.parametrize(
+    ("flags", "installed"),
+    [
+        ([], False),
+        (["--lr", "1"], False),
+        (["--pipeline-schedule", "zb-h1"], True),
+        (["--help"], True),
+    ],
+)
+def test_patches_come_before_the_script_and_only_with_a_flag_of_ours(
+    flags: list[str],
+    installed: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In this process, and Megatron need not be imported for it."""
+    script = tmp_path / "train.py"
+    script.write_text("print('script')")
+    monkeypatch.setattr("megatron_ext.launch.install", lambda config: print("patches"))
+    monkeypatch.setattr("megatron_ext.launch._has_gpu", lambda: True)  # no platform to patch in
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("RANK", "0")  # so that nothing is taken from a srun around the tests
+    main([str(script), *flags])
+    assert capsys.readouterr().out.split() == ["patches"] * installed + ["script"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "argv", "said"),
+    [
+        ([], {"SCHEDULE": "zb-v"}, ["--pipeline-schedule", "zb-v"], "from the environment: --pip"),
+        (["--pipeline-schedule", "zb-v"], {"SCHEDULE": "zb-v"}, [], None),
+        (
+            ["--pipeline-schedule", "zb-h1"],
+            {"SCHEDULE": "zb-v"},
+            [],
+            "--pipeline-schedule zb-h1 counts, not MEGATRON_EXT_SCHEDULE=zb-v",
+        ),
+        (
+            ["--pipeline-schedule=zb-h1"],
+            {"MEMORY_LIMIT": "4", "REPORT_SPLIT": "1", "COSTS": "", "POST_VALIDATION": "0"},
+            ["--pipeline-memory-limit", "4", "--pipeline-report-split"],
+            "from the environment: --pipeline-memory-limit 4 --pipeline-report-split",
+        ),
+        (
+            ["--pipeline-schedule", "zb-h1", "--pipeline-report-split"],
+            {"REPORT_SPLIT": "0"},
+            [],
+            "--pipeline-report-split counts, not MEGATRON_EXT_REPORT_SPLIT=0",
+        ),
+        ([], {"NIGHTLY": "1", "ALLOW_UNKNOWN": "1"}, [], None),
+    ],
+)
+def test_variables_stand_for_flags_and_a_flag_counts(
+    flags: list[str],
+    env: dict[str, str],
+    argv: list[str],
+    said: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """They were for `megatron_ext.auto` alone, and a launch with them trained under Megatron's own
+    schedule without a word."""
+    script = tmp_path / "train.py"
+    script.write_text("import sys; print(sys.argv[1:])")
+    parsed: list[str] = []
+    monkeypatch.setattr("megatron_ext.launch._have_parsed", lambda words, _: parsed.extend(words))
+    monkeypatch.setattr("megatron_ext.launch.install", lambda config: print("patches"))
+    monkeypatch.setattr("megatron_ext.launch._has_gpu", lambda: True)
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("RANK", "0")
+    for name, value in env.items():
+        monkeypatch.setenv(f"MEGATRON_EXT_{name}", value)
+    main([str(script), *flags])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == str(flags)  # the script's own words stay as they are
+    assert parsed == argv
+    assert ("patches" in lines) == bool(flags or argv)
+    told = [line for line in lines if line.startswith("megatron_ext: ")]
+    assert len(told) == (said is not None) and (said is None or said in told[0])
+
+
+@pytest.mark.parametrize(
+    ("env", "text"),
+    [
+        ({"SHEDULE": "zb-v"}, "MEGATRON_EXT_SHEDULE is no setting: did you mean MEGATRON_EXT_SCHE"),
+        ({"SCHEDULE": "zb-v", "REPORT_SPLIT": "yes"}, "write 1, or 0"),
+        ({"COSTS": "f=1"}, "--pipeline-costs f=1 is given without --pipeline-schedule"),
+    ],
+)
+def test_a_mistake_in_a_variable_ends_the_launch(
+    env: dict[str, str],
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("raise AssertionError('ran')")
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setenv("RANK", "0")
+    for name, value in env.items():
+        monkeypatch.setenv(f"MEGATRON_EXT_{name}", value)
+    with pytest.raises(SystemExit, match="2"):
+        main([str(script)])
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("no_such.py",), "there is no script no_such.py"),
+        (("-m",), "-m needs the name of a module"),
+        (("x.py", "--pipeline-schedule", "zb-h9"), "there is no schedule 'zb-h9'; did you mean"),
+        (("x.py", "--pipeline-schedule", "gpipe:a=1"), "gpipe has no option 'a'; it has none"),
+        (("x.py", "--pipeline-costs", "f=1"), "without --pipeline-schedule"),
+        (("x.py", "--pipeline-schedule", "none.csv"), "none.csv cannot be read"),
+        (("x.py", "--pipeline-trace", "t", "--pipeline-p2p", "batched"), "without --pipeline-sche"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(
+    words: tuple[str, ...], text: str, tmp_path: Path
+) -> None:
+    (tmp_path / "x.py").write_text("print('ran')")
+    result = launch(*words, cwd=tmp_path)
+    assert result.returncode == 2, result.stderr
+    assert text in result.stderr and "Traceback" not in result.stderr
+    assert "ran" not in result.stdout
+
+
+def test_flags_leave_plain_values_in_the_arguments() -> None:
+    """A checkpoint keeps Megatron's arguments, and could not be loaded without our package: the
+    default of --pipeline-p2p was a member of an enum of ours."""
+    arguments = add_flags(argparse.ArgumentParser()).parse_args(["--pipeline-schedule", "1f1b"])
+    assert {type(value) for value in vars(arguments).values()} <= {str, bool, type(None)}
+
+
+TRACE: dict[str, Any] = {"schedule": "1f1b", "trace": "folder"}
+
+
+def test_the_iterations_to_trace() -> None:
+    """They had to be named, by who wants no more than to know a bubble."""
+    assert PipelineConfig.parse(**TRACE).trace_iters is None
+    assert PipelineConfig.parse(**TRACE, trace_iters="10:12").trace_iters == range(10, 12)
+
+
+def test_settings_that_act_on_megatrons_own_pipeline() -> None:
+    alone = PipelineConfig.parse(trace="folder")
+    assert alone.watches_stock and alone.schedule is None
+    assert PipelineConfig.parse(trace="folder", trace_iters="2:3").watches_stock
+    assert not PipelineConfig.parse(**TRACE).watches_stock
+    assert not PipelineConfig().watches_stock
+    with pytest.raises(ValueError, match="--pipeline-costs profile is given without --pipeline-s"):
+        PipelineConfig.parse(trace="folder", costs="profile")
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"p2p": "batched"},
+        {"vocab_parallel": "1"},
+        {"activation_offload": "full"},
+        {"costs": "profile"},
+    ],
+)
+def test_what_does_not_go_with_post_validation(setting: dict[str, Any]) -> None:
+    ((name, value),) = setting.items()
+    PipelineConfig.parse(schedule="zb-v", post_validation=True)
+    PipelineConfig.parse(schedule="zb-v", **setting)
+    text = f"--pipeline-post-validation does not go with {flag(name)} {value}: "
+    with pytest.raises(ValueError, match=re.escape(text)):
+        PipelineConfig.parse(schedule="zb-v", post_validation=True, **setting)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"schedule": "1f1b", "trace_iters": "1:2"}, "--pipeline-trace-iters has no folder"),
+        ({"trace_iters": "1:2"}, "--pipeline-trace-iters has no folder"),
+        *(
+            (TRACE | {"trace_iters": text}, f"--pipeline-trace-iters {text} is not A:B with 1 <= A")
+            for text in ("", "3", "3:", ":3", "0:3", "3:3", "4:3", "-1:3", "a:b", "1:2:3", "1.5:3")
+        ),
+    ],
+)
+def test_iterations_that_nobody_can_trace(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        PipelineConfig.parse(**settings)
+
+
+def test_a_setting_that_there_is_not() -> None:
+    with pytest.raises(TypeError, match="no setting 'schedules': write one of schedule, memory"):
+        PipelineConfig.parse(schedules="1f1b")
+
+
+def test_none_is_a_default() -> None:
+    nothing = {setting.name: None for setting in fields(PipelineConfig)}
+    assert PipelineConfig.parse(**nothing) == PipelineConfig()
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "said"),
+    [
+        ("0", "0", "megatron_ext: error: no such file"),
+        ("8", "0", f"megatron_ext: error on {socket.gethostname()}: no such file"),
+        ("9", "1", ""),
+        ("1", None, ""),
+    ],
+)
+def test_a_mistake_of_one_node_is_said_by_that_node(
+    rank: str,
+    local_rank: str | None,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Global rank 0 alone spoke, and a schedule file that another node lacked ended the launch with
+    status 2 and not one word."""
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    with pytest.raises(SystemExit, match="2"):
+        exit_for(ValueError("no such file"))
+    assert capsys.readouterr().err.strip() == said

@@ -1,0 +1,113 @@
+"""Seconds of matrix products by shape, and of collectives by steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.costs import Costs, LinkCosts, PassCosts
+from megatron_ext.schedule.model.execution import Execution, Framework
+from megatron_ext.schedule.model.gpus import GPUS
+from megatron_ext.schedule.model.messages.blocking import with_blocking_messages
+from megatron_ext.schedule.model.messages.collectives import (
+    BEGIN,
+    FAR_STEP,
+    NEAR_STEP,
+    ring_latency,
+)
+from megatron_ext.schedule.model.model import Model, stages_of
+from megatron_ext.schedule.model.operations.matrix_products import MatrixProduct, TensorCores
+from megatron_ext.schedule.model.operations.operation import Exchange, Group, Passes, linear
+from megatron_ext.schedule.model.operations.temporaries import temporary_bytes
+from megatron_ext.schedule.model.reductions import FULL_SPEED_NODES, seconds_of_a_byte
+
+A100 = GPUS["a100"].rates()
+CORES = TensorCores(flops=100e12, operands=1e18, outputs=1e18, sms=100)
+
+
+def seconds(rows: float, columns: float, depth: float, groups: float = 1) -> float:
+    return CORES.seconds((rows, columns, depth), groups, 2, 2)
+
+
+def test_a_full_wave_takes_its_operations() -> None:
+    """100 tiles of 256 x 128 on 100 SMs."""
+    assert seconds(2560, 1280, 4096) == pytest.approx(2 * 2560 * 1280 * 4096 / 100e12, rel=1e-3)
+
+
+def test_a_wave_that_is_not_full_takes_as_long_as_one_that_is() -> None:
+    assert seconds(2560 + 64, 1280, 4096) > 1.05 * seconds(2560, 1280, 4096)
+    assert seconds(64, 64, 4096) == pytest.approx(seconds(640, 640, 4096))
+
+
+def test_a_tile_that_is_not_full_takes_as_long_as_one_that_is() -> None:
+    assert seconds(1, 6400, 4096) == seconds(64, 6400, 4096)
+
+
+def test_groups_have_tiles_of_their_own() -> None:
+    """Ten experts with a tenth of 640 rows each have a tile each; with 65 rows they have two."""
+    assert seconds(64, 640, 4096, groups=10) == pytest.approx(seconds(640, 640, 4096))
+    assert seconds(65, 640, 4096, groups=10) > 1.4 * seconds(64, 640, 4096, groups=10)
+
+
+def test_small_tiles_wait_for_operands() -> None:
+    slow = replace(CORES, operands=CORES.flops / 50)
+    assert slow.seconds((64, 64, 4096), 1, 2, 2) == pytest.approx(
+        100 * 128 * 4096 * 2 / slow.operands, rel=1e-3
+    )
+
+
+def test_shapes_of_passes() -> None:
+    product = MatrixProduct(8192, 4096, 1024, groups=8)
+    assert product.shapes == ((1024, 1024, 4096), (1024, 4096, 1024), (1024, 4096, 1024))
+
+
+def test_more_tokens_are_no_less_efficient() -> None:
+    """Of a few hundred tokens an SM has next to nothing to do."""
+    efficiency = []
+    for tokens in (64, 512, 4096, 32768):
+        (operation,) = linear("fc", tokens, 5120, 13824, Execution(tokens))
+        forward, _, _ = A100.seconds_of(operation)
+        efficiency.append(operation.flops.forward / forward / 312e12)
+    assert efficiency == sorted(efficiency)
+    assert efficiency[0] < 0.5 < 0.8 < efficiency[-1] < 0.86
+
+
+def test_a_ring_has_a_step_for_each_other_rank() -> None:
+    assert ring_latency(2, 1, near=8, nodes=1) == pytest.approx(BEGIN + 14 * NEAR_STEP)
+    assert ring_latency(2, 2, near=1, nodes=4) == pytest.approx(2 * BEGIN + 6 * FAR_STEP)
+
+
+def test_a_short_message_takes_its_latency() -> None:
+    exchange = Exchange(Group.TENSOR, 8, 1, Passes(1.0, 0.0), halves=2)
+    forward, backward = A100.seconds_to_exchange(exchange)
+    assert forward == pytest.approx(ring_latency(2, 1, 8, 1), rel=1e-3)
+    assert backward == 0
+
+
+def test_rings_of_many_nodes_are_slower() -> None:
+    few, many = (seconds_of_a_byte(8 * nodes, 1, A100) for nodes in (FULL_SPEED_NODES, 32))
+    assert many == pytest.approx(32 / FULL_SPEED_NODES * few, rel=0.02)
+    one_ring = seconds_of_a_byte(8 * FULL_SPEED_NODES, 1, A100, Framework.PYTORCH)
+    assert one_ring == pytest.approx(8 * few)
+
+
+def test_blocking_messages_are_in_the_pass_that_sends_them() -> None:
+    passes = dict.fromkeys((Kind.FORWARD, Kind.BACKWARD_INPUT), (1.0, 1.0, 1.0))
+    costs = Costs(PassCosts(passes), LinkCosts(hop=0.3, hops=(0.1, 0.2)))
+    blocking = with_blocking_messages(costs)
+    assert blocking.seconds[Kind.FORWARD] == pytest.approx((1.1, 1.2, 1.0))
+    assert blocking.seconds[Kind.BACKWARD_INPUT] == pytest.approx((1.0, 1.1, 1.2))
+    assert not blocking.links.hop and not blocking.links.hops
+
+
+def test_temporary_tensors_of_the_loss() -> None:
+    model = Model(("*-",), 1024, 8, 8, 128, 4096, vocabulary=128000)
+    (stage,) = stages_of(model, [1])
+    logits = 4096 * 128000
+    run = Execution(4096)
+    assert temporary_bytes(model, stage, run) == logits * 2
+    assert temporary_bytes(model, stage, replace(run, framework=Framework.PYTORCH)) == logits * 6
+    fused = temporary_bytes(model, stage, replace(run, loss_fusion=True))
+    assert fused == 4096 * (2 * 4096 + 1024) * 2, "of the layer"

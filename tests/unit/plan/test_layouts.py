@@ -1,0 +1,366 @@
+"""Which layers lie on which stage: text forms, balance, and what a step takes.
+
+A published recipe of Llama-3 has ``Et*2|(t*2|)*34,t*3|..`` written by hand, "because first and last
+stages carry more work". Nothing computed such a layout, and nothing said what it was worth.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_ext.schedule.build.registry import choose
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.model.gpus import GPUS
+from megatron_ext.schedule.model.model import Model, Stage
+from megatron_ext.schedule.model.model_memory import ModelBytes, TrainingState
+from megatron_ext.schedule.model.short_form import parse_model
+from megatron_ext.schedule.placement import Placement, line, loop
+from megatron_ext.schedule.plan import limits
+from megatron_ext.schedule.plan.candidate import VocabMethod
+from megatron_ext.schedule.plan.layouts import work as of_work
+from megatron_ext.schedule.plan.layouts.beside import seconds_beside
+from megatron_ext.schedule.plan.layouts.candidates import Candidates
+from megatron_ext.schedule.plan.layouts.descent import Timed, descend
+from megatron_ext.schedule.plan.layouts.estimated import estimated_work
+from megatron_ext.schedule.plan.layouts.figures import StageFigures, busy
+from megatron_ext.schedule.plan.layouts.layout import Layout, evenly
+from megatron_ext.schedule.plan.layouts.lines import Lines, compare_layouts, permit_all
+from megatron_ext.schedule.plan.layouts.minimax import least_slowest_stage, with_even_ranks
+from megatron_ext.schedule.plan.layouts.order import Order
+from megatron_ext.schedule.plan.layouts.work import Work, evaluate
+from megatron_ext.schedule.problem import VocabularyParallel
+from megatron_ext.schedule.progress import Task
+from megatron_ext.schedule.search import best as search
+from scripts.recipes.recipe import expanded
+from tests.helpers.combinations import at_night
+
+GPT = parse_model("layers=16,hidden=1024,heads=8,sequence=2048,vocabulary=32768")
+MIXED = replace(
+    GPT.model,
+    layers=("*-",) * 5 + ("M", "*") * 6,
+    mamba_num_heads=32,
+    mamba_head_dim=64,
+    mamba_state_dim=128,
+    mamba_num_groups=8,
+)
+
+
+def work(model: Model = GPT.model, **changes: Any) -> Work:
+    given: dict[str, Any] = {"ranks": 4, "microbatches": 8}
+    execution = changes.pop("execution", GPT.execution())
+    return estimated_work(
+        model, execution, TrainingState(), GPUS["h100"].rates(), **(given | changes)
+    )
+
+
+def even(stages: int) -> Layout:
+    """Megatron's own rule."""
+    layers = len(GPT.model.layers)
+    if layers % stages:
+        raise ValueError(f"{layers} layers do not divide over {stages} stages")
+    return evenly(layers, stages)
+
+
+@pytest.mark.parametrize(
+    ("layers", "depths", "text"),
+    [
+        ((2, 2, 2, 2), 0, "Ett|tt|tt|ttL"),
+        ((2, 2, 2, 2), 1, "Ett|tt|tt|ttmL"),
+        ((4, 5, 5, 5, 5, 0), 0, "Et*4|(t*5|)*4L"),
+        ((1, *[2] * 14, 1), 2, "Et|(tt|)*14tmmL"),
+    ],
+)
+def test_text_of_a_layout(layers: tuple[int, ...], depths: int, text: str) -> None:
+    layout = Layout(layers)
+    assert layout.text(depths) == text
+    segments = expanded(text).split("|")
+    assert tuple(segment.count("t") for segment in segments) == layers
+    assert segments[-1].endswith("m" * depths + "L")
+
+
+def test_cuts_of_a_pattern() -> None:
+    assert Layout((1, 2, 1)).cut("M-|*-/*-/*-") == "M|-*|-/*-/*-"
+
+
+@pytest.mark.parametrize(
+    ("layers", "ends"), [((3, 4, 4, 2), (3, 2)), ((3, 4, 5, 2), None), ((3, 2), None)]
+)
+def test_counts_of_the_ends_where_they_say_all(
+    layers: tuple[int, ...], ends: tuple[int, int] | None
+) -> None:
+    assert Layout(layers).ends == ends
+
+
+@pytest.mark.parametrize("model", [GPT.model, MIXED], ids=["alike", "mixed"])
+def test_no_layout_has_a_faster_slowest_stage(model: Model) -> None:
+    figures = StageFigures(work(model))
+    layers = len(model.layers)
+    found = least_slowest_stage(layers, 4, figures)
+    all_layouts = [
+        (*cuts[:1], cuts[1] - cuts[0], cuts[2] - cuts[1], layers - cuts[2])
+        for cuts in itertools.combinations_with_replacement(range(1, layers + 1), 3)
+        if cuts[0] < cuts[1] < cuts[2]
+    ]
+    slowest = busy(figures.of(np.array(all_layouts))).max(axis=1)
+    of_found = busy(figures.of(np.array([found.layers]))).max()
+    assert of_found == pytest.approx(slowest.min(), rel=1e-9)
+
+
+def test_ranks_of_several_chunks_are_balanced() -> None:
+    """A rank's chunks count together: the head's rank gives a layer away in its first chunk too."""
+    figures = StageFigures(work())
+    placement = loop(4, vpp=2)
+    found = with_even_ranks(evenly(16, 8), placement, 64, figures)
+
+    def slowest(layout: Layout) -> float:
+        of_stages = busy(figures.of(np.array([layout.layers])))[0]
+        return max(sum(of_stages[stage] for stage in row) for row in placement.stages_of)
+
+    assert slowest(found) < 0.9 * slowest(evenly(16, 8))
+    assert sum(found.layers) == 16
+
+
+@pytest.mark.parametrize("model", [GPT.model, MIXED], ids=["alike", "mixed"])
+@pytest.mark.parametrize("spec", ["1f1b", "interleaved:vpp=2", "zb-h1", "zb-v"])
+def test_an_order_is_timed_as_it_is_simulated(model: Model, spec: str) -> None:
+    """What layouts are chosen by: the step and the memory that `evaluate` has."""
+    training = work(model)
+    placement = choose(spec).place(4)
+    layout = evenly(len(model.layers), placement.stages)
+    exact = evaluate(training, spec, layout)
+    figures = StageFigures(training)
+    problem = training.variant(spec, layout).problem
+    order = Order(choose(spec).build(problem), problem.costs)
+    counts = np.array([layout.layers])
+    assert order.seconds(figures, counts)[0] == pytest.approx(exact.candidate.step, rel=0.03)
+    assert order.rank_bytes(figures.of(counts))[0] == pytest.approx(exact.rank_bytes, rel=0.05)
+
+
+@pytest.mark.parametrize("spec", ["1f1b", "zb-h1"])
+def test_each_link_takes_its_own_time(spec: str) -> None:
+    """Between nodes a message takes longer than within: the mean was taken for all."""
+    training = work()
+
+    def costs_of(stages: Sequence[Stage], placement: Placement) -> Costs:
+        costs = training.costs_of(stages, placement)
+        hops = [costs.links.hop * (20 if stage % 4 == 1 else 1) for stage in range(placement.last)]
+        return costs.with_links(hops=tuple(hops))
+
+    linked = replace(training, costs_of=costs_of)
+    layout = evenly(16, choose(spec).place(4).stages)
+    exact = evaluate(linked, spec, layout)
+    timed = Timed(spec, layout, StageFigures(linked), None).best_of([layout])
+    assert timed.seconds == pytest.approx(exact.candidate.step, rel=0.01)
+
+
+def made_better(training: Work, room: float | None = None) -> Layout:
+    figures = StageFigures(training)
+    timed = Timed("1f1b", evenly(16, 4), figures, room)
+    return descend(lambda layout: timed, evenly(16, 4), Task("")).layout
+
+
+def test_a_layer_goes_where_a_step_gains() -> None:
+    """The embedding is cheap and the output layer dear: the last stage gives layers away."""
+    training = work()
+    better = made_better(training)
+    assert better.layers[-1] < 4
+    before, after = (evaluate(training, "1f1b", made) for made in (evenly(16, 4), better))
+    assert after.seconds < 0.95 * before.seconds
+    assert before.slowest == 3 and before.slowest_over_mean > 0.3
+
+
+def test_what_does_not_fit_is_moved_until_it_does() -> None:
+    """The fullest rank of 1F1B is the first one, which holds the most microbatches."""
+    training = work(replace(GPT.model, vocabulary=8192))
+    whole = evaluate(training, "1f1b", evenly(16, 4))
+    room = 0.9 * whole.fullest
+    with pytest.raises(ValueError, match=r"rank 0 would hold"):
+        evaluate(training, "1f1b", evenly(16, 4), room=room)
+    layout = made_better(training, room)
+    assert evaluate(training, "1f1b", layout, room=room).fullest <= room
+    assert layout.layers[0] < 4
+
+
+def test_what_holds_more_than_is_estimated_is_made_to_fit() -> None:
+    """Half a message too much: by the estimate it fits, as it is simulated it does not."""
+    training = work(replace(GPT.model, vocabulary=8192))
+    whole = evaluate(training, "1f1b", evenly(16, 4))
+    message = training.variant("1f1b", evenly(16, 4)).problem.costs.links.message_bytes
+    room = whole.fullest - message / 2
+    timed = Timed("1f1b", evenly(16, 4), StageFigures(training), room)
+    assert timed.best_of([evenly(16, 4)]).fits
+    made = Candidates(
+        [training], room, lambda stages: evenly(16, stages), permit_all, False, Task("")
+    )
+    (found,) = made.by_layout([["1f1b"]], [])
+    assert found.fullest <= room and found.seconds < 1.1 * whole.seconds
+
+
+def test_a_short_step_tells_of_a_long_one() -> None:
+    """What is timed has four microbatches a rank; the rest goes by the slowest rank."""
+    training = work(microbatches=130)
+    figures = StageFigures(training)
+    layout = Layout((5, 5, 4, 2))
+    timed = Timed("1f1b", layout, figures, None)
+    seconds = timed.best_of([layout]).seconds
+    exact = evaluate(training, "1f1b", layout).candidate.step
+    assert seconds == pytest.approx(exact, rel=0.01)
+
+
+SMALL: dict[str, Any] = {"ranks": 2, "microbatches": 4}
+OWN = ("1f1b", evenly(16, 2))
+
+
+def lines(training: Work, own: tuple[str, Layout] = OWN, **changes: Any) -> Lines:
+    return compare_layouts([training], own, even, **({"search": False} | changes))
+
+
+@functools.cache
+def four_lines() -> Lines:
+    return lines(work(**SMALL))
+
+
+def test_four_lines() -> None:
+    made = four_lines()
+    steps = [line.seconds for line in (made.own, *made.others.values())]
+    assert steps == sorted(steps, reverse=True)
+    assert made.chunks.layout.is_even and not made.stock.layout.is_even
+    assert made.gain(made.stock) > 0.02
+    assert made.ours.schedule not in ("1f1b", "interleaved") and not made.refused
+    assert sum(made.stock.layout.layers) == sum(made.ours.layout.layers) == 16
+
+
+def test_nothing_is_slower_than_the_line_itself() -> None:
+    """Whose layout may be better than any that Megatron makes, and is where a descent starts."""
+    best = four_lines().stock
+    again = lines(work(**SMALL), (best.schedule, best.layout))
+    assert again.own.seconds == pytest.approx(best.seconds)
+    assert again.chunks is again.own
+    assert again.ours.seconds <= again.stock.seconds <= again.own.seconds
+
+
+def test_all_are_within_the_bound() -> None:
+    """That is the larger of what there is, and of what the line takes already."""
+    training, fullest = work(**SMALL), four_lines().own.fullest
+    made = lines(training, room=0.5 * fullest)
+    assert made.bound == fullest
+    assert all(line.fullest <= fullest for line in made.others.values())
+
+
+def test_what_is_refused_is_none_of_ours_and_what_that_costs() -> None:
+    def permits(spec: str, method: object) -> None:
+        if spec not in ("1f1b", "interleaved:vpp=2"):
+            raise ValueError("it does not go with something")
+
+    made = lines(work(**SMALL), permits=permits)
+    assert made.refused["zb-v"] == "it does not go with something"
+    assert made.ours is made.stock and made.barred is not None
+    assert made.barred.seconds < made.ours.seconds
+
+
+def test_searches_are_tried_on_the_lines_own_layout() -> None:
+    """They were on the best layouts alone: loop-auto on the line's own took less than what was
+    printed as any schedule with any layout."""
+    training = work(**SMALL)
+    own = evaluate(training, "interleaved:vpp=2", evenly(16, 4))
+    best = evaluate(training, "1f1b", evenly(16, 2))
+    candidates = Candidates([training], None, even, permit_all, False, Task(""))
+    more = candidates.further([best], own)
+    assert ("loop-auto:vpp=2", own.layout) in {(other.schedule, other.layout) for other in more}
+
+
+@pytest.mark.parametrize("chunks", [2, *at_night(1)])
+def test_nothing_on_the_lines_own_layout_is_better(chunks: int) -> None:
+    own = ("1f1b" if chunks == 1 else f"interleaved:vpp={chunks}"), evenly(16, 2 * chunks)
+    training = work(**SMALL)
+    made = lines(training, own)
+    specs = {
+        1: ["zb-2p", "zb-1p", "zb-auto"],
+        2: [f"{n}:vpp=2" for n in ("interleaved-zb", "gis", "loop-auto")],
+    }
+    for spec in (own[0], *specs[chunks]):
+        known = evaluate(training, spec, own[1], room=made.bound, search=False)
+        assert made.ours.seconds <= known.seconds, spec
+
+
+def test_of_a_long_step_nothing_is_searched_for_that_can_gain_little(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On 16 ranks with 128 microbatches each search took half a minute and gained nothing."""
+    monkeypatch.setattr(search, "searched", lambda *given: pytest.fail("it is searched for"))
+    monkeypatch.setattr(of_work, "SMALL", 0)
+    training, layout = work(**SMALL), evenly(16, 4)
+    known = evaluate(training, "v-auto", layout, search=False).seconds
+    assert evaluate(training, "v-auto", layout, better_than=known).seconds == known
+    monkeypatch.setattr(limits, "CLOSE", 1.0)
+    assert evaluate(training, "v-auto", layout).seconds == known
+
+
+def test_a_divided_vocabulary_is_tried_where_loops_lead() -> None:
+    """It was, beside the best schedules alone: where those were loops, whose vocabulary cannot be
+    divided, a V with a divided one was not looked at."""
+    training = work(replace(GPT.model, vocabulary=65536), microbatches=12)
+    candidates = Candidates([training], None, even, permit_all, False, Task(""))
+    made = candidates.by_layout([["zb-v"], ["interleaved-zb:vpp=2"]], [])
+    (loop_alone,) = (other for other in made if other.schedule != "zb-v")
+    more = candidates.further([loop_alone], loop_alone)
+    divided = [other for other in more if other.schedule == "zb-v"]
+    assert {other.method for other in divided} == {VocabMethod.ONE, VocabMethod.TWO}
+    assert min(other.seconds for other in divided) < loop_alone.seconds
+
+
+def test_reductions_are_those_of_each_ones_group() -> None:
+    """Experts' gradients were reduced among all data-parallel ranks, not among those with the same
+    experts: four of them in place of 32."""
+    model = ModelBytes(3e9, 6e9, 2e9, expert_weights=2e9, expert_gradients=4e9)
+    state = TrainingState(distributed=True, data_parallel=32, expert_data_parallel=4)
+    execution = replace(GPT.execution(), expert_parallel=8)
+    rates = GPUS["h100"].rates()
+    dense = 31 / 32 / (8 * rates.network)  # eight rings, one for each GPU of a node
+    experts = 3 / 4 / rates.network  # on four nodes
+    moved = 2 * 6e9 + 2 * 2e9 + 3e9
+    assert seconds_beside(model, state, execution, rates) == pytest.approx(
+        moved / rates.memory + (2e9 + 1e9) * dense + (4e9 + 2e9) * experts
+    )
+    bucket = 40_000_000
+    overlapped = replace(state, bucket=bucket)
+    assert seconds_beside(model, overlapped, execution, rates) == pytest.approx(
+        moved / rates.memory + bucket * (4 + 2) * (dense + experts)
+    )
+
+
+def test_what_experts_have_of_a_model() -> None:
+    model = replace(
+        GPT.model,
+        layers=("*-", "*E"),
+        num_experts=8,
+        moe_router_topk=2,
+        moe_ffn_hidden_size=512,
+        add_bias_linear=False,
+    )
+    execution = replace(GPT.execution(), expert_parallel=4)
+    training = work(model, execution=execution, ranks=2)
+    dense, routed = training.bytes_of(Layout((1, 1)).of(model), line(2), VocabularyParallel.NONE)
+    assert dense.expert_weights == dense.expert_gradients == 0
+    elements = 2 * 2 * 512 * 1024  # two experts, two matrices each
+    assert (routed.expert_weights, routed.expert_gradients) == (2 * elements, 4 * elements)
+    assert routed.weights > routed.expert_weights
+
+
+def test_a_mixed_model() -> None:
+    """Where stages with as many layers take different times."""
+    layers = len(MIXED.layers)
+    made = compare_layouts(
+        [work(MIXED, **SMALL)],
+        ("1f1b", evenly(layers, 2)),
+        lambda stages: evenly(layers, stages),
+        search=False,
+    )
+    assert made.gain(made.ours) >= made.gain(made.stock) > 0

@@ -1,0 +1,323 @@
+"""Long sequences: what slices take, and what they are compared with."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_ext.cli import app
+from megatron_ext.schedule.action import Action, Kind, Slice
+from megatron_ext.schedule.build.build import build_program
+from megatron_ext.schedule.build.registry import choose
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.costs_text import format_costs, parse_costs
+from megatron_ext.schedule.kinds import Held
+from megatron_ext.schedule.model.estimate import estimate
+from megatron_ext.schedule.model.execution import Execution
+from megatron_ext.schedule.model.gpus import GPUS, LATENCIES, LAUNCH
+from megatron_ext.schedule.model.links import with_links
+from megatron_ext.schedule.model.model import Model, stages_of
+from megatron_ext.schedule.model.model_memory import TrainingState
+from megatron_ext.schedule.model.operations.attention import looked_at, squared_share
+from megatron_ext.schedule.model.rates import Rates
+from megatron_ext.schedule.model.short_form import parse_model
+from megatron_ext.schedule.placement import line
+from megatron_ext.schedule.plan import planner
+from megatron_ext.schedule.plan.figures import as_data
+from megatron_ext.schedule.plan.long_sequences import (
+    LongSequences,
+    Way,
+    long_sequences,
+    ways_of_plan,
+    ways_with_slices,
+)
+from megatron_ext.schedule.plan.planner import make_plan
+from megatron_ext.schedule.plan.training import TrainedModel, Training
+from megatron_ext.schedule.problem import Extras, Problem
+from megatron_ext.schedule.program.simulate import simulate
+from megatron_ext.schedule.slices import Lengths, Slices, lengths_of
+from tests.helpers.combinations import nightly
+
+F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
+TOKENS, WIDTH = 16384, 2048
+H100 = GPUS["h100"].rates()
+
+
+def costs_of(
+    layers: Sequence[str], tokens: int = TOKENS, rates: Rates = H100, **sizes: Any
+) -> Costs:
+    """Of ``layers``, one a stage, without a vocabulary."""
+    model = Model(tuple(layers), WIDTH, 16, 16, 128, 4 * WIDTH, 0, **sizes)
+    return estimate(model, stages_of(model, [1] * len(layers)), Execution(tokens), rates)
+
+
+# ---- What slices take
+
+
+def test_attention_in_a_window_does_not_grow_with_the_square() -> None:
+    """It was counted as if it did: the last of four slices of windowed layers was the shortest by
+    far, and took least."""
+    full, window = costs_of(("*-", "w-"), window_size=127).slices.attention
+    assert full > 0.2 and window < 0.001
+
+
+def test_a_window_as_long_as_half_of_the_sequence_counts_in_part() -> None:
+    assert squared_share(100, 0) == squared_share(100, 99) == squared_share(100, 500) == 1
+    assert squared_share(10**6, 10) < 1e-4
+    for window in range(1, 100):
+        share = squared_share(100, window)
+        for end in range(1, 101):  # what of all attention comes before
+            exact = end * looked_at(end, window) / (100 * looked_at(100, window))
+            told = (1 - share) * end / 100 + share * (end / 100) ** 2
+            assert abs(told - exact) < 0.055, (window, end)
+
+
+def test_states_do_not_grow_with_the_square() -> None:
+    """Recurrences run at attention's rate, and were taken for it."""
+    linear: dict[str, Any] = {
+        **{"linear_num_key_heads": 16, "linear_num_value_heads": 16, "linear_conv_kernel_dim": 4},
+        **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    }
+    assert costs_of(("G-",), **linear).slices.attention == (0,)
+    latent: dict[str, Any] = {
+        **{"kv_lora_rank": 512, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128},
+    }
+    (share,) = costs_of(("*-",), multi_latent_attention=True, **latent).slices.attention
+    assert share > 0.2
+
+
+@pytest.mark.parametrize("layers", [("*-", "w-", "w-", "w-"), ("*-", "G-", "G-", "*-")])
+def test_balanced_slices_of_mixtures_take_as_long(layers: tuple[str, ...]) -> None:
+    """Over all stages; as they would be by operations, from the beginning of a sequence on."""
+    sizes: dict[str, Any] = {
+        "window_size": 4095,
+        **{"linear_num_key_heads": 16, "linear_num_value_heads": 16, "linear_conv_kernel_dim": 4},
+        **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    }
+    sizes["rates"] = replace(H100, launch=0.0)
+    costs = costs_of(layers, **sizes)
+    extras = Extras(slices=Slices(4, Lengths.BALANCED))
+    problem = Problem(line(4), 1, costs, extras=extras)
+
+    def until(end: int) -> float:
+        return sum(sum(figures) for figures in costs_of(layers, end, **sizes).seconds.values())
+
+    ends = [round(end * TOKENS) for end in problem.slice_ends]
+    took = [until(end) - until(begin) for begin, end in pairwise(ends)]
+    took.insert(0, until(ends[0]))
+    assert max(took) < 1.07 * min(took), took
+
+
+@pytest.mark.parametrize("spec", ["1f1b", "zb-h1", "zb-v"])
+def test_lengths_are_by_the_share_of_all_stages(spec: str) -> None:
+    """Where stages have mixtures of their own, no other share makes a step much shorter."""
+    placement = choose(spec).place(4)
+    shares = "/".join(["0.5", "0.05"] * (placement.stages // 2))
+    costs = parse_costs(f"f=10,i=12,w=8,comm=0.2,attention={shares}", placement)
+
+    def makespan(share: float) -> float:
+        lengths = lengths_of(Slices(4, Lengths.BALANCED).ends(share), 32768)
+        problem = Problem(placement, 4, costs, extras=Extras(slices=Slices(4, lengths)))
+        return simulate(build_program(choose(spec), problem), costs).makespan
+
+    ours = makespan(costs.attention_share)
+    assert costs.attention_share == pytest.approx(0.275)
+    assert ours < 1.005 * min(map(makespan, (0.2, 0.25, 0.325, 0.4)))
+
+
+def test_each_slice_is_launched() -> None:
+    costs = costs_of(("*-", "*-"))
+    parts = [Slice(0, at, (0.5, 1.0)) for at in range(2)]
+    assert costs.slices.launch == (LAUNCH, LAUNCH)
+    for kind, more in ((F, LAUNCH), (I, LAUNCH), (W, 0.0)):
+        took = sum(costs.of(Action(0, kind, part)) for part in parts)
+        assert took == pytest.approx(costs.seconds[kind][0] + more)
+    text = "f=8/8,i=12/12,w=4/4,comm=0,launch=1/1"
+    given = parse_costs(text, line(2))
+    assert format_costs(given) == text
+    assert [given.of(Action(0, F, part)) for part in parts] == [4.5, 4.5]
+    with pytest.raises(ValueError, match="launch is a part of f"):
+        parse_costs("f=8,i=12,w=4,launch=1/1/1", line(2))
+
+
+def test_a_message_of_a_slice_has_the_latency_of_its_link() -> None:
+    """It had none: a slice's message took its share of the bytes alone."""
+    costs = costs_of(("*-",) * 4)
+    near, far = LATENCIES
+    rates = replace(H100, domain=2)
+    linked = with_links(costs, line(4), rates, 4, 1)  # ranks 0 and 1 are on a node, 2 and 3
+    part = Slice(0, 0, (0.25, 1.0))
+    hops = [linked.of(Action(stage, Kind.SEND_F, part)) for stage in range(3)]
+    size = costs.links.message_bytes
+    of_near, of_far = size / H100.peers, size / H100.network
+    assert hops == pytest.approx(
+        [
+            near + (of_near - near) / 4,
+            far + (of_far - far) / 4,
+            near + (of_near - near) / 4,
+        ]
+    )
+    assert linked.of(Action(1, Kind.SEND_F, 0)) == of_far  # a whole message takes what it did
+    alike = with_links(costs, line(4), H100, 4, 1)
+    assert (alike.links.latency, alike.links.latencies) == (near, ())
+
+
+def test_costs_that_do_not_tell_attention_have_it_estimated() -> None:
+    """Their balanced lengths were even ones, and nobody said so."""
+    estimated = costs_of(("*-", "*-"))
+    given = parse_costs("f=1,i=1,w=1", line(2))
+    told = given.with_attention_of(estimated)
+    assert (
+        told.slices.attention == estimated.slices.attention
+        and told.slices.launch == estimated.slices.launch
+    )
+    assert told.origin == "given; attention in estimated proportions"
+    apart = parse_costs("f=1,i=1,w=1,attention=0", line(2))
+    assert apart.with_attention_of(estimated) is apart
+
+
+def test_context_parallel_ranks_have_all_keys_and_values_of_slices() -> None:
+    """Of whole sequences each has its own share."""
+    costs = costs_of(("*-", "*-"))
+    gathered = costs.with_slices_shared_by(4)
+    assert costs.held_bytes is not None and gathered.held_bytes is not None
+    more = gathered.held_bytes[Held.ACTIVATION][0] - costs.held_bytes[Held.ACTIVATION][0]
+    assert more == 3 * costs.slices.keys_values[0] == 3 * 2 * TOKENS * WIDTH * 2
+    assert gathered.slices.keys_values[0] == 4 * costs.slices.keys_values[0]
+    assert costs.with_slices_shared_by(1) == costs
+
+
+def test_the_last_of_context_parallel_ranks_attends_to_most() -> None:
+    """To all before a slice, and of the slice to its own quarter and those before: by 3/4 of the
+    slice's length more than on average."""
+    costs = parse_costs("f=1,i=2,w=0,attention=1", line(2))
+    parts = [Slice(0, at, (0.5, 1.0)) for at in range(2)]
+    took = [costs.with_slices_shared_by(4).of(Action(0, F, part)) for part in parts]
+    assert took == pytest.approx([0.25 + 0.5 * 0.375, 0.75 + 0.5 * 0.375])
+    assert [costs.of(Action(0, F, part)) for part in parts] == [0.25, 0.75]
+
+
+# ---- What they are compared with
+
+SPECS = ("1f1b", "zb-h1", "zb-v", "v-half")
+
+
+@pytest.fixture(scope="module")
+def training() -> Training:
+    gpt = parse_model("layers=4,hidden=2048,heads=16,sequence=32768,vocabulary=32000")
+    state = TrainingState(distributed=True, data_parallel=4)
+    return Training(2, 2, trained=TrainedModel(gpt.model, gpt.execution(), state, H100))
+
+
+def with_sequence(training: Training, tokens: int) -> Training:
+    assert training.trained is not None
+    execution = replace(training.trained.execution, sequence=tokens)
+    return replace(training, trained=replace(training.trained, execution=execution))
+
+
+def compared(training: Training, room: float | None = None) -> LongSequences:
+    made = long_sequences(training, make_plan(training.variant, room, specs=SPECS), room)
+    assert made is not None
+    return made
+
+
+@pytest.fixture(scope="module")
+def free(training: Training) -> LongSequences:
+    """Without a bound to memory."""
+    return compared(training)
+
+
+def test_long_sequences_are_compared_in_all_ways(free: LongSequences) -> None:
+    made, words = free, [way.words for way in free.ways]
+    assert words == [
+        "whole sequences",
+        "--recompute-granularity full",
+        "--context-parallel-size 2, DP 2",
+        *("2 slices", "4 slices", "8 slices"),
+    ]
+    shown = {way.words: way.shortest for way in made.ways}
+    whole, best = shown["whole sequences"], made.best
+    assert best is not None and whole is not None
+    assert best.step < whole.step  # 2 microbatches on 2 ranks
+    assert "--pipeline-slices 8 --pipeline-slice-lengths balanced" in " ".join(made.written.added)
+    again = shown["--recompute-granularity full"]
+    assert again is not None and again.step > whole.step and again.holds < whole.holds
+    data = as_data(made)["ways"]
+    assert [entry["words"] for entry in data] == words
+    assert next(e for e in data if e["words"] == "8 slices")["candidates"][0]["slices"] == 8
+
+
+def test_context_parallelism_has_as_many_microbatches_again(
+    training: Training, free: LongSequences
+) -> None:
+    """Of half of the tokens on a rank: it is there to compare with, and not taken."""
+    made = free
+    (divided,) = (way for way in made.ways if not way.is_here)
+    assert divided.shortest is not None
+    assert divided.shortest.report.microbatches == 2 * training.microbatches
+    assert made.best not in divided.candidates
+
+
+@nightly("test_long_sequences_are_compared_in_all_ways")
+def test_what_does_not_fit_whole_may_in_slices(training: Training, free: LongSequences) -> None:
+    leanest = min(made.holds for made in free.ways[0].candidates)
+    made = compared(training, 0.95 * leanest)
+    assert made.best is not None and made.best.fullest is not None
+    assert made.best.fullest <= 0.95 * leanest
+    assert not made.ways[0].candidates
+
+
+def test_short_slices_are_compared_and_not_taken(training: Training) -> None:
+    """Kernels on 2,048 tokens are slower than is counted."""
+    short = with_sequence(training, 8192)
+    made = compared(short)
+    assert made.best is not None and made.best.report.slices == 2
+    assert any(way.slices == 8 and way.candidates for way in made.ways)
+    shorter = with_sequence(training, 8191)
+    assert long_sequences(shorter, make_plan(shorter.variant, specs=SPECS), None) is None
+
+
+@nightly("test_long_sequences_are_compared_in_all_ways")
+def test_a_training_with_slices_is_compared_with_whole_sequences(training: Training) -> None:
+    cut = replace(training, extras=Extras(slices=Slices(4, Lengths.BALANCED)))
+    words = [way.words for way in compared(cut).ways]
+    assert words == ["4 slices", "whole sequences", "2 slices", "8 slices"]
+
+
+def test_why_there_are_no_slices_is_said_once(training: Training) -> None:
+    def none(slices: Slices) -> Any:
+        raise ValueError("experts would drop tokens")
+
+    ways = (*ways_of_plan(make_plan(training.variant, specs=SPECS)), *ways_with_slices(none, None))
+    made = LongSequences(32768, ways)
+    assert made.best is None
+    assert {way.why_not for way in made.ways if way.slices > 1} == {"experts would drop tokens"}
+
+
+def test_no_way_is_longer_than_it_takes_to_see_that(training: Training) -> None:
+    """Programs of very many passes are left out, and it is said what to do."""
+    many = replace(training, microbatches=2000)
+    (way,) = ways_with_slices(
+        lambda cut: replace(many, extras=Extras(slices=cut)).variant, None, [8], ["1f1b", "zb-h1"]
+    )
+    assert isinstance(way, Way) and not way.candidates
+    assert "16000 slices a step take long" in way.why_not
+
+
+def test_the_command_has_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "all_specs", lambda: ["1f1b", "zb-v"])
+    model = "layers=4,hidden=2048,heads=16,sequence=16384,vocabulary=32000"
+    words = ["plan", "--pp", "2", "-m", "2", "--dp", "2", "--gpu", "h100", "--model", model]
+    result = CliRunner().invoke(app, [*words, "--all"])
+    assert result.exit_code == 0, result.output
+    verdict, table = result.stdout.split("sequences of 16,384 tokens, whole and in slices:")
+    for way in ("whole sequences", "--context-parallel-size 2, DP 1", "4 slices", "8 slices"):
+        assert f"\n{way}" in table
+    assert "which is not counted: one of 4 has 3," in table
+    assert re.search(r"\nverdict: +--pipeline-schedule \S+ .*--pipeline-slices [24] ", verdict)

@@ -1,0 +1,173 @@
+"""The picture of a plan: all of it is there, to be read, and where it says."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ext.schedule.costs import uniform
+from megatron_ext.schedule.limit import MemoryLimit
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.plan.candidate import Plan, VocabMethod
+from megatron_ext.schedule.plan.curves import Curves, curves_of
+from megatron_ext.schedule.plan.planner import VariantOf, make_plan
+from megatron_ext.schedule.plan.training import Training
+from megatron_ext.schedule.search import best
+from megatron_ext.schedule.show.labels import label_points
+from megatron_ext.schedule.show.plan_picture import draw_plan
+from tests.helpers.short_search import little_effort, shorten_search
+from tests.helpers.svg import texts_of
+
+pytest.importorskip("matplotlib")
+pytestmark = pytest.mark.search
+
+NO_CURVES = Curves({}, {})
+
+
+def problems(limit: float | None = None) -> VariantOf:
+    memory = None if limit is None else MemoryLimit(microbatches=limit)
+
+    def costs(placement: Placement) -> Any:
+        return uniform(placement, 10, 12, 8, 1)
+
+    return Training(4, 8, costs, limit=memory).variant
+
+
+@functools.cache
+def plan() -> Plan:
+    with short_search():
+        return make_plan(problems())
+
+
+@functools.cache
+def curves() -> Curves:
+    with short_search():
+        return curves_of(plan(), problems())
+
+
+@contextlib.contextmanager
+def short_search() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        shorten_search(monkeypatch)
+        monkeypatch.setattr(best, "effort", lambda: little_effort(2_000))
+        yield
+
+
+def extent_of(label: Any) -> Any:
+    """Where its letters are, without the line to its point."""
+    from matplotlib.text import Text
+
+    return Text.get_window_extent(label)
+
+
+def names_on(text: str) -> set[str]:
+    """The schedules of a label: a schedule beyond an axis has its figure behind it."""
+    return {name.split(" (")[0] for name in text.split(", ")}
+
+
+def test_the_picture_names_every_schedule(tmp_path: Path) -> None:
+    draw_plan(plan(), curves(), tmp_path / "plan.svg")
+    texts = texts_of((tmp_path / "plan.svg").read_text())
+    names = {candidate.schedule for candidate in plan().candidates}
+    assert set().union(*map(names_on, texts)) >= names
+
+
+def test_a_way_without_a_point_is_drawn(tmp_path: Path) -> None:
+    """Dividing the vocabulary made every schedule slower: the picture has no such point."""
+    naive = plan().candidates[0]
+    slower = replace(naive.report, step=2 * naive.step)
+    made = Plan((naive, replace(naive, method=VocabMethod.TWO, report=slower)), {})
+    draw_plan(made, NO_CURVES, tmp_path / "plan.svg")
+    texts = texts_of((tmp_path / "plan.svg").read_text())
+    assert naive.schedule in texts and "vocabulary parallelism 2" not in texts
+
+
+def test_no_label_lies_upon_another(tmp_path: Path, figures: list[Any]) -> None:
+    """A dozen schedules within a few percent: their names were one black heap."""
+    draw_plan(plan(), curves(), tmp_path / "plan.png")
+    figures[0].draw_without_rendering()  # at its own resolution again
+    axes = figures[0].axes[0]
+    labels = {text.get_text(): extent_of(text) for text in axes.texts}
+    for (name, box), (other_name, other) in combinations(labels.items(), 2):
+        assert not box.padded(-1).overlaps(other.padded(-1)), (name, other_name)
+    frame = axes.get_window_extent().padded(1)
+    assert all(frame.contains(*corner) for box in labels.values() for corner in box.get_points())
+    marks = [
+        axes.transData.transform(point)
+        for line in axes.lines
+        for point in line.get_xydata()
+        if len(line.get_xydata()) == 1
+    ]
+    assert len(marks) >= len(labels) > 8
+    for name, box in labels.items():
+        assert not [mark for mark in marks if box.contains(*mark)], name
+
+
+def test_a_search_has_a_curve_over_memory() -> None:
+    """It was one point, though memory is what it trades time for."""
+    searched = {c.schedule for c in plan().best_of_each if c.schedule.endswith("-auto")}
+    assert curves().by_limit.keys() >= searched and searched
+    for candidates in curves().by_limit.values():
+        steps = [candidate.step for candidate in candidates]
+        held = [candidate.holds for candidate in candidates]
+        assert len(steps) >= 3 and steps == sorted(steps, reverse=True)
+        assert held == sorted(held) and max(held) <= 8
+        assert all(
+            c.limit and c.limit.microbatches == int(str(c.limit).split()[0]) for c in candidates
+        )
+
+
+def test_limits_of_bytes_are_parts_of_what_there_is() -> None:
+    variant_of = problems(limit=3)
+    made = curves_of(make_plan(variant_of, specs=["v-half"]), variant_of)
+    assert not made.by_limit and made.by_microbatches.keys() == {"v-half"}
+    numbers = made.by_microbatches["v-half"]
+    assert list(numbers) == [2, 4, 8, 16, 32]
+    shares = [step / number for number, step in numbers.items()]
+    assert shares == sorted(shares, reverse=True), "the bubble is shared by more microbatches"
+
+
+def test_the_legend_names_the_curves(tmp_path: Path, figures: list[Any]) -> None:
+    draw_plan(plan(), curves(), tmp_path / "plan.png")
+    (legend,) = figures[0].legends
+    names = {text.get_text() for text in legend.get_texts()}
+    assert names >= {*curves().by_limit, *curves().by_microbatches}
+    by_memory, by_microbatches = figures[0].axes
+    assert len(by_microbatches.lines) == len(curves().by_microbatches) > 3
+    assert by_memory.get_xlabel() == "peak activation, microbatches of a rank"
+    low, high = by_memory.get_xlim()
+    ticks = [tick for tick in by_memory.get_xticks() if low <= tick <= high]
+    assert ticks and all(float(tick).is_integer() for tick in ticks)
+
+
+def test_what_lies_far_away_does_not_squash_the_rest(tmp_path: Path, figures: list[Any]) -> None:
+    """GPipe held four times what others do: all of these were on a quarter of the picture."""
+    *others, last = plan().candidates
+    far = replace(last, report=replace(last.report, peak_activation_microbatches=(40.0,)))
+    draw_plan(Plan((*others, far), {}), NO_CURVES, tmp_path / "plan.png")
+    axes = figures[0].axes[0]
+    assert axes.get_xlim()[1] < 12
+    assert f"{last.schedule} (→ 40)" in {text.get_text() for text in axes.texts}
+
+
+def test_labels_leave_a_heap_of_points(figures: list[Any], tmp_path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    points = {(1 + 0.01 * number, 1.0): f"schedule {number}" for number in range(8)}
+    axes.plot(*zip(*points, strict=True), "o")
+    axes.set_xlim(0, 2)
+    label_points(axes, points, [])
+    figure.savefig(tmp_path / "heap.png")
+    figure.draw_without_rendering()
+    boxes = [extent_of(text).padded(-1) for text in axes.texts]
+    assert len(boxes) == 8
+    assert not any(box.overlaps(other) for box, other in combinations(boxes, 2))

@@ -1,0 +1,207 @@
+"""Steps whose passes vary: each sample is a longest path, and the figures are those of many."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from megatron_ext.schedule.action import Action
+from megatron_ext.schedule.build.build import build_program, complete
+from megatron_ext.schedule.build.registry import choose
+from megatron_ext.schedule.costs_text import parse_costs
+from megatron_ext.schedule.limit import MemoryLimit
+from megatron_ext.schedule.problem import P2P, Offload, Problem, VocabularyParallel
+from megatron_ext.schedule.program import noise as noise_module
+from megatron_ext.schedule.program.noise import Noise, factors_of, spread
+from megatron_ext.schedule.program.simulate import seconds_of, simulate
+from megatron_ext.schedule.program.verify import Program
+from megatron_ext.schedule.schedule import Schedule, is_compute
+from megatron_ext.schedule.show.noise_text import noise_of, parse_noise
+from megatron_ext.schedule.show.trace import TraceFile, beside
+from scripts import benchmark_noise
+from scripts.benchmark_noise import Ranks, WeightGradients
+from tests.helpers.schedules import line_problem, rows_of
+from tests.unit.commands.test_cli import run
+
+FloatArray = NDArray[np.float64]
+COSTS = "f=10,i=12,w=8,comm=1"
+
+
+def program(
+    spec: str, p: int, m: int, costs: str = COSTS, limit: float | None = None, **extras: object
+) -> Program:
+    choice = choose(spec)
+    placement = choice.place(p)
+    within = None if limit is None else MemoryLimit(microbatches=limit)
+    problem = Problem(placement, m, parse_costs(costs, placement), within)
+    return build_program(choice, problem.with_extras(**extras) if extras else problem)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: program("1f1b", 3, 7),
+        lambda: program("zb-v", 4, 9),
+        lambda: program("interleaved", 4, 8, p2p=P2P.BATCHED),
+        lambda: program(
+            "zb-h1", 3, 5, COSTS + ",head=10/12/8", vocab_parallel=VocabularyParallel.ONE
+        ),
+        lambda: program(
+            "1f1b", 4, 8, COSTS + ",d2h=6,link=2,duplex=0", activation_offload=Offload.FULL
+        ),
+    ],
+    ids=["1f1b", "zb-v", "batched", "collectives", "shared links"],
+)
+def test_a_sample_is_a_longest_path(made: Callable[[], Program]) -> None:
+    """Many samples at once give what the simulator gives for each."""
+    here = made()
+    timeline = simulate(here, here.problem.costs)
+    still = spread(here, Noise(), 2)
+    assert still.makespan.median == still.makespan.p90 == pytest.approx(timeline.makespan)
+    assert still.span.median == still.span.p90 == pytest.approx(timeline.span)
+
+
+def test_samples_are_those_of_the_simulator_one_by_one() -> None:
+    here = program("zb-v", 4, 9)
+    noise, columns = Noise(0.3, 0.1), here.schedule.columns
+    seconds = np.array(seconds_of(here.graph, here.schedule, here.problem.costs))
+    (factors,) = factors_of(columns, noise, 5)
+    makespans = [max(here.graph.longest_paths((seconds * row).tolist())[1]) for row in factors]
+    assert spread(here, noise, 5).makespan.median == pytest.approx(sorted(makespans)[2])
+
+
+def test_factors_have_their_mean_and_deviation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And are the same however many are drawn at once, and for passes in another order."""
+    noise = Noise(0.3)
+
+    def of_passes(schedule: Schedule) -> dict[Action, FloatArray]:
+        factors = np.concatenate(list(factors_of(schedule.columns, noise, 2000)))
+        actions = (action for row in schedule.rows for action in row)
+        columns = zip(actions, factors.T, strict=True)
+        return {action: column for action, column in columns if (column != 1).any()}
+
+    here, other = (program(spec, 2, 6).schedule for spec in ("zb-h1", "zb-h2"))
+    factors = of_passes(here)
+    assert all(map(is_compute, factors)) and len(factors) == 2 * 6 * 3
+    every = np.array(list(factors.values()))
+    assert every.min() > 0
+    assert every.mean() == pytest.approx(1, abs=0.01)
+    assert every.std() == pytest.approx(0.3, abs=0.01)
+
+    assert here.rows != other.rows
+    monkeypatch.setattr(noise_module, "_TIMES", 700 * len(other.columns))
+    assert len(list(factors_of(other.columns, noise, 2000))) == 3
+    in_pieces = of_passes(other)
+    assert all(np.array_equal(in_pieces[action], column) for action, column in factors.items())
+
+
+def test_one_rank_is_a_sum() -> None:
+    """The sum of n passes alike, each with deviation s, has s over the root of n."""
+    problem = line_problem(1, 64, 1, 1, 1)
+    alone = build_program(choose("zb-h1"), problem)
+    n, z = 64 * 3, NormalDist().inv_cdf(0.9)
+    figures = spread(alone, Noise(0.2), 4000).makespan
+    assert figures.median == pytest.approx(n, rel=0.002)
+    assert figures.p90 == pytest.approx(n * (1 + z * 0.2 / n**0.5), rel=0.002)
+    slow = spread(alone, Noise(ranks=0.05), 4000).makespan
+    assert slow.p90 == pytest.approx(n * (1 + z * 0.05), rel=0.005)
+
+
+def test_noise_of_a_trace(tmp_path: Path) -> None:
+    """Half of its passes took 0.8 of their mean, half 1.2."""
+    problem = line_problem(2, 4)
+    here = build_program(choose("1f1b"), problem)
+    simulated = simulate(here, problem.costs)
+    file = TraceFile(tmp_path / "trace.json")
+    for number, factor in enumerate((0.8, 1.2)):
+        step = simulated.moved(10.0 * number, 1.0)
+        events = tuple(e._replace(end=e.start + (e.end - e.start) * factor) for e in step.events)
+        measured = type(step)(step.schedule, events)
+        file.add(beside(number, measured, simulated, 0.0))
+    noise = parse_noise(str(tmp_path))
+    assert {round(factor, 6) for factor in noise.seen} == {0.8, 1.2}
+    assert np.mean(noise.seen) == pytest.approx(1)
+    figures = spread(here, noise, 500).makespan
+    assert simulated.makespan * 0.8 <= figures.median <= figures.p90 <= simulated.makespan * 1.2
+    assert noise_of([]).seen == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "is empty"),
+        ("-0.1", "'-0.1' is no number from 0 to 1"),
+        ("nan", "'nan' is no number"),
+        ("0.1,ranks=2", "'2' is no number"),
+        ("0.1,rank=0.1", "'rank=0.1' is unknown"),
+        ("no/trace.json", "--pipeline-trace DIR"),
+    ],
+)
+def test_what_is_no_noise_is_refused(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=r"noise|trace") as raised:
+        parse_noise(text)
+    assert said in str(raised.value)
+
+
+def test_simulate_tells_of_noise() -> None:
+    words = ("simulate", "zb-h1", "--pp", "4", "-m", "8", "--costs", COSTS)
+    assert "noise" not in json.loads(run(*words, "--json"))
+    made = json.loads(run(*words, "--noise", "0.1,ranks=0.05", "--json"))
+    figures = made["noise"]
+    assert figures["samples"] == 1000
+    assert made["makespan"] < figures["makespan"]["median"] < figures["makespan"]["p90"]
+    said = run(*words, "--noise", "0.1")
+    assert "makespan with noise" in said and "90% of steps within" in said
+    assert "no number from 0 to 1" in run(*words, "--noise", "7", code=2)
+
+
+# ---- W earlier than planned
+
+
+def test_the_order_that_was_planned_takes_what_the_simulator_says() -> None:
+    for spec in ("1f1b", "zb-h1", "zb-v", "interleaved-zb"):
+        here = program(spec, 4, 9 if spec != "interleaved-zb" else 8)
+        timeline = simulate(here, here.problem.costs)
+        seconds = [event.end - event.start for row in timeline.compute for event in row]
+        ranks = Ranks(here)
+        planned = ranks.makespan(seconds, WeightGradients.AS_PLANNED)
+        assert planned == pytest.approx(timeline.makespan)
+        assert ranks.makespan(seconds, WeightGradients.IN_PARTS) <= planned * (1 + 1e-9)
+
+
+def test_w_runs_while_a_message_is_late() -> None:
+    """F1 of the last rank takes 7 instead of 2, so that I1 of the first may start at 15.
+
+    ::
+
+        planned  0  0 0 1 1 .  .  0 0 .  .  .  .  .  .  .  1 1 W0W0W1W1
+                 1  .  .  0 0 0 0 1 1 1 1 1 1 1 1 1 1 W0W0W1W1
+    """
+    problem = line_problem(2, 2, 2, 2, 2)
+    rows = rows_of("0F0 0F1 0I0 0I1 0W0 0W1 / 1F0 1I0 1F1 1I1 1W0 1W1".replace(" /", "\n"))
+    here = complete(Schedule("written", problem.placement, rows), problem)
+    ranks = Ranks(here)
+    seconds = [2.0] * 12
+    seconds[8] = 7.0
+    assert ranks.makespan(seconds, WeightGradients.AS_PLANNED) == 21
+    for early in (WeightGradients.WHOLE, WeightGradients.IN_PARTS):
+        assert ranks.makespan(seconds, early) == 19  # W0 from 8 to 10
+    seconds[4] = 9.0  # W0 of the first rank is under way when the message comes
+    assert ranks.makespan(seconds, WeightGradients.AS_PLANNED) == 28
+    assert ranks.makespan(seconds, WeightGradients.WHOLE) == 21  # W0 8 to 17, I1, W1
+    assert ranks.makespan(seconds, WeightGradients.IN_PARTS) == 21
+
+
+def test_the_table_of_noise(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--pp", "2", "-m", "4", "--schedules", "1f1b", "zb-h1@2", "--samples", "20"]
+    assert benchmark_noise.main([*words, "--noise", "0.1", "--json"]) == 0
+    plain, split = json.loads(capsys.readouterr().out)
+    assert plain["whole"] is None and plain["fixed"]["median"] <= plain["fixed"]["p90"]
+    assert split["schedule"] == "zb-h1, limit 2"
+    assert split["in_parts"]["median"] <= split["fixed"]["median"] * (1 + 1e-9)

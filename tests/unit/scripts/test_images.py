@@ -1,0 +1,60 @@
+"""The pictures of the documentation: there, small, and what the script draws."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from scripts import draw_images
+from tests.helpers.svg import texts_of
+
+pytest.importorskip("matplotlib")
+
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+IMAGES = DOCS / "images"
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+
+
+def test_the_script_draws_all_that_pages_show() -> None:
+    shown = {
+        name
+        for page in (*DOCS.glob("*.md"), DOCS.parent / "README.md")
+        for name in re.findall(r"\]\((?:docs/)?images/(.*?)\)", page.read_text())
+    }
+    drawn = {f"{name}.svg" for name in draw_images.pictures(Path("my_schedule.py"))}
+    assert {path.name for path in IMAGES.iterdir()} == shown == drawn
+
+
+@pytest.mark.parametrize("picture", sorted(IMAGES.iterdir()), ids=lambda path: path.name)
+def test_a_picture_is_small(picture: Path) -> None:
+    """They had grown to 100 kB each, and 120,000 lines: every digit was an outline, every pass a
+    shape with a style of its own."""
+    svg = picture.read_text()
+    assert 2_000 < len(svg) < 40_000
+    assert svg.count("<clipPath") <= 2, "only of panels whose lines go on beyond them"
+    assert svg.count("clip-path=") < 25 and len(texts_of(svg)) > 10
+
+
+@pytest.mark.parametrize("name", ["hanayo", "eager-1f1b", "bench"])
+def test_a_picture_is_what_the_script_draws(name: str, tmp_path: Path) -> None:
+    """The same words and shapes; another version of matplotlib may move them a little."""
+    draw_images.main([name, "--into", str(tmp_path)])
+    drawn, kept = ((folder / f"{name}.svg").read_text() for folder in (tmp_path, IMAGES))
+    assert texts_of(drawn) == texts_of(kept), f"run scripts/draw_images.py {name}"
+    assert NUMBER.split(drawn) == NUMBER.split(kept)
+    places = [[float(number) for number in NUMBER.findall(svg)] for svg in (drawn, kept)]
+    assert places[0] == pytest.approx(places[1], abs=1)
+
+
+def test_two_runs_write_the_same_bytes(tmp_path: Path) -> None:
+    for folder in ("one", "other"):
+        (tmp_path / folder).mkdir()
+        draw_images.main(["hanayo", "--into", str(tmp_path / folder)])
+    first, other = ((tmp_path / folder / "hanayo.svg").read_bytes() for folder in ("one", "other"))
+    assert first == other
+
+
+def test_an_unknown_picture_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        draw_images.main(["mona-lisa"])
+    assert "no pictures: mona-lisa; there are gpipe, " in capsys.readouterr().err

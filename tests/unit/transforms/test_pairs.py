@@ -1,0 +1,515 @@
+"""Passes that run as one: rows, proof, memory, costs, which are made, text, pictures.
+
+In tables a column is a unit of time, ``.`` is idle, ``=`` goes on; ``3F1+3I0`` are a pair.
+"""
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_ext.cli import app
+from megatron_ext.schedule.action import Action, Kind, Pair, parse, parse_pair
+from megatron_ext.schedule.build.build import build_program, complete
+from megatron_ext.schedule.build.registry import choose, entries
+from megatron_ext.schedule.costs import Costs, OverlapCosts
+from megatron_ext.schedule.costs_text import format_costs, load_costs, parse_costs, save_costs
+from megatron_ext.schedule.limit import MemoryLimit
+from megatron_ext.schedule.placement import v
+from megatron_ext.schedule.plan import fitting
+from megatron_ext.schedule.plan.candidate import Variant, VocabMethod
+from megatron_ext.schedule.plan.figures import flags_of
+from megatron_ext.schedule.plan.planner import make_plan
+from megatron_ext.schedule.plan.training import Training
+from megatron_ext.schedule.problem import (
+    P2P,
+    Extras,
+    Offload,
+    Problem,
+    Recompute,
+    VocabularyParallel,
+)
+from megatron_ext.schedule.program.graph import Device
+from megatron_ext.schedule.program.memory import in_microbatches, memory_curve, peaks
+from megatron_ext.schedule.program.simulate import simulate
+from megatron_ext.schedule.program.verify import InvalidSchedule, Program, prove
+from megatron_ext.schedule.schedule import Schedule, bitwise_order, is_compute
+from megatron_ext.schedule.schedule_csv import from_csv, to_csv, to_torch_csv
+from megatron_ext.schedule.show.draw import draw
+from megatron_ext.schedule.show.page.run import of_passes, simulated
+from megatron_ext.schedule.show.trace import TraceFile, beside, read_trace
+from megatron_ext.schedule.slices import Slices
+from tests.helpers.combinations import at_night, nightly
+from tests.helpers.schedules import drawn, rows_of, table, with_messages
+
+KEEPING = [
+    name
+    for name, entry in entries().items()
+    if entry.traits.keeps_pairs and not entry.traits.searches
+]
+COSTS = "f=10,i=12,w=8,comm=0.2,hidden=4"
+
+# Two ranks, a V: stages 1 and 2 on rank 0, stages 0 and 3 on rank 1.
+V = v(2)
+BY_HAND = """
+1F0 2F0 1F1 2F1 2I0 1I0 2I1 1I1 2W0 1W0 2W1 1W1
+0F0 0F1 3F0 3F1 3I0 3I1 0I0 0I1 3W0 3W1 0W0 0W1
+"""
+
+
+def problem_for(
+    spec: str, p: int, m: int, costs: str = COSTS, limit: float | None = None, **extras: Any
+) -> Problem:
+    placement = choose(spec).place(p)
+    allowed = None if limit is None else MemoryLimit(microbatches=limit)
+    asked = Extras(**{"pairs": True} | extras)
+    return Problem(placement, m, parse_costs(costs, placement), allowed, extras=asked)
+
+
+def built(spec: str, p: int, m: int, costs: str = COSTS, **asked: Any) -> Program:
+    return build_program(choose(spec), problem_for(spec, p, m, costs, **asked))
+
+
+def makespan(program: Program) -> float:
+    return simulate(program, program.problem.costs).makespan
+
+
+def by_hand(*pairs: str, text: str = BY_HAND, costs: str = "f=2,i=2,w=2,hidden=2") -> Schedule:
+    named = [pair for pair in map(parse_pair, pairs) if pair is not None]
+    assert len(named) == len(pairs)
+    return Schedule("by hand", V, rows_of(text), frozenset(named))
+
+
+PROBLEM = Problem(V, 2, parse_costs("f=2,i=2,w=2,hidden=2", V), extras=Extras(pairs=True))
+GOOD = "(3F1;3I0)OVERLAP_F_B"
+
+
+def proved(schedule: Schedule, problem: Problem = PROBLEM) -> Program:
+    return prove(with_messages(schedule, problem), problem)
+
+
+# ---- Rows and the proof
+
+
+def test_a_pair_by_hand() -> None:
+    """F and I of a microbatch more take one unit together, of which each took one alone. Rank 0
+    gets the gradient when both have ended."""
+    assert drawn(simulate(proved(by_hand(GOOD)), PROBLEM.costs)) == table("""
+        0  . 1F0 2F0 1F1 2F1    .    2I0 1I0 2I1 1I1 2W0 1W0 2W1 1W1 .
+        1  0F0 0F1 . 3F0 . 3F1+3I0 3I1 . 0I0 . 0I1 3W0 3W1 0W0 0W1
+    """)
+
+
+def test_messages_of_a_pair_stand_before_and_after_both() -> None:
+    program = proved(by_hand(GOOD))
+    row = ",".join(map(str, program.schedule.rows[1]))
+    assert ",3F1,3I0,3SEND_B0," in row
+    assert ",(3F1;3I0)OVERLAP_F_B,3SEND_B0," in program.text
+    alone = proved(by_hand(), PROBLEM)
+    assert program.digest != alone.digest
+    assert alone.digest == proved(by_hand(), PROBLEM.with_extras(pairs=False)).digest
+
+
+def test_both_are_held_at_once() -> None:
+    """I before F gives its activation back first; the pair takes F's while it has I's."""
+    first = "1F0 2F0 2I0 1F1 2F1 1I0 2I1 1I1 2W0 1W0 2W1 1W1"
+    other = "0F0 3F0 3I0 0F1 3F1 3I1 0I0 0I1 3W0 3W1 0W0 0W1"
+    whole = f"{first}\n{other}".replace("I", "B")
+    rows = [" ".join(name for name in row.split() if "W" not in name) for row in whole.split("\n")]
+    paired = "\n".join([rows[0].replace("2B0 1F1", "1F1 2B0"), rows[1]])
+    amount = in_microbatches(by_hand())
+    apart, together = by_hand(text="\n".join(rows)), by_hand("(1F1;2B0)OVERLAP_F_B", text=paired)
+    assert memory_curve(apart.rows[0], amount) == [0.5, 1, 1, 1, 1.5, 1.5, 1, 0.5]
+    assert memory_curve(together.rows[0], amount) == [0.5, 1, 1.5, 1.5, 1.5, 1.5, 1, 0.5]
+    proved(together)
+    limited = replace(PROBLEM, memory_limit=MemoryLimit(microbatches=1.5))
+    assert peaks(proved(together, limited).schedule, amount)[0] == 1.5
+
+
+# Pairs, what gives way to what in the rows, and what the refusal says.
+REFUSALS = {
+    "its own": (
+        ["(3F1;3I1)OVERLAP_F_B"], "3F1 3I0 3I1", "3I0 3F1 3I1", r"3I1 needs 3F1",
+    ),
+    "not beside": (
+        ["(3F0;3I0)OVERLAP_F_B"], "", "", r"3I0 needs 3F0",
+    ),
+    "another between": (
+        ["(3F1;3I1)OVERLAP_F_B"], "", "", r"3I1 needs 3F1",
+    ),
+    "W between": (
+        ["(3F1;0I0)OVERLAP_F_B"], "", "", r"cannot run as one: 3I0 comes right after 3F1",
+    ),
+    "two pairs": (
+        [GOOD, "(0F1;3I0)OVERLAP_F_B"], "", "", r"3I0 is in two pairs",
+    ),
+    "other rank": (
+        ["(3F1;2I0)OVERLAP_F_B"], "", "", r"3I0 comes right after 3F1",
+    ),
+    # F of 2F1 leaves with 2I0, which needs 3I0, which runs after 3F1, which needs 2F1.
+    "through another rank": (
+        ["(2F1;2I0)OVERLAP_F_B"], "", "",
+        r"it would hang: 2RECV_B0 waits for 3SEND_B0 waits for 3I0 waits for 3F1 waits for "
+        r"3RECV_F1 waits for 2SEND_F1 waits for \(2F1;2I0\)OVERLAP_F_B waits for 2RECV_B0",
+    ),
+    "two that wait for one another": (
+        [GOOD, "(2F1;2I0)OVERLAP_F_B"], "", "",
+        r"it would hang: 2RECV_B0 waits for 3SEND_B0 waits for \(3F1;3I0\)OVERLAP_F_B waits for "
+        r"3RECV_F1 waits for 2SEND_F1 waits for \(2F1;2I0\)OVERLAP_F_B waits for 2RECV_B0",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("pairs", "there", "instead", "says"), REFUSALS.values(), ids=REFUSALS)
+def test_what_is_no_pair_is_refused(pairs: list[str], there: str, instead: str, says: str) -> None:
+    schedule = by_hand(*pairs, text=BY_HAND.replace(there, instead) if there else BY_HAND)
+    with pytest.raises(InvalidSchedule, match=says):
+        proved(schedule)
+    if "hang" in says:
+        proved(replace(schedule, pairs=frozenset()))
+
+
+def test_kinds_that_are_no_pair() -> None:
+    schedule = replace(by_hand(), pairs=frozenset({Pair(parse("3I1"), parse("0I0"))}))
+    with pytest.raises(InvalidSchedule, match="is no pair: one is F beside I or B"):
+        proved(schedule)
+
+
+def test_pairs_that_nobody_asked_for_are_refused() -> None:
+    alone = PROBLEM.with_extras(pairs=False)
+    with pytest.raises(InvalidSchedule, match=r"\(3F1;3I0\)OVERLAP_F_B, and pairs .* not asked"):
+        proved(by_hand(GOOD), alone)
+
+
+@pytest.mark.parametrize("p2p", P2P)
+@pytest.mark.parametrize(
+    ("spec", "p"),
+    [
+        *((name, 2) for name in KEEPING),
+        *at_night(*((name, 3) for name in (*KEEPING, "gis", "v-half", "1f1b-v", "hanayo"))),
+    ],
+)
+def test_what_is_made_is_proved_and_times_are_those_of_pairs(spec: str, p: int, p2p: P2P) -> None:
+    """Both passes begin when all is there that either needs, and nobody gets anything of either
+    before both have ended. On a loop of two ranks both neighbours of a rank are one: messages
+    crossed there."""
+    program = built(spec, p, 2 * p + 2, p2p=p2p)
+    schedule, costs = program.schedule, program.problem.costs
+    assert schedule.pairs
+    assert bitwise_order(schedule)
+    # Swaps of one batch are more than one queue can tell of.
+    devices = list(Device)[: 2 if p2p is P2P.BATCHED else 3]
+    for device in devices:
+        timeline = simulate(program, costs, device)
+        at = {event.action: event for event in timeline.events}
+        for row in timeline.compute:
+            assert all(e.end <= later.start + 1e-9 for e, later in pairwise(row))
+        for pair in schedule.pairs:
+            start, end = at[pair.forward].start, at[pair.backward].end
+            assert end - start == pytest.approx(costs.of_pair(*pair))
+            for action, there, kind in zip(pair, (1, -1), ("F", "I"), strict=True):
+                stage, _, k = action
+                follower = Action(stage + there, Kind(kind), k)
+                whole = follower._replace(kind=Kind.FULL_BACKWARD)
+                event = at.get(follower, at.get(whole))
+                assert event is None or event.start >= end - 1e-9
+                maker = Action(stage - there, Kind(kind), k)
+                event = at.get(maker, at.get(maker._replace(kind=Kind.FULL_BACKWARD)))
+                assert event is None or event.end <= start + 1e-9
+
+
+# ---- Which are made
+
+
+def test_interleaved_with_pairs_is_megatrons_combined_order() -> None:
+    """Megatron's warm-up is one forward pass longer under --overlap-moe-expert-parallel-comm, and
+    from there on each forward pass runs beside a backward pass (schedules.py)."""
+    p, m, chunks = 4, 8, 2
+    schedule = built("interleaved", p, m).schedule
+    groups = [range(start, start + p) for start in range(0, m, p)]
+    for rank, row in enumerate(schedule.compute_rows):
+        stages = [chunk * p + rank for chunk in range(chunks)]
+        forwards = [Action(s, Kind.FORWARD, k) for ks in groups for s in stages for k in ks]
+        backwards = [
+            Action(s, Kind.FULL_BACKWARD, k) for ks in groups for s in stages[::-1] for k in ks
+        ]
+        warm_up = (p - rank - 1) * 2 + (chunks - 1) * p + 1
+        together = list(zip(forwards[warm_up:], backwards, strict=False))
+        left = backwards[len(together) :]
+        assert row == (*forwards[:warm_up], *(a for pair in together for a in pair), *left)
+        assert {pair for pair in schedule.pairs if pair.forward in row} == set(together)
+
+
+def test_dualpipe_v_drawn() -> None:
+    """F of a chunk takes 2, B takes 4, and the two of a pair 5 instead of 6."""
+    program = built("dualpipe-v", 2, 4, "f=4,i=4,w=4,hidden=2")
+    assert drawn(simulate(program, program.problem.costs)) == table("""
+        0  .  .  1F0 = 2F0 = 1F1 = 2F1 = 1F2+2B0 = = = = 2F2+1B0 = = = = 1F3+2B1 = = = = \
+2F3+1B1 = = = = 2B2 = = = 1B2 = = = . 2I3 = 1I3 = 2W3 = 1W3 =
+        1  0F0 = 0F1 = 0F2 = 3F0 = 3I0 = 3W0 = 3F1 = 0F3+3B1 = = = = . 3F2+0B0 = = = = \
+3B2 = = = . 3F3+0B1 = = = = 3B3 = = = 0I2 = 0W2 = 0I3 = 0W3 =
+    """)
+
+
+@pytest.mark.parametrize("spec", KEEPING)
+def test_who_keeps_pairs_has_most_forward_passes_in_them(spec: str) -> None:
+    """In the steady state: all but the warm-up's and the first of the last rank."""
+    program = built(spec, 4, 24)
+    passes = 24 * program.problem.placement.stages
+    assert len(program.schedule.pairs) > 0.7 * passes
+    alone = built(spec, 4, 24, pairs=False)
+    assert makespan(program) < 0.93 * makespan(alone)
+
+
+@pytest.mark.parametrize("spec", ["1f1b", "zb-h1", "gpipe"])
+def test_a_line_has_none_and_says_who_has(spec: str) -> None:
+    with pytest.raises(ValueError, match=f"schedule {spec} has one stage on each rank.*zb-v"):
+        built(spec, 4, 8)
+
+
+def test_where_no_two_can_be_one_it_is_said() -> None:
+    with pytest.raises(ValueError, match="has no forward pass that could run beside a backward"):
+        built("dualpipe-v", 4, 1)
+
+
+def test_w_runs_in_pairs_where_more_hides_beside_it() -> None:
+    """Beside B, with W to compute, 5 of an all-to-all hide, beside I 1: or the same beside both."""
+    kinds = {}
+    for beside_b in (1.0, 5.0):
+        problem = problem_for("zb-v", 4, 16)
+        stages = range(problem.placement.stages)
+        hidden = {
+            kind: tuple(tuple(most for _ in stages) for _ in stages)
+            for kind, most in ((Kind.BACKWARD_INPUT, 1.0), (Kind.FULL_BACKWARD, beside_b))
+        }
+        problem = replace(problem, costs=replace(problem.costs, overlap=OverlapCosts(hidden)))
+        pairs = build_program(choose("zb-v"), problem).schedule.pairs
+        kinds[beside_b] = {str(pair.backward.kind) for pair in pairs}
+    assert kinds == {1.0: {"I"}, 5.0: {"B"}}
+
+
+def test_pairs_keep_to_the_memory_limit() -> None:
+    """A pair takes a chunk more than F behind its backward pass. Within a limit that has no room
+    for it there are fewer."""
+    free = built("interleaved", 4, 16)
+    most = max(peaks(free.schedule, in_microbatches(free.schedule)))
+    alone = built("interleaved", 4, 16, pairs=False)
+    assert most == max(peaks(alone.schedule, in_microbatches(alone.schedule))) + 0.5
+    within = built("interleaved", 4, 16, limit=most - 0.5)
+    assert 0 < len(within.schedule.pairs) < len(free.schedule.pairs)
+
+
+@nightly("test_pairs has what a search is compared with")
+def test_v_auto_takes_what_gains_most_by_pairs() -> None:
+    searched = makespan(built("v-auto", 4, 12))
+    assert searched <= makespan(built("zb-v", 4, 12)) + 1e-9
+    assert searched < 0.95 * makespan(built("v-auto", 4, 12, pairs=False))
+
+
+def test_pairs_are_tried_where_passes_alone_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It said that a recipe's interleaved-zb holds too much, and in pairs it fitted."""
+
+    def refuse(*args: Any) -> None:
+        raise ValueError("rank 4 would hold 47 GiB more than it may")
+
+    monkeypatch.setattr(fitting, "_consider", refuse)
+    variant = Variant(choose("zb-v"), problem_for("zb-v", 2, 6), None)
+    assert fitting.consider(variant, VocabMethod.NAIVE).report.pairs > 0
+
+
+def test_an_evaluation_has_none() -> None:
+    problem = replace(problem_for("zb-v", 4, 8), forward_only=True)
+    program = build_program(choose("zb-v"), problem)
+    assert not program.schedule.pairs
+    alone = build_program(choose("zb-v"), problem.with_extras(pairs=False))
+    assert program.digest == alone.digest
+
+
+def test_stages_with_nothing_to_train_have_none() -> None:
+    problem = replace(problem_for("dualpipe-v", 2, 6), first_trained=2)
+    pairs = build_program(choose("dualpipe-v"), problem).schedule.pairs
+    assert pairs
+    assert all(pair.backward.stage >= 2 for pair in pairs)
+
+
+@pytest.mark.parametrize(
+    "extras",
+    [
+        {"vocab_parallel": VocabularyParallel.TWO},
+        {"recompute": Recompute(first=1)},
+        {"activation_offload": Offload.HALF},
+        {"post_validation": True},
+        {"slices": Slices(2)},
+    ],
+    ids=lambda extras: next(iter(extras)),
+)
+def test_what_does_not_go_with_pairs(extras: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="pairing of passes does not go with"):
+        problem_for("zb-v", 4, 8, f"{COSTS},d2h=1", **extras)
+
+
+# ---- Costs
+
+
+def costs_of(text: str) -> Costs:
+    return parse_costs(text, V)
+
+
+def test_what_hides_in_a_pair() -> None:
+    forward, backward = Action(1, Kind.FORWARD, 3), Action(2, Kind.BACKWARD_INPUT, 1)
+    costs = costs_of("f=2/2/4/4,i=3/3/6/6,w=1,hidden=0/1/2/9")
+    assert costs.saved_by(forward, backward) == 1  # the lesser of the two stages'
+    assert costs.of_pair(forward, backward) == 2 + 6 - 1
+    assert costs.saved_by(forward._replace(stage=0), backward) == 0  # dense layers hide nothing
+    last = forward._replace(stage=3), backward._replace(stage=3)
+    assert costs.saved_by(*last) == 4  # no more than the shorter of them takes
+    whole = backward._replace(kind=Kind.FULL_BACKWARD)
+    assert costs.of_pair(forward, whole) == 2 + 6.5 - 1
+    assert costs_of("f=2,i=2,w=2").of_pair(forward, backward) == 2
+
+
+def test_costs_are_written_and_read(tmp_path: Path) -> None:
+    text = "f=2/2/4/4,i=3/3/6/6,w=1/1/1/1,comm=0,hidden=0/1/2/4"
+    assert format_costs(costs_of(text)) == text
+    save_costs(costs_of(text), tmp_path / "costs.json")
+    assert load_costs(tmp_path / "costs.json", V).overlap.hidden == costs_of(text).overlap.hidden
+    table_of_b = {Kind.FULL_BACKWARD: tuple((0.5, 1.0, 1.5, 2.0) for _ in range(4))}
+    save_costs(replace(costs_of(text), overlap=OverlapCosts(table_of_b)), tmp_path / "costs.json")
+    assert load_costs(tmp_path / "costs.json", V).overlap.hidden == table_of_b
+
+
+@pytest.mark.parametrize(
+    ("hidden", "says"),
+    [
+        ("hidden=1/2", "2 figures for 4 stages"),
+        ("hidden=-1", "a cost is a number from 0"),
+    ],
+)
+def test_costs_that_are_none(hidden: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        costs_of(f"f=1,i=1,w=1,{hidden}")
+
+
+@pytest.mark.parametrize("value", [{"w": []}, {"i": [[1]]}, {"i": [[1, 1, 1, "x"]] * 4}, "x"])
+def test_tables_that_are_none(value: object, tmp_path: Path) -> None:
+    data = {"version": 1, "f": 1, "i": 1, "w": 1, "hidden": value}
+    (tmp_path / "costs.json").write_text(json.dumps(data))
+    with pytest.raises(ValueError, match="hidden"):
+        load_costs(tmp_path / "costs.json", V)
+
+
+# ---- Text
+
+
+@pytest.mark.parametrize("spec", KEEPING)
+def test_tables_are_read_back(spec: str) -> None:
+    program = built(spec, 4, 8)
+    schedule = program.schedule
+    read = from_csv(to_csv(schedule), "x.csv")
+    assert read.rows == schedule.compute_rows
+    assert read.pairs == schedule.pairs
+    assert complete(read, program.problem).schedule.rows == schedule.rows
+    theirs = from_csv(to_torch_csv(schedule), "x.csv")
+    assert (theirs.rows, theirs.pairs) == (read.rows, read.pairs)
+
+
+def test_torch_reads_a_pair() -> None:
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    theirs = schedules._Action.from_str(GOOD)
+    assert str(theirs) == GOOD
+    forward, backward = theirs.sub_actions
+    assert (forward.stage_index, forward.microbatch_index) == (3, 1)
+    assert (str(backward), str(parse("3I0"))) == ("3I0", "3I0")
+
+
+def test_a_table_with_pairs_runs_without_them_unless_they_are_asked_for(tmp_path: Path) -> None:
+    program = built("dualpipe-v", 4, 8)
+    path = tmp_path / "x.csv"
+    path.write_text(to_csv(program.schedule))
+    alone = build_program(choose(str(path)), program.problem.with_extras(pairs=False))
+    assert not alone.schedule.pairs
+    assert build_program(choose(str(path)), program.problem).digest == program.digest
+
+
+# ---- The command line
+
+
+def run(*args: str) -> str:
+    result = CliRunner().invoke(app, args)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_commands(tmp_path: Path) -> None:
+    csv = tmp_path / "x.csv"
+    asked = ("dualpipe-v", "--pp", "4", "-m", "16", "--pairs", "--costs", COSTS)
+    told = run("simulate", *asked, "--csv", str(csv), "--plot", str(tmp_path / "x.svg"))
+    assert "pairs of passes" in told
+    assert "of 128" in told
+    data = json.loads(run("simulate", *asked, "--json"))
+    assert f"{data['pairs']} of 128" in told
+    assert f"{data['pairs']} of its forward passes run as one with a backward pass" in run(
+        "verify", str(csv)
+    )
+
+
+def test_a_certificate_knows_nothing_of_pairs() -> None:
+    result = CliRunner().invoke(
+        app, ["simulate", "zb-v", "--pp", "2", "-m", "4", "--pairs", "--certify"]
+    )
+    assert "--certify bounds passes that run one after the other" in result.output
+
+
+def test_a_plan_of_a_dense_model_has_no_pairs() -> None:
+    model = "layers=8,hidden=64,heads=4,sequence=64,vocabulary=128"
+    words = ["plan", "--pp", "2", "-m", "8", "--model", model, "--gpu", "h100", "--pairs"]
+    result = CliRunner().invoke(app, words)
+    assert "a model of --model has no experts, whose messages pairs hide" in result.output
+
+
+def test_a_plan_compares_with_and_without() -> None:
+    """In pairs where they gain, else not; lines have none. And what to write for it."""
+    training = Training(
+        2, 8, lambda placement: parse_costs(COSTS, placement), extras=Extras(pairs=True)
+    )
+    variant_of = training.variant
+    made = make_plan(variant_of, specs=["zb-v", "1f1b", "1f1b-v"])
+    assert [bool(candidate.report.pairs) for candidate in made.candidates] == [True, False, False]
+    assert made.candidates[0].schedule == "zb-v"
+    written = [flags_of(candidate)[2:] for candidate in made.candidates]
+    assert written == [("--overlap-moe-expert-parallel-comm",), (), ()]
+
+
+# ---- Pictures
+
+
+def test_a_pair_is_a_box_of_two_colours(tmp_path: Path) -> None:
+    program = proved(by_hand(GOOD))
+    timeline = simulate(program, PROBLEM.costs)
+    draw([timeline], tmp_path / "x.svg")
+    (run_of,) = [simulated("by hand", program)]
+    halves = {box.half: box for box in run_of.boxes if box.half is not None}
+    assert {half: (box.stage, box.kind) for half, box in halves.items()} == {
+        0: (3, "F"),
+        1: (3, "I"),
+    }
+    assert halves[0].end == halves[1].start
+    draw([simulate(proved(by_hand()), PROBLEM.costs)], tmp_path / "y.svg")
+    assert (tmp_path / "x.svg").read_text() != (tmp_path / "y.svg").read_text()
+
+
+def test_a_trace_keeps_pairs(tmp_path: Path) -> None:
+    timeline = simulate(proved(by_hand(GOOD)), PROBLEM.costs)
+    passes = replace(
+        timeline,
+        events=tuple(event for event in timeline.events if is_compute(event.action)),
+        schedule=replace(timeline.schedule, rows=timeline.schedule.compute_rows),
+    )
+    TraceFile(tmp_path / "trace.json").add(beside(0, passes, passes, 0.0))
+    (step,) = read_trace(tmp_path)
+    assert step.measured.schedule.pairs == timeline.schedule.pairs
+    assert {box.half for box in of_passes("x", step.measured, lambda a: 1.0).boxes} == {None, 0, 1}

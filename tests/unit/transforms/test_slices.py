@@ -1,0 +1,694 @@
+"""Microbatches cut into slices along their sequence: orders, proof, costs, memory, oracles.
+
+In tables a column is a unit of time, ``.`` is idle, ``=`` goes on; F, I and W of a slice cost 1.
+"""
+
+import json
+import pickle
+import re
+from dataclasses import replace
+from itertools import batched, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_ext.cli import app
+from megatron_ext.schedule.action import Action, Kind, Slice, even_ends, parse
+from megatron_ext.schedule.build.build import build_program, complete
+from megatron_ext.schedule.build.exchange import exchange
+from megatron_ext.schedule.build.registry import choose, entries
+from megatron_ext.schedule.costs_text import format_costs, load_costs, parse_costs, save_costs
+from megatron_ext.schedule.kinds import Held
+from megatron_ext.schedule.limit import MemoryLimit
+from megatron_ext.schedule.placement import line
+from megatron_ext.schedule.problem import (
+    Extras,
+    Offload,
+    Problem,
+    Recompute,
+    VocabularyParallel,
+)
+from megatron_ext.schedule.program.memory import (
+    held_during,
+    in_bytes,
+    in_microbatches,
+    memory_curve,
+    peak_on_host,
+    peaks,
+)
+from megatron_ext.schedule.program.simulate import simulate
+from megatron_ext.schedule.program.verify import InvalidSchedule, Program, check_compute
+from megatron_ext.schedule.schedule import Schedule, bitwise_order
+from megatron_ext.schedule.schedule_csv import from_csv, to_csv
+from megatron_ext.schedule.search.bounds import lower_bound
+from megatron_ext.schedule.search.certify import certify
+from megatron_ext.schedule.search.weight_gradient_filling import makespan
+from megatron_ext.schedule.slices import Lengths, Slices, lengths_of, parse_lengths
+from tests.helpers.combinations import at_night, nightly
+from tests.helpers.schedules import B, F, I, W, drawn, table
+
+
+def problem_for(
+    spec: str, p: int, m: int, k: int, costs: str = "f=1,i=1,w=1", lengths: str = "even"
+) -> Problem:
+    placement = choose(spec).place(p)
+    extras = Extras(slices=Slices(k, parse_lengths(lengths)))
+    return Problem(placement, m, parse_costs(costs, placement), extras=extras)
+
+
+def built(spec: str, p: int, m: int, k: int, *costs: str) -> Program:
+    return build_program(choose(spec), problem_for(spec, p, m, k, *costs))
+
+
+def figures(program: Program) -> tuple[float, float]:
+    """Makespan, and peak on the first rank."""
+    makespan = simulate(program, program.problem.costs).makespan
+    return makespan, peaks(program.schedule, in_microbatches(program.schedule))[0]
+
+
+# ---- Tables
+
+TABLES = {
+    ("1f1b", 2, 1, 2): """
+        0 F0.0 F0.1 .    .    .    B0.1 =    B0.0 =
+        1 .    F0.0 F0.1 B0.1 =    B0.0 =    .    .
+        """,
+    ("zb-h1", 2, 2, 2): """
+        0 F0.0 F0.1 F1.0 .    I0.1 W0.1 F1.1 I0.0 W0.0 I1.1 W1.1 I1.0 W1.0
+        1 .    F0.0 F0.1 I0.1 F1.0 I0.0 W0.1 F1.1 I1.1 W0.0 I1.0 W1.1 W1.0
+        """,
+    ("gpipe", 2, 2, 2): """
+        0 F0.0 F0.1 F1.0 F1.1 .    .    .    B0.1 =    B0.0 =    B1.1 =    B1.0 =
+        1 .    F0.0 F0.1 F1.0 F1.1 B0.1 =    B0.0 =    B1.1 =    B1.0 =    .    .
+        """,
+    ("interleaved", 2, 1, 2): """
+        0 0F0.0 0F0.1 2F0.0 2F0.1 . . . 2B0.1 = 2B0.0 = 0B0.1 = 0B0.0 =
+        1 . 1F0.0 1F0.1 3F0.0 3F0.1 3B0.1 = 3B0.0 = 1B0.1 = 1B0.0 = . .
+        """,
+    ("zb-v", 2, 1, 2): """
+        0 .     1F0.0 2F0.0 1F0.1 2F0.1 . . 2I0.1 2W0.1 1I0.1 2I0.0 1I0.0 1W0.1 2W0.0 1W0.0
+        1 0F0.0 0F0.1 . 3F0.0 . 3F0.1 3I0.1 3W0.1 3I0.0 3W0.0 0I0.1 0W0.1 0I0.0 0W0.0 .
+        """,
+    ("hanayo:waves=1", 2, 1, 2): """
+        0 . 1F0.0 2F0.0 1F0.1 2F0.1 . . . 2B0.1 = 1B0.1 = 2B0.0 = 1B0.0 = . .
+        1 0F0.0 0F0.1 . 3F0.0 . 3F0.1 3B0.1 = 3B0.0 = . . 0B0.1 = . . 0B0.0 =
+        """,
+    ("gis", 2, 1, 2): """
+        0 0F0.0 0F0.1 2F0.0 2F0.1 . . 2I0.1 2I0.0 0I0.1 0I0.0 2W0.1 2W0.0 0W0.1 0W0.0
+        1 . 1F0.0 1F0.1 3F0.0 3F0.1 3I0.1 3I0.0 1I0.1 1I0.0 3W0.1 3W0.0 1W0.1 1W0.0 .
+        """,
+    ("v-half", 2, 1, 2): """
+        0 .     1F0.0 2F0.0 1F0.1 2F0.1 . . 2I0.1 1I0.1 2I0.0 1I0.0 2W0.1 1W0.1 2W0.0 1W0.0
+        1 0F0.0 0F0.1 . 3F0.0 . 3F0.1 3I0.1 3I0.0 3W0.1 0I0.1 3W0.0 0I0.0 0W0.1 0W0.0 .
+        """,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("spec", "p", "m", "k"), TABLES)
+def test_table(spec: str, p: int, m: int, k: int) -> None:
+    unit = k * choose(spec).place(p).chunks
+    program = built(spec, p, m, k, f"f={unit},i={unit},w={unit}")
+    assert drawn(simulate(program, program.problem.costs)) == table(TABLES[spec, p, m, k])
+
+
+# ---- Published figures: F = 1, B = 2, equal slices, no hops; makespan and peak of rank 0
+
+SEQ1F1B = {
+    (4, 8): [(33, 4), (28.5, 2.5), (26.25, 1.75), (25.125, 1.375)],
+    (8, 8): [(45, 8), (34.5, 4.5), (29.25, 2.75), (26.625, 1.875)],
+    (8, 16): [(69, 8), (58.5, 4.5), (53.25, 2.75), (50.625, 1.875)],
+}
+ZB_H1 = {
+    (4, 8): [27, 25.5, 24.75, 24.375],
+    (8, 8): [31, 27.5, 25.75, 24.875],
+    (8, 16): [55, 51.5, 49.75, 48.875],
+}
+SEQ1F1B_I = {(4, 8): (25.125, 1.75), (8, 8): (26.625, 3.25), (8, 16): (50.625, 3.25)}
+SLIMPIPE = {
+    (4, 8): [(25.125, 1.75), (24.5625, 1.375), (24.28125, 1.1875)],
+    (8, 8): [(26.625, 2.75), (25.3125, 1.875), (24.65625, 1.4375)],
+    (8, 16): [(50.625, 2.75), (49.3125, 1.875), (48.65625, 1.4375)],
+}
+KS = (1, 2, 4, 8)
+
+
+@pytest.mark.parametrize(("p", "m"), SEQ1F1B)
+def test_seq1f1b(p: int, m: int) -> None:
+    assert [figures(built("1f1b", p, m, k)) for k in KS] == SEQ1F1B[p, m]
+
+
+@pytest.mark.parametrize(("p", "m"), ZB_H1)
+def test_zb_h1(p: int, m: int) -> None:
+    made = [figures(built("zb-h1", p, m, k)) for k in KS]
+    assert made == [
+        (makespan, (p - 1 + k) / k) for makespan, k in zip(ZB_H1[p, m], KS, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(("k", "expected"), [(4, (97.75, 2.75)), (8, (96.875, 1.875))])
+def test_zb_h1_of_many_microbatches(k: int, expected: tuple[float, float]) -> None:
+    assert figures(built("zb-h1", 8, 32, k)) == expected
+
+
+@pytest.mark.parametrize(("p", "m"), SEQ1F1B_I)
+def test_seq1f1b_interleaved(p: int, m: int) -> None:
+    assert figures(built("interleaved", p, m, 4)) == SEQ1F1B_I[p, m]
+
+
+@pytest.mark.parametrize(("p", "m"), SLIMPIPE)
+def test_slimpipe(p: int, m: int) -> None:
+    made = [figures(built(f"slimpipe:vpp={v}", p, m, 8)) for v in (1, 2, 4)]
+    assert made == SLIMPIPE[p, m]
+
+
+@pytest.mark.parametrize(
+    ("attention", "even", "peak"), [(0.1, 28.69, 1.92), (0.3, 32.83, 2.02), (0.5, 36.96, 2.12)]
+)
+def test_balanced_lengths_make_up_for_attention(attention: float, even: float, peak: float) -> None:
+    """Later slices attend to more; lengths of equal costs bring back what equal ones lose."""
+    costs = f"f=1,i=1,w=1,attention={attention}"
+    assert figures(built("1f1b", 8, 8, 8, costs))[0] == pytest.approx(even, abs=0.005)
+    balanced = figures(built("1f1b", 8, 8, 8, costs, "balanced"))
+    assert balanced == pytest.approx((26.625, peak), abs=0.005)
+
+
+@pytest.mark.parametrize(
+    ("attention", "first", "last"), [(0.1, 1.09, 0.92), (0.3, 1.33, 0.79), (0.5, 1.66, 0.69)]
+)
+def test_balanced_lengths(attention: float, first: float, last: float) -> None:
+    ends = Slices(8, Lengths.BALANCED).ends(attention)
+    assert (8 * ends[0], 8 * (1 - ends[-2])) == pytest.approx((first, last), abs=0.005)
+
+
+def test_an_eager_warm_up_hides_hops() -> None:
+    """p = 8, m = 32, k = 8, a hop takes a fifth of a slice's F."""
+    costs = "f=1,i=1,w=1,comm=0.2"
+    lean, eager = (figures(built(f"1f1b:eager={e}", 8, 32, 8, costs)) for e in ("no", "yes"))
+    assert lean == pytest.approx((109.8, 1.875), abs=0.05)
+    assert eager == pytest.approx((99.0, 2.75), abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("comm", "limit", "eager"), [(0.2, None, "yes"), (0.2, 2.0, "no"), (0, None, "no")]
+)
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_an_eager_warm_up_is_chosen_by_costs_and_limit(name, comm, limit, eager) -> None:
+    problem = problem_for(name, 4, 8, 4, f"f=1,i=1,w=1,comm={comm}")
+    if limit is not None:
+        problem = replace(problem, memory_limit=MemoryLimit(microbatches=limit))
+    assert choose(name).build(problem) == choose(f"{name}:eager={eager}").build(problem)
+    whole = problem.with_extras(slices=Slices())
+    assert choose(name).build(whole) == choose(f"{name}:eager=no").build(whole)
+    with pytest.raises(ValueError, match="eager is 'true'; write eager=auto"):
+        choose(f"{name}:eager=true").build(problem)
+
+
+# ---- What they must not do
+
+
+def test_the_published_interleaved_warm_up_hangs_where_slices_are_more_than_ranks() -> None:
+    """Seq1F1B-I with p = 4, k = 8, v = 2: groups of p slices, (v-1)p + 2(p-1-r) + k-1 forwards
+    first. A rank would go back with a microbatch that has not come through."""
+    p, m, k, chunks = 4, 8, 8, 2
+    problem = problem_for("interleaved", p, m, k)
+    there = list(batched(problem.forwards, p))
+    back = list(batched(problem.backwards, p))
+    rows = []
+    for rank, stages in enumerate(problem.placement.stages_of):
+        forwards = [Action(s, F, part) for ks in there for s in stages for part in ks]
+        backwards = [Action(s, B, part) for ks in back for s in stages[::-1] for part in ks]
+        lead = (chunks - 1) * p + 2 * (p - 1 - rank) + k
+        row = forwards[:lead]
+        for n, action in enumerate(backwards):
+            row += [action, *forwards[lead + n : lead + n + 1]]
+        rows.append(tuple(row))
+    theirs = Schedule("theirs", problem.placement, tuple(rows))
+    with pytest.raises(InvalidSchedule, match=r"6B0\.7 comes before 6F0\.7, which it needs"):
+        complete(theirs, problem)
+    ours = built("interleaved", p, m, k)
+    assert figures(ours) == (24.5625, 1.375)
+
+
+@pytest.mark.parametrize(
+    ("p", "k", "m"),
+    [(2, 3, 1), (4, 2, 3), *at_night(*product([2, 3, 4], [2, 3, 4, 6], [1, 3, 4]))],
+)
+def test_every_size_is_sound(p: int, k: int, m: int) -> None:
+    """Proved, and in one order of sums."""
+    for name in TAKES_SLICES:
+        program = built(name, p, m, k, "f=3,i=4,w=2,comm=0.1,attention=0.3", "balanced")
+        assert bitwise_order(program.schedule), name
+        assert program.schedule.columns.slices == k
+
+
+TAKES_SLICES = [
+    name
+    for name, entry in entries().items()
+    if entry.traits.takes_slices and not entry.traits.searches
+]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("0F0.1 0F0.0 0B0.1 0B0.0", r"0F0\.1 comes before 0F0\.0, which it needs"),
+        ("0F0.0 0F0.1 0B0.0 0B0.1", r"0B0\.0 comes before 0B0\.1, which it needs"),
+        ("0F0.0 0F0.1 0I0.1 0I0.0 0W0.0", r"0W0\.1 is missing"),
+        ("0F0.0 0B0.0", r"0F0\.1 is missing"),
+        ("0F0 0B0", r"it has 0F0, and microbatches are cut into 2 slices"),
+        ("0F0.0 0F0.1 0B0.1 0B0.0 0F1.0 0F1.1", r"0F1\.0 is of microbatch 1, and .* 0 to 0"),
+    ],
+)
+def test_what_is_wrong_is_named(rows: str, message: str) -> None:
+    problem = problem_for("1f1b", 1, 1, 2)
+    cut = 2 if "." in rows else 1
+    schedule = Schedule("wrong", problem.placement, (tuple(parse(a, cut) for a in rows.split()),))
+    with pytest.raises(InvalidSchedule, match=message):
+        check_compute(schedule, problem)
+
+
+def test_stages_take_slices_in_one_order() -> None:
+    """Every stage takes a microbatch's slices in order, and yet others than its neighbour."""
+    problem = problem_for("1f1b", 2, 2, 2)
+    backward = "{0}B0.1 {0}B0.0 {0}B1.1 {0}B1.0"
+    rows = (
+        "0F0.0 0F0.1 0F1.0 0F1.1 " + backward.format(0),
+        "1F0.0 1F1.0 1F0.1 1F1.1 " + backward.format(1),
+    )
+    actions = tuple(tuple(parse(a, 2) for a in row.split()) for row in rows)
+    schedule = Schedule("wrong", problem.placement, actions)
+    with pytest.raises(InvalidSchedule, match=r"1F1\.0 is the forward number 2 of stage 1") as why:
+        check_compute(schedule, problem)
+    assert [str(action) for action in why.value.actions] == ["1F1.0", "0F0.1"]
+
+
+def test_slices_where_none_are_asked_for() -> None:
+    problem = problem_for("1f1b", 1, 1, 1)
+    schedule = built("1f1b", 1, 1, 2).schedule
+    with pytest.raises(InvalidSchedule, match=r"it has 0F0\.0, and .* are not cut"):
+        check_compute(schedule, problem)
+
+
+def test_w_may_come_in_any_order_and_that_is_told() -> None:
+    problem = problem_for("zb-h1", 1, 1, 2)
+    orders = {"0W0.1 0W0.0": True, "0W0.0 0W0.1": False}
+    for weights, is_in_order in orders.items():
+        row = tuple(parse(a, 2) for a in f"0F0.0 0F0.1 0I0.1 0I0.0 {weights}".split())
+        schedule = Schedule("mine", problem.placement, (row,))
+        check_compute(schedule, problem)
+        assert bitwise_order(schedule) is is_in_order
+
+
+@pytest.mark.parametrize(
+    "extras",
+    [
+        {"vocab_parallel": VocabularyParallel.TWO},
+        {"post_validation": True},
+    ],
+)
+def test_what_does_not_go_with_slices(extras: dict[str, Any]) -> None:
+    problem = problem_for("1f1b", 2, 2, 2, "f=1,i=1,w=1,d2h=1")
+    with pytest.raises(ValueError, match="division into 2 slices does not go with"):
+        problem.with_extras(**extras)
+
+
+def test_a_family_without_an_order_for_slices(tmp_path: Path) -> None:
+    mine = tmp_path / "own.py"
+    mine.write_text(OWN.replace(", takes_slices=True", ""))
+    with pytest.raises(ValueError, match=r"own\.py has no order for 2 slices .* zb-v"):
+        built(str(mine), 2, 2, 2)
+
+
+# ---- Text forms
+
+
+def test_the_text_of_a_slice() -> None:
+    action = Action(3, F, Slice(7, 2, even_ends(4)))
+    assert str(action) == "3F7.2" and parse("3F7.2", slices=4) == action
+    copy = pickle.loads(pickle.dumps(action))
+    for part in (action.microbatch, copy.microbatch):
+        assert isinstance(part, Slice)
+        assert (part.whole, part.slice, int(part), part.ends) == (7, 2, 30, even_ends(4))
+
+
+@pytest.mark.parametrize(
+    ("text", "slices", "message"),
+    [
+        ("3F7", 4, "3F7 names no slice, and others do: write 3F7.0"),
+        ("3F7.1", 1, "3F7.1 names a slice, and microbatches are not cut"),
+        ("3F7.4", 4, "3F7.4 is of slice 4: slices are 0 to 3"),
+        ("3F7.", 4, "'3F7.' is no action"),
+    ],
+)
+def test_texts_that_are_no_slice(text: str, slices: int, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        parse(text, slices)
+
+
+def test_csv(tmp_path: Path) -> None:
+    """A table of slices is read back, proved, and cut as the step is."""
+    made = built("zb-h1", 3, 4, 2, "f=1,i=1,w=1,attention=0.5", "balanced")
+    text = to_csv(made.schedule)
+    assert text.startswith("0F0.0,0F0.1,0F1.0,")
+    assert from_csv(text, "mine").rows == made.schedule.compute_rows
+    (tmp_path / "mine.csv").write_text(text)
+    choice = choose(str(tmp_path / "mine.csv"))
+    assert (choice.microbatches, choice.slices) == (4, 2)
+    again = build_program(choice, made.problem)
+    assert again.digest == made.digest and figures(again) == figures(made)
+    with pytest.raises(
+        ValueError, match="has 2 slices of a microbatch, and this step 4 slices: ask for 2"
+    ):
+        build_program(choice, made.problem.with_extras(slices=Slices(4)))
+
+
+def test_a_table_that_leaves_slices_out() -> None:
+    with pytest.raises(ValueError, match="of slice 2, but no action is of slice 1"):
+        from_csv("0F0.0,0F0.2,0B0.2,0B0.0", "mine")
+    with pytest.raises(ValueError, match="0B0 names no slice, and others do"):
+        from_csv("0F0.0,0F0.1,0B0", "mine")
+
+
+def test_another_cut_is_another_program() -> None:
+    even, balanced = (built("1f1b", 2, 2, 2, "f=1,i=1,w=1,attention=0.5", how) for how in Lengths)
+    assert even.digest != balanced.digest
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("equal", "slice lengths equal: write even, balanced"),
+        ("0,4", "write even, balanced"),
+        ("4,4", "2 lengths are given for 4 slices"),
+    ],
+)
+def test_lengths_that_are_none(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Slices(4, parse_lengths(text))
+
+
+def test_lengths_without_slices() -> None:
+    with pytest.raises(ValueError, match="balanced are given, and microbatches are not cut"):
+        Slices(1, Lengths.BALANCED)
+
+
+def test_lengths_in_tokens() -> None:
+    problem = problem_for("1f1b", 2, 2, 4, "f=1,i=1,w=1,attention=0.5", "balanced")
+    lengths = problem.slice_lengths(4096, multiple_of=16)
+    assert sum(lengths) == 4096 and sorted(lengths, reverse=True) == list(lengths)
+    assert all(length % 16 == 0 for length in lengths)
+    given = problem_for("1f1b", 2, 2, 2, "f=1,i=1,w=1", "96,32")
+    assert given.slice_lengths(128, 32) == (96, 32)
+    assert given.slice_ends == (0.75, 1.0)
+    with pytest.raises(ValueError, match="96,32 sum up to 128; the sequence has 256"):
+        given.slice_lengths(256)
+    with pytest.raises(ValueError, match="48 tokens cannot be cut into 4 slices of a multiple of"):
+        problem.slice_lengths(48, multiple_of=16)
+    assert lengths_of((0.98, 0.99, 1.0), 4) == (2, 1, 1)
+
+
+# ---- Costs and memory
+
+
+def test_costs_of_slices() -> None:
+    """Slice j of k of equal tokens takes (1-a)/k + a(2j+1)/k^2 of F; W has no attention."""
+    problem = problem_for("zb-h1", 2, 1, 4, "f=8,i=12,w=4,comm=1,attention=0.5,latency=0.2")
+    costs = problem.costs
+    parts = problem.parts(0)
+    assert [costs.of(Action(0, F, part)) for part in parts] == [1.25, 1.75, 2.25, 2.75]
+    assert [costs.of(Action(0, W, part)) for part in parts] == [1, 1, 1, 1]
+    # Half of I and W, all of it in I.
+    assert [costs.of(Action(0, I, part)) for part in parts] == [1.5, 2.5, 3.5, 4.5]
+    assert costs.of(Action(0, Kind.SEND_F, parts[0])) == pytest.approx(0.2 + 0.8 / 4)
+    assert costs.of(Action(0, F, 0)) == 8 and costs.of(Action(0, Kind.SEND_F, 0)) == 1
+    assert costs.attention_share == pytest.approx(0.5)
+
+
+def test_costs_are_written_and_read(tmp_path: Path) -> None:
+    placement = line(2)
+    text = "f=8/8,i=12/12,w=4/4,comm=1,attention=0.5/0.25,latency=0.2"
+    costs = parse_costs(text, placement)
+    assert format_costs(costs) == text
+    held = {Held.ACTIVATION: (64.0, 64.0), Held.WEIGHT_INPUTS: (32.0, 32.0)}
+    costs = costs.with_passes(held_bytes=held).with_slices(keys_values=(16.0, 16.0))
+    save_costs(costs, tmp_path / "costs.json")
+    read = load_costs(tmp_path / "costs.json", placement)
+    assert (read.slices.attention, read.links.latency, read.slices.keys_values) == (
+        (0.5, 0.25),
+        0.2,
+        (16.0, 16.0),
+    )
+    for wrong in ("attention=2", "latency=2", "attention=0.1/0.1/0.1"):
+        with pytest.raises(ValueError, match=wrong.partition("=")[0]):
+            parse_costs(f"f=8,i=12,w=4,comm=1,{wrong}", placement)
+
+
+def with_bytes(problem: Problem) -> Problem:
+    held = {Held.ACTIVATION: (64.0,), Held.WEIGHT_INPUTS: (32.0,)}
+    costs = problem.costs.with_passes(held_bytes=held).with_slices(keys_values=(16.0,))
+    return replace(problem, costs=costs)
+
+
+def test_bytes_of_slices() -> None:
+    """A slice takes its share of activations from F to I, and of what W needs until W; gradients of
+    keys and values are gathered for the whole microbatch, from its last slice's I to its first's.
+    """
+    problem = with_bytes(problem_for("zb-h1", 1, 1, 2))
+    text = "0F0.0 0F0.1 0I0.1 0W0.1 0I0.0 0W0.0"
+    row = tuple(parse(action, 2) for action in text.split())
+    assert memory_curve(row, in_bytes(problem.costs)) == [32, 64, 80, 64, 48, 16]
+
+
+def test_recompute_keeps_keys_and_values() -> None:
+    """Later slices attend to them: what is given up is the rest."""
+    problem = with_bytes(problem_for("1f1b", 1, 1, 2)).with_extras(recompute=Recompute(first=1))
+    program = build_program(choose("1f1b"), problem)
+    assert program.text == "0F0.0,0F0.1,0R0.1,0B0.1,0R0.0,0B0.0\n"
+    # Half of the input, 6.4, and of keys and values, 16, in F; the rest of 32 in R.
+    curve = memory_curve(program.schedule.rows[0], in_bytes(problem.costs))
+    assert curve == pytest.approx([11.2, 22.4, 43.2, 59.2, 48, 48])
+
+
+def offloaded(name: str, way: Offload, k: int = 4) -> Program:
+    costs = "f=1,i=1,w=1,comm=0.01,attention=0.3,d2h=0.5"
+    problem = problem_for(name, 4, 6, k, costs)
+    held = {Held.ACTIVATION: (64.0,) * 4, Held.WEIGHT_INPUTS: (32.0,) * 4}
+    known = problem.costs.with_passes(held_bytes=held).with_slices(keys_values=(16.0,) * 4)
+    return build_program(
+        choose(name), replace(problem, costs=known).with_extras(activation_offload=way)
+    )
+
+
+def test_offload_of_slices_leaves_keys_and_values() -> None:
+    """They stay for the slices that attend to them, and take no time on the link."""
+    program = offloaded("1f1b", Offload.FULL)
+    costs, row = program.problem.costs, program.schedule.rows[0]
+    part = program.problem.parts(0)[0]
+    assert costs.of(Action(0, Kind.OFFLOAD_F, part)) == pytest.approx(0.5 / 4 * 48 / 64)
+    staying, leaving = (
+        (peaks(made.schedule, in_bytes(costs))[0], simulate(made, costs).makespan)
+        for made in (offloaded("1f1b", Offload.NONE), program)
+    )
+    assert leaving[0] < 0.7 * staying[0] and leaving[1] == pytest.approx(staying[1])
+    assert peak_on_host(row, program.problem.placement) == 2.5
+    by_hand = "0F0.0 0OFFLOAD_F0.0 0FREE_F0.0 0F0.1 0RELOAD_F0.0 0B0.1 0B0.0"
+    actions = tuple(parse(action, 2) for action in by_hand.split())
+    assert list(held_during(actions, in_bytes(costs))) == [32, 32, 32, 40, 64, 80, 48]
+
+
+def test_the_first_half_of_the_slices_leaves() -> None:
+    """They live longest (SPPO)."""
+    for row in offloaded("1f1b", Offload.HALF).schedule.rows:
+        gone = {a.microbatch % 4 for a in row if a.kind is Kind.OFFLOAD_F}
+        assert gone <= {0, 1}
+
+
+def test_uneven_slices_hold_by_their_tokens() -> None:
+    program = built("gpipe", 1, 1, 2, "f=1,i=1,w=1", "3,1")
+    curve = memory_curve(program.schedule.rows[0], in_microbatches(program.schedule))
+    assert curve == [0.75, 1, 1, 0.75]
+
+
+@pytest.mark.search
+def test_zb_auto_of_slices() -> None:
+    """Never slower than others on a line, and within its limit."""
+    costs = "f=10,i=12,w=8,comm=1,attention=0.3"
+    best, h1 = (figures(built(name, 3, 4, 2, costs))[0] for name in ("zb-auto", "zb-h1"))
+    assert best <= h1
+    limited = replace(problem_for("zb-auto", 3, 4, 2), memory_limit=MemoryLimit(microbatches=1.5))
+    program = build_program(choose("zb-auto"), limited)
+    assert max(peaks(program.schedule, in_microbatches(program.schedule))) <= 1.5 + 1e-9
+
+
+@pytest.mark.parametrize("name", TAKES_SLICES)
+def test_no_schedule_of_slices_is_shorter_than_the_bound(name: str) -> None:
+    """That of whole microbatches is more than slices take: ``auto`` left their schedules out."""
+    problem = problem_for(name, 3, 3, 3, "f=10,i=12,w=8,comm=1,attention=0.3", "balanced")
+    splits = choose(name).traits.splits_backward
+    least = makespan(choose(name).build(problem), problem)
+    assert lower_bound(problem, splits) <= least * (1 + 1e-9)
+    if name == "zb-v":
+        assert least < lower_bound(problem.with_extras(slices=Slices()), splits)
+
+
+def test_a_bound_is_not_certified() -> None:
+    with pytest.raises(ValueError, match="--certify knows no bound with slices"):
+        certify(built("1f1b", 2, 2, 2), 1.0)
+
+
+# ---- Commands
+
+
+def run(*words: str) -> str:
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_simulate_tells_of_slices_and_verify_proves_its_table(tmp_path: Path) -> None:
+    table, trace = tmp_path / "mine.csv", tmp_path / "trace.json"
+    cut = ["--slices", "2", "--slice-lengths", "balanced", "--costs", "f=1,i=1,w=1,attention=0.3"]
+    files = ["--csv", str(table), "--trace", str(trace)]
+    said = " ".join(run("simulate", "zb-h1", "--pp", "2", "-m", "3", *cut, *files).split())
+    assert "slices of a microbatch 2, balanced" in said
+    assert "but for rounding; to the last bit those of other schedules of these slices" in said
+    assert "0F0.1" in trace.read_text()
+    proved = run("verify", str(table))
+    assert "valid: 2 ranks, 2 stages, 3 microbatches of 2 slices; a rank holds" in proved
+    assert "every stage takes its slices in one order" in proved
+    figures_of = json.loads(run("simulate", str(table), "--pp", "2", "-m", "3", *cut, "--json"))
+    assert (figures_of["slices"], figures_of["slice_lengths"]) == (2, "balanced")
+
+
+OWN = """
+from megatron_ext.families import Action, Kind, Problem, Schedule, family, line
+
+@family("own-slices", line, source="a test", takes_slices=True)
+def own(problem: Problem) -> Schedule:
+    passes = (Kind.FORWARD, problem.forwards), (Kind.FULL_BACKWARD, problem.backwards)
+    row = tuple((kind, k) for kind, order in passes for k in order)
+    rows = tuple(tuple(Action(r, kind, k) for kind, k in row) for r in range(problem.ranks))
+    return Schedule("own-slices", problem.placement, rows)
+"""
+
+
+def test_a_family_of_a_users_takes_slices(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    made = built(str(tmp_path / "own.py"), 2, 2, 2)
+    assert made.schedule.rows == built("gpipe", 2, 2, 2).schedule.rows
+
+
+def test_plan_compares_schedules_of_slices() -> None:
+    asked = ["plan", "--pp", "2", "-m", "2", "--slices", "2", "--slice-lengths", "balanced"]
+    said = run(*asked, "--all", "--costs", "f=10,i=12,w=8,attention=0.3")
+    assert re.search(r"^verdict: +--pipeline-schedule \S+ --pipeline-slices 2 "
+                     r"--pipeline-slice-lengths balanced$", said, re.MULTILINE)  # fmt: skip
+    assert said.startswith("now:       Megatron's 1f1b, is not compared")
+    assert "zb-h1" in said and "hanayo" in said
+
+
+@nightly("test_plan_compares_schedules_of_slices")
+def test_plan_says_when_slices_are_short() -> None:
+    model = "layers=4,hidden=1024,heads=8,sequence=8192,vocabulary=32000"
+    asked = ["plan", "--pp", "2", "-m", "2", "--model", model, "--gpu", "h100"]
+    said = run(*asked, "--all", "--slices", "4")
+    assert "a slice has 2,048 tokens: kernels are slower on fewer than 4,096" in said
+
+
+# ---- The page
+
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "slices.md").read_text()
+_ROW = re.compile(r"^\| `([\w-]+)` \|((?: [\d.]+ at [\d.]+ \|){4})$", re.MULTILINE)
+
+
+@pytest.mark.search
+@pytest.mark.parametrize(("name", "cells"), _ROW.findall(PAGE))
+def test_figures_of_the_page(name: str, cells: str) -> None:
+    for k, cell in zip(KS, cells.strip("| ").split("|"), strict=True):
+        problem = problem_for(name, 8, 32, k)
+        made = choose(name).build(problem)
+        peak = max(peaks(made, in_microbatches(made)))
+        assert f"{makespan(made, problem):g} at {peak:g}" == cell.strip(), k
+
+
+_OFFLOADED = re.compile(r"^\| `([\w-]+)`, (whole|four slices) \|(.*)\|$", re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("name", "cut", "cells"), [*_OFFLOADED.findall(PAGE)[:1], *at_night(*_OFFLOADED.findall(PAGE))]
+)
+def test_the_table_of_offload(name: str, cut: str, cells: str) -> None:
+    k = 1 if cut == "whole" else 4
+    lengths = "even" if cut == "whole" else "balanced"
+    costs = re.findall(r"`(f=10\S+d2h=6)`", PAGE)[0]
+    problem = problem_for(name, 4, 8, k, costs, lengths)
+    stages = problem.placement.stages
+    held = {Held.ACTIVATION: (64.0,) * stages, Held.WEIGHT_INPUTS: (32.0,) * stages}
+    known = problem.costs.with_passes(held_bytes=held).with_slices(keys_values=(8.0,) * stages)
+    for way, cell in zip(("none", "half", "full"), cells.split("|"), strict=True):
+        asked = replace(problem, costs=known).with_extras(activation_offload=Offload(way))
+        made = build_program(choose(name), asked)
+        takes = simulate(made, known).makespan
+        most = max(peaks(made.schedule, in_bytes(known))) / (64 * problem.placement.chunks)
+        written, at = map(float, cell.split("at"))
+        assert (takes, most) == pytest.approx((written, at), abs=0.51)
+        assert most == pytest.approx(at, abs=0.006)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v"])
+def test_the_command_of_the_page(name: str) -> None:
+    costs = re.findall(r"--costs (f=10\S+)", PAGE)[0]
+    figures_of = re.search(rf"`{name}` (\d+) \((\d+)", PAGE)
+    assert figures_of is not None
+    for k, lengths, written in ((4, "balanced", 1), (1, "even", 2)):
+        problem = problem_for(name, 8, 8, k, costs, lengths)
+        assert round(makespan(choose(name).build(problem), problem)) == int(figures_of[written])
+
+
+# ---- Attention that ranks exchange
+
+
+def test_an_exchange_takes_as_long_as_balanced_lengths_and_sends_bytes() -> None:
+    """Of p = k = 8 slices four are above the mean, by 0.5 to 3.5 tiles of 8: half of the queries
+    and all keys and values go there and back."""
+    costs = "f=1,i=1,w=1,attention=0.3"
+    problem = problem_for("1f1b", 8, 8, 8, costs)
+    evened = exchange(choose("1f1b"), problem, group=8)
+    assert evened.makespan == pytest.approx(26.625)  # as `balanced`; 32.83 without either
+    assert evened.sent == pytest.approx((8 * (5 * 8 / 2 * 4 / 8 + 3),) * 8)
+    assert (evened.in_bytes, evened.seconds) == (False, None)
+
+
+def test_what_an_exchange_sends_in_bytes() -> None:
+    """Of p = k = 4 slices two are above the mean, by 0.5 and 1.5 tiles of 4."""
+    costs = "f=1,i=1,w=1,comm=0.2,latency=0.1,attention=0.3"
+    problem = problem_for("slimpipe", 4, 2, 4, costs)
+    told = problem.costs.with_slices(keys_values=(8.0,) * 8).with_links(message_bytes=64.0)
+    known = exchange(choose("slimpipe"), replace(problem, costs=told), group=2)
+    sent = 2 * 16 * (5 * 2 / 2 * 2 / 4 + 3 * 2 / 4)  # microbatches, keys and values of a rank
+    assert known.in_bytes and known.sent == pytest.approx((sent,) * 4)
+    assert known.seconds == pytest.approx(sent / 64 * 0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--slices 4 --slice-lengths balanced --costs f=1,i=1,w=1,attention=0.3", "even ones"),
+        ("--slices 1 --costs f=1,i=1,w=1,attention=0.3", "give several"),
+        ("--slices 4 --costs f=1,i=1,w=1", r"attention=0\.3"),
+    ],
+)
+def test_what_leaves_nothing_to_exchange(options: str, message: str) -> None:
+    asked = ["simulate", "1f1b", "--pp", "2", "-m", "2", "--exchange-attention", "1"]
+    result = CliRunner().invoke(app, [*asked, *options.split()])
+    assert result.exit_code and re.search(message, result.output)
+
+
+def test_simulate_says_what_an_exchange_sends() -> None:
+    asked = ["simulate", "slimpipe", "--pp", "4", "-m", "2", "--slices", "4"]
+    asked += ["--costs", "f=1,i=1,w=1,attention=0.3", "--exchange-attention", "2"]
+    said = run(*asked)
+    assert "makespan, attention evened out" in said and "times a microbatch's keys" in said
+    assert len(json.loads(run(*asked, "--json"))["exchange"]["sent"]) == 4
