@@ -75,8 +75,8 @@ setup(
     packages=find_packages(include=["megatron_ext", "megatron_ext.*"]),
     package_data={
         "megatron_ext": ["py.typed"],
-        "megatron_ext.schedule.model": ["gpus.toml"],
-        "megatron_ext.schedule.show.page": ["browser/*"],
+        "megatron_ext.cost_model": ["gpus.toml"],
+        "megatron_ext.viz.page": ["browser/*"],
     },
     install_requires=["numpy", "typer"],
     extras_require={

@@ -1,4 +1,4 @@
-"""PipelineConfig: the one place a setting is declared. Flags, variables and `install` follow it."""
+"""Declaration of all settings: flags, variables and `install` follow `PipelineConfig`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.schedule.build.auto_spec import is_open
-from megatron_ext.schedule.build.registry import Choice, choose
+from megatron_ext.compile.auto_spec import is_open
+from megatron_ext.compile.registry import Choice, choose
+from megatron_ext.race.line_up import LineUp, RaceThen, line_up
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.placement import Placement
@@ -23,46 +24,45 @@ from megatron_ext.schedule.problem import (
     VocabularyParallel,
     parse_recompute,
 )
-from megatron_ext.schedule.race.line_up import LineUp, RaceThen, line_up
 from megatron_ext.schedule.slices import Lengths, Slices, parse_lengths
 
 ESTIMATE = "estimate"
 PLAN = "plan"
 PROFILE = "profile"
-COSTS_FILE = "costs.json"  # what is written where no path is given, in the working directory
+COSTS_FILE = "costs.json"  # default file of measured costs, in the working directory
 
 VARIABLES = "MEGATRON_EXT_"
 PREFIX = "pipeline_"  # of our settings among Megatron's arguments
 
-# Patch a Megatron whose sources the patches were not read against: no setting of a run.
+# Allows to patch a Megatron with unknown sources; a variable only, not a setting of a run.
 ALLOW_UNKNOWN = f"{VARIABLES}ALLOW_UNKNOWN"
 
 
 def flag(name: str) -> str:
-    """The flag of the setting ``name``."""
+    """Return the flag of the setting ``name``."""
     return f"--pipeline-{name.replace('_', '-')}"
 
 
 def variable(name: str) -> str:
-    """The environment variable of the setting ``name``."""
+    """Return the environment variable of the setting ``name``."""
     return VARIABLES + name.upper()
 
 
 _TRACED = f"write {flag('trace')} DIR {flag('trace_iters')} 10:12 to trace 10 and 11"
 
-TRACED_OF_RUN = range(5, 8)  # which of a run's iterations are traced where nobody names any
+TRACED_OF_RUN = range(5, 8)  # iterations of a run that are traced by default
 
-# What a field's metadata has of a setting that acts on Megatron's own pipeline too.
+# Metadata of a setting that also acts on Megatron's own pipeline.
 _ON_STOCK = {"on_stock": True}
 
 
 @dataclass(frozen=True)
 class CostsSource:
-    """Where costs come from.
+    """Source of the costs.
 
     Attributes:
         text: as the user wrote it.
-        profile: where measured costs are written to; None where none are measured.
+        profile: file for measured costs; None if none are measured.
     """
 
     text: str
@@ -78,13 +78,13 @@ class CostsSource:
 
     @property
     def file(self) -> Path | None:
-        """The costs file that the run begins with; None where there is none."""
+        """Costs file with which the run begins; None if there is none."""
         return None if self.is_estimate or "=" in self.text else Path(self.text)
 
 
 SliceLengths = Lengths | tuple[int, ...]
 
-# A setting from its name, for errors, and what was given for it.
+# Parses a setting, given its name (for errors) and its value.
 Parse = Callable[[str, Any], Any]
 
 
@@ -147,12 +147,12 @@ def _switch(text: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """The pipeline settings of a run.
+    """Pipeline settings of a run.
 
     A field ``x`` is the flag ``--pipeline-x``, the keyword ``x`` of `megatron_ext.install` and the
-    variable ``MEGATRON_EXT_X``. `parse` makes it of what users write.
+    variable ``MEGATRON_EXT_X``. `parse` creates the config from what users write.
 
-    Raises ValueError for a schedule that there is not, and for settings that do not go together.
+    Raises ValueError for an unknown schedule, and for conflicting settings.
     """
 
     schedule: str | None = field(
@@ -316,11 +316,11 @@ class PipelineConfig:
 
     @classmethod
     def parse(cls, **settings: str | bool | None) -> PipelineConfig:
-        """The settings that a user wrote; None is a setting's default.
+        """Return the config of the settings that a user wrote; None stands for a default.
 
         Raises:
             TypeError: there is no such setting.
-            ValueError: one is not understood, or what a PipelineConfig itself refuses.
+            ValueError: a setting cannot be parsed, or the config itself refuses the settings.
         """
         declared = {setting.name: setting for setting in fields(cls)}
         for name in settings.keys() - declared.keys():
@@ -445,7 +445,7 @@ class PipelineConfig:
 
     @property
     def watches_stock(self) -> bool:
-        """Whether Megatron's own pipeline runs, and somebody looks on."""
+        """Whether Megatron's own pipeline runs and is observed."""
         settings = (setting for setting in fields(self) if is_on_stock(setting))
         return self.schedule is None and any(
             getattr(self, setting.name) != setting.default for setting in settings
@@ -453,13 +453,13 @@ class PipelineConfig:
 
     @property
     def is_chosen_later(self) -> bool:
-        """Whether the schedule is yet to be chosen, from a launch line: by ``plan``, or by an
-        ``auto`` that leaves anything open."""
+        """Whether the schedule is still to be chosen from a launch command: by ``plan``, or by an
+        ``auto`` with open options."""
         return _is_chosen_later(self.schedule)
 
     @cached_property
     def choice(self) -> Choice:
-        """The chosen schedule. Raises ValueError when there is no such schedule, or none yet."""
+        """Chosen schedule. Raises ValueError if it does not exist or is still to be chosen."""
         assert self.schedule is not None
         if self.is_chosen_later:
             tells = PLAN if self.schedule == PLAN else f"simulate {self.schedule}"
@@ -471,23 +471,23 @@ class PipelineConfig:
 
     @property
     def choices(self) -> tuple[Choice, ...]:
-        """All schedules that steps may run under: one, or those of a race. Raises as `choice`."""
+        """All schedules under which steps may run: one, or those of a race. Raises as `choice`."""
         return (self.choice,) if self.race is None else self.race.choices
 
     @property
     def splits_backward(self) -> bool:
-        """Whether one of them splits the backward pass."""
+        """Whether any of the schedules splits the backward pass."""
         return any(choice.traits.splits_backward for choice in self.choices)
 
     @property
     def recomputes(self) -> bool:
-        """Whether one of them may have passes that make activations again."""
+        """Whether any of the schedules may recompute activations."""
         return self.recompute != Recompute() or any(choice.recomputes for choice in self.choices)
 
     @property
     def extras(self) -> Extras:
-        """The options of the schedule that are settings of ours: all but pairs, which Megatron's
-        settings ask for."""
+        """Options of the schedule that are settings of ours: all except overlapped passes, which
+        Megatron's settings request."""
         names = {extra.name for extra in fields(Extras)} - {"pairs"}
         given = {name: getattr(self, name) for name in names}
         return Extras(**given | {"slices": Slices(self.slices, self.slice_lengths)})
@@ -501,11 +501,11 @@ class PipelineConfig:
         *,
         pairs: bool = False,
     ) -> Problem:
-        """What a program of this many ``microbatches`` has to solve. ``pairs``: Megatron's settings
-        ask for them.
+        """Return the problem that a program of ``microbatches`` has to solve. ``pairs``: Megatron's
+        settings request overlapped passes.
 
         Raises:
-            ValueError: the memory limit is not understood, or as `Problem`.
+            ValueError: the memory limit cannot be parsed, or as `Problem`.
         """
         limit = None
         if self.memory_limit is not None:
@@ -519,16 +519,16 @@ def _is_chosen_later(schedule: str | None) -> bool:
 
 
 def is_on_stock(setting: Field[Any]) -> bool:
-    """Whether ``setting`` acts on Megatron's own pipeline too."""
+    """Whether ``setting`` also acts on Megatron's own pipeline."""
     return bool(setting.metadata.get("on_stock"))
 
 
 def default_text(setting: Field[Any]) -> str | bool | None:
-    """The default of ``setting``, as a user would write it."""
+    """Return the default of ``setting``, as a user would write it."""
     default = setting.default
     return default if default is None or default is False else str(default)
 
 
 def flag_with_value(name: str, value: object) -> str:
-    """The setting ``name`` with ``value``, as it is written on a command line."""
+    """Return the setting ``name`` with ``value``, as written on a command line."""
     return flag(name) + ("" if value is True else f" {value}")

@@ -7,7 +7,7 @@ import socket
 import sys
 from typing import NoReturn
 
-from megatron_ext.schedule.words import shown
+from megatron_ext.words import shown
 
 LONGEST_ERROR = 10_000  # characters; more is a mistake in itself, such as a cycle of all actions
 

@@ -1,15 +1,15 @@
-"""What a schedule family of your own imports (docs/your-own-schedule.md): one place that stays,
-however the files behind it move."""
+"""Stable imports for a schedule family of your own (docs/your-own-schedule.md), wherever the files
+behind it move."""
 
 from __future__ import annotations
 
+from megatron_ext.compile.registry import family
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.build.registry import family
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.placement import Placement, line, loop, v, wave
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
-from megatron_ext.schedule.search.weight_gradient_filling import fill_best, memory_of
+from megatron_ext.search.weight_gradient_filling import fill_best, memory_of
 
 __all__ = [
     "Action",

@@ -1,4 +1,4 @@
-"""Put a configuration into a running process."""
+"""Installation of a configuration into a running process."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from megatron_ext.patches.features import wanted_patches
 
 
 def install(config: PipelineConfig) -> Handle:
-    """Apply the patches that ``config`` wants.
+    """Apply the patches that ``config`` needs.
 
     Raises:
-        PatchError: a model exists already, a patched function is held where it cannot be replaced,
-            or a patch does not fit. Nothing is changed.
+        PatchError: a model exists already, a patched function is referenced where it cannot be
+            replaced, or a patch does not fit. Nothing is changed.
     """
     patches = wanted_patches(config)
     problem = _too_late(patches)
     if problem is not None:
-        gc.collect()  # a caught exception may hold these in its frames, and nobody holds it
+        gc.collect()  # an unreferenced exception may refer to these in its frames
         problem = _too_late(patches)
     if problem is not None:
         raise PatchError(problem)
@@ -29,7 +29,7 @@ def install(config: PipelineConfig) -> Handle:
 
 
 def _too_late(patches: Sequence[Patch]) -> str | None:
-    """What has happened already that ``patches`` would not reach, and what to do instead."""
+    """Return why ``patches`` would not reach everything, with the fix; None if they would."""
     if (model := _existing_model()) is not None:
         return (
             f"a Megatron model ({model}) has been built already, with stock layers: "
@@ -45,7 +45,7 @@ def _too_late(patches: Sequence[Patch]) -> str | None:
 
 
 def _existing_model() -> str | None:
-    """The class of a Megatron module that is alive, if there is one."""
+    """Return the class of a living Megatron module, if there is one."""
     module = sys.modules.get("megatron.core.transformer.module")
     if module is None:
         return None

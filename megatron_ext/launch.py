@@ -1,7 +1,7 @@
-"""Launch a training script, unmodified, with the patches its command line asks for.
+"""Launch of an unmodified training script, with the patches that its command line requests.
 
-One process a rank, started by torchrun or srun; patches are applied before the script's first
-import.
+There is one process per rank, started by torchrun or srun; patches are applied before the script's
+first import.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def is_launch(argv: Sequence[str]) -> bool:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What stands for ``--pipeline-schedule plan`` on a launch line.
+    """Replacement of ``--pipeline-schedule plan`` in a launch command.
 
     Attributes:
-        flags: that are added.
-        why: in a line.
-        dropped: flags that go, each with its value.
+        flags: flags to add.
+        why: the reason, in one line.
+        dropped: flags to remove, each with its value.
     """
 
     flags: tuple[str, ...]
@@ -48,27 +48,29 @@ class Chosen:
     dropped: tuple[str, ...] = ()
 
 
-# From the words after the script, the settings and the world's size.
+# Takes the words after the script, the settings and the world size.
 ChoosePlan = Callable[[Sequence[str], PipelineConfig, int], Chosen]
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """What is recorded of a training: so many ``iterations``, into ``folder``."""
+class RecordingRequest:
+    """Request to record a training: ``iterations`` iterations into ``folder``."""
 
     folder: Path
     iterations: int
 
 
-def launch(argv: Sequence[str], choose: ChoosePlan, recorded: Recorded | None = None) -> None:
+def launch(
+    argv: Sequence[str], choose: ChoosePlan, recorded: RecordingRequest | None = None
+) -> None:
     """Run the script or module that ``argv`` starts with, as ``__main__``, with its arguments.
 
-    Patches are applied if one of our flags, or ``--help``, is among the arguments, or a variable
-    ``MEGATRON_EXT_X`` stands for a flag; with none, Megatron is left as it is. Without a GPU the
-    CPU platform is put under it.
+    Patches are applied if the arguments contain one of our flags or ``--help``, or if a variable
+    ``MEGATRON_EXT_X`` replaces a flag; otherwise Megatron stays unchanged. Without a GPU the CPU
+    platform is applied.
 
-    ``choose`` is asked where the schedule is ``plan``, or an ``auto`` that leaves anything open.
-    With ``recorded`` the training is recorded and ends early; it computes what it would without.
+    ``choose`` is called if the schedule is ``plan``, or an ``auto`` with open options. With
+    ``recorded`` the training is recorded and ends early; its results do not change.
 
     Exits with status 2 and one line for a mistake in our flags, a patch that does not fit, or a
     missing script.
@@ -94,7 +96,7 @@ def launch(argv: Sequence[str], choose: ChoosePlan, recorded: Recorded | None = 
             words, dropped = [*words, *chosen.flags], chosen.dropped
             config = PipelineConfig.parse(**(given | added | given_in(chosen.flags)))
         if recorded is not None:
-            _record(recorded)  # before ours: what they put off is recorded when it is done
+            _record(recorded)  # before ours: actions that ours defer are recorded when they run
         if given or added or {"-h", "--help"} & set(arguments):
             install(config)
         if words or dropped:
@@ -109,16 +111,16 @@ def launch(argv: Sequence[str], choose: ChoosePlan, recorded: Recorded | None = 
         runpy.run_path(script, run_name="__main__")
 
 
-def _record(recorded: Recorded) -> None:
-    from megatron_ext.adapter.parity.recorder import Recorder
+def _record(recorded: RecordingRequest) -> None:
+    from megatron_ext.adapter.parity.recorder import ParityRecorder
     from megatron_ext.patches.megatron.training.training import recording
 
-    apply(recording.patches(Recorder(recorded.folder, recorded.iterations)))
+    apply(recording.patches(ParityRecorder(recorded.folder, recorded.iterations)))
 
 
 def _have_parsed(words: Sequence[str], dropped: Sequence[str]) -> None:
-    """Have Megatron's parser, whose arguments checkpoints keep, read ``words`` behind the script's,
-    and none of the flags ``dropped``."""
+    """Make Megatron's parser read ``words`` after the script's arguments, without the flags
+    ``dropped``. Checkpoints contain the arguments that it parses."""
     from megatron_ext.patches.megatron.training.arguments import parsing
 
     apply(parsing(lambda argv: [*without(argv, dropped), *words]))
@@ -136,8 +138,8 @@ def _from_environment(given: Given) -> dict[str, str | bool]:
 
 
 def _for_megatrons_offload(arguments: Sequence[str], given: Given) -> dict[str, str | bool]:
-    """Return the setting that does what Megatron's offload among ``arguments`` asks for, under a
-    schedule of ours and unless it is ``given``."""
+    """Return the setting that implements Megatron's offload flag in ``arguments``, under a schedule
+    of ours and unless it is ``given``."""
     ours, has_schedule = "activation_offload", "schedule" in given or "race" in given
     if _MEGATRONS_OFFLOAD not in arguments or not has_schedule or ours in given:
         return {}
@@ -148,7 +150,7 @@ def _for_megatrons_offload(arguments: Sequence[str], given: Given) -> dict[str, 
 
 
 def _planned(words: Sequence[str], config: PipelineConfig, choose: ChoosePlan) -> Chosen:
-    """Return what the launch with ``words`` behind its script is to be trained under."""
+    """Return the plan under which the launch with ``words`` after its script will train."""
     rank = int(os.environ.get("RANK", "0"))
     with telling_of_long_work(rank):
         chosen = choose(words, config, int(os.environ.get("WORLD_SIZE", "1")))
@@ -171,11 +173,12 @@ def without(argv: Sequence[str], flags: Sequence[str]) -> list[str]:
 
 
 def slurm_ranks(env: Mapping[str, str]) -> dict[str, str]:
-    """What torch.distributed wants to find, from ``srun``'s variables, where it is missing.
+    """Return the variables that torch.distributed requires, derived from ``srun``'s.
 
     Returns:
         RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as far as
-        ``env`` lacks them; nothing where torchrun has set them, or outside a SLURM step.
+        ``env``
+        lacks them; empty if torchrun has set them, or outside a SLURM step.
     """
     if "RANK" in env or "SLURM_PROCID" not in env:
         return {}
@@ -193,7 +196,7 @@ def slurm_ranks(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a SLURM node list: ``n[03-05,9],m1`` starts with ``n03``."""
+    """Return the first host of a SLURM node list: ``n[03-05,9],m1`` starts with ``n03``."""
     match = re.match(r"([^,\[]+)(?:\[([^,\-\]]+))?", nodes)
     if match is None:
         raise ValueError(f"SLURM's node list {nodes!r} is not understood: set MASTER_ADDR")
@@ -212,8 +215,8 @@ def _has_gpu() -> bool:
 
 
 def _use_cpu(words: Sequence[str]) -> list[str]:
-    """Put the platform without a GPU under Megatron, and say so. Return the flags that the launch
-    with ``words`` behind its script needs for it."""
+    """Apply the platform without a GPU to Megatron, and log it. Return the flags that it adds to
+    the launch with ``words`` after its script."""
     cpu = importlib.import_module(CPU_PLATFORM)
     for name, value in cpu.environment(os.environ).items():
         os.environ.setdefault(name, value)

@@ -13,7 +13,7 @@ import logging
 import sys
 from contextlib import AbstractContextManager
 
-from megatron_ext.schedule.progress import reporting
+from megatron_ext.progress import reporting
 
 
 class _Logger(logging.Logger):

@@ -18,7 +18,7 @@ from megatron_ext.config import (
     is_on_stock,
     variable,
 )
-from megatron_ext.schedule.words import meant_by
+from megatron_ext.words import meant_by
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

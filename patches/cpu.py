@@ -1,15 +1,15 @@
-"""The platform without a GPU: stock Megatron trains a GPT on CPU tensors and gloo.
+"""Platform without a GPU, on which Megatron trains a GPT on CPU tensors and gloo.
 
-Nothing imports this file; the launcher loads it by name where ``torch.cuda.is_available()`` is
-False. Three layers, all declared: names of ``torch.cuda`` get CPU meanings, ``device="cuda"``
-becomes ``"cpu"``, and a handful of Megatron's functions learn that no GPU is meant.
+No module imports this file; the launcher loads it by name if ``torch.cuda.is_available()`` is
+False. It has three declared layers: names of ``torch.cuda`` get CPU meanings, ``device="cuda"``
+becomes ``"cpu"``, and a few of Megatron's functions accept a machine without a GPU.
 
 Not patched, and why:
 
 - ``torch.cuda.is_available``: a GPU is never faked; torch's optimizers and data loaders would
   reach for the driver.
 - ``torch.cuda.empty_cache`` and the memory counters: without a driver they are no-ops and zeros.
-- ``Module.cuda`` and ``Tensor.to``: Megatron hands them ``torch.cuda.current_device()``, and that
+- ``Module.cuda`` and ``Tensor.to``: Megatron passes them ``torch.cuda.current_device()``, which
   is ``"cpu"`` here.
 - CUDA graphs, fused and flash attention, Transformer Engine, grouped GEMM, context parallelism: no
   CPU implementation exists; `default_flags` refuses them.
@@ -36,14 +36,15 @@ ENVIRONMENT = {
 
 
 def environment(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables a rank needs before torch is imported; ``env`` is what the launcher gave it."""
+    """Return the variables a rank needs before torch is imported; ``env`` is its given
+    environment."""
     ranks = env.get("WORLD_SIZE", "1")
     on_one_node = ranks == "1" or env.get("LOCAL_WORLD_SIZE") == ranks
     # gloo otherwise looks up the host's own name, which many machines cannot resolve.
     return ENVIRONMENT | ({"GLOO_SOCKET_IFNAME": "lo"} if on_one_node else {})
 
 
-# What the CPU needs said: flag -> its value, None for a switch.
+# Flags that the CPU requires: flag -> its value, None for a switch.
 _NEEDED: dict[str, str | None] = {
     "--transformer-impl": "local",
     "--distributed-backend": "gloo",
@@ -53,7 +54,7 @@ _NEEDED: dict[str, str | None] = {
     "--no-rope-fusion": None,
 }
 
-# What the CPU cannot do: flag -> (the one value that is harmless, why, what to write instead).
+# Flags that the CPU refuses: flag -> (the one harmless value, why, what to write instead).
 _REFUSED: dict[str, tuple[str | None, str, str]] = {
     "--transformer-impl": (
         "local",
@@ -80,10 +81,10 @@ _REFUSED: dict[str, tuple[str | None, str, str]] = {
 
 
 def default_flags(argv: Sequence[str]) -> list[str]:
-    """Megatron's flags for the CPU that ``argv`` does not have yet, to be appended to it.
+    """Return Megatron's flags for the CPU that ``argv`` lacks, to be appended to ``argv``.
 
     Raises:
-        ValueError: ``argv`` asks for something the CPU cannot do.
+        ValueError: ``argv`` requests something the CPU cannot do.
     """
     given: dict[str, str | None] = {}
     for position, word in enumerate(argv):
@@ -107,8 +108,8 @@ _DISTRIBUTED_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedO
 
 
 def _cuda_names() -> dict[str, Any]:
-    """``torch.cuda`` names and their CPU meaning. New objects at each call: undoing a patch
-    rebinds by identity, so a substitute must live nowhere else."""
+    """Return names of ``torch.cuda`` with their CPU meanings. Each call creates new objects:
+    undoing a patch rebinds by identity, so a substitute must not occur elsewhere."""
     import torch
 
     class Stream(torch.cpu.Stream):
@@ -116,7 +117,7 @@ def _cuda_names() -> dict[str, Any]:
             super().__init__()
 
         def record_event(self, event: Any = None) -> Any:
-            return torch.cpu.Event()  # what was given to it is done
+            return torch.cpu.Event()  # its work is done already
 
     class Event(torch.cpu.Event):
         def __init__(self, **unused: object) -> None:
@@ -185,7 +186,7 @@ def _on_host(original: Any, tensor: Any, as_numpy: bool = False, **kwargs: Any) 
 
 
 def checkpoint_writer(*args: Any) -> None:
-    """`PersistentAsyncCaller.async_loop`, in a process of its own that no patch reaches."""
+    """Run `PersistentAsyncCaller.async_loop` in a process of its own, which no patch reaches."""
     import torch
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
     from megatron.core.dist_checkpointing.strategies.filesystem_async import (
@@ -202,9 +203,9 @@ def checkpoint_writer(*args: Any) -> None:
 
 
 def _copied(buckets: Sequence[Any]) -> list[Any]:
-    """With tensors that training does not write to while they are saved.
+    """Return ``buckets`` with tensors that training does not write to while they are saved.
 
-    What is copied from a GPU is a copy already; host tensors are shared between the processes.
+    Tensors copied from a GPU are copies already; host tensors are shared between the processes.
     """
     return [
         (file, key, (plain, [(item, tensor.clone()) for item, tensor in tensors]))
@@ -228,9 +229,9 @@ def _norm(original: Any, cls: Any, config: Any, *args: Any, **kwargs: Any) -> An
 
 
 def _on_the_host(original: Any, hybrid: Any, offload_fraction: float) -> Any:
-    """`HybridDeviceOptimizer._get_sub_optimizer_param_groups`, which copies to the host what is not
-    there. Here all is, and of each parameter the one that is updated has to be known all the same.
-    """
+    """Wrap `HybridDeviceOptimizer._get_sub_optimizer_param_groups`, which copies device parameters
+    to the host. Here all are on the host, and the updated version of each parameter must be
+    returned anyway."""
     hybrid.pin_cpu_grads = False
     of_host, of_device, *_, in_fp32 = original(hybrid, offload_fraction)
     parameters = (parameter for group in hybrid.param_groups for parameter in group["params"])
@@ -240,9 +241,9 @@ def _on_the_host(original: Any, hybrid: Any, offload_fraction: float) -> Any:
 
 
 def _begun_states(original: Any, optimizer: Any) -> Any:
-    """`DistributedOptimizer.state_dict`, which asks for a step that loading comes before.
+    """Wrap `DistributedOptimizer.state_dict`, which requires a step, although loading comes first.
 
-    What AdamW would make in its first step is made now.
+    The states that AdamW would create in its first step are created now.
     """
     import torch
 
@@ -262,9 +263,9 @@ def _begun_states(original: Any, optimizer: Any) -> Any:
 
 
 def _own_steps(original: Any, optimizer: Any, state_dict: Any) -> None:
-    """`DistributedOptimizer.load_state_dict`, which gives one tensor to all parameters.
+    """Wrap `DistributedOptimizer.load_state_dict`, which gives one step tensor to all parameters.
 
-    AdamW adds to it in place, once for each of them.
+    AdamW increments it in place, once for each parameter.
     """
     original(optimizer, state_dict)
     for state in optimizer.optimizer.state.values():
@@ -273,10 +274,10 @@ def _own_steps(original: Any, optimizer: Any, state_dict: Any) -> None:
 
 
 def _all_but_step(original: Any, optimizer: Any, parameter: Any, tensors: Any) -> None:
-    """`DistributedOptimizer._set_main_param_and_optimizer_states`; the step is loaded already.
+    """Wrap `DistributedOptimizer._set_main_param_and_optimizer_states`; the step is loaded already.
 
-    It is not among the tensors of one format, and in another it is the one before loading. Of one
-    the loader forgets that fp32 parameters are written in place.
+    In one format the step is not among the tensors, and in another it is the one before loading. In
+    one of them the loader does not allow for fp32 parameters, which are written in place.
     """
     import torch
 
@@ -285,7 +286,7 @@ def _all_but_step(original: Any, optimizer: Any, parameter: Any, tensors: Any) -
 
 
 def patches() -> tuple[Patch, ...]:
-    """All patches of the platform, for the engine's `apply`."""
+    """Return all patches of the platform, for the engine's `apply`."""
     import torch
 
     return (

@@ -1,16 +1,15 @@
 """Declared changes to other people's modules: check all, apply all or none, undo.
 
-A patch says what it changes (``package.module:Name`` or ``package.module:Class.attribute``), why,
-and what it expects to find there: the signature, and the digests of the sources it was read
-against. Where versions differ it names each it is right for. `apply` resolves and checks every
-target before it touches one. Modules that imported the target by name hold an alias; aliases of a
-function or class are rebound by identity over ``sys.modules``, and back again by the handle.
-A constant has no identity of its own (``False`` is one object everywhere), so only the named
-attribute changes.
+A patch declares its target (``package.module:Name`` or ``package.module:Class.attribute``), its
+reason, and what it expects there: the signature, and digests of the sources it was read against. If
+versions differ, it names each version that it supports. `apply` resolves and checks every target
+before it changes one. Modules that imported a function or class by name have an alias; aliases are
+rebound by identity over ``sys.modules``, and back again by the handle. A constant has no identity
+of its own (``False`` is one object everywhere), so only the named attribute changes.
 
-Not covered: references that are no module attribute (a default argument, a `functools.partial`,
-a closure, an entry in somebody's table). `stale_references` finds the partials and the closures,
-so that a caller who patches late can refuse instead of half working.
+Not covered: references that are no module attribute (a default argument, a `functools.partial`, a
+closure, an entry in a table). `stale_references` finds partials and closures, so that a late caller
+can refuse instead of patching incompletely.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ _ANY_SOURCE: Digests = types.MappingProxyType({})
 
 
 class PatchError(RuntimeError):
-    """A patch does not fit what is installed; nothing has been changed."""
+    """Raised if a patch does not fit the installed code; nothing has been changed."""
 
 
 class How(enum.StrEnum):
-    """Whether the substitute stands in for the original, calls it, or is not there at all."""
+    """Relation of a patch to the original: replaces it, calls it, or only expects it."""
 
     REPLACE = "replace"
     WRAP = "wrap"
@@ -56,7 +55,7 @@ class How(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Patch:
-    """One change to one attribute of a module or class. Made by `replace` and `wrap`."""
+    """Change or expectation of one attribute. Created by `replace`, `wrap` and `expect`."""
 
     target: str
     how: How
@@ -71,7 +70,7 @@ class Patch:
         return bool(self.needless) and source_digest(original) in self.needless.values()
 
     def build(self, original: Any) -> Any:
-        """What stands in the target's place, made from what stood there."""
+        """Return the object that replaces ``original``."""
         if self.how is How.REPLACE:
             return self.change
         wrapper = self.change
@@ -91,22 +90,24 @@ def replace(
     signature: Signature = None,
     digests: Digests = _ANY_SOURCE,
 ) -> Patch:
-    """Declare that ``substitute`` stands where ``target`` stood.
+    """Declare that ``substitute`` replaces ``target``.
 
-    Give each target an object of its own: `Handle.undo` tells the late importers of a target from
-    the other users of its substitute by name only. A substitute that calls the original is a
-    `wrap`, because its own imported name for the original would be rebound too.
+    Give each target an object of its own: `Handle.undo` distinguishes late importers of a target
+    from other users of its substitute by name only. A substitute that calls the original must be a
+    `wrap`, because its own imported name of the original would be rebound too.
 
     Args:
         target: ``package.module:Name`` or ``package.module:Class.attribute``.
-        substitute: the object to put there; for a static or class method, the plain function.
+        substitute: the new object; for a static or class method, the plain function.
         reason: one line for `megatron-ext doctor`.
-        signature: what ``inspect.signature`` of the original must print without annotations, or
-            one such text for each version that differs; None skips the check (the original is no
-            function, or its signature does not matter).
-        digests: `source_digest` of each original this patch was read against, by the versions that
-            have it (``{"0.18": ..., "0.19": ...}``); empty skips the check (the patch does not
-            depend on the original's body).
+        signature: text of ``inspect.signature`` of the original without annotations, or one such
+            text
+            for each version that differs; None skips the check (the original is no function, or its
+            signature does not matter).
+        digests: `source_digest` of each original that this patch was read against, by version
+            (``{"0.18": ..., "0.19": ...}``); empty skips the check (the patch does not depend on
+            the
+            original's body).
     """
     return Patch(target, How.REPLACE, reason, substitute, _as_tuple(signature), digests)
 
@@ -123,8 +124,8 @@ def wrap(
     """Declare that calls of ``target`` become ``wrapper(original, *args, **kwargs)``.
 
     The arguments are those of `replace`. ``args`` begins with ``self`` for a method and with
-    ``cls`` for a class method. ``needless`` are `source_digest`s, by version as ``digests``, of
-    originals that do by themselves what the patch is for: these are left as they are.
+    ``cls`` for a class method. ``needless`` has the `source_digest`s, by version like ``digests``,
+    of originals that do by themselves what the patch is for: these stay unchanged.
     """
     return Patch(target, How.WRAP, reason, wrapper, _as_tuple(signature), digests, needless)
 
@@ -132,7 +133,7 @@ def wrap(
 def expect(
     target: str, *, reason: str, signature: Signature = None, digests: Digests = _ANY_SOURCE
 ) -> Patch:
-    """Declare that other patches rely on ``target`` being as they know it; it is not changed.
+    """Declare that other patches rely on ``target`` as they know it; it is not changed.
 
     The arguments are those of `replace`.
     """
@@ -147,7 +148,7 @@ def _as_tuple(signature: Signature) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Target:
-    """A resolved target: the object that holds the attribute, and what it holds now."""
+    """Resolved target: the object with the attribute, and the attribute's current value."""
 
     owner: Any
     name: str
@@ -160,19 +161,19 @@ class Target:
 
     @property
     def rebinds(self) -> bool:
-        """Whether importers of the target hold an object that is the target's alone."""
+        """Whether importers of the target have an object that is the target's alone."""
         return self.in_module and callable(self.original)
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """Equal for targets that are one thing under several names."""
+        """Key that is equal for targets which are one object under several names."""
         if self.rebinds:
             return (id(self.original),)
         return id(self.owner), self.name
 
 
 def resolve(target: str) -> Target:
-    """Import and look up ``target``; raises PatchError when it is not there."""
+    """Import and look up ``target``. Raises PatchError if it does not exist."""
     module_name, _, path = target.partition(":")
     *outer, name = path.split(".")
     try:
@@ -195,7 +196,7 @@ def resolve(target: str) -> Target:
 
 
 def plain_signature(function: Any) -> str:
-    """The signature of ``function`` without annotations, for comparison across versions."""
+    """Return the signature of ``function`` without annotations, for comparison across versions."""
     signature = inspect.signature(function)
     bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
     return str(inspect.Signature(bare))
@@ -203,18 +204,18 @@ def plain_signature(function: Any) -> str:
 
 @dataclass(frozen=True)
 class Misfit:
-    """Why a patch does not fit; ``unknown`` is the source that it was not read against, where that
-    is all."""
+    """Reason why a patch does not fit. ``unknown`` is the source that it was not read against, if
+    that is the only reason."""
 
     text: str
     unknown: UnknownSource | None = None
 
 
 def mismatch(patch: Patch, original: Any) -> Misfit | None:
-    """Why ``patch`` does not fit ``original``, or None when it fits.
+    """Return why ``patch`` does not fit ``original``, or None if it fits.
 
     Raises:
-        ValueError: what the user allows is not understood.
+        ValueError: the user's allowance of unknown sources cannot be parsed.
     """
     if patch.signatures:
         known = " or ".join(patch.signatures)
@@ -253,11 +254,11 @@ def modules_with(ids: Set[int], modules: Iterable[Any]) -> list[types.ModuleType
 
 
 class Aliases:
-    """Who holds what: the module attributes that are one of the objects asked for, by identity.
+    """Index of the module attributes that are one of the requested objects, by identity.
 
-    All of ``sys.modules`` is scanned once for ``objects``, and again for any other that is asked
-    for later. A record of every attribute would take half a second beside torch and Megatron, in
-    each rank, for the few dozen objects that matter.
+    All of ``sys.modules`` is scanned once for ``objects``, and again for any object requested
+    later. Indexing every attribute would take half a second in each rank with torch and Megatron
+    loaded, for the few dozen objects that matter.
     """
 
     def __init__(self, objects: Iterable[Any] = ()) -> None:
@@ -273,7 +274,7 @@ class Aliases:
         self._holders |= holders
 
     def of(self, value: Any) -> frozenset[Alias]:
-        """The module attributes that are ``value`` itself."""
+        """Return the module attributes that are ``value`` itself."""
         if id(value) not in self._holders:
             self._scan([value])
         return frozenset(self._holders[id(value)])
@@ -290,7 +291,8 @@ class Aliases:
 
 
 def stale_references(patches: Sequence[Patch]) -> list[str]:
-    """Who holds a patched target where no rebinding reaches: one line each, empty when nobody."""
+    """Return a line for each reference to a patched target that rebinding cannot reach; empty if
+    none."""
     names = {}
     for patch in patches:
         target = resolve(patch.target)
@@ -306,7 +308,7 @@ def stale_references(patches: Sequence[Patch]) -> list[str]:
 
 
 def _held_by(holder: Any) -> tuple[Any, ...]:
-    """What a partial or a closure's cell holds."""
+    """Return the objects that a partial or a closure's cell refers to."""
     if isinstance(holder, functools.partial):
         return holder.func, *holder.args, *holder.keywords.values()
     if isinstance(holder, types.CellType):
@@ -316,13 +318,13 @@ def _held_by(holder: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class _Swap:
-    """One target that holds its substitute, and all it takes to undo that."""
+    """Replaced target, with everything needed to undo the replacement."""
 
     target: Target
-    own: bool  # the owner itself had the attribute, it was not inherited
+    own: bool  # the owner itself had the attribute (not inherited)
     substitute: Any
-    importers: frozenset[Alias]  # held the original
-    holders: frozenset[Alias]  # held the substitute already, in its own right
+    importers: frozenset[Alias]  # referred to the original
+    holders: frozenset[Alias]  # referred to the substitute already, independently
 
     def undo(self, aliases: Aliases) -> None:
         owner, name = self.target.owner, self.target.name
@@ -335,9 +337,10 @@ class _Swap:
             delattr(owner, name)
 
     def _imported_late(self, aliases: Aliases) -> set[Alias]:
-        """The modules that imported the target while it was patched, and so hold the substitute.
+        """Return the modules that imported the target while it was patched, and so refer to the
+        substitute.
 
-        Of those that hold it under a name that its own holders have, it is assumed that they
+        A module that has it under a name which the substitute's own users have is assumed to have
         imported the substitute itself.
         """
         if not (self.target.rebinds and callable(self.substitute)):
@@ -351,14 +354,14 @@ _handles: list[Handle] = []  # with patches in force
 
 
 def applied() -> list[Patch]:
-    """The patches in force in this process."""
+    """Return the patches in force in this process."""
     return [patch for handle in _handles for patch in handle.patches]
 
 
 class Handle(AbstractContextManager["Handle"]):
-    """Applied patches. `undo` (or leaving the ``with`` block) puts the originals back.
+    """Handle of applied patches. `undo` (or leaving the ``with`` block) restores the originals.
 
-    Handles on the same targets are undone in the reverse order of their making.
+    Handles on the same targets must be undone in reverse order of creation.
     """
 
     def __init__(self, patches: Sequence[Patch]) -> None:
@@ -378,7 +381,7 @@ class Handle(AbstractContextManager["Handle"]):
 
 
 def _checked(patches: Sequence[Patch]) -> tuple[list[Patch], list[Any]]:
-    """Those of ``patches`` that are needed here, and the objects whose aliases matter to them.
+    """Return the ``patches`` that are needed here, and the objects whose aliases matter to them.
     Raises as `apply`."""
     problems = []
     unknown = []
@@ -423,9 +426,9 @@ def apply(patches: Sequence[Patch]) -> Handle:
     """Apply all ``patches`` or none.
 
     Raises:
-        PatchError: a target is missing, has another signature or an unknown source, or two
-            patches exclude each other. Lists all that do not fit. Nothing has been changed then.
-        ValueError: what the user allows is not understood.
+        PatchError: a target is missing, has another signature or an unknown source, or two patches
+            exclude each other. The message lists all misfits. Nothing has been changed.
+        ValueError: the user's allowance of unknown sources cannot be parsed.
     """
     in_force, wanted = _checked(patches)
     handle = Handle(in_force)

@@ -1,4 +1,4 @@
-"""One table: each feature, its patches, and when it is wanted."""
+"""Table of features with their patches and conditions."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megatron_ext.compile.registry import Choice
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, PatchError
-from megatron_ext.schedule.build.registry import Choice
 from megatron_ext.schedule.problem import Offload, VocabularyParallel
 
 
 @dataclass(frozen=True)
 class Feature:
-    """Something a user switches on.
+    """Feature that a user can switch on.
 
-    ``modules`` (below patches) have ``patches(config) -> tuple[Patch, ...]``. With ``wanted`` a
-    launch has it whose schedule says so, with ``asked_for`` one whose settings do; without either,
-    every launch with a flag of ours.
+    ``modules`` (below patches) have ``patches(config) -> tuple[Patch, ...]``. A launch gets the
+    feature if ``wanted`` is true for one of its schedules and ``asked_for`` for its settings.
+    Without ``wanted`` the schedule does not matter; without either, every launch with one of our
+    flags gets it.
     """
 
     name: str
@@ -34,7 +35,7 @@ class Feature:
         return self.asked_for(config)
 
     def patches(self, config: PipelineConfig) -> list[Patch]:
-        """Its patches; raises PatchError where Megatron lacks something that they import."""
+        """Return its patches. Raises PatchError if Megatron lacks something that they import."""
         package = "megatron_ext.patches"
         try:
             modules = [importlib.import_module(f"{package}.{name}") for name in self.modules]
@@ -149,8 +150,8 @@ FEATURES = (
         None,
         asked_for=lambda config: config.watches_stock,
     ),
-    # After a first stage elsewhere, whose wrapper of the same function is then within: nobody
-    # trains together who has not been compared.
+    # After a moved first stage, whose wrapper of the same function is then the inner one: no ranks
+    # train together before they are compared.
     Feature(
         "ranks that are launched alike",
         ("megatron.core.parallel_state.agreement",),
@@ -222,7 +223,7 @@ FEATURES = (
 
 
 def wanted_patches(config: PipelineConfig) -> list[Patch]:
-    """The patches of all features that ``config`` wants."""
+    """Return the patches of all features that ``config`` needs."""
     return [
         patch
         for feature in FEATURES

@@ -1,4 +1,4 @@
-"""The sources of what is patched: told by a digest, and what to read where one is not known."""
+"""Sources of patched functions: their digests, and a readable report of an unknown one."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ from megatron_ext.config import ALLOW_UNKNOWN
 
 _ENTRY = re.compile(r"[\w.]+:[\w.]+@\w+")
 _UPSTREAM = "NVIDIA/Megatron-LM"
-UNTAGGED = {"0.20": "d98e8a64"}  # read before it was released
+UNTAGGED = {"0.20": "d98e8a64"}  # read before its release, at this commit
 
 
 @dataclass(frozen=True)
 class UnknownSource:
-    """A source that a patch was not read against.
+    """Source that a patch was not read against.
 
     Attributes:
         digest: `source_digest` of it.
-        known_of: the versions whose sources the patch was read against.
-        we: what we do with it, and why.
-        file, lines: where it is, the first and the last line; an empty name where no file is.
-        diff: a command that shows what has changed since the nearest known version; empty where
-            nobody knows one.
+        known_of: versions whose sources the patch was read against.
+        we: our use of it, and why.
+        file, lines: its file, first and last line; "" if there is no file.
+        diff: command that shows the changes since the nearest known version; "" if none is known.
     """
 
     target: str
@@ -45,7 +44,7 @@ class UnknownSource:
 
     @property
     def entry(self) -> str:
-        """What allows it, in `ALLOW_UNKNOWN`."""
+        """Entry that allows it, in `ALLOW_UNKNOWN`."""
         return f"{self.target}@{self.digest}"
 
     def __str__(self) -> str:
@@ -56,7 +55,8 @@ class UnknownSource:
 
 
 def source_digest(original: Any) -> str:
-    """Twelve hex digits over the source of ``original``: its code, not its comments or layout."""
+    """Return 12 hex digits over the source of ``original``: its code, without comments and
+    layout."""
     source = textwrap.dedent(inspect.getsource(original))
     if source[0].isspace():  # a string literal at the margin keeps dedent from working
         source = "if True:\n" + source
@@ -67,13 +67,13 @@ def is_allowed(target: str, digest: str) -> bool:
     """Whether the user allows this source of ``target``, by `ALLOW_UNKNOWN`.
 
     Raises:
-        ValueError: the variable is not understood.
+        ValueError: the variable cannot be parsed.
     """
     return f"{target}@{digest}" in _allowed(os.environ.get(ALLOW_UNKNOWN, ""))
 
 
 def allowance(unknown: list[UnknownSource]) -> str:
-    """The value of `ALLOW_UNKNOWN` that allows these and what is allowed already."""
+    """Return the value of `ALLOW_UNKNOWN` that allows these sources and those allowed already."""
     allowed = _allowed(os.environ.get(ALLOW_UNKNOWN, ""))
     targets = {source.target for source in unknown}
     kept = [entry for entry in allowed if entry.partition("@")[0] not in targets]
@@ -93,8 +93,8 @@ def _allowed(text: str) -> tuple[str, ...]:
 
 
 def versions_of(known: Mapping[str, str]) -> list[str]:
-    """The versions in the keys of ``known`` digests, oldest first. A key is ``0.19`` or ``0.18,
-    0.19``; ``0.20@2a75ac1`` is a commit on the way to that version, which callers pin."""
+    """Return the versions in the keys of ``known`` digests, oldest first. A key is ``0.19`` or
+    ``0.18, 0.19``; ``0.20@2a75ac1`` is a commit before that version, which callers pin."""
     versions = {version.partition("@")[0] for key in known for version in key.split(", ")}
     return sorted(versions, key=lambda version: [int(part) for part in version.split(".")])
 
@@ -102,8 +102,8 @@ def versions_of(known: Mapping[str, str]) -> list[str]:
 def unknown_source(
     target: str, original: Any, digest: str, known: Mapping[str, str], we: str
 ) -> UnknownSource:
-    """What there is to say of the source of ``original``, whose ``digest`` is not ``known`` (by the
-    versions that have it)."""
+    """Return a report on the source of ``original``, whose ``digest`` is not ``known`` (by
+    version)."""
     versions = versions_of(known)
     package = re.split("[.:]", target)[0]
     known_of = f"{package} {' and '.join(versions)}"
@@ -118,8 +118,8 @@ def unknown_source(
 
 
 def _diff(package: str, file: Path, versions: list[str]) -> str:
-    """The command that compares ``file`` with that of upstream's version nearest to it; empty where
-    it is no file of the package."""
+    """Return the command that compares ``file`` with upstream's nearest version; "" if the file is
+    not in the package."""
     if package not in file.parts:
         return ""
     depth = file.parts[::-1].index(package)

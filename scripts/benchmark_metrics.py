@@ -36,6 +36,9 @@ from megatron_ext.adapter.training_globals import line_interval
 from megatron_ext.bench.contestants import EmulatedStage, in_seconds
 from megatron_ext.bench.emulated import DTYPE, SHAPE, EmulatedChunk
 from megatron_ext.bench.runs import before_everything_else
+from megatron_ext.compile.output_layer import place_output_layer
+from megatron_ext.compile.program.graph import channels
+from megatron_ext.compile.registry import choose
 from megatron_ext.launch import CPU_PLATFORM
 from megatron_ext.logger import logger
 from megatron_ext.patches.engine import apply
@@ -44,10 +47,7 @@ from megatron_ext.runtime.messages.channels import Channels
 from megatron_ext.runtime.messages.transport import Boundary, Transport
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.weight_gradients import queue
-from megatron_ext.schedule.build.output_layer import place_output_layer
-from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.program.graph import channels
 
 CPU = torch.device("cpu")
 SCHEDULES = "1f1b zb-h1 zb-v"

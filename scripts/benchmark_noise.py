@@ -25,18 +25,18 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.program.noise import Noise, Quantiles, factors_of, spread
+from megatron_ext.compile.program.simulate import seconds_of, simulate
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.compile.registry import choose
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.columns import IS_PASS
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.program.noise import Noise, Quantiles, factors_of, spread
-from megatron_ext.schedule.program.simulate import seconds_of, simulate
-from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.show.noise_text import parse_noise
-from megatron_ext.schedule.show.replay import Replay
+from megatron_ext.viz.noise_text import parse_noise
+from megatron_ext.viz.replay import Replay
 
 # With the memory limits within which v-auto searches.
 SCHEDULES: tuple[tuple[str, str | None], ...] = (

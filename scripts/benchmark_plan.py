@@ -28,10 +28,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_ext.launch_check.planner.launch_plan import plan_line  # noqa: E402
-from megatron_ext.launch_check.planner.parsed_launch import LaunchRequest  # noqa: E402
-from megatron_ext.schedule.model.gpus import GPUS, parse_gpu  # noqa: E402
-from megatron_ext.schedule.plan.planning_time import LIMIT, planning  # noqa: E402
+from megatron_ext.cost_model.gpus import GPUS, parse_gpu  # noqa: E402
+from megatron_ext.launch_planner.launch_plan import plan_line  # noqa: E402
+from megatron_ext.launch_planner.parsed_launch import LaunchRequest  # noqa: E402
+from megatron_ext.planner.planning_time import LIMIT, planning  # noqa: E402
 from scripts.recipes.accepting import argument_values, as_on_gpus, others  # noqa: E402
 from scripts.recipes.public_form import read_recipes  # noqa: E402
 from scripts.recipes.recipe import RECIPES, Recipe, read_models, resolve  # noqa: E402

@@ -30,6 +30,11 @@ from rich.table import Table
 from megatron_ext.bench.contestants import EmulatedStage, in_seconds
 from megatron_ext.bench.emulated import DTYPE, SHAPE, EmulatedChunk
 from megatron_ext.bench.runs import before_everything_else
+from megatron_ext.compile.output_layer import place_output_layer
+from megatron_ext.compile.program.graph import channels
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.compile.registry import choose
+from megatron_ext.cost_model.measured_costs import measured_costs
 from megatron_ext.runtime.executor import execute
 from megatron_ext.runtime.held_bytes import SavedTensors
 from megatron_ext.runtime.measure.measured_steps import KEPT, MeasuredSteps
@@ -40,15 +45,10 @@ from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.recording import clock_of
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.runtime.world import gather_from_all
-from megatron_ext.schedule.build.output_layer import place_output_layer
-from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.costs_text import format_costs
-from megatron_ext.schedule.model.measured_costs import measured_costs
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.program.graph import channels
-from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.show.prediction import Comparison
+from megatron_ext.viz.prediction import Comparison
 
 CPU = torch.device("cpu")
 SCHEDULES = "1f1b zb-h1 zb-auto interleaved-zb zb-v v-half"

@@ -26,14 +26,14 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from megatron_ext.schedule.build.registry import choose, entries
+from megatron_ext.compile.program.communication import communicate
+from megatron_ext.compile.program.message_order import order_messages
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.compile.program.verify import prove
+from megatron_ext.compile.program.waits import await_sends
+from megatron_ext.compile.registry import choose, entries
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.program.communication import communicate
-from megatron_ext.schedule.program.message_order import order_messages
-from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.program.verify import prove
-from megatron_ext.schedule.program.waits import await_sends
 
 COSTS = (10, 12, 8, 1)  # f, i, w, comm
 RANKS = (8, 16, 32, 64)

@@ -23,18 +23,18 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_ext.schedule.build.build import complete
+from megatron_ext.compile.build import complete
+from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import v
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.search import best
-from megatron_ext.schedule.search.bounds import lower_bound
-from megatron_ext.schedule.search.effort import Effort, effort
-from megatron_ext.schedule.search.pack import Pack, Packed
-from megatron_ext.schedule.search.shop import Shop, Starts, shop_of
-from megatron_ext.schedule.search.v_patterns import excluded_period
+from megatron_ext.search import best
+from megatron_ext.search.bounds import lower_bound
+from megatron_ext.search.effort import Effort, effort
+from megatron_ext.search.pack import Pack, Packed
+from megatron_ext.search.shop import Shop, Starts, shop_of
+from megatron_ext.search.v_patterns import excluded_period
 
 COSTS = (10, 12, 8, 1)  # f, i, w, comm
 CELLS = ("8:4", "8:5", "8:6", "8:8", "16:8", "16:9", "16:12", "16:16", "32:16", "32:18", "32:32")

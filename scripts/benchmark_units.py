@@ -15,14 +15,14 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.program.memory import in_microbatches, peaks
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.compile.registry import choose
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.placement import loop
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.program.memory import in_microbatches, peaks
-from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.schedule import is_compute
 
 COSTS = (10, 12, 8, 1)  # F, I and W of a rank for a microbatch, and a hop

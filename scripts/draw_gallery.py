@@ -15,12 +15,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import Mark, choose, entries
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.registry import Mark, choose, entries
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.show.page.run import Run, simulated
-from megatron_ext.schedule.show.page.write import Page, write_page
+from megatron_ext.viz.page.run import Run, simulated
+from megatron_ext.viz.page.write import Page, write_page
 
 SCRIPTS = Path(__file__).resolve().parent
 RANKS = (4, 8, 16)

@@ -24,19 +24,19 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from megatron_ext.cli import app
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import choose
-from megatron_ext.schedule.build.report import report
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.compile.registry import choose
+from megatron_ext.compile.report import report
+from megatron_ext.compile.two_copies.fold import unfolded
+from megatron_ext.cost_model.estimate import estimate
+from megatron_ext.cost_model.gpus import GPU
+from megatron_ext.cost_model.model import stages_of
+from megatron_ext.cost_model.short_form import Described
 from megatron_ext.schedule.costs_text import parse_costs
-from megatron_ext.schedule.model.estimate import estimate
-from megatron_ext.schedule.model.gpus import GPU
-from megatron_ext.schedule.model.model import stages_of
-from megatron_ext.schedule.model.short_form import Described
 from megatron_ext.schedule.problem import Extras, Problem, VocabularyParallel
-from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.show.draw import draw, draw_bars
-from megatron_ext.schedule.show.svg import save
-from megatron_ext.schedule.two_copies.fold import unfolded
+from megatron_ext.viz.draw import draw, draw_bars
+from megatron_ext.viz.svg import save
 
 SCRIPTS = Path(__file__).resolve().parent
 DOCS = SCRIPTS.parent / "docs"

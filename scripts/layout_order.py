@@ -18,24 +18,24 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import choose
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.program.memory import in_bytes, peaks
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.compile.registry import choose
+from megatron_ext.cost_model import reductions, stage_seconds
+from megatron_ext.cost_model.estimate import estimate
+from megatron_ext.cost_model.execution import Execution, Framework
+from megatron_ext.cost_model.gpus import GPUS
+from megatron_ext.cost_model.messages import collectives
+from megatron_ext.cost_model.messages.blocking import with_blocking_messages
+from megatron_ext.cost_model.model import Model
+from megatron_ext.cost_model.model_memory import TrainingState, bytes_of_ranks
+from megatron_ext.cost_model.rates import Rates
+from megatron_ext.planner.layouts.beside import seconds_beside
+from megatron_ext.planner.layouts.layout import evenly
 from megatron_ext.schedule.costs import Costs
-from megatron_ext.schedule.model import reductions, stage_seconds
-from megatron_ext.schedule.model.estimate import estimate
-from megatron_ext.schedule.model.execution import Execution, Framework
-from megatron_ext.schedule.model.gpus import GPUS
-from megatron_ext.schedule.model.messages import collectives
-from megatron_ext.schedule.model.messages.blocking import with_blocking_messages
-from megatron_ext.schedule.model.model import Model
-from megatron_ext.schedule.model.model_memory import TrainingState, bytes_of_ranks
-from megatron_ext.schedule.model.rates import Rates
 from megatron_ext.schedule.placement import Placement, line
-from megatron_ext.schedule.plan.layouts.beside import seconds_beside
-from megatron_ext.schedule.plan.layouts.layout import evenly
 from megatron_ext.schedule.problem import Problem, VocabularyParallel
-from megatron_ext.schedule.program.memory import in_bytes, peaks
-from megatron_ext.schedule.program.simulate import simulate
 
 MEASURED = Path(__file__).parent / "layouts" / "a100.csv"
 # What a rank may take of a GPU's memory: CUDA's context and NCCL's buffers take 2 to 3 GiB of 79

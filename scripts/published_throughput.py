@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import statistics
 
-from megatron_ext.schedule.plan.layouts.layout import Layout
-from megatron_ext.schedule.plan.layouts.work import evaluate
+from megatron_ext.planner.layouts.layout import Layout
+from megatron_ext.planner.layouts.work import evaluate
 from scripts.recipes.accepting import as_on_gpus
 from scripts.recipes.configured import configuration_of
 from scripts.recipes.gains import work_of

@@ -1,5 +1,4 @@
-"""What pairs of passes give public recipes with experts, under Megatron's schedule and ours:
-the table in docs/pairs.md.
+"""Compare public recipes with experts under Megatron's schedule and ours, with pairs of passes.
 
     python scripts/recipe_pairs.py [FILE.json] [--json ROWS.json] [--only WORD]
 

@@ -41,20 +41,20 @@ from rich.table import Table
 from torch import Tensor
 
 from megatron_ext.bench.emulated import AutogradStage
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.program.graph import Channel, channels
+from megatron_ext.compile.program.verify import InvalidSchedule, Program
+from megatron_ext.compile.registry import choose, entries
 from megatron_ext.runtime.executor import execute
 from megatron_ext.runtime.messages.channels import Channels
 from megatron_ext.runtime.messages.transport import Boundary, Transport
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.program.graph import Channel, channels
-from megatron_ext.schedule.program.verify import InvalidSchedule, Program
 
 WIDTH = 16
 SAMPLES = 3

@@ -39,15 +39,15 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.program.verify import InvalidSchedule
+from megatron_ext.compile.registry import FamilyEntry, choose, entries, with_option
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import FamilyEntry, choose, entries, with_option
 from megatron_ext.schedule.costs import Costs, uniform
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.program.verify import InvalidSchedule
 
 RANKS = (*range(2, 17), 24, 32)
 COSTS = {

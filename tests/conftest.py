@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.schedule.search import best
-from megatron_ext.schedule.search.effort import small_effort
+from megatron_ext.search import best
+from megatron_ext.search.effort import small_effort
 from scripts.recipes.vocabulary import features_of_flags
 from tests.helpers import documents, witnesses
 

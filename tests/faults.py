@@ -26,6 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 SCHEDULE = "megatron_ext/schedule"
+PROGRAM = "megatron_ext/compile/program"
 RUNTIME = "megatron_ext/runtime"
 ADAPTER = "megatron_ext/adapter"
 MEGATRON = "patches/megatron"
@@ -57,14 +58,14 @@ FAULTS = (
     # ---- The proof, and what is said of a schedule before it runs
     Fault(
         "memory-never-given-back",
-        f"{SCHEDULE}/program/memory.py",
+        f"{PROGRAM}/memory.py",
         "held += (gained - lost) * tokens - given_back",
         "held += gained * tokens - given_back",
         ("tests/unit/program/test_verify.py",),
     ),
     Fault(
         "one-microbatch-over-the-limit",
-        f"{SCHEDULE}/program/verify.py",
+        f"{PROGRAM}/verify.py",
         "if not fits(peak, allowed):",
         "if not fits(peak, allowed + 1):",
         ("tests/unit/program/test_verify.py",),
@@ -78,56 +79,56 @@ FAULTS = (
     ),
     Fault(
         "one-microbatch-too-many",
-        f"{SCHEDULE}/program/verify.py",
+        f"{PROGRAM}/verify.py",
         "if not 0 <= action.microbatch < problem.pieces:",
         "if not 0 <= action.microbatch <= problem.pieces:",
         ("tests/unit/program/test_verify.py",),
     ),
     Fault(
         "a-pass-twice-is-not-refused",
-        f"{SCHEDULE}/program/verify.py",
+        f"{PROGRAM}/verify.py",
         "if work in done:",
         "if False:",
         ("tests/unit/program/test_verify.py",),
     ),
     Fault(
         "a-need-one-place-later",
-        f"{SCHEDULE}/program/verify.py",
+        f"{PROGRAM}/verify.py",
         "if part is not None and position.get((stage, kind, part), -1) > index:",
         "if part is not None and position.get((stage, kind, part), -1) > index + 1:",
         ("tests/unit/program/test_verify.py",),
     ),
     Fault(
         "messages-that-cross-are-not-refused",
-        f"{SCHEDULE}/program/verify.py",
+        f"{PROGRAM}/verify.py",
         "if partner != receive:",
         "if False:",
         ("tests/unit/program/test_verify.py",),
     ),
     Fault(
         "collectives-that-cross-are-not-refused",
-        f"{SCHEDULE}/program/verify.py",
+        f"{PROGRAM}/verify.py",
         "if first.microbatch != other.microbatch:",
         "if False:",
         ("tests/unit/transforms/test_vocabulary_schedule.py",),
     ),
     Fault(
         "one-queue-is-not-looked-at",
-        f"{SCHEDULE}/program/verify.py",
+        f"{PROGRAM}/verify.py",
         "one_queue = build_graph(schedule, p2p, Device.ONE_QUEUE)",
         "one_queue = build_graph(schedule, p2p)",
         ("tests/unit/program/test_message_order.py",),
     ),
     Fault(
         "a-loss-before-the-verdict",
-        f"{SCHEDULE}/program/speculation.py",
+        f"{PROGRAM}/speculation.py",
         "return RULES[action.kind].in_evaluation and not placement.is_last(action.stage)",
         "return RULES[action.kind].in_evaluation",
         ("tests/unit/transforms/test_post_validation.py",),
     ),
     Fault(
         "links-are-not-shared",
-        f"{SCHEDULE}/program/simulate.py",
+        f"{PROGRAM}/simulate.py",
         "start[node] = max(start[node], free.get(link, 0.0))",
         "start[node] = max(start[node], 0.0)",
         ("tests/unit/transforms/test_offload.py",),
@@ -142,14 +143,14 @@ FAULTS = (
     # ---- What runs on a rank
     Fault(
         "a-send-that-nobody-waits-for",
-        f"{RUNTIME}/handover.py",
+        f"{RUNTIME}/stage_io.py",
         "self._transport.wait_sent(action._replace(kind=Kind.SEND_F))",
         "pass",
         ("tests/pipeline/test_executor.py",),
     ),
     Fault(
         "gradient-of-another-microbatch",
-        f"{RUNTIME}/handover.py",
+        f"{RUNTIME}/stage_io.py",
         "self._transport.send(action, self.gradients[action.stage, action.microbatch])",
         "self._transport.send(action, next(iter(self.gradients.values())))",
         ("tests/pipeline/test_executor.py",),
@@ -331,7 +332,7 @@ FAULTS = (
     ),
     Fault(
         "frozen-weights-cost-as-trained-ones",
-        f"{SCHEDULE}/model/frozen.py",
+        "megatron_ext/cost_model/frozen.py",
         "if reached == 1 and head and all(share == 1 for share in matrices):",
         "if True:",
         (

@@ -1,1 +1,1 @@
-"""Our code in Megatron's words: its stages, its settings, its models. Patches nothing."""
+"""Our code in Megatron's terms: stages, settings, models. Patches nothing."""

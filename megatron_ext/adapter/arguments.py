@@ -1,4 +1,4 @@
-"""What our settings demand of Megatron's parsed arguments, and the programs that they ask for."""
+"""Checks of our settings against Megatron's parsed arguments, and the programs that they need."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
 
 from megatron_ext.adapter.compatibility import refuse, refuse_order
+from megatron_ext.adapter.handled_settings.groups import with_megatrons_group
 from megatron_ext.adapter.job import job_costs, of_arguments
 from megatron_ext.adapter.layers import SEGMENT_END, predicts_apart, segments_of_stages
-from megatron_ext.adapter.pairs.asked import asks_for_pairs, refuse_measuring
+from megatron_ext.adapter.pairs.overlap_setting import refuse_measuring, requests_pairs
 from megatron_ext.adapter.race.order import check_order
 from megatron_ext.adapter.slices.lengths import spans_of
-from megatron_ext.adapter.taken_over.groups import with_megatrons_group
 from megatron_ext.adapter.transformer_engine.captured import captures
 from megatron_ext.adapter.vocabulary_rows import check_divisible
+from megatron_ext.compile.output_layer import place_output_layer
+from megatron_ext.compile.overlap import check_overlaps
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.compile.registry import Choice
 from megatron_ext.config import COSTS_FILE, TRACED_OF_RUN, PipelineConfig, flag
 from megatron_ext.logger import logger, telling_of_long_work
 from megatron_ext.runtime.measure import profile
-from megatron_ext.schedule.build.output_layer import place_output_layer
-from megatron_ext.schedule.build.overlap import check_overlaps
-from megatron_ext.schedule.build.registry import Choice
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.program.verify import Program
 
 _VIRTUAL_STAGES = (
     "num_layers_per_virtual_pipeline_stage",
@@ -37,8 +37,8 @@ _PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 
 
 def add_virtual_stages(args: Any, config: PipelineConfig) -> None:
-    """Give ``args``, which are not validated yet, the schedule's virtual stages unless they name
-    some themselves. A hybrid model's are in its pattern.
+    """Set the schedule's virtual stages in ``args``, not validated yet, unless ``args`` set some
+    already. The virtual stages of a hybrid model are in its layer pattern.
 
     Raises:
         ValueError: the pattern has other stages.
@@ -55,7 +55,8 @@ def add_virtual_stages(args: Any, config: PipelineConfig) -> None:
 
 
 def _divided(pattern: str, args: Any, choice: Choice) -> str:
-    """``pattern`` with an end of each stage. Megatron divides what has none over ranks itself."""
+    """Return ``pattern`` with a separator after each stage. Megatron itself splits a pattern
+    without separators over ranks."""
     placement = choice.place(args.pipeline_model_parallel_size)
     if placement.chunks == 1 and SEGMENT_END not in pattern:
         return pattern
@@ -74,7 +75,7 @@ Prove = Callable[[Choice, Sequence[Problem]], list[Program]]
 
 
 def check(args: Any, config: PipelineConfig, prove: Prove) -> list[Program]:
-    """Refuse, with Megatron's parsed ``args``, what ``config`` cannot honour.
+    """Refuse settings of ``config`` that do not work with Megatron's parsed ``args``.
 
     Args:
         prove: makes the programs.
@@ -83,8 +84,8 @@ def check(args: Any, config: PipelineConfig, prove: Prove) -> list[Program]:
         As `programs`.
 
     Raises:
-        ValueError: a setting that does not go with the schedule, or a schedule that cannot be made
-            for these sizes and limits, with any number of microbatches that a step will have.
+        ValueError: a setting conflicts with the schedule, or no program exists for these sizes and
+            limits and some number of microbatches that steps will have.
     """
     check_settings(args, config)
     made = programs(args, config, prove)
@@ -97,13 +98,14 @@ def check(args: Any, config: PipelineConfig, prove: Prove) -> list[Program]:
 
 
 def prove_without_search(choice: Choice, problems: Sequence[Problem]) -> list[Program]:
-    """Return programs of ``choice`` that show that ``problems`` have some, without a search.
+    """Return programs of ``choice`` which show that ``problems`` can be solved, without a search.
 
-    If ``choice`` takes a search, its programs are those that stand in for the search. A problem is
-    left out if none does: only the search can tell whether there is a program.
+    If ``choice`` needs a search, the programs are those of its substitute without a search. A
+    problem that the substitute cannot solve is omitted: only the search can tell whether it has a
+    program.
 
     Raises:
-        ValueError: as `place_output_layer`, of a ``choice`` without a search.
+        ValueError: as `place_output_layer`, if ``choice`` needs no search.
     """
     if not choice.takes_long:
         return [place_output_layer(choice, problem) for problem in problems]
@@ -118,7 +120,8 @@ def prove_without_search(choice: Choice, problems: Sequence[Problem]) -> list[Pr
 
 
 def search_for_first(choice: Choice, problems: Sequence[Problem]) -> list[Program]:
-    """Return programs of ``choice``, the first of them as it will run, for who reads its figures.
+    """Return programs of ``choice``, the first of them exactly as it will run, for callers that
+    report its figures.
 
     Raises:
         ValueError: as `place_output_layer`.
@@ -128,16 +131,17 @@ def search_for_first(choice: Choice, problems: Sequence[Problem]) -> list[Progra
 
 
 def check_race(args: Any, config: PipelineConfig, prove: Prove) -> dict[str, list[Program]]:
-    """Refuse, after `check`, a candidate of a race that cannot run in it.
+    """Refuse, after `check`, race candidates that cannot run.
 
     Args:
         prove: makes the programs.
 
     Returns:
-        As `programs`, of each candidate.
+        For each candidate the programs, as in `programs`.
 
     Raises:
-        ValueError: one cannot be made for these sizes and limits, or would change what is computed.
+        ValueError: a candidate has no program for these sizes and limits, or would change the
+            results.
     """
     made: dict[str, list[Program]] = {}
     for choice in config.choices[1:]:
@@ -152,10 +156,10 @@ def check_race(args: Any, config: PipelineConfig, prove: Prove) -> dict[str, lis
 
 
 def check_settings(args: Any, config: PipelineConfig) -> None:
-    """Refuse what no program needs to be made for.
+    """Refuse settings that conflict with the schedule, as far as no program is needed to tell.
 
     Raises:
-        ValueError: a setting that does not go with the schedule.
+        ValueError: a setting conflicts with the schedule.
     """
     choice = config.choice
     ranks = args.pipeline_model_parallel_size
@@ -190,14 +194,14 @@ def _programs_of(choice: Choice, args: Any, config: PipelineConfig, prove: Prove
 
 
 def problems(args: Any, config: PipelineConfig) -> list[Problem]:
-    """What the programs solve, the fewest microbatches first.
+    """Return the problems of all numbers of microbatches that steps will have, in ascending order.
 
     Raises:
-        ValueError: as `programs`, as far as it can be told without one.
+        ValueError: as `programs`, as far as no program is needed to tell.
     """
     placement = config.choice.place(args.pipeline_model_parallel_size)
     costs = job_costs(config.costs, of_arguments(args, placement), config.slices)
-    pairs = asks_for_pairs(args)
+    pairs = requests_pairs(args)
     return [config.problem(placement, m, costs, pairs=pairs) for m in _microbatches_of_steps(args)]
 
 
@@ -219,10 +223,10 @@ def _refuse_multi_token_prediction(args: Any, config: PipelineConfig) -> None:
 
 
 def check_trace(args: Any, config: PipelineConfig) -> None:
-    """Refuse a trace of iterations that do not come, or in a folder that cannot be.
+    """Refuse a trace of iterations that will not run, or in a folder that cannot be created.
 
     Raises:
-        ValueError: it is one of these.
+        ValueError: the iterations or the folder are impossible.
     """
     if config.trace is None:
         return
@@ -247,7 +251,8 @@ def check_trace(args: Any, config: PipelineConfig) -> None:
 
 
 def _check_one_order(config: PipelineConfig) -> None:
-    """CUDA graphs are captured once, in the order of the first steps."""
+    """Refuse schedules that may change, since CUDA graphs are captured once, in the first steps'
+    order."""
     graphs = "--cuda-graph-impl transformer_engine"
     if config.race is not None:
         raise ValueError(
@@ -286,10 +291,11 @@ def _check_profile(args: Any, config: PipelineConfig) -> None:
 
 
 def pad_vocabulary(args: Any) -> None:
-    """Have the vocabulary padded so that it divides over all ranks, twice (Yeung et al. 2024).
+    """Set the padding so that the vocabulary is a multiple of 2 x pipeline x tensor parallel ranks
+    (Yeung et al. 2024).
 
     Raises:
-        ValueError: it cannot be divided.
+        ValueError: the vocabulary cannot be sharded.
     """
     ranks = args.pipeline_model_parallel_size
     tensor_parallel = args.tensor_model_parallel_size
@@ -318,9 +324,11 @@ def pad_vocabulary(args: Any) -> None:
 
 
 def _refuse_checkpoints_of_one_placement(args: Any, placement: Placement) -> None:
-    """Where Megatron without us would take optimizer states for those of other stages.
+    """Refuse checkpoints whose optimizer states Megatron would load into other stages without our
+    plugin.
 
-    With the first stage on another rank the sizes differ, and Megatron says so.
+    If the first stage is on another rank, the sizes differ, and Megatron reports the mismatch
+    itself.
     """
     if placement.in_turn or placement.rank_of[0] != 0:
         return
@@ -334,7 +342,7 @@ def _refuse_checkpoints_of_one_placement(args: Any, placement: Placement) -> Non
 
 
 def _microbatches_of_steps(args: Any) -> list[int]:
-    """The numbers of microbatches that training steps will have."""
+    """Return the numbers of microbatches that training steps will have, in ascending order."""
     sizes = [args.global_batch_size]
     if args.step_batch_size_schedule is not None:
         parse = StepBatchsizeNumMicroBatchesCalculator._parse_schedule

@@ -1,28 +1,29 @@
-"""Whether Megatron's settings go with a schedule and what is asked of it."""
+"""Compatibility of Megatron's settings with a schedule and its options."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from typing import Any
 
-from megatron_ext.adapter.pairs.asked import FLAG, with_pairs
+from megatron_ext.adapter.handled_settings.groups import with_megatrons_group
+from megatron_ext.adapter.pairs.overlap_setting import FLAG, with_pairs
 from megatron_ext.adapter.refusals import GRAPHS, REFUSALS, RefusalGroup
-from megatron_ext.adapter.taken_over.groups import with_megatrons_group
 from megatron_ext.adapter.transformer_engine.capture_order import capture_order, check_capture
 from megatron_ext.adapter.transformer_engine.captured import captures
+from megatron_ext.compile.registry import Choice, with_option
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.build.registry import Choice, with_option
 from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.placement import Placement, is_line_or_v
 from megatron_ext.schedule.problem import Extras, VocabularyParallel
 from megatron_ext.schedule.schedule import Schedule
-from megatron_ext.schedule.words import counted
+from megatron_ext.words import counted
 
 _NO_EXTRAS = Extras()
 
 
 def refuse(settings: Any, choice: Choice, extras: Extras = _NO_EXTRAS) -> None:
-    """Raise ValueError for the first of ``settings`` that ``choice`` with ``extras`` cannot honour.
+    """Raise ValueError for the first of ``settings`` that does not work with ``choice`` and
+    ``extras``.
 
     ``settings`` are Megatron's parsed arguments or a TransformerConfig.
     """
@@ -88,15 +89,17 @@ def _refuse_settings(settings: Any, choice: Choice, extras: Extras, group: Refus
 
 
 def refuse_order(settings: Any, schedule: Schedule) -> None:
-    """Raise ValueError if Transformer Engine relies on an order of microbatches that ``schedule``
-    does not keep. (Only a schedule file can break it: our families run the microbatches in one
-    order in all their passes.)"""
+    """Raise ValueError if ``schedule`` breaks an order of microbatches that Transformer Engine
+    needs.
+
+    Only a schedule file can break it: our families run the microbatches in one order in all passes.
+    """
     if captures(settings):
         _refuse_capture_order(schedule)
     if getattr(settings, "transformer_impl", None) != "transformer_engine":
         return
     is_quantised = any(getattr(settings, name, None) for name in ("fp8", "fp4"))
-    is_sliced = schedule.columns.slices > 1  # then `SlicedStage` sees to it, but for these
+    is_sliced = schedule.columns.slices > 1  # `SlicedStage` handles unquantised weights itself
     if settings.gradient_accumulation_fusion and (is_quantised or not is_sliced):
         _refuse_first_weight_gradient(schedule)
     scales_lag = bool(getattr(settings, "fp8", None)) and settings.fp8_recipe == "delayed"
@@ -105,7 +108,7 @@ def refuse_order(settings: Any, schedule: Schedule) -> None:
 
 
 def _refuse_capture_order(schedule: Schedule) -> None:
-    """The k-th graph of a stage is microbatch k's."""
+    """Refuse orders in which a stage's k-th CUDA graph is not that of microbatch k."""
     if not _in_order(schedule, Kind.BACKWARD_INPUT):
         return  # an evaluation, in which graphs are not used
     for row, stages in zip(schedule.rows, schedule.placement.stages_of, strict=True):
@@ -119,8 +122,8 @@ def _refuse_capture_order(schedule: Schedule) -> None:
 
 
 def _refuse_first_weight_gradient(schedule: Schedule) -> None:
-    """Transformer Engine writes the weight gradient of a stage's first forward pass over
-    ``main_grad`` and adds the others to it, so that one has to come first."""
+    """Refuse schedules in which a stage's first weight gradient is not of its first forward pass:
+    Transformer Engine overwrites ``main_grad`` with that one and adds the others."""
     forwards = _in_order(schedule, Kind.FORWARD)
     for stage, (first, *_) in _in_order(schedule, Kind.BACKWARD_WEIGHT).items():
         begun = forwards[stage][0].microbatch
@@ -134,7 +137,8 @@ def _refuse_first_weight_gradient(schedule: Schedule) -> None:
 
 
 def _refuse_recompute_order(schedule: Schedule) -> None:
-    """Forward passes put their FP8 scales into a queue, and recomputes take them in that order."""
+    """Refuse recomputes in another order than the forward passes, which put their FP8 scales into a
+    queue."""
     forwards = _in_order(schedule, Kind.FORWARD)
     for stage, backwards in _in_order(schedule, Kind.BACKWARD_INPUT).items():
         for forward, backward in zip(forwards[stage], backwards, strict=True):
@@ -148,7 +152,7 @@ def _refuse_recompute_order(schedule: Schedule) -> None:
 
 
 def _in_order(schedule: Schedule, kind: Kind) -> dict[int, list[Action]]:
-    """The passes of each stage that do ``kind``."""
+    """Return the passes of each stage that include ``kind``."""
     passes = defaultdict(list)
     for action in (action for row in schedule.compute_rows for action in row):
         if kind in RULES[action.kind].covers:
@@ -161,7 +165,7 @@ def _with_chunks(choice: Choice, chunks: int) -> str:
 
 
 def _refuse_placement(choice: Choice, placement: Placement) -> None:
-    """Needed for a schedule file, which may put its stages on any ranks."""
+    """Refuse placements that Megatron does not support; only a schedule file can have one."""
     counts = [len(stages) for stages in placement.stages_of]
     if len(set(counts)) > 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The sources of estimates: how Megatron's settings run a microbatch, and the rates of a rank."""
+"""Inputs of cost estimates: how Megatron's settings run a microbatch, and the speed of a rank."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ from typing import Any
 import torch
 
 from megatron_ext.adapter.transformer_engine.captured import captured_parts
+from megatron_ext.cost_model.description import execution_of
+from megatron_ext.cost_model.execution import Execution, Precision
+from megatron_ext.cost_model.gpus import assumed_rates, gpu_named
+from megatron_ext.cost_model.measured.file import load_measured
+from megatron_ext.cost_model.rates import CPU, Rates
 from megatron_ext.schedule.costs import Costs, uniform
-from megatron_ext.schedule.model.description import execution_of
-from megatron_ext.schedule.model.execution import Execution, Precision
-from megatron_ext.schedule.model.gpus import assumed_rates, gpu_named
-from megatron_ext.schedule.model.measured.file import load_measured
-from megatron_ext.schedule.model.rates import CPU, Rates
 from megatron_ext.schedule.placement import Placement
 
 
 def rates_in_file(path: Path, layers: Sequence[int | None]) -> Rates | None:
-    """The rates to estimate stages of so many ``layers`` with, by what the costs file ``path`` has
-    per layer type. None: it has nothing of that, or is of such stages: it tells what each takes.
+    """Return the rates per layer type in the costs file ``path``, to estimate stages of ``layers``
+    layers.
+
+    Return None if the file has no rates per layer type, or has the costs of such stages directly.
 
     Raises:
-        ValueError: it is no costs file.
+        ValueError: the file is not a costs file.
     """
     measured = load_measured(path)
     if measured is None or list(measured.stages) == list(layers):
@@ -32,12 +34,13 @@ def rates_in_file(path: Path, layers: Sequence[int | None]) -> Rates | None:
 
 
 def equal_costs(placement: Placement) -> Costs:
-    """Those of a model of which nothing is known."""
+    """Return equal costs for F, I and W of every stage, for a model about which nothing is
+    known."""
     return uniform(placement, 1.0, 1.0, 1.0, origin="taken as equal")
 
 
 def execution(settings: Any, sequence: int, micro_batch: int) -> Execution:
-    """How ``settings``, Megatron's arguments or a TransformerConfig, have a microbatch run.
+    """Return how a microbatch runs under ``settings``, Megatron's arguments or a TransformerConfig.
 
     Args:
         sequence: tokens of a sample, on all context-parallel ranks together.
@@ -50,7 +53,7 @@ def execution(settings: Any, sequence: int, micro_batch: int) -> Execution:
 
 
 def rates(precision: Precision) -> Rates:
-    """What a rank on this machine reaches, roughly."""
+    """Return the approximate speed of a rank on this machine."""
     if not torch.cuda.is_available():
         return CPU
     gpu = gpu_named(torch.cuda.get_device_name())

@@ -1,4 +1,4 @@
-"""The line that a run on several GPUs says as long as nobody has reported one."""
+"""Notice of a run on several GPUs, as long as no such run has been reported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _BATCHED = (
 
 
 def say_unverified(device: torch.device, problem: Problem) -> None:
-    """Say one line before a run of ``problem`` on GPUs, until there are figures."""
+    """Log one line before a run of ``problem`` on GPUs, until figures of such runs are
+    published."""
     if device.type != "cuda" or HAS_FIGURES:
         return
     instead = "" if problem.extras.p2p is P2P.BATCHED else _BATCHED

@@ -1,7 +1,7 @@
-"""The costs of a training job's microbatch, by one function for all who make its programs.
+"""Costs of a training job's microbatch, computed by one function for all callers.
 
-`of_arguments` describes a job before anything is built, `of_built` at its first step. Equal jobs
-have equal costs, and so the same programs and the same verdict on a memory limit.
+`of_arguments` describes a job before its model is built, `of_built` at its first step. Equal jobs
+have equal costs, so the same programs and the same verdict on a memory limit.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from megatron.core.transformer import TransformerConfig
 from megatron_ext.adapter.dimensions import equal_costs, execution, rates, rates_in_file
 from megatron_ext.adapter.layers import layers_of_stages
 from megatron_ext.adapter.model_parts import ChunkSize
+from megatron_ext.compile.output_layer import with_input_gradient
 from megatron_ext.config import CostsSource, flag
-from megatron_ext.schedule.build.output_layer import with_input_gradient
+from megatron_ext.cost_model.description import describe
+from megatron_ext.cost_model.estimate import estimate
+from megatron_ext.cost_model.execution import Execution
+from megatron_ext.cost_model.frozen import without_frozen
+from megatron_ext.cost_model.links import with_links
+from megatron_ext.cost_model.measured.layer_costs import Basis
+from megatron_ext.cost_model.model import SYMBOLS, Model, Stage, stages_of
+from megatron_ext.cost_model.rates import Rates
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.costs_text import parse_costs
-from megatron_ext.schedule.model.description import describe
-from megatron_ext.schedule.model.estimate import estimate
-from megatron_ext.schedule.model.execution import Execution
-from megatron_ext.schedule.model.frozen import without_frozen
-from megatron_ext.schedule.model.links import with_links
-from megatron_ext.schedule.model.measured.layer_costs import Basis
-from megatron_ext.schedule.model.model import SYMBOLS, Model, Stage, stages_of
-from megatron_ext.schedule.model.rates import Rates
 from megatron_ext.schedule.placement import Placement
 
 _REMEDY = "--pipeline-costs profile measures them (of install: costs='profile')"
-_FEW = 0.005  # of a stage's parameters that are not worth a word
+_FEW = 0.005  # share of a stage's parameters below which they are not mentioned
 
 Tell = Callable[[str], object]
 
@@ -96,7 +96,7 @@ def of_arguments(args: Any, placement: Placement, stages: Sequence[Stage] | None
     """Return the job that Megatron's parsed ``args`` describe.
 
     Args:
-        stages: the layers of each stage; None divides them as Megatron's own options do.
+        stages: the layers of each stage; None splits the layers as Megatron's options do.
 
     Raises:
         ValueError: the layers do not divide over the stages.
@@ -137,10 +137,10 @@ def of_built(
     """Return the job of a built model with the chunk ``per_stage`` on each stage.
 
     Args:
-        config: of the model, Megatron's or a caller's own.
+        config: of the model, Megatron's or the caller's own.
         sequence: tokens of a sample.
         micro_batch: samples of a microbatch.
-        ranks, stride: as of `Job`.
+        ranks, stride: as in `Job`.
     """
     first, last = per_stage[0], per_stage[-1]
     shares = {
@@ -165,14 +165,15 @@ def of_built(
 
 
 def job_costs(source: CostsSource, job: Job, slices: int, tell: Tell | None = None) -> Costs:
-    """Return the costs of a microbatch of ``job``: measured, given or estimated as ``source`` says.
+    """Return the costs of a microbatch of ``job``: measured, given or estimated, according to
+    ``source``.
 
     Args:
         slices: the number of slices of a sequence.
-        tell: takes a line on what the estimate leaves out.
+        tell: receives a line about what the estimate ignores.
 
     Raises:
-        ValueError: ``source`` is not understood.
+        ValueError: ``source`` cannot be parsed.
     """
     measured = None if source.file is None else rates_in_file(source.file, job.counts)
     if source.is_estimate or measured is not None:
@@ -193,9 +194,10 @@ def job_costs(source: CostsSource, job: Job, slices: int, tell: Tell | None = No
 
 
 def basis_of(job: Job) -> Basis | None:
-    """Return what `job_costs` estimates by, if measured stages can tell the time of each layer.
+    """Return the basis of `job_costs`' estimate, if measured stages can tell the time of each
+    layer.
 
-    They cannot if a model has parts beside its layers, or frozen ones.
+    They cannot if a model has frozen parts, or parts outside its language model.
     """
     layers = job.layers
     if layers is None or not job.trained.is_all or job.other_shares or job.is_looked_up:
@@ -242,7 +244,7 @@ def _layers_built(
     symbols = model.layers
     if any(size.symbols for size in per_stage):  # which its TransformerConfig does not know
         symbols = tuple("".join(size.symbols for size in per_stage))
-    elif sum(counts) != len(symbols) and len(set(symbols)) == 1:  # another part of it was built
+    elif sum(counts) != len(symbols) and len(set(symbols)) == 1:  # a part of the model was built
         symbols = symbols[:1] * sum(counts)
     if sum(counts) != len(symbols) or not _are_known(symbols):
         return None

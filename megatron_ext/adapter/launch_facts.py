@@ -1,4 +1,5 @@
-"""What all ranks of a launch must have in common, lest they wait for one another for ever."""
+"""Settings that all ranks of a launch must have in common; otherwise they wait for each other
+forever."""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ import megatron.core
 import torch
 import torch.distributed as dist
 
+from megatron_ext.compile.registry import file_of
 from megatron_ext.config import PipelineConfig, flag
 from megatron_ext.runtime.store.agreement import Fact, agree
-from megatron_ext.runtime.store.once_for_all import store_of_all
-from megatron_ext.schedule.build.registry import file_of
+from megatron_ext.runtime.store.leader import store_of_all
 
 # With NCCL, init_process_group waits for nobody, and a cold file system lets ranks start minutes
 # apart.
@@ -25,11 +26,11 @@ PATIENCE = timedelta(minutes=5)
 
 
 def refuse_other_launches(config: PipelineConfig) -> None:
-    """Raise ValueError unless all ranks of the world are launched alike. Collective over it.
+    """Raise ValueError unless all ranks of the world are launched alike. Collective over the world.
 
-    A rank without our settings does not come. The others wait for half of the timeout of torch's
-    process group, so that it is named before its own collectives fail, but not less than
-    `PATIENCE`. Nothing is compared if torch has no store (MPI), or no processes behind it.
+    A rank without our settings does not take part. The others wait for half of the timeout of
+    torch's process group, so that it is named before its own collectives fail, but at least
+    `PATIENCE`. Nothing is compared if torch has no store (MPI), or no other process.
     """
     store = store_of_all()
     if store is None:
@@ -46,7 +47,7 @@ def patience(timeout: timedelta) -> timedelta:
 
 
 def launch_facts(config: PipelineConfig) -> dict[str, Fact]:
-    """What this rank is launched with, by what people call it."""
+    """Return the settings, files and versions of this rank, by readable names."""
     facts = {
         flag(setting.name): Fact(_words(getattr(config, setting.name)))
         for setting in fields(config)
@@ -54,8 +55,8 @@ def launch_facts(config: PipelineConfig) -> dict[str, Fact]:
     facts |= {f"the file {path}": _contents(path) for path in _files(config)}
     versions = {
         "megatron_ext": sys.modules["megatron_ext"].__version__,  # not imported: it imports this
-        # Then comes the commit of the repository around, read as each rank starts: somebody may
-        # commit meanwhile, or a node have no git. What is patched is looked at by its source.
+        # Without the commit behind "+", which is read as each rank starts: it may change meanwhile,
+        # or a node may have no git. Patched functions are compared by their source.
         "Megatron": megatron.core.__version__.partition("+")[0],
         "torch": torch.__version__,
     }
@@ -72,7 +73,7 @@ def _words(value: object) -> str:
 
 
 def _files(config: PipelineConfig) -> Iterator[Path]:
-    """The files that the schedule and its costs are read from."""
+    """Yield the files from which the schedule and its costs are read."""
     specs = [config.schedule] if config.race is None else config.race.specs
     for spec in specs:
         if spec is not None and (schedule := file_of(spec)) is not None:

@@ -1,4 +1,4 @@
-"""How Megatron's layers divide over a schedule's stages."""
+"""Split of Megatron's layers over a schedule's stages."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.words import counted
+from megatron_ext.words import counted
 
 SEGMENT_END = "|"  # in a hybrid model's pattern
-_BEFORE_DEPTHS = "/"  # of its multi-token prediction
+_BEFORE_DEPTHS = "/"  # before the symbols of its multi-token prediction
 
 
 def layers_of_stages(settings: Any, placement: Placement) -> list[int]:
-    """How many transformer layers each stage has, by Megatron's own options for uneven splits.
+    """Return the number of transformer layers of each stage, by Megatron's options for uneven
+    splits.
 
     - ``pipeline_model_parallel_layout``: its i-th segment is stage i.
     - ``account_for_{embedding,loss}_in_pipeline_split``: each counts as a layer of its stage.
-    - the i-th segment of a hybrid model's pattern is stage i, too.
-    - the layers of the first and the last "pipeline stage" are those of the first and the last
-      rank, divided over its chunks, where Megatron itself places the stages (lines and loops); else
+    - The i-th segment of a hybrid model's pattern is stage i, too.
+    - The layers of the first and the last "pipeline stage" are those of the first and last rank,
+      split over its chunks, if Megatron itself places the stages so (lines and loops); otherwise
       those of the first and the last stage.
 
     Args:
-        settings: Megatron's parsed arguments, or a TransformerConfig that is not initialised yet.
+        settings: Megatron's parsed arguments, or a TransformerConfig not yet initialised.
 
     Raises:
-        ValueError: the layers do not divide; names a layout that would do.
+        ValueError: the layers do not divide; the message names a layout that works.
     """
     if settings.pipeline_model_parallel_layout is not None:
         layout = settings.pipeline_model_parallel_layout
@@ -62,21 +63,22 @@ def layers_of_stages(settings: Any, placement: Placement) -> list[int]:
 
 
 def is_megatrons_own(placement: Placement) -> bool:
-    """Whether Megatron's virtual stages lie so by themselves: on a line or a loop."""
+    """Whether Megatron places its virtual stages like this by itself: on a line or a loop."""
     return placement.rank_of == tuple(range(placement.ranks)) * placement.chunks
 
 
 def pattern_segments(pattern: str) -> list[str]:
-    """The pipeline segments of a hybrid model's ``pattern``, which has a symbol for each layer:
-    ``M*`` and ``M-`` of ``M*|M-``."""
+    """Return the pipeline segments of a hybrid model's ``pattern``, which has one symbol per layer:
+    ``M*`` and ``M-`` for ``M*|M-``."""
     return pattern.partition(_BEFORE_DEPTHS)[0].split(SEGMENT_END)
 
 
 def segments_of_stages(pattern: str, placement: Placement, schedule: str) -> list[str]:
-    """The segment of ``pattern`` that each stage has: an even part of one without ends of segments.
+    """Return the segment of ``pattern`` for each stage; a pattern without separators is split
+    evenly.
 
     Raises:
-        ValueError: it has not as many segments as ``schedule`` has stages.
+        ValueError: the number of segments is not the number of stages of ``schedule``.
     """
     segments = pattern_segments(pattern)
     stages = placement.stages
@@ -95,7 +97,7 @@ def segments_of_stages(pattern: str, placement: Placement, schedule: str) -> lis
 
 
 def _given_layers(settings: Any, placement: Placement) -> dict[int, int]:
-    """The numbers of layers that Megatron's options give for single stages, by stage."""
+    """Return the numbers of layers that Megatron's options set for single stages, by stage."""
     # a TransformerConfig's name, and an argument's
     names = {
         0: ("num_layers_in_first_pipeline_stage", "decoder_first_pipeline_num_layers"),
@@ -114,29 +116,29 @@ def _given_layers(settings: Any, placement: Placement) -> dict[int, int]:
 
 
 def prediction_depths(settings: Any) -> int:
-    """How many tokens more than the next one the model of ``settings`` is trained to predict: the
-    depths of its multi-token prediction."""
+    """Return the depths of multi-token prediction: how many tokens beyond the next one are
+    predicted."""
     return settings.mtp_num_layers or 0
 
 
 def layout_of(layers: Sequence[int], depths: int) -> str:
-    """Megatron's text for a layout with so many ``layers`` a stage, and ``depths`` of multi-token
-    prediction on the last one: ``Ett|tt|tt|ttmL``."""
+    """Return Megatron's text of a layout with ``layers`` layers per stage, and ``depths`` of
+    multi-token prediction on the last stage: ``Ett|tt|tt|ttmL``."""
     return "E" + "|".join("t" * count for count in layers) + "m" * depths + "L"
 
 
 def predicts_apart(layout: str) -> bool:
-    """Whether ``layout`` has multi-token prediction on another stage than the last."""
+    """Whether ``layout`` has multi-token prediction on a stage other than the last."""
     *segments, _ = PipelineParallelLayerLayout.parse_str_to_list(layout)
     return any(LayerType.mtp in segment for segment in segments)
 
 
 def even_layout(layers: int, stages: int, depths: int) -> str:
-    """As even as it goes."""
+    """Return the text of the most even layout."""
     return layout_of(evenly(layers, stages), depths)
 
 
 def evenly(layers: int, stages: int) -> list[int]:
-    """How many each stage has: the first ones one more."""
+    """Return the number of layers of each stage: the first stages have one more."""
     per_stage, more = divmod(layers, stages)
     return [per_stage + (stage < more) for stage in range(stages)]

@@ -1,4 +1,4 @@
-"""What a rank's share of the model takes, as Megatron's arguments have it kept."""
+"""Memory of a rank's share of the model, according to Megatron's arguments."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 from megatron_ext.adapter import dimensions
 from megatron_ext.adapter.dimensions import execution
 from megatron_ext.adapter.layers import layers_of_stages
-from megatron_ext.schedule.model.description import describe
-from megatron_ext.schedule.model.model import stages_of
-from megatron_ext.schedule.model.model_memory import ModelBytes, TrainingState, bytes_of_ranks
-from megatron_ext.schedule.model.reductions import Reduction, reductions_of_ranks
+from megatron_ext.cost_model.description import describe
+from megatron_ext.cost_model.model import stages_of
+from megatron_ext.cost_model.model_memory import ModelBytes, TrainingState, bytes_of_ranks
+from megatron_ext.cost_model.reductions import Reduction, reductions_of_ranks
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import VocabularyParallel
 
 _FP32 = 4
 _MOMENTS = ("exp_avg_dtype", "exp_avg_sq_dtype")
 _BUCKET, _BUCKET_OF_RANK = 40_000_000, 1_000_000  # elements, as Megatron has them
-# Quantized matrices are kept twice, by rows and by columns, as products of both passes want them;
-# with scales for each 32 elements, each 128 x 128 or each 16.
+# Quantized matrices are stored twice, by rows and by columns, for the products of both passes,
+# with a scale per 32 elements, per 128 x 128 or per 16.
 _QUANTIZED = {
     "mxfp8": 2 * (1 + 1 / 32),
     "blockwise": 2 * (1 + 4 / 128**2),
@@ -33,10 +33,10 @@ _FP8 = 2.0  # with one scale a matrix
 def model_bytes_of_ranks(
     args: Any, placement: Placement, vocabulary: VocabularyParallel = VocabularyParallel.NONE
 ) -> list[ModelBytes] | None:
-    """Bytes of parameters, gradients and optimizer states on each pipeline rank; None where layers
-    are not known.
+    """Return the bytes of parameters, gradients and optimizer states on each pipeline rank; None if
+    layers are not known.
 
-    ``args``: validated, with their padded vocabulary (None counts as no vocabulary).
+    ``args`` are validated and have their padded vocabulary (None counts as no vocabulary).
 
     Raises:
         ValueError: the layers do not divide over the stages.
@@ -52,8 +52,8 @@ def model_bytes_of_ranks(
 def longest_reduction(
     args: Any, placement: Placement, vocabulary: VocabularyParallel
 ) -> Reduction | None:
-    """What data-parallel ranks exchange once a step, on the pipeline rank where it takes longest;
-    None where layers are not known. ``args``: as of `model_bytes_of_ranks`."""
+    """Return the data-parallel exchange of a step on the pipeline rank where it takes longest; None
+    if layers are not known. ``args`` as in `model_bytes_of_ranks`."""
     model = describe(args)
     if not model.is_known:
         return None
@@ -66,8 +66,8 @@ def longest_reduction(
 
 
 def checkpoint_bytes(args: Any, placement: Placement) -> float | None:
-    """What a checkpoint takes on disk, about: the model once, and its optimizer states; None where
-    layers are not known."""
+    """Return the approximate bytes of a checkpoint on disk (the model once, and its optimizer
+    states); None if layers are not known."""
     model = describe(args)
     if not model.is_known:
         return None
@@ -80,7 +80,7 @@ def checkpoint_bytes(args: Any, placement: Placement) -> float | None:
 
 
 def state_of(args: Any) -> TrainingState:
-    """What ``args``, which are validated, have kept for each parameter."""
+    """Return the types and the sharding of each parameter's state under the validated ``args``."""
     instances = args.num_distributed_optimizer_instances
     tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
     of_experts = tensor * args.expert_model_parallel_size * args.pipeline_model_parallel_size
@@ -101,13 +101,17 @@ def state_of(args: Any) -> TrainingState:
 
 
 def quantized_bytes(recipe: str) -> float:
-    """Of an element of a matrix in 8 bits by Megatron's ``fp8_recipe``, or in 4 by ``fp4``."""
+    """Return the bytes of a matrix element in 8 bits under Megatron's ``fp8_recipe``, or in 4 for
+    "fp4"."""
     return _QUANTIZED.get(recipe, _FP8)
 
 
 def _matrix_bytes(args: Any) -> float | None:
-    """Of an element of layers' matrices, where those are in 8 or 4 bits: in these alone, or beside
-    16 bits, since a step casts once for all its microbatches."""
+    """Return the bytes of an element of layers' matrices if they are quantised, else None.
+
+    The quantised matrices may exist alone, or in addition to 16-bit ones, since a step casts the
+    latter once for all its microbatches.
+    """
     quantized = None
     if getattr(args, "fp4", None):
         quantized, alone = quantized_bytes("fp4"), args.fp4_param_gather
@@ -119,10 +123,11 @@ def _matrix_bytes(args: Any) -> float | None:
 
 
 def _optimizer_bytes(args: Any) -> float:
-    """Of a parameter's states on a GPU: Adam's two moments, and a master copy beside 16 bits.
+    """Return the bytes of a parameter's states on a GPU: Adam's two moments, and a master copy for
+    16-bit parameters.
 
-    With the precision-aware optimizer each has its type, and of a master copy in fp32 Transformer
-    Engine keeps what bf16 lacks.
+    With the precision-aware optimizer each state has its own type, and for a master copy in fp32
+    Transformer Engine stores only the bits that bf16 lacks.
     """
     moments = 2 * _FP32
     master = _FP32 if args.params_dtype.itemsize < _FP32 else 0

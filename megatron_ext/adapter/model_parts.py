@@ -1,7 +1,7 @@
-"""What is known of a model chunk: its language model and its output layer, if it has them.
+"""Known parts of a model chunk: its language model and its output layer, if it has them.
 
-A chunk is any module with set_input_tensor. A multimodal one wraps a language model; a caller's own
-may have nothing that is known here.
+A chunk is any module with set_input_tensor. A multimodal chunk wraps a language model; a caller's
+own may have no known part.
 """
 
 from __future__ import annotations
@@ -15,29 +15,30 @@ from torch import Tensor
 
 from megatron_ext.adapter.vocabulary_rows import embedding_part
 
-# Of DDP and mixed precision; of Megatron's and Megatron-Bridge's multimodal models.
+# Attributes of DDP and mixed precision, and of Megatron's and Megatron-Bridge's multimodal models.
 _WITHIN = ("module", "language_model", "thinker")
 _MATRICES = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 
 @dataclass(frozen=True)
 class ChunkSize:
-    """How large a model chunk is.
+    """Size of a model chunk.
 
     Attributes:
         model: the class of the model.
-        layers: transformer layers of its language model; None where it has none that is known.
-        rows: of its output layer, 0 without one.
+        layers: transformer layers of its language model; None if it has no known one.
+        rows: rows of its output layer, 0 without one.
         parameters: elements of all parameters.
-        beside: elements of those that are not its language model's.
-        symbols: of a hybrid model's layers, as its pattern has them.
-        head_is_looked_up: of the function of that name.
-        trained_matrices: how much of the matrices of its layers is trained, from 0 to 1.
-        reached: how much of its layers needs the gradient, from 0 to 1, were nothing before it
-            trained: those from the first trained one on.
-        head_is_trained: whether its output layer is, if it has one.
-        unkept: of the matrices of its layers, by their names, those whose inputs nobody keeps.
-        settings: Megatron's arguments that its language model has, and a TransformerConfig has not.
+        beside: elements of the parameters outside its language model.
+        symbols: layer symbols of a hybrid model, as in its pattern.
+        head_is_looked_up: result of the function of that name.
+        trained_matrices: trained share of its layers' matrices, from 0 to 1.
+        reached: share of its layers that need gradients, from 0 to 1, if nothing before the chunk
+            is
+            trained: the layers from the first trained one on.
+        head_is_trained: whether its output layer is trained, if it has one.
+        unkept: names of its layers' matrices whose inputs are not saved.
+        settings: Megatron's arguments that its language model has, but no TransformerConfig.
     """
 
     model: str
@@ -55,7 +56,8 @@ class ChunkSize:
 
 
 def language_model(chunk: torch.nn.Module) -> Any | None:
-    """What has Megatron's layers in ``chunk``, however deeply wrapped: a GPTModel or its like."""
+    """Return the module in ``chunk`` that has Megatron's layers (a GPTModel or similar), however
+    wrapped."""
     model: Any = chunk
     while (inner := _first_within(model, _WITHIN)) is not None:
         model = inner
@@ -63,7 +65,8 @@ def language_model(chunk: torch.nn.Module) -> Any | None:
 
 
 def output_layer(chunk: torch.nn.Module) -> Any | None:
-    """What makes the logits in ``chunk``, found by the name that Megatron's models give it."""
+    """Return the module in ``chunk`` that makes the logits, found by its name in Megatron's
+    models."""
     for name, module in (language_model(chunk) or chunk).named_modules():
         if name.rpartition(".")[2] == "output_layer":
             return module
@@ -77,11 +80,11 @@ def predicts_further(chunk: torch.nn.Module) -> bool:
 
 
 def head_is_looked_up(chunk: torch.nn.Module) -> bool:
-    """Whether the output layer of ``chunk`` uses the table of look-ups of the same stage: those of
-    tied multi-token prediction.
+    """Whether the output layer of ``chunk`` uses the embedding table of the same stage, as in tied
+    multi-token prediction.
 
-    Autograd sums what both bring to its gradient. A W pass would add the output layer's apart, so
-    its costs are to say that there is none.
+    Autograd sums the gradients of both uses. A W pass would add the output layer's gradient
+    separately, so its costs must say that it has none.
     """
     model = language_model(chunk)
     is_tied: bool = getattr(model, "share_embeddings_and_output_weights", False)
@@ -89,32 +92,33 @@ def head_is_looked_up(chunk: torch.nn.Module) -> bool:
 
 
 def unused_heads(chunks: Sequence[torch.nn.Module]) -> frozenset[Tensor]:
-    """The weights that Megatron gives output layers of ``chunks`` which use look-ups' tables."""
+    """Return the unused weights of output layers of ``chunks`` that use the embedding's table
+    instead."""
     heads = [output_layer(chunk) for chunk in chunks if head_is_looked_up(chunk)]
     return frozenset(head.weight for head in heads if head is not None)
 
 
 def is_trained(chunk: torch.nn.Module) -> bool:
-    """Whether any parameter of ``chunk`` is."""
+    """Whether any parameter of ``chunk`` is trained."""
     return any(weight.requires_grad for weight in chunk.parameters())
 
 
 def may_lose_gradients(chunk: torch.nn.Module) -> bool:
-    """Whether ``chunk`` may give trained weights no gradient if its input needs none.
+    """Whether trained weights of ``chunk`` may get no gradient if its input requires none.
 
-    Megatron's recompute makes none of what it recomputes then (torch's reentrant rule); what a
-    model that is not known does is not known.
+    Megatron's recompute computes no gradients then (torch's reentrant checkpointing); of an unknown
+    model this cannot be told.
     """
     config = getattr(language_model(chunk), "config", None)
     return getattr(config, "recompute_granularity", "unknown") is not None
 
 
 def size_of(chunk: torch.nn.Module) -> ChunkSize:
-    """The size of one rank's ``chunk``."""
+    """Return the size of one rank's ``chunk``."""
     model = language_model(chunk)
     head = output_layer(chunk)
     rows = getattr(head, "output_size_per_partition", 0)
-    if rows == 0 and (part := embedding_part(chunk)) is not None:  # which is the output layer's too
+    if rows == 0 and (part := embedding_part(chunk)) is not None:  # with the output layer's rows
         rows = part.num_embeddings_per_partition
     wrapped: Any = chunk
     while (inner := _first_within(wrapped, ("module",))) is not None:
@@ -153,8 +157,8 @@ def _reached(chunk: torch.nn.Module, model: Any | None) -> float:
 
 
 def _unkept(layers: torch.nn.Module) -> frozenset[str]:
-    """Of `_MATRICES`, those that are frozen in all ``layers``, with nothing trained beside them: an
-    adapter is within what stands in the place of its matrix, and takes the same input."""
+    """Return the `_MATRICES` that are frozen in all ``layers`` and have no adapter: an adapter is
+    within the module that replaces its matrix, and uses the same input."""
     kept: dict[str, bool] = {}
     for path, module in layers.named_modules():
         name = path.rpartition(".")[2]
@@ -181,7 +185,7 @@ def _elements(weights: Iterable[Tensor]) -> int:
 
 
 def _trained(weights: Iterable[Tensor]) -> float:
-    """How much of ``weights`` is trained, from 0 to 1. (1 where there are none.)"""
+    """Return the trained share of ``weights``, from 0 to 1 (1 if there are none)."""
     weights = list(weights)
     trained = _elements(weight for weight in weights if weight.requires_grad)
     return trained / _elements(weights) if weights else 1.0

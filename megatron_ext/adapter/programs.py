@@ -1,13 +1,12 @@
-"""The programs that a run's steps follow, and their costs: the same on every rank of the job.
+"""Programs of a run's steps, and their costs: the same on every rank of the job.
 
-All pipelines run one program. What other groups do inside passes (experts' all-to-all, parameter
-gathers) ties pipelines to one another, and two that run in different orders could each wait for the
-other.
+All pipelines run one program. Other groups' communication inside passes (experts' all-to-all,
+parameter gathers) couples pipelines, and two that run different orders could wait for each other.
 
-No step waits for a search but the first of a training: callers that divide batches by tokens come
-with another number of microbatches in each. The numbers that a schedule is searched for are the
-same on all ranks, or they would follow different programs. One rank searches for all; each proves
-what was found. For other numbers it is made longer or shorter, by each rank from the same rows.
+Only the first step of a training waits for a search: callers that form batches by tokens come with
+a different number of microbatches in each step. The number that is searched for is the same on all
+ranks, since their programs would differ otherwise. One rank searches for all; each proves the
+result. For other numbers each rank extends or shortens the rows found.
 """
 
 from __future__ import annotations
@@ -28,42 +27,42 @@ import torch.distributed as dist
 from megatron.core.utils import log_single_rank
 
 from megatron_ext.adapter.compatibility import refuse_order
+from megatron_ext.adapter.handled_settings.groups import with_megatrons_group
 from megatron_ext.adapter.job import basis_of, job_costs, of_built
 from megatron_ext.adapter.model_parts import is_trained, size_of
-from megatron_ext.adapter.pairs.asked import has_pairs
-from megatron_ext.adapter.taken_over.groups import with_megatrons_group
+from megatron_ext.adapter.pairs.overlap_setting import has_pairs
 from megatron_ext.adapter.training_globals import ramps_up_to
+from megatron_ext.compile.build import prove_built
+from megatron_ext.compile.output_layer import better_of, place_output_layer
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.compile.registry import Choice
 from megatron_ext.config import PipelineConfig
+from megatron_ext.cost_model.measured.layer_costs import Basis
 from megatron_ext.logger import logger, telling_of_long_work
+from megatron_ext.progress import FIRST, duration
 from megatron_ext.runtime.store.agreement import listed
+from megatron_ext.runtime.store.leader import run_on_leader, store_of_all
 from megatron_ext.runtime.store.lost_store import losing_the_store
-from megatron_ext.runtime.store.once_for_all import once_for_all, store_of_all
 from megatron_ext.runtime.world import gather_from_all, tell_all
-from megatron_ext.schedule.build.build import prove_built
-from megatron_ext.schedule.build.output_layer import better_of, place_output_layer
-from megatron_ext.schedule.build.registry import Choice
 from megatron_ext.schedule.costs import Costs
-from megatron_ext.schedule.model.measured.layer_costs import Basis
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.progress import FIRST, duration
 from megatron_ext.schedule.schedule import Schedule
-from megatron_ext.schedule.search.extension import extended, has_middle
-from megatron_ext.schedule.words import counted
+from megatron_ext.search.extension import extended, has_middle
+from megatron_ext.words import counted
 
 KEPT = 64  # programs
 
-Shape = tuple[int, int] | None  # micro batch, sequence; None where microbatches vary
+Shape = tuple[int, int] | None  # micro batch, sequence; None if microbatches vary
 _Key = tuple[str, Shape, int, bool, int, bool]
 
 
 class Programs:
-    """By a step's shape and number of microbatches, made when they are first asked for.
+    """Programs by a step's shape and number of microbatches, built on first use.
 
     Attributes:
         choice: the schedule that is followed now.
         costs: by shape.
-        bases: what they were estimated by, on global rank 0 of a training that measures; None where
+        bases: basis of each shape's estimate, on global rank 0 of a training that measures; None if
             measured costs cannot be told by layer type.
     """
 
@@ -73,7 +72,7 @@ class Programs:
         self._programs: dict[_Key, Program] = {}  # latest last
         self._first_trained: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
         self._searched_for: int | None = None  # microbatches; None before the first training step
-        self._found: dict[tuple[str, str], Schedule] = {}  # by spec and problem, but for its length
+        self._found: dict[tuple[str, str], Schedule] = {}  # by `_but_for_length`
         self._has_told_of_others = False
         self._run = ""  # a key that no other run with the same store has
         self._has_compared = False  # programs with all ranks
@@ -93,13 +92,15 @@ class Programs:
         microbatches: int,
         forward_only: bool,
     ) -> None:
-        """Have costs for ``shape``, as one rank reads or estimates them for all from what the ranks
-        of its pipeline tell. In a training step the schedule is from then on searched for global
-        rank 0's number of ``microbatches``.
+        """Set the costs of ``shape``. One rank reads or estimates them for all, from its pipeline's
+        sizes.
 
-        Global rank 0 is that rank in the first step, and in the first training step after
-        evaluations, which may have had sequences of another length: these are collective over the
-        world. A shape that is not rank 0's may be one of a single pipeline, and goes through
+        In a training step this also fixes the number of microbatches for which the schedule is
+        searched: global rank 0's ``microbatches``.
+
+        Global rank 0 does the work in the first step, and in the first training step after
+        evaluations, which may have had sequences of another length: these calls are collective over
+        the world. Another shape than rank 0's may occur in a single pipeline only, and goes through
         torch's store.
         """
         if shape in self.costs and (forward_only or self._searched_for is not None):
@@ -129,7 +130,7 @@ class Programs:
         if shape not in self.costs:
             self._set_costs(shape, self._told_by_the_first(shape, work))
         if self._config.costs.profile is not None and dist.get_rank() == 0:
-            # Whichever rank has done the work: rank 0 writes the file of measured costs.
+            # Even if another rank has done the work: rank 0 writes the file of measured costs.
             self.bases[shape] = basis_of(described())
         if not forward_only:
             self._searched_for = self._searched_for or microbatches
@@ -137,8 +138,8 @@ class Programs:
     def _told_by_rank_0(
         self, shape: Shape, microbatches: int, work: Callable[[], Costs]
     ) -> tuple[Shape, int, Costs]:
-        """Return global rank 0's ``shape`` and number of microbatches, and the costs that it comes
-        to by ``work``. Collective over the world; an error of ``work`` is raised on all ranks."""
+        """Return global rank 0's ``shape``, number of microbatches, and costs from ``work``.
+        Collective over the world; an error of ``work`` is raised on all ranks."""
         costs: Costs | Exception | None = None
         if dist.get_rank() == 0:
             try:
@@ -153,26 +154,28 @@ class Programs:
         return shape, microbatches, costs
 
     def _told_by_the_first(self, shape: Shape, work: Callable[[], Costs]) -> Costs:
-        """Return the costs that one rank, the first that asks for ``shape``, has by ``work``."""
+        """Return the costs that ``work`` gives on one rank, the first that needs ``shape``."""
         store = store_of_all()
         if store is None:
             return work()
         apart = dist.PrefixStore(f"megatron_ext/costs/{self._run}/{shape}", store)
-        return once_for_all(apart, dist.get_rank(), f"the costs of shape {shape}", work)
+        return run_on_leader(apart, dist.get_rank(), f"the costs of shape {shape}", work)
 
     def _set_costs(self, shape: Shape, costs: Costs) -> None:
-        """``shape`` has ``costs`` now: no step follows a program of others."""
+        """Set the costs of ``shape``, and drop its programs, which have other costs."""
         self.costs[shape] = costs
         self._times_set[shape] += 1
         for key in [key for key in self._programs if key[1] == shape]:
             del self._programs[key]
 
     def first_trained(self, pipeline: dist.ProcessGroup, models: list[torch.nn.Module]) -> int:
-        """The first stage with anything to train; 0 where nothing is. Collective over ``pipeline``
-        the first time that ``models``, the chunks of this rank, take a training step.
+        """Return the first stage with trained parameters; 0 if none has any.
+
+        Collective over ``pipeline`` the first time that ``models``, this rank's chunks, take a
+        training step.
 
         Raises:
-            ValueError: what was frozen then is trained now.
+            ValueError: parameters that were frozen then are trained now.
         """
         stages = self.choice.place(pipeline.size()).stages_of
         if models[0] not in self._first_trained:
@@ -202,7 +205,7 @@ class Programs:
         forward_only: bool,
         first_trained: int = 0,
     ) -> Program | None:
-        """The program for such a step, if there has been one."""
+        """Return the program of such a step if it has been built."""
         key = self._key(config, shape, microbatches, forward_only, first_trained)
         program = self._programs.pop(key, None)
         if program is not None:
@@ -221,7 +224,7 @@ class Programs:
         return self.choice.spec, shape, microbatches, forward_only, first_trained, varies
 
     def are_measured(self, shape: Shape) -> bool:
-        """Whether the costs of ``shape`` are measured ones."""
+        """Whether the costs of ``shape`` are measured."""
         return shape in self._measured
 
     def make(
@@ -234,14 +237,14 @@ class Programs:
         first_trained: int = 0,
         before: Program | None = None,
     ) -> Program:
-        """The program for such a step. The first one is collective over the world.
+        """Build the program of such a step. The first call is collective over the world.
 
-        Stages before ``first_trained`` have forward passes alone. ``before`` is a program of other
-        costs, whose order is kept where it is better.
+        Stages before ``first_trained`` have forward passes only. ``before`` is a program with other
+        costs, whose order is retained if it is better.
 
         Raises:
-            InvalidSchedule: there is none within the memory limit.
-            RuntimeError: the ranks have built different ones.
+            InvalidSchedule: no program fits the memory limit.
+            RuntimeError: the ranks have built different programs.
         """
         placement = self.choice.place(pipeline.size())
         problem = replace(
@@ -271,13 +274,14 @@ class Programs:
         return program
 
     def forget(self, program: Program) -> None:
-        """``program`` does not run: it is made and checked anew if it is asked for once more."""
+        """Drop ``program``, which does not run: it is rebuilt and checked if it is needed again."""
         for key in [key for key, known in self._programs.items() if known is program]:
             del self._programs[key]
 
     def _choice_for(self, microbatches: int, forward_only: bool) -> Choice:
-        """The schedule, by what stands in for its search where that is not for this number, or in
-        an evaluation, which gains nothing by it."""
+        """Return the schedule for this number of microbatches. It is a substitute without a search
+        if the search was for another number, or in an evaluation, which gains nothing by a search.
+        """
         if forward_only:
             return self.choice.without_search
         if microbatches == self._searched_for or ramps_up_to(microbatches):
@@ -296,8 +300,9 @@ class Programs:
         return self._made_longer_or_shorter(self.choice.without_search)
 
     def _made_longer_or_shorter(self, choice: Choice) -> Choice:
-        """``choice``, but where a search has found a schedule of the same problem for enough
-        microbatches, that one made longer or shorter. All ranks make the same of it."""
+        """Return ``choice``, which uses the result of a search for the same problem, extended or
+        shortened, if there is one of enough microbatches. All ranks derive the same schedule from
+        it."""
 
         def build(problem: Problem) -> Schedule:
             known = self._found.get(_but_for_length(choice, problem))
@@ -308,8 +313,8 @@ class Programs:
     def _placed(self, choice: Choice, problem: Problem) -> Program:
         """Return the program of ``choice`` for ``problem``.
 
-        If ``choice`` takes long, one rank of the job searches for all that ask for the same, and
-        each other rank proves the result.
+        If ``choice`` needs a search, one rank of the job searches for all ranks with the same
+        problem, and each other rank proves the result.
         """
         if not choice.takes_long:
             return place_output_layer(choice, problem)
@@ -326,20 +331,19 @@ class Programs:
         else:
             request = hashlib.sha256(f"{choice.spec}\n{problem!r}".encode()).hexdigest()
             apart = dist.PrefixStore(f"megatron_ext/searches/{self._run}/{request}", store)
-            result = once_for_all(apart, dist.get_rank(), f"the search for {choice.spec}", search)
+            result = run_on_leader(apart, dist.get_rank(), f"the search for {choice.spec}", search)
         self._found |= result.passes
         return own[0] if own else prove_built(result.schedule, result.problem)
 
     def _compare(self, digest: str, step: _Key, pipeline: dist.ProcessGroup) -> None:
-        """Raise RuntimeError if another rank has built another program for such a step.
+        """Raise RuntimeError if another rank has built a different program for such a step.
 
-        All ranks are there for the first one, and those of one shape compare. Later ones are told
-        in torch's store: pipelines that nothing ties together may come to other numbers of
-        microbatches, and none waits for another that will not come. Without a store the ranks of a
-        pipeline compare theirs.
+        All ranks take part the first time, and those of one shape compare. Later digests go through
+        torch's store: separate pipelines may have other numbers of microbatches, and none waits for
+        another that will not come. Without a store the ranks of a pipeline compare theirs.
         """
         store = dist.distributed_c10d._get_default_store()
-        spec, shape, *asked, _ = step
+        spec, shape, *request, _ = step
         if not self._has_compared:
             self._has_compared = True
             of_all = enumerate(gather_from_all((shape, digest)))
@@ -350,8 +354,8 @@ class Programs:
             told = zip(ranks, gather(pipeline, digest), strict=True)
             check_digests(self.choice.spec, dict(told))
             return
-        where = "/".join(map(str, [shape, *asked]))
-        if self._config.race is not None:  # else a rank with another schedule would not be found
+        where = "/".join(map(str, [shape, *request]))
+        if self._config.race is not None:  # a rank with another schedule must not go unnoticed
             where += f"/{spec}"
         key = f"megatron_ext/programs/{self._run}/{self._times_set[shape]}/{where}"
         here = dist.get_rank()
@@ -359,7 +363,7 @@ class Programs:
             rank, first = store.compare_set(key, "", f"{here} {digest}").decode().split()
         check_digests(self.choice.spec, {int(rank): first, here: digest})
 
-    def make_again(
+    def rebuild(
         self,
         pipeline: dist.ProcessGroup,
         config: Any,
@@ -367,10 +371,10 @@ class Programs:
         costs: Costs,
         before: Program,
     ) -> Program:
-        """The program for ``before``'s training steps now that ``costs`` are those of ``shape``, on
-        all ranks from the same step on.
+        """Rebuild the program of ``before``'s training steps with the new ``costs`` of ``shape``,
+        on all ranks from the same step on.
 
-        Its order is kept where that is better. Raises as `make`.
+        The order is retained if it is better. Raises as `make`.
         """
         self._set_costs(shape, costs)
         self._measured.add(shape)
@@ -381,12 +385,12 @@ class Programs:
 
 @dataclass(frozen=True)
 class _Result:
-    """The result of a search, for the ranks that have not searched.
+    """Result of a search, for the ranks that have not searched.
 
     Attributes:
         schedule: of the program, with its messages.
-        problem: that ``schedule`` solves, with the costs that its passes have.
-        passes: those that other numbers of microbatches are made from, as in `Programs._found`.
+        problem: solved by ``schedule``, with the costs of its passes.
+        passes: rows from which other numbers of microbatches are built, as in `Programs._found`.
     """
 
     schedule: Schedule
@@ -395,8 +399,8 @@ class _Result:
 
 
 def _search(choice: Choice, problem: Problem) -> tuple[Program, dict[tuple[str, str], Schedule]]:
-    """Return the program of ``choice``, and the passes that may be made longer or shorter. If the
-    search takes long, a line says how to do without."""
+    """Return the program of ``choice``, and the passes that can be extended or shortened. If the
+    search takes long, a log line says how to avoid it."""
     passes: dict[tuple[str, str], Schedule] = {}
 
     def build(problem: Problem) -> Schedule:
@@ -419,12 +423,13 @@ def _search(choice: Choice, problem: Problem) -> tuple[Program, dict[tuple[str, 
 
 
 def _but_for_length(choice: Choice, problem: Problem) -> tuple[str, str]:
-    """What is the same for all numbers of microbatches."""
+    """Return the key of ``choice`` and ``problem`` that is the same for all numbers of
+    microbatches."""
     return choice.spec, repr(replace(problem, microbatches=1))
 
 
 def check_digests(schedule: str, digests: Mapping[int, str]) -> None:
-    """Raise RuntimeError unless all ``digests``, by global rank, are those of one program."""
+    """Raise RuntimeError unless all ``digests``, by global rank, are equal."""
     ranks: dict[str, list[int]] = defaultdict(list)
     for rank, digest in sorted(digests.items()):
         ranks[digest].append(rank)
@@ -437,7 +442,7 @@ def check_digests(schedule: str, digests: Mapping[int, str]) -> None:
 
 
 def gather(group: dist.ProcessGroup, value: Any) -> list[Any]:
-    """``value`` of every rank of ``group``. Collective over it."""
+    """Return the ``value`` of every rank of ``group``. Collective over ``group``."""
     values: list[Any] = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
     return values

@@ -1,8 +1,7 @@
-"""Settings of Megatron's that our schedules and settings refuse, a line each: the setting, the
-reason, and what to write instead. `REFUSALS` has them by feature: checks, pages, records and tests
-iterate over that.
+"""Settings of Megatron that our schedules and settings refuse: the setting, the reason, and what to
+write instead. `REFUSALS` groups them by feature; checks, pages, records and tests iterate over it.
 
-The default is to refuse: only what has been made to work together is allowed.
+The default is to refuse: only combinations that have been made to work are allowed.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from typing import Any
 
 import megatron.core
 
-from megatron_ext.adapter.pairs.asked import FLAG, with_pairs
+from megatron_ext.adapter.pairs.overlap_setting import FLAG, with_pairs
 from megatron_ext.adapter.transformer_engine import installed
 from megatron_ext.adapter.transformer_engine.captured import IMPLEMENTATION, captures
+from megatron_ext.compile.registry import Choice
 from megatron_ext.config import flag, flag_with_value
-from megatron_ext.schedule.build.registry import Choice
 from megatron_ext.schedule.problem import Extras, Offload, Recompute, VocabularyParallel
 from megatron_ext.schedule.slices import Slices
 
@@ -37,12 +36,15 @@ def _loads_or_saves(settings: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Refusal:
-    """A setting that does not go with our schedules.
+class RefusedSetting:
+    """Setting of Megatron that does not work with our schedules.
 
-    ``setting`` is its name in Megatron's arguments and configs, ``unsupported`` tells of a value
-    whether it is refused (it is not called where the setting does not exist), ``instead`` what to
-    write. ``by``: which schedules refuse it. ``matters``: whether it does beside all the others.
+    Attributes:
+        setting: its name in Megatron's arguments and configs.
+        unsupported: tells whether a value is refused; not called if the setting does not exist.
+        instead: what to write instead.
+        by: tells which schedules refuse it.
+        matters: tells whether the setting has an effect, given all the others.
     """
 
     setting: str
@@ -52,10 +54,13 @@ class Refusal:
     matters: Callable[[Any], bool] = _always
 
 
-def _drop(setting: str, why: str = "", by: Callable[[Choice], bool] = _every_schedule) -> Refusal:
-    """The refusal of a switch, whose flag is named as its setting: what to do is to drop it."""
+def _drop(
+    setting: str, why: str = "", by: Callable[[Choice], bool] = _every_schedule
+) -> RefusedSetting:
+    """Return the refusal of a switch whose flag has the setting's name: the user should drop the
+    flag."""
     flag = f"--{setting.replace('_', '-')}"
-    return Refusal(setting, bool, f"drop {flag}: {why}" if why else f"drop {flag}", by)
+    return RefusedSetting(setting, bool, f"drop {flag}: {why}" if why else f"drop {flag}", by)
 
 
 _splits: Callable[[Choice], bool] = attrgetter("traits.splits_backward")
@@ -78,8 +83,8 @@ def _parts_the_ends(choice: Choice) -> bool:
     return choice.example.rank_of[0] != choice.example.rank_of[-1]
 
 
-def _only_torch_dist(why: str, by: Callable[[Choice], bool] = _every_schedule) -> Refusal:
-    return Refusal(
+def _only_torch_dist(why: str, by: Callable[[Choice], bool] = _every_schedule) -> RefusedSetting:
+    return RefusedSetting(
         "ckpt_format",
         lambda value: value != "torch_dist",
         f"{why}: to load or save, write --ckpt-format torch_dist. What is of another format, "
@@ -92,7 +97,7 @@ def _only_torch_dist(why: str, by: Callable[[Choice], bool] = _every_schedule) -
 
 
 SCHEDULE_REFUSALS = (
-    Refusal(
+    RefusedSetting(
         "transformer_impl",
         lambda value: (
             value != "local" and not (value == "transformer_engine" and installed.can_split())
@@ -106,7 +111,7 @@ SCHEDULE_REFUSALS = (
         "its operations have no weight gradient of their own to put off",
         by=_splits,
     ),
-    Refusal(
+    RefusedSetting(
         "gtp_weight_remat_size",
         lambda value: value > 1,
         "drop --tensor-parallel-num-weight-shards",
@@ -122,7 +127,7 @@ SCHEDULE_REFUSALS = (
         "off",
         by=_splits,
     ),
-    Refusal(
+    RefusedSetting(
         "overlap_moe_expert_parallel_comm",
         bool,
         "with one stage on a rank no forward pass runs beside a backward pass: choose interleaved, "
@@ -132,7 +137,7 @@ SCHEDULE_REFUSALS = (
     _drop("hybrid_context_parallel"),
     _drop("moe_paged_stash"),
     *(
-        Refusal(
+        RefusedSetting(
             "cuda_graph_impl",
             lambda value, impl=impl: value == impl,  # type: ignore[misc]
             f"write --cuda-graph-impl transformer_engine, or none: {why}",
@@ -150,12 +155,12 @@ SCHEDULE_REFUSALS = (
         )
     ),
     _drop("num_microbatches_with_partial_activation_checkpoints"),
-    Refusal(
+    RefusedSetting(
         "overlap_p2p_comm_warmup_flush",
         bool,
         "drop --overlap-p2p-communication-warmup-flush: receives are posted in time anyway",
     ),
-    Refusal(
+    RefusedSetting(
         "mtp_standalone",
         bool,
         "put the layout's m into its last segment, before the L: multi-token prediction on a stage "
@@ -165,14 +170,14 @@ SCHEDULE_REFUSALS = (
     _drop("use_megatron_fsdp"),
     _drop("use_torch_fsdp2"),
     _only_torch_dist("a rank's stages are others than stock's", by=_moves_stages),
-    Refusal(
+    RefusedSetting(
         "perform_rl_step",
         bool,
         "reinforcement learning takes a rank's first stage for its whole model: choose a schedule "
         "with one stage on each rank, such as zb-h1",
         by=_has_several_stages,
     ),
-    Refusal(
+    RefusedSetting(
         "moe_use_upcycling",
         bool,
         "Megatron cannot upcycle ranks that hold several stages: upcycle with a schedule that has "
@@ -192,25 +197,27 @@ SCHEDULE_REFUSALS = (
         else []
     ),
     _drop("init_model_with_meta_device", by=_moves_first_stage),
-    Refusal("yaml_cfg", bool, "give Megatron's settings as flags, not by --yaml-cfg"),
+    RefusedSetting("yaml_cfg", bool, "give Megatron's settings as flags, not by --yaml-cfg"),
 )
 
 _WITHOUT_GRAPHS = "write --cuda-graph-impl none"
 
 GRAPH_REFUSALS = (
-    Refusal(
+    RefusedSetting(
         "cuda_graph_warmup_steps",
         lambda value: value < 1,
         "write --cuda-graph-warmup-steps 1 or more: the order of a step is captured after one",
     ),
     *(
-        Refusal(name, bool, f"as many microbatches as are captured must come in every step: {then}")
+        RefusedSetting(
+            name, bool, f"as many microbatches as are captured must come in every step: {then}"
+        )
         for name, then in (
             ("rampup_batch_size", "drop --rampup-batch-size"),
             ("step_batch_size_schedule", "drop --step-batch-size-schedule"),
         )
     ),
-    Refusal(
+    RefusedSetting(
         "variable_seq_lengths",
         bool,
         f"a graph has one shape: give all microbatches one sequence length, or {_WITHOUT_GRAPHS}",
@@ -222,32 +229,36 @@ _WITHOUT_DIVIDING = "drop --pipeline-vocab-parallel"
 
 VOCABULARY_REFUSALS = (
     _drop("fp16_lm_cross_entropy", f"{_MADE_BY_PASSES}, in fp32"),
-    Refusal("use_mup", bool, f"MuP scales the logits, and here they are not: {_WITHOUT_DIVIDING}"),
+    RefusedSetting(
+        "use_mup", bool, f"MuP scales the logits, and here they are not: {_WITHOUT_DIVIDING}"
+    ),
     _drop("fp8_output_proj", "the logits are not made in fp8"),
-    Refusal(
+    RefusedSetting(
         "hybrid_layer_pattern", bool, f"it divides the tables of a GPTModel: {_WITHOUT_DIVIDING}"
     ),
-    Refusal("logits_load_dir", bool, f"{_MADE_BY_PASSES}, from labels: {_WITHOUT_DIVIDING}"),
-    Refusal("modelopt_enabled", bool, f"models of ModelOpt are untried: {_WITHOUT_DIVIDING}"),
-    Refusal(
+    RefusedSetting("logits_load_dir", bool, f"{_MADE_BY_PASSES}, from labels: {_WITHOUT_DIVIDING}"),
+    RefusedSetting(
+        "modelopt_enabled", bool, f"models of ModelOpt are untried: {_WITHOUT_DIVIDING}"
+    ),
+    RefusedSetting(
         "mtp_num_layers",
         bool,
         f"multi-token prediction needs whole tables on the last stage: {_WITHOUT_DIVIDING}",
     ),
     _drop("init_model_with_meta_device"),
     _only_torch_dist("a rank's rows are others than stock's"),
-    Refusal(
+    RefusedSetting(
         "variable_seq_lengths",
         bool,
         "collectives need one shape: give all microbatches one sequence length",
     ),
-    Refusal(
+    RefusedSetting(
         "gtp_weight_remat_size", lambda value: value > 1, "drop --tensor-parallel-num-weight-shards"
     ),
 )
 
 WITHOUT_OFFLOAD_REFUSALS = (
-    Refusal(
+    RefusedSetting(
         "fine_grained_activation_offloading",
         bool,
         "its copies follow Megatron's own order of passes: write --pipeline-activation-offload "
@@ -258,17 +269,17 @@ WITHOUT_OFFLOAD_REFUSALS = (
 _WITHOUT_OFFLOAD = "drop --pipeline-activation-offload"
 
 OFFLOAD_REFUSALS = (
-    Refusal(
+    RefusedSetting(
         "cpu_offloading",
         bool,
         "drop --cpu-offloading-num-layers: the schedule decides when activations are copied",
     ),
     *(
-        Refusal(name, bool, f"quantised activations are untried: {_WITHOUT_OFFLOAD}")
+        RefusedSetting(name, bool, f"quantised activations are untried: {_WITHOUT_OFFLOAD}")
         for name in ("fp8", "fp4")
     ),
     _drop("tp_comm_overlap", "activations in its communication buffers are untried"),
-    Refusal(
+    RefusedSetting(
         "cuda_graph_impl",
         lambda value: value == "transformer_engine",
         "what a CUDA graph keeps for its backward pass stays in its memory: write "
@@ -279,14 +290,14 @@ OFFLOAD_REFUSALS = (
 _WITHOUT_PAIRS = "drop --overlap-moe-expert-parallel-comm"
 
 PAIRS_REFUSALS = (
-    Refusal(
+    RefusedSetting(
         "cuda_graph_impl",
         lambda value: value == "transformer_engine",
         f"graphs are captured in the order of whole passes, and these are interwoven: write "
         f"--cuda-graph-impl none, or {_WITHOUT_PAIRS}",
     ),
     *(
-        Refusal(
+        RefusedSetting(
             name,
             bool,
             f"Megatron makes its plans without the ends of packed sequences, and tokens would see "
@@ -295,16 +306,16 @@ PAIRS_REFUSALS = (
         for name in ("sft", "dataloader_inter_document_masking")
     ),
     *(
-        Refusal(name, bool, f"plans of hybrid models are untried: {_WITHOUT_PAIRS}")
+        RefusedSetting(name, bool, f"plans of hybrid models are untried: {_WITHOUT_PAIRS}")
         for name in ("hybrid_layer_pattern", "hybrid_override_pattern", "is_hybrid_model")
     ),
-    Refusal(
+    RefusedSetting(
         "fine_grained_activation_offloading",
         bool,
         f"its copies among interwoven passes are untried: drop "
         f"--fine-grained-activation-offloading, or {_WITHOUT_PAIRS}",
     ),
-    Refusal(
+    RefusedSetting(
         "cpu_offloading",
         bool,
         f"its copies among interwoven passes are untried: drop --cpu-offloading-num-layers, or "
@@ -330,14 +341,14 @@ def _balances_otherwise(balancing: Any) -> bool:
 
 
 SLICES_REFUSALS = (
-    Refusal(
+    RefusedSetting(
         "moe_router_load_balancing_type",
         _balances_otherwise,
         f"it looks at more or less than a microbatch: write aux_loss, seq_aux_loss or none, or "
         f"{_WITHOUT_SLICES}",
         matters=_has_experts,
     ),
-    Refusal(
+    RefusedSetting(
         "moe_expert_capacity_factor",
         bool,
         f"experts would drop tokens slice by slice: drop --moe-expert-capacity-factor, or "
@@ -345,7 +356,7 @@ SLICES_REFUSALS = (
         matters=_has_experts,
     ),
     _drop("moe_enable_routing_replay", "a replay is of whole microbatches"),
-    Refusal(
+    RefusedSetting(
         "mtp_num_layers",
         bool,
         "with context parallelism the tokens that it looks ahead to are on other ranks: write "
@@ -353,22 +364,22 @@ SLICES_REFUSALS = (
         matters=_shares_sequences,
     ),
     *(
-        Refusal(name, bool, f"packed sequences end anywhere: {_WITHOUT_SLICES}")
+        RefusedSetting(name, bool, f"packed sequences end anywhere: {_WITHOUT_SLICES}")
         for name in ("sft", "dataloader_inter_document_masking")
     ),
-    Refusal(
+    RefusedSetting(
         "variable_seq_lengths",
         bool,
         f"slices need one length: give all microbatches one sequence length, or {_WITHOUT_SLICES}",
     ),
-    Refusal(
+    RefusedSetting(
         "cuda_graph_impl",
         lambda value: value == "transformer_engine",
         f"a graph has one shape, and slices attend to ever more: write --cuda-graph-impl none, or "
         f"{_WITHOUT_SLICES}",
     ),
     *(
-        Refusal(name, bool, f"{kind} carries a state over slices: {_WITHOUT_SLICES}")
+        RefusedSetting(name, bool, f"{kind} carries a state over slices: {_WITHOUT_SLICES}")
         for name, kind in (
             ("hybrid_layer_pattern", "a hybrid model"),
             ("hybrid_override_pattern", "a hybrid model"),
@@ -397,20 +408,20 @@ def _sums_over_microbatches(balancing: Any) -> bool:
 
 
 RECOMPUTE_REFUSALS = (
-    Refusal(
+    RefusedSetting(
         "recompute_granularity",
         lambda value: value == "full",
         "Megatron runs all layers again in the backward pass, and keeps their inputs alone: write "
         f"--recompute-granularity selective, or {_WITHOUT_RECOMPUTE}",
     ),
-    Refusal(
+    RefusedSetting(
         "cuda_graph_impl",
         lambda value: value == "transformer_engine",
         f"a CUDA graph is of one forward pass a microbatch: write --cuda-graph-impl none, or "
         f"{_WITHOUT_RECOMPUTE}",
     ),
     *(
-        Refusal(
+        RefusedSetting(
             "fp8_recipe",
             lambda value, recipe=recipe: value == recipe,  # type: ignore[misc]
             f"{why}: write --fp8-recipe tensorwise or mxfp8, or {_WITHOUT_RECOMPUTE}",
@@ -424,14 +435,14 @@ RECOMPUTE_REFUSALS = (
             ),
         )
     ),
-    Refusal(
+    RefusedSetting(
         "moe_router_load_balancing_type",
         _sums_over_microbatches,
         f"{_COUNTED_IN_ORDER}: write aux_loss or seq_aux_loss, or {_WITHOUT_RECOMPUTE}",
     ),
     _drop("moe_enable_routing_replay", "a replay gives each choice of experts once"),
     *(
-        Refusal(
+        RefusedSetting(
             name,
             bool,
             f"its random states cannot be taken twice: drop --te-rng-tracker, set "
@@ -440,7 +451,7 @@ RECOMPUTE_REFUSALS = (
         )
         for name in ("te_rng_tracker", "use_te_rng_tracker")
     ),
-    Refusal(
+    RefusedSetting(
         "cpu_offloading",
         bool,
         f"drop --cpu-offloading-num-layers, or {_WITHOUT_RECOMPUTE}",
@@ -451,12 +462,12 @@ _TAKEN_BACK = "a step must be one that can be taken back"
 _WITHOUT_POST_VALIDATION = "drop --pipeline-post-validation"
 
 POST_VALIDATION_OPTIMIZER_REFUSALS = (
-    Refusal(
+    RefusedSetting(
         "optimizer",
         lambda value: value not in ("adam", "sgd"),
         f"{_TAKEN_BACK}: write --optimizer adam or sgd, or {_WITHOUT_POST_VALIDATION}",
     ),
-    Refusal(
+    RefusedSetting(
         "use_layer_wise_distributed_optimizer",
         bool,
         f"its gradient norm is one sum over all ranks: write --optimizer adam or sgd, or "
@@ -469,17 +480,17 @@ POST_VALIDATION_OPTIMIZER_REFUSALS = (
     ),
     _drop("reuse_grad_buf_for_mxfp8_param_ag", "gradients must stay until their step is settled"),
     _drop("use_megatron_fsdp", "its parameters are kept elsewhere"),
-    Refusal(
+    RefusedSetting(
         "num_distributed_optimizer_instances",
         lambda value: value > 1,
         "drop --num-distributed-optimizer-instances: no group has the ranks of one instance that "
         "share a stage, whose norm is needed",
     ),
-    Refusal(
+    RefusedSetting(
         "gtp_weight_remat_size", lambda value: value > 1, "drop --tensor-parallel-num-weight-shards"
     ),
     _drop("log_num_zeros_in_grad", "zeros are counted over the whole pipeline in every step"),
-    Refusal(
+    RefusedSetting(
         "qk_clip",
         bool,
         f"it changes parameters after the step, which is not undone: {_WITHOUT_POST_VALIDATION}",
@@ -491,24 +502,26 @@ _MEETS_FORWARDS_TWICE = "a step that is taken back runs some forward passes twic
 
 POST_VALIDATION_REFUSALS = (
     *POST_VALIDATION_OPTIMIZER_REFUSALS,
-    Refusal(
+    RefusedSetting(
         "rerun_mode",
         lambda value: value != "disabled",
         f"{_WAITS_EACH_STEP} to compare results: write --rerun-mode disabled",
     ),
-    Refusal(
+    RefusedSetting(
         "exit_duration_in_mins",
         bool,
         f"{_WAITS_EACH_STEP} to compare clocks: write --exit-interval or --exit-signal-handler",
     ),
-    Refusal("log_params_norm", bool, f"{_WAITS_EACH_STEP}: drop --log-params-norm"),
+    RefusedSetting("log_params_norm", bool, f"{_WAITS_EACH_STEP}: drop --log-params-norm"),
     *(
-        Refusal(
+        RefusedSetting(
             name, bool, f"{_WAITS_EACH_STEP} to count packed tokens: {_WITHOUT_POST_VALIDATION}"
         )
         for name in ("sft", "dataloader_inter_document_masking")
     ),
-    Refusal("dsa_indexer_loss_coeff", bool, f"{_WAITS_EACH_STEP}: {_WITHOUT_POST_VALIDATION}"),
+    RefusedSetting(
+        "dsa_indexer_loss_coeff", bool, f"{_WAITS_EACH_STEP}: {_WITHOUT_POST_VALIDATION}"
+    ),
     *(
         _drop(name, "it changes or reads weights after a step that may be taken back")
         for name in ("log_max_attention_logit", "save_params_interval")
@@ -517,19 +530,19 @@ POST_VALIDATION_REFUSALS = (
         _drop(name, _MEETS_FORWARDS_TWICE)
         for name in ("save_activations_interval", "save_dgrads_interval")
     ),
-    Refusal(
+    RefusedSetting(
         "mtp_num_layers",
         bool,
         f"{_MEETS_FORWARDS_TWICE}, and multi-token prediction would log its losses twice: "
         f"{_WITHOUT_POST_VALIDATION}",
     ),
-    Refusal(
+    RefusedSetting(
         "num_experts",
         bool,
         f"{_MEETS_FORWARDS_TWICE}, and routers keep state of theirs: {_WITHOUT_POST_VALIDATION}",
     ),
     *(
-        Refusal(
+        RefusedSetting(
             name,
             bool,
             f"{_MEETS_FORWARDS_TWICE}, and scaling factors keep state of theirs: "
@@ -538,32 +551,32 @@ POST_VALIDATION_REFUSALS = (
         for name in ("fp8", "fp4")
     ),
     *(
-        Refusal(name, bool, f"{why}: {_WITHOUT_POST_VALIDATION}")
+        RefusedSetting(name, bool, f"{why}: {_WITHOUT_POST_VALIDATION}")
         for name, why in (
             ("perform_rl_step", "its loop reads weights each step"),
             ("vision_pretraining", "its own updates of a step cannot be taken back"),
             ("freeze_all_layers", "there is no step to validate"),
         )
     ),
-    Refusal(
+    RefusedSetting(
         "cuda_graph_impl",
         lambda value: value == "transformer_engine",
         f"{_MEETS_FORWARDS_TWICE}, which is not the order that CUDA graphs are captured in: write "
         f"--cuda-graph-impl none, or {_WITHOUT_POST_VALIDATION}",
     ),
-    Refusal(
+    RefusedSetting(
         "variable_seq_lengths",
         bool,
         "messages that are dropped need a known shape: give all microbatches one sequence length",
     ),
-    Refusal(
+    RefusedSetting(
         "calculate_per_token_loss",
         bool,
         "tokens are counted on the last stage, and a step's validation begins at the first: choose "
         f"a V such as zb-v, which has both on one rank, or {_WITHOUT_POST_VALIDATION}",
         by=_parts_the_ends,
     ),
-    Refusal(
+    RefusedSetting(
         "untie_embeddings_and_output_weights",
         lambda value: not value,
         "the first and the last rank would wait for one another's gradients of tied weights: write "
@@ -575,31 +588,31 @@ POST_VALIDATION_REFUSALS = (
 
 _NO_EXTRAS = Extras()
 
-# Of settings, a choice and its options: the words that request a feature, None if it is absent.
+# Returns the flags that request a feature, None if it is absent: of settings, choice and options.
 Requested = Callable[[Any, Choice, Extras], str | None]
 GRAPHS = f"--cuda-graph-impl {IMPLEMENTATION}"
 
 
 @dataclass(frozen=True)
 class RefusalGroup:
-    """The refusals of one feature.
+    """Refusals of one feature.
 
     Attributes:
         name: the part of docs/compatibility.md that lists them.
-        refusals: a line each.
-        requested: the words that request the feature, with which errors begin.
+        refusals: the refused settings.
+        requested: returns the flags that request the feature, with which errors begin.
         settings, extras: an example of a request.
     """
 
     name: str
-    refusals: tuple[Refusal, ...]
+    refusals: tuple[RefusedSetting, ...]
     requested: Requested
     settings: Mapping[str, Any] = field(default_factory=dict)
     extras: Extras = _NO_EXTRAS
 
 
 def _by_option(name: str) -> Requested:
-    """Request by a setting of ours that is an option of the schedule."""
+    """Return the request of a feature that is an option of the schedule among our settings."""
 
     def requested(settings: Any, choice: Choice, extras: Extras) -> str | None:
         value = getattr(extras, name)

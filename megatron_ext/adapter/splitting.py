@@ -1,4 +1,4 @@
-"""Which weight gradients of a rank wait for a W pass in a step, and which do not."""
+"""Weight gradients of a rank that wait for a W pass in a step."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from megatron_ext.runtime.weight_gradients import Lent, is_owned, queue
 
 @dataclass(frozen=True)
 class Split:
-    """What is split on one rank in one step.
+    """Split of the backward pass on one rank in one step.
 
     Attributes:
-        waits: there are W passes.
-        at_once: weights of layers that are split, and whose gradients yet do not wait for them.
+        waits: whether there are W passes.
+        at_once: weights of split layers whose gradients nevertheless do not wait for W.
         apart: weights that have passes of their own.
-        is_lent: of a tensor, whether its memory is written to again before W.
+        is_lent: tells whether a tensor's memory is overwritten before W.
     """
 
     waits: bool
@@ -35,8 +35,8 @@ class Split:
 
 
 def head_weights(models: Sequence[torch.nn.Module]) -> frozenset[Tensor]:
-    """The weight that the output layer uses, on the rank that has it. (A pipeline's last stage has
-    its own, tied or not.)"""
+    """Return the weight that the output layer uses, on the rank that has it. (A pipeline's last
+    stage has its own copy, tied or not.)"""
     model = language_model(models[-1])
     if model is not None and head_is_looked_up(models[-1]):
         weight = model.shared_embedding_or_output_weight()
@@ -47,8 +47,8 @@ def head_weights(models: Sequence[torch.nn.Module]) -> frozenset[Tensor]:
 
 @contextlib.contextmanager
 def splitting(split: Split) -> Iterator[None]:
-    """Within, split layers are told that W passes will come, if they will. Afterwards the queue is
-    empty, also after an error."""
+    """Context in which split layers know whether W passes will follow. The queue is empty
+    afterwards, even after an error."""
     queue.splitting = split.waits
     queue.at_once = split.at_once
     queue.is_lent = split.is_lent

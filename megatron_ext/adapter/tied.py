@@ -1,7 +1,7 @@
-"""The two copies of an embedding where one rank holds both.
+"""Two copies of an embedding on one rank.
 
-The last stage has a copy of the first stage's where the output layer is tied to it, and where
-multi-token prediction looks tokens up.
+The last stage has a copy of the first stage's embedding if the output layer is tied to it, or if
+multi-token prediction looks up tokens.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import torch.distributed as dist
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_ext.adapter.programs import gather
-from megatron_ext.schedule.build.registry import Choice
+from megatron_ext.compile.registry import Choice
 
 
 def tied_weights(
     model: Sequence[torch.nn.Module],
 ) -> tuple[torch.nn.Parameter, torch.nn.Parameter] | None:
-    """The first and the last stage's copy of the embedding, among the chunks of this rank.
+    """Return the first and the last stage's copy of the embedding, among the chunks of this rank.
 
-    None where the last stage has none, or not both are here, or the model has no embedding that
-    Megatron knows of: it asks for ``pre_process`` first.
+    Return None if the last stage has no copy, if this rank lacks either, or if the model has no
+    embedding that Megatron knows: it checks ``pre_process`` first.
     """
     if len(model) < 2:
         return None
@@ -40,13 +40,14 @@ def tied_weights(
 
 
 def copies_differ(model: Sequence[torch.nn.Module]) -> bool:
-    """Whether this rank holds both copies, and they are not equal."""
+    """Whether this rank has both copies and they are unequal."""
     tied = tied_weights(model)
     return tied is not None and not torch.equal(*tied)
 
 
 def refuse_different_copies(pipeline: dist.ProcessGroup, model: Sequence[torch.nn.Module]) -> None:
-    """Raise ValueError if a rank of ``pipeline`` holds copies that differ. Collective over it."""
+    """Raise ValueError if a rank of ``pipeline`` has unequal copies. Collective over
+    ``pipeline``."""
     if any(gather(pipeline, copies_differ(model))):
         raise ValueError(
             "the last pipeline rank holds both copies of the embedding, and they differ: a model "
@@ -58,7 +59,7 @@ def refuse_different_copies(pipeline: dist.ProcessGroup, model: Sequence[torch.n
 def check_embedding_group(
     group: dist.ProcessGroup | None, pipeline: dist.ProcessGroup, choice: Choice
 ) -> None:
-    """Raise ValueError if ``group`` has ranks that hold no copy of the embedding."""
+    """Raise ValueError if ``group`` has ranks without a copy of the embedding."""
     if group is None or pipeline.size() == 1:
         return
     ranks = dist.get_process_group_ranks(group)

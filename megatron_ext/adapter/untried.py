@@ -1,4 +1,4 @@
-"""What is allowed beside our schedules and has not been tried with them, a line each."""
+"""Settings that are allowed with our schedules but have not been tried with them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Untried:
-    """A setting that is not refused. ``setting`` is its name in Megatron's arguments, ``is_on``
-    tells of a value whether it is meant, ``text`` how far it has been tried."""
+    """Setting that is not refused. ``setting`` is its name in Megatron's arguments, ``is_on`` tells
+    whether a value is meant, ``text`` says how far it has been tried."""
 
     setting: str
     is_on: Callable[[Any], bool]
@@ -84,7 +84,7 @@ UNTRIED = (
 
 
 def untried(args: Any) -> list[Untried]:
-    """Those that are on in ``args``, Megatron's arguments."""
+    """Return the untried settings that are on in ``args``, Megatron's arguments."""
     return [
         entry
         for entry in UNTRIED

@@ -1,11 +1,11 @@
-"""A pipeline rank's rows of embedding and output layer, as modules of its first model chunk.
+"""Rows of embedding and output layer on a pipeline rank, as modules of its first model chunk.
 
-They are Megatron's own layers over a larger group, all pipeline x tensor parallel ranks: rows,
-initialisation, parameter attributes and checkpoint keys are what those make of it. Only they are
-not called: their weights are read by the passes of the schedule.
+They are Megatron's own layers over a larger group, all pipeline x tensor parallel ranks, which
+determines rows, initialisation, parameter attributes and checkpoint keys. Only they are not called:
+the passes of the schedule read their weights.
 
 Rank t of tensor parallelism and p of the pipeline has part ``t * pipeline + p``, so that the parts
-of a tensor parallel rank are together what stock gives it.
+of a tensor parallel rank together are those of Megatron's own layers.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from megatron_ext.runtime.vocabulary.shard import VocabularyShard
 
 
 @dataclass(frozen=True)
-class Part:
-    """Which part of the vocabulary a rank has, of how many. To Megatron's layers, a group."""
+class VocabularyPart:
+    """Part of the vocabulary on a rank, and the number of parts. Megatron's layers use it as a
+    group."""
 
     index: int
     parts: int
@@ -40,10 +41,12 @@ class Part:
         return self.parts
 
 
-def part_of(pipeline: dist.ProcessGroup, tensor_parallel: dist.ProcessGroup) -> Part:
-    """The part of this rank."""
+def part_of(pipeline: dist.ProcessGroup, tensor_parallel: dist.ProcessGroup) -> VocabularyPart:
+    """Return the part of this rank."""
     ranks = pipeline.size()
-    return Part(tensor_parallel.rank() * ranks + pipeline.rank(), ranks * tensor_parallel.size())
+    return VocabularyPart(
+        tensor_parallel.rank() * ranks + pipeline.rank(), ranks * tensor_parallel.size()
+    )
 
 
 def check_divisible(vocabulary: int, parts: int) -> None:
@@ -57,9 +60,9 @@ def check_divisible(vocabulary: int, parts: int) -> None:
 
 
 class EmbeddingPart(VocabParallelEmbedding):
-    """This rank's rows of the embedding. On the first stage, also the end of the lookup."""
+    """Rows of the embedding on this rank. On the first stage, also the end of the lookup."""
 
-    def __init__(self, model: Any, part: Part, *, reduce_scatter: bool = False) -> None:
+    def __init__(self, model: Any, part: VocabularyPart, *, reduce_scatter: bool = False) -> None:
         config = model.config
         super().__init__(
             model.vocab_size,
@@ -74,10 +77,10 @@ class EmbeddingPart(VocabParallelEmbedding):
         self.weight.is_embedding_or_output_parameter = True
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The embeddings of ``tokens``, which the ranks have looked up before.
+        """Return the embeddings of ``tokens``, which the ranks have already looked up.
 
-        What was handed over, [b, s, h], is the sum over the pipeline; that over tensor parallel
-        ranks is as stock has it.
+        The attribute ``embeddings``, [b, s, h], is the sum over the pipeline; the sum over tensor
+        parallel ranks is computed here, as in Megatron.
         """
         embeddings = self.embeddings
         assert embeddings is not None, "no embeddings were handed to the first stage"
@@ -91,9 +94,9 @@ class EmbeddingPart(VocabParallelEmbedding):
 
 
 class OutputPart(ColumnParallelLinear):
-    """This rank's rows of the output layer."""
+    """Rows of the output layer on this rank."""
 
-    def __init__(self, model: Any, part: Part) -> None:
+    def __init__(self, model: Any, part: VocabularyPart) -> None:
         config = model.config
         super().__init__(
             config.hidden_size,
@@ -112,20 +115,20 @@ class OutputPart(ColumnParallelLinear):
 
 
 def embedding_part(chunk: torch.nn.Module) -> EmbeddingPart | None:
-    """The rows of the embedding in a model chunk."""
+    """Return the rows of the embedding in a model chunk."""
     return next((part for part in chunk.modules() if isinstance(part, EmbeddingPart)), None)
 
 
 def output_part(chunk: torch.nn.Module) -> OutputPart | None:
-    """The rows of the output layer in a model chunk; None where they are the embedding's."""
+    """Return the rows of the output layer in a model chunk; None if they are the embedding's."""
     return next((part for part in chunk.modules() if isinstance(part, OutputPart)), None)
 
 
 def tables(models: Sequence[torch.nn.Module]) -> tuple[Tensor, Tensor]:
-    """The weights of this rank's parts: embedding and output layer.
+    """Return the weights of this rank's parts: embedding and output layer.
 
     Raises:
-        ValueError: the model was not built with parts, or they are not trained.
+        ValueError: the model was not built with parts, or they are frozen.
     """
     embedding = embedding_part(models[0])
     if embedding is None:
@@ -146,10 +149,9 @@ def tables(models: Sequence[torch.nn.Module]) -> tuple[Tensor, Tensor]:
 def await_tables(models: Sequence[torch.nn.Module]) -> None:
     """Wait for the gathers of this rank's parts, after those of the step have begun.
 
-    With the gathering of parameters overlapped, whoever reads a weight waits for it first; Megatron
-    has hooks for that on each module's call, and our passes call no module. A wait before the
-    step's gathers would gather the parts by itself, and the step would gather them a second time,
-    beside the passes that read them.
+    With overlapped gathers a reader of a weight waits for it first; Megatron has hooks for that on
+    each module's call, but our passes call no module. A wait before the step's gathers would gather
+    the parts by itself, and the step would gather them again during the passes that read them.
     """
     for part in (embedding_part(models[0]), output_part(models[0])):
         if part is not None:
@@ -163,7 +165,7 @@ def shard_of(
     pipeline: dist.ProcessGroup,
     tensor_parallel: dist.ProcessGroup,
 ) -> VocabularyShard:
-    """This rank's part of the vocabulary, for the passes of a step."""
+    """Return this rank's part of the vocabulary, for the passes of a step."""
     embedding, output = tables(models)
     return VocabularyShard(
         embedding,

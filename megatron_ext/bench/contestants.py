@@ -24,6 +24,11 @@ from megatron_ext.bench.emulated import (
 from megatron_ext.bench.emulated_copies import EmulatedCopies
 from megatron_ext.bench.emulated_validation import EmulatedValidation
 from megatron_ext.bench.emulated_vocabulary import EmulatedVocabulary
+from megatron_ext.compile.build import build_program, complete
+from megatron_ext.compile.program.graph import channels
+from megatron_ext.compile.program.simulate import simulate, simulate_steps, step_seconds
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.compile.registry import Choice, choose
 from megatron_ext.runtime.executor import execute
 from megatron_ext.runtime.host.offload import ActivationOffload
 from megatron_ext.runtime.messages.channels import Channels
@@ -32,8 +37,6 @@ from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.stage import Backward
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.build.build import build_program, complete
-from megatron_ext.schedule.build.registry import Choice, choose
 from megatron_ext.schedule.costs import Costs, LinkCosts, OverlapCosts
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import parse_limit
@@ -45,9 +48,6 @@ from megatron_ext.schedule.problem import (
     Recompute,
     VocabularyParallel,
 )
-from megatron_ext.schedule.program.graph import channels
-from megatron_ext.schedule.program.simulate import simulate, simulate_steps, step_seconds
-from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.schedule_csv import from_csv
 
 NO_EXTRAS = Extras()
@@ -218,9 +218,9 @@ def ours(
         if validation is not None:
             validation.optimizer_step()
 
-    def settle() -> None:
+    def commit_or_rollback() -> None:
         assert validation is not None
-        validation.settle()
+        validation.commit_or_rollback()
 
     name = f"megatron-ext {spec}" + f", vocabulary {extras.vocab_parallel}" * divides
     name += f", offload {extras.activation_offload}" * (
@@ -234,7 +234,9 @@ def ours(
     )
     if not extras.post_validation:
         return contender
-    return replace(contender, settle=settle, ideal_after_bad=ideal_after_bad(program))
+    return replace(
+        contender, commit_or_rollback=commit_or_rollback, ideal_after_bad=ideal_after_bad(program)
+    )
 
 
 def torchs(ranks: int, microbatches: int, costs: str) -> Iterator[Contender]:

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_ext.compile.program.verify import Program
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.stage import Backward
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.costs import Costs
-from megatron_ext.schedule.program.verify import Program
 
 SHAPE = (1, 1, 8)  # of what passes between stages
 DTYPE = torch.float32
@@ -169,7 +169,7 @@ class Contender:
         ideal: seconds that the schedule takes with free messages and no overhead.
         passes: passes of this rank in a step.
         step: runs one step.
-        settle: with post-validation, settles the last step after it; else None.
+        commit_or_rollback: with post-validation, waits for the verdict on the last step; else None.
         ideal_after_bad: with post-validation, as ``ideal``, of a step that follows a bad verdict.
         program, recorder: of ours, what runs, and what knows when its passes do.
     """
@@ -178,7 +178,7 @@ class Contender:
     ideal: float
     passes: int
     step: Callable[[], None]
-    settle: Callable[[], None] | None = None
+    commit_or_rollback: Callable[[], None] | None = None
     ideal_after_bad: float | None = None
     program: Program | None = None
     recorder: Recorder | None = None

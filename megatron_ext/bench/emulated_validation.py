@@ -39,7 +39,7 @@ class EmulatedValidation(Validation):
     def expect(self) -> None:
         self._messages.expect()
 
-    def settle(self) -> bool:
+    def commit_or_rollback(self) -> bool:
         if not self._messages.is_pending:
             return True
         stands = not self._messages.verdict().found_inf

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ext.bench.emulated import DTYPE, SHAPE, take
+from megatron_ext.compile.program.verify import Program
 from megatron_ext.runtime.messages.collectives import Collectives
 from megatron_ext.runtime.messages.transport import Boundary
 from megatron_ext.runtime.owner import Handler
@@ -19,7 +20,6 @@ from megatron_ext.runtime.vocabulary.passes import VocabularyPasses
 from megatron_ext.runtime.vocabulary.shard import VocabularyShard
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.costs import Costs
-from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.schedule import is_compute
 
 _TOKENS = (1, 1)  # batch, sequence: as many as `SHAPE` has hidden states

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from megatron_ext.bench.emulated import Contender
 from megatron_ext.runtime.recording import HostClock
 from megatron_ext.schedule.schedule import is_compute
-from megatron_ext.schedule.show.page.run import Run, of_passes, simulated
 from megatron_ext.schedule.timeline import Event, Timeline
+from megatron_ext.viz.page.run import Run, of_passes, simulated
 
 
 def recorded(contender: Contender) -> tuple[Run, ...]:
@@ -21,8 +21,8 @@ def recorded(contender: Contender) -> tuple[Run, ...]:
     dist.barrier()
     contender.step()
     recorder.end()
-    if contender.settle is not None:
-        contender.settle()
+    if contender.commit_or_rollback is not None:
+        contender.commit_or_rollback()
     rows: list[list[Event]] = [[] for _ in range(dist.get_world_size())]
     # Of one machine, whose processes have one clock.
     dist.all_gather_object(rows, recording.read()[0])

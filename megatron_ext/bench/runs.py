@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_ext.compile.registry import choose
 from megatron_ext.launch import CPU_PLATFORM
-from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.problem import (
     Extras,
     Offload,
@@ -33,7 +33,7 @@ from megatron_ext.schedule.problem import (
 
 if TYPE_CHECKING:
     from megatron_ext.bench.emulated import Contender
-    from megatron_ext.schedule.show.page.run import Run
+    from megatron_ext.viz.page.run import Run
 
 STEPS = 3  # timed, after one that is not
 STEPS_IN_A_ROW = 10  # the same, where steps may overlap
@@ -125,7 +125,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Measured:
+class BenchResult:
     """One contender over all launches.
 
     Attributes:
@@ -153,7 +153,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Report:
+class BenchReport:
     """Figures of all contenders, and the figures that tell whether to believe them.
 
     Attributes:
@@ -164,7 +164,7 @@ class Report:
         shown: a step of each of ours, ideal and measured, if that was requested.
     """
 
-    rows: list[Measured]
+    rows: list[BenchResult]
     real_time: bool
     late: float
     autograd_microseconds: tuple[float, float]
@@ -199,7 +199,7 @@ class _Steps:
 
 @dataclass(frozen=True)
 class _Launch:
-    """Results of one launch, of each figure the largest over the ranks; fields as in `Report`."""
+    """Results of one launch: the largest of each figure over the ranks, as in `BenchReport`."""
 
     steps: dict[str, _Steps]
     real_time: bool
@@ -208,7 +208,9 @@ class _Launch:
     shown: tuple[Run, ...] = ()
 
 
-def measure(setting: Setting, progress: Callable[[str], None], *, shows: bool = False) -> Report:
+def measure(
+    setting: Setting, progress: Callable[[str], None], *, shows: bool = False
+) -> BenchReport:
     """Measure ``setting``; ``progress`` is told what runs. ``shows``: record a step of ours, too.
 
     Raises:
@@ -225,7 +227,7 @@ def measure(setting: Setting, progress: Callable[[str], None], *, shows: bool = 
         progress(f"launch {number + 1} of {setting.launches}")
         launches.append(_launch(setting, shows=shows and number == 0))
     stock = statistics.median(launch.steps["megatron 1f1b"].seconds for launch in launches)
-    return Report(
+    return BenchReport(
         [
             _measured([launch.steps[name] for launch in launches], stock)
             for name in launches[0].steps
@@ -240,13 +242,13 @@ def measure(setting: Setting, progress: Callable[[str], None], *, shows: bool = 
     )
 
 
-def _measured(steps: Sequence[_Steps], stock: float) -> Measured:
+def _measured(steps: Sequence[_Steps], stock: float) -> BenchResult:
     """One contender's steps of all launches; ``stock``: seconds of Megatron's 1F1B."""
     seconds = [launch.seconds for launch in steps]
     after_bad = [launch.after_bad for launch in steps if launch.after_bad is not None]
     measured = statistics.median(seconds)
     first = steps[0]
-    return Measured(
+    return BenchResult(
         first.name,
         first.ideal,
         measured,
@@ -259,9 +261,9 @@ def _measured(steps: Sequence[_Steps], stock: float) -> Measured:
     )
 
 
-def draw_report(report: Report, path: Path) -> None:
+def draw_report(report: BenchReport, path: Path) -> None:
     """Bars of measured seconds with the ideal in each, as .svg or .png."""
-    from megatron_ext.schedule.show.draw import draw_bars
+    from megatron_ext.viz.draw import draw_bars
 
     names = [f"{row.name} ({row.efficiency:.1%})" for row in report.rows]
     draw_bars(names, [(row.ideal, row.measured) for row in report.rows], path)
@@ -326,8 +328,8 @@ def _seconds_of(contender: Contender, setting: Setting) -> tuple[float, float | 
     if not setting.post_validation:
         return _median_of(contender, setting.steps), None
     seconds = _in_a_row(contender, setting)
-    if contender.settle is not None:
-        contender.settle()
+    if contender.commit_or_rollback is not None:
+        contender.commit_or_rollback()
     return seconds
 
 
@@ -335,8 +337,8 @@ def _median_of(contender: Contender, steps: int) -> float:
     """Seconds of a step by itself."""
     contender.step()
     seconds = [_timed(contender.step) for _ in range(steps)]
-    if contender.settle is not None:
-        contender.settle()
+    if contender.commit_or_rollback is not None:
+        contender.commit_or_rollback()
     return statistics.median(seconds)
 
 
@@ -383,13 +385,13 @@ def _in_a_row(contender: Contender, setting: Setting) -> tuple[float, float | No
     ends = []
     for _ in range(1 + setting.steps):
         contender.step()
-        if contender.settle is None:
+        if contender.commit_or_rollback is None:
             synchronise()
         ends.append(time.monotonic())
     last_ends = torch.tensor(ends, dtype=torch.float64)
     dist.all_reduce(last_ends, dist.ReduceOp.MAX)
     seconds = last_ends.diff().tolist()  # of steps 1, 2, ...
-    if contender.settle is None or not setting.bad_every:
+    if contender.commit_or_rollback is None or not setting.bad_every:
         return statistics.mean(seconds), None
     after_bad = [s for step, s in enumerate(seconds) if is_bad_step(step, setting.bad_every)]
     others = [s for step, s in enumerate(seconds) if not is_bad_step(step, setting.bad_every)]

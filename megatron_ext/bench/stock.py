@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_ext.bench.contestants import ideal_of, program_of
 from megatron_ext.bench.emulated import DTYPE, SHAPE, Contender, EmulatedChunk, data
-from megatron_ext.schedule.build.registry import choose
+from megatron_ext.compile.registry import choose
 
 
 class _Chunk(torch.nn.Module):

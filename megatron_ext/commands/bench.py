@@ -13,7 +13,7 @@ from megatron_ext.bench.runs import (
     DEFAULT_SCHEDULES,
     STEPS,
     STEPS_IN_A_ROW,
-    Measured,
+    BenchResult,
     Setting,
     draw_report,
     measure,
@@ -21,7 +21,7 @@ from megatron_ext.bench.runs import (
 from megatron_ext.commands.options import HtmlPage, Json, Microbatches, Ranks
 from megatron_ext.commands.output import command_line, fail, print_table
 from megatron_ext.schedule.problem import Offload, VocabularyParallel
-from megatron_ext.schedule.show.page.write import SECONDS, Page, check_page, write_page
+from megatron_ext.viz.page.write import SECONDS, Page, check_page, write_page
 
 
 def bench(
@@ -139,7 +139,7 @@ def bench(
         typer.echo(f"not to be believed: {doubt}")
 
 
-def _bench_row(row: Measured) -> dict[str, Any]:
+def _bench_row(row: BenchResult) -> dict[str, Any]:
     return {
         "": row.name,
         "ideal": row.ideal,

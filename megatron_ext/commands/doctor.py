@@ -14,11 +14,11 @@ from megatron_ext.commands.options import Json, MegatronArgs
 from megatron_ext.commands.output import fail, print_table
 from megatron_ext.commands.progress import showing_progress
 from megatron_ext.config import ALLOW_UNKNOWN, PipelineConfig, flag
-from megatron_ext.schedule.words import bytes_text, counted
+from megatron_ext.words import bytes_text, counted
 
 if TYPE_CHECKING:
-    from megatron_ext.launch_check.doctor import Diagnosis
-    from megatron_ext.launch_check.report import RankPrediction
+    from megatron_ext.doctor.doctor import Diagnosis
+    from megatron_ext.doctor.report import RankPrediction
 
 
 def doctor(
@@ -47,8 +47,8 @@ def doctor(
 
 
 def _show_environment(words: Sequence[str], patches: bool, versions: bool, as_json: bool) -> None:
-    from megatron_ext.launch_check.doctor import diagnose
-    from megatron_ext.launch_check.importing import as_on, quickly, silently
+    from megatron_ext.doctor.doctor import diagnose
+    from megatron_ext.doctor.importing import as_on, quickly, silently
     from megatron_ext.written_settings import from_argv
 
     try:
@@ -104,8 +104,8 @@ def _check_launch_line(
     gpu_memory: str | None,
     as_json: bool,
 ) -> None:
-    from megatron_ext.launch_check.check import check_launch
-    from megatron_ext.launch_check.log.megatron_log import launch_from
+    from megatron_ext.doctor.check import check_launch
+    from megatron_ext.doctor.log.megatron_log import launch_from
     from megatron_ext.patches.engine import PatchError
 
     try:

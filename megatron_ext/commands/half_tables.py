@@ -9,11 +9,11 @@ import typer
 
 from megatron_ext.commands.output import print_table
 from megatron_ext.commands.plan_tables import print_unit
-from megatron_ext.schedule.build.registry import Mark
-from megatron_ext.schedule.plan.candidate import Candidate
-from megatron_ext.schedule.plan.half_pipeline import Halves, Side
-from megatron_ext.schedule.plan.verdict import NOTHING
-from megatron_ext.schedule.words import bytes_text, counted
+from megatron_ext.compile.registry import Mark
+from megatron_ext.planner.candidate import Candidate
+from megatron_ext.planner.half_pipeline import Halves, Side
+from megatron_ext.planner.verdict import NOTHING
+from megatron_ext.words import bytes_text, counted
 
 _ALIKE = 0.0005  # of a step
 NOTHING_FITS_HALVES = "no schedule fits, on all pipeline ranks or on half of them"

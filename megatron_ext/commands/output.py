@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_ext.errors import LONGEST_ERROR
-from megatron_ext.schedule.words import shown
+from megatron_ext.words import shown
 
 
 def fail(error: Exception) -> NoReturn:

@@ -15,14 +15,21 @@ from typer.core import TyperGroup
 from megatron_ext.commands.options import Json
 from megatron_ext.commands.output import fail, print_table
 from megatron_ext.commands.progress import showing_progress
-from megatron_ext.launch import Recorded, launch
-from megatron_ext.launch_check.chosen_plan import choose_plan
-from megatron_ext.parity.lines import Line, as_stock, quiet, read_line, record_here, recorded
-from megatron_ext.parity.records import report
-from megatron_ext.parity.records.compare import Comparison, Verdict, compare
-from megatron_ext.parity.records.recording import read_recording
-from megatron_ext.parity.records.writing import already_there, lines_file
+from megatron_ext.doctor.chosen_plan import choose_plan
+from megatron_ext.launch import RecordingRequest, launch
+from megatron_ext.parity.run_command import (
+    RunCommand,
+    as_stock,
+    quiet,
+    read_run_command,
+    record_here,
+    recorded,
+)
 from megatron_ext.parity.runs import check_comparable, run_both
+from megatron_ext.recordings import report
+from megatron_ext.recordings.compare import ParityVerdict, RunComparison, compare
+from megatron_ext.recordings.recording import read_recording
+from megatron_ext.recordings.writing import already_there, lines_file
 from megatron_ext.written_settings import given_beside
 
 _LINES = "lines"
@@ -92,14 +99,14 @@ def record(
     srun python -m megatron_ext parity record DIR -- pretrain_gpt.py ARGS.
     """
     try:
-        line = read_line(context.args)
+        line = read_run_command(context.args)
         argv = record_here(line)
         if argv is None and lines_file(folder, 0).exists():
             raise ValueError(already_there(folder))
     except ValueError as error:
         fail(error)
     if argv is not None:
-        launch([*argv, *quiet()], choose_plan, Recorded(folder.absolute(), iterations))
+        launch([*argv, *quiet()], choose_plan, RecordingRequest(folder.absolute(), iterations))
         return
     raise typer.Exit(subprocess.call(recorded(line, folder, iterations)))
 
@@ -122,7 +129,7 @@ def compare_folders(
     _finish(found, as_json)
 
 
-def _two_lines(words: Sequence[str]) -> tuple[Line, Line, bool]:
+def _two_lines(words: Sequence[str]) -> tuple[RunCommand, RunCommand, bool]:
     """Lines A and B, and whether A is B as stock."""
     count = list(words).count("--")
     if not words or count > 1:
@@ -131,8 +138,8 @@ def _two_lines(words: Sequence[str]) -> tuple[Line, Line, bool]:
         )
     if count:
         at = list(words).index("--")
-        return read_line(words[:at]), read_line(words[at + 1 :]), False
-    b = read_line(words)
+        return read_run_command(words[:at]), read_run_command(words[at + 1 :]), False
+    b = read_run_command(words)
     a = as_stock(b)
     if a == b and not given_beside({}, os.environ)[0]:
         raise ValueError(
@@ -146,22 +153,22 @@ def _tell(text: str) -> None:
     typer.echo(text, err=True, nl=False)
 
 
-def _compare(a: Path, b: Path, again: Path | None) -> Comparison:
+def _compare(a: Path, b: Path, again: Path | None) -> RunComparison:
     return compare(
         read_recording(a), read_recording(b), None if again is None else read_recording(again)
     )
 
 
-def _finish(found: Comparison, as_json: bool) -> None:
+def _finish(found: RunComparison, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(report.as_data(found), indent=2))
     else:
         _print(found)
-    if found.verdict is Verdict.DIFFER:
+    if found.verdict is ParityVerdict.DIFFER:
         raise typer.Exit(1)
 
 
-def _print(found: Comparison) -> None:
+def _print(found: RunComparison) -> None:
     print_table(report.rows(found))
     if (settings := report.settings(found)) is not None:
         typer.echo(f"\nA and B are given other: {settings}")

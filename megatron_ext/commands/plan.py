@@ -29,33 +29,33 @@ from megatron_ext.commands.plan_tables import print_refusals, print_tables
 from megatron_ext.commands.progress import showing_progress
 from megatron_ext.commands.verdict_text import verdict_lines
 from megatron_ext.config import CostsSource, flag
-from megatron_ext.patches.engine import PatchError
-from megatron_ext.schedule.costs_text import parse_costs
-from megatron_ext.schedule.limit import parse_limit
-from megatron_ext.schedule.model.execution import Precision
-from megatron_ext.schedule.model.gpus import (
+from megatron_ext.cost_model.execution import Precision
+from megatron_ext.cost_model.gpus import (
     USABLE,
     FreeMemory,
     assumed_rates,
     free_memory,
     parse_gpu,
 )
-from megatron_ext.schedule.model.measured.file import load_measured
-from megatron_ext.schedule.model.model_memory import TrainingState
-from megatron_ext.schedule.model.rates import Rates
-from megatron_ext.schedule.model.short_form import parse_model
-from megatron_ext.schedule.plan.figures import as_data
-from megatron_ext.schedule.plan.half_pipeline import Halves, compare_halves
-from megatron_ext.schedule.plan.job_plan import JobPlan, plan_training
-from megatron_ext.schedule.plan.planning_time import planning
-from megatron_ext.schedule.plan.training import TrainedModel, Training
+from megatron_ext.cost_model.measured.file import load_measured
+from megatron_ext.cost_model.model_memory import TrainingState
+from megatron_ext.cost_model.rates import Rates
+from megatron_ext.cost_model.short_form import parse_model
+from megatron_ext.patches.engine import PatchError
+from megatron_ext.planner.figures import as_data
+from megatron_ext.planner.half_pipeline import Halves, compare_halves
+from megatron_ext.planner.job_plan import JobPlan, plan_training
+from megatron_ext.planner.planning_time import planning
+from megatron_ext.planner.training import TrainedModel, Training
+from megatron_ext.schedule.costs_text import parse_costs
+from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.problem import Extras
-from megatron_ext.schedule.show.trace import reserved_in
 from megatron_ext.schedule.slices import Lengths, Slices, parse_lengths
-from megatron_ext.schedule.text_file import parse_json, read_text_file
+from megatron_ext.text_file import parse_json, read_text_file
+from megatron_ext.viz.trace import reserved_in
 
 if TYPE_CHECKING:
-    from megatron_ext.launch_check.planner.parsed_launch import LaunchRequest
+    from megatron_ext.launch_planner.parsed_launch import LaunchRequest
 
 _WORLD_SIZE = "world_size"  # in a file of arguments
 
@@ -256,12 +256,12 @@ class _OfLaunch:
     nothing_fits: str = "no schedule fits, for the reasons above"
 
     def plan(self, *, with_curves: bool) -> JobPlan:
-        from megatron_ext.launch_check.planner.launch_plan import plan_line
+        from megatron_ext.launch_planner.launch_plan import plan_line
 
         return plan_line(replace(self.request, with_curves=with_curves))
 
     def halves(self) -> Halves:
-        from megatron_ext.launch_check.planner.launch_plan import plan_halves
+        from megatron_ext.launch_planner.launch_plan import plan_halves
 
         return plan_halves(self.request)
 
@@ -291,8 +291,8 @@ def _of_launch(
     settings: Sequence[str],
 ) -> _OfLaunch:
     """Raises ValueError or OSError where that is not understood."""
-    from megatron_ext.launch_check.log.megatron_log import launch_from
-    from megatron_ext.launch_check.planner.parsed_launch import LaunchRequest
+    from megatron_ext.doctor.log.megatron_log import launch_from
+    from megatron_ext.launch_planner.parsed_launch import LaunchRequest
 
     values = {} if source.config is None else _values(source.config)
     world_size = world_size or values.pop(_WORLD_SIZE, None)

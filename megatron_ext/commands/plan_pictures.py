@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ext.commands.output import command_line
-from megatron_ext.schedule.plan.candidate import Plan
-from megatron_ext.schedule.plan.curves import Curves
-from megatron_ext.schedule.show.draw import check_picture
-from megatron_ext.schedule.show.page.plan_page import runs_of_plan
-from megatron_ext.schedule.show.page.write import SECONDS, Page, check_page, write_page
-from megatron_ext.schedule.show.plan_picture import draw_plan
+from megatron_ext.planner.candidate import Plan
+from megatron_ext.planner.curves import Curves
+from megatron_ext.viz.draw import check_picture
+from megatron_ext.viz.page.plan_page import runs_of_plan
+from megatron_ext.viz.page.write import SECONDS, Page, check_page, write_page
+from megatron_ext.viz.plan_picture import draw_plan
 
 
 @dataclass(frozen=True)

@@ -11,16 +11,16 @@ import typer
 
 from megatron_ext.commands.output import print_table
 from megatron_ext.commands.verdict_text import name_of
-from megatron_ext.schedule.build.registry import Mark
-from megatron_ext.schedule.model.gpus import FreeMemory
-from megatron_ext.schedule.plan.candidate import Candidate, Plan, VocabMethod
-from megatron_ext.schedule.plan.figures import bytes_of, slower_by
-from megatron_ext.schedule.plan.job_plan import JobPlan
-from megatron_ext.schedule.plan.long_sequences import LongSequences, shortest_slice
-from megatron_ext.schedule.plan.planner import without_figures
+from megatron_ext.compile.registry import Mark
+from megatron_ext.cost_model.gpus import FreeMemory
+from megatron_ext.planner.candidate import Candidate, Plan, VocabMethod
+from megatron_ext.planner.figures import bytes_of, slower_by
+from megatron_ext.planner.job_plan import JobPlan
+from megatron_ext.planner.long_sequences import LongSequences, shortest_slice
+from megatron_ext.planner.planner import without_figures
 from megatron_ext.schedule.problem import Offload, Problem
 from megatron_ext.schedule.slices import LONG_ENOUGH
-from megatron_ext.schedule.words import bytes_text
+from megatron_ext.words import bytes_text
 
 
 def print_tables(made: JobPlan) -> None:

@@ -8,7 +8,7 @@ import typer
 
 from megatron_ext.commands.options import Json
 from megatron_ext.commands.output import print_table
-from megatron_ext.schedule.build.registry import entries
+from megatron_ext.compile.registry import entries
 
 
 def schedules(as_json: Json = False) -> None:

@@ -26,15 +26,21 @@ from megatron_ext.commands.options import (
 )
 from megatron_ext.commands.output import command_line, fail, print_table
 from megatron_ext.commands.progress import showing_progress
-from megatron_ext.schedule.build.auto_spec import auto_searches
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.exchange import Exchange, exchange
-from megatron_ext.schedule.build.overlap import what_overlapping_gains
-from megatron_ext.schedule.build.registry import Choice, choose, with_option
-from megatron_ext.schedule.build.report import ScheduleReport, report
+from megatron_ext.compile.auto_spec import auto_searches
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.exchange import AttentionExchange, exchange
+from megatron_ext.compile.overlap import what_overlapping_gains
+from megatron_ext.compile.program.graph import Device
+from megatron_ext.compile.program.noise import Spread, spread
+from megatron_ext.compile.program.simulate import simulate as simulate_program
+from megatron_ext.compile.program.simulate import simulate_steps
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.compile.registry import Choice, choose, with_option
+from megatron_ext.compile.report import ScheduleReport, report
+from megatron_ext.planner.auto import AS_1F1B, take
+from megatron_ext.progress import task
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import parse_limit
-from megatron_ext.schedule.plan.auto import AS_1F1B, take
 from megatron_ext.schedule.problem import (
     P2P,
     Extras,
@@ -43,26 +49,20 @@ from megatron_ext.schedule.problem import (
     VocabularyParallel,
     parse_recompute,
 )
-from megatron_ext.schedule.program.graph import Device
-from megatron_ext.schedule.program.noise import Spread, spread
-from megatron_ext.schedule.program.simulate import simulate as simulate_program
-from megatron_ext.schedule.program.simulate import simulate_steps
-from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.progress import task
 from megatron_ext.schedule.schedule_csv import to_csv, to_torch_csv
-from megatron_ext.schedule.search.certify import Certificate
-from megatron_ext.schedule.search.certify import certify as certify_program
-from megatron_ext.schedule.show.draw import check_picture, draw_steps
-from megatron_ext.schedule.show.noise_text import parse_noise, rows_of_spread
-from megatron_ext.schedule.show.page.run import Run, simulated, title_of
-from megatron_ext.schedule.show.page.write import Page, check_page, write_page
-from megatron_ext.schedule.show.program_summary import program_of_1f1b
-from megatron_ext.schedule.show.torchtitan import for_torchtitan
-from megatron_ext.schedule.show.trace import write_trace
 from megatron_ext.schedule.slices import Lengths, Slices, parse_lengths
-from megatron_ext.schedule.text_file import write_text_file
 from megatron_ext.schedule.timeline import Timeline
-from megatron_ext.schedule.words import bytes_text, counted
+from megatron_ext.search.certify import Certificate
+from megatron_ext.search.certify import certify as certify_program
+from megatron_ext.text_file import write_text_file
+from megatron_ext.viz.draw import check_picture, draw_steps
+from megatron_ext.viz.noise_text import parse_noise, rows_of_spread
+from megatron_ext.viz.page.run import Run, simulated, title_of
+from megatron_ext.viz.page.write import Page, check_page, write_page
+from megatron_ext.viz.program_summary import program_of_1f1b
+from megatron_ext.viz.torchtitan import for_torchtitan
+from megatron_ext.viz.trace import write_trace
+from megatron_ext.words import bytes_text, counted
 
 LONGEST = 86400.0  # seconds that may be requested: a day
 MOST_RANKS = 16  # of which each is told alone
@@ -456,11 +456,11 @@ def _varied(varied: Spread | None) -> dict[str, Any]:
     return {} if varied is None else {"noise": asdict(varied)}
 
 
-def _exchanged(evened: Exchange | None) -> dict[str, Any]:
+def _exchanged(evened: AttentionExchange | None) -> dict[str, Any]:
     return {} if evened is None else {"exchange": asdict(evened)}
 
 
-def _of_exchange(evened: Exchange | None) -> dict[str, Any]:
+def _of_exchange(evened: AttentionExchange | None) -> dict[str, Any]:
     """Return the printed rows of ``evened``, by name; none if it is None."""
     if evened is None:
         return {}

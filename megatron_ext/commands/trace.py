@@ -12,18 +12,18 @@ import typer
 from megatron_ext.commands.options import HtmlPage, Json
 from megatron_ext.commands.output import command_line, fail, print_table
 from megatron_ext.commands.progress import showing_progress
-from megatron_ext.schedule.show.page.run import traced
-from megatron_ext.schedule.show.page.write import SECONDS, Page, check_page, write_page
-from megatron_ext.schedule.show.trace import TracedStep, read_trace
-from megatron_ext.schedule.show.trace_report import TraceReport, median_step, trace_report
-from megatron_ext.schedule.show.trace_text import (
+from megatron_ext.viz.page.run import traced
+from megatron_ext.viz.page.write import SECONDS, Page, check_page, write_page
+from megatron_ext.viz.trace import TracedStep, read_trace
+from megatron_ext.viz.trace_report import TraceReport, median_step, trace_report
+from megatron_ext.viz.trace_text import (
     milliseconds,
     name_of,
     prospect_rows,
     remarks,
     sections,
 )
-from megatron_ext.schedule.words import counted
+from megatron_ext.words import counted
 
 
 def trace(

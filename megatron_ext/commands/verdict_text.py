@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_ext.schedule.plan.candidate import Candidate, VocabMethod
-from megatron_ext.schedule.plan.job_plan import JobPlan
-from megatron_ext.schedule.plan.verdict import ALIKE, WORTH, Alternative, is_stock
-from megatron_ext.schedule.words import bytes_text, counted
+from megatron_ext.planner.candidate import Candidate, VocabMethod
+from megatron_ext.planner.job_plan import JobPlan
+from megatron_ext.planner.verdict import ALIKE, WORTH, Alternative, is_stock
+from megatron_ext.words import bytes_text, counted
 
 _SHOWN = 3  # names of a tie
 
@@ -89,11 +89,8 @@ def _by_megatron(taken: Alternative) -> str:
 
 def _gain(made: JobPlan, taken: Alternative) -> str:
     found, stock = made.verdict, made.verdict.stock
-    gain = found.gain
-    text = f"{gain:.1%} shorter, {_step(made, taken)}" if gain > 0 else "it fits, and yours does "
-    if gain <= 0:
-        text = f"it fits; {-gain:.1%} longer, {_step(made, taken)}"
-    text += _step(made, taken)
+    gain, step = found.gain, _step(made, taken)
+    text = f"{gain:.1%} shorter, {step}" if gain > 0 else f"it fits; {-gain:.1%} longer, {step}"
     if stock is None or stock is taken:
         return text
     of_stock = found.saved_by(stock)

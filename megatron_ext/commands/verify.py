@@ -8,12 +8,12 @@ import typer
 
 from megatron_ext.commands.output import fail
 from megatron_ext.commands.progress import showing_progress
-from megatron_ext.schedule.build.registry import choose
-from megatron_ext.schedule.build.report import ScheduleReport, report
+from megatron_ext.compile.registry import choose
+from megatron_ext.compile.report import ScheduleReport, report
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.problem import Extras, Problem
 from megatron_ext.schedule.slices import Slices
-from megatron_ext.schedule.words import counted
+from megatron_ext.words import counted
 
 
 def verify(

@@ -1,1 +1,1 @@
-"""Whether two launch lines train to the same numbers."""
+"""Check that two launch commands train to the same numbers."""

@@ -1,4 +1,4 @@
-"""Launch lines run here, one after the other, and recorded."""
+"""Sequential runs of launch commands on this machine, each recorded."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.config import PipelineConfig, variable
-from megatron_ext.parity.lines import Line, recorded, saving
-from megatron_ext.parity.records.comparable import refusal
-from megatron_ext.schedule.words import bytes_text, counted
+from megatron_ext.parity.run_command import RunCommand, recorded, saving
+from megatron_ext.recordings.comparable import refusal
+from megatron_ext.words import bytes_text, counted
 
 _LATEST = "latest_checkpointed_iteration.txt"
 _SHOWN = 12  # lines of the output of a run that failed
-# What ended a rank: ours and argparse's, the last line of a traceback, or C++'s. torchrun's own
-# report, which comes after it, names no reason.
+# Errors that end a rank: ours and argparse's, the last line of a traceback, C++'s. torchrun's own
+# report, which follows, names no reason.
 _REASON = re.compile(
     r"\berror\b[^:]*: |^(\[rank\d+\]:\s*)?(\w+\.)*\w*(Error|Exception)(:|$)|^\s+what\(\): "
 )
-# What does not go on with it: torch's log, another traceback, an empty line.
+# Lines that do not continue an error: torch's log, another traceback, an empty line.
 _APART = re.compile(r"[IWE]\d{4} |(\[rank\d+\]:\s*)?(Traceback|$)")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 
-Tell = Callable[[str], None]  # something begins; or, with a newline, has ended
+Tell = Callable[[str], None]  # receives the start of a run, and its end with a newline
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """Where the recordings are."""
+class RecordedRuns:
+    """Folders of the recordings."""
 
     a: Path
     again: Path
@@ -44,19 +44,25 @@ class Recorded:
 
 
 def run_both(
-    a: Line, b: Line, folder: Path, iterations: int, from_seed: bool, is_stock: bool, tell: Tell
-) -> Recorded:
-    """Record A, A again, and B, from one checkpoint, into ``folder``, which is made.
+    a: RunCommand,
+    b: RunCommand,
+    folder: Path,
+    iterations: int,
+    from_seed: bool,
+    is_stock: bool,
+    tell: Tell,
+) -> RecordedRuns:
+    """Record A, A again, and B, from one checkpoint, into the new ``folder``.
 
     Args:
-        from_seed: without a checkpoint, each with the weights that it draws.
-        is_stock: A is B's line without flags of ours; so our variables are none of A's.
+        from_seed: use no checkpoint; each run starts with the weights that it draws.
+        is_stock: A is B's command without our flags, so our variables are removed for A.
 
     Raises:
-        ValueError: a run failed, there is no room, or ``folder`` is there already.
+        ValueError: a run failed, the disk is too small, or ``folder`` exists already.
     """
     _make(folder)
-    places = Recorded(folder / "A", folder / "A-again", folder / "B")
+    places = RecordedRuns(folder / "A", folder / "A-again", folder / "B")
     runs = _Runs(folder, tell)
     load = _loading(a, b, from_seed)
     if load is None:
@@ -91,9 +97,9 @@ def _make(folder: Path) -> None:
         raise ValueError(f"--dir {folder} cannot be made: {error.strerror}") from None
 
 
-def _loading(a: Line, b: Line, from_seed: bool) -> list[str] | None:
-    """What is to be added for loading: nothing where the lines load a checkpoint themselves or
-    neither needs one; None where one has to be written."""
+def _loading(a: RunCommand, b: RunCommand, from_seed: bool) -> list[str] | None:
+    """Return the arguments to add for loading: none if the commands load a checkpoint themselves,
+    or if neither needs one; None if a checkpoint must be written first."""
     named = [line.value("--load") for line in (a, b)]
     there = [name is not None and (Path(name) / _LATEST).is_file() for name in named]
     if all(there) and named[0] != named[1]:
@@ -114,7 +120,7 @@ class _Runs:
         self._tell = tell
 
     def run(self, what: str, name: str, words: Sequence[str], is_stock: bool) -> None:
-        """Run a line to its end, its output in a file.
+        """Run a command to its end, with its output in a file.
 
         Raises:
             ValueError: it cannot be started, or it failed.
@@ -140,7 +146,7 @@ class _Runs:
 
 
 def _environment(is_stock: bool) -> Mapping[str, str]:
-    """This process's, so that `python` of a line finds what this one does."""
+    """Return this process's environment, so that `python` in a command finds the same packages."""
     ours = {variable(field.name) for field in fields(PipelineConfig)} if is_stock else set()
     kept = {name: value for name, value in os.environ.items() if name not in ours}
     return {
@@ -158,8 +164,8 @@ def _failure(what: str, status: int, log: Path) -> str:
 
 
 def _reason(lines: Sequence[str]) -> str:
-    """The first of ``lines`` that says what ended a rank, with those that go on with it; "" where
-    none does."""
+    """Return the first of ``lines`` with the error that ended a rank, and its continuation; "" if
+    there is none."""
     start = next((n for n, line in enumerate(lines) if _REASON.search(line)), len(lines))
     following = takewhile(_goes_on, lines[start + 1 : start + _SHOWN])
     return "\n".join([*lines[start : start + 1], *following]).strip()
@@ -182,15 +188,15 @@ def _room(folder: Path, needed: int, what: str) -> None:
         )
 
 
-def check_comparable(a: Line, b: Line) -> None:
-    """Refuse lines that name other models, data or trainings, before anything is run.
+def check_comparable(a: RunCommand, b: RunCommand) -> None:
+    """Refuse commands with different models, data or trainings, before anything runs.
 
     Raises:
-        ValueError: they do, or Megatron's parser does not take a line.
+        ValueError: they differ, or Megatron's parser rejects a command.
     """
     parsed = [_arguments(line, name) for line, name in ((a, "A"), (b, "B"))]
     if any(arguments is None for arguments in parsed):
-        return  # Megatron is where the lines run, and not here: recordings are compared later
+        return  # Megatron is not installed here: the recordings are compared later
     one, other = (arguments or {} for arguments in parsed)
     both = {name for name in one if one[name] is not None and other.get(name) is not None}
     a_both, b_both = ({name: values[name] for name in both} for values in (one, other))
@@ -198,15 +204,15 @@ def check_comparable(a: Line, b: Line) -> None:
         raise ValueError(why)
 
 
-def _arguments(line: Line, name: str) -> dict[str, Any] | None:
-    from megatron_ext.launch_check.importing import as_on, quickly, silently
+def _arguments(line: RunCommand, name: str) -> dict[str, Any] | None:
+    from megatron_ext.doctor.importing import as_on, quickly, silently
 
     with ExitStack() as stack:
         stack.enter_context(silently())
         stack.enter_context(as_on(Path.cwd(), {}))
         try:
             with quickly():
-                from megatron_ext.launch_check import line as launch_line
+                from megatron_ext.doctor import line as launch_line
         except ImportError:
             return None
         try:

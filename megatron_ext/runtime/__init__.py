@@ -1,1 +1,1 @@
-"""HOW a program runs: torch and the schedule, no Megatron."""
+"""Execution of a program on a rank: torch and the schedule, no Megatron."""

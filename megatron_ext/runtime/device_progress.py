@@ -1,11 +1,11 @@
-"""What a GPU has ended of what its host has given it.
+"""Progress of a GPU through the work that its host has launched.
 
-A host runs ahead of its device. Nobody who looks at the host alone sees where the device is stuck:
-there, to wait for a message is to have the stream wait, which takes no time. And what messages
-leave behind is free only when the device has passed it: a host far ahead keeps more memory than any
-schedule says. So an event stands behind each pass and each wait. The host waits for that of a pass
-some passes ago before it begins another, and for nothing else of the device within a step; the
-watchdog asks which have ended, and waits for none.
+A host runs ahead of its device: on NCCL, a wait for a message only makes the stream wait and
+returns to the host at once. The host's position therefore does not show where the device is stuck.
+Messages' memory is also freed only when the device has passed them, so a host far ahead takes more
+memory than the schedule says. An event is therefore recorded after each pass and each wait. Before
+a pass the host waits for the event of the pass `PASSES_AHEAD` earlier, which is its only wait for
+the device within a step. The watchdog queries the events and never waits.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ import torch
 from megatron_ext.runtime.position import Position
 from megatron_ext.schedule.action import Action, Pair
 
-# Enough that the device has work while the host is held up for a moment, and no more: each is a
-# pass whose messages' memory is not free yet.
+# Enough to keep the device busy while the host is briefly delayed, and no more: each further pass
+# ahead is one whose messages' memory is not free yet.
 PASSES_AHEAD = 4
 
 
-class Event(Protocol):
-    """Stands behind what the host has given the device so far (`torch.cuda.Event`)."""
+class DeviceEvent(Protocol):
+    """Marker behind the work launched on the device so far (`torch.cuda.Event`)."""
 
     def query(self) -> bool:
-        """Whether all of that has ended."""
+        """Whether the device has finished that work."""
         ...
 
     def synchronize(self) -> None:
-        """Return when all of that has ended."""
+        """Return when the device has finished that work."""
         ...
 
 
-def record_event() -> Event | None:
-    """An event on the current stream; None in a process without a GPU, where what a call has been
-    given has ended when it returns."""
+def record_event() -> DeviceEvent | None:
+    """Return an event on the current stream. Return None in a process without a GPU, where a call's
+    work has finished when the call returns."""
     if not torch.cuda.is_initialized():
         return None
-    # Whoever waits for it sleeps: it is passes away, and the data loader can use the core.
+    # A wait for it sleeps instead of spinning: it lasts for passes, and data loaders need the core.
     event = torch.cuda.Event(blocking=True)
     event.record()
     return event
@@ -52,8 +52,13 @@ def record_event() -> Event | None:
 
 @dataclass(frozen=True)
 class DevicePosition:
-    """Where a device is: it has not ended ``pending`` yet, which was the next of all to end when it
-    was first looked at, at ``since`` (`time.monotonic` seconds). ``ended`` is its last pass."""
+    """Position of a device in its program.
+
+    Attributes:
+        ended: the last pass that the device has finished, if any.
+        pending: the first launched work that it has not finished.
+        since: `time.monotonic` seconds at which ``pending`` was first seen to be the next.
+    """
 
     ended: Action | Pair | None
     pending: Position
@@ -69,28 +74,29 @@ class DevicePosition:
 
 
 class DeviceProgress:
-    """``record`` makes an event, or None (`record_event`).
+    """Tracks what the device has finished. ``record`` makes an event, or None (`record_event`).
 
     Attributes:
-        position: as of the latest `look`; None if all that was given had ended.
+        position: as of the latest `look`; None if all launched work had finished.
     """
 
-    def __init__(self, record: Callable[[], Event | None] = record_event) -> None:
+    def __init__(self, record: Callable[[], DeviceEvent | None] = record_event) -> None:
         self.position: DevicePosition | None = None
         self._record = record
-        self._passes: deque[Event] = deque()  # those that no pass has waited for
-        self._given: deque[tuple[Position, Event]] = deque()  # not seen to have ended
-        self._newest: tuple[Position, Event] | None = None  # of those, at the latest look
+        self._passes: deque[DeviceEvent] = deque()  # that no later pass has waited for yet
+        self._given: deque[tuple[Position, DeviceEvent]] = deque()  # not seen to have finished
+        self._newest: tuple[Position, DeviceEvent] | None = None  # of `_given`, at the latest look
         self._ended: Action | Pair | None = None
         self._lock = threading.Lock()
 
     def hold_back(self) -> None:
-        """Before a pass: return when no more than `PASSES_AHEAD` will be under way with it."""
+        """Before a pass: wait until at most `PASSES_AHEAD` passes, this one included, are
+        unfinished."""
         if len(self._passes) == PASSES_AHEAD:
             self._passes.popleft().synchronize()
 
     def add(self, position: Position) -> None:
-        """The device has been given what the host did at ``position``."""
+        """Note that the host has launched the work of ``position``."""
         event = self._record()
         if event is None:
             return
@@ -101,10 +107,10 @@ class DeviceProgress:
             self._given.append((position, event))
 
     def look(self) -> None:
-        """Learn where the device is, from any thread, once a second or so.
+        """Update `position`. Called from any thread, about once a second.
 
-        It is asked only when the host has given it nothing since the last look. As long as the host
-        goes on the device does too, by `hold_back`, and a query may wait for the driver.
+        The device is queried only if the host has launched nothing since the last look. A host that
+        goes on shows that the device does too (`hold_back`), and a query may wait for the driver.
         """
         with self._lock:
             newest = self._given[-1] if self._given else None
@@ -119,8 +125,8 @@ class DeviceProgress:
             self.position = DevicePosition(ended, pending, time.monotonic())
 
     def stop_asking(self) -> None:
-        """Ask the device nothing until it is given more: a CUDA graph is about to be captured, and
-        meanwhile no thread may query an event."""
+        """Query no event until more work is launched: a CUDA graph is about to be captured, and no
+        thread may query an event meanwhile."""
         with self._lock:
             self._drop_ended()
             self._given.clear()

@@ -1,20 +1,20 @@
-"""Run a rank's part of a program: one loop, and handlers by those who own the kinds."""
+"""Execution of a rank's part of a program: one loop, with a handler for each kind of action."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from megatron_ext.runtime.handover import Handover, Messages
+from megatron_ext.compile.program.verify import Program
 from megatron_ext.runtime.host.offload import OffloadedStep
 from megatron_ext.runtime.messages.transport import PeerFailure
 from megatron_ext.runtime.owner import BeginAgain, Handler, Owner
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.stage import Stage
+from megatron_ext.runtime.stage_io import Messages, StageIO
 from megatron_ext.runtime.stage_passes import StagePasses
 from megatron_ext.runtime.vocabulary.passes import VocabularyPasses
 from megatron_ext.schedule.action import Action, Kind, Pair
 from megatron_ext.schedule.kinds import RULES
-from megatron_ext.schedule.program.verify import Program
 
 
 def execute(
@@ -26,30 +26,32 @@ def execute(
     offload: OffloadedStep | None = None,
     others: Sequence[Owner] = (),
 ) -> None:
-    """Run one step of ``program`` on this rank, but for the optimizer's.
+    """Run one step of ``program`` on this rank, without the optimizer's step.
 
     Args:
         program: proved; the same on every rank.
         stages: the stages of this rank, by number.
-        transport: the step's messages.
-        recorder: told what runs.
-        vocabulary: the step's, of a program with vocabulary parallelism.
-        offload: the step's, of a program in which activations leave for the host.
-        others: of the kinds that the program has besides.
+        transport: messages of the step.
+        recorder: notified of every pass and wait.
+        vocabulary: passes of the step, if the program has vocabulary parallelism.
+        offload: copies of the step, if activations of the program are offloaded to the host.
+        others: owners of the program's other kinds of action.
 
     Raises:
-        PeerFailure: another rank has failed. Exceptions of a stage pass through, with a note that
-            names the action. Either way the channels are closed, so that all ranks fail.
+        PeerFailure: another rank has failed.
+        Exception: an exception of a stage passes through, with a note that names the action. In
+            both
+            cases the channels are closed, so that all ranks fail.
     """
     placement, first_trained = program.schedule.placement, program.problem.first_trained
-    handover = Handover(placement, stages, transport, vocabulary, first_trained)
-    passes = StagePasses(stages, handover, recorder, offload)
-    owners = [handover, passes, *(owner for owner in (vocabulary, offload) if owner), *others]
+    stage_io = StageIO(placement, stages, transport, vocabulary, first_trained)
+    passes = StagePasses(stages, stage_io, recorder, offload)
+    owners = [stage_io, passes, *(owner for owner in (vocabulary, offload) if owner), *others]
     _Execution(program, transport.rank, stages, recorder, owners, passes.run_pair).run()
 
 
 class _Execution:
-    """One step on one rank, whose kinds have ``owners``."""
+    """One step on one rank; each of ``owners`` handles some kinds of action."""
 
     def __init__(
         self,
@@ -60,7 +62,7 @@ class _Execution:
         owners: Sequence[Owner],
         run_pair: Callable[[Pair], None] | None = None,
     ) -> None:
-        """``run_pair`` runs two passes as one, where the program has such."""
+        """``run_pair`` runs an overlapped forward and backward pass, if the program has any."""
         self.rank = rank
         schedule = program.schedule
         row = [action for action in schedule.rows[rank] if not RULES[action.kind].by_optimizer]
@@ -73,7 +75,7 @@ class _Execution:
         for owner in owners:
             self.handlers |= owner.handlers()
         self.run_pair = run_pair
-        self.action = self.row[0]  # that it is at
+        self.action = self.row[0]  # the one that runs
         self.last_gradient = {
             action.stage: action for action in row if RULES[action.kind].adds_to_gradients
         }
@@ -84,7 +86,7 @@ class _Execution:
             self.run_until_it_counts()
             for owner in self.owners:
                 owner.finish()
-            # In this order: an interruption comes before the step's end, or finds it at its end.
+            # In this order: an interruption comes either before the step's end or after it.
             self.recorder.in_step = False
             self.check_others()
         except BaseException as error:
@@ -132,7 +134,8 @@ class _Execution:
         handler(action)
 
     def check_others(self) -> None:
-        """Raise if another rank has failed: what has come since may be anything."""
+        """Raise PeerFailure if another rank has failed: tensors received since then may be
+        garbage."""
         if self.recorder.interruption is not None:
             raise PeerFailure(
                 f"pipeline rank {self.rank} was at {self.action} when another rank had failed: "
@@ -140,15 +143,15 @@ class _Execution:
             )
 
     def forget(self) -> None:
-        """The step begins again: drop what has run of it."""
+        """Discard all results of the step so far, which restarts."""
         for owner in self.owners:
             owner.forget()
         self.recorder.forget()
 
 
 def _with_pairs(row: Sequence[Action], beside: Mapping[Action, Action]) -> list[Action | Pair]:
-    """``row`` with each two passes that run as one as a `Pair`. They stand one behind the other,
-    the forward pass first."""
+    """Return ``row`` with each two overlapped passes as one `Pair`. The two are adjacent in
+    ``row``, forward first."""
     made: list[Action | Pair] = []
     for action in row:
         if action not in beside:

@@ -1,15 +1,15 @@
-"""What a microbatch holds between its passes, counted in one step.
+"""Memory that a microbatch occupies between its passes, measured in one step.
 
-On a GPU it is what the allocator says at the passes' ends: a host's book-keeping, for which nothing
-is synchronised. On the CPU nobody keeps such books. There a hook looks at what autograd saves in F,
-and the queue of weight gradients is asked what it keeps from I to W. A storage counts once, and not
-if it is a parameter's or belongs to several microbatches, as a mask does.
+On a GPU the caching allocator's counter is read at the ends of passes, without synchronization. The
+CPU has no such counter: there a hook sees each tensor that autograd saves in F, and the queue of
+weight gradients tells which tensors it stores from I to W. A storage counts once. A storage does
+not count if it is a parameter's, or if several microbatches share it, like a mask.
 
-Where F keeps its stage's input alone, R makes the activation, and is what is counted. (The input is
-a message's bytes, which are known.)
+If F saves only its stage's input, R makes the activation, and R's is counted. (The input's size is
+that of a message, which is known.)
 
-The hooks are for the CPU alone: a weight that goes through them comes back as another object, and
-the fused kernels that add to ``weight.main_grad`` are a GPU's.
+The hooks are for the CPU only: a weight passed through them comes back as another object, and fused
+kernels that add to ``weight.main_grad`` exist only on GPUs.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ _Microbatch = tuple[int, int]  # stage, microbatch
 
 
 class HeldBytes(Protocol):
-    """Counts around the passes of one step."""
+    """Counter of the memory that the passes of one step occupy and release."""
 
     def around(self, action: Action) -> AbstractContextManager[None]:
-        """Count within, around a pass."""
+        """Count the memory change of the enclosed pass."""
         ...
 
     def per_microbatch(self) -> dict[tuple[int, Held], float]:
-        """Bytes by stage and kind of memory, after the step: the median of its microbatches."""
+        """Return the bytes by stage and kind of memory, after the step: the median over its
+        microbatches."""
         ...
 
 
@@ -49,7 +50,7 @@ def _unchanged(tensor: Tensor) -> Tensor:
 
 
 class SavedTensors:
-    """What autograd and the queue of weight gradients keep."""
+    """Counter of the tensors that autograd saves and that the queue of weight gradients stores."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = {parameter.untyped_storage()._cdata for parameter in parameters}
@@ -99,12 +100,12 @@ class SavedTensors:
 
 
 class Allocated:
-    """What a GPU's allocator says. A stage's output leaves, and its input has come before.
+    """Counter that reads a GPU's caching allocator, and corrects for messages: a stage's input was
+    allocated before its pass, and its output is freed later.
 
-    Counted is what has been handed out and not given back, in the host's order: what a microbatch
-    holds. What is in use (``active_bytes``) is more, and no microbatch's: memory given back while a
-    message's stream has not passed it yet. How much there is of that depends on how far the host is
-    ahead; it belongs to a step's peak.
+    It counts allocated memory, in the host's order. Memory in use (``active_bytes``) is larger: it
+    includes freed memory that a message's stream has not passed yet. How much depends on how far
+    the host is ahead; it belongs to the step's peak, not to a microbatch.
     """
 
     def __init__(self, stages: int, message_bytes: int) -> None:
@@ -119,7 +120,7 @@ class Allocated:
         gained = torch.cuda.memory_allocated() - before
         stage, kind, microbatch = action
         if _makes_activation(action):
-            # The output of R leaves nobody: it is given back within.
+            # The output of R is sent nowhere: it is freed within the pass.
             leaves = kind is Kind.FORWARD and stage < self._last
             gained += ((stage > 0) - leaves) * self._message_bytes
             self._gained[stage, Held.ACTIVATION][microbatch] = gained
@@ -132,8 +133,8 @@ class Allocated:
 
 
 def reserved_beyond_allocated(device: torch.device) -> float | None:
-    """Bytes between the most that a GPU's allocator has taken and the most that it has handed out,
-    both so far: what is lost to fragmentation. None: ``device`` has no such allocator."""
+    """Return the bytes lost to fragmentation: the most that the GPU's allocator has reserved minus
+    the most that it has allocated, both so far. Return None if ``device`` has no such allocator."""
     if device.type != "cuda":
         return None
     return torch.cuda.max_memory_reserved() - torch.cuda.max_memory_allocated()

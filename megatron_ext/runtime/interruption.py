@@ -1,7 +1,7 @@
-"""End this rank in bounded time when another has failed.
+"""End of this rank in bounded time after another rank has failed.
 
-Its step ends by an exception if its main thread comes to the next action: what it waits for is cut
-off. A main thread that does not come out, wherever it is, is not waited for.
+Its connections are cut, so that its step raises an exception once the main thread reaches the next
+action. If the main thread does not end within the grace time, the process exits.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from megatron_ext.runtime.recorder import Recorder
 
 
 class Interruption:
-    """Of the steps that ``recorder`` watches, whose messages travel on ``connections``."""
+    """Callback that ends the steps watched by ``recorder``, whose messages use ``connections``."""
 
     def __init__(self, recorder: Recorder, connections: Sequence[Closable]) -> None:
         self._recorder = recorder
-        # Weak: the thread that may call this must not keep alive what nobody uses any more.
+        # Weak: the thread that may call this must not keep unused connections alive.
         self._connections = [weakref.ref(connection) for connection in connections]
 
     def __call__(self, words: str) -> None:
-        """Another rank has left ``words``. Not to be called by the main thread."""
+        """End this rank, because another has failed and left the report ``words``. Never called by
+        the main thread."""
         recorder = self._recorder
         if recorder.has_failed:
             return  # its own error is the one to show

@@ -1,4 +1,4 @@
-"""Who runs some kinds of a step's actions, as the executor knows it."""
+"""Owners of kinds of action, as the executor sees them."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ Handler = Callable[[Action], None]
 
 
 class BeginAgain(Exception):
-    """Raised once in a step: what has run of it is dropped, and it begins again."""
+    """Raised to restart the current step; its results so far are discarded. At most once in a
+    step."""
 
 
 class Owner:
-    """Runs the actions of some kinds in one step.
+    """Handler of the actions of some kinds in one step.
 
-    It does not keep the handlers it gives: its own bound methods would be a cycle of references,
-    which keeps the step's stages, and through them Megatron's data loaders, until Python collects
-    garbage.
+    It must not store the handlers it returns: its own bound methods would be a reference cycle,
+    which keeps the step's stages, and through them Megatron's data loaders, alive until the next
+    garbage collection.
     """
 
     def handlers(self) -> Mapping[Kind, Handler]:
-        """By kind, the function that runs an action. It may raise `BeginAgain`."""
+        """Return the functions that run actions, by kind. They may raise `BeginAgain`."""
         raise NotImplementedError
 
     def forget(self) -> None:
-        """The step begins again: keep nothing of it."""
+        """Discard the step's results; the step restarts."""
         raise AssertionError(f"no step with {type(self).__name__} begins again")
 
     def finish(self) -> None:
-        """After the last action: nothing is left to do, and nothing kept."""
+        """After the last action: assert that nothing is left to do."""
 
     def abandon(self) -> None:
-        """After an error: give the step up, so that all ranks fail."""
+        """After an error: end the step so that all ranks fail."""

@@ -1,4 +1,4 @@
-"""Where a rank is in its program, and in words."""
+"""Position of a rank in its program, and its text."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from megatron_ext.schedule.action import Action, Pair
 
 
 class Position(NamedTuple):
-    """What a rank does since ``since`` (`time.monotonic` seconds).
+    """Action that a rank has been in since ``since`` (`time.monotonic` seconds).
 
-    ``peer`` is the pipeline rank it waits for; None while it computes. ``direction``: whether a
-    message goes ``to`` the peer or comes ``from`` it, or what it and all other ranks do ``with``
-    one another.
+    ``peer`` is the pipeline rank that it waits for; None while it computes. ``direction`` is "to"
+    or "from" for a message to or from the peer, and "with" for a collective of all ranks.
     """
 
     rank: int
@@ -28,7 +27,7 @@ class Position(NamedTuple):
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """The one rank that it waits for; none where it waits for all, or computes."""
+        """The rank that it waits for; empty if it waits for all ranks, or computes."""
         return () if self.peer is None or self.direction == "with" else (self.peer,)
 
     @property
@@ -42,7 +41,7 @@ class Position(NamedTuple):
 
 
 def whom(peer: int, direction: str) -> str:
-    """The words for who is at the other end."""
+    """Return the words for the rank or ranks at the other end."""
     if direction == "with":
         return "with the other pipeline ranks"
     return f"{direction} pipeline rank {peer}"

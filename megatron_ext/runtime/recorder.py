@@ -1,4 +1,4 @@
-"""Where a rank is in its program: for its watchdog, its error messages, profilers and traces.
+"""Position of a rank in its program, for its watchdog, error messages, profilers and traces.
 
 Every pass and every wait, on the host and on the device, is noted in this one place.
 """
@@ -16,39 +16,39 @@ import torch
 from megatron_ext.runtime.device_progress import DeviceProgress
 from megatron_ext.runtime.held_bytes import HeldBytes
 from megatron_ext.runtime.position import Position
+from megatron_ext.runtime.rank_identity import RankIdentity
 from megatron_ext.runtime.recording import Clock, RecordedReduction, Recording, passes_of
-from megatron_ext.runtime.store.last_words import LastWords
-from megatron_ext.runtime.whereabouts import Whereabouts
+from megatron_ext.runtime.store.failure_report import FailureReport
 from megatron_ext.schedule.action import Action, Pair
 
 
 class Recorder:
-    """Keeps the current `Position`; marks compute for Nsight with ranges named by the actions.
+    """Tracks the current `Position`, and marks compute for Nsight with ranges named by the actions.
 
-    Of a step that somebody has it `record` it notes when passes and reductions begin and end; while
-    there is a ``counting``, that counts what passes hold.
+    It also records when passes and reductions begin and end, if `record` was called for the step,
+    and measures the memory of passes while ``counting`` is set.
 
     Attributes:
-        position: the host's; None between passes and waits.
-        device: how far the device has come; holds the host back that runs ahead of it.
-        whereabouts: which process this rank is.
-        last_words: by which ranks tell one another that they have failed, if they are connected.
-        in_step: a step is under way.
-        has_failed: a step has ended by an error on this rank.
-        interruption: what another rank has said that failed; this rank's step ends by it.
+        position: of the host; None between passes and waits.
+        device: progress of the device; holds back a host that runs too far ahead.
+        rank_identity: process of this rank.
+        failure_report: tells the other ranks that this one has failed; None until connected.
+        in_step: whether a step is running.
+        has_failed: whether a step has ended by an error on this rank.
+        interruption: failure report of another rank, which ends this rank's step.
     """
 
     def __init__(
         self,
         rank: int,
-        whereabouts: Whereabouts | None = None,
+        rank_identity: RankIdentity | None = None,
         device: DeviceProgress | None = None,
     ) -> None:
         self.rank = rank
-        self.whereabouts = whereabouts or Whereabouts(rank)
+        self.rank_identity = rank_identity or RankIdentity(rank)
         self.device = device or DeviceProgress()
         self.position: Position | None = None
-        self.last_words: LastWords | None = None
+        self.failure_report: FailureReport | None = None
         self.in_step = False
         self.has_failed = False
         self.interruption: str | None = None
@@ -58,28 +58,29 @@ class Recorder:
         self._records_reductions = False
 
     def begin(self, iteration: int) -> None:
-        """What follows belongs to ``iteration``."""
-        self.whereabouts = replace(self.whereabouts, iteration=iteration)
+        """Note that the following actions belong to ``iteration``."""
+        self.rank_identity = replace(self.rank_identity, iteration=iteration)
 
     def record(self, clock: Clock, *, with_reductions: bool = False) -> Recording:
-        """Record the passes until `end`, once for all who ask: they get the same recording."""
+        """Record the passes until `end`. All callers of one step get the same recording."""
         if self._recording is None:
             self._recording = Recording(self.rank, clock)
         self._records_reductions |= with_reductions
         return self._recording
 
     def reducing(self, stage: int) -> RecordedReduction | None:
-        """A reduction of the gradients of ``stage``, which begins now, if they are recorded."""
+        """Return the record of a reduction of ``stage``'s gradients that begins now; None if
+        reductions are not recorded."""
         if self._recording is None or not self._records_reductions:
             return None
         return self._recording.begin_reduction(stage)
 
     def end(self) -> None:
-        """What follows is not recorded, unless somebody asks for it again."""
+        """Stop recording, until `record` is called again."""
         self._recording, self._records_reductions = None, False
 
     def computing(self, action: Action | Pair) -> AbstractContextManager[None]:
-        """Within, the rank is in the pass ``action``, or in two that run as one."""
+        """Context in which the rank runs the pass ``action``, or two passes that run as one."""
         position = Position(self.rank, action, None, "", time.monotonic())
         stay = _Stay(self, position)
         if self._recording is not None:
@@ -89,34 +90,36 @@ class Recorder:
         return stay
 
     def forget(self) -> None:
-        """The step begins again: what was recorded of it is dropped."""
+        """Discard what was recorded of the current step, which restarts."""
         if self._recording is not None:
             self._recording.forget()
 
     def waiting(self, action: Action, peer: int, direction: str) -> AbstractContextManager[None]:
-        """Within, the rank is blocked in a wait for the message ``action``; see `Position`."""
+        """Context in which the rank is blocked in a wait for the message ``action``; see
+        `Position`."""
         return _Stay(self, Position(self.rank, action, peer, direction, time.monotonic()))
 
     def failed(self, error: BaseException, action: Action | Pair | str) -> None:
-        """The step ends by ``error``, in ``action`` (or where it says): note it, and tell the
-        others."""
+        """Note that the step ends by ``error``, in ``action`` (or at the place that it names), and
+        report it to the other ranks."""
         self.has_failed = True
-        where = f"pipeline rank {self.rank}, in {action} {self.whereabouts.note()}"
+        where = f"pipeline rank {self.rank}, in {action} {self.rank_identity.note()}"
         error.add_note(f"megatron_ext: {where}")
-        if self.last_words is not None:
-            self.last_words.leave(f"{where}: {type(error).__name__}: {error}")
+        if self.failure_report is not None:
+            self.failure_report.leave(f"{where}: {type(error).__name__}: {error}")
 
     def report(self) -> str:
-        """Where host and device are, in words."""
+        """Return the positions of host and device, in words."""
         position, device = self.position, self.device.position
         host = f"pipeline rank {self.rank} between passes" if position is None else str(position)
         its_device = "" if device is None else f"; its device {device}"
         peers = [*(position.peers if position else ()), *(device.pending.peers if device else ())]
-        return f"{host}{its_device} {self.whereabouts.note(*peers)}"
+        return f"{host}{its_device} {self.rank_identity.note(*peers)}"
 
 
 class _Stay:
-    """Within, a rank is at a position. (One for each action: a generator would cost more.)"""
+    """Context in which a rank is at a position. (One for each action: a generator would cost
+    more.)"""
 
     __slots__ = ("_position", "_recorder")
 
@@ -148,7 +151,7 @@ def _counted(stay: _Stay, counting: HeldBytes, actions: tuple[Action, ...]) -> I
 
 
 class _RecordedStay(_Stay):
-    """A pass, of which nothing is recorded but itself."""
+    """Context of a pass that is recorded."""
 
     __slots__ = ("_began", "_recording")
 

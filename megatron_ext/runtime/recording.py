@@ -1,7 +1,7 @@
-"""When the passes and reductions of one step ran on this rank.
+"""Start and end times of the passes and reductions of one step on this rank.
 
-On a GPU the marks are device events on the stream that computes: nothing is synchronised while the
-passes run, and all are read after the step. On the CPU they are `time.perf_counter`.
+On a GPU the marks are device events on the computing stream: nothing is synchronized while the
+passes run, and all events are read after the step. On the CPU the marks are `time.perf_counter`.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from typing import Any, Protocol
 import torch
 
 from megatron_ext.schedule.action import Action, Pair
-from megatron_ext.schedule.timeline import Event, Reduction
+from megatron_ext.schedule.timeline import Event, GradientReduction
 
 
 class Clock(Protocol):
-    """Takes marks now, and tells later what time they were: `time.perf_counter` seconds."""
+    """Takes marks, and later returns their times in `time.perf_counter` seconds."""
 
     def mark(self) -> Any: ...
     def read(self, marks: Sequence[Any]) -> list[float]: ...
 
     def has_passed(self, mark: Any) -> bool:
-        """Whether it is that time; waits for nothing."""
+        """Whether the device has reached the mark; never waits."""
         ...
 
     def seconds(self, first: Any, later: Any) -> float:
-        """Between two marks that `has_passed`; waits for nothing."""
+        """Return the seconds between two marks that `has_passed`; never waits."""
         ...
 
 
 class HostClock:
-    """The clock for passes that have ended when their call returns."""
+    """Clock of passes that have finished when their call returns."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -49,7 +49,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """The clock for passes that a GPU runs later."""
+    """Clock of passes that a GPU runs asynchronously."""
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -57,7 +57,8 @@ class DeviceClock:
         return event
 
     def read(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
-        """Waits until the device has done all that it was given."""
+        """Return the times of ``marks``. Waits until the device has done all work launched so
+        far."""
         torch.cuda.synchronize()
         reference = self.mark()
         reference.synchronize()
@@ -72,12 +73,12 @@ class DeviceClock:
 
 
 def clock_of(device: torch.device) -> Clock:
-    """The clock by which passes on ``device`` are timed."""
+    """Return the clock that times passes on ``device``."""
     return DeviceClock() if device.type == "cuda" else HostClock()
 
 
 class RecordedReduction:
-    """The reduction of a stage's gradients, which consists of works of torch.distributed."""
+    """Reduction of a stage's gradients, which consists of works of torch.distributed."""
 
     def __init__(self, stage: int, clock: Clock) -> None:
         self.stage = stage
@@ -88,7 +89,8 @@ class RecordedReduction:
         self._futures: list[torch.futures.Future[None]] = []
 
     def ends_with(self, work: Any) -> bool:
-        """Mark when ``work`` is done. False if it does not tell: some of gloo's do not."""
+        """Mark the completion of ``work``. Return False if it does not signal completion, as some
+        of gloo's do not."""
         try:
             future = work.get_future()
         except (RuntimeError, AttributeError):
@@ -97,12 +99,12 @@ class RecordedReduction:
         return True
 
     def was_awaited(self) -> None:
-        """Somebody has waited for works that do not tell when they are done, until now."""
+        """Note that a wait for works which do not signal completion has returned now."""
         self.is_exact = False
         self.ends.append(self._clock.mark())
 
-    def settle(self) -> None:
-        """Wait for the works that tell when they are done; no further mark will come then."""
+    def wait_for_ends(self) -> None:
+        """Wait for the works that signal completion; no further mark is added afterwards."""
         for future in self._futures:
             future.wait()
 
@@ -113,8 +115,8 @@ class RecordedReduction:
 
 @dataclass(frozen=True)
 class _Pass:
-    """A pass, and the marks when it began and ended. Two that run as one have these in common, and
-    each its ``share`` of the time between them, the second behind the first."""
+    """Pass with the marks of its begin and end. Two passes that run as one have the same marks, and
+    each has a ``share`` of the time between them, the second after the first."""
 
     action: Action
     began: Any
@@ -122,7 +124,7 @@ class _Pass:
     share: tuple[float, float] = (0.0, 1.0)
 
     def of(self, began: float, ended: float) -> tuple[float, float]:
-        """When it began and ended, if its marks were at these times."""
+        """Return the begin and end of this pass, given the times of its marks."""
         if self.share == (0.0, 1.0):
             return began, ended
         first, last = (began + share * (ended - began) for share in self.share)
@@ -130,7 +132,7 @@ class _Pass:
 
 
 class Recording:
-    """One step on one rank."""
+    """Record of one step on one rank."""
 
     def __init__(self, rank: int, clock: Clock) -> None:
         self.clock = clock
@@ -139,58 +141,59 @@ class Recording:
         self._reductions: list[RecordedReduction] = []
 
     def add_pass(self, action: Action | Pair, began: Any) -> None:
-        """``action`` ends now."""
+        """Add ``action``, which ends now."""
         ended, passes = self.clock.mark(), passes_of(action)
         for number, own in enumerate(passes):
             share = number / len(passes), (number + 1) / len(passes)
             self._passes.append(_Pass(own, began, ended, share))
 
     def forget(self) -> None:
-        """Drop what was added so far."""
+        """Discard all records."""
         self._passes.clear()
         self._reductions.clear()
 
     def begin_reduction(self, stage: int) -> RecordedReduction:
-        """Note a reduction that begins now."""
+        """Add a reduction that begins now."""
         reduction = RecordedReduction(stage, self.clock)
         self._reductions.append(reduction)
         return reduction
 
     def has_ended(self) -> bool:
-        """Whether the device has done all passes. Only then may one ask for what follows, and
-        nothing of that waits."""
+        """Whether the device has finished all passes. The methods below require it, and none of
+        them waits."""
         return not self._passes or self.clock.has_passed(self._passes[-1].ended)
 
     def actions(self) -> tuple[Action, ...]:
-        """The passes, in their order."""
+        """Return the recorded passes, in order."""
         return tuple(own.action for own in self._passes)
 
     def busy(self) -> float:
-        """Seconds of all passes together."""
+        """Return the total seconds of all passes."""
         return sum(
             (own.share[1] - own.share[0]) * self.clock.seconds(own.began, own.ended)
             for own in self._passes
         )
 
     def span(self) -> float:
-        """Seconds from the start of the first pass to the end of the last."""
+        """Return the seconds from the start of the first pass to the end of the last."""
         return self.clock.seconds(self._passes[0].began, self._passes[-1].ended)
 
     def times(self, passes: Sequence[int]) -> list[float]:
-        """When those of these numbers began and ended, in seconds after the first began."""
+        """Return begin and end of the passes with these numbers, in seconds after the first pass
+        began."""
         start, times = self._passes[0].began, list[float]()
         for own in (self._passes[number] for number in passes):
             began, ended = (self.clock.seconds(start, mark) for mark in (own.began, own.ended))
             times += own.of(began, ended)
         return times
 
-    def read(self) -> tuple[list[Event], list[Reduction]]:
-        """All that was recorded, after the step and its reductions have ended.
+    def read(self) -> tuple[list[Event], list[GradientReduction]]:
+        """Return all records, after the step and its reductions have ended. Waits for the device.
 
-        A reduction of which no end is known is left out.
+        A reduction without a known end is omitted.
         """
         for reduction in self._reductions:
-            reduction.settle()
+            reduction.wait_for_ends()
         with_end = [reduction for reduction in self._reductions if reduction.ends]
         marks = [
             *(mark for own in self._passes for mark in (own.began, own.ended)),
@@ -205,11 +208,11 @@ class Recording:
             start = next(times)
             end = max(next(times) for _ in reduction.ends)
             reductions.append(
-                Reduction(self._rank, reduction.stage, start, end, reduction.is_exact)
+                GradientReduction(self._rank, reduction.stage, start, end, reduction.is_exact)
             )
         return events, reductions
 
 
 def passes_of(action: Action | Pair) -> tuple[Action, ...]:
-    """The passes that ``action`` is: one, or two that run as one."""
+    """Return the passes of ``action``: one, or two that run as one."""
     return tuple(action) if isinstance(action, Pair) else (action,)

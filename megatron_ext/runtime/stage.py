@@ -1,4 +1,4 @@
-"""The runtime's view of a piece of the model."""
+"""Stages as the runtime sees them."""
 
 from __future__ import annotations
 
@@ -9,57 +9,60 @@ from torch import Tensor
 
 
 class Stage(Protocol):
-    """One stage. It keeps what it needs between the passes of a microbatch.
+    """One stage. It stores what it needs between the passes of a microbatch.
 
     ``x`` is the stage's input (None on the first stage, which reads the data), ``dy`` the gradient
-    of its output (None on the last stage, which holds the loss). With vocabulary parallelism
-    (`vocabulary`) both are given on all stages: the first has the embeddings for its input, and the
-    last gives hidden states.
+    of its output (None on the last stage, which has the loss). With vocabulary parallelism
+    (`vocabulary`) both are given on all stages: the first gets embeddings as its input, and the
+    last returns hidden states.
     """
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
-        """F: return the output. Where R will follow, keep nothing but what that needs."""
+        """F: return the output. If R will follow, store only what R needs."""
         ...
 
     def recompute(self, microbatch: int) -> None:
-        """R: run F again as it was, and keep what the backward pass needs."""
+        """R: run F again as it was, and store what the backward pass needs."""
         ...
 
     def backward(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
-        """B: add this microbatch's weight gradients, return the gradient of x."""
+        """B: add this microbatch's weight gradients, return the gradient of ``x``."""
         ...
 
     def backward_input(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
-        """I: return the gradient of x, keep what W needs."""
+        """I: return the gradient of ``x``, store what W needs."""
         ...
 
     def backward_weight(self, microbatch: int) -> None:
-        """W: add this microbatch's weight gradients, keep nothing."""
+        """W: add this microbatch's weight gradients, store nothing."""
         ...
 
     def forward_beside(
         self, microbatch: int, x: Tensor | None, backward: Backward
     ) -> tuple[Tensor, Tensor | None]:
-        """F and ``backward``, which is of this stage or of another one of this rank, as one pass:
-        return the output, and the gradient of the other stage's input."""
+        """F and ``backward`` overlapped in one pass; ``backward`` is of this or another stage of
+        this rank.
+
+        Return the output, and the gradient of the other stage's input.
+        """
         ...
 
     def output_sent(self, microbatch: int) -> None:
-        """The output of ``microbatch`` has left: its data may be freed."""
+        """The output of ``microbatch`` has been sent: its data may be freed."""
         ...
 
     def gradients_complete(self) -> None:
-        """The step's last weight gradient of this stage is in: synchronisation may start."""
+        """The stage has all weight gradients of the step: their synchronization may start."""
         ...
 
     def forget(self) -> None:
-        """The step begins again, before any backward pass: keep nothing of it."""
+        """Discard everything: the step restarts, before any backward pass."""
         ...
 
 
 @dataclass(frozen=True)
 class Backward:
-    """A backward pass that is to run: I, or B if it is ``whole``. ``dy``: as `Stage` has it."""
+    """Backward pass that is about to run: B if ``whole``, else I. ``dy`` as in `Stage`."""
 
     stage: Stage
     microbatch: int
@@ -67,6 +70,6 @@ class Backward:
     whole: bool
 
     def run(self) -> Tensor | None:
-        """Run it by itself: return the gradient of x."""
+        """Run the pass by itself, and return the gradient of ``x``."""
         run = self.stage.backward if self.whole else self.stage.backward_input
         return run(self.microbatch, self.dy)

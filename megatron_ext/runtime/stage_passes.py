@@ -1,4 +1,4 @@
-"""The passes of a rank's stages: F, R, I, B and W, and pairs of them that run as one."""
+"""Passes of a rank's stages: F, R, I, B, W, and overlapped forward and backward passes."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from megatron_ext.runtime.handover import Handover
 from megatron_ext.runtime.host.offload import OffloadedStep
 from megatron_ext.runtime.owner import Handler, Owner
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.stage import Backward, Stage
+from megatron_ext.runtime.stage_io import StageIO
 from megatron_ext.schedule.action import Action, Kind, Pair
 
 
 class StagePasses(Owner):
-    """Runs the passes of one step; what they make goes to ``handover``."""
+    """Runs the passes of one step; their outputs and gradients go to ``stage_io``."""
 
     def __init__(
         self,
         stages: Mapping[int, Stage],
-        handover: Handover,
+        stage_io: StageIO,
         recorder: Recorder,
         offload: OffloadedStep | None,
     ) -> None:
         self._stages = stages
-        self._handover = handover
+        self._stage_io = stage_io
         self._recorder = recorder
         self._offload = offload
 
@@ -45,10 +45,10 @@ class StagePasses(Owner):
 
     def _forward(self, action: Action) -> None:
         stage, _, microbatch = action
-        x = self._handover.input_of(stage, microbatch)
+        x = self._stage_io.input_of(stage, microbatch)
         with self._recorder.computing(action), self._saving(stage, microbatch, x):
             y = self._stages[stage].forward(microbatch, x)
-        self._handover.take_output(stage, microbatch, y)
+        self._stage_io.take_output(stage, microbatch, y)
 
     def _recompute(self, action: Action) -> None:
         with self._recorder.computing(action):
@@ -57,22 +57,22 @@ class StagePasses(Owner):
     def run_pair(self, pair: Pair) -> None:
         """Run both passes of ``pair`` as one."""
         (stage, _, microbatch), action = pair
-        x, backward = self._handover.input_of(stage, microbatch), self._begin_backward(action)
+        x, backward = self._stage_io.input_of(stage, microbatch), self._begin_backward(action)
         with self._recorder.computing(pair):
             y, dx = self._stages[stage].forward_beside(microbatch, x, backward)
-        self._handover.take_output(stage, microbatch, y)
-        self._handover.take_gradient(action, dx)
+        self._stage_io.take_output(stage, microbatch, y)
+        self._stage_io.take_gradient(action, dx)
 
     def _backward(self, action: Action) -> None:
         backward = self._begin_backward(action)
         self._await_reload(action)
         with self._recorder.computing(action):
             dx = backward.run()
-        self._handover.take_gradient(action, dx)
+        self._stage_io.take_gradient(action, dx)
 
     def _begin_backward(self, action: Action) -> Backward:
         stage, kind, microbatch = action
-        dy = self._handover.gradient_of_output(stage, microbatch)
+        dy = self._stage_io.gradient_of_output(stage, microbatch)
         return Backward(self._stages[stage], microbatch, dy, kind is Kind.FULL_BACKWARD)
 
     def _backward_weight(self, action: Action) -> None:

@@ -1,11 +1,11 @@
-"""Say where a rank is when it is stuck or ended from outside.
+"""Report of a rank that is stuck, or ended by a signal.
 
-A rank blocked in a wait of torch.distributed runs no Python signal handler, so a launcher's SIGTERM
-would end it without a word, and Ctrl-C would not end it at all. A thread, woken through
-`signal.set_wakeup_fd`, says which action the rank was at and then ends it.
+A rank blocked in a wait of torch.distributed runs no Python signal handler: a launcher's SIGTERM
+would end it silently, and Ctrl-C would not end it at all. A thread, woken through
+`signal.set_wakeup_fd`, reports the rank's action and then ends the process.
 
-On a GPU it is the device that waits, and another thread asks it: a driver that does not answer must
-not keep signals waiting.
+On a GPU the device is what waits. Another thread queries it, so that a driver that does not answer
+does not delay signals.
 """
 
 from __future__ import annotations
@@ -38,28 +38,29 @@ _DEFAULTS: dict[int, _Handler | signal.Handlers] = {
 
 
 class Watchdog:
-    """Watches a `Recorder` from `start` until it is to `forget` it.
+    """Watches a `Recorder` from `start` until `forget`.
 
-    There is one a process: the first watchdog that is started watches for the later ones, too. A
-    signal is taken only if nobody else has taken it: Megatron takes SIGTERM with
-    --exit-signal-handler, to save a checkpoint first, and an event loop the wakeup descriptor.
+    There is one per process: the first watchdog that is started also watches for later ones. A
+    signal is handled only if no other handler is installed: Megatron handles SIGTERM with
+    --exit-signal-handler, to save a checkpoint first, and an event loop uses the wakeup descriptor.
     """
 
     _running: ClassVar[Watchdog | None] = None
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorders = [recorder]
-        self._reported: dict[tuple[Recorder, str], float] = {}  # since when it was there
-        self._interrupted = False  # the main thread has taken note of Ctrl-C
+        self._reported: dict[tuple[Recorder, str], float] = {}  # start of each reported position
+        self._interrupted = False  # the main thread has handled Ctrl-C
         self._has_signals = False
-        self._thread: threading.Thread | None = None  # that ends this process at a signal
+        self._thread: threading.Thread | None = None  # ends this process at a signal
         self._handlers: dict[int, _Handler] = {
             signal.SIGTERM: self._on_sigterm,
             signal.SIGINT: self._on_sigint,
         }
 
     def start(self) -> None:
-        """From the main thread; elsewhere signals cannot be had, and stuck waits alone are told."""
+        """Start watching. Signals are handled only if the main thread calls this; otherwise only
+        stuck waits are reported."""
         running = Watchdog._running
         if running is None:
             running = Watchdog._running = self
@@ -76,10 +77,10 @@ class Watchdog:
 
     @classmethod
     def forget(cls, recorder: Recorder) -> None:
-        """The steps that ``recorder`` is told of have ended for good."""
+        """Stop watching ``recorder``, whose training has ended."""
         if (running := cls._running) is None:
             return
-        # New ones, not these changed: the threads go through them meanwhile.
+        # New containers: the threads iterate over the old ones meanwhile.
         running._recorders = [other for other in running._recorders if other is not recorder]
         running._reported = {
             key: since for key, since in running._reported.items() if key[0] is not recorder
@@ -87,7 +88,8 @@ class Watchdog:
 
     @classmethod
     def stop_asking_devices(cls) -> None:
-        """Before a CUDA graph is captured: a query of an event by any thread would spoil it."""
+        """Query no events while a CUDA graph is captured: a query by any thread would break the
+        capture."""
         for recorder in cls._running._recorders if cls._running is not None else ():
             recorder.device.stop_asking()
 
@@ -102,8 +104,8 @@ class Watchdog:
         self._has_signals = True
 
     def _end_in_child(self) -> None:
-        """In a forked process (a data loader's, a checkpoint's), which has no watchdog thread but
-        would write its signals to this rank's."""
+        """Disable the watchdog in a forked process (a data loader's, a checkpoint's), which has no
+        watchdog thread but would write its signals to the parent's pipe."""
         if Watchdog._running is not self:
             return
         Watchdog._running = None
@@ -118,9 +120,10 @@ class Watchdog:
         return signum in self._handlers and signal.getsignal(signum) == self._handlers[signum]
 
     def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
-        """Leave it to the thread, so that a main thread that is just failing can say why.
+        """Leave the signal to the thread, so that a main thread that is just failing can report its
+        error.
 
-        If the thread has ended, nobody else would end this process.
+        If the thread has ended, end the process here.
         """
         if self._thread is None or not self._thread.is_alive():
             signal.signal(signum, signal.SIG_DFL)
@@ -136,7 +139,7 @@ class Watchdog:
             if ready:
                 for signum in self._reader.recv(64):
                     self._signalled(signum)
-            with contextlib.suppress(Exception):  # signals are to be heard whatever fails here
+            with contextlib.suppress(Exception):  # signals must be handled whatever fails here
                 self._report_if_stuck()
 
     def _signalled(self, signum: int) -> None:
@@ -150,7 +153,7 @@ class Watchdog:
         os._exit(128 + signum)
 
     def _report(self) -> str:
-        """Return in words where the recorded steps are."""
+        """Return the positions of the watched recorders, in words."""
         recorders = self._recorders
         reports = [r.report() for r in recorders if r.position or r.device.position]
         idle = recorders[0].report() if recorders else "no training is under way"
@@ -158,24 +161,24 @@ class Watchdog:
 
     def _watch_device(self, device: int | None) -> None:
         if device is not None:
-            torch.cuda.set_device(device)  # to ask makes a context on the thread's device
+            torch.cuda.set_device(device)  # a query creates a context on the thread's device
         while True:
             for recorder in self._recorders:
                 try:
                     recorder.device.look()
                 except RuntimeError:
-                    return  # the device has failed, and whoever uses it is told
+                    return  # the device has failed, and its users get the error
             time.sleep(LOOK_SECONDS)
 
     def _report_if_stuck(self) -> None:
         for recorder in self._recorders:
             host, device = recorder.position, recorder.device.position
             if host is not None and host.peer is not None and host.seconds > STUCK_SECONDS:
-                note = recorder.whereabouts.note(*host.peers)
+                note = recorder.rank_identity.note(*host.peers)
                 self._report_once(recorder, "host", host.since, f"{host}: it may hang {note}")
             if device is not None and device.seconds > STUCK_SECONDS:
                 who = f"the device of pipeline rank {recorder.rank}"
-                note = recorder.whereabouts.note(*device.pending.peers)
+                note = recorder.rank_identity.note(*device.pending.peers)
                 report = f"{who} {device}: it may hang {note}"
                 self._report_once(recorder, "device", device.since, report)
 
@@ -192,11 +195,11 @@ def _start(name: str, target: Callable[[], None]) -> threading.Thread:
 
 
 def say(text: str) -> None:
-    """Write ``text`` to stderr as one line. Returns soon and raises nothing, whatever becomes of
-    the line: stderr may be closed, on a full disk, or a pipe that nobody reads any more.
+    """Write ``text`` to stderr as one line. Returns soon and never raises, even if the line is
+    lost: stderr may be closed, on a full disk, or a pipe without a reader.
 
-    There is one write, so that lines of several ranks do not mix, and it goes past sys.stderr,
-    whose lock the main thread may hold.
+    It is one write, so that lines of several ranks do not mix. It bypasses sys.stderr, whose lock
+    the main thread may hold.
     """
     line = f"megatron_ext: {text}\n".encode(errors="replace")
 

@@ -1,12 +1,12 @@
-"""The one queue in which weight gradients wait for their W pass.
+"""Queue in which weight gradients wait for their W pass; one for all kinds of layer.
 
-A layer that splits its backward puts here, during I, how to compute its weight's gradient; W runs
-what its stage and microbatch have put. Whoever the layer is, it is the same queue.
+A layer that splits its backward pass puts a function into the queue during I, which computes its
+weight's gradient. W runs the functions of its stage and microbatch.
 
-Two things keep tensor-parallel communication from being waited for, as a whole backward hides it.
-In W what one product needs gathered is on its way while the one before is computed. In I a layer
-says when the reduction of its input's gradient is on its way: if W is next anyway, the weight
-gradient of the layer before is computed meanwhile.
+Two measures hide tensor-parallel communication, as a whole backward pass does. In W, the gather for
+the next product runs while the current one is computed. In I, a layer signals that the reduction of
+its input's gradient has started: if W follows directly, the previous layer's weight gradient is
+computed meanwhile.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 Key = tuple[int, int]  # stage, microbatch
 Weights = tuple[Tensor, ...]
-Contribution = Tensor | None  # None: none, or it has been added already
+Contribution = Tensor | None  # None: no contribution, or it has been added already
 Contributions = tuple[Contribution, ...]
 Accumulate = Callable[[Weights, Contributions], None]
 Lent = Callable[[Tensor], bool]
@@ -29,8 +29,8 @@ Lent = Callable[[Tensor], bool]
 
 @dataclass(frozen=True)
 class _Use:
-    """What makes a contribution of ``tensors``. ``gather`` begins communication that it waits
-    for."""
+    """Deferred contribution of ``tensors`` to a gradient. ``gather`` starts the communication that
+    ``compute`` waits for."""
 
     compute: Callable[[], Contribution | Contributions]
     tensors: tuple[Tensor, ...]
@@ -39,16 +39,16 @@ class _Use:
 
 @dataclass
 class _Uses:
-    """Of the same weights in one backward pass of autograd's: what makes their contributions, and
-    what adds the contributions' sum to the gradients."""
+    """Uses of the same weights in one backward pass of autograd: functions that compute their
+    contributions, and one that adds the sum of these to the gradients."""
 
     accumulate: Accumulate
     uses: list[_Use] = field(default_factory=list)
 
 
 class _GathersAhead:
-    """Computes in the order of `_Use`s, and has the gather of the next one that needs one begun by
-    then: one is under way beside a product, and never more than one."""
+    """Computes `_Use`s in order, and starts the gather of the next use that needs one beforehand:
+    one gather runs during a product, and never more than one."""
 
     def __init__(self, uses: Iterable[_Use]) -> None:
         self._to_begin = deque(use for use in uses if use.gather is not None)
@@ -71,12 +71,16 @@ class _GathersAhead:
 class WeightGradients:
     """Pending weight gradients by stage and microbatch.
 
-    ``splitting`` tells layers, in the forward pass, that a W pass will come, but not for the
-    weights in ``at_once``. ``w_is_next``: after the I that runs, its rank computes nothing before
-    its W. ``weights`` collects whose gradients are put off, while it is a set and not None.
-    ``is_lent`` tells of a tensor whether its memory is written to again soon after I, as
-    that of CUDA graphs is. The current key is a plain attribute and not a thread's: autograd runs
-    backwards, and with activation recompute forwards too, on threads of its own.
+    Attributes:
+        splitting: tells layers, in the forward pass, that a W pass will follow.
+        at_once: weights whose gradients are nevertheless not deferred.
+        w_is_next: whether the rank computes nothing between the running I and its W.
+        weights: collects the weights whose gradients are deferred, unless it is None.
+        is_lent: tells whether a tensor's memory is overwritten soon after I, as that of CUDA graphs
+            is.
+
+    The current key is a plain attribute, not thread-local: autograd runs backward passes, and with
+    activation recompute forward passes too, on threads of its own.
     """
 
     def __init__(self) -> None:
@@ -90,11 +94,11 @@ class WeightGradients:
         self._used_once: set[Weights] = set()  # in each backward pass of this step so far
 
     def splits(self, weight: Tensor) -> bool:
-        """Whether the gradient of ``weight`` is to be put off."""
+        """Whether the gradient of ``weight`` is deferred to W."""
         return self.splitting and weight not in self.at_once
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """``tensor``, which is read later than in I, or a copy where its memory is lent."""
+        """Return ``tensor``, which is read after I, or a copy of it if its memory is lent."""
         return tensor.clone() if self.is_lent(tensor) else tensor
 
     def __len__(self) -> int:
@@ -102,7 +106,7 @@ class WeightGradients:
 
     @contextlib.contextmanager
     def collecting(self, stage: int, microbatch: int, *, w_is_next: bool = False) -> Iterator[None]:
-        """Around an I pass: what layers put belongs to this stage and microbatch. ``w_is_next``:
+        """Context of an I pass: layers' puts belong to this stage and microbatch. ``w_is_next``:
         the rank computes nothing between this pass and its W."""
         self._key = (stage, microbatch)
         self._pending[self._key] = {}
@@ -120,11 +124,11 @@ class WeightGradients:
         tensors: Iterable[Tensor],
         gather: Callable[[], None] | None = None,
     ) -> None:
-        """Keep ``compute``, which returns one contribution to ``weight``'s gradient, for W.
+        """Store ``compute``, which returns one contribution to ``weight``'s gradient, for W.
 
-        It returns None where it adds its contribution to the gradient itself. ``tensors`` are those
-        that it keeps until then: they may be offloaded. ``gather`` begins communication that
-        ``compute`` waits for, and is called once before it, in the order of puts.
+        ``compute`` returns None if it adds its contribution to the gradient itself. ``tensors`` are
+        the ones it references until then: they may be offloaded. ``gather`` starts communication
+        that ``compute`` waits for, and is called once before it, in the order of puts.
         """
         self._put((weight,), _Use(compute, tuple(tensors), gather), accumulate_each)
 
@@ -136,16 +140,16 @@ class WeightGradients:
         accumulate: Accumulate,
         gather: Callable[[], None] | None = None,
     ) -> None:
-        """Keep ``compute``, which makes the gradients of several weights at once, for W.
+        """Store ``compute``, which computes the gradients of several weights at once, for W.
 
-        It returns a contribution to each of ``weights``, or None as for `put`, and keeps
-        ``tensors``. ``accumulate`` is called once for all uses of the weights in one backward pass
-        of autograd's, with their sum.
+        It returns a contribution to each of ``weights``, or None as in `put`, and references
+        ``tensors``. ``accumulate`` is called once with the sum of all uses of the weights in one
+        backward pass of autograd.
         """
         self._put(weights, _Use(compute, tuple(tensors), gather), accumulate)
 
     def tensors(self, stage: int, microbatch: int) -> Sequence[Tensor]:
-        """The tensors that wait for the W pass of this stage and microbatch."""
+        """Return the tensors that wait for the W pass of this stage and microbatch."""
         pending = self._pending[stage, microbatch].values()
         return [tensor for uses in pending for use in uses.uses for tensor in use.tensors]
 
@@ -158,12 +162,12 @@ class WeightGradients:
         uses.uses.append(use)
 
     def compute_meanwhile(self) -> None:
-        """While a reduction is under way in I: the weight gradient of the layer before, if W is
-        next.
+        """Compute the previous layer's weight gradient while a reduction runs in I, if W follows
+        directly.
 
-        Not one that would have to wait for a gather; nor of weights that are used several times in
-        a backward pass, whose contributions are summed first. The first W pass of a step shows
-        which those are.
+        A gradient is skipped if it would wait for a gather, or if its weights are used several
+        times in a backward pass, whose contributions are summed first. The first W pass of a step
+        shows which weights are.
         """
         assert self._key is not None, "a split layer ran its backward outside an I pass"
         pending = self._pending[self._key]
@@ -176,14 +180,15 @@ class WeightGradients:
                 uses.accumulate(weights, _as_tuple(uses.uses.pop().compute()))
 
     def run(self, stage: int, microbatch: int) -> None:
-        """The W pass. A weight used several times has its contributions summed before they are
-        added, as autograd does, so that the sum's order is stock's. Uses that are recomputed each
-        have a backward pass of their own within I, and are added one by one."""
+        """Run the W pass. The contributions to a weight that is used several times are summed
+        before they are added, as autograd does, so that the order of summation is stock's. Uses
+        that are recomputed each have a backward pass of their own within I, and are added one by
+        one."""
         self.run_so_far(stage, microbatch)
         del self._pending[stage, microbatch]
 
     def run_so_far(self, stage: int, microbatch: int) -> None:
-        """The part of the W pass that the part of I which has run has left."""
+        """Run the part of the W pass that belongs to the part of I that has run."""
         pending = self._pending[stage, microbatch]
         ahead = _GathersAhead(use for uses in pending.values() for use in uses.uses)
         with torch.no_grad():
@@ -203,7 +208,7 @@ class WeightGradients:
             self._used_once.discard(weights)
 
     def clear(self) -> None:
-        """Forget everything: after a step that failed."""
+        """Forget everything, after a step that failed."""
         self._pending.clear()
         self._used_once.clear()
         self.splitting = False
@@ -212,7 +217,7 @@ class WeightGradients:
 
 
 def is_owned(tensor: Tensor) -> bool:
-    """No ``tensor`` is lent."""
+    """Return False: no ``tensor`` is lent."""
     return False
 
 
@@ -227,14 +232,14 @@ def _sum(gradient: Contribution, contribution: Contribution) -> Contribution:
 
 
 def accumulate_each(weights: Weights, gradients: Contributions) -> None:
-    """Add each of ``gradients`` that is not None to its weight's, as `accumulate` does."""
+    """Add each of ``gradients`` that is not None to its weight's gradient, with `accumulate`."""
     for weight, gradient in zip(weights, gradients, strict=True):
         if gradient is not None:
             accumulate(weight, gradient)
 
 
 def accumulate(weight: Tensor, gradient: Tensor) -> None:
-    """Add ``gradient`` to ``weight.main_grad`` where a data-parallel wrapper has put one, else to
+    """Add ``gradient`` to ``weight.main_grad`` if a data-parallel wrapper has set one, else to
     ``weight.grad``."""
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is not None:

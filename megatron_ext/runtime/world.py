@@ -1,10 +1,10 @@
-"""Messages of all ranks of a job to one another, and the moments at which they are allowed.
+"""Communication of all ranks of a job, and the moments at which it is allowed.
 
-Pipelines that nothing ties together come to other shapes and numbers of microbatches, each in steps
-of its own. A rank that waits for all others at a moment that only its own pipeline reaches waits
-for ever. Every pipeline is known to reach its first step, its first training step, and its n-th
-training step, for an n that all ranks know. These functions are called there alone. What comes at
-other moments goes through torch's store, where nobody waits for ranks that may not come.
+Pipelines without common groups may run different shapes and numbers of microbatches at different
+steps. A rank that waits for all others at a moment that only its own pipeline reaches would wait
+forever. Every pipeline reaches its first step, its first training step, and its n-th training step,
+for an n that all ranks know: these functions are called only there. Communication at other moments
+goes through torch's store, where no rank waits for others that may not come.
 """
 
 from __future__ import annotations

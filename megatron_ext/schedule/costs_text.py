@@ -20,8 +20,8 @@ from megatron_ext.schedule.costs import (
 )
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.text_file import parse_json, read_text_file, write_text_file
-from megatron_ext.schedule.words import counted, shown
+from megatron_ext.text_file import parse_json, read_text_file, write_text_file
+from megatron_ext.words import counted, shown
 
 FILE_VERSION = 1
 

@@ -7,6 +7,7 @@ import io
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from megatron_ext.progress import task
 from megatron_ext.schedule.action import (
     COMPOUND,
     Action,
@@ -28,9 +29,8 @@ from megatron_ext.schedule.flip import (
 )
 from megatron_ext.schedule.kinds import RULES, Lane, Where
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.progress import task
 from megatron_ext.schedule.schedule import Schedule, is_compute
-from megatron_ext.schedule.words import counted
+from megatron_ext.words import counted
 
 
 def to_csv(schedule: Schedule) -> str:

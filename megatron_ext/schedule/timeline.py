@@ -20,7 +20,7 @@ class Event(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Reduction:
+class GradientReduction:
     """The data-parallel reduction of ``stage``'s gradients, on ``rank`` (seconds).
 
     Where ``is_exact`` is False the moment of its end is not known. ``end`` is then when a wait for
@@ -43,7 +43,7 @@ class Timeline:
 
     schedule: Schedule
     events: tuple[Event, ...]
-    reductions: tuple[Reduction, ...] = ()
+    reductions: tuple[GradientReduction, ...] = ()
 
     @cached_property
     def compute(self) -> tuple[tuple[Event, ...], ...]:

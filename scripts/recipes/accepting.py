@@ -26,14 +26,14 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron_ext.adapter import arguments
 from megatron_ext.adapter.dimensions import equal_costs
 from megatron_ext.adapter.layers import layout_of
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.compile.registry import Choice, choose
 from megatron_ext.config import PipelineConfig
-from megatron_ext.launch_check import line as launch_line
-from megatron_ext.launch_check.importing import silently
+from megatron_ext.doctor import line as launch_line
+from megatron_ext.doctor.importing import silently
 from megatron_ext.patches import engine
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import Choice, choose
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.program.verify import Program
 from scripts.recipes.feature import Value
 from scripts.recipes.recipe import Recipe, in_effect
 from scripts.recipes.verdict import Verdict

@@ -7,10 +7,10 @@ from dataclasses import replace
 from megatron_ext.adapter.dimensions import execution
 from megatron_ext.adapter.layers import layers_of_stages
 from megatron_ext.adapter.model_bytes import state_of
-from megatron_ext.schedule.build.registry import choose
-from megatron_ext.schedule.model.description import describe
-from megatron_ext.schedule.model.gpus import GPUS
-from megatron_ext.schedule.plan.layouts.recompute import LayerRecompute, recompute_options
+from megatron_ext.compile.registry import choose
+from megatron_ext.cost_model.description import describe
+from megatron_ext.cost_model.gpus import GPUS
+from megatron_ext.planner.layouts.recompute import LayerRecompute, recompute_options
 from scripts.recipes.accepting import stock_arguments
 from scripts.recipes.gains import Configuration
 from scripts.recipes.recipe import Recipe

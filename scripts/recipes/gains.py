@@ -6,18 +6,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 
+from megatron_ext.cost_model.execution import Execution
+from megatron_ext.cost_model.frozen import without_frozen
+from megatron_ext.cost_model.gpus import DATA_SHEETS, GPUS
+from megatron_ext.cost_model.model import Model, Stage
+from megatron_ext.cost_model.model_memory import ModelBytes, TrainingState
+from megatron_ext.planner.layouts.estimated import estimated_work
+from megatron_ext.planner.layouts.layout import Layout
+from megatron_ext.planner.layouts.lines import Lines, compare_layouts
+from megatron_ext.planner.layouts.recompute import LayerRecompute
+from megatron_ext.planner.layouts.work import Evaluated, Work
 from megatron_ext.schedule.costs import Costs
-from megatron_ext.schedule.model.execution import Execution
-from megatron_ext.schedule.model.frozen import without_frozen
-from megatron_ext.schedule.model.gpus import DATA_SHEETS, GPUS
-from megatron_ext.schedule.model.model import Model, Stage
-from megatron_ext.schedule.model.model_memory import ModelBytes, TrainingState
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.plan.layouts.estimated import estimated_work
-from megatron_ext.schedule.plan.layouts.layout import Layout
-from megatron_ext.schedule.plan.layouts.lines import Lines, compare_layouts
-from megatron_ext.schedule.plan.layouts.recompute import LayerRecompute
-from megatron_ext.schedule.plan.layouts.work import Evaluated, Work
 from megatron_ext.schedule.problem import VocabularyParallel
 
 USED = 0.95  # of a GPU's memory

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.schedule.search import best
-from megatron_ext.schedule.search.effort import Effort, effort, small_effort
+from megatron_ext.search import best
+from megatron_ext.search.effort import Effort, effort, small_effort
 from tests.behaviour.inputs import run, write_inputs
 from tests.behaviour.record import Record, differences, from_text, to_text
 

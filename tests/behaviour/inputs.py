@@ -12,11 +12,11 @@ import click
 from typer.testing import CliRunner
 
 from megatron_ext.cli import app
-from megatron_ext.schedule.model.gpus import GPUS
-from megatron_ext.schedule.program.simulate import simulate
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.cost_model.gpus import GPUS
 from megatron_ext.schedule.schedule import is_compute
-from megatron_ext.schedule.show.trace import NAME, TraceFile, beside
-from megatron_ext.schedule.timeline import Reduction, Timeline
+from megatron_ext.schedule.timeline import GradientReduction, Timeline
+from megatron_ext.viz.trace import NAME, TraceFile, beside
 from tests.helpers.schedules import line_problem, program
 
 COSTS = "--costs f=10,i=12,w=8,comm=1"
@@ -73,7 +73,7 @@ def _write_trace(folder: Path) -> None:
     for iteration, events in ((7, passes), (8, slow)):
         step = replace(simulated, events=events).moved(1000.0 + iteration, 1 / 128)
         reductions = tuple(
-            Reduction(rank, rank, row[-1].end, row[-1].end + 0.25, rank > 0)
+            GradientReduction(rank, rank, row[-1].end, row[-1].end + 0.25, rank > 0)
             for rank, row in enumerate(step.compute)
         )
         measured = Timeline(step.schedule, step.events, reductions)

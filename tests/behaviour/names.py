@@ -12,15 +12,15 @@ from typing import Any
 
 import megatron_ext
 from megatron_ext import families
+from megatron_ext.compile.registry import family
 from megatron_ext.config import PipelineConfig, flag, variable
 from megatron_ext.patches.engine import Handle, PatchError
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.build.registry import family
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.placement import Placement, line, loop, v, wave
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
-from megatron_ext.schedule.search.weight_gradient_filling import (
+from megatron_ext.search.weight_gradient_filling import (
     TimedOrder,
     fill_best,
     memory_of,

@@ -6,8 +6,8 @@ import json
 from functools import partial
 from pathlib import Path
 
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import choose, entries
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.registry import choose, entries
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.problem import P2P, Extras, Problem, VocabularyParallel
 from tests.behaviour.inputs import COSTS, HEAD, HOST, own_families, run, write_inputs

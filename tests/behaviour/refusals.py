@@ -10,10 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_ext.adapter.compatibility import refuse, refuse_order
-from megatron_ext.adapter.refusals import REFUSALS, Refusal, RefusalGroup
+from megatron_ext.adapter.refusals import REFUSALS, RefusalGroup, RefusedSetting
+from megatron_ext.compile.registry import Choice, choose, entries
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.features import FEATURES
-from megatron_ext.schedule.build.registry import Choice, choose, entries
 from megatron_ext.schedule.problem import Extras, VocabularyParallel
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.schedule_csv import from_csv
@@ -59,7 +59,7 @@ def refusals_by_feature() -> Subject:
     }
 
 
-def _row(refusal: Refusal, group: RefusalGroup) -> str:
+def _row(refusal: RefusedSetting, group: RefusalGroup) -> str:
     """Which values are refused, by which schedules, and the message of the first."""
     values = [value for value in _VALUES if _is_refused(refusal, value)]
     names = [name for name in entries() if refusal.by(choose(name))]
@@ -76,7 +76,7 @@ def _of_all(names: Sequence[str]) -> str:
     return "all" if len(names) == len(entries()) else ", ".join(names) or "none"
 
 
-def _is_refused(refusal: Refusal, value: object) -> bool:
+def _is_refused(refusal: RefusedSetting, value: object) -> bool:
     try:
         return refusal.unsupported(value)
     except TypeError:  # a word where a number is meant

@@ -10,14 +10,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.compile.registry import choose
 from megatron_ext.runtime.host import offload
 from megatron_ext.runtime.host.copies import copies_on
 from megatron_ext.schedule.action import parse
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.problem import Offload, Problem
-from megatron_ext.schedule.program.verify import Program
 from tests.gpu.small_stages import (
     SHAPES,
     Seen,

@@ -17,22 +17,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.program.graph import Channel, channels
+from megatron_ext.compile.program.memory import in_bytes, memory_curve
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.compile.registry import choose
 from megatron_ext.runtime.executor import execute
-from megatron_ext.runtime.handover import Messages
 from megatron_ext.runtime.host.offload import ActivationOffload
 from megatron_ext.runtime.messages.batched import BatchedTransport, PipelineGroup
 from megatron_ext.runtime.messages.channels import Channels
 from megatron_ext.runtime.messages.transport import Boundary, Transport
 from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.stage_io import Messages
 from megatron_ext.schedule.action import Action, Pair
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.problem import P2P, Extras, Problem
-from megatron_ext.schedule.program.graph import Channel, channels
-from megatron_ext.schedule.program.memory import in_bytes, memory_curve
-from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.schedule import is_compute
 from tests.helpers.stages import LinearStage, SplitLinear, world
 from tests.helpers.storages import LiveStorages, messages_on_their_way

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.schedule.build.registry import choose
+from megatron_ext.compile.registry import choose
 from tests.gpu.runs import RANKS, losses, needs_two_gpus
 
 

@@ -11,15 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.registry import choose
 from megatron_ext.runtime.held_bytes import reserved_beyond_allocated
-from megatron_ext.runtime.measure.exchange import Exchange
+from megatron_ext.runtime.measure.exchange import AsyncAllGather
 from megatron_ext.runtime.measure.step_sums import StepSums
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.show.metrics import RankSums
+from megatron_ext.viz.metrics import RankSums
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,7 +44,7 @@ def test_nothing_is_synchronised(group: dist.ProcessGroup, monkeypatch: pytest.M
     next; the host waits neither for the device nor for the numbers."""
     torch.cuda._sleep(1000)  # the first call loads the kernel
     stream = torch.cuda.Stream()
-    Exchange(group, [0.0] * 5, stream).wait()  # allocates what is pinned
+    AsyncAllGather(group, [0.0] * 5, stream).wait()  # allocates what is pinned
     choice = choose("1f1b")
     placement = choice.place(1)
     program = build_program(choice, Problem(placement, 2, uniform(placement, 1, 1, 1)))
@@ -69,7 +69,7 @@ def test_nothing_is_synchronised(group: dist.ProcessGroup, monkeypatch: pytest.M
         within.setattr(torch.cuda, "synchronize", refuse)
         within.setattr(torch.cuda.Event, "synchronize", refuse)
         begin = time.perf_counter()
-        exchange = Exchange(group, steps.take().numbers(1), stream)
+        exchange = AsyncAllGather(group, steps.take().numbers(1), stream)
         steps.begin(recorder)
         seconds = time.perf_counter() - begin
         while not exchange.has_come():

@@ -48,6 +48,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _CoalescingManager
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megatron_ext.compile.program.graph import Channel
 from megatron_ext.runtime.executor import _Execution
 from megatron_ext.runtime.host import offload
 from megatron_ext.runtime.host.copies import DirectCopies, HostCopies, Piece, Transfer
@@ -56,7 +57,6 @@ from megatron_ext.runtime.messages.channels import Channels
 from megatron_ext.runtime.messages.collectives import Collectives
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.kinds import RULES, Lane
-from megatron_ext.schedule.program.graph import Channel
 from megatron_ext.schedule.schedule import is_compute
 from tests.helpers.stages import InOrderGroup
 from tests.helpers.streams.emulation import emulated_streams

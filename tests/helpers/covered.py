@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.schedule.build.registry import choose
+from megatron_ext.compile.registry import choose
 from scripts.recipes.vocabulary import OTHER_NAMES, SETTINGS
 
 _KNOWN = {setting.name for setting in SETTINGS} | set(OTHER_NAMES)

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from megatron_ext.adapter.transformer_engine.captured import IMPLEMENTATION
 from megatron_ext.adapter.transformer_engine.layer_graphs import LayerGraphs
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.registry import choose
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import is_compute

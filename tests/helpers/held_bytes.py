@@ -26,19 +26,19 @@ from megatron.core.pipeline_parallel import schedules as stock
 
 from megatron_ext.adapter.step import passes
 from megatron_ext.adapter.step.model_stage import ModelStage
+from megatron_ext.compile.program.verify import Program
 from megatron_ext.runtime.executor import _Execution
-from megatron_ext.runtime.handover import Handover
 from megatron_ext.runtime.host import offload as offload_module
 from megatron_ext.runtime.host.offload import OffloadedStep
 from megatron_ext.runtime.messages.transport import Transport
 from megatron_ext.runtime.owner import Owner
 from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.stage_io import StageIO
 from megatron_ext.runtime.stage_passes import StagePasses
 from megatron_ext.runtime.vocabulary.passes import VocabularyPasses
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.kinds import RULES
-from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.schedule import is_compute
 from tests.helpers.storages import LiveStorages, addresses
 
@@ -96,8 +96,8 @@ class _MeasuredExecution:
         self.digest = program.digest
         self.stages = stages
         self.transport = transport
-        self.handover = Handover(program.schedule.placement, stages, transport, None)
-        owners: list[Owner] = [self.handover, StagePasses(stages, self.handover, recorder, offload)]
+        self.stage_io = StageIO(program.schedule.placement, stages, transport, None)
+        owners: list[Owner] = [self.stage_io, StagePasses(stages, self.stage_io, recorder, offload)]
         if offload is not None:
             owners.append(offload)
         self.execution = _Execution(program, transport.rank, stages, recorder, owners)
@@ -130,9 +130,9 @@ class _MeasuredExecution:
         stage, _, microbatch = action
         made = []
         if Kind.FORWARD in RULES[action.kind].covers:
-            made = [self.handover.outputs.get((stage - 1, microbatch))]
+            made = [self.stage_io.outputs.get((stage - 1, microbatch))]
         elif Kind.BACKWARD_INPUT in RULES[action.kind].covers:
-            made = [self.handover.gradients.get((stage + 1, microbatch))]
+            made = [self.stage_io.gradients.get((stage + 1, microbatch))]
         for address in addresses(made):
             self.live.maker_of[address] = Action(stage, Kind.FORWARD, microbatch)
 
@@ -179,8 +179,8 @@ class _MeasuredExecution:
         transport = self.transport
         return addresses(
             [
-                list(self.handover.outputs.values()),
-                list(self.handover.gradients.values()),
+                list(self.stage_io.outputs.values()),
+                list(self.stage_io.gradients.values()),
                 list(transport._sending.values()),
                 list(transport._receiving.values()),
             ]
@@ -193,7 +193,7 @@ class _MeasuredExecution:
             [
                 [stage.losses, stage.tokens, [call.random_states for _, call, _ in given_up]]
                 for stage in self.stages.values()
-                for given_up in [stage._given_up.values()]
+                for given_up in [stage._checkpointed.values()]
             ]
         )
 

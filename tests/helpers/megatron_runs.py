@@ -37,13 +37,13 @@ from megatron.training.global_vars import get_args
 from megatron_ext.adapter.parity.digest import digest, dtype_of
 from megatron_ext.adapter.parity.named_tensors import NamedTensors
 from megatron_ext.adapter.parity.recorder import digests, loss_of
+from megatron_ext.compile.registry import entries
 from megatron_ext.config import PipelineConfig
-from megatron_ext.launch_check.doctor import diagnose
-from megatron_ext.parity.records.piece import Piece, Place
-from megatron_ext.parity.records.recording import name_of
+from megatron_ext.doctor.doctor import diagnose
 from megatron_ext.patches import engine
 from megatron_ext.patches.features import FEATURES
-from megatron_ext.schedule.build.registry import entries
+from megatron_ext.recordings.piece import Piece, Place
+from megatron_ext.recordings.recording import name_of
 from scripts.recipes.feature import Feature
 from tests.helpers import witnesses
 from tests.helpers.ranks import RankResult, agent_store, run_ranks, torchrun_environment, values

@@ -184,10 +184,8 @@ def _help_texts(tree: ast.Module) -> Iterator[tuple[ast.expr, str]]:
 
 
 def package_of(path: Path) -> str:
-    """Return the package of ``path``, a file relative to the root: at most three folders of the
-    product, two of all else."""
-    folders = path.parent.parts
-    return "/".join(folders[: 3 if folders[0] == "megatron_ext" else 2])
+    """Return the package of ``path``, a file relative to the root: at most two folders."""
+    return "/".join(path.parent.parts[:2])
 
 
 def count(sources: Iterable[tuple[Path, SourceWords]]) -> dict[str, dict[str, int]]:

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ext.parity.records.piece import STORED_AS, Piece
-from megatron_ext.parity.records.writing import RankWriter
+from megatron_ext.recordings.piece import STORED_AS, Piece
+from megatron_ext.recordings.writing import RankWriter
 
 Tensors = dict[Piece, np.ndarray]
 

@@ -8,17 +8,17 @@ from collections.abc import Sequence
 
 import pytest
 
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.program.communication import communicate
+from megatron_ext.compile.program.message_order import order_messages
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.compile.program.waits import await_sends
+from megatron_ext.compile.registry import choose
 from megatron_ext.schedule.action import Action, Kind, parse
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.placement import Placement, line
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.program.communication import communicate
-from megatron_ext.schedule.program.message_order import order_messages
-from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.program.waits import await_sends
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.timeline import Timeline
 

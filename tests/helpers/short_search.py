@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_ext.schedule.search import again, best, improve
-from megatron_ext.schedule.search.effort import Effort, small_effort
+from megatron_ext.search import again, best, improve
+from megatron_ext.search.effort import Effort, small_effort
 
 _SHORT = {"_STEPS": 2, "_PERIODS": (100,), "_WEIGHTS": (100,), "_PROMISING": 1, "_ROUNDS": 1}
 

@@ -13,6 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.program.graph import Channel, channels
+from megatron_ext.compile.program.speculation import settles_at
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.compile.registry import Choice, Traits
 from megatron_ext.runtime.executor import execute
 from megatron_ext.runtime.host.copies import HostCopies
 from megatron_ext.runtime.host.offload import ActivationOffload
@@ -24,15 +29,10 @@ from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.stage import Backward
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import Choice, Traits
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.kinds import RULES, Where
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import P2P, Extras, Offload, Problem, Recompute
-from megatron_ext.schedule.program.graph import Channel, channels
-from megatron_ext.schedule.program.speculation import settles_at
-from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.schedule import Schedule, is_compute, recomputed
 from megatron_ext.schedule.schedule_csv import from_csv, to_csv
 
@@ -176,7 +176,7 @@ class LinearStage:
         self.weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH, generator=draw))
         self.bias = torch.nn.Parameter(torch.randn(WIDTH, generator=draw))
         self._between: dict[int, tuple[Tensor | None, Tensor]] = {}  # input, output of F or R
-        self._given_up: dict[int, Tensor | None] = {}  # inputs, between F and R
+        self._checkpointed: dict[int, Tensor | None] = {}  # inputs, between F and R
         self._unsent: dict[int, Tensor] = {}
 
     @property
@@ -193,14 +193,14 @@ class LinearStage:
         if self.number < self.stages - 1:
             self._unsent[microbatch] = y
         if again:
-            self._given_up[microbatch] = x
+            self._checkpointed[microbatch] = x
         elif torch.is_grad_enabled():
             self._between[microbatch] = x, y
         return y
 
     def recompute(self, microbatch: int) -> None:
         self._begin(Kind.RECOMPUTE, microbatch)
-        x = self._given_up.pop(microbatch)
+        x = self._checkpointed.pop(microbatch)
         y = self._run(microbatch, x)
         if self.number < self.stages - 1:
             y.data = y.data.new_empty(1)
@@ -247,12 +247,12 @@ class LinearStage:
     def forget(self) -> None:
         self.events.append(f"{self.number} forget")
         self._between.clear()
-        self._given_up.clear()
+        self._checkpointed.clear()
         self._unsent.clear()
 
     def is_empty(self) -> bool:
         """Whether nothing is kept for a pass to come."""
-        return not (self._between or self._given_up or self._unsent)
+        return not (self._between or self._checkpointed or self._unsent)
 
     def _begin(self, kind: Kind, microbatch: int) -> None:
         action = Action(self.number, kind, microbatch)

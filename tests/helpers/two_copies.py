@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from random import Random
 
+from megatron_ext.compile.two_copies.two_copies import TwoCopies
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.schedule import Schedule
-from megatron_ext.schedule.two_copies.two_copies import TwoCopies
 
 _F, _I, _W, _B = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.FULL_BACKWARD
 

@@ -150,7 +150,7 @@ class StepAtOnce(Validation):
     def expect(self) -> None:
         self.messages.expect()
 
-    def settle(self) -> bool:
+    def commit_or_rollback(self) -> bool:
         if not self.messages.is_pending:
             return True
         state = self.messages.verdict()

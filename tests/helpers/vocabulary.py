@@ -12,6 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.program.graph import channels
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.compile.registry import choose
 from megatron_ext.runtime.executor import execute
 from megatron_ext.runtime.messages.channels import Channels
 from megatron_ext.runtime.messages.collectives import Collectives
@@ -22,11 +26,7 @@ from megatron_ext.runtime.vocabulary.passes import VocabularyPasses
 from megatron_ext.runtime.vocabulary.shard import VocabularyShard
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.problem import VocabularyParallel
-from megatron_ext.schedule.program.graph import channels
-from megatron_ext.schedule.program.verify import Program
 from tests.helpers.stages import CPU, WIDTH, LinearStage, SplitLinear, problem_for
 
 VOCABULARY = 48  # rows of the padded tables

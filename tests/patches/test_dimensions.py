@@ -12,13 +12,13 @@ from megatron.training.training import num_floating_point_operations
 
 from megatron_ext.adapter.dimensions import execution
 from megatron_ext.adapter.model_parts import ChunkSize
-from megatron_ext.launch_check import line as launch_line
+from megatron_ext.cost_model.description import describe, layers_of
+from megatron_ext.cost_model.execution import Execution, Precision
+from megatron_ext.cost_model.model import Model, Stage
+from megatron_ext.cost_model.operations.attention import looked_at
+from megatron_ext.cost_model.operations.parts import flops_of
+from megatron_ext.doctor import line as launch_line
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.model.description import describe, layers_of
-from megatron_ext.schedule.model.execution import Execution, Precision
-from megatron_ext.schedule.model.model import Model, Stage
-from megatron_ext.schedule.model.operations.attention import looked_at
-from megatron_ext.schedule.model.operations.parts import flops_of
 from megatron_ext.schedule.placement import line
 from scripts.recipes.recipe import read_models
 from tests.helpers.documents import check_written, table

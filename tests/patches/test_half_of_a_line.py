@@ -10,19 +10,19 @@ import torch
 from typer.testing import CliRunner
 
 from megatron_ext.cli import app
-from megatron_ext.launch_check.planner import parsed_launch
-from megatron_ext.launch_check.planner.alternatives.half_of_launch import on_half
-from megatron_ext.launch_check.planner.launch_plan import (
+from megatron_ext.cost_model.gpus import parse_gpu
+from megatron_ext.doctor.words import Launch
+from megatron_ext.launch_planner import parsed_launch
+from megatron_ext.launch_planner.alternatives.half_of_launch import on_half
+from megatron_ext.launch_planner.launch_plan import (
     LaunchRequest,
     ParsedLaunch,
     plan_halves,
     with_launch,
 )
-from megatron_ext.launch_check.words import Launch
-from megatron_ext.schedule.model.gpus import parse_gpu
-from megatron_ext.schedule.plan import planner
-from megatron_ext.schedule.plan.candidate import VocabMethod
-from megatron_ext.schedule.plan.half_pipeline import Division, Halves
+from megatron_ext.planner import planner
+from megatron_ext.planner.candidate import VocabMethod
+from megatron_ext.planner.half_pipeline import Division, Halves
 from tests.helpers.megatron_runs import SCRIPT, model_flags
 
 FLAGS: dict[str, Any] = {

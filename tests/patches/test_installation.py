@@ -21,12 +21,12 @@ from megatron.core.transformer.module import MegatronModule
 
 import megatron_ext
 from megatron_ext.adapter.compatibility import refuse, refuse_order
+from megatron_ext.compile.registry import choose
 from megatron_ext.config import ALLOW_UNKNOWN, PipelineConfig
-from megatron_ext.launch_check.doctor import diagnose
+from megatron_ext.doctor.doctor import diagnose
 from megatron_ext.patches.engine import PatchError
 from megatron_ext.patches.features import wanted_patches
 from megatron_ext.patches.sources import UNTAGGED, UnknownSource
-from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.schedule_csv import from_csv
 from tests.helpers.accepting import accepts
 

@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from megatron_ext.launch_check.words import Launch, read_launch
+from megatron_ext.doctor.words import Launch, read_launch
 
 
 @pytest.mark.parametrize(

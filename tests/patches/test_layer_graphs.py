@@ -32,17 +32,17 @@ from megatron_ext.adapter.transformer_engine.capture_order import (
 )
 from megatron_ext.adapter.transformer_engine.captured import left_to_w
 from megatron_ext.adapter.transformer_engine.layer_graphs import GraphMemory, LayerGraphs
+from megatron_ext.compile.registry import choose
 from megatron_ext.config import PipelineConfig
+from megatron_ext.cost_model.description import describe
+from megatron_ext.cost_model.estimate import estimate
+from megatron_ext.cost_model.model import stages_of
+from megatron_ext.cost_model.rates import CPU
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
 from megatron_ext.patches.megatron.core.tensor_parallel import layers as split_layers
 from megatron_ext.patches.megatron.core.transformer import cuda_graphs as patched
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.build.registry import choose
-from megatron_ext.schedule.model.description import describe
-from megatron_ext.schedule.model.estimate import estimate
-from megatron_ext.schedule.model.model import stages_of
-from megatron_ext.schedule.model.rates import CPU
 from megatron_ext.schedule.problem import Extras, Offload, VocabularyParallel
 from tests.helpers import graphs_on_cpu
 from tests.helpers import transformer_engine_on_cpu as on_cpu

@@ -11,17 +11,17 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron_ext.adapter.arguments import check_settings
+from megatron_ext.cost_model.gpus import parse_gpu
+from megatron_ext.doctor import line as launch_line
+from megatron_ext.doctor.words import Launch
 from megatron_ext.launch import without
-from megatron_ext.launch_check import line as launch_line
-from megatron_ext.launch_check.planner.alternatives.layouts import lay_out, written_of
-from megatron_ext.launch_check.planner.alternatives.recompute import recompute_of_line
-from megatron_ext.launch_check.planner.parsed_launch import LaunchRequest, ParsedLaunch, with_launch
-from megatron_ext.launch_check.words import Launch
-from megatron_ext.schedule.model.gpus import parse_gpu
-from megatron_ext.schedule.plan.figures import as_data
-from megatron_ext.schedule.plan.layouts.layout import Layout
-from megatron_ext.schedule.plan.layouts.lines import Lines
-from megatron_ext.schedule.plan.verdict import Written
+from megatron_ext.launch_planner.alternatives.layouts import lay_out, written_of
+from megatron_ext.launch_planner.alternatives.recompute import recompute_of_line
+from megatron_ext.launch_planner.parsed_launch import LaunchRequest, ParsedLaunch, with_launch
+from megatron_ext.planner.figures import as_data
+from megatron_ext.planner.layouts.layout import Layout
+from megatron_ext.planner.layouts.lines import Lines
+from megatron_ext.planner.verdict import Written
 from megatron_ext.written_settings import from_argv
 from tests.helpers.combinations import at_night
 from tests.helpers.megatron_runs import SCRIPT, model_flags

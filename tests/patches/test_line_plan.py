@@ -14,44 +14,45 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from megatron_ext import progress
 from megatron_ext.adapter.arguments import problems
 from megatron_ext.adapter.dimensions import execution
-from megatron_ext.adapter.pairs.asked import FLAG
+from megatron_ext.adapter.pairs.overlap_setting import FLAG
 from megatron_ext.adapter.slices.lengths import lengths_in
 from megatron_ext.cli import app
+from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.config import PipelineConfig
-from megatron_ext.launch_check import line
-from megatron_ext.launch_check.check import check_launch
-from megatron_ext.launch_check.planner import launch_plan, loading, parsed_launch
-from megatron_ext.launch_check.planner.alternatives import (
+from megatron_ext.cost_model.description import describe
+from megatron_ext.cost_model.estimate import estimate
+from megatron_ext.cost_model.gpus import GPUS, RESERVED_SHARE, USABLE, parse_gpu
+from megatron_ext.cost_model.measured.file import as_data
+from megatron_ext.cost_model.measured.layer_costs import Basis, layer_costs
+from megatron_ext.cost_model.measured.scale import Measured, Scale
+from megatron_ext.cost_model.measured_costs import Machine
+from megatron_ext.cost_model.model import stages_of
+from megatron_ext.doctor import line
+from megatron_ext.doctor.check import check_launch
+from megatron_ext.doctor.words import Launch, read_launch
+from megatron_ext.launch_planner import launch_plan, loading, parsed_launch
+from megatron_ext.launch_planner.alternatives import (
     first_answer,
     less_memory,
     pairs,
     without_full_recompute,
 )
-from megatron_ext.launch_check.planner.alternatives.written import written_for
-from megatron_ext.launch_check.planner.launch_plan import plan_halves, plan_line
-from megatron_ext.launch_check.planner.parsed_launch import LaunchRequest
-from megatron_ext.launch_check.words import Launch, read_launch
-from megatron_ext.schedule import placement, progress
+from megatron_ext.launch_planner.alternatives.written import written_for
+from megatron_ext.launch_planner.launch_plan import plan_halves, plan_line
+from megatron_ext.launch_planner.parsed_launch import LaunchRequest
+from megatron_ext.planner import planner
+from megatron_ext.planner.candidate import Candidate, VocabMethod
+from megatron_ext.planner.job_plan import JobPlan
+from megatron_ext.planner.layouts.layout import Layout
+from megatron_ext.planner.planning_time import planning
+from megatron_ext.progress import reporting
+from megatron_ext.schedule import placement
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.costs_text import save_costs
-from megatron_ext.schedule.model.description import describe
-from megatron_ext.schedule.model.estimate import estimate
-from megatron_ext.schedule.model.gpus import GPUS, RESERVED_SHARE, USABLE, parse_gpu
-from megatron_ext.schedule.model.measured.file import as_data
-from megatron_ext.schedule.model.measured.layer_costs import Basis, layer_costs
-from megatron_ext.schedule.model.measured.scale import Measured, Scale
-from megatron_ext.schedule.model.measured_costs import Machine
-from megatron_ext.schedule.model.model import stages_of
-from megatron_ext.schedule.plan import planner
-from megatron_ext.schedule.plan.candidate import Candidate, VocabMethod
-from megatron_ext.schedule.plan.job_plan import JobPlan
-from megatron_ext.schedule.plan.layouts.layout import Layout
-from megatron_ext.schedule.plan.planning_time import planning
-from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.progress import reporting
-from megatron_ext.schedule.show.trace import TraceFile, beside
+from megatron_ext.viz.trace import TraceFile, beside
 from tests.helpers.megatron_runs import SCRIPT, model_flags
 from tests.helpers.schedules import line_problem, program
 

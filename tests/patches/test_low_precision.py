@@ -24,14 +24,14 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.registry import choose
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
 from megatron_ext.patches.transformer_engine.pytorch.module import _common
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.problem import Problem
 from tests.helpers import quantization_on_cpu as quantization

@@ -12,14 +12,14 @@ from megatron.training import arguments
 from typer.testing import CliRunner
 
 from megatron_ext.cli import app
-from megatron_ext.launch_check import line as launch_line
-from megatron_ext.launch_check.importing import silently
-from megatron_ext.launch_check.log.megatron_log import launch_from_log, read_log
-from megatron_ext.launch_check.log.unparse import unparse
-from megatron_ext.launch_check.planner import launch_plan, parsed_launch
-from megatron_ext.launch_check.planner.alternatives import first_answer
-from megatron_ext.schedule.plan import planner
-from megatron_ext.schedule.plan.candidate import VocabMethod
+from megatron_ext.doctor import line as launch_line
+from megatron_ext.doctor.importing import silently
+from megatron_ext.doctor.log.megatron_log import launch_from_log, read_log
+from megatron_ext.doctor.log.unparse import unparse
+from megatron_ext.launch_planner import launch_plan, parsed_launch
+from megatron_ext.launch_planner.alternatives import first_answer
+from megatron_ext.planner import planner
+from megatron_ext.planner.candidate import VocabMethod
 from megatron_ext.written_settings import from_argv
 from tests.helpers.megatron_runs import EXPERTS, SCRIPT, model_flags, train
 

@@ -19,12 +19,12 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megatron_ext.adapter import model_bytes
 from megatron_ext.adapter.dimensions import execution
 from megatron_ext.adapter.layers import layers_of_stages
+from megatron_ext.compile.registry import choose
 from megatron_ext.config import PipelineConfig
-from megatron_ext.launch_check import line as launch_line
-from megatron_ext.schedule.build.registry import choose
-from megatron_ext.schedule.model.description import describe
-from megatron_ext.schedule.model.model import stages_of
-from megatron_ext.schedule.model.parameters import has_final_norm, parameters_of_stage
+from megatron_ext.cost_model.description import describe
+from megatron_ext.cost_model.model import stages_of
+from megatron_ext.cost_model.parameters import has_final_norm, parameters_of_stage
+from megatron_ext.doctor import line as launch_line
 from tests.helpers import meta_models
 from tests.helpers.combinations import at_night, nightly
 from tests.helpers.latent_attention import take_local_attention

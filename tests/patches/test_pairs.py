@@ -16,11 +16,11 @@ from megatron.core import parallel_state
 
 from megatron_ext.adapter.compatibility import refuse
 from megatron_ext.adapter.pairs import callers
-from megatron_ext.adapter.pairs.asked import SETTING, has_pairs, refuse_measuring
 from megatron_ext.adapter.pairs.callers import refuse_unplanned, takes_plans
+from megatron_ext.adapter.pairs.overlap_setting import SETTING, has_pairs, refuse_measuring
+from megatron_ext.compile.registry import choose
 from megatron_ext.config import PipelineConfig
 from megatron_ext.logger import logger
-from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.problem import Extras, Offload
 from tests.helpers.accepting import accepts
 

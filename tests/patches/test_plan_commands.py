@@ -16,19 +16,19 @@ import torch
 from typer.testing import CliRunner
 
 from megatron_ext.cli import app
-from megatron_ext.launch_check.check import check_launch
-from megatron_ext.launch_check.planner import parsed_launch
-from megatron_ext.launch_check.planner.alternatives import (
+from megatron_ext.doctor.check import check_launch
+from megatron_ext.doctor.words import read_launch
+from megatron_ext.launch_planner import parsed_launch
+from megatron_ext.launch_planner.alternatives import (
     first_answer,
     layouts,
     pairs,
     without_full_recompute,
 )
-from megatron_ext.launch_check.planner.command_line import command_with
-from megatron_ext.launch_check.words import read_launch
-from megatron_ext.schedule.plan import confirmation, planner, verdict
-from megatron_ext.schedule.plan.candidate import VocabMethod
-from megatron_ext.schedule.plan.verdict import Written
+from megatron_ext.launch_planner.command_line import command_with
+from megatron_ext.planner import confirmation, planner, verdict
+from megatron_ext.planner.candidate import VocabMethod
+from megatron_ext.planner.verdict import Written
 from tests.helpers.megatron_runs import SCRIPT, model_flags
 from tests.patches.test_layouts import FLAGS, LINES, ROUTED
 

@@ -21,10 +21,10 @@ from megatron.training import async_utils, global_vars, training
 from megatron.training.checkpointing import save_checkpoint
 from megatron.training.dist_signal_handler import DistributedSignalHandler
 
+from megatron_ext.adapter.post_validation import commit_points
 from megatron_ext.adapter.post_validation import pending as module
-from megatron_ext.adapter.post_validation import settle_points
+from megatron_ext.adapter.post_validation.commit_points import warn_if_steps_cannot_overlap
 from megatron_ext.adapter.post_validation.pending import Result, StepResult, post_validation
-from megatron_ext.adapter.post_validation.settle_points import warn_of_settling
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import apply
 from megatron_ext.patches.features import FEATURES
@@ -151,7 +151,7 @@ class Loop:
 def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
     """The patches are in force, an iteration of ten settles, and two quiet steps have armed."""
     args = SimpleNamespace(async_save=True, log_interval=10, train_iters=1000)
-    for name in settle_points.INTERVALS[1:]:
+    for name in commit_points.INTERVALS[1:]:
         setattr(args, name, None)
     args.adlr_autoresume = args.phase_transition_iterations = args.iterations_to_skip = None
     monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", args)
@@ -226,7 +226,7 @@ def test_the_first_steps_are_stocks_and_arm(loop: Loop, capsys: pytest.CaptureFi
 def test_a_quiet_verdict_keeps_the_step(loop: Loop) -> None:
     armed(loop).step()
     zeroed: list[int] = []
-    post_validation.put_off(lambda: zeroed.append(len(loop.logged)))
+    post_validation.defer(lambda: zeroed.append(len(loop.logged)))
     assert loop.verdict(QUIET)
     assert not post_validation.is_pending
     assert zeroed == [3], "what was put off after the log is done after it"
@@ -378,9 +378,9 @@ def test_without_megatrons_loop_every_step_is_stocks(loop: Loop) -> None:
 
 def test_a_log_of_every_iteration_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
     for log_interval, rank in ((10, 0), (1, 1)):
-        warn_of_settling(SimpleNamespace(log_interval=log_interval, rank=rank))
+        warn_if_steps_cannot_overlap(SimpleNamespace(log_interval=log_interval, rank=rank))
         assert not capsys.readouterr().out
-    warn_of_settling(SimpleNamespace(log_interval=1, rank=0))
+    warn_if_steps_cannot_overlap(SimpleNamespace(log_interval=1, rank=0))
     assert "with --log-interval 1 every step is validated before" in capsys.readouterr().out
 
 

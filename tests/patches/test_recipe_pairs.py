@@ -8,18 +8,18 @@ from functools import partial
 import numpy as np
 import pytest
 
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.output_layer import with_input_gradient
-from megatron_ext.schedule.model.gpus import GPUS
-from megatron_ext.schedule.model.model_memory import TrainingState
-from megatron_ext.schedule.model.short_form import parse_model
-from megatron_ext.schedule.plan.layouts.descent import Timed, descend
-from megatron_ext.schedule.plan.layouts.figures import StageFigures
-from megatron_ext.schedule.plan.layouts.layout import Layout, evenly
-from megatron_ext.schedule.plan.layouts.order import Order
-from megatron_ext.schedule.plan.layouts.work import evaluate
-from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.progress import Task
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.output_layer import with_input_gradient
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.cost_model.gpus import GPUS
+from megatron_ext.cost_model.model_memory import TrainingState
+from megatron_ext.cost_model.short_form import parse_model
+from megatron_ext.planner.layouts.descent import Timed, descend
+from megatron_ext.planner.layouts.figures import StageFigures
+from megatron_ext.planner.layouts.layout import Layout, evenly
+from megatron_ext.planner.layouts.order import Order
+from megatron_ext.planner.layouts.work import evaluate
+from megatron_ext.progress import Task
 from scripts.recipes.gains import Configuration
 from scripts.recipes.pairs.compared import Comparison, with_overlap
 from scripts.recipes.pairs.page import page

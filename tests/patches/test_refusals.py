@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_ext.schedule.build.registry import Choice, choose, entries
+from megatron_ext.compile.registry import Choice, choose, entries
 from megatron_ext.schedule.problem import Extras, Offload, Recompute, VocabularyParallel
 from megatron_ext.schedule.slices import Slices
 from tests.helpers.accepting import accepts
@@ -17,12 +17,12 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 from megatron_ext.adapter import compatibility
 from megatron_ext.adapter.compatibility import refuse
-from megatron_ext.adapter.refusals import REFUSALS, Refusal, RefusalGroup
+from megatron_ext.adapter.refusals import REFUSALS, RefusalGroup, RefusedSetting
 from megatron_ext.adapter.untried import UNTRIED
 from tests.behaviour import refusals as behaviour
 
 
-def who(refusal: Refusal) -> str:
+def who(refusal: RefusedSetting) -> str:
     choices = {choose(name) for name in entries()}
     refusing = {choice for choice in choices if refusal.by(choice)}
     if refusing == choices:
@@ -40,14 +40,18 @@ def who(refusal: Refusal) -> str:
 
 
 def listed(group: RefusalGroup) -> str:
-    """Table of ``group`` on the page. Which schedules refuse is a column unless all do."""
-    whose = [who(refusal) for refusal in group.refusals]
-    rows = [[f"`{refusal.setting}`", refusal.instead] for refusal in group.refusals]
-    head = ["setting", "because, or instead"]
-    if set(whose) != {"every schedule"}:
-        head.insert(1, "refused under")
-        for row, schedules in zip(rows, whose, strict=True):
-            row.insert(1, schedules)
+    """Return the page's table of ``group``: a row for each reason, with the settings that share it.
+
+    Which schedules refuse is a column unless all do.
+    """
+    settings: dict[tuple[str, str], list[str]] = {}
+    for refusal in group.refusals:
+        reason = (who(refusal), refusal.instead)
+        settings.setdefault(reason, []).append(f"`{refusal.setting}`")
+    rows = [[", ".join(names), *reason] for reason, names in settings.items()]
+    head = ["setting", "refused under", "because, or instead"]
+    if {schedules for schedules, _ in settings} == {"every schedule"}:
+        head, rows = [head[0], head[2]], [[row[0], row[2]] for row in rows]
     return table(head, rows)
 
 
@@ -73,7 +77,7 @@ VALUES = (2, "local", "full_iteration", "full", "transformer_engine", "delayed",
 LISTS = (["moe"], ["global_aux_loss"])
 
 
-def refused(refusal: Refusal, group: RefusalGroup) -> None:
+def refused(refusal: RefusedSetting, group: RefusalGroup) -> None:
     """Check that what ``group`` requests refuses the setting of ``refusal``, under a schedule that
     does not refuse the setting by itself."""
     beside = next(given for given in BESIDE if refusal.matters(SimpleNamespace(**given)))
@@ -105,7 +109,7 @@ def _text(settings: dict[str, object], choice: Choice, group: RefusalGroup) -> s
     return None
 
 
-def _is_unsupported(refusal: Refusal, value: object) -> bool:
+def _is_unsupported(refusal: RefusedSetting, value: object) -> bool:
     try:
         return refusal.unsupported(value)
     except TypeError:  # a word where a number is meant
@@ -123,7 +127,9 @@ def _is_unsupported(refusal: Refusal, value: object) -> bool:
     ],
     ids=lambda given: getattr(given, "name", getattr(given, "setting", None)),
 )
-def test_what_is_refused_says_what_to_write_instead(group: RefusalGroup, refusal: Refusal) -> None:
+def test_what_is_refused_says_what_to_write_instead(
+    group: RefusalGroup, refusal: RefusedSetting
+) -> None:
     refused(refusal, group)
 
 
@@ -138,7 +144,7 @@ def test_a_new_refusal_is_picked_up_by_checks_page_and_records(
 ) -> None:
     """A refusal is declared in one file; the other is the page that is written from it. It touched
     four, and a new feature with refusals six."""
-    dummy = Refusal("dummy_setting", bool, "drop --dummy-setting")
+    dummy = RefusedSetting("dummy_setting", bool, "drop --dummy-setting")
     slices = next(group for group in REFUSALS if group.name == "slices refusals")
     more = replace(slices, refusals=(*slices.refusals, dummy))
     alone = RefusalGroup("dummies", (dummy,), lambda settings, choice, extras: "--dummy-feature")

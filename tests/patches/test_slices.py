@@ -40,6 +40,8 @@ from megatron_ext.adapter.slices.attention import attend_with_transformer_engine
 from megatron_ext.adapter.slices.context_parallel import cut_by_slices
 from megatron_ext.adapter.slices.known_models import refuse_unknown
 from megatron_ext.adapter.slices.model_call import cut
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.registry import choose
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
@@ -55,8 +57,6 @@ from megatron_ext.patches.megatron.core.transformer.multi_token_prediction impor
 )
 from megatron_ext.patches.megatron.core.utils import batches_by_slices
 from megatron_ext.runtime.slices.running_slice import Span, running_slice, spans
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Extras, Problem

@@ -426,7 +426,7 @@ class Recorded:
         self.actions: list[Callable[[], None]] = []
         self.steps = 0
 
-    def put_off(self, action: Callable[[], None]) -> None:
+    def defer(self, action: Callable[[], None]) -> None:
         self.actions.append(action)
 
     def optimizer_step(self, stock: Callable[[Any], Any], optimizer: Any) -> Any:

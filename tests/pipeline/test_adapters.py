@@ -19,12 +19,12 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 import megatron_ext
 from megatron_ext.adapter.model_parts import size_of
 from megatron_ext.adapter.step.model_stage import ModelStage
+from megatron_ext.compile.registry import choose
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
 from megatron_ext.runtime.held_bytes import SavedTensors
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import line
 from tests.helpers import callers

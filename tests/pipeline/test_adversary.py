@@ -23,14 +23,14 @@ torch = pytest.importorskip("torch")
 
 from torch import Tensor  # noqa: E402
 
+from megatron_ext.compile.program.verify import InvalidSchedule, Program, prove  # noqa: E402
+from megatron_ext.compile.registry import choose, entries  # noqa: E402
 from megatron_ext.runtime.host import offload  # noqa: E402
-from megatron_ext.runtime.messages.collectives import Collectives, Exchange  # noqa: E402
+from megatron_ext.runtime.messages.collectives import Collectives, StepCollectives  # noqa: E402
 from megatron_ext.runtime.messages.transport import Transport  # noqa: E402
 from megatron_ext.runtime.recorder import Recorder  # noqa: E402
 from megatron_ext.schedule.action import Action, Kind, parse  # noqa: E402
-from megatron_ext.schedule.build.registry import choose, entries  # noqa: E402
 from megatron_ext.schedule.problem import P2P, Offload, VocabularyParallel  # noqa: E402
-from megatron_ext.schedule.program.verify import InvalidSchedule, Program, prove  # noqa: E402
 from megatron_ext.schedule.schedule import Schedule  # noqa: E402
 from tests.helpers.adversary import MODES, late, one_queue, synchronising  # noqa: E402
 from tests.helpers.combinations import at_night, each_once, in_pairs  # noqa: E402
@@ -329,14 +329,14 @@ def test_a_wait_that_comes_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_collective_that_is_read_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    def result(exchange: Exchange, action: Action) -> list[Tensor]:
+    def result(exchange: StepCollectives, action: Action) -> list[Tensor]:
         works, tensors, _ = exchange._under_way.pop(action)
         early = [tensor.clone() for tensor in tensors]
         for work in works:
             work.wait()
         return early
 
-    monkeypatch.setattr(Exchange, "result", result)
+    monkeypatch.setattr(StepCollectives, "result", result)
     program = with_vocabulary("1f1b", 2, 2, VocabularyParallel.TWO)
 
     def run(rank: int) -> None:
@@ -425,7 +425,7 @@ def test_collectives_bring_nothing_before_their_wait() -> None:
     """And what goes into a sum for another rank is spoilt."""
 
     def run(rank: int) -> None:
-        exchange = Exchange(Collectives(world(), torch.device("cpu")), Recorder(rank))
+        exchange = StepCollectives(Collectives(world(), torch.device("cpu")), Recorder(rank))
         ones = torch.full((2,), 1.0 + rank)
         gathered, summed = collective("GATHER_S"), collective("REDUCE_E")
         shared = collective("BCAST_S")
@@ -449,7 +449,7 @@ def test_collectives_bring_nothing_before_their_wait() -> None:
 
 def test_what_is_given_to_a_collective_must_stay() -> None:
     def run(rank: int) -> None:
-        exchange = Exchange(Collectives(world(), torch.device("cpu")), Recorder(rank))
+        exchange = StepCollectives(Collectives(world(), torch.device("cpu")), Recorder(rank))
         own = torch.ones(2)
         exchange.sum(collective("REDUCE_E"), own, root=0)
         own.add_(rank)

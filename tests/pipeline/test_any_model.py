@@ -26,10 +26,10 @@ from megatron.core.transformer import MegatronModule, TransformerConfig
 from megatron.core.transformer.mlp import MLPSubmodules
 
 import megatron_ext
+from megatron_ext.compile.registry import Choice, choose
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
 from megatron_ext.runtime.weight_gradients import queue
-from megatron_ext.schedule.build.registry import Choice, choose
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.placement import line
 from tests.helpers import callers

@@ -31,11 +31,11 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 import megatron_ext
 from megatron_ext.adapter import programs
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.compile.registry import choose
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
-from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.program.verify import Program
 from tests.helpers.combinations import IS_NIGHT, at_night, each_once, nightly
 from tests.helpers.megatron_runs import (
     SCRIPT,

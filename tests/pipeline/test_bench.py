@@ -16,10 +16,10 @@ from megatron_ext.bench.emulated import EmulatedChunk
 from megatron_ext.bench.emulated_copies import EmulatedCopies
 from megatron_ext.bench.runs import Setting
 from megatron_ext.cli import app
+from megatron_ext.compile.registry import choose
 from megatron_ext.runtime.stage import Backward
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Extras, Recompute

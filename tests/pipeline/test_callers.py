@@ -32,13 +32,13 @@ import megatron_ext
 from megatron_ext.adapter.race import step_race, turn
 from megatron_ext.adapter.step.connections import Connections
 from megatron_ext.adapter.tied import tied_weights
+from megatron_ext.compile.registry import choose
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
+from megatron_ext.race import report, rounds
 from megatron_ext.runtime.host.memory import HostMemory
-from megatron_ext.runtime.store import once_for_all
-from megatron_ext.schedule.build.registry import choose
-from megatron_ext.schedule.race import report, rounds
-from megatron_ext.schedule.show.trace import NAME, read_trace
+from megatron_ext.runtime.store import leader
+from megatron_ext.viz.trace import NAME, read_trace
 from tests.helpers.callers import (
     assert_same,
     draw_by_name,
@@ -293,7 +293,7 @@ def test_measured_costs_come_to_all_ranks_at_one_step(
 ) -> None:
     """The second pipeline has measured enough steps of one program some steps later than the first,
     which waited for it there; and it is alone with a shape, whose costs all ranks were told."""
-    monkeypatch.setattr(once_for_all, "AHEAD_SECONDS", 0.1)
+    monkeypatch.setattr(leader, "AHEAD_SECONDS", 0.1)
 
     def measuring(rank: int) -> tuple[list[int], list[object]]:
         measured_after = []

@@ -15,6 +15,7 @@ pytest.importorskip("torch")
 
 import torch
 
+from megatron_ext.compile.registry import choose
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import apply
 from megatron_ext.patches.features import FEATURES
@@ -22,11 +23,10 @@ from megatron_ext.patches.torch.cuda import graphs
 from megatron_ext.runtime import watchdog
 from megatron_ext.runtime.device_progress import PASSES_AHEAD, DeviceProgress
 from megatron_ext.runtime.position import Position
+from megatron_ext.runtime.rank_identity import Process, RankIdentity
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.watchdog import Watchdog
-from megatron_ext.runtime.whereabouts import Process, Whereabouts
 from megatron_ext.schedule.action import parse
-from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.schedule import is_compute
 from tests.helpers.ranks import Script, run_ranks, running_ranks, values
 from tests.helpers.stages import Pipeline, alone, program_for, world
@@ -184,7 +184,7 @@ def run_ahead_of_a_stuck_device(rank: int) -> None:
     watchdog.STUCK_SECONDS = 0.3
     watchdog.LOOK_SECONDS = watchdog.GRACE_SECONDS = 0.1
     device = Device()
-    recorder = Recorder(3, Whereabouts(3, PROCESSES), DeviceProgress(device.record))
+    recorder = Recorder(3, RankIdentity(3, PROCESSES), DeviceProgress(device.record))
     recorder.begin(12)
     watchdog.Watchdog(recorder).start()
     steps: list[Callable[[], object]] = [

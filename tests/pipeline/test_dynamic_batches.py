@@ -29,9 +29,9 @@ from megatron_ext.adapter.training_globals import ramps_up_to
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
 from megatron_ext.schedule.costs import Costs
-from megatron_ext.schedule.families import zb_auto
-from megatron_ext.schedule.search import best
-from megatron_ext.schedule.search.extension import extended
+from megatron_ext.schedule_families import zb_auto
+from megatron_ext.search import best
+from megatron_ext.search.extension import extended
 from tests.helpers.callers import draw_by_name, first_and_last, named_parameters, small_config
 from tests.helpers.ranks import run_ranks, values
 from tests.helpers.short_search import shorten_search

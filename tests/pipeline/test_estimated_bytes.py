@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.compile.registry import choose
 from megatron_ext.config import PipelineConfig
-from megatron_ext.launch_check import line as launch_line
+from megatron_ext.doctor import line as launch_line
 from megatron_ext.runtime.measure.profile import STEPS
-from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs_text import load_costs
 from megatron_ext.schedule.kinds import Held
 from tests.helpers.combinations import at_night

@@ -20,6 +20,10 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from megatron_ext.compile.program import verify  # noqa: E402
+from megatron_ext.compile.program.graph import Channel, batches_of  # noqa: E402
+from megatron_ext.compile.program.verify import InvalidSchedule, Program, prove  # noqa: E402
+from megatron_ext.compile.registry import choose  # noqa: E402
 from megatron_ext.runtime.executor import _Execution  # noqa: E402
 from megatron_ext.runtime.messages.batched import BatchedTransport, PipelineGroup  # noqa: E402
 from megatron_ext.runtime.messages.channels import Channels  # noqa: E402
@@ -27,13 +31,9 @@ from megatron_ext.runtime.messages.transport import Boundary, PeerFailure, Trans
 from megatron_ext.runtime.recorder import Recorder  # noqa: E402
 from megatron_ext.runtime.weight_gradients import queue  # noqa: E402
 from megatron_ext.schedule.action import Action, Kind  # noqa: E402
-from megatron_ext.schedule.build.registry import choose  # noqa: E402
 from megatron_ext.schedule.kinds import RULES, Lane  # noqa: E402
 from megatron_ext.schedule.placement import Neighbour, Placement, line  # noqa: E402
 from megatron_ext.schedule.problem import P2P, Recompute  # noqa: E402
-from megatron_ext.schedule.program import verify  # noqa: E402
-from megatron_ext.schedule.program.graph import Channel, batches_of  # noqa: E402
-from megatron_ext.schedule.program.verify import InvalidSchedule, Program, prove  # noqa: E402
 from megatron_ext.schedule.schedule import Schedule, recomputed  # noqa: E402
 from tests.helpers.combinations import in_pairs  # noqa: E402
 from tests.helpers.random_schedules import mutate, random_case  # noqa: E402

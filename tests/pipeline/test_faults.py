@@ -23,12 +23,12 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from megatron_ext.compile.registry import choose  # noqa: E402
 from megatron_ext.runtime import watchdog  # noqa: E402
 from megatron_ext.runtime.messages.batched import PipelineGroup  # noqa: E402
 from megatron_ext.runtime.recorder import Recorder  # noqa: E402
 from megatron_ext.runtime.weight_gradients import queue  # noqa: E402
 from megatron_ext.schedule.action import parse  # noqa: E402
-from megatron_ext.schedule.build.registry import choose  # noqa: E402
 from megatron_ext.schedule.problem import P2P  # noqa: E402
 from tests.helpers import broken_stderr  # noqa: E402
 from tests.helpers.ranks import (  # noqa: E402
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.real_time
 
 RANKS = 3
 HERE = "here it is"
-NOTE = r"\[.*\d\d:\d\d:\d\d\]"  # whereabouts
+NOTE = r"\[.*\d\d:\d\d:\d\d\]"  # rank_identity
 
 
 def nothing() -> None:

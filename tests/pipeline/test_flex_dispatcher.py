@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.adapter.step.training import Training
+from megatron_ext.adapter.step.training import PipelineTraining
+from megatron_ext.compile.registry import choose
 from megatron_ext.runtime.stage_passes import StagePasses
 from megatron_ext.schedule.action import Action
-from megatron_ext.schedule.build.registry import choose
 from tests.helpers import deep_ep_on_cpu
 from tests.helpers.combinations import IS_NIGHT, at_night
 from tests.helpers.covered import covers
@@ -50,7 +50,7 @@ def flex(backend: str) -> Flags:
 def check_handles() -> None:
     """In a forked process, whose ranks then check this in each step: a handle is used in F and in
     I and never in W, and several microbatches are between the two at once."""
-    run, run_weights = Training._train, StagePasses._backward_weight
+    run, run_weights = PipelineTraining._train, StagePasses._backward_weight
     run_forward = StagePasses._forward
     between: list[int] = []
 
@@ -79,7 +79,7 @@ def check_handles() -> None:
         assert len(deep_ep_on_cpu.buffers) == 1
         return result
 
-    Training._train = step  # type: ignore[assignment,method-assign]
+    PipelineTraining._train = step  # type: ignore[assignment,method-assign]
     StagePasses._forward = forward  # type: ignore[assignment,method-assign]
     StagePasses._backward_weight = weights  # type: ignore[assignment,method-assign]
 

@@ -15,15 +15,15 @@ from megatron.core import parallel_state
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import distributed_c10d
 
+from megatron_ext.compile.program.communicators import communicators
+from megatron_ext.compile.program.graph import channels
+from megatron_ext.compile.registry import choose
 from megatron_ext.runtime.messages import groups as groups_module
 from megatron_ext.runtime.messages.channels import Channels
 from megatron_ext.runtime.messages.collectives import Collectives
 from megatron_ext.runtime.messages.groups import make_groups
 from megatron_ext.runtime.messages.nccl import communicator_options, ctas_for
-from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.problem import P2P, VocabularyParallel
-from megatron_ext.schedule.program.communicators import communicators
-from megatron_ext.schedule.program.graph import channels
 from megatron_ext.schedule.schedule import Schedule
 from tests.helpers.ranks import run_ranks, values
 from tests.unit.program.test_communicators import SPECS, program_of

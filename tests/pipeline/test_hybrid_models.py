@@ -22,9 +22,9 @@ from megatron.training import get_args
 from megatron.training.argument_utils import core_transformer_config_from_args
 
 import megatron_ext
+from megatron_ext.compile.registry import choose
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
-from megatron_ext.schedule.build.registry import choose
 from tests.helpers.callers import (
     Gradients,
     assert_same,

@@ -20,15 +20,15 @@ from megatron_ext import logger
 from megatron_ext.adapter import arguments, programs
 from megatron_ext.adapter.job import Job, job_costs
 from megatron_ext.adapter.race import step_race
+from megatron_ext.compile import build
 from megatron_ext.config import CostsSource
 from megatron_ext.logger import telling_of_long_work
-from megatron_ext.schedule.build import build
+from megatron_ext.progress import reporting, task
 from megatron_ext.schedule.costs import Costs
-from megatron_ext.schedule.families import zb_auto
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.progress import reporting, task
 from megatron_ext.schedule.schedule import Schedule
-from megatron_ext.schedule.search import best
+from megatron_ext.schedule_families import zb_auto
+from megatron_ext.search import best
 from tests.helpers.megatron_runs import model_flags, train
 from tests.helpers.ranks import run_ranks, values
 from tests.helpers.short_search import shorten_search
@@ -40,7 +40,7 @@ RANKS = 2
 FAMILY = """
 import time
 from megatron_ext.families import Problem, Schedule, family, line
-from megatron_ext.schedule.families.line import gpipe
+from megatron_ext.schedule_families.line import gpipe
 
 @family("slow", line, source="a test")
 def slow(problem: Problem) -> Schedule:

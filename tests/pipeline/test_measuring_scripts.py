@@ -10,6 +10,7 @@ from scripts import (
     benchmark_metrics,
     benchmark_schedules,
     benchmark_split,
+    benchmark_start,
     sweep_offload,
     sweep_schedules,
 )
@@ -51,3 +52,10 @@ def test_what_metrics_cost(capfd: pytest.CaptureFixture[str]) -> None:
     (result,) = json.loads(capfd.readouterr().out)
     assert result["passes"] == 6 and result["step"] > 6e-3
     assert result["ratio"] > 0
+
+
+def test_what_a_start_costs(capsys: pytest.CaptureFixture[str]) -> None:
+    benchmark_start.main(["--ranks", "20", "--pp", "2", "-m", "2"])
+    compared, *built = capsys.readouterr().out.splitlines()
+    assert compared.startswith("20 ranks compare their settings in ")
+    assert [line.partition(",")[0] for line in built] == list(benchmark_start.SPECS)

@@ -18,16 +18,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.program.memory import in_bytes, peaks
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.compile.registry import choose, entries
 from megatron_ext.runtime.weight_gradients import WeightGradients
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.costs_text import load_costs
 from megatron_ext.schedule.kinds import RULES, Held
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
 from megatron_ext.schedule.problem import Extras, Offload, Problem, Recompute
-from megatron_ext.schedule.program.memory import in_bytes, peaks
-from megatron_ext.schedule.program.verify import Program
 from tests.helpers.combinations import IS_NIGHT, at_night, nightly
 from tests.helpers.held_bytes import (
     Measured,

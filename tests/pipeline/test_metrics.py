@@ -13,13 +13,13 @@ import pytest
 import torch.distributed as dist
 
 from megatron_ext.adapter.observers.metrics import _Log
+from megatron_ext.compile.registry import choose
 from megatron_ext.logger import logger
-from megatron_ext.runtime.measure.exchange import Exchange
+from megatron_ext.runtime.measure.exchange import AsyncAllGather
 from megatron_ext.runtime.measure.step_sums import StepSums
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.schedule.build.registry import choose
-from megatron_ext.schedule.show.metrics import RankSums
-from megatron_ext.schedule.show.trace import read_trace
+from megatron_ext.viz.metrics import RankSums
+from megatron_ext.viz.trace import read_trace
 from tests.helpers.megatron_runs import SCRIPT, Run, assert_same, model_flags, train
 from tests.helpers.ranks import run_ranks, values
 from tests.helpers.stages import CPU, program_for, world
@@ -192,7 +192,7 @@ def exchanged(rank: int) -> tuple[float, bool, list[list[float]]]:
     if rank == 1:
         time.sleep(SLEEP)
     begin = time.perf_counter()
-    exchange = Exchange(world(), [float(rank), 2.0**52 + rank], None)
+    exchange = AsyncAllGather(world(), [float(rank), 2.0**52 + rank], None)
     seconds, has_come = time.perf_counter() - begin, exchange.has_come()
     exchange.wait()
     assert exchange.has_come()

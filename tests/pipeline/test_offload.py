@@ -22,6 +22,9 @@ torch = pytest.importorskip("torch")
 from torch import Tensor  # noqa: E402
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 
+from megatron_ext.compile.program.memory import most_on_host  # noqa: E402
+from megatron_ext.compile.program.verify import Program  # noqa: E402
+from megatron_ext.compile.registry import choose  # noqa: E402
 from megatron_ext.runtime.host import buffers as host_buffers  # noqa: E402
 from megatron_ext.runtime.host import copies as host_copies  # noqa: E402
 from megatron_ext.runtime.host import offload  # noqa: E402
@@ -29,11 +32,8 @@ from megatron_ext.runtime.host.copies import DirectCopies, Piece, Transfer  # no
 from megatron_ext.runtime.host.offload import ActivationOffload, OffloadedStep  # noqa: E402
 from megatron_ext.runtime.weight_gradients import queue  # noqa: E402
 from megatron_ext.schedule.action import Action, Kind, parse  # noqa: E402
-from megatron_ext.schedule.build.registry import choose  # noqa: E402
 from megatron_ext.schedule.kinds import RULES, Held, Lane  # noqa: E402
 from megatron_ext.schedule.problem import Offload  # noqa: E402
-from megatron_ext.schedule.program.memory import most_on_host  # noqa: E402
-from megatron_ext.schedule.program.verify import Program  # noqa: E402
 from tests.helpers.adversary import LateCopies  # noqa: E402
 from tests.helpers.ranks import run_ranks, values  # noqa: E402
 from tests.helpers.stages import (  # noqa: E402

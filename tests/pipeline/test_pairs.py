@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_ext.adapter.pairs.planned_stage import PlannedStage
-from megatron_ext.adapter.step.training import Training
+from megatron_ext.adapter.step.training import PipelineTraining
 from tests.helpers import deep_ep_on_cpu
 from tests.helpers.combinations import at_night, nightly
 from tests.helpers.covered import covers
@@ -85,7 +85,7 @@ def run(ranks: int, flags: Flags) -> list[Run]:
 
 def count_pairs() -> None:
     """In a forked process, whose ranks then check that their pairs ran as one."""
-    beside, run = PlannedStage.forward_beside, Training._train
+    beside, run = PlannedStage.forward_beside, PipelineTraining._train
     ran: list[int] = []
 
     def forward_beside(stage: Any, *args: Any) -> Any:
@@ -101,12 +101,12 @@ def count_pairs() -> None:
         return result
 
     PlannedStage.forward_beside = forward_beside  # type: ignore[assignment,method-assign]
-    Training._train = step  # type: ignore[assignment,method-assign]
+    PipelineTraining._train = step  # type: ignore[assignment,method-assign]
 
 
 def note_steps(folder: Path, **otherwise: bool) -> None:
     """In a forked process, whose ranks then write down what their last step gave their devices."""
-    run = Training._train
+    run = PipelineTraining._train
 
     def step(training: Any, step: Any) -> Any:
         if not is_noting:
@@ -118,7 +118,7 @@ def note_steps(folder: Path, **otherwise: bool) -> None:
         return result
 
     is_noting: list[bool] = []
-    Training._train = step  # type: ignore[assignment,method-assign]
+    PipelineTraining._train = step  # type: ignore[assignment,method-assign]
 
 
 def noted(folder: Path) -> list[list[Given]]:

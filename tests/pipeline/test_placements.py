@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_ext.schedule.build.auto_spec import is_open
+from megatron_ext.compile.auto_spec import is_open
 from scripts.prepare_text import write
 from scripts.pretrain_gpt import model_provider
 from tests.helpers.combinations import IS_NIGHT, at_night, each_once, nightly

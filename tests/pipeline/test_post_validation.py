@@ -15,13 +15,13 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 
+from megatron_ext.compile.program.verify import Program  # noqa: E402
+from megatron_ext.compile.registry import choose  # noqa: E402
 from megatron_ext.runtime.post_validation.messages import ValidationMessages  # noqa: E402
 from megatron_ext.runtime.post_validation.partial_state import PartialState  # noqa: E402
 from megatron_ext.runtime.recorder import Recorder  # noqa: E402
 from megatron_ext.runtime.weight_gradients import queue  # noqa: E402
-from megatron_ext.schedule.build.registry import choose  # noqa: E402
 from megatron_ext.schedule.placement import Placement, line  # noqa: E402
-from megatron_ext.schedule.program.verify import Program  # noqa: E402
 from tests.helpers.combinations import each_once  # noqa: E402
 from tests.helpers.ranks import run_ranks, values  # noqa: E402
 from tests.helpers.stages import (  # noqa: E402
@@ -58,7 +58,7 @@ def check_course(pipeline: Pipeline, course: Course) -> None:
         if last is not None:
             assert last.losses == reference.losses[step], f"step {step}"
         validation.optimizer_step()
-    validation.settle()
+    validation.commit_or_rollback()
     assert validation.states == [states[validation.position] for states in reference.states]
     bad = {**course.clips, **course.overflows}
     assert validation.taken_back == [s for s in sorted(bad) if validation.position < bad[s]]

@@ -14,13 +14,13 @@ import pytest
 
 pytest.importorskip("torch")
 
+from megatron_ext.compile.registry import choose
 from megatron_ext.runtime import watchdog
 from megatron_ext.runtime.post_validation import messages as validation
 from megatron_ext.runtime.post_validation.messages import ValidationMessages
 from megatron_ext.runtime.post_validation.partial_state import PartialState
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.placement import line
 from tests.helpers.ranks import RankResult, Script, running_ranks, values
 from tests.helpers.stages import Pipeline, program_for, world
@@ -63,10 +63,10 @@ class Faulty(StepAtOnce):
         super().optimizer_step()
         self.get_to(AFTER_STATE)
 
-    def settle(self) -> bool:
+    def commit_or_rollback(self) -> bool:
         if self.messages.is_pending:
             self.get_to(SETTLE)
-        return super().settle()
+        return super().commit_or_rollback()
 
     def redo(self, state: PartialState) -> None:
         self.get_to(REDO)

@@ -20,6 +20,10 @@ from megatron_ext.adapter import programs as programs_module
 from megatron_ext.adapter.programs import Programs
 from megatron_ext.bench.contestants import in_seconds
 from megatron_ext.cli import app
+from megatron_ext.compile.output_layer import place_output_layer
+from megatron_ext.compile.program.graph import channels
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.compile.registry import choose
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
@@ -28,17 +32,13 @@ from megatron_ext.runtime.measure import profile
 from megatron_ext.runtime.measure.message_time import message_seconds
 from megatron_ext.runtime.measure.profile import STEPS
 from megatron_ext.runtime.recording import HostClock
-from megatron_ext.runtime.store import once_for_all
+from megatron_ext.runtime.store import leader
 from megatron_ext.schedule.action import Kind, parse
-from megatron_ext.schedule.build.output_layer import place_output_layer
-from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs, uniform
 from megatron_ext.schedule.costs_text import load_costs, parse_costs
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.problem import P2P, Extras, Problem, Recompute
-from megatron_ext.schedule.program.graph import channels
-from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.show.trace import read_trace
+from megatron_ext.viz.trace import read_trace
 from scripts import benchmark_prediction
 from tests.helpers.combinations import at_night
 from tests.helpers.held_bytes import measure_steps, read_steps
@@ -326,7 +326,7 @@ def test_a_shape_that_another_pipeline_meets_first_is_estimated_by_itself(
     """In the first step a pipeline with longer sequences took global rank 0's costs for its own.
     And rank 0, which writes the file, did not know by what costs were estimated elsewhere, so that
     the file had none by type of layer."""
-    monkeypatch.setattr(once_for_all, "AHEAD_SECONDS", 0.1)
+    monkeypatch.setattr(leader, "AHEAD_SECONDS", 0.1)
     estimate = {length: uniform(choose("1f1b").place(1), length, 1, 1) for length in (8, 16)}
 
     def on_rank(rank: int) -> tuple[dict[Any, Costs], dict[Any, Any]]:

@@ -22,14 +22,14 @@ from megatron_ext.adapter.programs import Programs
 from megatron_ext.adapter.race import step_race, turn
 from megatron_ext.adapter.step import training
 from megatron_ext.adapter.training_globals import current_iteration
+from megatron_ext.compile.program.simulate import step_seconds
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.compile.registry import choose
 from megatron_ext.config import PipelineConfig
+from megatron_ext.race import report, rounds
+from megatron_ext.race.record import RaceFigures
 from megatron_ext.runtime.host import memory as host_memory
 from megatron_ext.runtime.host.memory import HostMemory
-from megatron_ext.schedule.build.registry import choose
-from megatron_ext.schedule.program.simulate import step_seconds
-from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.race import report, rounds
-from megatron_ext.schedule.race.record import Figures
 from tests.helpers.combinations import at_night
 from tests.helpers.megatron_runs import (
     Run,
@@ -163,7 +163,7 @@ def test_a_schedule_that_loses_is_dropped(
     the baseline goes on. Had the baseline no bubble, a gain would be said to be noise."""
     for module in (rounds, step_race, report):
         monkeypatch.setattr(module, "ROUNDS", 3)
-    no_bubble = Figures(0.0, 0.0, None, None, 1)
+    no_bubble = RaceFigures(0.0, 0.0, None, None, 1)
     monkeypatch.setattr(step_race, "_beside_prediction", lambda *_: no_bubble)
     table = tmp_path / "one-by-one.csv"
     rows = [",".join(f"{stage}F{m},{stage}B{m}" for m in range(4)) for stage in range(2)]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.schedule.build.registry import choose
+from megatron_ext.compile.registry import choose
 from tests.helpers.combinations import at_night, nightly
 from tests.helpers.drawn_models import drawn_by_name
 from tests.helpers.megatron_runs import EXPERTS, assert_same

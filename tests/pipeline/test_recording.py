@@ -18,6 +18,10 @@ from torch.futures import Future  # noqa: E402
 
 from megatron_ext.bench.contestants import EmulatedStage, program_of  # noqa: E402
 from megatron_ext.bench.emulated import DTYPE, SHAPE, EmulatedChunk  # noqa: E402
+from megatron_ext.compile.program.graph import channels  # noqa: E402
+from megatron_ext.compile.program.simulate import simulate  # noqa: E402
+from megatron_ext.compile.program.verify import Program  # noqa: E402
+from megatron_ext.compile.registry import choose  # noqa: E402
 from megatron_ext.runtime.executor import execute  # noqa: E402
 from megatron_ext.runtime.measure import clocks  # noqa: E402
 from megatron_ext.runtime.measure.clocks import Offset, clock_offsets  # noqa: E402
@@ -27,13 +31,9 @@ from megatron_ext.runtime.recorder import Recorder  # noqa: E402
 from megatron_ext.runtime.recording import HostClock, Recording  # noqa: E402
 from megatron_ext.runtime.weight_gradients import queue  # noqa: E402
 from megatron_ext.schedule.action import Action, Kind, Pair  # noqa: E402
-from megatron_ext.schedule.build.registry import choose  # noqa: E402
 from megatron_ext.schedule.problem import P2P  # noqa: E402
-from megatron_ext.schedule.program.graph import channels  # noqa: E402
-from megatron_ext.schedule.program.simulate import simulate  # noqa: E402
-from megatron_ext.schedule.program.verify import Program  # noqa: E402
-from megatron_ext.schedule.show.trace import beside  # noqa: E402
-from megatron_ext.schedule.timeline import Event, Reduction, Timeline  # noqa: E402
+from megatron_ext.schedule.timeline import Event, GradientReduction, Timeline  # noqa: E402
+from megatron_ext.viz.trace import beside  # noqa: E402
 from tests.helpers.ranks import run_ranks, values  # noqa: E402
 from tests.helpers.stages import CPU, Pipeline, program_for, world  # noqa: E402
 
@@ -170,7 +170,7 @@ def test_clocks_that_differ(ahead: float) -> None:
     assert first[0] == Offset(0.0, 0.0)
 
 
-def recorded_reductions(rank: int) -> list[Reduction]:
+def recorded_reductions(rank: int) -> list[GradientReduction]:
     """Rank 1 comes late. Of two reductions one tells when it is done, and one does not."""
     recording = Recording(rank, HostClock())
     tensor = torch.ones(8)

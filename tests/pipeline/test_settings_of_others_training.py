@@ -22,7 +22,7 @@ DEFERRED: dict[str, object] = {"defer_embedding_wgrad_compute": True, "wgrad_def
 GROUP = "microbatch_group_size_per_virtual_pipeline_stage"
 
 
-@nightly("test_taken_over.py: the setting is off")
+@nightly("test_handled_settings.py: the setting is off")
 @pytest.mark.covers(
     "A", ("line", "loop", "v"), defer_embedding_wgrad_compute=True, wgrad_deferral_limit=1
 )
@@ -36,7 +36,7 @@ def test_deferred_weight_gradients_of_the_embedding(schedule: str) -> None:
     assert_same(train(2, ours, model_provider=drawn_by_name), reference)
 
 
-@nightly("test_taken_over.py: the setting is off")
+@nightly("test_handled_settings.py: the setting is off")
 @pytest.mark.covers("A", ("line", "loop", "v"), overlap_dispatch_backward_with_experts_wgrad=True)
 @pytest.mark.parametrize("schedule", ["zb-h1", "interleaved-zb", "zb-v"])
 def test_weight_gradients_of_experts_beside_their_dispatch(schedule: str) -> None:
@@ -59,7 +59,7 @@ def test_weight_gradients_of_experts_beside_their_dispatch(schedule: str) -> Non
     assert_same(train(4, ours, model_provider=drawn_by_name), reference)
 
 
-@nightly("test_taken_over.py: the schedule is that of the option")
+@nightly("test_handled_settings.py: the schedule is that of the option")
 @pytest.mark.covers("A", ("loop",), microbatch_group_size_per_vp_stage=4)
 @pytest.mark.parametrize("schedule", ["interleaved", "interleaved-zb"])
 def test_a_group_of_microbatches(schedule: str) -> None:
@@ -73,7 +73,7 @@ def test_a_group_of_microbatches(schedule: str) -> None:
     assert_same(train(2, model_flags(**flags, pipeline_schedule=schedule)), reference)
 
 
-@nightly("test_taken_over.py: it is accepted, and passes make the loss")
+@nightly("test_handled_settings.py: it is accepted, and passes make the loss")
 @pytest.mark.covers("A", ("line", "v"), cross_entropy_loss_fusion=True)
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
 def test_a_fused_loss_and_a_divided_vocabulary(schedule: str) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.schedule.build.registry import choose
+from megatron_ext.compile.registry import choose
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.show.trace import NAME, TracedStep, read_trace
+from megatron_ext.viz.trace import NAME, TracedStep, read_trace
 from tests.helpers.megatron_runs import assert_same, model_flags, train
 
 Flags = dict[str, object]

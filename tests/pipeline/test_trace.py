@@ -15,7 +15,7 @@ from megatron_ext.adapter.observers import trace
 from megatron_ext.cli import app
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.kinds import RULES
-from megatron_ext.schedule.show.trace import NAME, TracedStep, read_trace
+from megatron_ext.viz.trace import NAME, TracedStep, read_trace
 from tests.helpers.megatron_runs import SCRIPT, Run, assert_same, model_flags, train
 
 Flags = dict[str, object]

@@ -14,13 +14,13 @@ torch = pytest.importorskip("torch")
 
 from torch import Tensor  # noqa: E402
 
-from megatron_ext.runtime.messages.collectives import Collectives, Exchange  # noqa: E402
+from megatron_ext.compile.program.verify import Program  # noqa: E402
+from megatron_ext.runtime.messages.collectives import Collectives, StepCollectives  # noqa: E402
 from megatron_ext.runtime.messages.transport import PeerFailure  # noqa: E402
 from megatron_ext.runtime.recorder import Recorder  # noqa: E402
 from megatron_ext.schedule.action import Action, Kind, parse  # noqa: E402
 from megatron_ext.schedule.kinds import RULES  # noqa: E402
 from megatron_ext.schedule.problem import VocabularyParallel  # noqa: E402
-from megatron_ext.schedule.program.verify import Program  # noqa: E402
 from tests.helpers.combinations import at_night, each_once  # noqa: E402
 from tests.helpers.ranks import RankResult, Script, run_ranks, running_ranks, values  # noqa: E402
 from tests.helpers.stages import WIDTH, world  # noqa: E402
@@ -334,7 +334,7 @@ def test_groups_are_closed_at_once() -> None:
     in another. Closed one after the other, the first group kept both waiting."""
 
     def run(rank: int) -> None:
-        exchange = Exchange(Collectives(world(), torch.device("cpu")), Recorder(rank))
+        exchange = StepCollectives(Collectives(world(), torch.device("cpu")), Recorder(rank))
         if rank == 1:
             exchange.gather(parse("1GATHER_S0"), torch.zeros(1))
         else:

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from megatron.training import training
 from torch import Tensor
 
-from megatron_ext.schedule.model.model import stages_of
-from megatron_ext.schedule.model.model_memory import TrainingState, bytes_of_ranks
-from megatron_ext.schedule.model.short_form import Described
+from megatron_ext.cost_model.model import stages_of
+from megatron_ext.cost_model.model_memory import TrainingState, bytes_of_ranks
+from megatron_ext.cost_model.short_form import Described
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import VocabularyParallel
 from tests.helpers.combinations import at_night, each_once

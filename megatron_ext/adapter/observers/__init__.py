@@ -1,1 +1,1 @@
-"""What watches a training step: traces, measured costs, the report on the split."""
+"""Observers of training steps: traces, measured costs, the report on the split."""

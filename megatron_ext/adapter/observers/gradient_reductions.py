@@ -1,4 +1,4 @@
-"""When the data-parallel reduction that Megatron starts for a chunk is done."""
+"""Completion times of the data-parallel reductions that Megatron starts for a chunk."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from megatron_ext.runtime.recording import RecordedReduction
 
 
 def watch(model: Any, reduction: RecordedReduction) -> None:
-    """Tell ``reduction`` when what ``model.start_grad_sync()`` has just begun is done.
+    """Tell ``reduction`` when the reduction just started by ``model.start_grad_sync()`` completes.
 
-    Where a work does not say so itself, that is when Megatron has waited for it. With several
-    optimizer instances Megatron keeps no handle, and nothing is known.
+    If a work does not signal completion, the time is that at which Megatron's wait for it returned.
+    With several optimizer instances Megatron stores no handle, and the time stays unknown.
     """
     for group in [*model.bucket_groups, *model.expert_parallel_bucket_groups]:
         handle = group.grad_reduce_handle
@@ -23,7 +23,7 @@ def watch(model: Any, reduction: RecordedReduction) -> None:
 
 
 class _Awaited:
-    """A handle of Megatron's, in whose place it waits."""
+    """Wrapper of a handle that Megatron waits for."""
 
     def __init__(self, handle: Any, reduction: RecordedReduction) -> None:
         self._handle = handle

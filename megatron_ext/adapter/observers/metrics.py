@@ -1,9 +1,9 @@
-"""Metrics of a training's steps (``--pipeline-metrics``), of the pipeline that the last global rank
-belongs to: there Megatron keeps its log, and its TensorBoard and W&B writers.
+"""Metrics of training steps (``--pipeline-metrics``), for the pipeline of the last global rank,
+which has Megatron's log and its TensorBoard and W&B writers.
 
-Nothing waits for them. Passes are recorded as for a trace; what has ended is read before the next
-step. Where an iteration's figures are logged, the ranks exchange a few numbers before the next
-step, and the last one reads them after it.
+Nothing waits for metrics. Passes are recorded as for a trace, and finished records are read before
+the next step. If an iteration's figures are logged, the ranks start to exchange a few numbers
+before the next step, and the last rank reads them after it.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from megatron_ext.adapter.training_globals import (
     line_interval,
     log_interval,
 )
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.compile.program.verify import Program
 from megatron_ext.logger import logger
-from megatron_ext.runtime.measure.exchange import Exchange
+from megatron_ext.runtime.measure.exchange import AsyncAllGather
 from megatron_ext.runtime.measure.step_sums import StepSums
-from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.show.metrics import Departure, RankSums, metrics_of
 from megatron_ext.schedule.timeline import Timeline
+from megatron_ext.viz.metrics import Departure, RankSums, metrics_of
 
 WARM_UP = 1  # steps that are not measured: kernels load, caches fill
 
 
 @dataclass(frozen=True)
 class _Due:
-    """Figures of ``program`` on the iterations from ``first`` to ``last``, on their way."""
+    """Pending figures of ``program`` for the iterations from ``first`` to ``last``."""
 
-    exchange: Exchange
+    exchange: AsyncAllGather
     program: Program
     first: int
     last: int
 
 
 class StepMetrics(StepObserver[ObservedStep]):
-    """Logs the metrics of an interval's steps. ``overlap``: steps overlap."""
+    """Logs the metrics of an interval's steps. ``overlap``: consecutive steps overlap."""
 
     def __init__(self, *, overlap: bool) -> None:
         device = torch.device(torch.cuda.current_device())
@@ -53,26 +53,26 @@ class StepMetrics(StepObserver[ObservedStep]):
         self._log = _Log(overlap)
         self._calls = 0
         self._iteration = 0  # of the latest step
-        self._first = 0  # iteration whose figures have not been exchanged
+        self._first = 0  # first iteration whose figures have not been exchanged
         self._pipeline: dist.ProcessGroup | None = None
         self._due: deque[_Due] = deque()
 
     def begin(self, step: ObservedStep) -> None:
-        """Record the step. Begins an exchange over the pipeline if the last one's is due."""
+        """Record the step. Starts an exchange over the pipeline if the previous one's is due."""
         self._calls += 1
         iteration = current_iteration() or self._calls
         if dist.get_world_size() - 1 not in dist.get_process_group_ranks(step.pipeline):
             return
         self._pipeline = step.pipeline
         self._steps.add_up()
-        if iteration != self._iteration:  # Megatron can run one a second time
+        if iteration != self._iteration:  # Megatron can rerun an iteration
             self._exchange_if_due()
         self._iteration = iteration
         if self._calls > WARM_UP:
             self._steps.begin(step.recorder)
 
     def end(self, step: ObservedStep) -> None:
-        """Log what has come."""
+        """Log the figures that have arrived."""
         if self._pipeline is None:
             return
         if step.program is not self._steps.program:
@@ -81,7 +81,8 @@ class StepMetrics(StepObserver[ObservedStep]):
         self._log_what_has_come()
 
     def finish(self, iteration: int) -> None:
-        """Log the rest, of an iteration at which Megatron logs. Collective over the pipeline."""
+        """Log the remaining figures, if Megatron logs at this iteration. Collective over the
+        pipeline."""
         if self._pipeline is None:
             return
         self._steps.add_up()
@@ -96,7 +97,7 @@ class StepMetrics(StepObserver[ObservedStep]):
             return
         assert self._pipeline is not None
         numbers = self._steps.take().numbers(program.schedule.placement.chunks)
-        exchange = Exchange(self._pipeline, numbers, self._stream)
+        exchange = AsyncAllGather(self._pipeline, numbers, self._stream)
         self._due.append(_Due(exchange, program, self._first, at))
         self._first = at + 1
 
@@ -109,19 +110,19 @@ class StepMetrics(StepObserver[ObservedStep]):
 
 
 class _Log:
-    """Where the figures go, as often as Megatron's own."""
+    """Destination of the figures, at Megatron's own intervals."""
 
     def __init__(self, overlap: bool) -> None:
         self._overlap = overlap
         self._departure = Departure()
         self._program: Program | None = None
         self._predicted: Timeline | None = None  # of that program
-        self._first = 0  # iteration that is in no line yet
-        self._since: list[RankSums] = []  # then, of each rank
+        self._first = 0  # first iteration that no line includes yet
+        self._since: list[RankSums] = []  # sums since then, of each rank
         self._has_said = False
 
     def add(self, ranks: list[RankSums], program: Program, first: int, last: int) -> None:
-        """What ``ranks`` tell of the iterations from ``first`` to ``last``."""
+        """Add the sums of all ``ranks`` for the iterations from ``first`` to ``last``."""
         if program is not self._program or self._predicted is None:
             self._program, self._since = program, []
             self._predicted = simulate(program, program.problem.costs)
@@ -162,5 +163,5 @@ class _Log:
 
 
 def _is_logged(iteration: int) -> bool:
-    """Whether Megatron logs ``iteration``, in its line or to its writers; so on all ranks."""
+    """Whether Megatron logs ``iteration``, in its line or to its writers; the same on all ranks."""
     return iteration % line_interval() == 0 or (has_writers() and iteration % log_interval() == 0)

@@ -1,4 +1,4 @@
-"""The interface of what watches training steps: it is called before and after each."""
+"""Interface of observers of training steps, which are called before and after each step."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from megatron_ext.adapter.programs import Shape
 from megatron_ext.adapter.splitting import Split
 from megatron_ext.adapter.step.call import Call
 from megatron_ext.adapter.step.connections import Connections
+from megatron_ext.compile.program.verify import Program
 from megatron_ext.runtime.messages.transport import Boundary
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.slices.running_slice import Span
 from megatron_ext.runtime.vocabulary.shard import VocabularyShard
-from megatron_ext.schedule.program.verify import Program
 
 
 @dataclass(frozen=True)
 class ObservedStep:
-    """One training step on one rank, of ours or of stock's: what those who watch both may know.
+    """Training step on one rank, of ours or of Megatron's own, for observers of both.
 
     Attributes:
         pipeline: the group of its ranks.
-        program: whose passes it runs, in their order.
+        program: the program whose passes it runs, in their order.
         recorder: notes when they run.
     """
 
@@ -34,16 +34,16 @@ class ObservedStep:
 
 @dataclass(frozen=True)
 class Step(ObservedStep):
-    """One step of ours on one rank.
+    """Training step of ours on one rank.
 
     Attributes:
-        call: asks for it.
+        call: Megatron's call for it.
         connections: to the other ranks.
         shape: of its microbatches.
-        boundary: what passes between stages, with its shape.
-        shard: of a divided vocabulary.
-        split: which weight gradients wait for W passes.
-        spans: of the slices of a sequence; none where microbatches are whole.
+        boundary: the tensor that passes between stages, with its shape.
+        shard: of the vocabulary, with vocabulary parallelism.
+        split: the weight gradients that wait for W passes.
+        spans: slices of a sequence; empty if microbatches are whole.
     """
 
     call: Call
@@ -56,9 +56,9 @@ class Step(ObservedStep):
 
 
 class StepObserver[Seen: ObservedStep]:
-    """Watches training steps, and changes nothing of what they compute.
+    """Observer of training steps, which changes no result.
 
-    One that takes an `ObservedStep` can watch stock's steps too.
+    An observer of `ObservedStep` can watch Megatron's own steps too.
     """
 
     def begin(self, step: Seen) -> None:

@@ -1,7 +1,8 @@
-"""Costs that a training measures itself (``--pipeline-costs profile``), from its first step to its
-last, when the prediction made with them is compared with what was measured then.
+"""Costs that a training measures itself (``--pipeline-costs profile``).
 
-This patches nothing: whoever runs the steps calls it.
+After its last step, the prediction made with them is compared with the measured steps.
+
+This patches nothing: the code that runs the steps calls it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ from megatron.core.utils import log_single_rank
 from megatron_ext.adapter.observers.observer import Step, StepObserver
 from megatron_ext.adapter.observers.writers import log_step
 from megatron_ext.adapter.programs import Programs, Shape
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.cost_model.measured.file import as_data
+from megatron_ext.cost_model.measured.layer_costs import LayerCosts, layer_costs, not_told_apart
+from megatron_ext.cost_model.measured_costs import Machine, RankFigures, measured_costs
 from megatron_ext.logger import logger
 from megatron_ext.runtime.held_bytes import Allocated, HeldBytes, SavedTensors
 from megatron_ext.runtime.measure.measured_steps import MeasuredSteps
@@ -29,14 +34,10 @@ from megatron_ext.runtime.recording import clock_of
 from megatron_ext.runtime.world import gather_from_all, tell_all
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.costs_text import save_costs
-from megatron_ext.schedule.model.measured.file import as_data
-from megatron_ext.schedule.model.measured.layer_costs import LayerCosts, layer_costs, not_told_apart
-from megatron_ext.schedule.model.measured_costs import Machine, RankFigures, measured_costs
 from megatron_ext.schedule.problem import VocabularyParallel
-from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.show.program_summary import summary_of_change
+from megatron_ext.viz.program_summary import summary_of_change
 
-_SELDOMER = 8  # all ranks meet again when an eighth more of training steps have passed
+_SELDOMER = 8  # all ranks meet again after 1/8 as many further training steps
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,9 @@ class _Measured:
 
     Attributes:
         program: of those steps.
-        figures: this rank's.
-        what: was measured, for people to read.
-        message_bytes: of a message between stages.
+        figures: of this rank.
+        what: readable description of what was measured.
+        message_bytes: bytes of a message between stages.
     """
 
     program: Program
@@ -57,22 +58,22 @@ class _Measured:
 
 
 class StepProfile(StepObserver[Step]):
-    """Measures costs once for each shape of microbatches, writes them to ``path``, and has
-    ``programs`` made with them.
+    """Measures costs once for each shape of microbatches, writes them to ``path``, and rebuilds
+    ``programs`` with them.
 
-    Pipelines may come to a shape, or to enough steps of one program, at training steps of their
-    own. So a rank that has measured a shape waits for a training step whose number all ranks know
-    to be one where they meet: the last of the first `STEPS`, all of the next, and then fewer.
+    Pipelines may reach a shape, or enough steps of one program, at different training steps. So a
+    rank that has measured a shape waits for a training step at which all ranks meet, whose number
+    all ranks know: the last of the first `STEPS`, every one for a while, and then fewer and fewer.
     """
 
     def __init__(self, path: Path, programs: Programs) -> None:
         self._path = path
         self._programs = programs
         self._under_way: dict[Shape, Profile] = {}
-        self._ready: dict[Shape, _Measured] = {}  # by this rank, and not yet used
+        self._ready: dict[Shape, _Measured] = {}  # measured by this rank, and not yet used
         self._measured: set[Shape] = set()
         self._count = 0  # training steps
-        self._meets = STEPS  # training step after which all ranks tell what they have measured
+        self._meets = STEPS  # training step after which all ranks exchange their measurements
         self._steps: MeasuredSteps | None = None  # since the costs were measured
         self._pipeline: dist.ProcessGroup | None = None
         self._is_written = False
@@ -92,7 +93,7 @@ class StepProfile(StepObserver[Step]):
             self._under_way[step.shape].begin(step.recorder)
 
     def end(self, step: Step) -> None:
-        """Use the costs that all ranks have measured by now, if this is a step where they meet."""
+        """Use the costs that all ranks have measured by now, if all ranks meet after this step."""
         self._count += 1
         if step.shape in self._measured:
             if self._steps is not None:
@@ -113,8 +114,8 @@ class StepProfile(StepObserver[Step]):
                 self._use(step, shape, [figures[shape] for figures in told])
 
     def _use(self, step: Step, shape: Shape, ranks: list[RankFigures]) -> None:
-        """Have programs made with the costs that ``ranks`` have measured of ``shape``, as global
-        rank 0 makes them. Collective over the world; global rank 0 writes them."""
+        """Rebuild programs with the costs of ``shape`` that global rank 0 computes from the
+        measurements of ``ranks``, and write them on that rank. Collective over the world."""
         own = self._ready.pop(shape)
         costs = tell_all(self._costs(own, shape, ranks) if dist.get_rank() == 0 else None)
         assert costs is not None
@@ -123,9 +124,7 @@ class StepProfile(StepObserver[Step]):
             layers = self._layers(own.program, shape, costs)
             self._write(costs, as_data(layers, Machine.of(ranks)))
         try:
-            now = self._programs.make_again(
-                step.pipeline, step.call.config, shape, costs, own.program
-            )
+            now = self._programs.rebuild(step.pipeline, step.call.config, shape, costs, own.program)
         except ValueError as error:
             error.add_note(
                 f"megatron_ext: with the costs that were measured, which are in {self._path}"
@@ -136,14 +135,15 @@ class StepProfile(StepObserver[Step]):
         log_single_rank(logger, logging.INFO, change)
 
     def _costs(self, own: _Measured, shape: Shape, ranks: list[RankFigures]) -> Costs:
-        """The costs of ``shape``, which ``ranks``, all of them, have measured."""
+        """Return the costs of ``shape``, which all ranks have measured."""
         estimate = self._programs.costs[shape]
         what = f"{own.what}, {MEASURED} iterations"
         costs = measured_costs(own.program, estimate, ranks, what)
         return costs.with_links(message_bytes=own.message_bytes)
 
     def _layers(self, program: Program, shape: Shape, costs: Costs) -> LayerCosts | None:
-        """Costs per layer type; None where layers are not known, or not all trained alike."""
+        """Return the costs per layer type; None if layers are not known, or only some of them are
+        trained."""
         basis = self._programs.bases.get(shape)
         if basis is None:
             return None
@@ -154,7 +154,8 @@ class StepProfile(StepObserver[Step]):
         return layers
 
     def finish(self, iteration: int) -> None:
-        """The training has ended with ``iteration``: compare. Collective over the pipeline."""
+        """Compare the prediction with the measured steps, after the training has ended with
+        ``iteration``. Collective over the pipeline."""
         if self._pipeline is None or not _is_compared(self._pipeline):
             return
         comparison = None if self._steps is None else self._steps.compare(self._pipeline)
@@ -202,7 +203,7 @@ def _measured(step: Step, profile: Profile) -> _Measured:
 
 
 def _is_compared(pipeline: dist.ProcessGroup) -> bool:
-    """Whether ``pipeline`` is the one that Megatron's log is about."""
+    """Whether Megatron's log is about ``pipeline``."""
     return dist.get_world_size() - 1 in dist.get_process_group_ranks(pipeline)
 
 

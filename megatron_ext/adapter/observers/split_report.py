@@ -1,4 +1,5 @@
-"""What of a rank's weight gradients a schedule puts off to W, and what not and why."""
+"""Report of the weight gradients that a schedule defers to W, and of the others with their
+reasons."""
 
 from __future__ import annotations
 
@@ -21,9 +22,12 @@ from megatron_ext.runtime.weight_gradients import queue
 
 
 class SplitReport(StepObserver[Step]):
-    """Logs the `split_report` of all ranks, on one of them, after the first training step: of a
-    race that has a schedule that ``splits`` the backward pass, after the first one under such; of
-    one with CUDA graphs, after the first one that replays them."""
+    """Logs the `split_report` of all ranks once, after the first training step that is
+    representative.
+
+    In a race with a schedule that ``splits`` the backward pass, that is the first step under such a
+    schedule; with CUDA graphs, the first step that replays them.
+    """
 
     def __init__(self, *, splits: bool) -> None:
         self._splits = splits
@@ -32,31 +36,32 @@ class SplitReport(StepObserver[Step]):
 
     def begin(self, step: Step) -> None:
         is_wanted = not self._is_done and step.split.waits == self._splits
-        if captures(step.call.config):  # the same on all ranks, also where there is no layer
+        if captures(step.call.config):  # the same on all ranks, even on one without layers
             is_wanted = is_wanted and self._begun >= step.call.config.cuda_graph_warmup_steps
         self._begun += 1
         queue.weights = set() if is_wanted else None
 
     def end(self, step: Step) -> None:
-        """Collective over the pipeline after the first training step; later ones do nothing."""
+        """Log the report. Collective over the pipeline after the first representative step; later
+        calls do nothing."""
         if queue.weights is None:
             return
-        put_off, queue.weights = queue.weights | step.split.apart, None
-        lines = gather(step.pipeline, split_report(step.call.models, put_off, step.split.at_once))
+        deferred, queue.weights = queue.weights | step.split.apart, None
+        lines = gather(step.pipeline, split_report(step.call.models, deferred, step.split.at_once))
         for rank, line in enumerate(lines):
             log_single_rank(logger, logging.INFO, f"pipeline rank {rank}: {line}")
         self._is_done = True
 
 
 def split_report(
-    chunks: Sequence[torch.nn.Module], put_off: Collection[Tensor], at_once: Collection[Tensor]
+    chunks: Sequence[torch.nn.Module], deferred: Collection[Tensor], at_once: Collection[Tensor]
 ) -> str:
-    """One line on the weights of ``chunks``: which of their gradients wait for W.
+    """Return one line on the weights of ``chunks``: which of their gradients wait for W.
 
-    Those of ``put_off`` do. Those of ``at_once``, the output layer's, do not.
+    Gradients in ``deferred`` wait. Gradients in ``at_once``, those of the output layer, do not.
 
     A weight's work is counted in its elements: its gradient is a matrix product with two operations
-    for each of them and token, as many as the input's gradient has.
+    per element and token, as many as the input's gradient has.
     """
     tables = {
         parameter
@@ -70,7 +75,7 @@ def split_report(
     split = whole = 0
     reasons: Counter[str] = Counter()
     for name, parameter in (item for chunk in chunks for item in chunk.named_parameters()):
-        if parameter in put_off:
+        if parameter in deferred:
             split += parameter.numel()
         elif not parameter.requires_grad:
             reasons["frozen"] += 1

@@ -1,7 +1,7 @@
-"""Steps of a training, measured and written as a trace (``--pipeline-trace``).
+"""Trace of training steps as they ran (``--pipeline-trace``).
 
-One pipeline is traced, the one that global rank world_size - 1 belongs to: there Megatron keeps its
-TensorBoard and W&B writers, which get the bubble and the prediction.
+One pipeline is traced, the one of global rank world_size - 1: that rank has Megatron's TensorBoard
+and W&B writers, which get the bubble and the prediction.
 """
 
 from __future__ import annotations
@@ -16,31 +16,34 @@ import torch.distributed as dist
 from megatron_ext.adapter.observers.observer import ObservedStep, StepObserver
 from megatron_ext.adapter.observers.writers import log_step
 from megatron_ext.adapter.training_globals import current_iteration, log_interval
+from megatron_ext.compile.program.simulate import simulate_steps
+from megatron_ext.compile.program.verify import Program
 from megatron_ext.config import TRACED_OF_RUN
 from megatron_ext.logger import logger
+from megatron_ext.observe.what_if import weight_shares
 from megatron_ext.runtime.held_bytes import reserved_beyond_allocated
 from megatron_ext.runtime.measure.clocks import clock_offsets
 from megatron_ext.runtime.recording import Recording, clock_of
-from megatron_ext.schedule.plan.what_if import weight_shares
-from megatron_ext.schedule.program.simulate import simulate_steps
-from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.show.trace import NAME, TracedStep, TraceFile, beside_all
-from megatron_ext.schedule.show.trace_report import trace_report
-from megatron_ext.schedule.show.trace_text import summary
-from megatron_ext.schedule.timeline import Event, Reduction, Timeline
+from megatron_ext.schedule.timeline import Event, GradientReduction, Timeline
+from megatron_ext.viz.trace import NAME, TracedStep, TraceFile, beside_all
+from megatron_ext.viz.trace_report import trace_report
+from megatron_ext.viz.trace_text import summary
 
-_Recorded = tuple[list[Event], list[Reduction]]
-_OfRank = tuple[list[_Recorded], float | None]  # its steps, and what its allocator reserves beyond
-_SECONDS = 5.0  # that what-if may take, while the other ranks wait with their next step
+_Recorded = tuple[list[Event], list[GradientReduction]]
+_OfRank = tuple[list[_Recorded], float | None]  # its steps, and `reserved_beyond_allocated`
+_SECONDS = 5.0  # limit for the what-if analysis, while the other ranks wait with their next step
 
 
 class StepTrace(StepObserver[ObservedStep]):
-    """Records the training steps of ``iterations`` and writes them to ``folder``. None of them
-    named are those of `TRACED_OF_RUN`.
+    """Records the training steps of ``iterations`` and writes them to ``folder``. If ``iterations``
+    is None, they are `TRACED_OF_RUN`.
 
     Args:
-        overlap: steps overlap, so ranks must not meet between them: all are written after the last.
-        of_stock: they are Megatron's own, and what ours would take is told after the last.
+        overlap: consecutive steps overlap, so ranks must not meet between them: all steps are
+            written
+            after the last.
+        of_stock: the steps are Megatron's own; after the last, the time of our schedules is
+            predicted.
     """
 
     def __init__(
@@ -57,14 +60,14 @@ class StepTrace(StepObserver[ObservedStep]):
         self._of_stock = of_stock
         self._calls = 0
         self._iteration = 0
-        self._latest = 0  # iteration that was recorded: Megatron can run one a second time
+        self._latest = 0  # recorded iteration: Megatron can rerun one
         self._file: TraceFile | None = None
         self._recording: Recording | None = None  # of the step that runs, if it is traced
-        self._recorded: dict[int, Recording] = {}  # by iteration, of steps that are to be written
+        self._recorded: dict[int, Recording] = {}  # by iteration, of steps not written yet
         self._traced: list[TracedStep] = []  # on the rank that writes
 
     def begin(self, step: ObservedStep) -> None:
-        """Record the step, if it is to be."""
+        """Record the step if its iteration is traced."""
         self._calls += 1
         self._iteration = current_iteration() or self._calls
         if self._iterations is None:
@@ -76,7 +79,7 @@ class StepTrace(StepObserver[ObservedStep]):
             self._recording = step.recorder.record(clock, with_reductions=True)
 
     def end(self, step: ObservedStep) -> None:
-        """Write the step, if it was recorded. Collective over the pipeline then."""
+        """Write the step if it was recorded; this is collective over the pipeline."""
         recording, self._recording = self._recording, None
         if recording is None:
             return
@@ -116,7 +119,7 @@ class StepTrace(StepObserver[ObservedStep]):
             self._tell()
 
     def finish(self, iteration: int) -> None:
-        """Tell of a trace that the training's end has left without its last iterations."""
+        """Report a trace without its last iterations, because the training has ended earlier."""
         wanted = self._iterations
         if wanted is None or self._latest == wanted[-1] or not _is_writer():
             return
@@ -144,7 +147,8 @@ class StepTrace(StepObserver[ObservedStep]):
             )
 
     def _tell(self) -> None:
-        """Where the time of Megatron's own steps went, and what ours would take."""
+        """Log where the time of Megatron's own steps went, and the predicted time of our
+        schedules."""
         if self._of_stock and self._traced:
             for line in summary(trace_report(self._traced, _SECONDS), self._path.parent):
                 logger.info(line)
@@ -157,19 +161,20 @@ def _is_writer() -> bool:
 def _on_one_clock(
     program: Program, recorded: Sequence[_Recorded], offsets: list[float]
 ) -> Timeline:
-    """What all ranks recorded, as rank 0's clock would have shown it."""
+    """Return the records of all ranks as one timeline, in the time of rank 0's clock."""
     events, reductions = [], []
     for (passes, own_reductions), ahead in zip(recorded, offsets, strict=True):
         events += [Event(e.rank, e.action, e.start - ahead, e.end - ahead) for e in passes]
         reductions += [
-            Reduction(r.rank, r.stage, r.start - ahead, r.end - ahead, r.is_exact)
+            GradientReduction(r.rank, r.stage, r.start - ahead, r.end - ahead, r.is_exact)
             for r in own_reductions
         ]
     return Timeline(program.schedule, tuple(events), tuple(reductions))
 
 
 def _other_order(program: Program, measured: Timeline) -> str | None:
-    """Where the passes that Megatron ran are not those of ``program``, if they are not."""
+    """Return how the passes that Megatron ran differ from those of ``program``; None if they are
+    equal."""
     for rank, expected in enumerate(program.schedule.compute_rows):
         ran = tuple(event.action for event in measured.compute[rank])
         if ran == expected:
@@ -186,7 +191,7 @@ def _other_order(program: Program, measured: Timeline) -> str | None:
 
 
 def _log(step: TracedStep) -> None:
-    """Write the step's figures to Megatron's own writers, as often as Megatron writes its own."""
+    """Write the step's figures to Megatron's writers, at Megatron's own interval."""
     if step.iteration % log_interval():
         return
     predicted, measured = step.predicted, step.measured

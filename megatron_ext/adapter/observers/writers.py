@@ -14,8 +14,8 @@ def log_step(
     seconds: tuple[float, float],
     more: Mapping[str, float] | None = None,
 ) -> None:
-    """Write a step's bubble share and its seconds, each as (predicted, measured), and ``more``
-    figures by name to each of the writers that exist."""
+    """Write a step's bubble share and seconds, each as (predicted, measured), and the figures in
+    ``more`` by name, to the writers that exist."""
     figures: dict[str, float] = {}
     for name, (predicted, measured) in (
         ("pipeline/bubble share", bubble_shares),

@@ -1,1 +1,1 @@
-"""Forward and backward passes that run as one, by Megatron's schedule plans."""
+"""Overlapped forward and backward passes, run by Megatron's schedule plans."""

@@ -1,4 +1,4 @@
-"""Whose passes Megatron can make schedule plans of."""
+"""Callers whose passes Megatron can turn into schedule plans."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model, log_single_rank
 
-from megatron_ext.adapter.pairs.asked import FLAG
+from megatron_ext.adapter.pairs.overlap_setting import FLAG
 from megatron_ext.adapter.step.call import Call
 from megatron_ext.logger import logger
 
@@ -19,8 +19,8 @@ _WORD = "return_schedule_plan"
 
 
 def takes_plans(forward_step_func: Callable[..., Any]) -> bool:
-    """Whether ``forward_step_func`` makes a plan when it is asked to. If not, a line says so: then
-    the passes of a pair run one after the other."""
+    """Whether ``forward_step_func`` can return a schedule plan. If not, a warning is logged once,
+    and overlapped passes run sequentially."""
     parameters = inspect.signature(forward_step_func).parameters
     if _WORD in parameters or any(own.kind is own.VAR_KEYWORD for own in parameters.values()):
         return True
@@ -40,7 +40,8 @@ def _say_that_nothing_hides(name: str) -> None:
 
 
 def refuse_unplanned(call: Call) -> None:
-    """Raise ValueError if Megatron has no plans for the model of ``call``, or for its caller."""
+    """Raise ValueError if Megatron has no schedule plans for the model of ``call``, or for its
+    caller."""
     if not parallel_state.model_parallel_is_initialized():
         raise ValueError(
             f"{FLAG} does not go with process groups of the caller's own: Megatron asks its global "

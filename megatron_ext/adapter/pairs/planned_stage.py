@@ -1,15 +1,14 @@
-"""A stage whose passes are Megatron's schedule plans, so that two of them can run as one.
+"""Stage whose passes are Megatron's schedule plans, so that two of them can overlap.
 
-A plan has a layer's attention, dispatch, experts and combine as nodes of their own, all-to-all on a
-stream of its own. Of a pair, layer i of the forward pass runs beside layer n-1-i of the backward
-pass, node by node, so that the all-to-all of one hides behind the other's products. It is
-Megatron's own function that runs them, and it runs one alone, too: what a stage computes is stock's
-to the last bit, paired or not.
+A plan has a layer's attention, dispatch, experts and combine as separate nodes, with the all-to-all
+on its own stream. In overlapped passes, layer i of the forward pass runs alongside layer n-1-i of
+the backward pass, node by node, so that one's all-to-all hides behind the other's products.
+Megatron's own function runs both, and also runs a single pass: the results are bitwise stock's.
 
-The plan, and the loss function's node, ride on the output from F to its backward pass. Weight
-gradients wait in our queue: the nodes' own backward_dw does nothing, since the layers are built
-without delay_wgrad_compute. While both passes run the queue's key is the backward pass's; the
-forward pass puts nothing there.
+The plan, and the loss function's node, are attributes of the output from F to its backward pass.
+Weight gradients wait in our queue: the nodes' own backward_dw does nothing, since the layers are
+built without delay_wgrad_compute. While both passes run, the queue's key is the backward pass's;
+the forward pass puts nothing there.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ _NO_BACKWARD: _Arguments = {
 
 
 class PlannedStage(ModelStage):
-    """One model chunk during one training step. In an evaluation its passes are plain ones, and so
-    are those of a chunk without layers, whose plan would give its input for its output."""
+    """Model chunk during one training step. In an evaluation it runs plain passes. So does a chunk
+    without layers, whose plan would return its input as its output."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -88,15 +87,15 @@ class PlannedStage(ModelStage):
     ) -> Tensor | None:
         if not self._is_planned:
             return super()._backward_input(microbatch, dy, w_is_next=w_is_next)
-        # Not `compute_meanwhile`, though W may be next: a product's operands would be given back
+        # Not `compute_meanwhile`, though W may be next: a product's operands would be freed
         # before it is noted that this stream reads them (`_used_here`).
         with queue.collecting(self._number, microbatch):
             *_, dx = self._step(_NO_FORWARD, self._backward_of(microbatch, dy))
         return self._end_backward(microbatch, dx)
 
     def _compute_weights_within(self, microbatch: int) -> None:
-        """Have the plan of a pair's B compute weight gradients where Megatron does with
-        delay_wgrad_compute: the experts' beside the forward pass's dispatch, the others' behind
+        """Make the plan of an overlapped B compute weight gradients where Megatron does with
+        delay_wgrad_compute: the experts' during the forward pass's dispatch, the others' after
         their layer."""
         _, output = self._between[microbatch]
         plan: Any = output.schedule_plan  # type: ignore[attr-defined]  # Megatron's
@@ -107,7 +106,8 @@ class PlannedStage(ModelStage):
                     node.bwd_dw_callables = [_WeightsSoFar(self._number, microbatch)]
 
     def _step(self, forward: _Arguments, backward: _Arguments) -> tuple[Any, Any, Tensor | None]:
-        """The output and the number of tokens of the forward pass, and the input's gradient."""
+        """Return the output and the number of tokens of the forward pass, and the input's
+        gradient."""
         made: tuple[Any, Any, Tensor | None] = combined_forward_backward_step(
             **forward, **backward, config=self._config
         )
@@ -115,7 +115,7 @@ class PlannedStage(ModelStage):
 
     def _forward_of(self, microbatch: int, x: Tensor | None) -> _Arguments:
         is_first = self._begin_forward(x)
-        if x is not None:  # the nodes of a plan ask one another for gradients
+        if x is not None:  # the nodes of a plan require gradients of each other
             x.requires_grad_()
         call = self._call
         return {
@@ -157,7 +157,8 @@ class PlannedStage(ModelStage):
 
 
 class _WeightsSoFar:
-    """What a node of a plan takes for modules whose weight gradients have been put off."""
+    """Callable of a plan's node that computes the weight gradients which its modules have
+    deferred."""
 
     def __init__(self, stage: int, microbatch: int) -> None:
         self._key = stage, microbatch
@@ -167,13 +168,13 @@ class _WeightsSoFar:
         queue.run_so_far(*self._key)
 
     def parameters(self) -> tuple[()]:
-        """None whose hooks the node is to call: the queue adds gradients by itself."""
+        """Return no parameters whose hooks the node would call: the queue adds gradients itself."""
         return ()
 
 
 def _used_here(tensors: Iterable[Tensor]) -> None:
-    """Some of ``tensors`` were made on the stream of the all-to-all, whose memory they are given
-    back to: not before the current stream, which sends them or computes W, has read them."""
+    """Tell the allocator that the current stream, which sends ``tensors`` or computes W from them,
+    uses them: some were allocated on the all-to-all's stream."""
     for tensor in tensors:
         if tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream())

@@ -1,1 +1,1 @@
-"""What a training comes to, recorded as it runs: losses, norms, and tensors by name."""
+"""Results of a training, recorded as it runs: losses, norms, and tensors by name."""

@@ -1,24 +1,24 @@
-"""Digests of tensors that add up: those of pieces to that of the whole, however it is divided.
+"""Digests of tensors that add up: those of pieces to that of the whole, for any partition.
 
-Each element's bits are mixed with its place in the whole tensor, and the results added modulo
-2**64, so that neither the order nor the division matters. Computed where the tensor is; nothing but
-the sum is copied.
+Each element's bits are mixed with its index in the whole tensor, and the results are added modulo
+2**64, so that neither the order nor the partition matters. The digest is computed on the tensor's
+device; only the sum is copied.
 """
 
 from __future__ import annotations
 
 import torch
 
-from megatron_ext.parity.records.piece import STORED_AS, Piece
+from megatron_ext.recordings.piece import STORED_AS, Piece
 
-_BLOCK = 1 << 22  # elements at a time: what it takes is 64 MiB
+_BLOCK = 1 << 22  # elements at a time, which take 64 MiB
 _BITS = {"i1": torch.int8, "i2": torch.int16, "i4": torch.int32, "i8": torch.int64}
-# Odd, and with bits all over, as signed 64-bit integers (those of splitmix64).
+# The odd multipliers of splitmix64, as signed 64-bit integers.
 _PLACE, _MIX = -0x61C8864680B583EB, -0x40A7B892E31B1A47
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, flat, as the integers that its bits are; no copy where it is contiguous."""
+    """Return the bits of ``tensor``, flattened, as integers; no copy if it is contiguous."""
     return tensor.detach().reshape(-1).view(_BITS[STORED_AS[dtype_of(tensor)]])
 
 
@@ -27,7 +27,8 @@ def dtype_of(tensor: torch.Tensor) -> str:
 
 
 def digest(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """The share of ``piece``, whose elements ``tensor`` has: an int64 on the tensor's device."""
+    """Return the digest of ``piece``, whose elements are in ``tensor``: an int64 on the tensor's
+    device."""
     bits = bits_of(tensor)
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for start in range(0, bits.numel(), _BLOCK):
@@ -41,7 +42,8 @@ def digest(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
 
 
 def _places(piece: Piece, start: int, stop: int, device: torch.device) -> torch.Tensor:
-    """Where elements ``start`` to ``stop`` of the flattened shard are in the flattened tensor."""
+    """Return the indices in the flattened tensor of elements ``start`` to ``stop`` of the flattened
+    shard."""
     inside = torch.arange(start, stop, dtype=torch.int64, device=device)
     if piece.shape == piece.whole:
         return inside

@@ -1,8 +1,8 @@
-"""The tensors that a rank trains, by their names in torch_dist and where in the whole they lie.
+"""Tensors that a rank trains, by their names in torch_dist and their places in the whole tensors.
 
-Names and places come from the model's own sharded_state_dict, so that any model has them that
-Megatron can save; the optimizer's states are named after their parameters, as torch_dist does. A
-distributed optimizer's are taken as they lie, divided over ranks, and nothing is gathered.
+Names and places come from the model's own sharded_state_dict, so every model that Megatron can save
+has them; the optimizer's states are named after their parameters, as in torch_dist. A distributed
+optimizer's states are taken as sharded, and nothing is gathered.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from megatron.training.checkpointing import _build_sharded_state_dict_metadata
 
 from megatron_ext.adapter.model_parts import head_is_looked_up, language_model
 from megatron_ext.adapter.parity.digest import dtype_of
-from megatron_ext.parity.records.piece import Piece
+from megatron_ext.recordings.piece import Piece
 
 NamedTensor = tuple[Piece, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Elements ``start`` to ``stop`` of a flattened parameter, and what ``piece`` they are."""
+    """Elements ``start`` to ``stop`` of a flattened parameter, and the ``piece`` that they are."""
 
     start: int
     stop: int
     piece: Piece
-    is_main: bool  # but for the data-parallel rank, which a distributed optimizer has instead
+    is_main: bool  # main replica if the data-parallel rank is ignored
 
 
 class NamedTensors:
-    """Of a model and its optimizer, as ``setup_model_and_optimizer`` makes them.
+    """Named tensors of a model and its optimizer, as ``setup_model_and_optimizer`` returns them.
 
     Raises:
         ValueError: the model has no names in torch_dist.
@@ -51,7 +51,7 @@ class NamedTensors:
 
     def __init__(self, model: Sequence[torch.nn.Module], optimizer: Any, args: Any) -> None:
         self._optimizers = list(_steppers(optimizer))
-        self._others: list[NamedTensor] = []  # saved, and no parameters: buffers
+        self._others: list[NamedTensor] = []  # saved buffers, which are no parameters
         self._parts: dict[torch.nn.Parameter, tuple[_Part, ...]] = {}
         for chunk in unwrap_model(list(model)):
             try:
@@ -78,13 +78,14 @@ class NamedTensors:
                 self._others.append((part.piece, entry.data))
 
     def parameters(self) -> Iterator[NamedTensor]:
-        """The model's parameters, and buffers that it saves."""
+        """Yield the model's parameters, and the buffers that it saves."""
         for parameter, parts in self._parts.items():
             yield from _cut(parts, _plain(parameter), "", 0)
         yield from self._others
 
     def optimizer_states(self) -> Iterator[NamedTensor]:
-        """Main parameters and what the optimizer keeps for each, as far as they are here."""
+        """Yield the main parameters and the optimizer's states of each, as far as they are on this
+        rank."""
         for optimizer, is_copy in self._optimizers:
             if hasattr(optimizer, "model_param_group_index_map"):
                 states = _divided_states(optimizer)
@@ -97,8 +98,8 @@ class NamedTensors:
 
 @contextlib.contextmanager
 def _output_layer_left_out(chunk: torch.nn.Module) -> Iterator[None]:
-    """Within, tied multi-token prediction has names on a last stage too: Megatron asserts there
-    that the output layer has no weight of its own, and it has one, which nobody uses."""
+    """Context in which tied multi-token prediction has names on a last stage too: Megatron asserts
+    there that the output layer has no weight of its own, but it has one, which is unused."""
     model: Any = language_model(chunk)
     if not head_is_looked_up(chunk):
         yield
@@ -125,8 +126,8 @@ def _is_copy_but_for_data(part: _Part) -> bool:
 def _steppers(
     optimizer: Any, is_copy: Callable[[_Part], bool] = _is_copy
 ) -> Iterator[tuple[Any, Callable[[_Part], bool]]]:
-    """The optimizers of nested chains that step, and of each which states are copies of another
-    rank's."""
+    """Yield the optimizers in nested chains that step, each with a function that tells which of its
+    states are copies of another rank's."""
     if isinstance(optimizer, LayerWiseDistributedOptimizer):
         is_copy = _is_copy_but_for_data  # a parameter's states are on one data-parallel rank
     chain = getattr(optimizer, "chained_optimizers", None)
@@ -141,9 +142,11 @@ def _steppers(
 
 
 def _parts(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[_Part]:
-    """Where the elements of a parameter are in torch_dist. What is saved in several tensors, as the
-    two halves of a gated linear layer, are views of the parameter; where they are not, the shard is
-    named as it lies here."""
+    """Yield the places in torch_dist of a parameter's elements.
+
+    Tensors saved separately, such as the two halves of a gated linear layer, are views of the
+    parameter. If they are not, the local shard gets a name of its own.
+    """
     if isinstance(entry, ShardedTensor):
         yield _part(entry, 0)
         return
@@ -192,9 +195,10 @@ def _cut(
     start: int,
     is_copy: Callable[[_Part], bool] = _is_copy,
 ) -> Iterator[NamedTensor]:
-    """``tensor``, which has the elements of a flattened parameter from ``start`` on, in pieces."""
+    """Yield ``tensor``, the elements of a flattened parameter from ``start`` on, in named
+    pieces."""
     flat = tensor.detach().reshape(-1)
-    if tensor.dim() == 0:  # a count of steps, whole wherever a part of the parameter is
+    if tensor.dim() == 0:  # a step counter, whole on each rank with a part of the parameter
         piece = parts[0].piece
         copied = is_copy(parts[0])
         yield (
@@ -217,7 +221,7 @@ def _cut(
 
 
 def _plain(parameter: torch.Tensor) -> torch.Tensor:
-    """Transformer Engine's quantized parameters as the numbers that they stand for."""
+    """Return Transformer Engine's quantized parameters dequantized, and others as they are."""
     if type(parameter) in (torch.Tensor, torch.nn.Parameter):
         return parameter
     return parameter.dequantize() if hasattr(parameter, "_quantizer") else parameter

@@ -1,7 +1,6 @@
-"""Records what a training comes to: after setup, after each iteration, and at the end.
+"""Recorder of a training's results: after setup, after each iteration, and at the end.
 
-It reads and changes no tensor. The training saves nothing of its own, and ends after the iterations
-that are asked for.
+It changes no tensor. The training itself saves nothing, and ends after the requested iterations.
 """
 
 from __future__ import annotations
@@ -18,18 +17,19 @@ import torch.distributed as dist
 
 from megatron_ext.adapter.parity.digest import bits_of, digest
 from megatron_ext.adapter.parity.named_tensors import NamedTensor, NamedTensors
-from megatron_ext.parity.records.piece import Piece
-from megatron_ext.parity.records.writing import RankWriter
+from megatron_ext.recordings.piece import Piece
+from megatron_ext.recordings.writing import RankWriter
 
 _PLAIN = (bool, int, float, str, type(None))
 
 
-class Recorder:
+class ParityRecorder:
     """Records ``iterations`` iterations into ``folder``.
 
     Raises:
         ValueError: the rank has recorded there before, the folder cannot be written to, or the
-            model has no names in torch_dist. At ``begin``, before anything is trained.
+            model
+            has no names in torch_dist; raised by ``begin``, before anything is trained.
     """
 
     def __init__(self, folder: Path, iterations: int) -> None:
@@ -38,7 +38,8 @@ class Recorder:
         self._last = 0
 
     def begin(self, model: Any, optimizer: Any, args: Any) -> None:
-        """Before the first iteration; ``args`` are Megatron's, and count from here on."""
+        """Start before the first iteration. ``args`` are Megatron's, and are changed to end the
+        training."""
         first = int(args.iteration)
         iterations = min(self._iterations, (args.train_iters or 0) - first)
         if iterations < 1:
@@ -62,7 +63,8 @@ class Recorder:
         self._writer.iteration(first, {}, digests(self._tensors.parameters()))
 
     def iteration(self, iteration: int, losses: Mapping[str, Any], norm: Any, skipped: int) -> None:
-        """What Megatron logs of an iteration, and what the rank holds after it."""
+        """Record Megatron's log of an iteration, and the digests of this rank's tensors after
+        it."""
         figures = {
             "losses": {name: loss_of(value) for name, value in losses.items()},
             "norm": None if norm is None else float(norm),
@@ -71,7 +73,8 @@ class Recorder:
         self._writer.iteration(iteration, figures, digests(self._now()))
 
     def _now(self) -> Iterator[NamedTensor]:
-        """Parameters that are gathered during the next step are not what they will be."""
+        """Yield the tensors that are final after an iteration; parameters that the next step still
+        gathers are not."""
         if not self._gathers:
             yield from self._tensors.parameters()
         yield from self._tensors.optimizer_states()
@@ -80,7 +83,7 @@ class Recorder:
         return iteration >= self._last
 
     def end(self) -> None:
-        """After the last iteration, with all parameters gathered: the tensors themselves."""
+        """Record the tensors themselves, after the last iteration, with all parameters gathered."""
         self._writer.end(
             (piece, memoryview(bits_of(tensor).cpu().numpy()).cast("B"))
             for tensors in (self._tensors.parameters(), self._tensors.optimizer_states())
@@ -90,7 +93,7 @@ class Recorder:
 
 
 def digests(tensors: Iterator[NamedTensor]) -> dict[Piece, int]:
-    """Of each piece; those of one device are brought to the host together."""
+    """Return the digest of each piece; those of one device are copied to the host together."""
     pieces: list[Piece] = []
     values: list[torch.Tensor] = []
     for piece, tensor in tensors:
@@ -107,14 +110,14 @@ def digests(tensors: Iterator[NamedTensor]) -> dict[Piece, int]:
 
 
 def loss_of(value: Any) -> float:
-    """A reduced loss as Megatron logs it: a tensor, or a sum with its count."""
+    """Return a reduced loss as Megatron logs it: a tensor, or a sum with its count."""
     if isinstance(value, torch.Tensor) and value.numel() == 2:
         return float(value[0] / value[1])
     return float(value)
 
 
 def plain_arguments(args: Any) -> dict[str, Any]:
-    """Megatron's arguments that are plain values, or lists of such; others as text."""
+    """Return Megatron's arguments: plain values and lists of such as they are, others as text."""
     return {name: _plain(value) for name, value in sorted(vars(args).items())}
 
 
@@ -127,7 +130,8 @@ def _plain(value: Any) -> Any:
 
 
 def give_up(error: ValueError) -> NoReturn:
-    """End this rank, which alone may know why; its launcher ends the others."""
+    """End this rank, which may be the only one that knows the error; its launcher ends the
+    others."""
     rank = os.environ.get("RANK", "0")
     sys.stderr.write(f"megatron_ext: error on rank {rank}: {error}\n")
     raise SystemExit(2)

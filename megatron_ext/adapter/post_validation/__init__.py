@@ -1,1 +1,2 @@
-"""Megatron's optimizer steps before its step is validated, and takes it back if need be."""
+"""Optimizer steps of Megatron that are taken before their validation, and rolled back if it
+fails."""

@@ -1,11 +1,11 @@
-"""A step of Megatron's optimizer on what a part of the pipeline knows, which can be taken back.
+"""Optimizer step on the partial state of some pipeline ranks, which can be rolled back.
 
-Stock's step holds each rank until the slowest is done, to learn the norm of all gradients and
-whether one is infinite. `SpeculativeOptimizer` takes the same step in pieces: it prepares the
-gradients with reductions inside a rank's own stages, steps before the whole norm is known, puts
-back what the step has overwritten, and has stock's own step run on the prepared gradients.
+Megatron's own step makes each rank wait for the slowest one, to learn the norm of all gradients and
+whether any is infinite. `SpeculativeOptimizer` splits the step: it prepares the gradients with
+reductions within a rank's own stages, steps before the whole norm is known, restores what the step
+has overwritten, and runs Megatron's own step on the prepared gradients.
 
-What of Megatron it relies on is told where its optimizers are patched
+The parts of Megatron that it relies on are listed where Megatron's optimizers are patched
 (`patches/megatron/core/optimizer/optimizer/steps.py`).
 """
 
@@ -35,19 +35,19 @@ from megatron_ext.runtime.post_validation.snapshot import Snapshot
 Result = tuple[bool, float | None, int | None]  # whether it stepped, the norm, zero gradients
 Step = Callable[[Any], Result]
 
-# Relative: nearer than this to a threshold, the order of a norm's sums may decide.
+# Relative: closer than this to a threshold, the order of a norm's summation may decide.
 _MARGIN = 1e-5
 _CLIP_EPSILON = 1e-6  # stock's, added to the norm
 
 
 class SpeculativeOptimizer:
-    """Megatron's optimizer of a rank, with a step in pieces: prepare, step, take back, do again.
+    """Megatron's optimizer of a rank, with a step in parts: prepare, step, take back, redo.
 
-    ``optimizer`` is the one that the training loop has (a chain or a single one), ``models`` are
-    the rank's chunks, wrapped in DistributedDataParallel.
+    ``optimizer`` is the training loop's (a chain or a single one). ``models`` are the rank's
+    chunks, wrapped in DistributedDataParallel.
 
     Raises:
-        ValueError: what ``optimizer`` overwrites cannot be taken back.
+        ValueError: a step of ``optimizer`` cannot be rolled back.
     """
 
     def __init__(self, optimizer: Any, models: Sequence[Any]) -> None:
@@ -64,12 +64,12 @@ class SpeculativeOptimizer:
 
     @property
     def snapshot(self) -> Snapshot:
-        """What the step overwrites. Its text says where that is kept and what it takes."""
+        """Copy of the state that the step overwrites. Its text names its place and its size."""
         return self._overwritten
 
     @torch.no_grad()
     def prepare(self) -> PartialState:
-        """Prepare the gradients as stock does, and measure those of this rank's stages.
+        """Prepare the gradients as Megatron does, and return the state of this rank's stages.
 
         Collective among the ranks that share these stages, which all get the same state.
         """
@@ -89,9 +89,10 @@ class SpeculativeOptimizer:
         return PartialState(squared_norm=sum(norm**2 for norm in norms), found_inf=False)
 
     def is_quiet(self, state: PartialState) -> bool:
-        """Whether stock would certainly neither clip nor skip, were ``state`` the whole one.
+        """Whether Megatron's step would certainly neither clip nor skip if ``state`` were the whole
+        one.
 
-        Not within a relative 1e-5 of a threshold: there stock's own order of sums decides.
+        False within a relative 1e-5 of a threshold: there the order of Megatron's own sums decides.
         """
         config = self._optimizer.config
         norm = math.sqrt(state.squared_norm)
@@ -103,10 +104,10 @@ class SpeculativeOptimizer:
 
     @torch.no_grad()
     def step(self, keep: bool) -> None:
-        """Step on the prepared gradients, unclipped; with ``keep`` it can be taken back.
+        """Step on the prepared gradients, unclipped; with ``keep`` the step can be rolled back.
 
         Raises:
-            ValueError: there is no memory to keep the state before it.
+            ValueError: there is too little memory for the copy of the previous state.
         """
         assert self._is_prepared and not self._has_stepped, "a step of gradients not prepared"
         if keep:
@@ -117,10 +118,10 @@ class SpeculativeOptimizer:
 
     @torch.no_grad()
     def take_back(self) -> None:
-        """Put everything back to where it was before `prepare`, but for the gradients.
+        """Restore everything to the state before `prepare`, except the gradients.
 
-        Collective among data-parallel ranks. Also needed where no step was taken: loss scaler and
-        learning rates have moved on, and parameters may have been gathered.
+        Collective among data-parallel ranks. Also needed if no step was taken: loss scaler and
+        learning rates have advanced, and parameters may have been gathered.
         """
         assert self._is_prepared, "there is no step to take back"
         for model in self._models:
@@ -138,10 +139,11 @@ class SpeculativeOptimizer:
 
     @torch.no_grad()
     def redo(self, found_inf: bool) -> Result:
-        """Take the step back and let stock step on the prepared gradients, once.
+        """Roll the step back, and run Megatron's step on the prepared gradients, once.
 
-        Collective over the model-parallel ranks, as stock's step. ``found_inf``: in any of them;
-        then the step is skipped. Returns what stock's step does.
+        Collective over the model-parallel ranks, like Megatron's step. ``found_inf`` tells whether
+        any of them has an infinity; then the step is skipped. Returns the result of Megatron's
+        step.
         """
         self.take_back()
         for part in self._parts:
@@ -154,7 +156,7 @@ class SpeculativeOptimizer:
 
 
 def why_not(optimizer: Any) -> str | None:
-    """Why steps of ``optimizer`` cannot be taken back, or None where they can."""
+    """Return why steps of ``optimizer`` cannot be rolled back; None if they can."""
     for part in _parts(optimizer):
         if type(part) not in (
             FP32Optimizer,
@@ -193,7 +195,7 @@ def _parts(optimizer: Any) -> list[Any]:
 
 
 def _group_of_stage(part: Any) -> dist.ProcessGroup:
-    """The ranks among which the gradients of a rank's stages are divided, for ``part``."""
+    """Return the group over which the gradients of a rank's stages are sharded, for ``part``."""
     if isinstance(part, DistributedOptimizer):
         return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     if any(group.get("is_expert_parallel") for group in part.param_groups):
@@ -204,7 +206,7 @@ def _group_of_stage(part: Any) -> dist.ProcessGroup:
 def _overwritten(
     parts: Sequence[Any],
 ) -> tuple[list[torch.Tensor], list[MutableMapping[Any, Any]]]:
-    """The tensors and the mappings that a step writes to. 16-bit parameters are made from these."""
+    """Return the tensors and mappings that a step writes. 16-bit parameters are cast from these."""
     tensors: list[torch.Tensor] = []
     mappings: list[MutableMapping[Any, Any]] = []
     for part in parts:
@@ -215,23 +217,24 @@ def _overwritten(
         for inner in _inner(part.optimizer):
             for group in inner.param_groups:
                 tensors += group["params"]
-            # The outer one too: of some parameters there may be no state yet.
+            # The outer mapping too: some parameters may have no state yet.
             mappings += [inner.state, *inner.state.values()]
             if inner is not part.optimizer:
-                mappings.append(vars(inner))  # its groups are exchanged in each step
+                mappings.append(vars(inner))  # its groups are replaced in each step
     return tensors, mappings
 
 
 def _inner(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
-    """Those that step: a hybrid optimizer has some on the host, and others on the device."""
+    """Return the optimizers that step: a hybrid one has some on the host, and others on the
+    device."""
     if isinstance(optimizer, HybridDeviceOptimizer):
         return list(optimizer.sub_optimizers)
     return [optimizer]
 
 
 def _found_anywhere(part: Any) -> bool:
-    """Whether a rank has found an infinity in the gradients of ``part``, which has a scaler of its
-    own."""
+    """Whether any rank has found an infinity in the gradients of ``part``, which has its own
+    scaler."""
     dist.all_reduce(
         part.found_inf, op=dist.ReduceOp.MAX, group=part.get_grad_stats_parallel_group()
     )
@@ -239,9 +242,9 @@ def _found_anywhere(part: Any) -> bool:
 
 
 def _forget_gathering(model: Any) -> None:
-    """Have forward hooks gather parameters again, as they would after a step.
+    """Make forward hooks gather parameters again, as after a step.
 
-    Some may have been gathered by the first passes of the next step, or are under way.
+    Some may have been gathered by the first passes of the next step, or are being gathered.
     """
     if not model.ddp_config.overlap_param_gather:
         return
@@ -253,7 +256,8 @@ def _forget_gathering(model: Any) -> None:
 
 
 def _gather_again(model: Any) -> None:
-    """Have each data-parallel rank's share of the parameters on all of them, unless hooks do it."""
+    """Gather each data-parallel rank's shard of the parameters on all of them, unless hooks do
+    it."""
     config = model.ddp_config
     if config.use_distributed_optimizer and not config.overlap_param_gather:
         model.start_param_sync()
@@ -261,7 +265,8 @@ def _gather_again(model: Any) -> None:
 
 @contextlib.contextmanager
 def _answering(owner: Any, method: str, answer: Any) -> Iterator[None]:
-    """Have ``owner.method()`` answer ``answer``; other objects of its class are not touched."""
+    """Context in which ``owner.method()`` returns ``answer``; other objects of its class are
+    unaffected."""
     assert method not in vars(owner)
     setattr(owner, method, lambda: answer)
     try:
@@ -271,7 +276,7 @@ def _answering(owner: Any, method: str, answer: Any) -> Iterator[None]:
 
 
 class Nesting:
-    """Tells Megatron's calls of its own patched methods from those that come from outside."""
+    """Distinguishes Megatron's calls of its own patched methods from calls from outside."""
 
     def __init__(self) -> None:
         self.is_inside = False
@@ -293,10 +298,11 @@ nesting = Nesting()
 
 
 def zero_within_a_step(stock: Callable[..., None], model: Any) -> None:
-    """``model.zero_grad_buffer()`` amid a step that holds back reductions: it goes on doing so.
+    """Run ``model.zero_grad_buffer()`` within a step that holds reductions back, without releasing
+    them.
 
-    Stock's leaves each bucket group ready to reduce, as it knows no zeroing but between steps.
-    What forward hooks have noted of gathered parameters it does not touch.
+    Megatron's own leaves each bucket group ready to reduce, as it is only called between steps. It
+    does not change what forward hooks have noted of gathered parameters.
     """
     groups = [*model.bucket_groups, *model.expert_parallel_bucket_groups]
     reduces = [group.is_last_microbatch for group in groups]

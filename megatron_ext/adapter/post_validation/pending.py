@@ -1,15 +1,13 @@
-"""Steps of the optimizer that are taken before they are validated, from the step to the verdict.
+"""Optimizer steps taken before their validation, from the step to the verdict.
 
-While it is *armed*, the optimizer steps on the state of the ranks before it in the chain, and the
-training loop goes on as after success. The next step of the schedule brings the whole state; the
-verdict on it keeps the step or has it taken back and done as stock does it. Whatever the loop wants
-to do in between that a verdict can change (zeroing of gradients, the log) is put off until then.
+While it is *armed*, the optimizer steps on the state of the earlier ranks in the chain, and the
+training loop goes on as after a success. The schedule's next step brings the whole state; its
+verdict commits the step, or rolls it back and redoes it as Megatron does. Actions of the loop that
+a verdict can change (zeroing gradients, the log) are deferred until then.
 
-There is one `post_validation` in a process, as there is one training loop. The wrappers of what the
-loop calls ask it.
-
-The patches that ask it stand where Megatron has what they patch: core/optimizer/optimizer,
-core/optimizer_param_scheduler, and the loop in training.
+There is one `post_validation` per process, as there is one training loop. The wrappers of the
+functions that the loop calls consult it: core/optimizer/optimizer, core/optimizer_param_scheduler,
+and the loop in training.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ import torch.distributed as dist
 from megatron.core.utils import log_single_rank
 
 from megatron_ext.adapter.post_validation.optimizer import SpeculativeOptimizer
-from megatron_ext.adapter.post_validation.scheduled_step import ScheduledStep
+from megatron_ext.adapter.post_validation.revertible_lr_step import RevertibleLrStep
 from megatron_ext.adapter.training_globals import current_iteration
 from megatron_ext.logger import logger
 from megatron_ext.runtime.post_validation.arming import History
@@ -36,9 +34,9 @@ StepResult = tuple[bool, float | None, int | None]  # as Megatron's optimizers r
 
 @dataclass(frozen=True)
 class Result:
-    """What a step has come to. ``grad_norm`` is None where it was skipped for an inf.
+    """Result of a step. ``grad_norm`` is None if the step was skipped for an inf.
 
-    ``is_redone``: the speculative step was taken back, and with it loss scale and learning rate.
+    ``is_redone``: the speculative step was rolled back, and with it loss scale and learning rate.
     """
 
     success: bool
@@ -47,7 +45,7 @@ class Result:
     is_redone: bool = False
 
     def is_quiet(self, clip_grad: float) -> bool:
-        """Whether it was neither clipped nor skipped."""
+        """Whether the step was neither clipped nor skipped."""
         return (
             self.success
             and self.grad_norm is not None
@@ -58,12 +56,12 @@ class Result:
 
 @dataclass
 class _Pending:
-    """A step that has been taken and not been validated yet."""
+    """Step that has been taken and not been validated yet."""
 
     iteration: int
     optimizer: Any  # Megatron's
-    scheduled: ScheduledStep | None = None
-    put_off: list[Callable[[Result], None]] = field(default_factory=list)
+    scheduled: RevertibleLrStep | None = None
+    deferred: list[Callable[[Result], None]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ class _Connection:
 
 
 class PostValidation:
-    """The one step that may be pending, and what depends on it."""
+    """State of the one step that may be pending, and of the actions that depend on it."""
 
     def __init__(self) -> None:
         self._connection: _Connection | None = None
@@ -88,32 +86,32 @@ class PostValidation:
         self._has_told = False
         self._tokens = 0
         self._scale: Callable[[int], None] | None = None
-        self._half_done: int | None = None  # iteration whose step is being taken or taken back
+        self._half_done: int | None = None  # iteration whose step is being taken or rolled back
 
     def connect(
         self, messages: ValidationMessages, speculate: Callable[[Any], SpeculativeOptimizer]
     ) -> None:
-        """Speculate from now on, when it is worth it; before, every step is stock's.
+        """Speculate from now on, once it pays; before that every step is Megatron's own.
 
-        ``speculate`` makes a `SpeculativeOptimizer` of Megatron's.
+        ``speculate`` makes a `SpeculativeOptimizer` from Megatron's optimizer.
         """
         self._connection = _Connection(messages, speculate)
         self._start()
 
     def disconnect(self) -> None:
-        """The training has ended, and with it whatever was pending."""
+        """Discard any pending step: the training has ended."""
         self._connection = None
         self._start()
 
     @property
     def messages(self) -> ValidationMessages:
-        """What the ranks of this pipeline tell one another, once they are connected."""
+        """Validation messages between the ranks of this pipeline, once they are connected."""
         assert self._connection is not None
         return self._connection.messages
 
     @property
     def is_pending(self) -> bool:
-        """Whether a step has been taken and not been settled."""
+        """Whether a step has been taken and is not yet committed or rolled back."""
         return self._pending is not None
 
     @property
@@ -123,26 +121,28 @@ class PostValidation:
 
     @property
     def answers_at_once(self) -> bool:
-        """Whether the loop's reductions answer with what this rank has, without communication."""
+        """Whether the loop's reductions return this rank's own value, without communication."""
         return self.is_pending or self._is_delivering
 
     @property
     def is_armed(self) -> bool:
-        """Whether the next step is taken before it is validated."""
+        """Whether the next step is taken before its validation."""
         return self._history.is_armed
 
     def scale_by_tokens(self, tokens: int, scale: Callable[[int], None]) -> None:
-        """Have the gradients of the next step scaled, before they are prepared, by the tokens that
-        the ranks up to this one have counted: ``tokens`` here. (The first of the chain has all.)"""
+        """Scale the gradients of the next step, before they are prepared, by the number of tokens
+        that the ranks up to this one have counted: ``tokens`` here. (The first rank of the chain
+        has all.)"""
         self._tokens, self._scale = tokens, scale
 
     def optimizer_step(self, stock: Callable[[Any], StepResult], optimizer: Any) -> StepResult:
-        """What stands in place of ``stock(optimizer)``, Megatron's top-level step.
+        """Replacement of ``stock(optimizer)``, Megatron's top-level step.
 
-        Where it is pending afterwards, the result is that of success, with the latest norm known.
+        If the step is pending afterwards, the result is that of a success, with the latest known
+        norm.
         """
         iteration = current_iteration()
-        if self._connection is None or iteration is None:  # only Megatron's own loop settles
+        if self._connection is None or iteration is None:  # only Megatron's own loop commits
             return stock(optimizer)
         if not self.is_armed:
             result = Result(*stock(optimizer))
@@ -153,7 +153,7 @@ class PostValidation:
         if self._optimizer is None:
             self._optimizer = self._connection.speculate(optimizer)
         self._half_done = iteration
-        if self._scale is None:  # while the state of the ranks before may be on its way
+        if self._scale is None:  # while the earlier ranks' state may be in flight
             own = self._optimizer.prepare()
             before = messages.partial()
         else:
@@ -171,7 +171,8 @@ class PostValidation:
         return True, self._latest_norm, None
 
     def _tell_what_is_kept(self, messages: ValidationMessages) -> None:
-        """Once, on one rank that keeps something: on a line the first of all, on a V the last."""
+        """Log the snapshot once, on one rank that has one: on a line the first rank, on a V the
+        last."""
         ends = (0, dist.get_world_size() - 1)
         if not self._has_told and messages.is_first and dist.get_rank() in ends:
             assert self._optimizer is not None
@@ -181,26 +182,27 @@ class PostValidation:
             )
             self._has_told = True
 
-    def schedule_step(self, step: ScheduledStep) -> None:
-        """Take a step of the learning-rate scheduler, as after success."""
+    def schedule_step(self, step: RevertibleLrStep) -> None:
+        """Take a step of the learning-rate scheduler, as after a success."""
         assert self._pending is not None
         self._pending.scheduled = step
         step.take()
 
-    def put_off(self, action: Callable[[], None]) -> None:
-        """Run ``action`` after the verdict, in the order of these calls and those of `log`."""
+    def defer(self, action: Callable[[], None]) -> None:
+        """Defer ``action`` until after the verdict, in the order of these calls and those of
+        `log`."""
         self.log(lambda result: action())
 
     def log(self, deliver: Callable[[Result], None]) -> None:
-        """Run ``deliver`` after the verdict, with what the step has come to."""
+        """Defer ``deliver`` until after the verdict; it is called with the step's result."""
         assert self._pending is not None
-        self._pending.put_off.append(deliver)
+        self._pending.deferred.append(deliver)
 
-    def settle(self) -> None:
-        """Wait for the verdict, where one is pending. Collective over the pipelines then.
+    def commit_or_rollback(self) -> None:
+        """Wait for the verdict if a step is pending; collective over the pipelines in that case.
 
         Raises:
-            RuntimeError: a step has failed halfway, and nothing that is here is to be saved.
+            RuntimeError: a step has failed halfway, and this rank's state must not be saved.
         """
         if self._half_done is not None:
             raise RuntimeError(
@@ -212,10 +214,10 @@ class PostValidation:
             self.verdict(self._connection.messages.verdict())
 
     def verdict(self, whole: PartialState) -> bool:
-        """Keep the pending step, or have it taken back and redone; then do what was put off.
+        """Commit the pending step, or roll it back and redo it; then run the deferred actions.
 
         Returns:
-            Whether it was kept. If not, what has been computed since is of no use.
+            Whether it was committed. If not, results computed since are invalid.
         """
         pending = self._pending
         assert pending is not None and self._optimizer is not None
@@ -230,7 +232,7 @@ class PostValidation:
         self._remember(result, pending.iteration, pending.optimizer)
         self._is_delivering = True
         try:
-            for action in pending.put_off:
+            for action in pending.deferred:
                 action(result)
         finally:
             self._is_delivering = False
@@ -247,7 +249,7 @@ class PostValidation:
         return replace(result, is_redone=True)
 
     def _remember(self, result: Result, iteration: int, optimizer: Any) -> None:
-        """Note a validated step: the next may then be armed, or no longer."""
+        """Record a validated step: the next step may be armed, or disarmed, because of it."""
         was_armed = self._history.is_armed
         self._latest_norm = result.grad_norm
         self._history = self._history.then(result.is_quiet(optimizer.config.clip_grad))

@@ -1,7 +1,7 @@
-"""A training step that begins before the last one is validated, and begins again if that was wrong.
+"""Training step that begins before the previous one is validated, and restarts if that one fails.
 
-What its first forward passes have changed is put back: the state of random generators, and the data
-that they have read, which is read again from memory.
+The effects of its first forward passes are undone: random states are restored, and the data read so
+far is read again from memory.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from megatron_ext.schedule.placement import Placement
 def connect_validation(
     pipeline: dist.ProcessGroup, placement: Placement, recorder: Recorder, models: Sequence[Any]
 ) -> None:
-    """Speculate in steps of ``pipeline``, on the optimizer of ``models``, from now on. Collective
-    over it."""
+    """Speculate in steps of ``pipeline``, with the optimizer of ``models``, from now on. Collective
+    over ``pipeline``."""
     messages = ValidationMessages(pipeline, placement, recorder)
     post_validation.connect(messages, functools.partial(SpeculativeOptimizer, models=models))
 
@@ -38,7 +38,8 @@ def connect_validation(
 class SpeculativeStep(Validation):
     """One training step.
 
-    ``iterators`` are those of the rank's chunks; the step reads from `iterators`.
+    ``iterators`` are the data iterators of the rank's chunks; the step reads from the attribute
+    `iterators`.
     """
 
     def __init__(
@@ -56,13 +57,15 @@ class SpeculativeStep(Validation):
     def expect(self) -> None:
         self._messages.expect()
 
-    def settle(self) -> bool:
+    def commit_or_rollback(self) -> bool:
         if not self._validation.is_pending:
             return True
         stands = self._validation.verdict(self._messages.verdict())
         for data in self.iterators:
-            if data is not None:
-                data.settle(read_again=not stands)
+            if data is not None and stands:
+                data.commit()
+            elif data is not None:
+                data.rollback()
         if not stands:
             _restore(self._random)
         return stands
@@ -70,11 +73,12 @@ class SpeculativeStep(Validation):
     def abandon(self) -> None:
         self._messages.abandon()
 
-    def put_off_scaling(
+    def defer_scaling(
         self, tokens: torch.Tensor, models: Sequence[Any], groups: Any
     ) -> torch.Tensor | None:
-        """The ``tokens`` to scale gradients by after the passes. None while steps are taken before
-        they are validated: those scale by what the ranks up to this one have counted."""
+        """Return the ``tokens`` by which to scale gradients after the passes. Return None while
+        steps are taken before their validation: those scale by the count of the ranks up to this
+        one."""
         if not self._validation.is_armed:
             return tokens
         self._validation.scale_by_tokens(
@@ -84,7 +88,7 @@ class SpeculativeStep(Validation):
 
 
 class Rereadable:
-    """An iterator that remembers what was read, until it is known whether it is read again."""
+    """Iterator that remembers its items, until it is known whether they are read again."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         self._iterator = iterator
@@ -99,14 +103,19 @@ class Rereadable:
             return self._again.popleft()
         item = next(self._iterator)
         if self._read is not None:
-            self._read.append(copy.copy(item))  # whoever reads it may change its entries
+            self._read.append(copy.copy(item))  # the reader may change its entries
         return item
 
-    def settle(self, *, read_again: bool) -> None:
-        """Begin again with what was read first, or go on; remember nothing from now on."""
+    def commit(self) -> None:
+        """Forget the items read so far; no further item is remembered."""
         assert self._read is not None
-        if read_again:
-            self._again.extend(self._read)
+        self._read = None
+
+    def rollback(self) -> None:
+        """Return the items read so far once more, before the next one of the wrapped iterator; no
+        further item is remembered."""
+        assert self._read is not None
+        self._again.extend(self._read)
         self._read = None
 
 
@@ -124,7 +133,8 @@ _RandomStates = tuple[Any, Any, torch.Tensor, torch.Tensor, dict[str, torch.Tens
 
 
 def _random_states() -> _RandomStates:
-    """All that a forward pass may draw from, as Megatron's rerun state machine keeps it."""
+    """Return all random states that a forward pass may use, as Megatron's rerun state machine
+    does."""
     return (
         random.getstate(),
         np.random.get_state(),
@@ -135,7 +145,8 @@ def _random_states() -> _RandomStates:
 
 
 def _value(state: torch.Tensor | torch.Generator) -> torch.Tensor:
-    """A tracked state's numbers. Transformer Engine's tracker has generators, which go on."""
+    """Return a tracked state as a tensor. Transformer Engine's tracker has generators, which
+    advance."""
     return state.get_state() if isinstance(state, torch.Generator) else state
 
 
@@ -149,7 +160,7 @@ def _restore(states: _RandomStates) -> None:
     tracked = tracker.get_states()
     for name, value in of_megatron.items():
         if isinstance(tracked[name], torch.Generator):
-            tracked[name].set_state(value)  # the same generator: others may refer to it
+            tracked[name].set_state(value)  # the same generator object: others may refer to it
         else:
             tracked[name] = value
     tracker.set_states(tracked)

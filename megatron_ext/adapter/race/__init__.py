@@ -1,1 +1,1 @@
-"""Schedules that race within a training (``--pipeline-race``)."""
+"""Race of schedules within a training (``--pipeline-race``)."""

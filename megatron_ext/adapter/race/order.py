@@ -1,13 +1,13 @@
-"""Which programs may run in a race."""
+"""Condition for programs to run in a race."""
 
 from __future__ import annotations
 
-from megatron_ext.schedule.program.verify import Program
+from megatron_ext.compile.program.verify import Program
 from megatron_ext.schedule.schedule import in_microbatch_order
 
 
 def check_order(program: Program) -> None:
-    """Raise ValueError if ``program`` would change what is computed."""
+    """Raise ValueError if ``program`` would change the results."""
     if not in_microbatch_order(program.schedule):
         raise ValueError(
             f"{program.schedule.name} does not run the microbatches of each stage in order, so its "

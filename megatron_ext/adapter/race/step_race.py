@@ -1,8 +1,8 @@
-"""The race of a training: under which schedule its next step runs, and what they have taken.
+"""Race of schedules in a training: which one the next step runs under, and their times.
 
-All ranks come to the same answers: they decide together, and only at training steps whose numbers
-all of them know. Pipelines may come to steps of another size, or be interrupted, each by itself: a
-rank tells of that where all meet next, and until then runs the baseline.
+All ranks decide alike: they decide together, and only at training steps whose numbers all of them
+know. A single pipeline may have steps of another size, or be interrupted: its ranks report that at
+the next meeting of all ranks, and run the baseline until then.
 """
 
 from __future__ import annotations
@@ -20,45 +20,45 @@ from megatron.core.utils import log_single_rank
 
 from megatron_ext.adapter.observers.observer import Step, StepObserver
 from megatron_ext.adapter.programs import Programs, Shape
+from megatron_ext.adapter.race.fingerprint import run_fingerprint
 from megatron_ext.adapter.race.order import check_order
-from megatron_ext.adapter.race.subject import subject_of
 from megatron_ext.adapter.race.turn import Turn
 from megatron_ext.adapter.step.call import Call
 from megatron_ext.adapter.step.connections import Connections
 from megatron_ext.adapter.training_globals import training_global
+from megatron_ext.compile.program.memory import in_bytes, in_microbatches, peaks
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.compile.program.verify import Program
 from megatron_ext.config import PipelineConfig
 from megatron_ext.logger import logger
-from megatron_ext.runtime.host.memory import HostMemory
-from megatron_ext.runtime.world import gather_from_all, tell_all
-from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, peaks
-from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.race import report
-from megatron_ext.schedule.race.line_up import RaceThen
-from megatron_ext.schedule.race.record import (
+from megatron_ext.race import report
+from megatron_ext.race.line_up import RaceThen
+from megatron_ext.race.record import (
     NAME,
-    Figures,
-    Record,
+    RaceFigures,
+    RaceRecord,
     difference,
     load_record,
     save_record,
 )
-from megatron_ext.schedule.race.rounds import ROUNDS, TIMED, WARM_UP, Race
-from megatron_ext.schedule.show.prediction import Comparison
+from megatron_ext.race.rounds import ROUNDS, TIMED, WARM_UP, Race
+from megatron_ext.runtime.host.memory import HostMemory
+from megatron_ext.runtime.world import gather_from_all, tell_all
+from megatron_ext.viz.prediction import Comparison
 
-FIRST = 2  # iterations of a training that are not raced in: caches fill, kernels load
+FIRST = 2  # iterations before the race: caches fill, kernels load
 
-_Key = tuple[int, int, int]  # of what is raced with: micro batch, sequence, microbatches
+_Key = tuple[int, int, int]  # of the raced steps: micro batch, sequence, microbatches
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """Message of a rank to all others at a step that all reach.
+    """Message of a rank to all others at a meeting.
 
     Attributes:
-        is_steady: all steps since they began to count had one size.
-        waits: for costs to be measured.
-        other: why what an earlier start has measured does not count here; "" if it does.
+        is_steady: all steps since counting began had one size.
+        waits: costs have yet to be measured.
+        other: why measurements of an earlier start do not count here; "" if they do.
         missing: iterations that the turn lacks.
         seconds: of an iteration of the turn.
         peak: bytes of activations in the turn.
@@ -73,7 +73,7 @@ class _Seen:
 
 
 class StepRace(StepObserver[Step]):
-    """Races the schedules of ``config`` while ``programs`` are made for them."""
+    """Race of the schedules of ``config``, whose programs ``programs`` builds."""
 
     def __init__(self, config: PipelineConfig, programs: Programs) -> None:
         assert config.race is not None
@@ -83,21 +83,21 @@ class StepRace(StepObserver[Step]):
         self._programs = programs
         self._count = 0  # training steps
         self._meets = 1  # training step before which all ranks meet next
-        self._pause = FIRST  # steps to the meeting after one that has not begun a turn
+        self._pause = FIRST  # steps until the next meeting if no turn begins
         self._key: _Key | None = None
         self._is_steady = True  # steps have been of one size
-        self._facts: dict[str, str] = {}  # what is timed
-        self._known: Record | None = None  # what an earlier start has written
-        self._knows = False  # that it is of the same
+        self._facts: dict[str, str] = {}  # fingerprint of this run
+        self._known: RaceRecord | None = None  # record of an earlier start
+        self._knows = False  # whether that record has the same fingerprint
         self._race: Race | None = None
         self._turn: Turn | None = None
         self._made: dict[str, Program] = {}
         self._bubbles: dict[str, list[float]] = defaultdict(list)
         self._peaks: dict[str, float] = {}
-        self._kept: str | None = None  # when the race is over
+        self._kept: str | None = None  # the schedule after the race
         self._is_written = True
 
-    # ---- Under which schedule
+    # ---- Choice of the schedule
 
     def choose(
         self,
@@ -106,16 +106,16 @@ class StepRace(StepObserver[Step]):
         make: Callable[[], Program],
         connections: Connections | None,
     ) -> None:
-        """Have ``programs`` follow the schedule of the training step that begins now.
+        """Select the schedule of the training step that begins now.
 
-        ``make`` makes the program for it, which ``connections`` then expect: None before the first
+        ``make`` builds its program, which ``connections`` then prepares for; None before the first
         step. Collective over the world at steps that all ranks know.
         """
         spec = self._kept or self._next(call, shape, make, connections)
         self._programs.choice = self._choices[spec]
 
     def interrupt(self) -> None:
-        """Between two steps comes something else: an evaluation, a save."""
+        """Note that an evaluation or a save comes between two steps."""
         if self._turn is not None:
             self._turn.interrupt()
 
@@ -145,7 +145,7 @@ class StepRace(StepObserver[Step]):
             return
         self._is_steady = self._key is None
         self._key = key
-        self._facts = subject_of(call, self._config)
+        self._facts = run_fingerprint(call, self._config)
 
     def _meet(
         self,
@@ -154,7 +154,7 @@ class StepRace(StepObserver[Step]):
         make: Callable[[], Program],
         connections: Connections | None,
     ) -> None:
-        """Decide with all ranks how it goes on. Collective over the world."""
+        """Decide the next turn with all ranks. Collective over the world."""
         if self._count == 1:
             self._known = self._recall()
         told = gather_from_all(self._seen(shape))
@@ -181,7 +181,7 @@ class StepRace(StepObserver[Step]):
             self._turn = Turn(_device())
             self._turn.begin_iteration()
             self._meets += WARM_UP + TIMED
-        else:  # where steps are of ever new sizes, ranks meet less and less
+        else:  # if sizes keep changing, ranks meet less and less often
             self._meets += self._pause
             self._pause *= 2
 
@@ -196,7 +196,7 @@ class StepRace(StepObserver[Step]):
         return replace(seen, seconds=self._turn.seconds(), peak=self._turn.peak)
 
     def _begin_anew(self, told: list[_Seen]) -> None:
-        """Count steps from now on: nothing that those before took can be compared."""
+        """Count steps from now on: the times of earlier ones cannot be compared."""
         if self._race is not None:
             _say("race: the number or shape of microbatches has changed, and it begins anew")
         self._race, self._turn = None, None
@@ -216,7 +216,8 @@ class StepRace(StepObserver[Step]):
         return self._config.costs.profile is not None and not self._programs.are_measured(shape)
 
     def _at_first(self, shape: Shape) -> str:
-        """Before the race. Costs are measured where W is a pass of its own, if it is anywhere."""
+        """Return the schedule before the race. Costs are measured under one that splits off W, if
+        there is one."""
         splitting = [
             spec for spec, choice in self._choices.items() if choice.traits.splits_backward
         ]
@@ -225,8 +226,8 @@ class StepRace(StepObserver[Step]):
         return self._line_up.baseline
 
     def _begin(self, make: Callable[[], Program], host_memory: HostMemory) -> None:
-        """Have all programs made, which proves that they keep within the memory limit, and leave
-        out those that some rank cannot make. Collective over the world."""
+        """Build all programs, which proves that they respect the memory limit, and drop the
+        candidates that some rank cannot build. Collective over the world."""
         lines = self._line_up
         self._race = race = Race(lines.baseline, lines.candidates)
         for spec in lines.specs:
@@ -249,8 +250,9 @@ class StepRace(StepObserver[Step]):
             self._end()
 
     def _why_not(self, spec: str, make: Callable[[], Program], host_memory: HostMemory) -> str:
-        """Make the program of ``spec``. Return why some rank cannot, or "" if all can. A program
-        that some rank cannot make takes no host memory on the others. Collective over the world."""
+        """Build the program of ``spec``. Return why some rank cannot, or "" if all can. A program
+        that some rank cannot build takes no host memory on the others. Collective over the world.
+        """
         self._programs.choice = self._choices[spec]
         planned, program, why = host_memory.planned, None, ""
         try:
@@ -268,10 +270,10 @@ class StepRace(StepObserver[Step]):
         if program is not None:
             self._programs.forget(program)
         host_memory.give_back_to(planned)
-        gather_from_all(None)  # no rank counts the next program before all have given back
+        gather_from_all(None)  # no rank counts the next program before all have released this one
         return whys[0]
 
-    # ---- What they take
+    # ---- Times
 
     def begin(self, step: Step) -> None:
         if self._turn is not None:
@@ -282,7 +284,7 @@ class StepRace(StepObserver[Step]):
             self._turn.end_step(step.connections.recorder, step.program)
 
     def _end_turn(self, told: list[_Seen], call: Call) -> None:
-        """Every rank has the iterations of the turn. Collective over the pipeline."""
+        """End a turn whose iterations every rank has timed. Collective over the pipeline."""
         race, turn = self._race, self._turn
         assert race is not None and turn is not None
         comparison = turn.steps.compare(call.pipeline)
@@ -324,7 +326,7 @@ class StepRace(StepObserver[Step]):
     def _subject(self) -> dict[str, str]:
         return {**self._facts, "the race": str(self._line_up)}
 
-    def _figures(self) -> dict[str, Figures]:
+    def _figures(self) -> dict[str, RaceFigures]:
         return {
             spec: _beside_prediction(program, statistics.median(bubbles), self._peaks[spec])
             for spec, program in self._made.items()
@@ -332,7 +334,7 @@ class StepRace(StepObserver[Step]):
         }
 
     def finish(self, iteration: int) -> None:
-        """The training has ended with ``iteration``, maybe before the race."""
+        """Report a race that has not ended, because the training has."""
         if self._kept is not None:
             return
         rounds = 0 if self._race is None else len(self._race.rounds)
@@ -340,12 +342,12 @@ class StepRace(StepObserver[Step]):
         then = "" if path is None else f"; a start from a checkpoint in {path} goes on with it"
         _say(f"race has not ended: the training has, after {rounds} of {ROUNDS} rounds{then}")
 
-    # ---- What the next start knows
+    # ---- Record for the next start
 
-    def _recall(self) -> Record | None:
-        """What an earlier start has measured, as global rank 0 reads it. Collective over the
+    def _recall(self) -> RaceRecord | None:
+        """Return the record of an earlier start, as global rank 0 reads it. Collective over the
         world."""
-        known: Record | None = None
+        known: RaceRecord | None = None
         folder = _folder("load")
         if dist.get_rank() == 0 and folder is not None and (folder / NAME).exists():
             try:
@@ -358,7 +360,7 @@ class StepRace(StepObserver[Step]):
         folder, race = _folder("save"), self._race
         if dist.get_rank() != 0 or folder is None or race is None:
             return
-        record = Record(self._subject, race.rounds, self._figures(), winner)
+        record = RaceRecord(self._subject, race.rounds, self._figures(), winner)
         try:
             save_record(record, folder / NAME)
         except OSError as error:  # a full disk is no reason to end a training
@@ -367,10 +369,10 @@ class StepRace(StepObserver[Step]):
             self._is_written = False
 
 
-def _beside_prediction(program: Program, bubble: float, peak: float) -> Figures:
+def _beside_prediction(program: Program, bubble: float, peak: float) -> RaceFigures:
     costs, schedule = program.problem.costs, program.schedule
     predicted = None if costs.held_bytes is None else max(peaks(schedule, in_bytes(costs)))
-    return Figures(
+    return RaceFigures(
         bubble,
         simulate(program, costs).bubble_share_makespan,
         peak,
@@ -384,7 +386,7 @@ def _device() -> torch.device:
 
 
 def _folder(name: str) -> Path | None:
-    """The folder of checkpoints that Megatron was given to ``load`` or ``save``, if it was."""
+    """Return Megatron's folder of checkpoints to ``load`` or ``save``, if it was given."""
     folder = getattr(training_global("_GLOBAL_ARGS"), name, None)
     return None if folder is None else Path(folder)
 

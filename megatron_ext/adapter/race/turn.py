@@ -1,9 +1,9 @@
-"""A turn: some iterations of a training under one schedule, timed from begin to begin.
+"""Turn: some iterations of a training under one schedule, timed from begin to begin.
 
-What counts is an iteration, not its passes alone: the optimizer, the reductions and what else there
-is between two steps belong to what a user waits for. Iterations with an evaluation or a save after
-them do not count, and others take their place. Marks are those of a trace (`recording`): a GPU is
-not synchronised before the turn has ended.
+Whole iterations are timed, not only their passes: the optimizer, the reductions and all else
+between two steps belong to what a user waits for. Iterations followed by an evaluation or a save do
+not count, and others replace them. Marks are those of a trace (`recording`): a GPU is not
+synchronized before the turn has ended.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any
 
 import torch
 
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.race.rounds import TIMED, WARM_UP
 from megatron_ext.runtime.measure.measured_steps import MeasuredSteps
 from megatron_ext.runtime.measure.peak import PeakBytes, peak_on
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.recording import clock_of
-from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.race.rounds import TIMED, WARM_UP
 
 
 class Turn:
-    """On one rank. ``steps``: the passes of its timed iterations."""
+    """Turn on one rank. ``steps`` has the passes of its timed iterations."""
 
     def __init__(self, device: torch.device) -> None:
         self.steps = MeasuredSteps(device)
@@ -34,33 +34,33 @@ class Turn:
         self._begun = 0
         self._marks: list[Any] = []
         self._counting: PeakBytes | None = None
-        self._interrupted: set[int] = set()  # marks after which another thing than a step came
+        self._interrupted: set[int] = set()  # marks that an evaluation or a save follows
 
     def begin_iteration(self) -> None:
-        """The iteration before this one has ended."""
+        """Mark the end of the previous iteration."""
         if self._begun >= WARM_UP:
             self._marks.append(self._clock.mark())
         self._begun += 1
 
     @property
     def missing(self) -> int:
-        """How many more iterations the turn needs, if nothing interrupts them."""
+        """Number of further iterations that the turn needs, if nothing interrupts them."""
         return max(TIMED - (len(self._marks) - 1 - len(self._interrupted)), 0)
 
     def interrupt(self) -> None:
-        """What now comes before the next iteration is no part of this one."""
+        """Exclude the current iteration: something other than a step follows it."""
         if self._marks:
             self._interrupted.add(len(self._marks) - 1)
 
     def begin_step(self, recorder: Recorder, models: Sequence[torch.nn.Module]) -> None:
-        """The passes begin."""
+        """Start to record the passes, or to count their memory."""
         if self._marks:
             self.steps.begin(recorder)
         else:
             self._counting = recorder.counting = peak_on(self._device, models)
 
     def end_step(self, recorder: Recorder, program: Program) -> None:
-        """The passes, which were ``program``'s, have ended."""
+        """Store the record of the passes, which were ``program``'s."""
         if self._counting is not None:
             self.peak = max(self.peak, self._counting.peak)
             self._counting = recorder.counting = None
@@ -68,7 +68,7 @@ class Turn:
             self.steps.end(program)
 
     def seconds(self) -> float:
-        """Of an iteration: the median. Waits for the device."""
+        """Return the median seconds of an iteration. Waits for the device."""
         times = self._clock.read(self._marks)
         return statistics.median(
             end - begin

@@ -1,1 +1,1 @@
-"""Megatron's model, called with a slice of a sequence at a time."""
+"""Megatron's model, run on one slice of a sequence at a time."""

@@ -1,7 +1,7 @@
-"""Attention of a slice's queries to the keys and values of all tokens up to its end.
+"""Attention of a slice's queries to the keys and values of all tokens up to the slice's end.
 
-A causal mask is then aligned to the bottom right: the last query sees all keys. What aligns it to
-the top left instead is silently wrong.
+A causal mask must then be aligned to the bottom right: the last query sees all keys. Alignment to
+the top left would be silently wrong.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def attend_locally(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """DotProductAttention's forward, of the slice that runs, if one does.
+    """DotProductAttention's forward for the running slice, if there is one.
 
-    Its ``attention_mask``, if there is one, is the slice's, [.., queries, keys up to its end].
+    ``attention_mask``, if given, is the slice's, [.., queries, keys up to its end].
     """
     span = running_slice.span
     if span is None:
@@ -57,7 +57,7 @@ def attend_with_transformer_engine(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """TEDotProductAttention's forward, of the slice that runs, if one does."""
+    """TEDotProductAttention's forward for the running slice, if there is one."""
     span = running_slice.span
     if span is None:
         return original(layer, query, key, value, attention_mask, attn_mask_type, *args, **kwargs)
@@ -71,14 +71,15 @@ def attend_with_transformer_engine(
 
 @lru_cache(maxsize=64)
 def bottom_right_mask(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Which keys the last ``queries`` of so many tokens do not see: bool [1, 1, queries, keys]."""
+    """Return a mask of the keys hidden from the last ``queries`` tokens: bool [1, 1, queries,
+    keys]."""
     visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
     return visible.logical_not()[None, None]
 
 
 @contextlib.contextmanager
 def _by_given_mask(softmax: Any) -> Iterator[None]:
-    """Within, ``softmax`` goes by the mask that it is given: its own causal one is square."""
+    """Context in which ``softmax`` applies the mask it is given: its own causal mask is square."""
     kind = softmax.attn_mask_type
     softmax.attn_mask_type = AttnMaskType.arbitrary
     try:
@@ -89,8 +90,8 @@ def _by_given_mask(softmax: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_context_parallelism(layer: Any) -> Iterator[None]:
-    """Within, Transformer Engine's ``layer`` takes keys and values as they are: those of all ranks
-    that share the sequence."""
+    """Context in which Transformer Engine's ``layer`` uses keys and values as they are: they
+    already include those of all ranks that share the sequence."""
     group = layer.cp_group
     layer.cp_group = None
     try:

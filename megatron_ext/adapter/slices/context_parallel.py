@@ -1,8 +1,9 @@
-"""Batches of ranks that share sequences, cut for slices.
+"""Split of batches over context-parallel ranks, for slices.
 
-Megatron gives each rank a piece from the front of a sequence and one from its back, so that all
-have as much to attend to. Slices are cut first, and each of them over the ranks, tokens in a row:
-the queries of a rank's part then end where the keys do that they see, as causal masks want it.
+Megatron gives each rank a piece from the front of a sequence and one from its back, to balance
+attention. With slices, the sequence is cut into slices first, and each slice is split over the
+ranks contiguously: the queries of a rank's part then end where its visible keys end, as causal
+masks require.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from megatron_ext.runtime.slices.running_slice import running_slice
 
 _FLAG = "--pipeline-slices"
 
-# What is in a batch and has no place for each token.
+# Entries of a batch without an element per token.
 _ABOUT_PACKED = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 _OF_ALL = (*_ABOUT_PACKED, "local_cp_size", "hybrid_cp_group")
 
-# Of the running slice's microbatch: that its batch was cut here.
+# Marks of the running slice's microbatch, set when its batch was cut here.
 _cuts = partial(running_slice.kept, "cuts of the batch", list[None])
 
 
 def connect_sharing(ranks: dist.ProcessGroup) -> None:
-    """Have ``ranks``, which share sequences, gather once before the first step: NCCL makes their
-    connections then, and not amid a pass with messages posted. Collective over them."""
+    """Run one all-gather over ``ranks``, which share sequences, before the first step: NCCL
+    connects then, and not within a pass while messages are posted. Collective over ``ranks``."""
     if ranks.size() > 1:
         device = torch.cuda.current_device()
         gathered = torch.zeros(ranks.size(), device=device)
@@ -39,7 +40,8 @@ def connect_sharing(ranks: dist.ProcessGroup) -> None:
 def cut_by_slices(
     original: Callable[..., dict[str, Any]], batch: dict[str, Any], *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
-    """get_batch_on_this_cp_rank, where a slice runs: this rank's parts of all slices.
+    """Replacement of get_batch_on_this_cp_rank for a running slice: return this rank's parts of all
+    slices.
 
     Raises:
         ValueError: sequences are packed, or have another length than the step's.
@@ -68,8 +70,8 @@ def cut_by_slices(
 
 
 def refuse_other_cuts(position_ids: Tensor | None) -> None:
-    """Raise ValueError unless the tokens that the model is called with were cut by
-    `cut_by_slices`: it would train on wrong numbers without a word."""
+    """Raise ValueError unless the tokens of the model's call were cut by `cut_by_slices`: otherwise
+    the training would be silently wrong."""
     if not _cuts():
         raise ValueError(
             f"{_FLAG} with context parallelism needs a forward_step_func that cuts its batch with "

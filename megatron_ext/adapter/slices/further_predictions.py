@@ -1,8 +1,8 @@
-"""Multi-token prediction of a slice, which looks at tokens of the slices after it.
+"""Multi-token prediction of a slice, which looks at tokens of later slices.
 
-What it shifts, tokens, positions, labels and masks, is therefore whole, and so are the losses that
-it makes of them: those of tokens of other slices are 0. Tokens are looked up, and predictions made
-and compared, for the slice alone.
+The tensors that it shifts (tokens, positions, labels, masks) are therefore whole, and so are the
+losses, which are 0 for tokens of other slices. Embeddings and predictions are computed for the
+slice alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_ext.runtime.slices.running_slice import Span, running_slice
 
 
 def predict(original: Callable[..., Any], block: Any, *, embedding: Any, **kwargs: Any) -> Any:
-    """MultiTokenPredictionBlock's forward, of the slice that runs, if one does."""
+    """MultiTokenPredictionBlock's forward for the running slice, if there is one."""
     if (span := running_slice.span) is not None:
         kwargs |= whole_call.arguments("input_ids", "position_ids")
         embedding = partial(_look_up, embedding, span)
@@ -32,7 +32,7 @@ def make_losses(
     compute_language_model_loss: Callable[[Tensor, Tensor], Tensor],
     **kwargs: Any,
 ) -> Tensor:
-    """process_mtp_loss, of the slice that runs, if one does."""
+    """Replacement of process_mtp_loss for the running slice, if there is one."""
     compute = compute_language_model_loss
     if (span := running_slice.span) is not None:
         kwargs |= whole_call.arguments("labels", "loss_mask", "input_ids")
@@ -48,7 +48,7 @@ def count_right(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """_compute_mtp_acceptance_counts, of the slice that runs, if one does."""
+    """Replacement of _compute_mtp_acceptance_counts for the running slice, if there is one."""
     if (span := running_slice.span) is not None:
         labels, mask = (whole[:, span.begin : span.end] for whole in (labels, mask))
     return original(logits, labels, mask, *args, **kwargs)
@@ -63,6 +63,6 @@ def _look_up(embedding: Any, span: Span, input_ids: Tensor, position_ids: Tensor
 def _compare(
     compute: Callable[[Tensor, Tensor], Tensor], span: Span, labels: Tensor, logits: Tensor
 ) -> Tensor:
-    """Losses [b, s] of the whole sequence, of which ``logits`` has the slice's tokens."""
+    """Return losses [b, s] of the whole sequence; ``logits`` has the slice's tokens only."""
     losses = compute(labels[:, span.begin : span.end], logits)
     return pad(losses, (span.begin, span.length - span.end))

@@ -1,7 +1,7 @@
-"""Whether a model is one that can be run slice by slice.
+"""Check that a model can be run slice by slice.
 
-What mixes the tokens of a sequence has to know of slices. What does and doesn't would train on
-wrong numbers without a word, so a model is refused unless all of it is known.
+A module that mixes the tokens of a sequence must handle slices. One that does not would train
+silently wrong, so a model is refused unless all such modules are known.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron_ext.adapter.transformer_engine.installed import can_split
 
 _DROP = "drop --pipeline-slices"
-_OF_PREDICTION = "mtp_model_layer"  # of a layer of multi-token prediction
+_OF_PREDICTION = "mtp_model_layer"  # name in a layer of multi-token prediction
 
 
 def refuse_unknown(models: Sequence[torch.nn.Module]) -> None:
@@ -52,7 +52,7 @@ def _known_attention() -> list[Callable[..., Any]]:
 
 
 def _unknown_mixer(layer: Any, known: Sequence[Callable[..., Any]]) -> str | None:
-    """The class of what mixes tokens in ``layer`` and is not ``known``."""
+    """Return the class of the module that mixes tokens in ``layer``; None if it is ``known``."""
     for name in ("self_attention", "cross_attention"):
         attention = getattr(layer, name, None)
         if isinstance(attention, IdentityOp):

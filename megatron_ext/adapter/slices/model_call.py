@@ -1,4 +1,4 @@
-"""A GPTModel's forward pass of one slice, called with the whole batch as the caller has it."""
+"""GPTModel's forward pass of one slice, called with the caller's whole batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_ext.runtime.slices.running_slice import Span, running_slice
 
 _FLAG = "--pipeline-slices"
 
-# Arguments of GPTModel.forward with a place for each token, in their last dimension.
+# Arguments of GPTModel.forward with an element per token, in their last dimension.
 _OF_TOKENS = ("input_ids", "position_ids", "labels", "loss_mask")
 _UNTRIED = (
     "decoder_input",
@@ -27,13 +27,13 @@ _UNTRIED = (
 
 
 class WholeCall:
-    """What a caller has called the model with, while it runs a slice of that."""
+    """Arguments of the caller's call of the model, while one slice of it runs."""
 
     def __init__(self) -> None:
         self._arguments: dict[str, Any] = {}
 
     def arguments(self, *names: str) -> dict[str, Any]:
-        """Those of ``names``, whole; None where they were not given."""
+        """Return the whole arguments of these ``names``; None for those not given."""
         return {name: self._arguments.get(name) for name in names}
 
     @contextlib.contextmanager
@@ -49,10 +49,10 @@ whole_call = WholeCall()
 
 
 def call_with_slice(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """``original``, GPTModel's forward, of the slice that runs, if one does.
+    """Call ``original``, GPTModel's forward, for the running slice, if there is one.
 
     Raises:
-        ValueError: the model is called with what is not known to work with slices.
+        ValueError: an argument is not known to work with slices.
     """
     span = running_slice.span
     if span is None:
@@ -64,7 +64,7 @@ def call_with_slice(original: Callable[..., Any], model: Any, *args: Any, **kwar
 
 
 def cut(given: dict[str, Any], span: Span) -> dict[str, Any]:
-    """Those arguments in ``given`` that have a part for the slice ``span``, with that part alone.
+    """Return the arguments in ``given`` that have a part for the slice ``span``, cut to that part.
 
     Raises:
         ValueError: as `call_with_slice`.
@@ -89,7 +89,8 @@ def cut(given: dict[str, Any], span: Span) -> dict[str, Any]:
 
 
 def _cut_mask(mask: Tensor, span: Span) -> Tensor:
-    """Of ``mask``, [.., queries, keys], what the slice's queries see."""
+    """Return the part of ``mask``, [.., queries, keys], for the slice's queries and their visible
+    keys."""
     queries, keys = mask.shape[-2:]
     _check_length("attention_mask", queries, span.length // span.ranks)
     _check_length("attention_mask", keys, span.length)

@@ -1,4 +1,4 @@
-"""Rotary positions of a slice, which begin where it does."""
+"""Rotary positions of a slice, which begin at the slice's start."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def begin_at_slice(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """``original``, which gives the positions from ``offset`` on, of the slice that runs, if one
-    does. It would have ranks that share a sequence take parts from its front and its back, but for
-    packed ones."""
+    """Call ``original``, which returns the positions from ``offset`` on, for the running slice, if
+    there is one. The call is marked as packed for context-parallel ranks: they would take a part
+    from the front and one from the back otherwise."""
     span = running_slice.span
     if span is not None:
         offset += span.own.begin

@@ -1,13 +1,14 @@
 """Auxiliary losses of routers over whole microbatches, whose tokens come slice by slice.
 
-The loss that balances experts is a scale times the sum over experts of P T / N^2, P the sum
-of an expert's scores, T the number of its tokens, and N that of all tokens. Its gradient by a
-token's scores has the T of the whole microbatch. A slice's backward pass comes when the forward
-passes of all slices are over, and so finds T complete. The loss itself is made, and logged, with
-the last slice; those before it give 0.
+The loss that balances experts is a scale times the sum over experts of P T / N^2, with P the sum of
+an expert's scores, T the number of its tokens, and N the number of all tokens. Its gradient by a
+token's scores contains the T of the whole microbatch. T is complete when a slice's backward pass
+runs, after the forward passes of all slices. The loss itself is computed and logged with the last
+slice; earlier slices give 0.
 
-Layers that are recomputed make their losses in a second forward pass, amid the backward pass of a
-slice: those of the slices before it are still to come. So T and P are counted in the first one.
+Recomputed layers compute their losses in a second forward pass, within a slice's backward pass,
+when earlier slices have not recomputed yet. T and P are therefore counted in the first forward
+pass.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from megatron_ext.runtime.slices.running_slice import Span, running_slice
 
 
 class _Router:
-    """Which router's loss is made now, and which loss of it; or only counted for."""
+    """Router and loss that are being computed, and whether tokens are only counted."""
 
     def __init__(self) -> None:
         self.now: tuple[Any, str] = (None, "")
@@ -51,7 +52,7 @@ _router = _Router()
 
 
 class _Balance:
-    """Of one loss of a router and one microbatch: tokens and scores by slice, summed by expert."""
+    """Tokens and scores of one router's loss in one microbatch, by slice, summed by expert."""
 
     def __init__(self) -> None:
         self.tokens: dict[Span, Tensor] = {}
@@ -64,7 +65,7 @@ class _Balance:
 
 
 def _sum(by_slice: Mapping[Span, Tensor]) -> Tensor:
-    """In one order, whichever slice came first."""
+    """Return the sum over slices in sequence order, for any order of computation."""
     order = sorted(by_slice, key=lambda span: span.begin)
     return torch.stack([by_slice[span] for span in order]).sum(0)
 
@@ -89,7 +90,8 @@ class _BalancingLoss(torch.autograd.Function):
 def count_first(
     original: Callable[..., Any], router: Any, logits: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """A router's routing; of a slice that is to run again with gradients, it counts."""
+    """Run a router, and count the tokens and scores of a slice that will be recomputed with
+    gradients."""
     made = original(router, logits, *args, **kwargs)
     is_first = running_slice.span is not None and router.training and not torch.is_grad_enabled()
     if is_first and router.is_aux_loss_enabled():
@@ -106,7 +108,7 @@ def count_first(
 
 
 def making(name: str) -> Callable[..., Any]:
-    """A wrapper of the method of a router that makes its loss ``name``."""
+    """Return a wrapper of the router's method that computes its loss ``name``."""
 
     def make(original: Callable[..., Any], router: Any, *args: Any, **kwargs: Any) -> Any:
         with _router.making(router, name):
@@ -125,7 +127,7 @@ def balance(
     moe_aux_loss_coeff: float,
     **more: Any,
 ) -> Tensor:
-    """switch_load_balancing_loss_func, of the slice that runs, if one does."""
+    """Replacement of switch_load_balancing_loss_func for the running slice, if there is one."""
     span = running_slice.span
     if span is None:
         return original(
@@ -155,8 +157,8 @@ def attach(
     valid_token_count: int | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """A router's attach_and_log_load_balancing_loss: a loss that is scaled by tokens is so by the
-    whole microbatch's."""
+    """Router's attach_and_log_load_balancing_loss: a loss that is scaled by the number of tokens is
+    scaled by the whole microbatch's."""
     if _router.counts:
         return activation
     if (span := running_slice.span) is not None:
@@ -168,7 +170,7 @@ def attach(
 def z_loss(
     original: Callable[..., Tensor], logits: Tensor, z_loss_coeff: float, **more: Any
 ) -> Tensor:
-    """z_loss_func, a mean over tokens, of the slice that runs, if one does: its share of it."""
+    """Return the running slice's share of z_loss_func, which is a mean over tokens."""
     loss = original(logits, z_loss_coeff, **more)
     span = running_slice.span
     if span is None:
@@ -181,5 +183,5 @@ def z_loss(
 
 
 def _of_whole(tokens: int, span: Span) -> int:
-    """Of the sequence, where ``tokens`` are of its slice ``span``."""
+    """Return the tokens of the sequence whose slice ``span`` has ``tokens``."""
     return tokens * span.length // (span.end - span.begin)

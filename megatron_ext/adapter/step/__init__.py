@@ -1,1 +1,1 @@
-"""A step of training or evaluation under our schedule, in the place of Megatron's own."""
+"""Step of training or evaluation under our schedule, in place of Megatron's own."""

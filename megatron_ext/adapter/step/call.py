@@ -1,4 +1,4 @@
-"""What Megatron's caller asks of a step, and what of that cannot be done."""
+"""Call of Megatron's schedule functions, and the requests of it that are refused."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from megatron.core.process_groups_config import (
 )
 
 from megatron_ext.adapter.compatibility import refuse
-from megatron_ext.adapter.pairs.asked import refuse_measuring
+from megatron_ext.adapter.pairs.overlap_setting import refuse_measuring
 from megatron_ext.adapter.step.model_stage import StepCall
 from megatron_ext.config import PipelineConfig
 from megatron_ext.runtime.messages.transport import Boundary
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.problem import P2P, VocabularyParallel
-from megatron_ext.schedule.words import counted
+from megatron_ext.words import counted
 
 
 @dataclass(frozen=True)
 class Call(StepCall):
-    """A call of Megatron's schedule functions, in the words of one rank.
+    """Call of Megatron's schedule functions on one rank.
 
     Attributes:
-        config: Megatron's, of the model.
+        config: Megatron's config of the model.
         models: the chunks of this rank, by stage.
-        iterators: of their data, one for each.
-        pipeline: the group of its ranks.
-        groups: Megatron's collection of all others.
+        iterators: data iterators, one per chunk.
+        pipeline: the pipeline's group.
+        groups: Megatron's collection of all other groups.
     """
 
     config: Any
@@ -48,10 +48,11 @@ class Call(StepCall):
 
     @property
     def varies_by(self) -> str | None:
-        """What makes the shapes of messages unknown before they come; None where they are known.
+        """Setting that makes message shapes unknown before they arrive; None if they are known.
 
-        With several chunks a rank stock takes ``seq_length`` whatever ``decoder_seq_length`` says,
-        and with one the latter. Where they differ the caller may mean either.
+        With several chunks per rank Megatron uses ``seq_length`` and ignores
+        ``decoder_seq_length``, and with one chunk it uses the latter. If they differ, the caller
+        may mean either.
         """
         if self.config.variable_seq_lengths:
             return "variable_seq_lengths"
@@ -61,11 +62,13 @@ class Call(StepCall):
 
     @property
     def tokens_shape(self) -> tuple[int, int]:
-        """b, s of a microbatch's tokens on this rank, which has its context-parallel share."""
+        """Shape [b, s] of a microbatch's tokens on this rank, which has its context-parallel
+        share."""
         return self.micro_batch_size, self.seq_length // self.context_parallel_size
 
     def boundary(self) -> Boundary:
-        """What passes between stages. Where that varies, the shape is the largest."""
+        """Return the tensor that passes between stages. If its shape varies, this is the
+        largest."""
         shapes = schedules.get_tensor_shapes(
             seq_length=self.seq_length,
             micro_batch_size=self.micro_batch_size,
@@ -85,7 +88,7 @@ def refuse_call(
     p2p_communicator: P2PCommunicator | None,
     pg_collection: Any,
 ) -> None:
-    """Raise ValueError for the first thing that is asked for and ``ours`` cannot honour."""
+    """Raise ValueError for the first request that ``ours`` cannot fulfil."""
     vocabulary = ours.vocab_parallel
     for choice in ours.choices:
         refuse(config, choice, ours.extras)
@@ -115,7 +118,7 @@ def refuse_call(
 
 
 def refuse_chunks(ours: PipelineConfig, call: Call) -> None:
-    """Raise ValueError unless there are as many chunks and iterators as a rank has stages."""
+    """Raise ValueError unless there is one chunk and one iterator for each stage of a rank."""
     choice = ours.choice
     chunks = choice.place(call.pipeline.size()).chunks
     if len(call.models) != chunks:
@@ -132,7 +135,7 @@ def refuse_chunks(ours: PipelineConfig, call: Call) -> None:
 
 
 def refuse_shapes(ours: PipelineConfig, call: Call) -> None:
-    """Raise ValueError if shapes vary, and ``ours`` needs one."""
+    """Raise ValueError if shapes vary but ``ours`` needs a fixed one."""
     if call.varies_by is None:
         return
     if _has_no_bytes(ours, call):
@@ -160,7 +163,8 @@ def refuse_shapes(ours: PipelineConfig, call: Call) -> None:
 
 
 def _has_no_bytes(ours: PipelineConfig, call: Call) -> bool:
-    """Whether a limit is in bytes that would be estimated of one token, as verl's calls have it."""
+    """Whether a limit in bytes would be compared with an estimate for one token, as in verl's
+    calls."""
     if ours.memory_limit is None or not ours.costs.is_estimate:
         return False
     limit = parse_limit(ours.memory_limit, call.pipeline.size(), call.num_microbatches)
@@ -170,8 +174,8 @@ def _has_no_bytes(ours: PipelineConfig, call: Call) -> bool:
 def groups_of(
     p2p_communicator: P2PCommunicator | None, pg_collection: Any
 ) -> tuple[dist.ProcessGroup, Any]:
-    """The pipeline's group and the others: those that are given, or as stock's schedules take them
-    where their caller gives none."""
+    """Return the pipeline's group and the others: the given ones, or Megatron's defaults if the
+    caller gives none."""
     if p2p_communicator is not None:
         return p2p_communicator.pp_group, pg_collection
     # Megatron 0.18 has no function for them.

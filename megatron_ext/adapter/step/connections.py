@@ -1,4 +1,4 @@
-"""What a rank's steps share: connections to the other ranks, and who watches over them."""
+"""Connections of a rank to the other ranks, shared by its steps, and their watchdog."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import torch.distributed as dist
 from megatron.core.utils import log_single_rank
 
 from megatron_ext.adapter.gpu_notice import say_unverified
+from megatron_ext.compile.program.graph import channels
+from megatron_ext.compile.program.verify import Program
 from megatron_ext.config import PipelineConfig
 from megatron_ext.logger import logger
-from megatron_ext.runtime.handover import Messages
 from megatron_ext.runtime.host.memory import HostMemory
 from megatron_ext.runtime.host.offload import ActivationOffload
 from megatron_ext.runtime.interruption import Interruption
@@ -24,25 +25,24 @@ from megatron_ext.runtime.messages.channels import Channels
 from megatron_ext.runtime.messages.collectives import Collectives
 from megatron_ext.runtime.messages.nccl import ctas_for
 from megatron_ext.runtime.messages.transport import Boundary, Transport
+from megatron_ext.runtime.rank_identity import rank_identity
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.runtime.store.last_words import connect_last_words
+from megatron_ext.runtime.stage_io import Messages
+from megatron_ext.runtime.store.failure_report import connect_failure_report
 from megatron_ext.runtime.watchdog import Watchdog
-from megatron_ext.runtime.whereabouts import whereabouts
 from megatron_ext.schedule.problem import P2P, Offload, VocabularyParallel
-from megatron_ext.schedule.program.graph import channels
-from megatron_ext.schedule.program.verify import Program
 
 
 @dataclass(frozen=True, eq=False)
 class Connections:
-    """Of one rank, from its first step on.
+    """Connections of one rank, from its first step on.
 
     Attributes:
-        p2p: what messages between stages travel on.
-        collectives: of a vocabulary that is divided.
-        offload: of activations that leave for the host.
-        host_memory: what they take there.
-        recorder: told what runs.
+        p2p: connection for messages between stages.
+        collectives: of vocabulary parallelism.
+        offload: of activations to the host.
+        host_memory: account of the host memory that offload takes.
+        recorder: notified of every pass and wait.
     """
 
     p2p: Channels | PipelineGroup
@@ -52,7 +52,8 @@ class Connections:
     host_memory: HostMemory = field(default_factory=HostMemory)
 
     def expect(self, program: Program) -> None:
-        """Steps of ``program`` will come. Collective over the world for the first that trains."""
+        """Prepare for steps of ``program``. Collective over the world for the first one that
+        trains."""
         if self.offload is not None and not program.problem.forward_only:
             row = program.schedule.rows[self.offload.rank]
             host_memory = self.host_memory.check(row, program.problem.costs)
@@ -61,7 +62,7 @@ class Connections:
                 log_single_rank(logger, logging.INFO, host_memory)
 
     def transport(self, program: Program, boundary: Boundary) -> Messages:
-        """The messages of one step. Where shapes vary, collective over the pipeline the first
+        """Return the messages of one step. If shapes vary, collective over the pipeline the first
         time."""
         if isinstance(self.p2p, PipelineGroup):
             assert boundary.shape is not None
@@ -74,8 +75,8 @@ class Connections:
     def heard_if_it_fails(
         self, where: str, kind: type[BaseException] = BaseException
     ) -> Iterator[None]:
-        """End the other ranks too if an error of this ``kind`` is raised within. (The executor has
-        already told them of an error in a pass.)"""
+        """Context that ends the other ranks too if an error of this ``kind`` is raised. (The
+        executor has already reported an error in a pass.)"""
         try:
             yield
         except kind as error:
@@ -86,20 +87,22 @@ class Connections:
             raise
 
     def watch(self) -> None:
-        """From now on say where this rank is stuck, or is ended from outside."""
+        """Start to report where this rank is if it is stuck or ended by a signal."""
         Watchdog(self.recorder).start()
 
     def listen(self) -> None:
-        """From now on learn when another rank fails, and end with it. Collective over the world."""
-        words = self.recorder.last_words = connect_last_words()
+        """Start to listen for failures of other ranks, and end with them. Collective over the
+        world."""
+        words = self.recorder.failure_report = connect_failure_report()
         if words is not None:
             words.start(Interruption(self.recorder, self._closable()))
             weakref.finalize(self, words.stop)
 
     def end(self) -> None:
-        """The process groups end: listen and watch no more. torch ends the groups themselves."""
-        if self.recorder.last_words is not None:
-            self.recorder.last_words.stop()
+        """Stop listening and watching, as the process groups end. torch ends the groups
+        themselves."""
+        if self.recorder.failure_report is not None:
+            self.recorder.failure_report.stop()
         Watchdog.forget(self.recorder)
 
     def _closable(self) -> list[Channels | PipelineGroup | Collectives]:
@@ -107,7 +110,7 @@ class Connections:
 
 
 def connect(config: PipelineConfig, program: Program, pipeline: dist.ProcessGroup) -> Connections:
-    """Connect the ranks of ``pipeline``, whose first step is ``program``'s. Collective over the
+    """Connect the ranks of ``pipeline``, whose first step runs ``program``. Collective over the
     world."""
     device = torch.device(torch.cuda.current_device())
     if dist.get_rank() == 0:
@@ -123,5 +126,5 @@ def connect(config: PipelineConfig, program: Program, pipeline: dist.ProcessGrou
         collectives = Collectives(pipeline, device, ctas)
     if config.activation_offload is not Offload.NONE:
         offload = ActivationOffload(pipeline.rank(), device)
-    recorder = Recorder(pipeline.rank(), whereabouts(pipeline))
+    recorder = Recorder(pipeline.rank(), rank_identity(pipeline))
     return Connections(p2p, collectives, offload, recorder)

@@ -1,12 +1,12 @@
-"""The first and the last stage of a model whose vocabulary is divided over all ranks.
+"""First and last stage of a model with vocabulary parallelism.
 
-The tokens are wanted before the first stage's forward pass, the labels and the loss function after
-the last one's, and all three are in the caller's forward_step_func. So this is called with a
-stand-in for the model, which notes what the model would be called with. The stage's forward pass
-is that call; the loss function waits until the ranks have made the losses.
+The tokens are needed before the first stage's forward pass, the labels and the loss function after
+the last one's, and the caller's forward_step_func provides all three. It is therefore called with a
+stand-in for the model, which records the arguments of the model's call. The stage's forward pass
+makes that call; the loss function waits until the ranks have computed the losses.
 
-Megatron's own functions take a loss and its gradient, as they do on a last stage of stock's: loss
-masks, counts of tokens, scaling and logging are theirs.
+Megatron's own functions process the loss and its gradient, as on a last stage of Megatron's own:
+loss masks, token counts, scaling and logging are theirs.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch import Tensor
 
 from megatron_ext.adapter.step.loss import loss_of
 from megatron_ext.adapter.step.model_stage import ModelStage
-from megatron_ext.adapter.step.noted_call import ModelCall
+from megatron_ext.adapter.step.repeatable_call import ModelCall
 
 _UNTRIED = ("decoder_input", "inference_context", "inference_params")
 
 
 class StandIn:
-    """A model that notes its call. All else of it is the model's, however deeply wrapped."""
+    """Stand-in that records calls. All its attributes are the model's, however wrapped."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -46,7 +46,7 @@ class StandIn:
 
 
 class EndStage(ModelStage):
-    """The first or the last stage, without embedding, output layer and loss."""
+    """First or last stage without embedding, output layer and loss."""
 
     def __init__(self, *args: Any, is_last: bool) -> None:
         super().__init__(*args, has_loss=False)
@@ -57,20 +57,17 @@ class EndStage(ModelStage):
         self._more = {"fp32_output": False} if keeps_precision else {}
 
     def tokens_of(self, microbatch: int) -> Tensor:
-        """The tokens, int64 [b, s], of a microbatch whose forward step begins now."""
+        """Return the tokens, int64 [b, s], of a microbatch whose forward step begins now."""
         self._begun[microbatch] = call = self._begin()
         return _argument("input_ids", call)
 
     def labels_of(self, microbatch: int) -> Tensor:
-        """The labels, int64 [b, s], of a microbatch whose forward pass was the last stage's."""
+        """Return the labels, int64 [b, s], of a microbatch after the last stage's forward pass."""
         return _argument("labels", self._awaiting_loss[microbatch])
 
     def gradient_of_losses(self, microbatch: int, losses: Tensor) -> Tensor | None:
-        """The gradient of the scaled loss by each of ``losses``, fp32 [b, s].
-
-        Returns:
-            None in an evaluation.
-        """
+        """Return the gradient of the scaled loss by each of ``losses``, fp32 [b, s]; None in an
+        evaluation."""
         loss_func = self._awaiting_loss.pop(microbatch).loss_func
         call = self._call
         gradient, tokens = loss_of(losses, loss_func, self._model, self._config, call, self.losses)
@@ -88,11 +85,13 @@ class EndStage(ModelStage):
         return run
 
     def _begin(self) -> ModelCall:
-        """Call the caller's forward_step_func for the next microbatch.
+        """Call the caller's forward_step_func for the next microbatch, and return its call of the
+        model.
 
         Raises:
-            ValueError: it does not call the model once and return what comes of it, or it uses the
-                model in a way that is not known to work.
+            ValueError: it does not call the model exactly once and return its output, or uses the
+                model in
+                a way not known to work.
         """
         stand_in = StandIn(self._model)
         output, loss_func = self._call.forward_step_func(self._data_iterator, stand_in)
@@ -130,7 +129,7 @@ def _argument(name: str, call: ModelCall) -> Tensor:
 
 @dataclass(frozen=True)
 class ModelEnds:
-    """The ends of the model on this rank, as the vocabulary passes ask for them."""
+    """First and last stage on this rank, as the vocabulary passes call them."""
 
     first: EndStage | None
     last: EndStage | None
@@ -149,6 +148,6 @@ class ModelEnds:
 
 
 def ends_of(stages: Iterable[ModelStage]) -> ModelEnds | None:
-    """The ends among the stages of a rank; None where there are none."""
+    """Return the first and last stage among the stages of a rank; None if it has neither."""
     ends = {stage.is_last: stage for stage in stages if isinstance(stage, EndStage)}
     return ModelEnds(ends.get(False), ends.get(True)) if ends else None

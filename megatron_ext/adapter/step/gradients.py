@@ -1,4 +1,4 @@
-"""Megatron's own work on gradients around the passes: held back before, and done after them."""
+"""Megatron's work on gradients around the passes: held back before them, and done after them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from megatron_ext.adapter.step.model_stage import ModelStage, overlaps_reduction
 def no_grad_sync(call: Call) -> Iterator[None]:
     """Hold back the reductions that backward hooks would start before W has run.
 
-    Stock counts gradients where its caller gives no ``no_sync_func``; W's come without hooks.
+    If its caller gives no ``no_sync_func``, Megatron counts gradients instead; W's come without
+    hooks.
     """
     given = call.config.no_sync_func
     functions = given if isinstance(given, list) else [given]
@@ -28,14 +29,15 @@ def no_grad_sync(call: Call) -> Iterator[None]:
 
 
 def tokens_of(call: Call, stages: Sequence[ModelStage]) -> torch.Tensor | None:
-    """What stock scales gradients by after the passes; None where it does not."""
+    """Return the number of tokens by which Megatron scales gradients after the passes; None if it
+    does not."""
     if call.config.finalize_model_grads_func is None or not call.config.calculate_per_token_loss:
         return None
     return torch.stack([stage.tokens for stage in stages]).sum(dtype=torch.int)
 
 
 def finalize_gradients(call: Call, tokens: torch.Tensor | None) -> None:
-    """What stock does after the passes of a training step."""
+    """Finalize the gradients as Megatron does after the passes of a training step."""
     if call.config.finalize_model_grads_func is not None:
         call.config.finalize_model_grads_func(
             call.models,

@@ -1,4 +1,4 @@
-"""The loss of a microbatch whose output was not made in one forward pass of the last stage."""
+"""Loss of a microbatch whose output was not computed in one forward pass of the last stage."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ def loss_of(
     call: StepCall,
     losses: list[Any],
 ) -> tuple[Tensor | None, Tensor]:
-    """What Megatron does after a last stage's forward pass, and first in its backward pass: loss
-    masks, counts of tokens, scaling and logging are its own.
+    """Compute the loss as Megatron does after a last stage's forward pass, and its gradient by
+    ``output``.
+
+    Loss masks, token counts, scaling and logging are Megatron's own.
 
     Args:
-        output: the last stage's, of the whole microbatch.
+        output: of the last stage, for the whole microbatch.
         loss_func: the caller's, for this microbatch.
-        losses: what it reports is added to these.
+        losses: the reported loss is appended to it.
 
     Returns:
-        The gradient of the scaled loss by ``output``, None in an evaluation; and the number of
+        The gradient of the scaled loss by ``output`` (None in an evaluation), and the number of
         tokens.
     """
     if config.timers is not None:  # forward_step_calc_loss stops it
@@ -37,7 +39,7 @@ def loss_of(
     leaf = output.detach().requires_grad_(not call.forward_only)
     loss, tokens = schedules.forward_step_calc_loss(
         model,
-        leaf.clone(),  # loss functions may write to what they are given
+        leaf.clone(),  # loss functions may write to their input
         loss_func,
         config,
         None,

@@ -1,7 +1,7 @@
-"""A Megatron model chunk as a `Stage`: Megatron's own forward_step and backward_step inside.
+"""Megatron model chunk as a `Stage`, which calls Megatron's own forward_step and backward_step.
 
-They keep Megatron's loss scaling, token counts, timers, autocast and auxiliary losses, so that what
-a stage computes is stock's to the last bit.
+They apply Megatron's loss scaling, token counts, timers, autocast and auxiliary losses, so that a
+stage's results are bitwise stock's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ from torch import Tensor
 
 from megatron_ext.adapter.model_parts import may_lose_gradients
 from megatron_ext.adapter.observers.gradient_reductions import watch
-from megatron_ext.adapter.step.first_run import CallToRepeat, FirstCall, running_again
+from megatron_ext.adapter.step.checkpointed_forward import (
+    CheckpointedCall,
+    RecomputeInputs,
+    recomputing,
+)
 from megatron_ext.adapter.step.parameter_gathers import ParameterGathers
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.stage import Backward
@@ -26,7 +30,7 @@ from megatron_ext.runtime.weight_gradients import queue
 
 @dataclass(frozen=True)
 class StepCall:
-    """What Megatron's caller gave for this step, as far as stages need it."""
+    """Arguments of Megatron's caller for a step that stages need."""
 
     forward_step_func: Callable[..., Any]
     num_microbatches: int
@@ -38,10 +42,10 @@ class StepCall:
 
 
 class ModelStage:
-    """One model chunk during one step.
+    """Model chunk during one step.
 
-    ``w_is_next``: the microbatches whose W its rank runs right after their I. ``recomputed``: those
-    that have an R.
+    ``w_is_next`` are the microbatches whose W its rank runs directly after their I. ``recomputed``
+    are the microbatches that have an R.
     """
 
     def __init__(
@@ -59,7 +63,8 @@ class ModelStage:
         has_loss: bool,
         first_trained: int = 0,
     ) -> None:
-        """``first_trained``: of the program's problem; before it a stage has no backward pass."""
+        """``first_trained`` is the first stage that is not frozen; earlier stages have no backward
+        pass."""
         self._number = number
         self._model = model
         self._config = config
@@ -71,12 +76,12 @@ class ModelStage:
         self._recomputed = recomputed
         self._has_loss = has_loss
         self._has_backward = not call.forward_only and number >= first_trained
-        # Handed over without one: nothing before is trained.
+        # Its input requires no gradient by itself, as no earlier stage is trained.
         self._asks_gradient = number == first_trained and may_lose_gradients(model)
         self._is_quantised = any(getattr(config, name, None) for name in ("fp8", "fp4"))
         self._between: dict[int, tuple[Tensor | None, Tensor]] = {}  # input, output of F or R
-        # After F and before R: the input, the model's call, and the loss's place.
-        self._given_up: dict[int, tuple[Tensor | None, CallToRepeat, int]] = {}
+        # From F to R: the input, the inputs of the recompute, and the loss's index.
+        self._checkpointed: dict[int, tuple[Tensor | None, RecomputeInputs, int]] = {}
         self._has_begun = False  # its forward passes of this step
         self.losses: list[Any] = []
         self.tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
@@ -85,11 +90,11 @@ class ModelStage:
         is_first = self._begin_forward(x)
         run = self._forward_step_func(microbatch)
         if microbatch in self._recomputed:
-            first = FirstCall(run, self._is_quantised)
+            first = CheckpointedCall(run, self._is_quantised)
             output, _ = self._run(first, microbatch, x, [], is_first=is_first, has_loss=False)
-            self._given_up[microbatch] = x, first.to_repeat, len(self.losses)
+            self._checkpointed[microbatch] = x, first.recompute_inputs, len(self.losses)
             if self._has_loss:
-                self.losses.append(None)  # R makes it
+                self.losses.append(None)  # R computes it
             return output
         output, tokens = self._run(
             run, microbatch, x, self.losses, is_first=is_first, has_loss=self._has_loss
@@ -105,9 +110,9 @@ class ModelStage:
         return self.forward(microbatch, x), backward.run()
 
     def recompute(self, microbatch: int) -> None:
-        x, noted, place = self._given_up.pop(microbatch)
+        x, noted, place = self._checkpointed.pop(microbatch)
         losses: list[Any] = []
-        with running_again(noted, self._is_quantised):
+        with recomputing(noted, self._is_quantised):
             output, tokens = self._run(
                 noted.call.again, microbatch, x, losses, has_loss=self._has_loss
             )
@@ -115,13 +120,13 @@ class ModelStage:
         if self._has_loss:
             (self.losses[place],) = losses
         else:
-            self._free(output)  # F's has been passed on
+            self._free(output)  # F's output has been sent
         self._between[microbatch] = (x, output)
 
     def _begin_forward(self, x: Tensor | None) -> bool:
-        """Whether F of ``x`` is the stage's first of the step. What is made of the weights once a
-        step, as their FP8 copies, is made then: a file's schedule may begin with any
-        microbatch."""
+        """Begin F on ``x``, and return whether it is the stage's first F of the step. Values
+        derived from the weights once per step, such as FP8 copies, are computed then: a schedule
+        file may begin with any microbatch."""
         is_first, self._has_begun = not self._has_begun, True
         if x is not None and self._asks_gradient:
             x.requires_grad_()
@@ -139,7 +144,8 @@ class ModelStage:
         is_first: bool = False,
         has_loss: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Megatron's forward_step: the output, and the number of tokens. Adds to ``losses``."""
+        """Run Megatron's forward_step; return the output and the number of tokens. Appends to
+        ``losses``."""
         call = self._call
         output, tokens = schedules.forward_step(
             forward_step_func,
@@ -161,7 +167,8 @@ class ModelStage:
         return output, tokens
 
     def _forget_input(self) -> None:
-        """Megatron's model would keep it, and through it the gradient, until the next F."""
+        """Reset the model's input: Megatron's model would keep it, and its gradient, alive until
+        the next F."""
         get_attr_wrapped_model(self._model, "set_input_tensor")([None])
 
     def output_sent(self, microbatch: int) -> None:
@@ -195,17 +202,17 @@ class ModelStage:
             timers("backward-compute").stop()
 
     def forget(self) -> None:
-        """Drop what F has counted and kept in this step."""
+        """Discard what F has counted and stored in this step."""
         self._between.clear()
-        self._given_up.clear()
+        self._checkpointed.clear()
         self._has_begun = False
         self.losses.clear()
         self.tokens.zero_()
 
     def gradients_complete(self) -> None:
-        """Start the chunk's data-parallel reduction, if Megatron is to overlap it.
+        """Start the chunk's data-parallel reduction, if Megatron overlaps it.
 
-        With ``force_all_reduce`` it is left to finalize_model_grads, which knows of it.
+        With ``force_all_reduce`` it is left to finalize_model_grads, which handles that option.
         """
         if self._call.force_all_reduce or not overlaps_reduction(self._model):
             return
@@ -222,10 +229,10 @@ class ModelStage:
 
 
 def overlaps_reduction(model: Any) -> bool:
-    """Whether the data-parallel reduction of ``model`` runs beside later passes."""
+    """Whether the data-parallel reduction of ``model`` runs during later passes."""
     return getattr(getattr(model, "ddp_config", None), "overlap_grad_reduce", False)
 
 
 def _with_gradient(x: Tensor | None) -> Tensor | None:
-    """``x`` if it has a gradient: Megatron would ask it to keep one."""
+    """Return ``x`` if it requires a gradient, else None: Megatron would call retain_grad on it."""
     return None if x is None or not x.requires_grad else x

@@ -1,9 +1,9 @@
-"""Parameters of the distributed optimizer, gathered ahead of the passes that read them.
+"""Parameter gathers of the distributed optimizer, started ahead of the passes that read them.
 
-With `align_param_gather` Megatron's hooks gather a bucket only when a pass needs it, and leave it
-to the schedule to begin earlier: `config.param_sync_func` starts the gathers of a chunk. As with
-stock's interleaved schedule those of the first two chunks begin before the passes, and those of
-each other one when the chunk before it begins, here by the rank's own row of the program.
+With `align_param_gather` Megatron's hooks gather a bucket only when a pass needs it, and the
+schedule starts gathers earlier: `config.param_sync_func` starts those of a chunk. As in Megatron's
+interleaved schedule, the gathers of the first two chunks start before the passes, and those of each
+other chunk when the chunk before it begins, here in the order of the rank's row.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from megatron_ext.schedule.action import Action, Kind
 
 
 class ParameterGathers:
-    """Those of one step on one rank."""
+    """Gathers of one step on one rank."""
 
     def __init__(self, starts: Mapping[int, Callable[[], None]]) -> None:
-        """``starts``: what starts the gathers of each stage, in the order in which they begin;
-        empty where the step has none to start."""
+        """``starts`` has the functions that start the gathers of each stage, in the order in which
+        stages begin; empty if the step has no gathers to start."""
         self._order = list(starts)
         self._starts = list(starts.values())
         self._started = 0
 
     def begin(self) -> None:
-        """Before the passes."""
+        """Start the first gathers, before the passes."""
         self._start(2)
 
     def stage_begins(self, stage: int) -> None:
-        """Before the first forward pass of ``stage``. Where a step begins again, what has been
-        started is not started anew."""
+        """Start the next gathers, before the first forward pass of ``stage``. If a step restarts,
+        started gathers are not repeated."""
         if self._starts:
             self._start(self._order.index(stage) + 2)
 
@@ -46,9 +46,9 @@ class ParameterGathers:
 def parameter_gathers(
     config: Any, chunks: Mapping[int, torch.nn.Module], row: Sequence[Action], forward_only: bool
 ) -> ParameterGathers:
-    """The gathers of a step in which a rank follows ``row`` on its ``chunks``, by stage.
+    """Return the gathers of a step in which a rank runs ``row`` on its ``chunks``, by stage.
 
-    Callers take the function out of the config and put it back between steps, so each step asks.
+    Callers remove the function from the config and restore it between steps, so each step reads it.
     """
     function = config.param_sync_func
     if function is None or forward_only:

@@ -1,4 +1,4 @@
-"""The passes of a step on one rank: its stages and what goes with them, made for the executor."""
+"""Passes of a step on one rank: its stages and the other owners, assembled for the executor."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from megatron_ext.schedule.schedule import followed_by_own_w, recomputed
 
 
 def run_passes(step: Step, iterators: list[Any], others: Sequence[Owner] = ()) -> list[ModelStage]:
-    """Run all passes on data from ``iterators``, one a chunk; the stages they were run on.
+    """Run all passes on data from ``iterators``, one per chunk, and return the stages.
 
-    ``others`` own the kinds of the program that are not known here.
+    ``others`` own the program's kinds of action that are not handled here.
     """
     call, connections, program = step.call, step.connections, step.program
     boundary = step.boundary
@@ -55,7 +55,7 @@ def run_passes(step: Step, iterators: list[Any], others: Sequence[Owner] = ()) -
 
 
 def _numbers(step: Step) -> tuple[int, ...]:
-    """The stages of this rank, by chunk."""
+    """Return the stages of this rank, by chunk."""
     return step.program.schedule.placement.stages_of[step.call.pipeline.rank()]
 
 

@@ -1,7 +1,8 @@
-"""One step of training or evaluation under our schedule, as Megatron's schedule functions run one.
+"""Step of training or evaluation under our schedule, with the interface of Megatron's schedule
+functions.
 
-It takes the same arguments, uses Megatron's forward_step and backward_step, and ends as stock ends:
-embedding gradients, finalize_model_grads, timers.
+It uses Megatron's forward_step and backward_step, and ends as Megatron's functions do: embedding
+gradients, finalize_model_grads, timers.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from megatron_ext.adapter.step.call import (
     refuse_chunks,
     refuse_shapes,
 )
-from megatron_ext.adapter.step.training import Training
+from megatron_ext.adapter.step.training import PipelineTraining
 from megatron_ext.adapter.training_globals import packs_microbatches
 from megatron_ext.config import PipelineConfig
 
 
 class PipelineStep:
-    """Runs steps under one configured schedule, of one training after another."""
+    """Runs steps under one configured schedule, for one training after another."""
 
     def __init__(self, config: PipelineConfig) -> None:
         self._config = config
-        self._training: Training | None = None
+        self._training: PipelineTraining | None = None
 
     def __call__(
         self,
@@ -49,7 +50,7 @@ class PipelineStep:
         pg_collection: Any = None,
         force_all_reduce: bool | None = False,
     ) -> list[Any]:
-        """One step, with the arguments and the result of Megatron's schedule functions."""
+        """Run one step, with the arguments and the result of Megatron's schedule functions."""
         models = model if isinstance(model, list) else [model]
         config = get_model_config(models[0])
         refuse_call(
@@ -61,7 +62,7 @@ class PipelineStep:
             pg_collection,
         )
         pipeline, groups = groups_of(p2p_communicator, pg_collection)
-        if packs_microbatches():  # into one row, whose shape stock's messages do not have
+        if packs_microbatches():  # into one row; Megatron's own messages have another shape
             seq_length, micro_batch_size = seq_length * micro_batch_size, 1
         call = Call(
             forward_step_func=forward_step_func,
@@ -85,18 +86,18 @@ class PipelineStep:
         return self._current_training().run(call)
 
     def finish(self, iteration: int) -> None:
-        """The training has ended with ``iteration``."""
+        """End the training after ``iteration``."""
         if self._training is not None:
             self._training.finish(iteration)
 
     def interrupt(self) -> None:
-        """Between two steps comes something that takes time and belongs to neither."""
+        """Note that other work takes place between two steps and belongs to neither."""
         if self._training is not None:
             self._training.interrupt()
 
-    def _current_training(self) -> Training:
+    def _current_training(self) -> PipelineTraining:
         if self._training is not None and self._training.is_over:
             self._training.end()
             self._training = None
-        self._training = self._training or Training(self._config)
+        self._training = self._training or PipelineTraining(self._config)
         return self._training

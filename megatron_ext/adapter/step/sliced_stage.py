@@ -1,9 +1,9 @@
-"""A stage that runs a microbatch slice by slice.
+"""Stage that runs a microbatch slice by slice.
 
-The caller's forward_step_func is called once a microbatch, with the first slice, and the model once
-a slice, with the whole batch each time (`adapter.slices`). The loss is made once, when the last
-slice has run: the caller's loss function is given the outputs of all slices as one, as it would be
-of a whole microbatch, and each slice's backward pass begins with its part of the gradient.
+The caller's forward_step_func is called once per microbatch, with the first slice, and the model
+once per slice, each time with the whole batch (`adapter.slices`). The loss is computed once, after
+the last slice: the caller's loss function gets the concatenated outputs of all slices, as for a
+whole microbatch, and each slice's backward pass begins with its part of the gradient.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from torch import Tensor
 
 from megatron_ext.adapter.step.loss import loss_of
 from megatron_ext.adapter.step.model_stage import ModelStage
-from megatron_ext.adapter.step.noted_call import ModelCall, NotedCall
+from megatron_ext.adapter.step.repeatable_call import ModelCall, RepeatableCall
 from megatron_ext.runtime.slices.running_slice import Span, running_slice
 from megatron_ext.schedule.action import Slice
 
 
 class SlicedStage(ModelStage):
-    """One model chunk during one step, whose passes are of `Slice`s."""
+    """Model chunk during one step, whose passes run `Slice`s."""
 
     def __init__(self, *args: Any, spans: Sequence[Span], is_last: bool, **more: Any) -> None:
-        """``spans``: of the slices, all of a sequence."""
+        """``spans`` are the slices of a whole sequence."""
         super().__init__(*args, has_loss=False, **more)
         self._spans = spans
         self._is_last = is_last
-        self._noted: dict[int, NotedCall] = {}  # by microbatch, while its first slice runs
+        self._noted: dict[int, RepeatableCall] = {}  # by microbatch, while its first slice runs
         self._calls: dict[int, ModelCall] = {}  # by microbatch, until its last slice has run
-        self._outputs: dict[int, list[Tensor]] = {}  # of the last stage, likewise
-        self._gradients: dict[int, Tensor] = {}  # of these, until the first slice's backward pass
+        self._outputs: dict[int, list[Tensor]] = {}  # of the last stage, by microbatch
+        self._gradients: dict[int, Tensor] = {}  # of the outputs, by microbatch
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
         piece = _slice(microbatch)
@@ -70,7 +70,7 @@ class SlicedStage(ModelStage):
         piece = _slice(microbatch)
         if not piece.is_first:
             return self._calls[piece.whole].again
-        noted = NotedCall(self._call.forward_step_func, "--pipeline-slices")
+        noted = RepeatableCall(self._call.forward_step_func, "--pipeline-slices")
         self._noted[piece.whole] = noted
         return noted
 
@@ -90,7 +90,7 @@ class SlicedStage(ModelStage):
             output, tokens = super()._run(
                 forward_step_func, piece.whole, *args, is_first=is_first, **more
             )
-        if self._is_last:  # its losses may be a view, whose memory could not be given back
+        if self._is_last:  # its losses may be a view, whose memory could not be freed
             output = make_viewless_tensor(output, output.requires_grad, keep_graph=True)
         return output, tokens
 
@@ -110,9 +110,11 @@ class SlicedStage(ModelStage):
 
 
 def _add_all_gradients(model: torch.nn.Module) -> None:
-    """Have Transformer Engine add all weight gradients of this step to what there is. Those of the
-    forward pass that it is told is a step's first, it writes over what there is: with slices that
-    is not the first one whose gradients come. (Quantised weights have to be told.)"""
+    """Make Transformer Engine add all weight gradients of this step to ``main_grad``.
+
+    It overwrites ``main_grad`` with the gradient of the step's first forward pass. With slices,
+    that is not the first gradient. (Quantised weights need to know the first forward pass.)
+    """
     for module in model.modules():
         if hasattr(module, "is_first_microbatch"):
             module.is_first_microbatch = False  # type: ignore[assignment]

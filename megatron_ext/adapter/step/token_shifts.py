@@ -1,9 +1,10 @@
-"""Multi-token prediction's messages within context-parallel groups, tried before the first step.
+"""Multi-token prediction's messages within context-parallel groups, exchanged once before the first
+step.
 
-In its forward passes it shifts tokens and labels by one place, and the ranks that divide a sequence
-send one another what crosses their borders. Megatron does that over the default group, where NCCL
-makes a communicator for two ranks at their first message: amid a pass, with messages of the
-pipeline posted. So they exchange one here, where all other connections are made.
+Its forward passes shift tokens and labels by one position, and the ranks that share a sequence
+exchange the tokens at their borders. Megatron does that over the default group, on which NCCL makes
+a communicator for two ranks at their first message: within a pass, while messages of the pipeline
+are posted. So one message is exchanged here, where all other connections are made.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ def connect_token_shifts(
     models: Sequence[torch.nn.Module], context_parallel: dist.ProcessGroup
 ) -> None:
     """Connect the ranks of ``context_parallel`` as passes of ``models``, a rank's chunks, will use
-    it. Collective over the group where they have multi-token prediction, as all its ranks then do.
-    """
+    it. Collective over the group if the models have multi-token prediction, as all its ranks then
+    do."""
     if context_parallel.size() > 1 and any(map(predicts_further, models)):
         tokens = torch.zeros(1, 2, dtype=torch.int64, device=torch.cuda.current_device())
         roll_tensor(tokens, cp_group=context_parallel)

@@ -1,7 +1,7 @@
-"""What the steps of one training share, and how one of them runs.
+"""State shared by the steps of one training, and the execution of one of them.
 
-A process may train more than once: it destroys its process groups, makes new ones and begins anew,
-as Megatron's --inprocess-restart does. What belongs to a training ends with its groups.
+A process may train more than once: it destroys its process groups, makes new ones and restarts, as
+Megatron's --inprocess-restart does. The state of a training ends with its groups.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from megatron_ext.adapter.observers.observer import Step, StepObserver
 from megatron_ext.adapter.observers.profile import StepProfile
 from megatron_ext.adapter.observers.split_report import SplitReport
 from megatron_ext.adapter.observers.trace import StepTrace
-from megatron_ext.adapter.pairs.asked import asks_for_pairs
 from megatron_ext.adapter.pairs.callers import refuse_unplanned
+from megatron_ext.adapter.pairs.overlap_setting import requests_pairs
 from megatron_ext.adapter.post_validation.pending import post_validation
 from megatron_ext.adapter.post_validation.step import SpeculativeStep, connect_validation
 from megatron_ext.adapter.programs import Programs, Shape
@@ -44,20 +44,20 @@ from megatron_ext.adapter.training_globals import current_iteration, restarts_in
 from megatron_ext.adapter.transformer_engine.captured import captures, left_to_w
 from megatron_ext.adapter.transformer_engine.layer_graphs import layer_graphs
 from megatron_ext.adapter.vocabulary_rows import shard_of
+from megatron_ext.compile.output_layer import output_layer_waits
+from megatron_ext.compile.program.verify import Program
 from megatron_ext.config import PipelineConfig
 from megatron_ext.logger import logger
 from megatron_ext.runtime.host.memory import ShortOfHostMemory
 from megatron_ext.runtime.slices.running_slice import Span
 from megatron_ext.runtime.weight_gradients import Lent, is_owned
-from megatron_ext.schedule.build.output_layer import output_layer_waits
 from megatron_ext.schedule.costs_text import format_costs
 from megatron_ext.schedule.problem import VocabularyParallel
-from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.show.program_summary import summarize
+from megatron_ext.viz.program_summary import summarize
 
 
-class Training:
-    """The steps of one schedule over one set of process groups."""
+class PipelineTraining:
+    """Steps of one schedule over one set of process groups."""
 
     def __init__(self, config: PipelineConfig) -> None:
         self._config = config
@@ -74,11 +74,12 @@ class Training:
 
     @property
     def is_over(self) -> bool:
-        """Whether the process groups that it began with are gone."""
+        """Whether the process groups of this training are gone."""
         return self._has_ended or self._world is not dist.group.WORLD
 
     def end(self) -> None:
-        """The process groups are gone, or about to go: nothing of this training stays behind."""
+        """Release everything of this training: its process groups are gone, or about to be
+        destroyed."""
         self._has_ended = True
         connections, self._connections = self._connections, None
         if connections is not None:
@@ -87,19 +88,19 @@ class Training:
         layer_graphs.forget()
 
     def finish(self, iteration: int) -> None:
-        """Its last iteration was ``iteration``."""
+        """Finish after the last iteration, ``iteration``."""
         for observer in self._observers:
             observer.finish(iteration)
 
     def interrupt(self) -> None:
-        """Between two steps comes something that takes time and belongs to neither."""
+        """Note that other work takes place between two steps and belongs to neither."""
         if self._race is not None:
             self._race.interrupt()
 
     def run(self, call: Call) -> list[Any]:
-        """One step, with the result of Megatron's schedule functions."""
+        """Run one step, with the result of Megatron's schedule functions."""
         if call.forward_only:
-            post_validation.settle()
+            post_validation.commit_or_rollback()
             self.interrupt()
         shape = None
         if self._config.costs.profile is not None and not call.config.variable_seq_lengths:
@@ -140,7 +141,7 @@ class Training:
             stages = run_passes(step, iterators, others)
             tokens = tokens_of(call, stages)
             if tokens is not None and speculative is not None:
-                tokens = speculative.put_off_scaling(tokens, call.models, call.groups)
+                tokens = speculative.defer_scaling(tokens, call.models, call.groups)
             finalize_gradients(call, tokens)
         for observer in self._observers:
             observer.end(step)
@@ -179,25 +180,25 @@ class Training:
         return spans_of(program, call.config, tokens, call.groups.cp.rank())
 
     def _program(self, call: Call, shape: Shape) -> Program:
-        """The program for this step, the same on every rank of the job; cached."""
+        """Return the program of this step, the same on every rank of the job; cached."""
         first_trained = 0
         if not (call.forward_only or self._divides):
             first_trained = self._programs.first_trained(call.pipeline, call.models)
-        asked = call.config, shape, call.num_microbatches, call.forward_only, first_trained
-        known = self._programs.known(*asked)
+        request = call.config, shape, call.num_microbatches, call.forward_only, first_trained
+        known = self._programs.known(*request)
         if known is not None:
             return known
-        if asks_for_pairs(call.config) and not call.forward_only:
+        if requests_pairs(call.config) and not call.forward_only:
             refuse_unplanned(call)
         if self._connections is None:
             if self._config.extras.slices.count > 1:
                 refuse_unknown(call.models)
             refuse_different_copies(call.pipeline, call.models)
-            program = self._programs.make(call.pipeline, *asked)
+            program = self._programs.make(call.pipeline, *request)
             self._connections = self._connect(call, program)
-        else:  # ranks may differ, and some not see it
+        else:  # ranks may differ, and not all of them may notice
             with self._connections.heard_if_it_fails("the making of a program", RuntimeError):
-                program = self._programs.make(call.pipeline, *asked)
+                program = self._programs.make(call.pipeline, *request)
         if not call.forward_only:
             log_single_rank(logger, logging.INFO, summarize(program))
             costs = format_costs(program.problem.costs)
@@ -214,7 +215,8 @@ class Training:
     def _heard_if_it_fails(
         self, where: str, kind: type[BaseException] = BaseException
     ) -> AbstractContextManager[None]:
-        """Within, an error of this ``kind`` ends the other ranks too, if they are connected."""
+        """Context in which an error of this ``kind`` ends the other ranks too, if they are
+        connected."""
         if self._connections is None:
             return contextlib.nullcontext()
         return self._connections.heard_if_it_fails(where, kind)
@@ -228,12 +230,12 @@ class Training:
             placement, recorder = program.schedule.placement, connections.recorder
             connect_validation(call.pipeline, placement, recorder, call.models)
         connections.watch()
-        if not restarts_in_process():  # else whoever restarts the ranks tells them of a failure
+        if not restarts_in_process():  # otherwise the restarting wrapper reports failures
             connections.listen()
         return connections
 
 
-_trainings: weakref.WeakSet[Training] = weakref.WeakSet()
+_trainings: weakref.WeakSet[PipelineTraining] = weakref.WeakSet()
 
 
 def end_trainings() -> None:
@@ -268,7 +270,7 @@ def _observers(config: PipelineConfig, programs: Programs) -> list[StepObserver[
 
 @contextlib.contextmanager
 def _timed(config: Any) -> Iterator[None]:
-    """Within, Megatron's own timer of a step runs."""
+    """Context in which Megatron's own timer of a step runs."""
     if config.timers is None:
         yield
         return

@@ -1,1 +1,1 @@
-"""Megatron's own pipeline functions, run as they are and watched."""
+"""Megatron's own pipeline functions, run unchanged and observed."""

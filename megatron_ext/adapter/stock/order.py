@@ -1,4 +1,4 @@
-"""Which order of passes Megatron's own pipeline functions have: that of a family of ours."""
+"""Order of passes in Megatron's own pipeline functions, as one of our families."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from megatron.core.pipeline_parallel import schedules
 
 
 def family_of(function: Callable[..., Any], config: Any, ranks: int, chunks: int) -> str:
-    """What our schedule of the same order is called, with its options, if ``function`` runs with
-    the model's ``config``."""
+    """Return the spec of our schedule with the order in which ``function`` runs the model's
+    ``config``."""
     if function is schedules.forward_backward_pipelining_without_interleaving:
         return "1f1b"
     group = config.microbatch_group_size_per_vp_stage
@@ -19,8 +19,10 @@ def family_of(function: Callable[..., Any], config: Any, ranks: int, chunks: int
 
 
 def why_unseen(ranks: int, settings: Any) -> str | None:
-    """Why the passes of Megatron's own step on so many pipeline ``ranks`` cannot be told apart, if
-    they cannot. ``settings`` are Megatron's parsed arguments or a TransformerConfig.
+    """Return why the passes of Megatron's own step on ``ranks`` pipeline ranks cannot be observed,
+    or None.
+
+    ``settings`` are Megatron's parsed arguments or a TransformerConfig.
     """
     if ranks == 1:
         return (

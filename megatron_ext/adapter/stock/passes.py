@@ -1,6 +1,6 @@
-"""Calls of Megatron's forward_step and backward_step, noted as the passes that they are.
+"""Calls of Megatron's forward_step and backward_step, recorded as passes.
 
-Its pipeline functions call both by name, and wait for messages outside of them.
+Megatron's pipeline functions call both by name, and wait for messages outside of them.
 """
 
 from __future__ import annotations
@@ -15,28 +15,29 @@ from megatron_ext.schedule.placement import Placement
 
 
 class StockPasses:
-    """The passes of one step on one rank.
+    """Passes of one step on one rank.
 
-    A forward pass is told its chunk and microbatch. A backward pass is not: it is that of the
-    forward pass whose output it gets.
+    A forward pass gets its chunk and microbatch as arguments. A backward pass does not: it belongs
+    to the forward pass whose output it gets.
     """
 
     def __init__(self, recorder: Recorder, placement: Placement) -> None:
         self._recorder = recorder
         self._stages = placement.stages_of[recorder.rank]
-        self._forwards: dict[int, Action] = {}  # that wait for a backward pass, by their outputs
+        self._forwards: dict[int, Action] = {}  # without a backward pass so far, by their outputs
 
     def forward(self, run: Callable[[], Any], chunk: int, microbatch: int) -> Any:
-        """What ``run`` returns, an output and its number of tokens."""
+        """Record a forward pass and return the result of ``run``, an output and its number of
+        tokens."""
         action = Action(self._stages[chunk], Kind.FORWARD, microbatch)
         result = self._run(run, action)
         self._forwards[id(result[0])] = action
         return result
 
     def backward(self, run: Callable[[], Any], output: Any) -> Any:
-        """What ``run`` returns, which differentiates ``output``."""
+        """Record the backward pass of ``output`` and return the result of ``run``."""
         forward = self._forwards.pop(id(output), None)
-        if forward is None:  # of no pass that was seen: a trace will tell that one is missing
+        if forward is None:  # of an unobserved pass: a trace will report it as missing
             return run()
         return self._run(run, forward._replace(kind=Kind.FULL_BACKWARD))
 
@@ -54,7 +55,7 @@ _watching: StockPasses | None = None
 
 @contextmanager
 def watching(passes: StockPasses) -> Iterator[None]:
-    """Within, ``passes`` are told of all calls."""
+    """Context in which ``passes`` records all calls."""
     global _watching
     _watching = passes
     try:
@@ -64,7 +65,7 @@ def watching(passes: StockPasses) -> Iterator[None]:
 
 
 def watched_forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Megatron's forward_step, or what stands in its place."""
+    """Wrapper of Megatron's forward_step, or of its replacement."""
     if _watching is None:
         return original(*args, **kwargs)
     chunk, microbatch = kwargs.get("vp_stage") or 0, kwargs["current_microbatch"]
@@ -72,7 +73,7 @@ def watched_forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 def watched_backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Megatron's backward_step, or what stands in its place."""
+    """Wrapper of Megatron's backward_step, or of its replacement."""
     if _watching is None:
         return original(*args, **kwargs)
     output = kwargs["output_tensor"] if "output_tensor" in kwargs else args[1]

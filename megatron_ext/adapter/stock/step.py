@@ -1,7 +1,7 @@
-"""One step under Megatron's own pipeline functions, watched.
+"""Step under Megatron's own pipeline functions, observed.
 
-They run as they are, with the same arguments: there is no watchdog here, and no message of ours in
-a step.
+They run unchanged, with the same arguments: there is no watchdog, and no message of ours within a
+step.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from megatron_ext.adapter.programs import Programs
 from megatron_ext.adapter.stock.order import family_of, why_unseen
 from megatron_ext.adapter.stock.passes import StockPasses, watching
 from megatron_ext.adapter.training_globals import current_iteration
+from megatron_ext.compile.program.verify import Program
 from megatron_ext.config import PipelineConfig
 from megatron_ext.logger import logger
 from megatron_ext.runtime.device_progress import DeviceProgress
+from megatron_ext.runtime.rank_identity import rank_identity
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.runtime.whereabouts import whereabouts
-from megatron_ext.schedule.program.verify import Program
 
 
 @dataclass(frozen=True)
 class StockStep:
-    """Stands for ``function``, one of Megatron's pipeline functions."""
+    """Stand-in for ``function``, one of Megatron's pipeline functions."""
 
     function: Callable[..., Any]
     stock: WatchedStock
 
-    def __call__(self, **asked: Any) -> Any:
-        """What ``function`` returns."""
-        if asked.get("forward_only"):
-            return self.function(**asked)
-        return self.stock.current_training().run(self.function, asked)
+    def __call__(self, **arguments: Any) -> Any:
+        """Observe one training step, and return the result of ``function``."""
+        if arguments.get("forward_only"):
+            return self.function(**arguments)
+        return self.stock.current_training().run(self.function, arguments)
 
     def finish(self, iteration: int) -> None:
-        """The training has ended with ``iteration``."""
+        """End the training after ``iteration``."""
         self.stock.current_training().finish(iteration)
 
 
@@ -57,7 +57,7 @@ class WatchedStock:
         self._training: StockTraining | None = None
 
     def step(self, function: Callable[..., Any]) -> StockStep:
-        """What to call in place of ``function``."""
+        """Return the stand-in to call in place of ``function``."""
         return StockStep(function, self)
 
     def current_training(self) -> StockTraining:
@@ -67,12 +67,12 @@ class WatchedStock:
 
 
 class StockTraining:
-    """The steps of one training, as far as they are seen."""
+    """Observed steps of one training."""
 
     def __init__(self, config: PipelineConfig) -> None:
         self._config = config
         self._observers = _observers(config)
-        self._programs: dict[str, Programs] = {}  # by the family that has stock's order
+        self._programs: dict[str, Programs] = {}  # by the spec with Megatron's order
         self._recorder: Recorder | None = None
         self._calls = 0
         self._world = dist.group.WORLD
@@ -80,38 +80,38 @@ class StockTraining:
 
     @property
     def is_over(self) -> bool:
-        """Whether the process groups that it began with are gone."""
+        """Whether the process groups of this training are gone."""
         return self._world is not dist.group.WORLD
 
-    def run(self, function: Callable[..., Any], asked: dict[str, Any]) -> Any:
-        """One training step: what ``function`` returns when it is asked so."""
-        step = self._step(function, asked)
+    def run(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        """Run one training step, and return the result of ``function`` with these ``arguments``."""
+        step = self._step(function, arguments)
         if step is None:
-            return function(**asked)
+            return function(**arguments)
         self._calls += 1
         step.recorder.begin(current_iteration() or self._calls)
         for observer in self._observers:
             observer.begin(step)
         with watching(StockPasses(step.recorder, step.program.schedule.placement)):
-            result = function(**asked)
+            result = function(**arguments)
         for observer in self._observers:
             observer.end(step)
         step.recorder.end()
         return result
 
     def finish(self, iteration: int) -> None:
-        """The last iteration was ``iteration``."""
-        if self._recorder is None:  # nothing was seen, and that was said
+        """Finish after the last iteration, ``iteration``."""
+        if self._recorder is None:  # nothing was observed, which has been logged
             return
         for observer in self._observers:
             observer.finish(iteration)
 
-    def _step(self, function: Callable[..., Any], asked: dict[str, Any]) -> ObservedStep | None:
-        """What there is to know of the step; None, with a line of log, if it cannot be watched."""
-        model = asked["model"]
+    def _step(self, function: Callable[..., Any], arguments: dict[str, Any]) -> ObservedStep | None:
+        """Return the step to observe; None, with a log line, if it cannot be observed."""
+        model = arguments["model"]
         models = model if isinstance(model, list) else [model]
         config = get_model_config(models[0])
-        p2p, groups = asked.get("p2p_communicator"), asked.get("pg_collection")
+        p2p, groups = arguments.get("p2p_communicator"), arguments.get("pg_collection")
         if isinstance(groups, MultiModuleProcessGroupCollection):
             self._say(f"the pipeline holds several models ({type(groups).__name__}), not one")
             return None
@@ -123,14 +123,14 @@ class StockTraining:
             self._say(why)
             return None
         try:
-            program = self._program(function, config, pipeline, models, asked)
-        except ValueError as error:  # stock may refuse the same; if not, it goes on
+            program = self._program(function, config, pipeline, models, arguments)
+        except ValueError as error:  # Megatron may refuse it too; if not, it goes on
             self._say(str(error))
             return None
         if self._recorder is None:
-            # Its host runs as far ahead of its device as it would without us.
+            # The host may run as far ahead of its device as it would without us.
             unhindered = DeviceProgress(lambda: None)
-            self._recorder = Recorder(pipeline.rank(), whereabouts(pipeline), unhindered)
+            self._recorder = Recorder(pipeline.rank(), rank_identity(pipeline), unhindered)
         return ObservedStep(pipeline, program, self._recorder)
 
     def _program(
@@ -139,15 +139,15 @@ class StockTraining:
         config: Any,
         pipeline: dist.ProcessGroup,
         models: list[Any],
-        asked: dict[str, Any],
+        arguments: dict[str, Any],
     ) -> Program:
-        """The program with stock's order. The first one is collective over the world."""
+        """Return the program with Megatron's order. The first call is collective over the world."""
         spec = family_of(function, config, pipeline.size(), len(models))
         if spec not in self._programs:
             self._programs[spec] = Programs(replace(self._config, schedule=spec))
         programs = self._programs[spec]
-        sequence, micro_batch = asked["seq_length"], asked["micro_batch_size"]
-        step = asked["num_microbatches"], False
+        sequence, micro_batch = arguments["seq_length"], arguments["micro_batch_size"]
+        step = arguments["num_microbatches"], False
         programs.agree_on_costs(pipeline, config, models, None, sequence, micro_batch, *step)
         known = programs.known(config, None, *step)
         return known or programs.make(pipeline, config, None, *step)

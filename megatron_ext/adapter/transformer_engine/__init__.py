@@ -1,1 +1,1 @@
-"""What Transformer Engine can do here, and what it asks of a schedule."""
+"""Capabilities of Transformer Engine, and its requirements on a schedule."""

@@ -1,10 +1,10 @@
-"""The order in which Transformer Engine captures a rank's CUDA graphs, and a check of it.
+"""Order in which Transformer Engine captures a rank's CUDA graphs, and its check.
 
 Its `make_graphed_callables` takes an order of chunks: c is a forward pass of chunk c (counted from
-1), -c a backward pass. Which microbatch a pass is of it counts: the k-th c is that of graph k. The
-graphs share memory as if they ran in this order ever after: a backward pass gives the input buffers
-of its chunk's oldest forward pass to the forward passes that come next. It does not look whether
-that is so, and neither does Megatron: `check_capture` does, by the same arithmetic.
+1), -c a backward pass. Microbatches are counted: the k-th c uses graph k. The graphs share memory
+on the assumption that they always run in this order: a backward pass gives the input buffers of its
+chunk's oldest forward pass to the next forward passes. Neither Transformer Engine nor Megatron
+checks that assumption: `check_capture` does, with the same arithmetic.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from megatron_ext.schedule.kinds import RULES, Where
 
 
 def graphed_passes(row: Sequence[Action]) -> list[Action]:
-    """The passes of ``row``, a rank's, that run what is captured: F, and I or B. (A captured module
-    has no W of its own.)"""
+    """Return the passes of ``row``, a rank's, that run captured modules: F, and I or B. (A captured
+    module has no separate W.)"""
     return [
         action
         for action in row
@@ -29,8 +29,7 @@ def graphed_passes(row: Sequence[Action]) -> list[Action]:
 
 
 def capture_order(row: Sequence[Action], stages: Sequence[int]) -> list[int]:
-    """What Transformer Engine is to capture for ``row``, that of a rank whose chunks are
-    ``stages``."""
+    """Return the order to capture for ``row`` on a rank whose chunks are ``stages``."""
     chunk_of = {stage: chunk for chunk, stage in enumerate(stages, start=1)}
     return [
         chunk_of[action.stage] if action.kind is Kind.FORWARD else -chunk_of[action.stage]
@@ -44,17 +43,17 @@ def check_capture(
     stages: Sequence[int],
     layers: Sequence[int] | None = None,
 ) -> None:
-    """Refuse an ``order`` from which Transformer Engine would make graphs that are wrong here.
+    """Refuse an ``order`` from which Transformer Engine would make wrong graphs.
 
     Args:
         order: its `_order`.
-        row: what the rank runs.
+        row: the actions of the rank.
         stages: its chunks.
-        layers: captured in each of them; one each by default.
+        layers: number of captured layers in each chunk; one each by default.
 
     Raises:
-        ValueError: a pass would run a graph of another microbatch, or one whose buffers another
-            microbatch has written to; names the pass.
+        ValueError: a pass would run another microbatch's graph, or a graph whose buffers another
+            microbatch has overwritten; the message names the pass.
     """
     passes = graphed_passes(row)
     _check_graphs(order, passes, stages)
@@ -62,7 +61,7 @@ def check_capture(
 
 
 def _check_graphs(order: Sequence[float], passes: Sequence[Action], stages: Sequence[int]) -> None:
-    """Each pass is captured in its turn, and counted as its microbatch's."""
+    """Check that each pass is captured in its place, and counted as its microbatch's."""
     for entry in order:
         if entry % 1:
             raise ValueError(
@@ -101,7 +100,7 @@ def _check_graphs(order: Sequence[float], passes: Sequence[Action], stages: Sequ
 def check_buffers(
     order: Sequence[float], passes: Sequence[Action], stages: Sequence[int], layers: Sequence[int]
 ) -> None:
-    """No pass finds its input buffers written to since its forward pass."""
+    """Check that no pass finds its input buffers overwritten since its forward pass."""
     buffer_of = input_buffers(order, layers)
     written: dict[int, Action] = {}
     for action in passes:
@@ -118,10 +117,11 @@ def check_buffers(
 
 
 def input_buffers(order: Sequence[float], layers: Sequence[int]) -> dict[tuple[int, int, int], int]:
-    """The input buffer of each chunk, microbatch (as counted) and layer.
+    """Return the input buffer of each chunk, microbatch (as counted) and layer.
 
-    As the graphs of one shape have theirs: a backward pass frees as many as its chunk has layers,
-    those of the oldest forward pass, and whichever forward pass comes next takes the first ones.
+    This repeats Transformer Engine's allocation for graphs of one shape: a backward pass frees one
+    buffer per layer of its chunk, those of the oldest forward pass, and the next forward pass takes
+    the first free ones.
     """
     buffers: dict[tuple[int, int, int], int] = {}
     waiting: dict[int, deque[int]] = defaultdict(deque)

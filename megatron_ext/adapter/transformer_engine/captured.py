@@ -1,4 +1,4 @@
-"""Which parts of a model are in per-layer CUDA graphs, as Megatron's settings say."""
+"""Parts of a model that are in per-layer CUDA graphs, according to Megatron's settings."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _WHOLE_LAYERS = frozenset({"attn", "mlp", "moe", "moe_router", "moe_preprocess",
 
 
 def captures(settings: Any) -> bool:
-    """Whether ``settings``, Megatron's arguments or a config, ask for per-layer graphs."""
+    """Whether ``settings``, Megatron's arguments or a config, request per-layer graphs."""
     return getattr(settings, "cuda_graph_impl", None) == IMPLEMENTATION
 
 
 def captured_parts(settings: Any) -> frozenset[str]:
-    """The parts of layers that are captured, by Megatron's names for them (attn, mlp, moe,
-    moe_router, moe_preprocess, mamba): all of them where whole layers are."""
+    """Return the captured parts of layers, by Megatron's names (attn, mlp, moe, moe_router,
+    moe_preprocess, mamba): all of them if whole layers are captured."""
     if not captures(settings):
         return frozenset()
     named = getattr(settings, "cuda_graph_modules", None)
@@ -38,7 +38,7 @@ def _names(parts: Any) -> Iterable[str]:
 
 
 def left_to_w(settings: Any) -> str:
-    """One line: which weight gradients wait for W passes beside graphs, and which do not."""
+    """Return one line about the weight gradients that wait for W passes when graphs are used."""
     parts = captured_parts(settings)
     routed = getattr(settings, "num_experts", None) or getattr(settings, "num_moe_experts", None)
     left = [] if "attn" in parts else ["attention"]
@@ -56,7 +56,7 @@ def left_to_w(settings: Any) -> str:
 
 
 def captured_parameters(chunks: Iterable[torch.nn.Module]) -> set[Tensor]:
-    """The parameters of ``chunks`` that are in graphs now."""
+    """Return the parameters of ``chunks`` that are in graphs now."""
     return {
         parameter
         for chunk in chunks

@@ -1,4 +1,4 @@
-"""Whether Transformer Engine is here, and can put weight gradients off."""
+"""Check for a Transformer Engine that can defer weight gradients."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import importlib
 import importlib.metadata
 import re
 
-OLDEST = (2, 8)  # of the versions whose own delayed weight gradients these patches are made for
+OLDEST = (2, 8)  # version whose own delayed weight gradients these patches were made for
 
 
 def can_split() -> bool:
-    """Whether there is a Transformer Engine here whose layers can put weight gradients off.
+    """Whether a Transformer Engine is installed whose layers can defer weight gradients.
 
-    One that cannot be imported is none, for Megatron and so for us.
+    One that cannot be imported counts as not installed, as for Megatron.
     """
     try:
         version = importlib.metadata.version("transformer_engine")

@@ -1,9 +1,9 @@
-"""A rank's per-layer CUDA graphs (``--cuda-graph-impl transformer_engine``), while it trains.
+"""Per-layer CUDA graphs of a rank (``--cuda-graph-impl transformer_engine``) during training.
 
 Megatron captures them between two steps, one graph for each layer, microbatch and direction. They
-share memory as passes come after one another in the order of capture, so every later step has to
-run in that very order. And what a graph leaves is in that memory: a later pass writes over it,
-though a weight gradient that waits for its W or a message may still need it.
+share memory according to the order of capture, so every later step must run in exactly that order.
+Outputs of graphs also lie in that memory: a later pass overwrites them, although a deferred weight
+gradient or a message may still need them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 from megatron_ext.adapter.transformer_engine.capture_order import capture_order, check_capture
 from megatron_ext.runtime.weight_gradients import Lent, is_owned
 from megatron_ext.schedule.action import Action
-from megatron_ext.schedule.words import counted
+from megatron_ext.words import counted
 
 
 class LayerGraphs:
-    """What is known of the graphs of this process's training."""
+    """State of the graphs of this process's training."""
 
     def __init__(self) -> None:
         self._order: list[int] | None = None  # of the latest training step
@@ -34,10 +34,11 @@ class LayerGraphs:
         stages: Sequence[int],
         models: Iterable[torch.nn.Module],
     ) -> Lent:
-        """Before a training step that runs ``row`` on ``models``, the chunks ``stages``.
+        """Check a training step that runs ``row`` on ``models``, the chunks ``stages``, before it
+        begins.
 
         Returns:
-            whether a tensor is in the memory of graphs.
+            A function that tells whether a tensor is in the memory of graphs.
 
         Raises:
             ValueError: graphs were captured in another order.
@@ -63,7 +64,7 @@ class LayerGraphs:
         return self._memory.holds
 
     def order(self, chunks: int, microbatches: int) -> list[int]:
-        """The order in which graphs are to be captured now: that of the latest training step, for
+        """Return the order in which to capture graphs now: that of the latest training step, for
         the first ``chunks`` of this rank. (A vision tower is in the first one.)
 
         Raises:
@@ -85,21 +86,21 @@ class LayerGraphs:
         return [entry for entry in self._order if abs(entry) <= chunks]
 
     def forget(self) -> None:
-        """The training is over."""
+        """Forget the graphs: the training is over."""
         self._order = self._captured = self._memory = None
 
 
 class GraphMemory:
-    """Ranges of memory."""
+    """Set of memory ranges."""
 
     def __init__(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """``ranges``: first address, and the first one after it."""
+        """Each of ``ranges`` is a first address and the first address after the range."""
         self._ranges = sorted(ranges)
         self._starts = [start for start, _ in self._ranges]
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` begins in one of them. (A quantised one has no memory of its own, and
-        is made where it is used, in no graph.)"""
+        """Whether ``tensor`` begins in one of the ranges. (A quantised tensor has no memory of its
+        own, and is created where it is used, in no graph.)"""
         if type(tensor) not in (Tensor, torch.nn.Parameter):
             return False
         address = tensor.data_ptr()
@@ -108,7 +109,7 @@ class GraphMemory:
 
 
 def graph_memory() -> list[tuple[int, int]]:
-    """The memory that CUDA graphs have for themselves: torch's private pools."""
+    """Return the memory reserved for CUDA graphs: torch's private pools."""
     return [
         (segment["address"], segment["address"] + segment["total_size"])
         for segment in torch.cuda.memory_snapshot()

@@ -1,1 +1,1 @@
-"""Activations that leave for the host's memory and come back."""
+"""Offload of activations to the host's memory and back."""

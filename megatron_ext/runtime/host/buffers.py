@@ -1,14 +1,14 @@
-"""The host's buffers for what is offloaded, registered with the driver between steps.
+"""Host buffers for offloaded activations, registered (pinned) with the driver between steps.
 
-To register memory can wait for the device, and takes a second for some GiB. So it is done before a
-step posts anything: as many buffers as the step needs, each as large as any microbatch has needed
-so far, and before that as large as the costs say.
+Registering memory can wait for the device, and takes about a second for some GiB. It is therefore
+done before a step posts any message: as many buffers as the step needs, each as large as the
+largest microbatch so far, or in the first step as large as the costs predict.
 
-What does not fit goes to plain pages for the rest of the step: of the first one, where costs have
-no bytes or too few, and of one in which a microbatch has grown. A copy between these and a GPU
-keeps the host until the device has come to it. It is slow, but it cannot hang: such a copy waits
-for the passes before it, and those end without anything that this rank does later, which is what
-`prove` shows of every action.
+A microbatch that does not fit is copied to pageable memory for the rest of that step. This happens
+in the first step if the costs have no bytes or too few, and in a step in which a microbatch has
+grown. Such a copy blocks the host until the device has reached it. The copy is slow but cannot
+deadlock: it waits for earlier passes only, and `prove` shows that these finish without any later
+action of this rank.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from megatron_ext.runtime.host.copies import HostCopies, Transfer
 from megatron_ext.runtime.host.memory import available_bytes, short_of_memory
 from megatron_ext.runtime.host.pages import whole_pages
 from megatron_ext.schedule.kinds import Held
-from megatron_ext.schedule.words import bytes_text
+from megatron_ext.words import bytes_text
 
-Key = tuple[int, Held]  # a stage, and what it holds
+Key = tuple[int, Held]  # a stage, and a kind of its memory
 
 
 @dataclass(eq=False)
 class Slot:
-    """A buffer for one microbatch. ``last``: the latest copy that uses it."""
+    """Buffer for one microbatch. ``last`` is the latest copy that uses the buffer."""
 
     buffer: Tensor
     is_registered: bool
@@ -39,12 +39,12 @@ class Slot:
 
 
 class HostBuffers:
-    """As many slots of each kind as a program's ranks have on the host at once.
+    """Pool of as many slots of each kind as a program's rank has on the host at once.
 
     Attributes:
-        expected: bytes of a microbatch, by kind, before any has shown them; none if nobody knows.
-        registered: how many buffers have been registered so far.
-        plain: how many have been plain pages.
+        expected: predicted bytes of a microbatch, by kind; empty if the costs do not tell.
+        registered: number of buffers registered so far.
+        plain: number of buffers so far that were pageable memory.
     """
 
     def __init__(self, copies: HostCopies, rank: int) -> None:
@@ -58,10 +58,10 @@ class HostBuffers:
         self.plain = 0
 
     def reserve(self, wanted: Mapping[Key, int]) -> None:
-        """Before a step: have the slots of each kind that it needs.
+        """Allocate the missing slots of each kind before a step; ``wanted`` counts them.
 
         Raises:
-            ValueError: the host has no memory for them, or the driver refuses to register it.
+            ValueError: the host has too little memory, or the driver refuses to register it.
         """
         for key in wanted:
             size = self._size(key)
@@ -78,10 +78,10 @@ class HostBuffers:
                     self.registered += 1
 
     def take(self, key: Key, size: int) -> Slot:
-        """A free slot of at least ``size`` bytes: the one that was given back first.
+        """Return a free slot of at least ``size`` bytes: the one freed first.
 
         Raises:
-            ValueError: the host has no memory for it.
+            ValueError: the host has too little memory for a new one.
         """
         self._note(key, size)
         for slot in self._free[key]:
@@ -99,7 +99,8 @@ class HostBuffers:
         return self._needed.get(key, self.expected.get(key, 0))
 
     def _note(self, key: Key, size: int) -> None:
-        """If one has grown, allow for somewhat more, so that it is not soon too small again."""
+        """Record the size of a microbatch. If it has grown, reserve 1/8 more, so that the buffer is
+        not soon too small again."""
         known = self._needed.get(key)
         if known is None:
             self._needed[key] = size

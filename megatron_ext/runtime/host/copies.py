@@ -1,4 +1,4 @@
-"""Copies between a rank's memory and the host's: on a GPU, and on a CPU, where both are one."""
+"""Copies between a rank's memory and the host's, on a GPU and on a CPU (where both are one)."""
 
 from __future__ import annotations
 
@@ -12,45 +12,48 @@ from torch import Tensor
 from megatron_ext.runtime.host.pages import whole_pages
 from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.kinds import RULES, Lane
-from megatron_ext.schedule.words import bytes_text
+from megatron_ext.words import bytes_text
 
-Piece = tuple[Tensor, Tensor]  # where to and where from: bytes, of one length
+Piece = tuple[Tensor, Tensor]  # destination and source: bytes, of equal length
 
 
 class Transfer(Protocol):
-    """A copy under way."""
+    """A copy that has been started."""
 
     def wait(self) -> None:
-        """Let what this rank starts from now on come after it. Raises what the copy has raised."""
+        """Make later work of this rank wait for the copy. Raises the copy's error, if it has
+        one."""
         ...
 
     def finish(self) -> None:
-        """Return when it is done."""
+        """Block the host until the copy is done."""
         ...
 
 
 class HostCopies(Protocol):
-    """Starts copies. Those of one direction run one after the other."""
+    """Starts copies. Copies of one direction run in order."""
 
     def current_stream(self) -> torch.cuda.Stream | None:
-        """The stream that the caller gives its work to; None for a device without streams."""
+        """Return the stream on which the caller launches its work; None for a device without
+        streams."""
         ...
 
     def host_buffer(self, size: int) -> Tensor:
-        """``size`` bytes of the host's memory, to and from which copies are quick.
+        """Return ``size`` bytes of host memory with fast copies to and from the device.
 
-        May wait for the device. Raises ValueError where they are refused.
+        May wait for the device. Raises ValueError if the driver refuses to pin the memory.
         """
         ...
 
     def release(self, buffer: Tensor) -> None:
-        """Give a buffer back that no copy uses any more. May wait for the device."""
+        """Free a buffer that no copy uses any more. May wait for the device."""
         ...
 
     def start(self, action: Action, pieces: Sequence[Piece], after: Transfer | None) -> Transfer:
-        """Start the copy ``action``, when what the rank has started so far is done, and ``after``.
+        """Start the copy ``action`` once the work launched so far on this rank, and ``after``, are
+        done.
 
-        ``pieces`` may be none: a copy of nothing.
+        ``pieces`` may be empty: nothing is copied.
         """
         ...
 
@@ -66,7 +69,7 @@ class Done:
 
 
 class DirectCopies:
-    """Copies made at once, for a rank whose memory is the host's."""
+    """Synchronous copies, for a rank whose memory is the host's."""
 
     def current_stream(self) -> torch.cuda.Stream | None:
         return None
@@ -97,8 +100,8 @@ class _Event:
 
 
 class CudaCopies:
-    """On two streams, one a direction, beside the stream of the passes. The host waits for none,
-    but for copies to or from memory that is not pinned."""
+    """Copies on two streams of their own, one for each direction. The host waits for no copy,
+    except to or from pageable memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._streams = {lane: torch.cuda.Stream(device) for lane in (Lane.TO_HOST, Lane.FROM_HOST)}
@@ -124,10 +127,11 @@ class CudaCopies:
 
 
 def pinned(size: int) -> Tensor:
-    """``size`` bytes of pinned memory; exactly, where torch's own allocator takes a power of two.
+    """Return exactly ``size`` bytes of pinned memory. (torch's own allocator rounds up to a power
+    of two.)
 
     Raises:
-        ValueError: the driver refuses.
+        ValueError: the driver refuses to pin it.
     """
     buffer = whole_pages(size)
     runtime = torch.cuda.cudart()
@@ -143,5 +147,5 @@ def pinned(size: int) -> Tensor:
 
 
 def copies_on(device: torch.device) -> HostCopies:
-    """The `HostCopies` for a rank on ``device``."""
+    """Return the `HostCopies` for a rank on ``device``."""
     return CudaCopies(device) if device.type == "cuda" else DirectCopies()

@@ -1,4 +1,4 @@
-"""How much memory the host has free, and what offload takes of it."""
+"""Free memory of a host, and the part of it that offload takes."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron_ext.compile.program.memory import in_bytes, most_on_host
+from megatron_ext.runtime.store.leader import store_of_all
 from megatron_ext.runtime.store.lost_store import losing_the_store
-from megatron_ext.runtime.store.once_for_all import store_of_all
 from megatron_ext.runtime.world import gather_from_all
 from megatron_ext.schedule.action import Action, tokens_of
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import Held
-from megatron_ext.schedule.program.memory import in_bytes, most_on_host
-from megatron_ext.schedule.words import bytes_text
+from megatron_ext.words import bytes_text
 
-# Estimates leave out small tensors, such as indices and statistics of norms. A buffer that is a
+# Estimates ignore small tensors, such as indices and statistics of norms. A buffer that is a
 # little too small would have the whole first step copy to plain pages.
 _ALLOWANCE = 17 / 16
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """What a process of this machine can still take, in bytes: of the machine, and of its control
-    groups (version 2) where these allow less. ``root``: of the file system."""
+    """Return the bytes that a process can still allocate on this machine: the smallest of the
+    machine's free memory and what its control groups (version 2) allow. ``root`` is the root of the
+    file system."""
     meminfo = (root / "proc/meminfo").read_text().splitlines()
     figures = {line.split(":")[0]: line.split()[1] for line in meminfo}
     free = [1024 * int(figures["MemAvailable"])]
@@ -49,7 +50,8 @@ def available_bytes(root: Path = Path("/")) -> int:
 
 
 def _left_in(group: Path) -> list[int]:
-    """What a control group's limit leaves, if it has one. Cached files can give way."""
+    """Return the bytes that a control group's limit leaves, if it has one. Cached files count as
+    free."""
     try:
         limit = (group / "memory.max").read_text().strip()
         used = int((group / "memory.current").read_text())
@@ -60,8 +62,8 @@ def _left_in(group: Path) -> list[int]:
 
 
 def buffer_sizes(row: tuple[Action, ...], costs: Costs) -> dict[tuple[int, Held], int]:
-    """The bytes of each of a rank's host buffers, by stage and what it holds; none where ``costs``
-    do not tell."""
+    """Return the bytes of each host buffer of a rank, by stage and kind of memory; empty if
+    ``costs`` have no bytes."""
     if costs.held_bytes is None:
         return {}
     amount, tokens = in_bytes(costs), max(tokens_of(action.microbatch) for action in row)
@@ -72,7 +74,7 @@ def buffer_sizes(row: tuple[Action, ...], costs: Costs) -> dict[tuple[int, Held]
 
 
 def planned_bytes(row: tuple[Action, ...], costs: Costs) -> int | None:
-    """The bytes of all of a rank's host buffers, as far as ``costs`` tell."""
+    """Return the bytes of all host buffers of a rank; None if ``costs`` have no bytes."""
     if costs.held_bytes is None:
         return None
     sizes = buffer_sizes(row, costs)
@@ -80,32 +82,34 @@ def planned_bytes(row: tuple[Action, ...], costs: Costs) -> int | None:
 
 
 class ShortOfHostMemory(ValueError):
-    """A host whose ranks plan to take more than it has."""
+    """Raised if the ranks of a host plan to use more memory than it has."""
 
 
 class HostMemory:
-    """Memory that offload plans to take of this rank's host, which other ranks share.
+    """Account of the host memory that offload plans to use on this rank's host, which other ranks
+    share.
 
-    All ranks tell their plans of the first program, and so know what their host had free then. A
-    pipeline may be alone with a later program: what that one adds is counted in torch's store,
-    together with what the host's other ranks have added so far.
+    For the first program all ranks gather their plans and their hosts' free memory. Later programs
+    may be built by one pipeline alone: what such a program needs in addition is counted in torch's
+    store, for all ranks of the host.
     """
 
     def __init__(self) -> None:
         self._host = socket.gethostname()
-        self._free: int | None = None  # before the first program; None: it has not come
-        self._planned = 0  # by this rank, for the program that takes the most
-        self._of_host = 0  # by all its ranks, for the first program
-        self._added = 0  # since then, if there is no store, which counts that of all ranks
+        self._free: int | None = None  # bytes before the first program; None until then
+        self._planned = 0  # bytes of this rank, for its largest program
+        self._of_host = 0  # bytes of all ranks of the host, for the first program
+        self._added = 0  # bytes of this rank since then, if there is no store to count all ranks'
         self._store: dist.Store | None = None
 
     def check(self, row: tuple[Action, ...], costs: Costs) -> str:
-        """Return a sentence about what this rank's ``row`` takes; "" if that is no more than what
-        earlier ones take. Collective over the world the first time.
+        """Return a sentence about the host memory that ``row`` takes; "" if earlier programs take
+        as much. Collective over the world the first time.
 
         Raises:
-            ShortOfHostMemory: a host has less; raised on every rank the first time, later on those
-                ranks that have added too much.
+            ShortOfHostMemory: a host has less. The first time every rank raises it, later only the
+                ranks
+                that have planned too much.
         """
         planned = planned_bytes(row, costs)
         if self._free is None:
@@ -116,17 +120,18 @@ class HostMemory:
 
     @property
     def planned(self) -> int:
-        """The bytes that are counted for this rank."""
+        """Bytes counted for this rank."""
         return self._planned
 
     def give_back_to(self, planned: int) -> None:
-        """Count ``planned`` bytes for this rank again: a program that takes more will not run."""
+        """Reduce the bytes counted for this rank to ``planned``: a program that takes more will not
+        run."""
         if planned != self._planned:
             self._count(planned - self._planned)
             self._planned = planned
 
     def _begin(self, planned: int | None) -> str:
-        """Compare the plans of all ranks with what their hosts have."""
+        """Compare the plans of all ranks with the free memory of their hosts."""
         own = _Report(self._host, planned or 0, available_bytes(), uuid.uuid4().hex)
         reports = gather_from_all(own)
         of_hosts: dict[str, list[_Report]] = defaultdict(list)
@@ -152,7 +157,8 @@ class HostMemory:
         )
 
     def _add(self, planned: int) -> str:
-        """Count the bytes that a program takes beyond the earlier ones, unless it is refused."""
+        """Count the bytes that a program takes beyond the earlier ones. Raises ShortOfHostMemory if
+        the host has fewer."""
         assert self._free is not None
         more = planned - self._planned
         try:
@@ -167,8 +173,8 @@ class HostMemory:
         )
 
     def _count(self, more: int) -> int:
-        """Return the bytes that this host's ranks have added since the first program, ``more``
-        of this rank among them."""
+        """Add ``more`` bytes of this rank, and return the bytes that the ranks of this host have
+        added since the first program."""
         if self._store is None:
             self._added += more
             return self._added
@@ -178,7 +184,7 @@ class HostMemory:
 
 @dataclass(frozen=True)
 class _Report:
-    """Message of a rank about its host. ``run`` is a key that no other training has."""
+    """Memory report of a rank about its host. ``run`` is a key that no other training has."""
 
     host: str
     planned: int
@@ -202,7 +208,7 @@ def _refuse_more(host: str, ranks: int | None, planned: int, free: int) -> None:
 
 
 def short_of_memory(who_needs: str, available: int) -> str:
-    """The text of an error; ``who_needs`` is its beginning, up to the amount."""
+    """Return the text of an error that begins with ``who_needs``, up to the amount."""
     return (
         f"{who_needs} of host memory for offloaded activations, but only "
         f"{bytes_text(available)} are available: offload less (--pipeline-activation-offload "

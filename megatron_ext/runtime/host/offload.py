@@ -1,17 +1,18 @@
-"""What a pass leaves for a later one is copied to the host and back, and its memory given back.
+"""Copies of activations to the host and back; their device memory is freed in between.
 
-What F saves for its backward pass is learnt from autograd, whose hooks here only look; what I
-leaves for W is what waits in the queue of weight gradients. Storages leave, not tensors: however
-often one is saved, it travels once, and while it is away it is empty. So its memory is free whoever
-refers to it, and what refers to it stays what it is.
+Autograd's saved-tensor hooks tell which tensors F saves for its backward pass (the hooks change
+nothing). The queue of weight gradients tells which tensors I stores for W. Whole storages are
+offloaded, not tensors: a storage that several tensors share is copied once, and is resized to 0
+bytes while it is on the host, so its memory is free although tensors still refer to it.
 
-A storage leaves only if nobody refers to it but those who saved it, and the stage, which keeps its
-input. Parameters stay thereby, caches that microbatches share, outputs on their way, and whatever a
-layer keeps for itself; small ones stay because a copy has a price of its own. One that nobody
-refers to any more is not needed, and goes.
+A storage is offloaded only if nothing refers to it except the tensors that saved it and the stage's
+input. Parameters, caches that microbatches share, outputs being sent and tensors that a layer
+stores itself therefore stay, as do small storages (`SMALL`). A storage that no living tensor refers
+to is dropped.
 
-Memory belongs to the stream that it was allocated on, whose next allocation may get it as soon as
-the host frees it. Streams besides that read a storage are told to the allocator (`record_stream`).
+Memory belongs to the stream that allocated it: the next allocation of that stream may get it as
+soon as the host frees it. Other streams that read a storage are therefore announced to the
+allocator (`record_stream`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megatron_ext.compile.program.memory import most_on_host
 from megatron_ext.runtime.host.buffers import HostBuffers, Slot
 from megatron_ext.runtime.host.copies import HostCopies, Piece, Transfer, copies_on
 from megatron_ext.runtime.host.memory import buffer_sizes
@@ -33,20 +35,19 @@ from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import RULES, Held
-from megatron_ext.schedule.program.memory import most_on_host
 
-SMALL = 2**17  # bytes; to start a copy takes as long as to copy about so many
+SMALL = 2**17  # bytes; starting a copy takes about as long as copying so many
 
 _ALIGNMENT = 256  # of each storage in its slot
 
-_Key = tuple[int, int, Held]  # stage, microbatch, what it holds
+_Key = tuple[int, int, Held]  # stage, microbatch, kind of memory
 
 
 class ActivationOffload:
-    """A rank's host buffers and copies. Lives as long as the training does.
+    """Host buffers and copies of a rank, for the whole training.
 
     Attributes:
-        bytes_left: of the step that began last, the bytes that have left, by stage and kind.
+        bytes_left: bytes offloaded in the step that began last, by stage and kind of memory.
     """
 
     def __init__(self, rank: int, device: torch.device, copies: HostCopies | None = None) -> None:
@@ -57,11 +58,11 @@ class ActivationOffload:
         self.bytes_left: Counter[tuple[int, Held]] = Counter()
 
     def expect(self, row: tuple[Action, ...], costs: Costs) -> None:
-        """Steps of ``row`` will come; ``costs`` may tell what leaves in them."""
+        """Prepare for steps of ``row``; ``costs`` may tell the sizes of what is offloaded."""
         self.buffers.expected = buffer_sizes(row, costs)
 
     def step(self, row: tuple[Action, ...]) -> OffloadedStep:
-        """Begin a step of which this rank does ``row``, before it has posted anything."""
+        """Begin a step in which this rank runs ``row``, before it has posted any message."""
         self.buffers.reserve(most_on_host(row))
         self.bytes_left.clear()
         return OffloadedStep(self, row)
@@ -69,8 +70,8 @@ class ActivationOffload:
 
 @dataclass(frozen=True)
 class _Moved:
-    """A storage with its bytes. ``readers`` are the streams that autograd reads it on: a node runs
-    its backward on the stream of its forward."""
+    """Storage with its size in bytes. ``readers`` are the streams on which autograd reads it: a
+    node runs its backward pass on the stream of its forward pass."""
 
     storage: torch.UntypedStorage
     size: int
@@ -79,7 +80,8 @@ class _Moved:
 
 @dataclass
 class _Away:
-    """Storages that left by ``copy``, and their place on the host (no slot if there are none)."""
+    """Storages offloaded by ``copy``, and their slot on the host (None if there are no
+    storages)."""
 
     copy: Action
     storages: list[_Moved]
@@ -89,10 +91,11 @@ class _Away:
 
 @dataclass(frozen=True)
 class _Coming:
-    """Storages that come back by ``copy``.
+    """Storages that are being copied back by ``copy``.
 
-    They are referred to until the copy has ended: the allocator must not give memory to others
-    while the copy writes to it."""
+    They are referenced until the copy has ended, so that the allocator cannot reuse memory to which
+    the copy still writes.
+    """
 
     copy: Action
     storages: list[_Moved]
@@ -100,7 +103,7 @@ class _Coming:
 
 
 class OffloadedStep(Owner):
-    """The copies of one step."""
+    """Offload copies of one step."""
 
     def __init__(self, offload: ActivationOffload, row: tuple[Action, ...]) -> None:
         self._offload = offload
@@ -111,7 +114,8 @@ class OffloadedStep(Owner):
 
     @contextlib.contextmanager
     def saving(self, stage: int, microbatch: int, x: Tensor | None) -> Iterator[None]:
-        """Around F: note what it saves, if that is going to leave. ``x``: the stage's input."""
+        """Around F: collect the tensors that it saves, if they will be offloaded. ``x`` is the
+        stage's input."""
         if (stage, microbatch) not in self._leaves:
             yield
             return
@@ -120,9 +124,9 @@ class OffloadedStep(Owner):
             saved.note(x)
 
         def pack(tensor: Tensor) -> Tensor:
-            # Never the tensor itself: one that an operation has made would keep that operation,
-            # which keeps what it has saved. (And autograd would return another object anyhow, also
-            # for a parameter: what a layer writes on that object does not reach the parameter.)
+            # Never the tensor itself: the output of an operation would keep that operation alive,
+            # and with it all that the operation saved. (Autograd returns another object anyhow,
+            # also for a parameter: an attribute set on that object does not reach the parameter.)
             alias = tensor.detach()
             saved.note(alias)
             return alias
@@ -142,22 +146,22 @@ class OffloadedStep(Owner):
         }
 
     def await_reload(self, action: Action) -> None:
-        """Before the pass ``action``: what it uses is back."""
+        """Before the pass ``action``: wait until the memory that it uses has been copied back."""
         for held in RULES[action.kind].releases:
             coming = self._coming.pop((action.stage, action.microbatch, held), None)
             if coming is not None:
                 _wait(coming.copy, coming.transfer)
 
     def forget(self) -> None:
-        """Nothing has left for the host: a step with offload never begins again."""
+        """Do nothing: a step with offload never restarts."""
         self.finish()
 
     def finish(self) -> None:
         assert not self._saved and not self._away and not self._coming
 
     def abandon(self) -> None:
-        """After an error: leave no copy under way into memory that others may get, and no buffer
-        taken."""
+        """After an error: wait for all copies, so that none writes to memory that is reused, and
+        free all buffers."""
         transfers = [coming.transfer for coming in self._coming.values()]
         for (stage, _, held), away in self._away.items():
             transfers.append(away.transfer)
@@ -201,7 +205,7 @@ class OffloadedStep(Owner):
         (held,) = RULES[kind].releases
         away = self._away[stage, microbatch, held]
         _wait(away.copy, away.transfer)
-        # The current stream has waited for the copy. The one that the memory belongs to may not.
+        # The current stream has waited for the copy; the stream that owns the memory may not have.
         here = _streams(self._offload.copies)
         for moved in away.storages:
             _tell_allocator(moved.storage, here)
@@ -226,8 +230,8 @@ class OffloadedStep(Owner):
 
 @dataclass(frozen=True)
 class _Noted:
-    """A storage, the tensors here that refer to it, and the streams that were current when they
-    were noted."""
+    """Storage, the noted tensors that refer to it, and the streams that were current when they were
+    noted."""
 
     storage: torch.UntypedStorage
     references: list[weakref.ref[Tensor]] = field(default_factory=list)
@@ -235,7 +239,7 @@ class _Noted:
 
 
 class _Storages:
-    """Storages, and who refers to them."""
+    """Set of storages with the tensors that refer to each."""
 
     def __init__(self, device: torch.device, copies: HostCopies) -> None:
         self._device = device
@@ -243,7 +247,7 @@ class _Storages:
         self._noted: dict[int, _Noted] = {}
 
     def note(self, tensor: Tensor) -> None:
-        # Of other classes (quantised tensors) the storage is not all there is; they stay.
+        # Tensors of other classes (quantised ones) are more than their storage: not offloaded.
         if type(tensor) is not Tensor or tensor.layout is not torch.strided:
             return
         storage = tensor.untyped_storage()
@@ -253,11 +257,11 @@ class _Storages:
             noted.readers.update(_streams(self._copies))
 
     def take_exclusive(self) -> list[_Moved]:
-        """Return the storages of some size that only noted tensors refer to.
+        """Return the storages of at least `SMALL` bytes that only noted tensors refer to.
 
-        At least one of these tensors must still live: otherwise nobody will read what comes back.
-        All noted tensors are forgotten, since autograd may keep its hooks, and through them this
-        object, for longer.
+        At least one of these tensors must be alive: otherwise nothing will read the copy. All noted
+        tensors are forgotten, since autograd may store its hooks, and through them this object, for
+        longer.
         """
         all_noted, self._noted = self._noted, {}
         taken = []
@@ -278,20 +282,20 @@ class _Storages:
 
 
 def _streams(copies: HostCopies) -> frozenset[torch.cuda.Stream]:
-    """The current stream, if there are streams."""
+    """Return the current stream, if the device has streams."""
     stream = copies.current_stream()
     return frozenset() if stream is None else frozenset([stream])
 
 
 def _tell_allocator(storage: torch.UntypedStorage, streams: Iterable[torch.cuda.Stream]) -> None:
-    """Keep the memory of ``storage``, once it is freed, until ``streams`` have done what they have
-    been given by then."""
+    """Make the allocator reuse the memory of ``storage``, once it is freed, only after ``streams``
+    have finished the work launched on them by then."""
     for stream in streams:
         _bytes_of(storage).record_stream(stream)
 
 
 def _pieces(storages: Iterable[_Moved], slot: Slot | None) -> list[Piece]:
-    """Each storage, as bytes, and its place on the host."""
+    """Return each storage as bytes, and its place on the host."""
     pieces, offset = [], 0
     for moved in storages:
         assert slot is not None

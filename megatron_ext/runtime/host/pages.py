@@ -1,4 +1,4 @@
-"""Memory of the host in whole pages of its own."""
+"""Host memory in whole pages."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 def whole_pages(size: int) -> Tensor:
-    """``size`` bytes, at least 1, that share no page with anything else.
+    """Return ``size`` bytes (at least 1) that share no page with any other memory.
 
-    What a driver registers it registers by pages: of two buffers that shared one, the second would
-    be refused, or the page unlocked with the first. And a process that is forked, such as a data
-    loader's worker, does not get them: else the next one to write to a page, which may be this
-    process, would get a copy of it, and the device go on with the other.
+    A driver registers memory by pages: of two buffers on one page the second would be refused, or
+    unregistered together with the first. Forked processes, such as a data loader's workers, do not
+    inherit the pages: otherwise the next write to a page would give the writer, possibly this
+    process, a copy of it, while the device uses the original.
 
     The pages lie on the NUMA node of the thread that first writes to them or registers them.
     """

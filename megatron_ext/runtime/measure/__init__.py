@@ -1,1 +1,1 @@
-"""What passes, messages and memory take, as they ran."""
+"""Measurement of passes, messages and memory in real steps."""

@@ -1,4 +1,4 @@
-"""How far the clocks of ranks are apart."""
+"""Offsets between the clocks of ranks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ ROUNDS = 20
 
 @dataclass(frozen=True)
 class Offset:
-    """What a rank's `time.perf_counter` is ahead of rank 0's: ``seconds``, give or take ``error``.
+    """Offset of a rank's `time.perf_counter` from rank 0's: ``seconds`` ahead, give or take
+    ``error``.
 
-    The error is a bound and no estimate, as long as both clocks run at one speed meanwhile.
+    The error is a bound, not an estimate, as long as both clocks run at the same speed.
     """
 
     seconds: float
@@ -23,11 +24,12 @@ class Offset:
 
 
 def clock_offsets(group: dist.ProcessGroup, device: torch.device) -> list[Offset]:
-    """The offset of each rank of ``group``, the same list on every rank. Collective over it.
+    """Return the offset of each rank of ``group``, the same list on every rank. Collective over
+    ``group``.
 
-    Nobody leaves an all-reduce before everybody has entered it. So what rank 0's clock shows when
-    it leaves is later than what another's shows when it enters, and the other way round; the best
-    of some rounds is taken. The error comes to about as long as one all-reduce takes.
+    No rank leaves an all-reduce before every rank has entered it. So rank 0's time of leaving is
+    later than another rank's time of entering, and vice versa. The tightest bounds of `ROUNDS`
+    rounds are used. The error is about the duration of one all-reduce.
     """
     token = torch.zeros(1, device=device)
     entered, left = [], []

@@ -1,4 +1,4 @@
-"""Numbers of all ranks of a group, exchanged while they go on."""
+"""Asynchronous exchange of numbers between the ranks of a group."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 
 
-class Exchange:
-    """One exchange of ``numbers``, as many on every rank of ``group``. To begin it is collective;
-    neither a host nor the stream that computes waits for it.
+class AsyncAllGather:
+    """All-gather of ``numbers``, equally many on every rank of ``group``, in float64. Starting it
+    is collective; neither the host nor the computing stream waits for it.
 
-    ``stream``: of a GPU, for nothing else; None where tensors are the host's.
+    ``stream`` is a GPU's stream used for nothing else; None if tensors are on the CPU.
     """
 
     def __init__(
@@ -37,17 +37,17 @@ class Exchange:
             self._event.record()
 
     def has_come(self) -> bool:
-        """Whether the numbers of all ranks are here; waits for nothing."""
+        """Whether the numbers of all ranks have arrived; never waits."""
         return self._work.is_completed() if self._work is not None else self._event.query()
 
     def wait(self) -> None:
-        """Return when they are here: for the end of a training."""
+        """Wait for the numbers of all ranks, at the end of a training."""
         if self._work is not None:
             self._work.wait()
         else:
             self._event.synchronize()
 
     def rows(self) -> list[list[float]]:
-        """The numbers of each rank, once they `has_come`."""
+        """Return the numbers of each rank, after `has_come` is true."""
         rows: list[list[float]] = self._rows.tolist()
         return rows

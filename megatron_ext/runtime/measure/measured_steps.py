@@ -1,4 +1,4 @@
-"""The latest steps as they ran, to be compared with what was predicted."""
+"""Latest steps as they ran, for comparison with the prediction."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections import deque
 import torch
 import torch.distributed as dist
 
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.compile.program.verify import Program
 from megatron_ext.runtime.measure.clocks import clock_offsets
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.recording import Recording, clock_of
-from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.show.prediction import Comparison, RankStep, compare
+from megatron_ext.viz.prediction import Comparison, RankStep, compare
 
 KEPT = 5
 
 
 class MeasuredSteps:
-    """Records every step, and keeps the latest `KEPT` of one program."""
+    """Records every step and stores the latest `KEPT` of one program."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -28,11 +28,12 @@ class MeasuredSteps:
         self._recordings: deque[Recording] = deque(maxlen=KEPT)
 
     def begin(self, recorder: Recorder) -> None:
-        """Call this before a step."""
+        """Start recording. Call this before a step."""
         self._recording = recorder.record(self._clock)
 
     def end(self, program: Program) -> None:
-        """Call this after a step of ``program``. Nothing is read yet, as that would wait."""
+        """Store the recording. Call this after a step of ``program``. Nothing is read yet, as
+        reading waits."""
         if program is not self._program:
             self._program = program
             self._recordings.clear()
@@ -41,7 +42,8 @@ class MeasuredSteps:
         self._recording = None
 
     def compare(self, pipeline: dist.ProcessGroup) -> Comparison | None:
-        """The steps beside the prediction; None if there was none. Collective over ``pipeline``."""
+        """Compare the stored steps with the prediction; None if there is no step. Collective over
+        ``pipeline``."""
         if self._program is None:
             return None
         steps = []

@@ -1,4 +1,5 @@
-"""How long a message takes between neighbours: sent to and fro, on the connections there are."""
+"""Duration of a message between neighbouring ranks, measured by ping-pong on existing
+connections."""
 
 from __future__ import annotations
 
@@ -9,12 +10,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from megatron_ext.compile.program.graph import Channel
 from megatron_ext.runtime.messages.batched import PipelineGroup
 from megatron_ext.runtime.messages.channels import Channels
 from megatron_ext.runtime.recording import Clock
-from megatron_ext.schedule.program.graph import Channel
 
-ROUNDS = 10  # timed, after one that is not: in it a rank may wait for one that still computes
+ROUNDS = 10  # timed, after an untimed one in which a rank may wait for a peer that still computes
 
 
 def message_seconds(
@@ -24,11 +25,12 @@ def message_seconds(
     dtype: torch.dtype,
     clock: Clock,
 ) -> dict[int, float]:
-    """Seconds of one message of ``shape`` to each neighbour of a higher rank, by that rank, between
-    steps.
+    """Return the seconds of one message of ``shape`` to each neighbour of a higher rank, by that
+    rank.
 
-    Collective over the pipeline: every rank calls it with the same ``channels``. Pairs go one after
-    the other as far as they share a rank. It is half of the median round.
+    Called between steps. Collective over the pipeline: every rank passes the same ``channels``. Two
+    measurements that share a rank run one after the other. The result is half of the median round
+    trip.
     """
     channel_of = {(channel.sender, channel.receiver): channel for channel in sorted(channels)}
     data = torch.zeros(shape, dtype=dtype, device=connection.device)

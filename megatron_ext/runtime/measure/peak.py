@@ -1,8 +1,8 @@
-"""The most that passes hold of a rank's memory in one step, as the memory count of a program has
-it: after passes, without what they need meanwhile.
+"""Peak memory of the passes of one step on a rank, defined as in a program's memory account: read
+after each pass, without the temporaries of the pass.
 
-Nothing is synchronised for it (`held_bytes` says who keeps the books). On the CPU looking at each
-saved tensor takes longer than some passes, so such a step is none to be timed.
+Nothing is synchronized (`held_bytes`). On the CPU, inspecting each saved tensor takes longer than
+some passes, so such a step must not be timed.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from megatron_ext.schedule.kinds import Held
 
 
 class AllocatedPeak:
-    """By a GPU's allocator: what has been handed out since the step's begin, which is now.
+    """Peak by a GPU's caching allocator, relative to the allocation at construction (the step's
+    start).
 
     Attributes:
-        peak: bytes, of the passes so far.
+        peak: bytes, over the passes so far.
     """
 
     def __init__(self) -> None:
@@ -39,7 +40,8 @@ class AllocatedPeak:
 
 
 class SavedPeak(SavedTensors):
-    """By what autograd and the queue of weight gradients keep. ``peak``: as `AllocatedPeak`'s."""
+    """Peak of the tensors that autograd saves and the queue of weight gradients stores. ``peak`` is
+    in bytes, as in `AllocatedPeak`."""
 
     def __init__(self, models: Sequence[torch.nn.Module]) -> None:
         super().__init__(parameter for model in models for parameter in model.parameters())
@@ -66,5 +68,6 @@ PeakBytes = AllocatedPeak | SavedPeak
 
 
 def peak_on(device: torch.device, models: Sequence[torch.nn.Module]) -> PeakBytes:
-    """The count for a step of ``models``, the chunks of a rank on ``device``, which begins now."""
+    """Return the counter for a step that begins now; ``models`` are the chunks of a rank on
+    ``device``."""
     return AllocatedPeak() if device.type == "cuda" else SavedPeak(models)

@@ -1,8 +1,8 @@
-"""Measure what passes, messages and memory cost, in the first steps of a training.
+"""Measurement of passes, messages and memory in the first steps of a training.
 
-The steps are real ones, and nothing is synchronised in them: passes are recorded as for a trace
-(`recording`), and all is read after the last. In the first step caches fill and kernels load: what
-it takes does not count, so there is time in it to count bytes.
+The steps are real ones and are not synchronized: passes are recorded as for a trace (`recording`),
+and the recordings are read after the last step. In the first step caches fill and kernels load; it
+is not timed, so bytes are counted there.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ import socket
 
 import torch.distributed as dist
 
+from megatron_ext.compile.program.graph import channels
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.cost_model.measured_costs import RankFigures, medians
 from megatron_ext.runtime.held_bytes import HeldBytes, reserved_beyond_allocated
 from megatron_ext.runtime.measure.message_time import message_seconds
 from megatron_ext.runtime.messages.batched import PipelineGroup
@@ -18,12 +21,9 @@ from megatron_ext.runtime.messages.channels import Channels
 from megatron_ext.runtime.messages.transport import Boundary
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.recording import Clock, Recording
-from megatron_ext.schedule.model.measured_costs import RankFigures, medians
-from megatron_ext.schedule.program.graph import channels
-from megatron_ext.schedule.program.verify import Program
 
 WARM_UP = 1  # steps that are not timed
-MEASURED = 3  # and that are
+MEASURED = 3  # steps that are timed
 STEPS = WARM_UP + MEASURED
 
 
@@ -39,17 +39,18 @@ class Profile:
         self._recordings: list[Recording] = []
 
     def begin(self, recorder: Recorder) -> None:
-        """Call this before a step."""
+        """Start counting or recording. Call this before a step."""
         if self.steps < WARM_UP:
             recorder.counting = self._counting
         else:
             self._recording = recorder.record(self._clock)
 
     def end(self, recorder: Recorder, program: Program) -> bool:
-        """After a step of ``program``; whether it was the last.
+        """Store the recording after a step of ``program``. Return whether it was the last one
+        needed.
 
-        Steps of another program than the last one's do not count. (A number of microbatches that
-        grows.)
+        A step of another program discards the recordings of earlier ones. (The number of
+        microbatches may grow.)
         """
         recorder.counting = None
         if program is not self._program:
@@ -63,18 +64,18 @@ class Profile:
 
     @property
     def program(self) -> Program:
-        """The program whose steps have been measured."""
+        """Program whose steps have been measured."""
         assert self._program is not None
         return self._program
 
     def figures(
         self, connection: Channels | PipelineGroup, pipeline: dist.ProcessGroup, boundary: Boundary
     ) -> RankFigures:
-        """Return what this rank has measured. Collective over ``pipeline``, after the last step.
+        """Return this rank's measurements. Collective over ``pipeline``, after the last step.
 
         Args:
-            pipeline: that ``connection`` connects.
-            boundary: what passes between stages, with its shape.
+            pipeline: the group that ``connection`` connects.
+            boundary: the tensor that passes between stages, with its shape.
         """
         assert boundary.shape is not None
         ways = channels(self.program.schedule)

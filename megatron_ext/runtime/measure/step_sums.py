@@ -1,4 +1,4 @@
-"""What the steps of one rank come to, summed up while it goes on."""
+"""Running sums over the steps of one rank."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections import deque
 
 import torch
 
+from megatron_ext.compile.program.verify import Program
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.recording import Recording, clock_of
 from megatron_ext.schedule.action import Action
-from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.show.metrics import RankSums, telling_passes
+from megatron_ext.viz.metrics import RankSums, telling_passes
 
 
 class StepSums:
-    """Records steps, and adds up those that the device has ended. Waits for nothing."""
+    """Records steps and adds up the ones that the device has finished. Never waits."""
 
     def __init__(self, device: torch.device) -> None:
         self._has_allocator = device.type == "cuda"
@@ -31,7 +31,8 @@ class StepSums:
         self._recording = recorder.record(self._clock)
 
     def end(self, program: Program, rank: int) -> None:
-        """A step of ``program`` has been given to the device; forget those of another one."""
+        """Store the recording of a step of ``program``, which has been launched; discard other
+        programs' ones."""
         if self._recording is None:
             return
         if program is not self.program:
@@ -44,7 +45,7 @@ class StepSums:
         self._recording = None
 
     def take(self) -> RankSums:
-        """The sums since they were last taken, and the most memory so far."""
+        """Return the sums since the last call, and the peak memory so far."""
         self.add_up()
         sums, self._sums = self._sums, RankSums()
         if self._has_allocator:
@@ -56,8 +57,8 @@ class StepSums:
         return sums
 
     def add_up(self) -> None:
-        """Read those that have ended, so that little is left to read when they are taken. A step
-        of other passes than the program's does not count: stock's order may be another."""
+        """Read the finished recordings now, so that `take` has little to read. A step whose passes
+        are not the program's does not count: Megatron's own order may differ."""
         while self._recorded and self._recorded[0].has_ended():
             recording = self._recorded.popleft()
             if recording.actions() != self._expected:

@@ -1,1 +1,1 @@
-"""Tensors between ranks: channels, batches, collectives, and the groups below them."""
+"""Communication between ranks: channels, batches, collectives and their process groups."""

@@ -1,9 +1,9 @@
-"""A pipeline's channels over torch.distributed.
+"""Channels of a pipeline over torch.distributed.
 
 Each channel has a process group of its own: on one NCCL communicator two directions, or activations
-and gradients of one direction, would wait for each other. All channels are made and used once in
-one global order before the first step, since NCCL connects on first use and would otherwise
-deadlock. In that order pairs of ranks that have none in common connect at the same time.
+and gradients of one direction, would wait for each other. All channels are created and used once in
+one global order before the first step, because NCCL connects on first use and would otherwise
+deadlock. Pairs of ranks that share no rank connect at the same time.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_ext.compile.program.communicators import in_waves
+from megatron_ext.compile.program.graph import Channel
 from megatron_ext.runtime.messages.closing import close_groups
 from megatron_ext.runtime.messages.groups import make_device_groups, make_groups
-from megatron_ext.schedule.program.communicators import in_waves
-from megatron_ext.schedule.program.graph import Channel
 
 
 class Channels:
-    """The process groups of a pipeline's channels that this rank is an end of."""
+    """Process groups of the channels that end at this rank."""
 
     def __init__(
         self,
@@ -30,9 +30,9 @@ class Channels:
         device: torch.device,
         max_ctas: int | None = None,
     ) -> None:
-        """Collective over the pipeline: its ranks call it with the same ``channels``.
+        """Collective over the pipeline: its ranks pass the same ``channels``.
 
-        ``max_ctas``: of each channel on NCCL, where the user has not said it.
+        ``max_ctas`` is the NCCL limit of each channel, unless the user has set one.
         """
         self.rank = pipeline.rank()
         self.device = device
@@ -45,16 +45,16 @@ class Channels:
         self.are_closed = False
 
     def connect_hosts(self) -> None:
-        """Connect the hosts at the two ends of each channel, for shapes that vary.
+        """Connect the hosts at the two ends of each channel, for varying shapes.
 
-        Collective over the pipeline, as `__init__`; once is enough.
+        Collective over the pipeline, like `__init__`; a second call does nothing.
         """
         if not self._shapes:
             self._shapes = make_groups(self._pipeline, self._ends, "gloo")
 
     def close(self) -> None:
-        """Cut the connections: whoever waits at their other ends fails now, and not only at torch's
-        timeout. They cannot be used again, with messages of a broken step in them."""
+        """Cut the connections: ranks that wait at the other ends fail now instead of at torch's
+        timeout. The channels cannot be used again, since they contain messages of a failed step."""
         if self._groups:
             self.are_closed = True
         close_groups(self._groups)
@@ -65,7 +65,7 @@ class Channels:
         move = self.send if self.rank == channel.sender else self.receive
         move(channel, token).wait()
 
-    # The groups themselves are asked, not dist.isend and irecv: they look up for every message
+    # The groups are called directly: dist.isend and irecv would look up for every message
     # which rank of a group of two is the other.
 
     def send(self, channel: Channel, tensor: Tensor) -> dist.Work:
@@ -77,11 +77,11 @@ class Channels:
         return group.recv([tensor], 1 - group.rank(), 0)
 
     def send_shape(self, channel: Channel, header: Tensor) -> dist.Work:
-        """Send ``header``, on the CPU, from host to host, after `connect_hosts`."""
+        """Send ``header``, a CPU tensor, from host to host, after `connect_hosts`."""
         group = self._shapes[channel]
         return group.send([header], 1 - group.rank(), 0)
 
     def receive_shape(self, channel: Channel, header: Tensor) -> None:
-        """Return when the other end's host has sent ``header``."""
+        """Wait for the ``header`` sent by the host at the other end."""
         group = self._shapes[channel]
         group.recv([header], 1 - group.rank(), 0).wait()

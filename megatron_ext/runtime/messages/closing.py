@@ -1,4 +1,4 @@
-"""Cut a rank's connections, so that whoever waits at their other ends fails now, and not only at
+"""Abort of a rank's connections, so that ranks waiting at the other ends fail now and not at
 torch's timeout."""
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _threads: list[threading.Thread] = []  # each closes a group
 
 
 def close_groups(groups: dict[Any, dist.ProcessGroup]) -> None:
-    """Abort ``groups`` and forget them. Returns in bounded time; two threads may do it at once.
+    """Abort ``groups`` and forget them. Returns in bounded time; two threads may call it at once.
 
-    All at the same time, none after another. NCCL ends a communicator when the device lets it,
-    which may be held up by a kernel of one that is still to be aborted. Gloo closes a group with
-    the last reference to it and when what runs on it has ended, and a broadcast that has been
-    posted ahead ends when its root closes too: the first that is idle makes others fail, who then
-    close theirs. A rank that hangs closes nothing, and is not waited for long.
+    All groups are aborted concurrently. NCCL ends a communicator only when the device lets it, and
+    a kernel of a communicator not yet aborted may prevent that. Gloo closes a group with its last
+    reference, after what runs on it has ended, and a broadcast posted ahead ends when its root
+    closes too: the first idle rank makes others fail, which then close theirs. A rank that hangs
+    closes nothing, and is waited for `CLOSING_SECONDS` at most.
     """
     while True:
         try:

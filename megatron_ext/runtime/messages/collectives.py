@@ -1,8 +1,8 @@
-"""What all ranks of a pipeline do together, over torch.distributed.
+"""Collectives of a pipeline over torch.distributed.
 
-Each kind has a process group of its own, made and used once in one global order before the first
-step, as channels have (`channels`). Collectives are started in passing and waited for by whoever
-needs what they bring.
+Each kind has a process group of its own, created and used once in one global order before the first
+step, like channels (`channels`). An action starts a collective without waiting; the pass that needs
+its result waits for it.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_ext.compile.program.communicators import COLLECTIVES
 from megatron_ext.runtime.messages.closing import close_groups
 from megatron_ext.runtime.messages.groups import make_device_groups
 from megatron_ext.runtime.messages.transport import PeerCall, check_open
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.program.communicators import COLLECTIVES
 
 
 class Collectives:
-    """The process groups of a pipeline's collectives, over all steps."""
+    """Process groups of a pipeline's collectives, for all steps."""
 
     def __init__(
         self, pipeline: dist.ProcessGroup, device: torch.device, max_ctas: int | None = None
@@ -60,7 +60,7 @@ class Collectives:
         return work
 
     def gather(self, kind: Kind, gathered: Tensor, tensor: Tensor) -> dist.Work:
-        """``tensor`` of every rank into ``gathered``, in rank order."""
+        """Gather ``tensor`` of every rank into ``gathered``, in rank order."""
         work = dist.all_gather_into_tensor(
             gathered, tensor, group=self._groups[kind], async_op=True
         )
@@ -68,8 +68,8 @@ class Collectives:
         return work
 
 
-class Exchange:
-    """The collectives of one step, by their actions."""
+class StepCollectives:
+    """Collectives of one step, by their actions."""
 
     def __init__(self, collectives: Collectives, recorder: Recorder) -> None:
         check_open(collectives)
@@ -81,20 +81,22 @@ class Exchange:
         self._under_way: dict[Action, tuple[list[dist.Work], list[Tensor], int]] = {}
 
     def broadcast(self, action: Action, tensors: Sequence[Tensor], root: int) -> None:
-        """Start to bring all ranks the ``tensors`` of ``root``; those of others are filled."""
+        """Start to broadcast the ``tensors`` of ``root``; the tensors of other ranks are
+        overwritten."""
         tensors = list(tensors)
         with self._calling_all(action, root):
             works = [self._collectives.broadcast(action.kind, t, root) for t in tensors]
         self._under_way[action] = works, tensors, root
 
     def sum(self, action: Action, tensor: Tensor, root: int) -> None:
-        """Start to sum ``tensor`` over all ranks for ``root``; elsewhere it is only given."""
+        """Start to sum ``tensor`` over all ranks, in place on ``root``; elsewhere it is only an
+        input."""
         with self._calling_all(action, root):
             works = [self._collectives.sum(action.kind, tensor, root)]
         self._under_way[action] = works, [tensor], root
 
     def gather(self, action: Action, tensor: Tensor) -> None:
-        """Start to bring every rank ``tensor`` of all, stacked in rank order."""
+        """Start to gather ``tensor`` of all ranks on every rank, stacked in rank order."""
         size = self._collectives.ranks
         gathered = tensor.new_empty(size * tensor.shape[0], *tensor.shape[1:])
         with self._calling_all(action, 0):
@@ -102,8 +104,7 @@ class Exchange:
         self._under_way[action] = works, [gathered.view(size, *tensor.shape), tensor], 0
 
     def result(self, action: Action) -> list[Tensor]:
-        """What ``action`` has brought this rank, once it is there and what the rank has given has
-        gone. Nothing of it is kept."""
+        """Wait for ``action``, and return and forget its tensors on this rank."""
         works, tensors, root = self._under_way.pop(action)
         with self._calling_all(action, root):
             for work in works:
@@ -115,7 +116,7 @@ class Exchange:
         assert not self._under_way
 
     def abandon(self) -> None:
-        """Give the step up; see `Transport.abandon`."""
+        """End the step after an error; see `Transport.abandon`."""
         self._under_way.clear()
         self._collectives.close()
 

@@ -1,15 +1,14 @@
-"""Process groups within pipelines, each made by its members alone.
+"""Process groups within pipelines, each created by its members alone.
 
-Every rank of the world has to call torch.distributed.new_group for every group, member or not: the
-next group's name is the number of groups before, and where the world is bound to a device (as
-NCCL's is from torch 2.15 on, by default) the new communicator is split off the world's, which
-wants all its ranks. A pipeline's channels would so cost each rank the number of pipelines times
-their number of such calls. (``use_local_synchronization`` spares those who are no members, but
-still counts: ranks that are members of different numbers of groups wait for one another under
-different names.)
+torch.distributed.new_group must be called by every rank of the world for every group: the group's
+name is the number of groups before it, and if the world is bound to a device (NCCL's default from
+torch 2.15 on) the communicator is split off the world's, which needs all ranks. The channels of all
+pipelines would then cost each rank a call per channel per pipeline. (``use_local_synchronization``
+spares non-members but still counts: ranks that are members of different numbers of groups would
+wait for each other under different names.)
 
-Here a group has a name that its members can tell without the others, and is a communicator of its
-own. What torch's own groups are called does not change.
+Here a group's name is derived by its members alone, and the group has its own communicator. The
+names of torch's own groups do not change.
 """
 
 from __future__ import annotations
@@ -33,10 +32,11 @@ def make_device_groups[Key](
     device: torch.device,
     max_ctas: int | None,
 ) -> dict[Key, dist.ProcessGroup]:
-    """`make_groups` for tensors of ``device``, with the backend that the world has for them.
+    """Create groups (`make_groups`) for tensors of ``device``, with the world's backend for that
+    device.
 
     On NCCL they have the settings of the pipeline's own group (`communicator_options`), and at most
-    ``max_ctas`` CTAs where those say nothing of it; None leaves it to NCCL.
+    ``max_ctas`` CTAs unless those settings say otherwise; None leaves the number to NCCL.
     """
     backends = dict(part.split(":") for part in dist.get_backend_config().split(","))
     backend = backends[device.type]
@@ -55,13 +55,13 @@ def make_groups[Key](
     backend: str,
     options: Callable[[], Any] | None = None,
 ) -> dict[Key, dist.ProcessGroup]:
-    """A process group for each of ``members``, given as pipeline ranks; those of this rank.
+    """Create a process group for each of ``members``, given as pipeline ranks; return this rank's.
 
-    They have the pipeline's timeout, and each ``options`` of its own. A member's rank in its group
-    is its place among the members.
+    The groups have the pipeline's timeout, and each has ``options`` of its own. A member's rank in
+    its group is its place among the members.
 
-    Collective over the members of each group: they call it with the same ``members``, in an order
-    in which they can meet, as a backend may connect them at once.
+    Collective over the members of each group: they pass the same ``members``, in an order without
+    deadlock, as a backend may connect the members at once.
     """
     global_ranks = dist.get_process_group_ranks(pipeline)
     timeout = pipeline._get_backend(pipeline._device_types[0]).options._timeout
@@ -72,8 +72,8 @@ def make_groups[Key](
             continue
         ranks = [global_ranks[rank] for rank in ranks_of_key]
         name = f"megatron_ext/{backend}/{key}/{'-'.join(map(str, ranks))}"
-        # Where a group meets nothing must be left of one before. Its members have all made it
-        # equally often; the count lives as long as what is left, in the store.
+        # A new group must not meet keys of an earlier one of its name. All members have created it
+        # equally often, and the count lives in the store, as long as such keys do.
         backend_options = None if options is None else options()
         if backend_options is not None:
             backend_options._timeout = timeout  # or torch warns of another
@@ -100,8 +100,8 @@ def make_groups[Key](
 
 @contextlib.contextmanager
 def _not_split_off() -> Iterator[torch.device | None]:
-    """Meanwhile the world is not bound to its device, which is yielded: torch would split the new
-    communicator off the world's."""
+    """Unbind the world from its device, which is yielded, within the context: torch would otherwise
+    split the new communicator off the world's."""
     world = distributed_c10d._get_default_group()
     device = world.bound_device_id
     world.bound_device_id = None

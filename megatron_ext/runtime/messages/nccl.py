@@ -1,4 +1,4 @@
-"""NCCL's settings for our communicators."""
+"""NCCL settings of our communicators."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ext.schedule.program.communicators import communicators, ctas_of_each
-from megatron_ext.schedule.program.verify import Program
+from megatron_ext.compile.program.communicators import communicators, ctas_of_each
+from megatron_ext.compile.program.verify import Program
 
-# What Megatron's --nccl-communicator-config-path can set.
+# Settings that Megatron's --nccl-communicator-config-path accepts.
 SETTINGS = ("cga_cluster_size", "max_ctas", "min_ctas", "net_name")
 
 
 def communicator_options(pipeline: Any, max_ctas: int | None) -> dist.ProcessGroupNCCL.Options:
-    """New options with the settings of ``pipeline``, the options of a pipeline's own group: what
-    the user's configuration file says of ``pp``, and its stream's priority.
+    """Return new options with the settings of ``pipeline``, the options of a pipeline's own group:
+    the user's configuration of ``pp``, and the priority of its stream.
 
-    Where that does not say how many CTAs there may be, ``max_ctas`` does, but never less than the
-    user wants at least. Options of another backend (UCC) have nothing to say.
+    ``max_ctas`` limits the CTAs if the configuration does not, but never below the user's minimum.
+    Options of another backend (UCC) are ignored.
     """
     options = dist.ProcessGroupNCCL.Options()
     config: Any = options.config
@@ -36,12 +36,13 @@ def communicator_options(pipeline: Any, max_ctas: int | None) -> dist.ProcessGro
 
 
 def ctas_for(program: Program, pipeline: dist.ProcessGroup, device: torch.device) -> int | None:
-    """How many CTAs each communicator of ours may use in ``pipeline``, which runs ``program``.
+    """Return the number of CTAs that each of our communicators may use in ``pipeline`` for
+    ``program``.
 
-    The same on all ranks, as both ends of a channel have to use equally many: for the rank with the
-    most communicators on the smallest device. None without a GPU, or if ``program`` needs no
-    communicators of ours (batched messages go through Megatron's group). Collective over
-    ``pipeline``.
+    The number is the same on all ranks, as both ends of a channel must use equally many: it is
+    computed for the rank with the most communicators on the smallest device. None without a GPU, or
+    if ``program`` needs no communicators of ours (batched messages use Megatron's group).
+    Collective over ``pipeline``.
     """
     busiest = max(of_rank.total for of_rank in communicators(program))
     if device.type != "cuda" or not busiest:

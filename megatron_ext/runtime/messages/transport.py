@@ -1,4 +1,4 @@
-"""The messages of a step, by their actions, on the channels that their ranks have."""
+"""Messages of a step, by their actions, on the channels of their ranks."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_ext.compile.program.graph import Channel, channel_of
 from megatron_ext.runtime.messages.channels import Channels
 from megatron_ext.runtime.position import whom
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.schedule.action import Action, Kind, Slice
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.program.graph import Channel, channel_of
 
 MAX_DIMENSIONS = 7
 
 
 class PeerFailure(RuntimeError):
-    """A message did not come or go because the rank at its other end has failed."""
+    """Raised if a message did not arrive or leave because the rank at its other end has failed."""
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """The tensor that passes between stages.
+    """Tensor that passes between stages.
 
     Attributes:
-        shape: None where it varies by microbatch.
-        lengths: of the first dimension, by slice of a microbatch, where it is cut into slices.
+        shape: None if it varies by microbatch.
+        lengths: sizes of the first dimension by slice, if microbatches are cut into slices.
     """
 
     shape: tuple[int, ...] | None
@@ -39,7 +39,7 @@ class Boundary:
     lengths: tuple[int, ...] = ()
 
     def shape_of(self, action: Action) -> tuple[int, ...] | None:
-        """The shape of what ``action`` sends or receives."""
+        """Return the shape of the tensor that ``action`` sends or receives."""
         if self.shape is None or not self.lengths:
             return self.shape
         assert isinstance(action.microbatch, Slice), f"{action} names no slice"
@@ -53,7 +53,8 @@ class Closable(Protocol):
 
 
 class Connection(Closable, Protocol):
-    """What messages travel on, over all steps. ``are_closed``: after a failure on this rank."""
+    """Connection for the messages of all steps. ``are_closed`` is true after a failure on this
+    rank."""
 
     rank: int
     device: torch.device
@@ -67,7 +68,7 @@ def check_open(connection: Connection) -> None:
 
 
 def closed(rank: int) -> RuntimeError:
-    """The error for whoever runs another step on ``rank`` after its failure."""
+    """Return the error for a caller that runs another step on ``rank`` after its failure."""
     return RuntimeError(
         f"pipeline rank {rank} has failed in an earlier step, and its channels are closed: end "
         f"this process, and start all ranks again"
@@ -75,7 +76,7 @@ def closed(rank: int) -> RuntimeError:
 
 
 class TransportBase:
-    """What the messages of a step need, whatever they travel on."""
+    """Common part of all transports of a step's messages."""
 
     def __init__(
         self, connection: Connection, boundary: Boundary, placement: Placement, recorder: Recorder
@@ -89,10 +90,10 @@ class TransportBase:
         self._ways: dict[tuple[int, Kind], Channel] = {}
 
     def _data(self, action: Action, tensor: Tensor) -> Tensor:
-        """What ``action`` sends.
+        """Return ``tensor`` as ``action`` sends it.
 
-        The other rank receives what the boundary says: gloo would abort it on another size, and
-        take another type's bytes for its own.
+        Raises ValueError unless it matches the boundary, which the other rank receives: gloo would
+        abort that rank on another size, and reinterpret the bytes of another type.
         """
         shape, dtype = self._boundary.shape_of(action), self._boundary.dtype
         if tensor.dtype != dtype or (shape is not None and tensor.shape != shape):
@@ -113,7 +114,8 @@ class TransportBase:
         return self._ways[key]
 
     def _calling_peer(self, action: Action) -> AbstractContextManager[None]:
-        """Around each call that the rank at the other end of ``action`` can make fail or wait."""
+        """Context for each call that the rank at the other end of ``action`` can make fail or
+        wait."""
         channel = self._channel_of(action)
         if channel.sender == self.rank:
             return PeerCall(self._recorder, action, channel.receiver, "to")
@@ -121,7 +123,7 @@ class TransportBase:
 
 
 class Transport(TransportBase):
-    """The messages of one step, by their actions, each on its channel."""
+    """Messages of one step, by their actions, each on its channel."""
 
     def __init__(
         self, channels: Channels, boundary: Boundary, placement: Placement, recorder: Recorder
@@ -132,9 +134,9 @@ class Transport(TransportBase):
         self._receiving: dict[Action, tuple[dist.Work, Tensor]] = {}
 
     def abandon(self) -> None:
-        """Give the step up. A rank whose caller goes on after its error would leave the others
-        waiting."""
-        self._sending.clear()  # what is on its way keeps gloo's connections open
+        """End the step after an error. The connections are closed: a rank whose caller goes on
+        after its error would leave the others waiting."""
+        self._sending.clear()  # messages in flight keep gloo's connections open
         self._receiving.clear()
         self._channels.close()
 
@@ -159,9 +161,9 @@ class Transport(TransportBase):
     def receive(self, action: Action) -> None:
         """Post the receive of ``action``.
 
-        Where shapes vary, the shape comes first, from the other end's host: this one waits for it,
-        and for no device. (It comes when the send is posted, whose place in the pipeline's sequence
-        is this receive's.)
+        If shapes vary, the shape comes first, from the other end's host: this host waits for it,
+        but for no device. (It comes when the send is posted, which the proof orders like this
+        receive.)
         """
         channel = self._channel_of(action)
         with self._calling_peer(action):
@@ -175,29 +177,28 @@ class Transport(TransportBase):
             self._receiving[action] = self._channels.receive(channel, tensor), tensor
 
     def received(self, action: Action) -> Tensor:
-        """The tensor of the posted receive ``action``, when it has come."""
+        """Return the tensor of the posted receive ``action``, once it has arrived."""
         work, tensor = self._receiving.pop(action)
         with self._calling_peer(action):
             work.wait()
         return tensor
 
     def drain(self) -> None:
-        """Return when all that is under way has gone or come; nobody reads it any more."""
+        """Wait for all messages in flight, which are not read any more."""
         for send in list(self._sending):
             self.wait_sent(send)
         for receive in list(self._receiving):
             self.received(receive)
 
     def is_empty(self) -> bool:
-        """Whether no message is under way, and none has come that nobody has read."""
+        """Whether no message is in flight or received and unread."""
         return not self._sending and not self._receiving
 
 
 class PeerCall:
-    """A call that a peer can make fail or wait. (A class costs less than a generator.)
+    """Context of a call that a peer can make fail or wait. (A class costs less than a generator.)
 
-    ``direction``: whether a message goes ``to`` the peer or comes ``from`` it, or what it and all
-    other ranks do ``with`` one another.
+    ``direction`` is "to" or "from" for a message to or from the peer, and "with" for a collective.
     """
 
     __slots__ = ("_action", "_direction", "_peer", "_recorder", "_waiting")
@@ -236,12 +237,12 @@ class PeerCall:
         raise PeerFailure(
             f"pipeline rank {recorder.rank} was waiting for {self._action} "
             f"({whom(self._peer, self._direction)}), {which}: look for the first error of that "
-            f"rank {recorder.whereabouts.note(*peers)}. torch says: {error}"
+            f"rank {recorder.rank_identity.note(*peers)}. torch says: {error}"
         ) from error
 
 
 def _shape_header(tensor: Tensor) -> Tensor:
-    """On the host: the number of dimensions, the sizes, and zeros: one length for every shape."""
+    """Return a host tensor of fixed length: the number of dimensions, the sizes, and zeros."""
     assert tensor.dim() <= MAX_DIMENSIONS
     sizes = [tensor.dim(), *tensor.shape]
     sizes += [0] * (MAX_DIMENSIONS + 1 - len(sizes))

@@ -1,1 +1,1 @@
-"""Steps that can be taken back: what is told of them, and what is kept."""
+"""Optimizer steps that can be rolled back: their messages and their snapshots."""

@@ -1,4 +1,4 @@
-"""The actions of post-validation in a step."""
+"""Actions of post-validation in a step."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from megatron_ext.schedule.action import Action, Kind
 
 
 class Validation(Owner):
-    """Validates the step before the one that runs."""
+    """Validates the previous step while the current one runs."""
 
     def expect(self) -> None:
-        """The verdict on the last step may come from now on; it is passed back as it comes."""
+        """Start to receive the verdict on the previous step; it is passed back to earlier ranks on
+        arrival."""
         raise NotImplementedError
 
-    def settle(self) -> bool:
-        """Whether that step stands, when its verdict has come.
+    def commit_or_rollback(self) -> bool:
+        """Wait for the verdict on the previous step. Return whether it is committed.
 
-        If not, it has been taken back and done as it should be, and so have random states and data
-        of the step that runs: it begins again.
+        If not, it has been rolled back and redone as Megatron does it. Random states and data of
+        the current step have been restored as well, and the step restarts.
         """
         raise NotImplementedError
 
@@ -27,15 +28,15 @@ class Validation(Owner):
         return {
             Kind.RECV_V: self._expect,
             Kind.SEND_V: self._expect,
-            Kind.SETTLE: self._settle,
+            Kind.SETTLE: self._commit_or_rollback,
         }
 
     def forget(self) -> None:
-        """Nothing to drop: the verdict has come, and is not kept here."""
+        """Nothing to discard: the verdict has arrived and is not stored here."""
 
     def _expect(self, action: Action) -> None:
         self.expect()
 
-    def _settle(self, action: Action) -> None:
-        if not self.settle():
+    def _commit_or_rollback(self, action: Action) -> None:
+        if not self.commit_or_rollback():
             raise BeginAgain

@@ -1,33 +1,35 @@
-"""When steps are worth taking before they are validated: after a few quiet ones, and not while
-many would have to be taken back."""
+"""Decision whether steps are taken before they are validated: after a few quiet ones, and not while
+many would have to be rolled back."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 WINDOW = 8  # steps that are remembered
-FEWEST = 2  # steps that have to be known
+FEWEST = 2  # steps needed for a decision
 
 
 @dataclass(frozen=True)
 class History:
-    """Whether each of the latest steps was quiet (neither clipped nor skipped), oldest first.
+    """Whether each of the latest `WINDOW` steps was quiet (neither clipped nor skipped), oldest
+    first.
 
-    All ranks have the same, as only validated steps are in it, so all decide alike.
+    All ranks have the same history, as it contains validated steps only, so all decide alike.
     """
 
     quiet: tuple[bool, ...] = ()
 
     def then(self, is_quiet: bool) -> History:
-        """The history with one more step."""
+        """Return the history with one more step."""
         return History((*self.quiet, is_quiet)[-WINDOW:])
 
     @property
     def bad(self) -> int:
-        """How many of the steps were clipped or skipped."""
+        """Number of steps that were clipped or skipped."""
         return self.quiet.count(False)
 
     @property
     def is_armed(self) -> bool:
-        """Whether the next step is taken at once: fewer than half of the latest were bad."""
+        """Whether the next step is taken before its validation: fewer than half of the latest were
+        bad."""
         return len(self.quiet) >= FEWEST and 2 * self.bad < len(self.quiet)

@@ -1,13 +1,14 @@
-"""The messages of post-validation between the ranks of a pipeline.
+"""Messages of post-validation between the ranks of a pipeline.
 
-They are a few numbers that the host decides by, so they go over gloo from host to host, each way in
-a group of its own. Whoever passes something on does not wait until it is taken, which may be passes
-later. Nor must passing the verdict back wait until a rank is between two passes: a thread does it.
+They are a few numbers on which the host decides, so they go over gloo from host to host, each
+direction in a group of its own. A sender does not wait until a message is received, which may be
+passes later. The verdict must be passed back without waiting until a rank is between two passes, so
+a thread does it.
 
-That thread never waits inside gloo, where nothing but the message or the peer's end could call it
-back: not a failure on this rank, which has to cut its connections, nor the end of the process. It
-looks at the memory that gloo writes to, and waits in between for a lock: both cost the passes' own
-thread, which needs the interpreter too, a microsecond a look.
+That thread never waits inside gloo, where only the message or the end of the peer could wake it:
+neither a failure on this rank, which has to cut its connections, nor the end of the process. It
+polls the memory that gloo writes to, and waits for a lock in between. A poll costs the thread of
+the passes, which needs the interpreter too, a microsecond.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.placement import Placement, line
 
-# Between looks for the verdict. It comes through all ranks, and each adds half of this on average.
+# Between polls for the verdict. It passes all ranks, and each adds half of this on average.
 LOOK_SECONDS = 0.001
 
 _Message = tuple[dist.Work, Tensor]  # on its way
 
 
 class ValidationMessages:
-    """The messages of one rank, over all steps.
+    """Messages of one rank, for all steps.
 
-    The ranks are a chain, in the order of their first stages.
+    The ranks form a chain, in the order of their first stages.
     """
 
     def __init__(
@@ -52,18 +53,18 @@ class ValidationMessages:
         self._down: dist.ProcessGroup | None = groups[Kind.SEND_V]
         self._recorder = recorder
         self._stage = placement.stages_of[pipeline.rank()][0]
-        # Its messages go along the first stages of the ranks, which are the first of all.
+        # Its messages follow the ranks' first stages, which are the first stages of the model.
         firsts = line(placement.ranks)
         before, after = firsts.previous(self._stage), firsts.next(self._stage)
         self._before = None if before is None else placement.rank_of[before]
         self._after = None if after is None else placement.rank_of[after]
-        self._steps = 0  # that were passed on; both ends of a message must speak of the same
+        self._steps = 0  # passed on so far; both ends of a message must agree on it
         self._passed_on: _Message | None = None
         self._coming: _Message | None = None  # the verdict
         self._come: Tensor | None = None
         self._passed_back: _Message | None = None
         self._relay: _Relay | None = None
-        self.is_pending = False  # a state was passed on, and its verdict has not been asked for
+        self.is_pending = False  # a state was passed on, and its verdict has not been taken
 
     @property
     def is_first(self) -> bool:
@@ -72,11 +73,11 @@ class ValidationMessages:
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank ends the chain: what it knows is all there is to know."""
+        """Whether this rank ends the chain: its state is the whole pipeline's."""
         return self._after is None
 
     def partial(self) -> PartialState:
-        """RECV_P: the state of the ranks before this one, when it has come."""
+        """RECV_P: wait for and return the state of the ranks before this one."""
         group = self._open(self._up)
         if self._before is None:
             return PartialState()
@@ -86,7 +87,8 @@ class ValidationMessages:
         return _state(numbers, self._steps)
 
     def pass_on(self, state: PartialState) -> None:
-        """SEND_P: ``state`` is that of all ranks up to this one. A verdict will come."""
+        """SEND_P: send ``state``, that of all ranks up to this one, to the next. A verdict will
+        come back."""
         assert not self.is_pending, "the verdict on the last step has not been asked for"
         group = self._open(self._up)
         numbers = _numbers(self._steps, state)
@@ -99,8 +101,8 @@ class ValidationMessages:
         self.is_pending = True
 
     def expect(self) -> None:
-        """RECV_V and SEND_V: a pending verdict is received and passed back as it comes from now
-        on."""
+        """RECV_V and SEND_V: start to receive a pending verdict, which is passed back as soon as it
+        arrives."""
         if not self.is_pending or self._relay is not None:
             return
         group = self._open(self._down)
@@ -111,7 +113,7 @@ class ValidationMessages:
         self._relay = _Relay(self)
 
     def verdict(self) -> PartialState:
-        """SETTLE: the state of all ranks on the pending step, when it has come."""
+        """SETTLE: wait for and return the state of all ranks on the pending step."""
         assert self.is_pending, "no step is pending"
         self.expect()
         self._stop_relay()
@@ -121,8 +123,8 @@ class ValidationMessages:
         if self._before is not None:
             with self._calling(Kind.SEND_V, self._before, "to"):
                 self.pass_back()
-        # Both ranks are there by now, or nothing would come of going on: this one's next forward
-        # pass needs the rank before it in this step.
+        # Waiting is free here: both peers have arrived, or this rank could not go on anyway. Its
+        # next forward pass needs the rank before it in this step.
         for kind, peer, message in (
             (Kind.SEND_P, self._after, self._passed_on),
             (Kind.SEND_V, self._before, self._passed_back),
@@ -139,9 +141,9 @@ class ValidationMessages:
         return state
 
     def look(self) -> Callable[[], bool]:
-        """Whether the verdict is here, or about to be: to take it is a matter of moments.
+        """Return a function that tells whether the verdict is here, or will be within moments.
 
-        Asks torch for nothing, when it is called.
+        The function does not call torch.
         """
         if self._coming is None:
             return lambda: True
@@ -150,7 +152,7 @@ class ValidationMessages:
         return lambda: not math.isnan(memory[0])
 
     def take(self) -> None:
-        """Return when the verdict has come."""
+        """Wait for the verdict."""
         if self._coming is not None:
             work, numbers = self._coming
             work.wait()
@@ -164,9 +166,9 @@ class ValidationMessages:
             self._passed_back = group.send([self._come], self._before, 0), self._come
 
     def abandon(self) -> None:
-        """Cut the connections, so that whoever waits at their other ends fails now."""
+        """Cut the connections, so that ranks waiting at the other ends fail now."""
         self._stop_relay()
-        # What is on its way keeps gloo's connections open.
+        # Messages in flight keep gloo's connections open.
         self._passed_on = self._passed_back = self._coming = None
         for group in (self._up, self._down):
             if group is not None:
@@ -192,7 +194,7 @@ class ValidationMessages:
 
 
 class _Relay:
-    """Passes the verdict back as soon as it has come, in a thread."""
+    """Thread that passes the verdict back as soon as it arrives."""
 
     def __init__(self, messages: ValidationMessages) -> None:
         self._messages = messages
@@ -206,9 +208,9 @@ class _Relay:
         atexit.register(self.stop)
 
     def stop(self) -> None:
-        """End the thread. If it has not passed the verdict back yet, that is left to the caller."""
+        """End the thread. If it has not passed the verdict back yet, the caller must."""
         atexit.unregister(self.stop)
-        if self._runs.locked():  # nobody has stopped it before
+        if self._runs.locked():  # not stopped before
             self._runs.release()
         self._thread.join()
 
@@ -216,7 +218,7 @@ class _Relay:
         while not self._has_come():
             if self._runs.acquire(timeout=LOOK_SECONDS):
                 return
-        with contextlib.suppress(RuntimeError):  # whoever asks for the verdict gets this error too
+        with contextlib.suppress(RuntimeError):  # the caller of `verdict` gets this error too
             self._messages.take()
             self._messages.pass_back()
 
@@ -230,7 +232,8 @@ def _numbers(step: int, state: PartialState) -> Tensor:
 
 
 def _buffer_for_numbers() -> Tensor:
-    """Memory to receive `_numbers` in. The step is NaN, as no step is, until they have come."""
+    """Return memory to receive `_numbers` in. The step is NaN, as no real step is, until they
+    arrive."""
     return torch.full((4,), math.nan, dtype=torch.float64)
 
 

@@ -1,4 +1,4 @@
-"""What an optimizer's validation knows of the gradients of some ranks of a pipeline."""
+"""Validation state of the gradients of some ranks of a pipeline."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PartialState:
-    """Of all ranks up to one of the chain (`transforms.post_validation`).
+    """Validation state of all ranks up to one of the chain (`transforms.post_validation`).
 
     Attributes:
-        squared_norm: of their gradients.
-        found_inf: whether there is an inf or NaN among them, as far as it is looked for.
-        tokens: of the step's microbatches; only the rank with the loss knows more than 0.
+        squared_norm: squared norm of their gradients.
+        found_inf: whether these contain an inf or NaN, as far as the optimizer checks for it.
+        tokens: number of tokens in the step's microbatches; only the rank with the loss knows more
+            than 0.
     """
 
     squared_norm: float = 0.0
@@ -20,7 +21,7 @@ class PartialState:
     tokens: int = 0
 
     def plus(self, other: PartialState) -> PartialState:
-        """The state of the ranks of both."""
+        """Return the state of the ranks of both."""
         return PartialState(
             self.squared_norm + other.squared_norm,
             self.found_inf or other.found_inf,

@@ -1,8 +1,7 @@
-"""What something is about to overwrite, kept beside it, so that it can be had back bit for bit.
+"""Copy of a state that is about to be overwritten, from which it can be restored bit for bit.
 
-Computing a state back (an optimizer's step by its inverse) is not exact; a copy is. Copies are
-made into buffers that are allocated once: on the device itself where it has room, else in pinned
-memory of the host.
+Inverting an update (of an optimizer's step) is not exact; a copy is. Copies are made into buffers
+that are allocated once: on the device if it has enough memory, else in pinned host memory.
 """
 
 from __future__ import annotations
@@ -16,20 +15,20 @@ from torch import Tensor
 
 from megatron_ext.runtime.host.copies import copies_on
 from megatron_ext.runtime.host.memory import available_bytes
-from megatron_ext.schedule.words import bytes_text
+from megatron_ext.words import bytes_text
 
 _ALIGNMENT = 512  # bytes, as torch's own allocator aligns tensors
-_MARGIN = 0.05  # of a device's memory: fragments, and what a later step may need more
+_MARGIN = 0.05  # share of a device's memory: for fragmentation, and for later growth
 
 CPU = torch.device("cpu")
 
 
 def choose_place(size: int, device: torch.device) -> torch.device:
-    """Where ``size`` bytes of copies of what ``device`` holds are cheapest to keep.
+    """Return the cheapest device for ``size`` bytes of copies of ``device``'s tensors.
 
-    That is the device itself, unless its memory may not be enough: what is free of it, and what
-    torch has reserved beyond the most that was in use at once so far. Else it is the host. (In use
-    is more than handed out: what its owner has dropped while another stream may still read it.)
+    That is ``device`` itself, unless its memory may not suffice: its free memory, plus what torch
+    has reserved beyond the peak of active memory so far. Otherwise it is the host. (Active memory
+    exceeds allocated memory: it includes freed memory that another stream may still read.)
     """
     if device.type != "cuda":
         return device
@@ -40,13 +39,13 @@ def choose_place(size: int, device: torch.device) -> torch.device:
 
 
 class Snapshot:
-    """Keeps tensors' contents and mappings' entries, and puts them back. One at a time.
+    """Stores the contents of tensors and mappings, and restores them. One snapshot at a time.
 
-    Of a mapping its keys come back, the objects they had, and the contents of those that are
-    tensors; a value of another kind must be one that is exchanged, not changed.
+    For a mapping its keys, their objects, and the contents of those that are tensors are restored;
+    a value of another type must be replaced by the mapping's user, not modified.
 
-    Copies to and from the host are ordered by the stream that is current, and nothing waits for
-    them: `keep` and `restore` on the stream that writes the tensors.
+    Copies to and from the host are ordered by the current stream, and nothing waits for them: call
+    `keep` and `restore` on the stream that writes the tensors.
     """
 
     def __init__(self) -> None:
@@ -57,10 +56,10 @@ class Snapshot:
     def keep(
         self, tensors: Iterable[Tensor], mappings: Iterable[MutableMapping[Any, Any]] = ()
     ) -> None:
-        """Remember ``tensors`` and ``mappings`` as they are now, in place of what was kept before.
+        """Store ``tensors`` and ``mappings`` as they are now, instead of the previous snapshot.
 
         Raises:
-            ValueError: neither the device nor the host has memory for it.
+            ValueError: neither the device nor the host has enough memory.
         """
         self._mappings = [(mapping, dict(mapping)) for mapping in mappings]
         values = (value for _, entries in self._mappings for value in entries.values())
@@ -78,7 +77,7 @@ class Snapshot:
             torch._foreach_copy_(copies.tensors, of_device, non_blocking=True)
 
     def restore(self) -> None:
-        """Put back what was kept last, as often as one likes."""
+        """Restore the last snapshot. Can be repeated."""
         for mapping, entries in self._mappings:
             mapping.clear()
             mapping.update(entries)
@@ -87,11 +86,11 @@ class Snapshot:
 
     @property
     def size(self) -> int:
-        """The buffers' bytes; 0 before the first `keep`."""
+        """Bytes of the buffers; 0 before the first `keep`."""
         return sum(copies.size for copies in self._copies.values())
 
     def __str__(self) -> str:
-        """Where the copies are and what they take."""
+        """Sizes and places of the copies, in words."""
         places = [
             f"{bytes_text(copies.size)} of {copies.place_name}" for copies in self._copies.values()
         ]
@@ -99,7 +98,7 @@ class Snapshot:
 
 
 class _Copies:
-    """Tensors like those of one device, cut from one buffer."""
+    """Tensors of the shapes and types of one device's originals, cut from one buffer."""
 
     def __init__(self, originals: list[Tensor], device: torch.device) -> None:
         sizes = [_aligned(tensor.nbytes) for tensor in originals]
@@ -119,7 +118,8 @@ class _Copies:
         return "host memory" if self._device.type == "cpu" else "pinned host memory"
 
     def fit(self, originals: list[Tensor]) -> bool:
-        """Whether they are like the tensors these were made for."""
+        """Whether ``originals`` have the shapes and types of the tensors for which this was
+        made."""
         return [(t.shape, t.dtype) for t in originals] == [(t.shape, t.dtype) for t in self.tensors]
 
     def release(self) -> None:

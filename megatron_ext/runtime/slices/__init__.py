@@ -1,1 +1,1 @@
-"""Passes over slices of a microbatch's sequence, which attend to the slices before them."""
+"""Passes over slices of a microbatch's sequence, which attend to earlier slices."""

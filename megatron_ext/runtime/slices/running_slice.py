@@ -1,16 +1,16 @@
-"""Which slice of a sequence the pass that runs now is of, and what it attends to.
+"""Slice of a sequence that the current pass runs, and the keys and values it attends to.
 
-A slice attends to itself and to all before it. Were their keys and values concatenated anew for
-each slice, and held by autograd, k slices would hold (k + 1) / 2 times as many. So each attention
-layer has one buffer of a microbatch's whole sequence: a slice writes its own part, and attends to,
-and saves, a view of the buffer up to its end. What is held does not depend on k.
+A slice attends to itself and to all slices before it. Concatenating their keys and values for each
+slice would make autograd save (k + 1) / 2 times as much for k slices. So each attention layer has
+one buffer for a microbatch's whole sequence: a slice writes its own part, and attends to, and
+saves, a view of the buffer up to its end. The memory does not depend on k.
 
-In the backward pass the slices come in descending order. Each brings gradients of its own keys and
-values and of those before it; the latter are summed in one buffer until their own slices come.
+In the backward pass the slices run in descending order. Each gives gradients of its own keys and
+values and of all earlier ones; the latter are summed in one buffer until their own slices run.
 
-Where ranks share sequences (context parallelism), each has a part of every slice, tokens in a row.
-Keys and values of a slice are gathered over them, into the buffer that each rank has; a rank's part
-attends to all up to its own end. When the gradients of a slice are summed, they are scattered.
+With context parallelism each rank has a contiguous part of every slice. Keys and values of a slice
+are gathered into every rank's buffer, and a rank's part attends to everything up to its own end.
+The summed gradients of a slice are scattered back.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _Tensors = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Span:
-    """The tokens from ``begin`` to ``end``, exclusive, of a sequence of ``length``.
+    """Tokens from ``begin`` to ``end`` (exclusive) of a sequence of ``length`` tokens.
 
-    ``ranks`` share each slice of it, as many tokens each; this one is number ``rank``.
+    The slice is divided evenly over ``ranks`` ranks; this one is number ``rank``.
     """
 
     begin: int
@@ -44,45 +44,46 @@ class Span:
 
     @property
     def own(self) -> Span:
-        """This rank's part of it."""
+        """Part of this rank."""
         tokens = (self.end - self.begin) // self.ranks
         begin = self.begin + self.rank * tokens
         return Span(begin, begin + tokens, self.length)
 
     @property
     def here(self) -> slice:
-        """Where its tokens are among those that this rank has of the sequence."""
+        """Place of the span's tokens among this rank's tokens of the sequence."""
         return slice(self.begin // self.ranks, self.end // self.ranks)
 
 
 def spans(lengths: Sequence[int], rank: int = 0, ranks: int = 1) -> tuple[Span, ...]:
-    """Slices of ``lengths`` tokens, multiples of ``ranks``, which are all of a sequence."""
+    """Return the slices of a sequence with these ``lengths`` in tokens, each a multiple of
+    ``ranks``."""
     ends = list(itertools.accumulate(lengths, initial=0))
     pairs = itertools.pairwise(ends)
     return tuple(Span(begin, end, ends[-1], rank, ranks) for begin, end in pairs)
 
 
 class RunningSlice:
-    """Of one process, whose passes run one after the other.
+    """Current slice of this process, whose passes run sequentially, with the buffers of all slices.
 
-    ``span`` is a plain attribute and not a thread's: autograd runs recomputed forward passes on
+    ``span`` is a plain attribute, not thread-local: autograd runs recomputed forward passes on
     threads of its own.
     """
 
     def __init__(self) -> None:
-        self.span: Span | None = None  # None: a pass is of a whole microbatch
+        self.span: Span | None = None  # None: the pass runs a whole microbatch
         self.spans: tuple[Span, ...] = ()  # of this step's sequences
-        self._ranks: dist.ProcessGroup | None = None  # that share them
+        self._ranks: dist.ProcessGroup | None = None  # that share the sequences
         self._microbatch: tuple[int, int] = (0, 0)  # stage, number
         self._is_backward = False
-        self._uses: dict[Hashable, int] = {}  # of what is kept, by the running pass
+        self._uses: dict[Hashable, int] = {}  # of each key, by the running pass
         self._kept: dict[tuple[int, int], dict[Hashable, Any]] = {}
 
     @contextlib.contextmanager
     def running(
         self, stage: int, microbatch: int, span: Span, *, is_backward: bool = False
     ) -> Iterator[None]:
-        """Around a pass of the slice ``span`` of ``microbatch``."""
+        """Context of a pass of the slice ``span`` of ``microbatch``."""
         assert self.span is None, "one pass at a time"
         self.span, self._microbatch = span, (stage, microbatch)
         self._is_backward, self._uses = is_backward, {}
@@ -92,12 +93,14 @@ class RunningSlice:
             self.span = None
 
     def attended(self, layer: Hashable, tensors: _Tensors) -> _Tensors:
-        """What the running slice attends to in ``layer``: ``tensors`` of all slices up to it.
+        """Return what the running slice attends to in ``layer``: ``tensors`` of all slices up to
+        it.
 
         Args:
-            tensors: the slice's own keys and values, tokens first. Their sizes beside that are the
-                same for all slices. Of ranks that share sequences each gives its part, and gets
-                what is before its end.
+            tensors: the slice's own keys and values, tokens first. All slices have the same sizes
+                in the
+                other dimensions. With context parallelism each rank passes its own part, and gets
+                everything before that part's end.
         """
         span = self.span
         assert span is not None, "no slice runs"
@@ -106,8 +109,11 @@ class RunningSlice:
         return attended
 
     def kept[Kept](self, key: Hashable, make: Callable[[], Kept]) -> Kept:
-        """What slices of the running one's microbatch have of ``key``, made by the first of them
-        and kept until the last pass."""
+        """Return the value stored for ``key`` in the running slice's microbatch.
+
+        The first slice of the microbatch makes the value with ``make``; it is stored until the
+        microbatch's last pass.
+        """
         of_microbatch = self._kept.setdefault(self._microbatch, {})
         if key not in of_microbatch:
             of_microbatch[key] = make()
@@ -115,8 +121,8 @@ class RunningSlice:
         return kept
 
     def kept_of_use[Kept](self, key: Hashable, make: Callable[[], Kept]) -> Kept:
-        """As `kept`, of one use of ``key``: a pass may use a layer more than once. Layers that a
-        backward pass runs again come in the reverse order."""
+        """Return a value like `kept`, for one use of ``key``: a pass may use a layer more than
+        once. In a backward pass that recomputes layers, their uses come in reverse order."""
         before = self._uses.get(key, 0)
         self._uses[key] = before + 1
         in_all = self.kept((key, "uses"), _Count)
@@ -126,21 +132,21 @@ class RunningSlice:
         return self.kept((key, use), make)
 
     def drop(self, stage: int, microbatch: int) -> None:
-        """After the last pass of ``microbatch``: hold nothing of it."""
+        """Forget ``microbatch`` after its last pass."""
         self._kept.pop((stage, microbatch), None)
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is held of any microbatch."""
+        """Whether no value of any microbatch is stored."""
         return not self._kept
 
     @contextlib.contextmanager
     def step(self, spans: Sequence[Span], ranks: dist.ProcessGroup | None) -> Iterator[None]:
-        """Around the passes of a step. Afterwards nothing is held, also after an error.
+        """Context of the passes of a step. Nothing is stored afterwards, even after an error.
 
         Args:
-            spans: the slices of its sequences; none where microbatches are whole.
-            ranks: that share sequences, if any do.
+            spans: the slices of its sequences; empty if microbatches are whole.
+            ranks: group that shares sequences, if there is one.
         """
         self.spans, self._ranks = tuple(spans), ranks
         try:
@@ -151,7 +157,7 @@ class RunningSlice:
             self.clear()
 
     def clear(self) -> None:
-        """Hold nothing: the step begins again."""
+        """Forget all microbatches: the step restarts."""
         self._kept.clear()
 
 
@@ -161,16 +167,17 @@ class _Count:
 
 
 class _Buffers:
-    """Of one layer and microbatch: keys and values of the whole sequence, and their gradients as
-    far as they have come."""
+    """Keys and values of the whole sequence in one layer and microbatch, and their gradients so
+    far."""
 
     def __init__(self) -> None:
         self._whole: _Tensors = ()
         self._gradients: _Tensors | None = None
 
     def write(self, span: Span, tensors: _Tensors, ranks: dist.ProcessGroup | None) -> _Tensors:
-        """Write the slice's part. The views up to its end are not told of what is written beyond
-        it: it would seem to autograd that what it has saved was changed."""
+        """Write the slice's part, and return the views up to its end. They are made from ``data``,
+        so that autograd does not take later writes beyond the slice for changes of saved tensors.
+        """
         if not self._whole:
             self._whole = tuple(t.new_empty((span.length, *t.shape[1:])) for t in tensors)
         for whole, own in zip(self._whole, tensors, strict=True):
@@ -182,8 +189,8 @@ class _Buffers:
         return tuple(whole.data[: span.own.end] for whole in self._whole)
 
     def own_gradients(self, span: Span, gradients: _Tensors) -> _Tensors:
-        """The whole gradients of the slice's part; ``gradients`` are of all up to this rank's
-        end."""
+        """Return the complete gradients of the slice's part; ``gradients`` are of everything up to
+        this rank's end."""
         summed = self._gradients
         if summed is None:  # the last slice
             gradients = tuple(_with_rows(gradient, span.end) for gradient in gradients)
@@ -199,7 +206,7 @@ class _Buffers:
 
 
 class _Attended(torch.autograd.Function):
-    """Writes a slice's keys and values, and gives all up to it."""
+    """Writes a slice's keys and values, and returns all up to it."""
 
     @staticmethod
     def forward(
@@ -221,13 +228,13 @@ class _Attended(torch.autograd.Function):
 
 
 def _with_rows(gradient: Tensor, rows: int) -> Tensor:
-    """``gradient``, with zeros behind it: nothing of this rank attends to what is there."""
+    """Return ``gradient`` padded with zero rows: nothing on this rank attends to those tokens."""
     missing = rows - len(gradient)
     return pad(gradient, (0, 0) * (gradient.dim() - 1) + (0, missing)) if missing else gradient
 
 
 def _scattered(whole: Tensor, ranks: int, group: dist.ProcessGroup | None) -> Tensor:
-    """This rank's part of the sum over the group of ``whole``, a slice's."""
+    """Return this rank's part of the sum of ``whole``, a slice's gradient, over the group."""
     own = whole.new_empty((len(whole) // ranks, *whole.shape[1:]))
     dist.reduce_scatter_tensor(own, whole.contiguous(), group=group)
     return own

@@ -1,1 +1,1 @@
-"""What ranks tell one another by way of torch's store, outside of collectives."""
+"""Communication of ranks through torch's store, outside of collectives."""

@@ -1,8 +1,8 @@
-"""Whether all ranks mean the same training, asked before they make process groups for it.
+"""Check that all ranks run the same training, before they create process groups for it.
 
-Ranks that make different groups wait for one another without a word. torch's store is there as soon
-as its init_process_group has returned: each rank writes there once, global rank 0 compares, and the
-others wait for what it finds. So a thousand ranks take a second.
+Ranks that create different groups would wait for each other silently. torch's store exists as soon
+as init_process_group has returned: each rank writes its facts there once, global rank 0 compares
+them, and the others wait for its verdict. A thousand ranks take about a second.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ import torch.distributed as dist
 from megatron_ext.logger import logger
 from megatron_ext.runtime.store.lost_store import losing_the_store
 
-NOTICE = timedelta(seconds=30)  # after which a wait is told
-STAYS = timedelta(seconds=10)  # that global rank 0 waits for others to read of a mistake
+NOTICE = timedelta(seconds=30)  # after which a wait is logged
+STAYS = timedelta(seconds=10)  # that global rank 0 waits until others have read a mistake
 
-_SHOWN = 8  # stretches of ranks, or hosts, that a message lists
+_SHOWN = 8  # ranges of ranks, or hosts, that a message lists
 _VERDICT, _READ = "verdict", "read by all"
 
 
 @dataclass(frozen=True)
 class Fact:
-    """What a rank says of one subject. Ranks agree where the ``digest`` is the same: of what
-    ``text``, for people, does not tell. Without one the text is compared."""
+    """Setting of a rank. Ranks agree if their ``digest`` is equal, which covers more than ``text``,
+    meant for people, can tell. Without a digest the texts are compared."""
 
     text: str
     digest: str = ""
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a rank has told of itself."""
+class RankFacts:
+    """Host and facts that a rank has reported."""
 
     host: str
     facts: Mapping[str, Fact]
@@ -48,15 +48,15 @@ class Told:
 def agree(
     store: dist.Store, rank: int, ranks: int, facts: Mapping[str, Fact], timeout: timedelta
 ) -> None:
-    """Return when all ``ranks`` have told the same ``facts``. Collective over them.
+    """Return when all ``ranks`` have reported the same ``facts``. Collective over them.
 
     Raises:
-        ValueError: two differ, or some rank has told nothing within ``timeout``; on every rank that
-            asks.
+        ValueError: two ranks differ, or a rank has not reported within ``timeout``; raised on every
+            rank that calls this.
     """
-    told = json.dumps(asdict(Told(socket.gethostname(), facts)))
+    told = json.dumps(asdict(RankFacts(socket.gethostname(), facts)))
     with losing_the_store("the ranks were telling one another their settings"):
-        # What an earlier training has left in the store is not to be met.
+        # A number of its own: the store may have keys of an earlier training.
         number = store.add(f"megatron_ext/agreement/asked by {rank}", 1)
         store = dist.PrefixStore(f"megatron_ext/agreement/{number}", store)
         store.set(str(rank), told)
@@ -67,7 +67,8 @@ def agree(
 
 
 def _compare(store: dist.Store, ranks: int, timeout: timedelta) -> str:
-    """On global rank 0: what is wrong, and "" where nothing is. The others are told."""
+    """Compare the facts on global rank 0, tell the other ranks, and return the mistake; "" if there
+    is none."""
     if _wait(store, [str(rank) for rank in range(ranks)], 0, ranks, timeout):
         mistake = difference([_told(store.get(str(rank))) for rank in range(ranks)])
     else:
@@ -80,8 +81,8 @@ def _compare(store: dist.Store, ranks: int, timeout: timedelta) -> str:
 
 
 def _read(store: dist.Store, rank: int, ranks: int, timeout: timedelta) -> str:
-    """On the other ranks: what global rank 0 has found."""
-    # It gives up first, if it is there, and says for whom it has waited.
+    """Return the mistake that global rank 0 has found, on the other ranks."""
+    # Rank 0, if it is there, times out first and says for whom it has waited.
     if not _wait(store, [_VERDICT], rank, ranks, timeout + STAYS):
         return _silence(_silent(store, ranks) or [0], timeout)
     mistake: str = store.get(_VERDICT).decode()
@@ -91,7 +92,8 @@ def _read(store: dist.Store, rank: int, ranks: int, timeout: timedelta) -> str:
 
 
 def _wait(store: dist.Store, keys: list[str], rank: int, ranks: int, timeout: timedelta) -> bool:
-    """Whether ``keys`` come within ``timeout``. One of the ranks that wait says so meanwhile."""
+    """Whether ``keys`` arrive within ``timeout``. One of the waiting ranks logs the wait
+    meanwhile."""
     at_first = min(NOTICE, timeout)
     with contextlib.suppress(RuntimeError):  # which is torch's for too late
         store.wait(keys, at_first)
@@ -123,14 +125,14 @@ def _silence(ranks: Sequence[int], timeout: timedelta) -> str:
     )
 
 
-def _told(text: bytes) -> Told:
+def _told(text: bytes) -> RankFacts:
     told = json.loads(text)
     facts = {name: Fact(**fact) for name, fact in told["facts"].items()}
-    return Told(told["host"], facts)
+    return RankFacts(told["host"], facts)
 
 
-def difference(ranks: Sequence[Told]) -> str:
-    """What of the facts of all ``ranks`` differs, a line for each; "" where nothing does."""
+def difference(ranks: Sequence[RankFacts]) -> str:
+    """Return the facts in which ``ranks`` differ, a line for each; "" if they are equal."""
     lines = []
     for name in dict.fromkeys(name for told in ranks for name in told.facts):
         holders: dict[str, list[int]] = defaultdict(list)
@@ -152,7 +154,7 @@ def difference(ranks: Sequence[Told]) -> str:
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """``ranks``, in ascending order, in words: "global ranks 0-7, 12"."""
+    """Return ``ranks``, in ascending order, in words: "global ranks 0-7, 12"."""
     stretches: list[list[int]] = []
     for rank in ranks:
         if stretches and stretches[-1][-1] == rank - 1:
@@ -163,7 +165,7 @@ def listed(ranks: Sequence[int]) -> str:
     return f"global rank{'s' * (len(ranks) > 1)} {_some(texts)}"
 
 
-def _hosts(ranks: Sequence[Told], where: Iterable[int]) -> str:
+def _hosts(ranks: Sequence[RankFacts], where: Iterable[int]) -> str:
     return _some([*dict.fromkeys(ranks[rank].host for rank in where)])
 
 

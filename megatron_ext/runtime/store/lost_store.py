@@ -1,8 +1,7 @@
-"""The error of a rank whose store is gone, in words.
+"""Readable error of a rank whose store is gone.
 
-torch's store lives in one process, and every call of it fails when that process has ended: with
-"Broken pipe" or "Failed to recv, got 0 bytes", which name neither the cause nor the work that was
-under way.
+torch's store lives in one process, and every call fails when that process has ended: with "Broken
+pipe" or "Failed to recv, got 0 bytes", which name neither the cause nor the work in progress.
 """
 
 from __future__ import annotations
@@ -13,9 +12,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def losing_the_store(meanwhile: str) -> Iterator[None]:
-    """Turn the error of torch's store, if it is lost within, into one that people understand.
+    """Replace the error of torch's store, if it is lost in this context, by a readable one.
 
-    ``meanwhile`` is a clause that says who did what then. Only calls of the store belong inside.
+    ``meanwhile`` is a clause that names the work in progress. Only calls of the store belong
+    inside.
     """
     try:
         yield

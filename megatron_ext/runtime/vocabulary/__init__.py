@@ -1,1 +1,1 @@
-"""Embedding and output layer divided over all ranks."""
+"""Vocabulary parallelism: embedding and output layer sharded over all pipeline ranks."""

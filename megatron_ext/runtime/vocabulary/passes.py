@@ -1,7 +1,7 @@
-"""Vocabulary parallelism in a step: its passes and collectives, by their actions.
+"""Passes and collectives of vocabulary parallelism in a step, by their actions.
 
-With it the first stage of the model has an input, the sum of the shards' embeddings, and gives its
-gradient; the last stage gives hidden states and takes their gradient.
+The first stage of the model gets an input, the sum of the shards' embeddings, and returns its
+gradient; the last stage returns hidden states and gets their gradient.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_ext.runtime.messages.collectives import Collectives, Exchange
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.runtime.messages.collectives import Collectives, StepCollectives
 from megatron_ext.runtime.messages.transport import Boundary
 from megatron_ext.runtime.owner import Handler, Owner
 from megatron_ext.runtime.recorder import Recorder
@@ -31,25 +32,25 @@ from megatron_ext.runtime.vocabulary.shard import (
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.problem import VocabularyParallel
-from megatron_ext.schedule.program.verify import Program
 
 
 class VocabularyEnds(Protocol):
-    """What the first and the last stage of the model tell, each on its rank."""
+    """Data of the model's first and last stage, each on its rank."""
 
     def tokens(self, microbatch: int) -> Tensor:
-        """Begin the forward step: int64 [b, s]. On the first stage's rank, before its F."""
+        """Begin the forward step and return the tokens, int64 [b, s]. On the first stage's rank,
+        before its F."""
         ...
 
     def labels(self, microbatch: int) -> Tensor:
-        """int64 [b, s]. On the last stage's rank, after its F."""
+        """Return the labels, int64 [b, s]. On the last stage's rank, after its F."""
         ...
 
     def loss(self, microbatch: int, losses: Tensor) -> Tensor | None:
         """End the forward step. On the last stage's rank.
 
         Args:
-            losses: fp32 [b, s], of each token.
+            losses: fp32 [b, s], one for each token.
 
         Returns:
             The gradient of the scaled loss by each of ``losses``, fp32 [b, s]; None in an
@@ -59,9 +60,9 @@ class VocabularyEnds(Protocol):
 
 
 class VocabularyPasses(Owner):
-    """The vocabulary of one step on this rank. It keeps what is needed between the passes.
+    """Vocabulary passes of one step on this rank, with the tensors needed between them.
 
-    The stages at the model's ends take from here what others take from messages.
+    The first and the last stage exchange tensors with it, as other stages do with messages.
     """
 
     def __init__(
@@ -80,10 +81,10 @@ class VocabularyPasses(Owner):
             ends: None on a rank that has neither the first nor the last stage.
             shard: of this rank.
             collectives: of the pipeline.
-            boundary: the hidden states that the last stage gives: [s, b, h], or with sequence
-                parallelism a tensor-parallel rank's part of it.
+            boundary: hidden states of the last stage: [s, b, h], or with sequence parallelism a
+                tensor-parallel rank's part of it.
             tokens_shape: b, s.
-            recorder: told what runs.
+            recorder: notified of every pass and wait.
         """
         placement = program.schedule.placement
         self._first_rank, self._last_rank = placement.rank_of[0], placement.rank_of[-1]
@@ -96,15 +97,15 @@ class VocabularyPasses(Owner):
         self._boundary = boundary
         self._tokens_shape = tokens_shape
         self._recorder = recorder
-        self._exchange = Exchange(collectives, recorder)
-        # All by microbatch. What a collective is to take:
+        self._exchange = StepCollectives(collectives, recorder)
+        # All by microbatch. Inputs of collectives:
         self._looked_up: dict[int, Tensor] = {}
         self._hidden_states: dict[int, Tensor] = {}
         self._own_statistics: dict[int, Tensor] = {}
         self._own_gradients: dict[int, Tensor] = {}
         self._loss_gradients: dict[int, Tensor] = {}
         self._embedding_gradients: dict[int, Tensor] = {}
-        # What a pass is to take:
+        # Inputs of passes:
         self._tokens: dict[int, Tensor] = {}  # E to EW
         self._logits: dict[int, Logits] = {}  # S to SW
         self._labels: dict[int, Tensor] = {}  # to L
@@ -131,24 +132,25 @@ class VocabularyPasses(Owner):
             Kind.WAIT_E: self._wait_given,
         }
 
-    # --- what the other passes ask for and hand over
+    # --- interface to the stages' passes
 
     def embeddings(self, microbatch: int) -> Tensor:
-        """The first stage's input, [b, s, h]: a tensor-parallel rank's part of the sum."""
+        """Return the first stage's input, [b, s, h], or a tensor-parallel rank's part of the
+        sum."""
         return self._result(Kind.REDUCE_E, microbatch)
 
     def take_hidden_states(self, microbatch: int, hidden_states: Tensor) -> None:
-        """Take the last stage's output."""
+        """Store the last stage's output."""
         self._hidden_states[microbatch] = hidden_states.detach()
 
     def hidden_states_gradient(self, microbatch: int) -> Tensor:
-        """The gradient of the last stage's output."""
+        """Return the gradient of the last stage's output."""
         gradient = self._result(Kind.REDUCE_SI, microbatch)
         by_loss = self._scales.pop(microbatch)
         return scaled(self._shard, gradient, by_loss, self._boundary.dtype)
 
     def take_embedding_gradient(self, microbatch: int, gradient: Tensor) -> None:
-        """The gradient of the first stage's input."""
+        """Store the gradient of the first stage's input."""
         self._embedding_gradients[microbatch] = gradient
 
     def finish(self) -> None:
@@ -268,7 +270,7 @@ class VocabularyPasses(Owner):
         self._exchange.result(action._replace(kind=need.kinds[0]))
 
     def _combined(self, microbatch: int) -> Tensor:
-        """The statistics of the whole vocabulary."""
+        """Return the softmax statistics of the whole vocabulary, [3, s, b]."""
         if microbatch not in self._statistics:
             self._statistics[microbatch] = combine(self._result(Kind.GATHER_S, microbatch))
         return self._statistics[microbatch]
@@ -285,7 +287,7 @@ class VocabularyPasses(Owner):
         tensors: list[tuple[Tensor | None, tuple[int, ...], torch.dtype]],
         root: int,
     ) -> None:
-        """Start a broadcast of what ``root`` has, each of a shape and type that all expect."""
+        """Start a broadcast of ``root``'s tensors; every rank knows their shapes and types."""
         shared = []
         for tensor, shape, dtype in tensors:
             assert (tensor is not None) == self._is_on(root)

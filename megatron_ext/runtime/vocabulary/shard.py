@@ -1,14 +1,14 @@
-"""The mathematics of a rank's shard of the vocabulary.
+"""Mathematics of a rank's shard of the vocabulary.
 
-Embedding and output layer are divided by rows over all ranks (Yeung et al. 2024, "Balancing
+Embedding and output layer are sharded by rows over all ranks (Yeung et al. 2024, "Balancing
 Pipeline Parallelism with Vocabulary Parallelism", section 4). With P the softmax over the whole
 vocabulary and G the one-hot labels, the gradient of the losses by the hidden states is (P - G) W,
 by the output layer (P - G)^T X. P needs the largest logit of a token and the sum of all
-exponentials: each shard has its own, and the ranks put theirs together (`combine`).
+exponentials: each shard computes its own, and the ranks combine them (`combine`).
 
-s is the sequence length, b the batch, h the hidden size; tokens and labels are [b, s], all else has
-the sequence first, as a pipeline's activations have. Statistics and sums are fp32 whatever the
-weights are.
+s is the sequence length, b the batch, h the hidden size. Tokens and labels are [b, s]; all other
+tensors have the sequence first, like a pipeline's activations. Statistics and sums are fp32 for
+weights of any type.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from megatron_ext.runtime.weight_gradients import accumulate
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """A rank's part of both tables.
+    """Shard of both tables on a rank.
 
     Attributes:
         embedding: parameter [rows, h].
-        output: parameter [rows, h]; the same one where the two are tied.
-        first_row: of the padded vocabulary; the shard has ``rows`` from there on.
-        tensor_parallel: the ranks that divide a stage; None where they are not divided.
-        sequence_parallel: whether hidden states are divided over these along the sequence.
+        output: parameter [rows, h]; the same object if the two are tied.
+        first_row: row of the padded vocabulary at which the shard begins; it has ``rows`` rows.
+        tensor_parallel: group of the tensor-parallel ranks; None without tensor parallelism.
+        sequence_parallel: whether hidden states are split over that group along the sequence.
     """
 
     embedding: Tensor
@@ -49,14 +49,15 @@ class VocabularyShard:
         return 1 if self.tensor_parallel is None else self.tensor_parallel.size()
 
     def rows_of(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Of each token, whether its row is here, and which (row 0 for those elsewhere)."""
+        """Return for each token whether its row is in this shard, and the row (0 for other
+        tokens)."""
         rows = tokens - self.first_row
         is_here = (rows >= 0) & (rows < self.rows)
         return is_here, rows.masked_fill(~is_here, 0)
 
 
 def look_up(shard: VocabularyShard, tokens: Tensor) -> Tensor:
-    """E: the embeddings [b, s, h] of ``tokens``, zero where the row is elsewhere."""
+    """E: return the embeddings [b, s, h] of ``tokens``, zero if the row is in another shard."""
     is_here, rows = shard.rows_of(tokens)
     return shard.embedding[rows].masked_fill_(~is_here.unsqueeze(-1), 0.0)
 
@@ -71,16 +72,17 @@ def add_embedding_gradient(shard: VocabularyShard, tokens: Tensor, gradient: Ten
 
 @dataclass(frozen=True)
 class Logits:
-    """What is kept of a microbatch from S to SW.
+    """Tensors of a microbatch that are stored from S to SW.
 
     Attributes:
-        hidden_states: as the last stage gave them.
+        hidden_states: output of the last stage.
         labels: [s, b].
-        logits: [s, b, rows], as the product gave them.
-        statistics: of this shard, [3, s, b]: largest logit, sum of the exponentials less it, logit
-            of the label (0 where its row is elsewhere).
-        early: variant 2, from S to SI: P' W without the labels' rows, P' the softmax over this
-            shard; of this rank's rows.
+        logits: [s, b, rows], in the weights' type.
+        statistics: of this shard, [3, s, b]: largest logit, sum of exp(logit - largest), logit of
+            the
+            label (0 if its row is in another shard).
+        early: variant 2, from S to SI: P' W without the labels' rows, with P' the softmax over this
+            shard's rows.
     """
 
     hidden_states: Tensor
@@ -96,8 +98,8 @@ class Logits:
 def make_logits(
     shard: VocabularyShard, hidden_states: Tensor, labels: Tensor, early: bool
 ) -> Logits:
-    """S: logits of ``hidden_states`` ([s, b, h], or a tensor-parallel rank's part of the sequence)
-    for ``labels`` [b, s]. ``early``: with the product of variant 2."""
+    """S: return the logits of ``hidden_states`` ([s, b, h], or a tensor-parallel rank's part of the
+    sequence) for ``labels`` [b, s]. ``early`` adds the product of variant 2."""
     labels = labels.t()
     is_here, rows = shard.rows_of(labels)
     rows = rows.unsqueeze(-1)
@@ -121,14 +123,15 @@ def make_logits(
 
 
 def combine(statistics: Tensor) -> Tensor:
-    """``statistics`` [ranks, 3, s, b] of all shards as those of the whole vocabulary, [3, s, b]."""
+    """Return the statistics [3, s, b] of the whole vocabulary from those of all shards, [ranks, 3,
+    s, b]."""
     largest, sums, of_labels = statistics.unbind(1)
     total = largest.amax(0)
     return torch.stack([total, (sums * (largest - total).exp_()).sum(0), of_labels.sum(0)])
 
 
 def losses_of(statistics: Tensor, labels: Tensor, vocabulary: int) -> Tensor:
-    """L: cross entropy [b, s] by the combined ``statistics``.
+    """L: return the cross entropy [b, s], given the combined ``statistics``.
 
     A label [b, s] outside the ``vocabulary`` counts as the likeliest token, as in Megatron.
     """
@@ -138,15 +141,15 @@ def losses_of(statistics: Tensor, labels: Tensor, vocabulary: int) -> Tensor:
 
 
 def hidden_states_gradient(shard: VocabularyShard, kept: Logits, statistics: Tensor) -> Tensor:
-    """SI: this shard's part of the gradient of the losses (each by itself) by the hidden states,
-    fp32, in their layout."""
+    """SI: return this shard's part of the gradient of the (separate) losses by the hidden states,
+    fp32, in the layout of the hidden states."""
     if kept.early is None:
         gradient = _less_labels(shard, kept, statistics).to(shard.output.dtype) @ shard.output
         return _own_sequence(shard, gradient.float())
     largest, total, of_label = statistics
     is_here, rows = shard.rows_of(kept.labels)
     share = kept.statistics[1] * (kept.statistics[0] - largest).exp_() / total
-    # The label's row by itself: P' W - G W would lose what the two have in common.
+    # The label's row separately: P' W - G W would suffer from cancellation.
     label = ((of_label - largest).exp_().div_(total) - 1.0).masked_fill_(~is_here, 0.0)
     gradient = kept.early.float() * share.unsqueeze(-1)
     gradient.addcmul_(label.unsqueeze(-1), shard.output[rows].float())
@@ -154,7 +157,7 @@ def hidden_states_gradient(shard: VocabularyShard, kept: Logits, statistics: Ten
 
 
 def scaled(shard: VocabularyShard, gradient: Tensor, by_loss: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum of all shards' parts, times the gradient ``by_loss`` [b, s] of each loss."""
+    """Return the sum of all shards' parts, times the gradient ``by_loss`` [b, s] of each loss."""
     by_loss = by_loss.t()
     if shard.sequence_parallel and shard.tensor_parallel is not None:
         by_loss = by_loss.chunk(shard.tensor_parallel_size)[shard.tensor_parallel.rank()]
@@ -164,7 +167,7 @@ def scaled(shard: VocabularyShard, gradient: Tensor, by_loss: Tensor, dtype: tor
 def add_output_gradient(
     shard: VocabularyShard, kept: Logits, statistics: Tensor, by_loss: Tensor
 ) -> None:
-    """SW: add the gradient of the shard; ``by_loss`` [b, s] is that of each loss."""
+    """SW: add the gradient of the shard; ``by_loss`` [b, s] is the gradient of each loss."""
     gradient = _less_labels(shard, kept, statistics).mul_(by_loss.t().unsqueeze(-1))
     rows = gradient.to(shard.output.dtype).flatten(0, 1)
     del gradient
@@ -172,7 +175,7 @@ def add_output_gradient(
 
 
 def _less_labels(shard: VocabularyShard, kept: Logits, statistics: Tensor) -> Tensor:
-    """P - G on this shard, fp32."""
+    """Return P - G on this shard, fp32."""
     largest, total, _ = statistics.unsqueeze(-1)
     is_here, rows = shard.rows_of(kept.labels.unsqueeze(-1))
     softmax = (kept.logits - largest).exp_().div_(total)
@@ -189,7 +192,8 @@ def _whole_sequence(shard: VocabularyShard, hidden_states: Tensor) -> Tensor:
 
 
 def _own_sequence(shard: VocabularyShard, gradient: Tensor) -> Tensor:
-    """The sum over tensor-parallel ranks, or the part of it that is this rank's."""
+    """Return the sum over tensor-parallel ranks; with sequence parallelism only this rank's part of
+    it."""
     if shard.tensor_parallel is None:
         return gradient
     if not shard.sequence_parallel:
@@ -202,6 +206,6 @@ def _own_sequence(shard: VocabularyShard, gradient: Tensor) -> Tensor:
 
 
 def _accumulate(weight: Tensor, gradient: Tensor) -> None:
-    """Add to the weight's gradient, which without a data-parallel wrapper has the weight's type."""
+    """Add to the weight's gradient, which has the weight's type without a data-parallel wrapper."""
     wraps = getattr(weight, "main_grad", None) is not None
     accumulate(weight, gradient if wraps else gradient.to(weight.dtype))

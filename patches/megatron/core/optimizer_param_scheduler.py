@@ -1,7 +1,7 @@
-"""The scheduler of learning rate and weight decay steps before the verdict, as after success; if
-the optimizer's step turns out to have been skipped, this is taken back.
+"""Scheduler of learning rate and weight decay: it steps before the verdict, as after a success, and
+is reverted if the optimizer's step turns out to have been skipped.
 
-Not patched: what it computes; whoever steps it while no verdict is pending.
+Not patched: what it computes; steps while no verdict is pending.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_ext.adapter.post_validation.pending import post_validation
-from megatron_ext.adapter.post_validation.scheduled_step import ScheduledStep
+from megatron_ext.adapter.post_validation.revertible_lr_step import RevertibleLrStep
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patch that remembers a step that may be taken back."""
+    """Return the patch that remembers a step that may be reverted."""
     return (
         wrap(
             "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler.step",
@@ -31,9 +31,9 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 def step_that_can_be_taken_back(
     original: Callable[..., None], scheduler: Any, increment: int
 ) -> None:
-    """``original``, remembered where a verdict is pending."""
+    """Run ``original``, revertibly if a verdict is pending."""
     if post_validation.is_pending:
-        step = ScheduledStep(scheduler, lambda: original(scheduler, increment))
+        step = RevertibleLrStep(scheduler, lambda: original(scheduler, increment))
         post_validation.schedule_step(step)
     else:
         original(scheduler, increment)

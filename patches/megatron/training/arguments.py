@@ -1,7 +1,7 @@
-"""Our flags in Megatron's command line, and what they demand checked before any process group.
+"""Our flags in Megatron's command line, and checks of them before any process group exists.
 
 Not patched: parse_args and the argument dataclasses; our settings stay strings in ``args`` (and so
-in checkpoints, where stock ignores them).
+in checkpoints, where Megatron ignores them).
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from megatron_ext.adapter.arguments import (
     pad_vocabulary,
     prove_without_search,
 )
-from megatron_ext.adapter.post_validation.settle_points import warn_of_settling
-from megatron_ext.adapter.taken_over.settings import take_over
+from megatron_ext.adapter.handled_settings.settings import apply_handled_settings
+from megatron_ext.adapter.post_validation.commit_points import warn_if_steps_cannot_overlap
 from megatron_ext.config import PipelineConfig
 from megatron_ext.errors import exit_for
 from megatron_ext.patches.engine import Patch, wrap
 from megatron_ext.schedule.problem import VocabularyParallel
-from megatron_ext.schedule.words import meant_by
+from megatron_ext.words import meant_by
 from megatron_ext.written_settings import add_flags
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patches that add our flags and check them."""
+    """Return the patches that add our flags and check them."""
 
     def add_our_flags(
         original: Callable[..., argparse.ArgumentParser], parser: argparse.ArgumentParser
@@ -48,14 +48,14 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         try:
             add_virtual_stages(args, config)
             args = original(args, defaults)
-            take_over(args, config)
-            # Every rank comes here; at the first step one of them searches for all.
+            apply_handled_settings(args, config)
+            # Every rank runs this; at the first step one of them searches for all.
             check(args, config, prove_without_search)
             check_race(args, config, prove_without_search)
             if config.vocab_parallel is not VocabularyParallel.NONE:
                 pad_vocabulary(args)
             if config.post_validation:
-                warn_of_settling(args)
+                warn_if_steps_cannot_overlap(args)
         except ValueError as error:
             exit_for(error)
         return args
@@ -77,9 +77,9 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
 
 def parsing(edited: Callable[[Sequence[str]], list[str]]) -> tuple[Patch, ...]:
-    """Return the patch that has Megatron's parser read the script's arguments as ``edited``.
+    """Return the patch that makes Megatron's parser read the script's arguments as ``edited``.
 
-    The script's ``sys.argv`` stays as it is.
+    The script's ``sys.argv`` stays unchanged.
     """
 
     def read_edited(
@@ -105,7 +105,7 @@ def parsing(edited: Callable[[Sequence[str]], list[str]]) -> tuple[Patch, ...]:
 
 
 def _suggesting(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Have the error of a flag that nobody knows name the flag that it resembles."""
+    """Make the error of an unknown flag name the flag that it resembles."""
     refuse = parser.error
 
     def refuse_with_suggestions(message: str) -> NoReturn:
@@ -121,7 +121,7 @@ def _suggesting(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def _printable(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Megatron 0.19's own --help dies of a bare per cent sign in a help text; mend such texts."""
+    """Escape bare per cent signs in help texts, on which Megatron 0.19's own --help fails."""
     formatter = parser._get_formatter()
     for action in parser._actions:
         if action.help:

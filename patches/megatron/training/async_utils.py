@@ -1,8 +1,8 @@
-"""Checkpoints saved in the background are finished when no verdict is pending.
+"""Asynchronous checkpoint saves, finalized only while no verdict is pending.
 
-Stock asks all ranks, before each iteration, whether they have written their parts.
+Before each iteration Megatron checks with all ranks whether they have written their parts.
 
-Not patched: how one is saved; the waiting for all of them, before another save and at the end.
+Not patched: the saving itself; the wait for all ranks before another save and at the end.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patch that asks nobody while a verdict is pending."""
+    """Return the patch that skips the check while a verdict is pending."""
     return (
         wrap(
             "megatron.training.async_utils:maybe_finalize_async_save",
@@ -29,6 +29,6 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 def unless_pending(
     original: Callable[..., None], blocking: bool = False, terminate: bool = False
 ) -> None:
-    """``original``, or nothing where it would only look."""
+    """Run ``original``, unless it would only check and a verdict is pending."""
     if blocking or terminate or not post_validation.is_pending:
         original(blocking, terminate)

@@ -1,9 +1,9 @@
-"""Signals are looked at when no verdict is pending.
+"""Signals, checked only while no verdict is pending.
 
-Stock gathers over all ranks, after each iteration, who has got one. A verdict is pending then, but
-after the iterations that settle it.
+After each iteration Megatron gathers from all ranks who has received one. A verdict is pending
+then, except after commit points.
 
-Not patched: the handler, which notes a signal when it comes.
+Not patched: the handler, which records a signal on arrival.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patch that gathers no signals while a verdict is pending."""
+    """Return the patch that gathers no signals while a verdict is pending."""
     return (
         wrap(
             "megatron.training.dist_signal_handler:DistributedSignalHandler.signals_received",
@@ -29,5 +29,5 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
 
 def none_while_pending(original: Callable[[Any], list[int]], handler: Any) -> list[int]:
-    """Whether each rank has got a signal: none, or what ``original`` gathers."""
+    """Return the gathered signals of all ranks, or an empty list while a verdict is pending."""
     return [] if post_validation.is_pending else original(handler)

@@ -1,10 +1,10 @@
-"""CUDA graphs are captured while no thread of ours asks the device anything.
+"""CUDA graph captures, during which no thread of ours queries the device.
 
 A capture in torch's usual mode ("global") fails if any thread of the process queries an event
-meanwhile, as the device watchdog does. Whoever captures (Transformer Engine its layers, Megatron
-the optimizer's step with --optimizer-cuda-graph, a script) begins by this method.
+meanwhile, as the device watchdog does. Every capture (of layers by Transformer Engine, of the
+optimizer's step by Megatron with --optimizer-cuda-graph, of a script) begins by this method.
 
-Not patched: the end of a capture (the watchdog asks again when a step gives the device more), and
+Not patched: the end of a capture (the watchdog resumes when a step launches more work), and
 captures from C++.
 """
 
@@ -19,7 +19,7 @@ from megatron_ext.runtime.watchdog import Watchdog
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patch that keeps the watchdog from asking."""
+    """Return the patch that stops the watchdog's queries."""
     return (
         wrap(
             "torch.cuda.graphs:CUDAGraph.capture_begin",
@@ -30,6 +30,6 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
 
 def begin_unasked(original: Callable[..., None], graph: Any, *args: Any, **kwargs: Any) -> None:
-    """Begin the capture of ``graph``."""
+    """Stop the watchdog's queries, then begin the capture of ``graph``."""
     Watchdog.stop_asking_devices()
     original(graph, *args, **kwargs)

@@ -11,19 +11,19 @@ from functools import cache, partial
 
 import numpy as np
 
+from megatron_ext.compile.registry import choose, entry_of
+from megatron_ext.cost_model.messages.hidden import PairedLayer, paired_layers
+from megatron_ext.cost_model.model import Stage
+from megatron_ext.cost_model.rates import Rates
+from megatron_ext.planner.layouts.descent import Start, Timed, descend
+from megatron_ext.planner.layouts.figures import StageFigures
+from megatron_ext.planner.layouts.layout import Layout, evenly
+from megatron_ext.planner.layouts.minimax import least_slowest_stage, with_even_ranks
+from megatron_ext.planner.layouts.work import Work, evaluate
+from megatron_ext.progress import Task
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.build.registry import choose, entry_of
 from megatron_ext.schedule.costs import Costs, OverlapCosts
-from megatron_ext.schedule.model.messages.hidden import PairedLayer, paired_layers
-from megatron_ext.schedule.model.model import Stage
-from megatron_ext.schedule.model.rates import Rates
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.plan.layouts.descent import Start, Timed, descend
-from megatron_ext.schedule.plan.layouts.figures import StageFigures
-from megatron_ext.schedule.plan.layouts.layout import Layout, evenly
-from megatron_ext.schedule.plan.layouts.minimax import least_slowest_stage, with_even_ranks
-from megatron_ext.schedule.plan.layouts.work import Work, evaluate
-from megatron_ext.schedule.progress import Task
 from megatron_ext.schedule.schedule import Schedule
 from scripts.recipes.gains import Configuration, work_of
 

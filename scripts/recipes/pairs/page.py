@@ -1,4 +1,4 @@
-"""The tables of docs/pairs.md on public recipes."""
+"""Tables of public recipes with and without pairs of passes."""
 
 from __future__ import annotations
 

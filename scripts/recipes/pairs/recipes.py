@@ -8,8 +8,8 @@ from multiprocessing import get_context
 from typing import Any
 
 from megatron_ext.adapter.layers import layout_of
-from megatron_ext.schedule.model.gpus import DATA_SHEETS, GPUS
-from megatron_ext.schedule.plan.layouts.layout import Layout, evenly
+from megatron_ext.cost_model.gpus import DATA_SHEETS, GPUS
+from megatron_ext.planner.layouts.layout import Layout, evenly
 from scripts.recipes.configured import configuration_of
 from scripts.recipes.gains import PROCESSES, USED, Configuration, work_of
 from scripts.recipes.pairs.compared import Comparison, Step, with_overlap

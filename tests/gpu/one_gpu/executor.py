@@ -11,8 +11,8 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from megatron_ext.compile.program.verify import Program
 from megatron_ext.schedule.problem import P2P, Offload
-from megatron_ext.schedule.program.verify import Program
 from tests.gpu.offloading import Copies, measure_copies
 from tests.gpu.offloading import step as offload_step
 from tests.gpu.one_gpu.rows import run_case, tell

@@ -42,8 +42,8 @@ HOST_WAITS: dict[tuple[str, str], str] = {
         )
         for name in ("partial", "verdict", "take")
     },
-    ("megatron_ext/runtime/measure/exchange.py", "Exchange.wait"): _FIGURES,
-    ("megatron_ext/runtime/recording.py", "RecordedReduction.settle"): _FIGURES,
+    ("megatron_ext/runtime/measure/exchange.py", "AsyncAllGather.wait"): _FIGURES,
+    ("megatron_ext/runtime/recording.py", "RecordedReduction.wait_for_ends"): _FIGURES,
     ("megatron_ext/adapter/observers/metrics.py", "StepMetrics.finish"): _FIGURES,
 }
 

@@ -15,15 +15,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from megatron_ext import progress
 from megatron_ext.cli import app
 from megatron_ext.commands import progress as shown
-from megatron_ext.schedule import progress
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import choose
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.registry import choose
+from megatron_ext.progress import EVERY, FIRST, Task, reporting, task
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.placement import v
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.progress import EVERY, FIRST, Task, reporting, task
 from tests.helpers.short_search import shorten_search
 
 pytestmark = pytest.mark.real_time

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import megatron_ext
 from megatron_ext.cli import app
-from megatron_ext.schedule.text_file import parse_json, read_text_file, whole_file, write_text_file
+from megatron_ext.text_file import parse_json, read_text_file, whole_file, write_text_file
 from tests.helpers.full_disk import full_disk
 
 PACKAGE = Path(megatron_ext.__file__).parent
@@ -127,10 +127,10 @@ def test_whatever_ends_the_block_leaves_nothing(tmp_path: Path) -> None:
 _OTHERS = {
     "bench/emulated_copies.py",  # a lock
     "bench/runs.py",  # from one process to another
-    "parity/records/writing.py",  # a recording grows with its run, and its last line is its end
+    "recordings/writing.py",  # a recording grows with its run, and its last line is its end
     "parity/runs.py",  # the output of a run
-    "schedule/search/disk_cache.py",  # a cache, as a whole
-    "schedule/show/trace.py",  # a training's trace grows, and is whole after each step
+    "search/disk_cache.py",  # a cache, as a whole
+    "viz/trace.py",  # a training's trace grows, and is whole after each step
 }
 
 
@@ -140,7 +140,7 @@ def test_nothing_else_writes_files() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and _writes(node):
                 writes.add(str(path.relative_to(PACKAGE)))
-    assert writes == _OTHERS | {"schedule/text_file.py"}
+    assert writes == _OTHERS | {"text_file.py"}
 
 
 def _writes(call: ast.Call) -> bool:

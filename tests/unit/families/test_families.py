@@ -14,21 +14,21 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from megatron_ext.compile import build
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.program.memory import in_bytes, in_microbatches, peaks
+from megatron_ext.compile.program.simulate import simulate, step_seconds
+from megatron_ext.compile.program.verify import InvalidSchedule, Program, prove
+from megatron_ext.compile.program.waits import SENDS_BEHIND
+from megatron_ext.compile.registry import choose, entries
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.build import build
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, peaks
-from megatron_ext.schedule.program.simulate import simulate, step_seconds
-from megatron_ext.schedule.program.verify import InvalidSchedule, Program, prove
-from megatron_ext.schedule.program.waits import SENDS_BEHIND
 from megatron_ext.schedule.schedule import Schedule, bitwise_order
-from megatron_ext.schedule.search.weight_gradient_filling import makespan
+from megatron_ext.search.weight_gradient_filling import makespan
 from tests.helpers.random_schedules import PROPERTY, random_costs
 from tests.helpers.reference_runs import runs_to_end
 from tests.helpers.schedules import F, W, drawn, line_problem, program, table

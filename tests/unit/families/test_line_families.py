@@ -8,17 +8,17 @@ from random import Random
 
 import pytest
 
-from megatron_ext.schedule.build.registry import choose, entries
+from megatron_ext.compile.program.memory import in_bytes, in_microbatches, peaks
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.compile.registry import choose, entries
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, peaks
-from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.schedule import bitwise_order
-from megatron_ext.schedule.search.weight_gradient_filling import makespan
 from megatron_ext.schedule.timeline import Timeline
+from megatron_ext.search.weight_gradient_filling import makespan
 from tests.helpers.combinations import at_night
 from tests.helpers.random_schedules import random_costs
 from tests.helpers.schedules import drawn, line_problem, program, table

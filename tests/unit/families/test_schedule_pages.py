@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.schedule.build.registry import Mark, choose, entries
+from megatron_ext.compile.program.memory import in_microbatches, peaks
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.compile.registry import Mark, choose, entries
+from megatron_ext.planner.candidate import VocabMethod
+from megatron_ext.planner.fitting import consider
+from megatron_ext.planner.training import Training
 from megatron_ext.schedule.costs import Costs, uniform
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.plan.candidate import VocabMethod
-from megatron_ext.schedule.plan.fitting import consider
-from megatron_ext.schedule.plan.training import Training
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.program.memory import in_microbatches, peaks
-from megatron_ext.schedule.program.simulate import simulate
 from tests.helpers.combinations import at_night
 from tests.helpers.schedules import drawn, program, table
 

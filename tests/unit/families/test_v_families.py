@@ -10,16 +10,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.schedule.build.registry import choose
+from megatron_ext.compile.program.memory import in_microbatches, peaks
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.compile.program.verify import Program, prove
+from megatron_ext.compile.registry import choose
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.placement import v
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.program.memory import in_microbatches, peaks
-from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.program.verify import Program, prove
 from megatron_ext.schedule.schedule import Schedule, bitwise_order
-from megatron_ext.schedule.search.building_block import BuildingBlock, squeeze
 from megatron_ext.schedule.timeline import Timeline
+from megatron_ext.search.building_block import BuildingBlock, squeeze
 from tests.helpers.random_schedules import PROPERTY, random_costs
 from tests.helpers.reference_runs import runs_to_end
 from tests.helpers.schedules import B, F, I, W, drawn, program, table, with_messages

@@ -43,8 +43,8 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
             "dist.all_gather_object(multiprocessors, here, group=pipeline)",
         ),
         (
-            "megatron_ext/runtime/whereabouts.py",
-            "whereabouts",
+            "megatron_ext/runtime/rank_identity.py",
+            "rank_identity",
             "dist.all_gather_object(processes, _this_process(), group=pipeline)",
         ),
         (
@@ -74,12 +74,12 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
         ("megatron_ext/runtime/measure/clocks.py", "clock_offsets", "token.item()"),
         (  # allocates once, before the first metrics
             "megatron_ext/runtime/measure/exchange.py",
-            "Exchange.__init__",
+            "AsyncAllGather.__init__",
             "own.pin_memory()",
         ),
         (  # when a training ends
             "megatron_ext/runtime/measure/exchange.py",
-            "Exchange.wait",
+            "AsyncAllGather.wait",
             "self._event.synchronize()",
         ),
         (  # of events that have been seen to be over
@@ -111,7 +111,7 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
         ),
         (
             "megatron_ext/adapter/post_validation/step.py",
-            "SpeculativeStep.put_off_scaling",
+            "SpeculativeStep.defer_scaling",
             "int(tokens)",
         ),
         (
@@ -126,13 +126,13 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
         ),
         (
             "patches/megatron/training/training/training_log.py",
-            "PutOffLog.__call__",
+            "DeferredLog.__call__",
             "self._optimizer.get_loss_scale().item()",
         ),
     },
     "between steps that are recorded for megatron-ext parity": {
         *(
-            ("megatron_ext/adapter/parity/recorder.py", f"Recorder.{function}", call)
+            ("megatron_ext/adapter/parity/recorder.py", f"ParityRecorder.{function}", call)
             for function, call in (
                 ("end", "bits_of(tensor).cpu()"),
                 ("end", "bits_of(tensor).cpu().numpy()"),
@@ -170,7 +170,7 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
         ),
     },
     "a tensor of the host's, or none": {
-        ("megatron_ext/runtime/measure/exchange.py", "Exchange.rows", "self._rows.tolist()"),
+        ("megatron_ext/runtime/measure/exchange.py", "AsyncAllGather.rows", "self._rows.tolist()"),
         ("megatron_ext/runtime/messages/transport.py", "Transport.receive", "header.tolist()"),
         (
             "megatron_ext/runtime/post_validation/messages.py",
@@ -189,15 +189,15 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
 # Functions that make numbers of numbers, of texts and of settings, and of no tensor.
 NO_TENSORS = {
     ("megatron_ext/adapter/compatibility.py", "refuse_order"),
-    ("megatron_ext/adapter/parity/recorder.py", "Recorder.begin"),
+    ("megatron_ext/adapter/parity/recorder.py", "ParityRecorder.begin"),
     ("megatron_ext/adapter/programs.py", "Programs._compare"),
     ("megatron_ext/runtime/host/copies.py", "pinned"),
     ("megatron_ext/runtime/host/memory.py", "_left_in"),
     ("megatron_ext/runtime/host/memory.py", "available_bytes"),
     ("megatron_ext/runtime/post_validation/messages.py", "_state"),
-    ("megatron_ext/runtime/whereabouts.py", "_this_process"),
+    ("megatron_ext/runtime/rank_identity.py", "_this_process"),
     ("megatron_ext/adapter/layers.py", "layers_of_stages"),
-    ("megatron_ext/adapter/post_validation/settle_points.py", "microbatches_will_change"),
+    ("megatron_ext/adapter/post_validation/commit_points.py", "microbatches_will_change"),
     ("megatron_ext/adapter/training_globals.py", "ramps_up_to"),
     ("patches/engine.py", "Patch.is_needless"),
     ("patches/megatron/training/checkpointing/optimizer_states.py", "_compare"),
@@ -271,7 +271,7 @@ def test_the_passes_and_messages_wait_for_nothing() -> None:
     """What runs at every action."""
     files = {
         f"megatron_ext/runtime/{name}.py"
-        for name in ("executor", "handover", "stage_passes", "recorder")
+        for name in ("executor", "stage_io", "stage_passes", "recorder")
     }
     files |= {
         "megatron_ext/runtime/messages/batched.py",

@@ -10,9 +10,9 @@ import pytest
 import typer
 
 from megatron_ext.cli import app
+from megatron_ext.compile.auto_spec import auto_searches
+from megatron_ext.compile.registry import choose, entries
 from megatron_ext.config import PLAN, PipelineConfig, flag
-from megatron_ext.schedule.build.auto_spec import auto_searches
-from megatron_ext.schedule.build.registry import choose, entries
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [
@@ -91,7 +91,7 @@ def test_files_exist(page: Path) -> None:
 
 def test_who_comes_from_zero_bubble_finds_each_feature() -> None:
     """Offload and measured costs were "not there yet" on this page, months after they were."""
-    page = (ROOT / "docs" / "coming-from-zero-bubble.md").read_text()
+    page = (ROOT / "docs" / "comparison.md").read_text()
     to_look_at_a_run = {"trace", "trace_iters", "report_split", "metrics", "race", "race_then"}
     for setting in fields(PipelineConfig):
         assert setting.name in to_look_at_a_run or flag(setting.name) in page, setting.name

@@ -91,9 +91,9 @@ def test_wheel_holds_every_file(tree: Path, wheel: Path) -> None:
     ours = {path.relative_to(tree).as_posix() for path in (tree / "megatron_ext").rglob("*.py")}
     assert patch_files(tree) | ours <= names
     assert "megatron_ext/py.typed" in names  # else a type checker takes all of it for Any
-    browser = (tree / "megatron_ext" / "schedule" / "show" / "page" / "browser").iterdir()
+    browser = (tree / "megatron_ext" / "viz" / "page" / "browser").iterdir()
     assert {path.relative_to(tree).as_posix() for path in browser} <= names
-    assert "megatron_ext/schedule/model/gpus.toml" in names
+    assert "megatron_ext/cost_model/gpus.toml" in names
     tops = {name.partition("/")[0] for name in names if ".dist-info/" not in name}
     assert tops == {"megatron_ext"}, "nothing but the package itself may be installed"
     assert any(name.endswith("/LICENSE") for name in names)

@@ -38,7 +38,7 @@ _KIND: tuple[Edit, ...] = (
 """,
     ),
     (
-        "schedule/transforms/dummy.py",
+        "compile/transforms/dummy.py",
         "",
         """from dataclasses import replace
 from megatron_ext.schedule.action import Action, Kind
@@ -55,9 +55,9 @@ def with_costs_of_dummies(costs):
 """,
     ),
     (
-        "schedule/build/build.py",
+        "compile/build.py",
         "    return replace(problem, costs=costs)\n\n\ndef _transformed",
-        "    from megatron_ext.schedule.transforms.dummy import with_costs_of_dummies\n"
+        "    from megatron_ext.compile.transforms.dummy import with_costs_of_dummies\n"
         "    costs = with_costs_of_dummies(costs)\n",
     ),
     (
@@ -79,9 +79,9 @@ class Dummies(Owner):
         "    from megatron_ext.runtime.dummy import Dummies\n    owners.append(Dummies())\n",
     ),
     (
-        "schedule/build/build.py",
+        "compile/build.py",
         "    for transform in transforms:\n        schedule = transform(",
-        "    from megatron_ext.schedule.transforms.dummy import with_dummies\n"
+        "    from megatron_ext.compile.transforms.dummy import with_dummies\n"
         "    transforms.insert(transforms.index(communicate), with_dummies)\n",
     ),
 )
@@ -90,13 +90,13 @@ from pathlib import Path
 from megatron_ext.runtime import executor
 from megatron_ext.runtime.dummy import Dummies
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import choose
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.registry import choose
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Extras, Problem, Recompute
-from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.show.draw import COLOURS, draw
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.viz.draw import COLOURS, draw
 
 place = line(2)
 costs = parse_costs("f=1,i=1,w=1", place)
@@ -150,7 +150,7 @@ _FLAG: tuple[Edit, ...] = (
         '    Conflict(("late_weights", "recompute"), "this is a dummy"),\n',
     ),
     (
-        "schedule/transforms/late_weights.py",
+        "compile/transforms/late_weights.py",
         "",
         """from dataclasses import replace
 from megatron_ext.schedule.action import Kind
@@ -161,16 +161,16 @@ def late_weights(schedule, problem):
 """,
     ),
     (
-        "schedule/build/build.py",
+        "compile/build.py",
         "    if not problem.forward_only:\n        transforms += ",
-        "    from megatron_ext.schedule.transforms.late_weights import late_weights\n"
+        "    from megatron_ext.compile.transforms.late_weights import late_weights\n"
         "    if problem.extras.late_weights and not problem.forward_only:\n"
         "        transforms.insert(transforms.index(communicate), late_weights)\n",
     ),
-    ("schedule/build/build.py", "        pairs=False,\n", "        late_weights=False,\n"),
-    ("schedule/build/report.py", "    makespan: float\n", "    late_weights: bool\n"),
+    ("compile/build.py", "        pairs=False,\n", "        late_weights=False,\n"),
+    ("compile/report.py", "    makespan: float\n", "    late_weights: bool\n"),
     (
-        "schedule/build/report.py",
+        "compile/report.py",
         "        makespan=timeline.makespan",
         "        late_weights=problem.extras.late_weights,\n",
     ),
@@ -212,7 +212,7 @@ def late_weights(schedule, problem):
         '    words += [flag("late_weights")] if extras.late_weights else []\n',
     ),
     (
-        "schedule/plan/figures.py",
+        "planner/figures.py",
         "    if candidate.overlaps:",
         '    if made.late_weights:\n        words.append("--pipeline-late-weights")\n',
     ),
@@ -223,15 +223,15 @@ import json
 from types import SimpleNamespace
 from typer.testing import CliRunner
 from megatron_ext.adapter.compatibility import refuse
-from megatron_ext.adapter.race.subject import _settings
+from megatron_ext.adapter.race.fingerprint import _settings
 from megatron_ext.cli import app
 from megatron_ext.config import PipelineConfig
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.build.build import build_program
+from megatron_ext.compile.build import build_program
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Extras
-from megatron_ext.schedule.show.page.run import title_of
+from megatron_ext.viz.page.run import title_of
 from megatron_ext.written_settings import add_flags, from_argv, from_environment
 
 def refused(call, *given):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -43,14 +44,21 @@ def template(text: ast.expr) -> str:
     return "\n"
 
 
+FILES = [
+    path
+    for folder in ("megatron_ext", "patches", "scripts")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+]
+
+
 @cache
 def said() -> str:
     """All that our code and scripts can say."""
-    files = [
-        path
-        for folder in ("megatron_ext", "patches", "scripts")
-        for path in sorted((ROOT / folder).rglob("*.py"))
-    ]
+    return said_in(FILES)
+
+
+def said_in(files: Iterable[Path]) -> str:
+    """Return the texts that the code in ``files`` can say."""
     return "\n\n".join(
         template(node)
         for path in files
@@ -77,3 +85,18 @@ def test_a_quoted_message_exists(message: str) -> None:
     assert sum(map(len, literal)) >= 10
     for part in literal:
         assert part in said(), f"nobody says {part!r}"
+
+
+def test_lines_of_the_log_come_from_the_files_that_architecture_names() -> None:
+    """Whoever looks for a line is not sent to a file that never said it."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    section = page.partition("## From a log line to its file")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.*?) \| (.*) \|$", section, re.MULTILINE)
+    assert len(rows) > 8
+    for lines, where in rows:
+        names = set(re.findall(r"`(\w+\.py)`", where))
+        files = [path for path in FILES if path.name in names]
+        assert {path.name for path in files} == names
+        for line in re.findall(r"`([^`]+)`", lines):
+            for part in VALUE.split(line.replace("SIGTERM", "")):
+                assert part.strip(" :") in said_in(files), (line, where)

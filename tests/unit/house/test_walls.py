@@ -1,6 +1,8 @@
 """The walls of the architecture, held on the syntax trees, so that no import runs the wrong way.
 
-    commands, bench, launch_check -> launch -> patches -> adapter -> runtime -> schedule
+    commands, bench, doctor -> launch -> patches -> adapter -> runtime
+      -> viz -> planner -> observe, race, cost_model -> schedule_families -> search -> compile
+      -> schedule
 
 Schedules are pure data that any machine can make and prove without torch; the runtime executes
 them without Megatron; the adapter speaks Megatron's words; whatever touches other people's code is
@@ -86,7 +88,16 @@ def imports_only(*tops: str, lazily: tuple[str, ...] = ()) -> Callable[[str, Use
     return allows
 
 
-COMPILED = "megatron_ext.schedule.search.compiled"
+COMPILED = "megatron_ext.search.compiled"
+
+
+# Pure packages: any machine can make, prove, time and draw schedules.
+PURE = (
+    *("megatron_ext.viz", "megatron_ext.planner", "megatron_ext.observe", "megatron_ext.race"),
+    *("megatron_ext.cost_model", "megatron_ext.schedule_families", "megatron_ext.search"),
+    *("megatron_ext.compile", "megatron_ext.schedule"),
+    *("megatron_ext.progress", "megatron_ext.text_file", "megatron_ext.words"),
+)
 
 
 def needs_no_extra(module: str, use: Use) -> bool:
@@ -94,9 +105,7 @@ def needs_no_extra(module: str, use: Use) -> bool:
         return use.lazy
     if module == COMPILED and within(use.name, "numba"):
         return True
-    return imports_only("numpy", "megatron_ext.schedule", lazily=("matplotlib", "ortools"))(
-        module, use
-    )
+    return imports_only("numpy", *PURE, lazily=("matplotlib", "ortools"))(module, use)
 
 
 def only_in(*owners: str, names: str, strings_in: tuple[str, ...]) -> Callable[[str, Use], bool]:
@@ -124,30 +133,32 @@ ROOMS = (
     ("megatron_ext.cli",),
     ("megatron_ext.commands",),
     ("megatron_ext.parity",),
-    ("megatron_ext.bench", "megatron_ext.launch_check"),
+    ("megatron_ext.bench", "megatron_ext.doctor", "megatron_ext.launch_planner"),
     ("megatron_ext.launch", "megatron_ext.auto"),
     ("megatron_ext",),  # `install`
     ("megatron_ext.installation",),
     ("megatron_ext.patches",),
     ("megatron_ext.adapter",),
     ("megatron_ext.runtime",),
-    ("megatron_ext.parity.records",),
+    ("megatron_ext.recordings",),
     ("megatron_ext.written_settings",),
     ("megatron_ext.config", "megatron_ext.errors", "megatron_ext.families", "megatron_ext.logger"),
-    ("megatron_ext.schedule.show",),
-    ("megatron_ext.schedule.plan",),
-    ("megatron_ext.schedule.race",),
-    ("megatron_ext.schedule.model",),
-    ("megatron_ext.schedule.families",),
-    ("megatron_ext.schedule.search",),
-    ("megatron_ext.schedule.build",),
-    ("megatron_ext.schedule.two_copies",),
-    ("megatron_ext.schedule.transforms",),
-    ("megatron_ext.schedule.program",),
+    ("megatron_ext.viz",),
+    ("megatron_ext.planner",),
+    ("megatron_ext.observe",),
+    ("megatron_ext.race",),
+    ("megatron_ext.cost_model",),
+    ("megatron_ext.schedule_families",),
+    ("megatron_ext.search",),
+    ("megatron_ext.compile",),
+    ("megatron_ext.compile.two_copies",),
+    ("megatron_ext.compile.transforms",),
+    ("megatron_ext.compile.program",),
     ("megatron_ext.schedule",),
+    ("megatron_ext.progress", "megatron_ext.text_file", "megatron_ext.words"),
 )
 # By name, at run time, which is how a family is found and a command line asks for a plan.
-LAZY = {("megatron_ext.schedule.build.registry", "megatron_ext.schedule.families")}
+LAZY = {("megatron_ext.compile.registry", "megatron_ext.schedule_families")}
 
 
 def room_of(name: str) -> int:
@@ -167,8 +178,9 @@ def runs_one_way(module: str, use: Use) -> bool:
 
 
 def in_base(module: str) -> bool:
-    inner = ("schedule", "runtime", "patches", "adapter", "bench", "launch_check")
-    return in_package(module) and not within(module, *(f"megatron_ext.{name}" for name in inner))
+    inner = ("runtime", "patches", "adapter", "bench", "doctor", "launch_planner")
+    names = (*PURE, *(f"megatron_ext.{name}" for name in inner))
+    return in_package(module) and not within(module, *names)
 
 
 def loads_without_torch(module: str, use: Use) -> bool:
@@ -178,9 +190,9 @@ def loads_without_torch(module: str, use: Use) -> bool:
     return allowed and not within(use.name, "megatron_ext.runtime", "megatron_ext.adapter")
 
 
-PROGRAM = "megatron_ext.schedule.program"
-FAMILIES = "megatron_ext.schedule.families"
-TRANSFORMS = "megatron_ext.schedule.transforms"
+PROGRAM = "megatron_ext.compile.program"
+FAMILIES = "megatron_ext.schedule_families"
+TRANSFORMS = "megatron_ext.compile.transforms"
 
 
 def no_sibling(module: str, use: Use) -> bool:
@@ -204,22 +216,23 @@ WALLS = {
         in_package,
         runs_one_way,
     ),
-    "schedule": Wall(
-        "schedule/ imports the standard library, numpy and schedule/ only; matplotlib and ortools "
-        "(extras) inside the functions that need them, and so compiled.py, which alone has numba",
-        under("megatron_ext.schedule"),
+    "pure": Wall(
+        "pure packages import the standard library, numpy and one another only; matplotlib and "
+        "ortools (extras) inside the functions that need them, and so compiled.py, which alone has "
+        "numba",
+        under(*PURE),
         needs_no_extra,
     ),
     "runtime": Wall(
-        "runtime/ imports the standard library, torch, numpy, the logger, schedule/ and runtime/ "
-        "only",
+        "runtime/ imports the standard library, torch, numpy, the logger, pure packages and "
+        "runtime/ only",
         under("megatron_ext.runtime"),
         imports_only(
             "torch",
             "numpy",
             "megatron_ext.logger",
-            "megatron_ext.schedule",
             "megatron_ext.runtime",
+            *PURE,
         ),
     ),
     "base": Wall(
@@ -236,14 +249,15 @@ WALLS = {
         no_sibling,
     ),
     "megatron": Wall(
-        "only adapter/, patches/, launch_check/ and bench/ name Megatron's modules, and scripts/ "
+        "only adapter/, patches/, doctor/ and bench/ name Megatron's modules, and scripts/ "
         "and examples/; features.py, engine.py and installation.py in strings only",
         in_package,
         only_in(
             "megatron_ext.adapter",
             "megatron_ext.patches.megatron",
             "megatron_ext.patches.cpu",
-            "megatron_ext.launch_check",
+            "megatron_ext.doctor",
+            "megatron_ext.launch_planner",
             "megatron_ext.bench",
             names="megatron",
             strings_in=STRINGS,
@@ -251,14 +265,14 @@ WALLS = {
     ),
     "transformer_engine": Wall(
         "only patches/transformer_engine names Transformer Engine's modules, and the adapter's "
-        "room of that name; features.py, engine.py, installation.py and launch_check/ may in "
+        "room of that name; features.py, engine.py, installation.py and doctor/ may in "
         "strings",
         in_package,
         only_in(
             "megatron_ext.patches.transformer_engine",
             "megatron_ext.adapter.transformer_engine",
             names="transformer_engine",
-            strings_in=(*STRINGS, "megatron_ext.launch_check"),
+            strings_in=(*STRINGS, "megatron_ext.doctor", "megatron_ext.launch_planner"),
         ),
     ),
     "targets": Wall(
@@ -340,24 +354,26 @@ def test_no_circle() -> None:
     tuple(graphlib.TopologicalSorter(imports).static_order())  # CycleError names the circle
 
 
+MOST_FILES = 21  # of a folder, with __init__.py: what one takes in at a glance
+
+
 def test_no_room_is_crowded() -> None:
-    """A folder that one takes in at a glance; families are a page each, however many."""
     rooms = Counter(path.parent for path, module in files() if in_package(module))
-    crowded = {str(room): n for room, n in rooms.items() if n > 17 and room.name != "families"}
-    assert not crowded, f"more than 16 files beside __init__.py: {crowded}"
+    crowded = {str(room): n for room, n in rooms.items() if n > MOST_FILES}
+    assert not crowded, f"too many files: {crowded}"
 
 
 @pytest.mark.parametrize(
     ("name", "module", "source"),
     [
-        ("schedule", "megatron_ext.schedule.show.draw", "import matplotlib"),
-        ("schedule", f"{PROGRAM}.simulate", "def f():\n    import torch"),
-        ("schedule", "megatron_ext.schedule.search.improve", "def f():\n    import numba"),
-        ("schedule", "megatron_ext.schedule.search.improve", "from . import compiled"),
-        ("schedule", f"{PROGRAM}.verify", "from megatron_ext.runtime import executor"),
-        ("schedule", f"{PROGRAM}.verify", "from ...runtime.executor import execute"),
-        ("schedule", f"{PROGRAM}.verify", "from ... import __version__"),
-        ("schedule", "megatron_ext.schedule.costs", "importlib.import_module('torch')"),
+        ("pure", "megatron_ext.viz.draw", "import matplotlib"),
+        ("pure", f"{PROGRAM}.simulate", "def f():\n    import torch"),
+        ("pure", "megatron_ext.search.improve", "def f():\n    import numba"),
+        ("pure", "megatron_ext.search.improve", "from . import compiled"),
+        ("pure", f"{PROGRAM}.verify", "from megatron_ext.runtime import executor"),
+        ("pure", f"{PROGRAM}.verify", "from ...runtime.executor import execute"),
+        ("pure", f"{PROGRAM}.verify", "from ... import __version__"),
+        ("pure", "megatron_ext.schedule.costs", "importlib.import_module('torch')"),
         ("runtime", "megatron_ext.runtime.executor", "import megatron.core"),
         ("runtime", "megatron_ext.runtime.executor", "from megatron_ext.patches import engine"),
         ("runtime", "megatron_ext.runtime.executor", "import megatron_ext.config"),
@@ -378,10 +394,10 @@ def test_no_room_is_crowded() -> None:
             "megatron_ext.patches.cpu",
             "TARGET = 'transformer_engine.pytorch:Linear.forward'",
         ),
-        ("one way", "megatron_ext.schedule.action", "from .program import graph"),
-        ("one way", f"{PROGRAM}.verify", "def f():\n    from ..build import head"),
+        ("one way", "megatron_ext.schedule.action", "from ..compile.program import graph"),
+        ("one way", f"{PROGRAM}.verify", "def f():\n    from ..registry import head"),
         ("one way", "megatron_ext.config", "from megatron_ext.patches.engine import Patch"),
-        ("one way", "megatron_ext.launch", "import megatron_ext.launch_check.check"),
+        ("one way", "megatron_ext.launch", "import megatron_ext.doctor.check"),
         ("targets", "megatron_ext.adapter.step", "from megatron_ext.patches.engine import wrap"),
         ("targets", "megatron_ext.adapter.step", "X = 'megatron_ext.patches.megatron.core'"),
         ("cpu", "megatron_ext.patches.features", "from megatron_ext.patches import cpu"),
@@ -399,18 +415,18 @@ def test_breach_is_seen(name: str, module: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("megatron_ext.schedule.show.draw", "def draw():\n    import matplotlib.pyplot as plt"),
+        ("megatron_ext.viz.draw", "def draw():\n    import matplotlib.pyplot as plt"),
         (
-            "megatron_ext.schedule.show.draw",
+            "megatron_ext.viz.draw",
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import matplotlib",
         ),
         (f"{PROGRAM}.verify", "import numpy as np\nfrom .action import Action"),
         (COMPILED, "import numba\nfrom numba import njit"),
-        (f"{FAMILIES}.v_auto", "from megatron_ext.schedule.program.simulate import simulate"),
+        (f"{FAMILIES}.v_auto", "from megatron_ext.compile.program.simulate import simulate"),
         ("megatron_ext.runtime.executor", "import torch\nfrom ..schedule import verify"),
         ("megatron_ext.cli", "import typer\ndef bench():\n    from .runtime import bench"),
-        ("megatron_ext.launch_check.doctor", "NAMES = ('megatron.training', 'torch.nn')"),
-        ("megatron_ext.schedule.build.registry", "def f():\n    from ..families import line"),
+        ("megatron_ext.doctor.doctor", "NAMES = ('megatron.training', 'torch.nn')"),
+        ("megatron_ext.compile.registry", "def f():\n    from ..schedule_families import line"),
         ("megatron_ext.adapter.step", "from megatron.core import parallel_state"),
         ("megatron_ext.config", "IMPLEMENTATION = 'transformer_engine'"),
         ("megatron_ext.patches.features", "import_module('megatron_ext.patches.cpu')"),

@@ -16,17 +16,13 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import choose
-from megatron_ext.schedule.costs import Costs
-from megatron_ext.schedule.kinds import Held
-from megatron_ext.schedule.limit import parse_limit
-from megatron_ext.schedule.model import gpus
-from megatron_ext.schedule.model.assumptions import not_checked
-from megatron_ext.schedule.model.estimate import estimate, waiting_shares
-from megatron_ext.schedule.model.execution import Execution, Precision
-from megatron_ext.schedule.model.gpus import (
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.registry import choose
+from megatron_ext.cost_model import gpus
+from megatron_ext.cost_model.assumptions import not_checked
+from megatron_ext.cost_model.estimate import estimate, waiting_shares
+from megatron_ext.cost_model.execution import Execution, Precision
+from megatron_ext.cost_model.gpus import (
     ACHIEVED,
     DATA_SHEETS,
     GPU,
@@ -35,12 +31,16 @@ from megatron_ext.schedule.model.gpus import (
     assumed_rates,
     gpu_named,
 )
-from megatron_ext.schedule.model.model import Model, Stage, stages_of
-from megatron_ext.schedule.model.operations.attention import looked_at
-from megatron_ext.schedule.model.operations.operation import Group
-from megatron_ext.schedule.model.operations.parts import flops_of, part_of
-from megatron_ext.schedule.model.rates import CPU, Rates
-from megatron_ext.schedule.model.stage_seconds import seconds_of_layers
+from megatron_ext.cost_model.model import Model, Stage, stages_of
+from megatron_ext.cost_model.operations.attention import looked_at
+from megatron_ext.cost_model.operations.operation import Group
+from megatron_ext.cost_model.operations.parts import flops_of, part_of
+from megatron_ext.cost_model.rates import CPU, Rates
+from megatron_ext.cost_model.stage_seconds import seconds_of_layers
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.kinds import Held
+from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Problem
 from tests.helpers.documents import check_written, table
@@ -520,10 +520,10 @@ sms = 100
 matrices = 0.8
 source = "https://dummy/"
 """
-    with (package / "schedule" / "model" / "gpus.toml").open("a") as file:
+    with (package / "cost_model" / "gpus.toml").open("a") as file:
         file.write(own)
     code = """
-from megatron_ext.schedule.model.gpus import DATA_SHEETS, GPUS, gpu_named, parse_gpu
+from megatron_ext.cost_model.gpus import DATA_SHEETS, GPUS, gpu_named, parse_gpu
 from tests.unit.model.test_estimate import table_of
 print(table_of(DATA_SHEETS).splitlines()[-1])
 assert parse_gpu("D1000") is gpu_named("NVIDIA D1000 99GB") is GPUS["d1000"]

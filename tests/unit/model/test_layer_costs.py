@@ -11,33 +11,33 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_ext.cli import app
-from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import choose
-from megatron_ext.schedule.costs import Costs, uniform
-from megatron_ext.schedule.costs_text import load_costs, save_costs
-from megatron_ext.schedule.kinds import Held
-from megatron_ext.schedule.model.estimate import estimate
-from megatron_ext.schedule.model.execution import Execution
-from megatron_ext.schedule.model.gpus import GPUS
-from megatron_ext.schedule.model.links import crosses_a_node, with_links
-from megatron_ext.schedule.model.measured.file import as_data, load_measured
-from megatron_ext.schedule.model.measured.layer_costs import (
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.compile.registry import choose
+from megatron_ext.cost_model.estimate import estimate
+from megatron_ext.cost_model.execution import Execution
+from megatron_ext.cost_model.gpus import GPUS
+from megatron_ext.cost_model.links import crosses_a_node, with_links
+from megatron_ext.cost_model.measured.file import as_data, load_measured
+from megatron_ext.cost_model.measured.layer_costs import (
     Basis,
     LayerCosts,
     layer_costs,
     not_told_apart,
 )
-from megatron_ext.schedule.model.measured.least_squares import fit_scales
-from megatron_ext.schedule.model.measured.scale import OUTPUT_LAYER, PASS, Links, Measured, Scale
-from megatron_ext.schedule.model.measured_costs import Machine, RankFigures
-from megatron_ext.schedule.model.model import Model, stages_of
-from megatron_ext.schedule.model.rates import Rates
+from megatron_ext.cost_model.measured.least_squares import fit_scales
+from megatron_ext.cost_model.measured.scale import OUTPUT_LAYER, PASS, Links, Measured, Scale
+from megatron_ext.cost_model.measured_costs import Machine, RankFigures
+from megatron_ext.cost_model.model import Model, stages_of
+from megatron_ext.cost_model.rates import Rates
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.costs import Costs, uniform
+from megatron_ext.schedule.costs_text import load_costs, save_costs
+from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import line, loop, v
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.search.bounds import lower_bound
-from megatron_ext.schedule.search.weight_gradient_filling import time
+from megatron_ext.search.bounds import lower_bound
+from megatron_ext.search.weight_gradient_filling import time
 
 DENSE, EXPERTS = "*-", "*E"
 NOTHING = Machine(links={}, ranks_of_node=1, reserved=None)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_ext.schedule.model.gpus import GPUS
+from megatron_ext.cost_model.gpus import GPUS
 from scripts.layout_order import (
     MEASURED,
     USABLE,

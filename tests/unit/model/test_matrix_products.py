@@ -6,22 +6,22 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.costs import Costs, LinkCosts, PassCosts
-from megatron_ext.schedule.model.execution import Execution, Framework
-from megatron_ext.schedule.model.gpus import GPUS
-from megatron_ext.schedule.model.messages.blocking import with_blocking_messages
-from megatron_ext.schedule.model.messages.collectives import (
+from megatron_ext.cost_model.execution import Execution, Framework
+from megatron_ext.cost_model.gpus import GPUS
+from megatron_ext.cost_model.messages.blocking import with_blocking_messages
+from megatron_ext.cost_model.messages.collectives import (
     BEGIN,
     FAR_STEP,
     NEAR_STEP,
     ring_latency,
 )
-from megatron_ext.schedule.model.model import Model, stages_of
-from megatron_ext.schedule.model.operations.matrix_products import MatrixProduct, TensorCores
-from megatron_ext.schedule.model.operations.operation import Exchange, Group, Passes, linear
-from megatron_ext.schedule.model.operations.temporaries import temporary_bytes
-from megatron_ext.schedule.model.reductions import FULL_SPEED_NODES, seconds_of_a_byte
+from megatron_ext.cost_model.model import Model, stages_of
+from megatron_ext.cost_model.operations.matrix_products import MatrixProduct, TensorCores
+from megatron_ext.cost_model.operations.operation import Exchange, Group, Passes, linear
+from megatron_ext.cost_model.operations.temporaries import temporary_bytes
+from megatron_ext.cost_model.reductions import FULL_SPEED_NODES, seconds_of_a_byte
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.costs import Costs, LinkCosts, PassCosts
 
 A100 = GPUS["a100"].rates()
 CORES = TensorCores(flops=100e12, operands=1e18, outputs=1e18, sms=100)

@@ -10,30 +10,30 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_ext.cli import app
-from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.build.output_layer import (
+from megatron_ext.compile.output_layer import (
     better_of,
     costs_in,
     output_layer_waits,
     place_output_layer,
 )
-from megatron_ext.schedule.build.registry import choose
+from megatron_ext.compile.program.memory import in_microbatches, peaks
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.compile.registry import choose
+from megatron_ext.cost_model.estimate import estimate
+from megatron_ext.cost_model.measured_costs import RankFigures, measured_costs, medians
+from megatron_ext.cost_model.model import stages_of
+from megatron_ext.cost_model.rates import CPU
+from megatron_ext.cost_model.short_form import Described
+from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import Costs, LinkCosts, PassCosts, VocabularyCosts
 from megatron_ext.schedule.costs_text import load_costs, save_costs
 from megatron_ext.schedule.kinds import RULES, Held
 from megatron_ext.schedule.limit import MemoryLimit
-from megatron_ext.schedule.model.estimate import estimate
-from megatron_ext.schedule.model.measured_costs import RankFigures, measured_costs, medians
-from megatron_ext.schedule.model.model import stages_of
-from megatron_ext.schedule.model.rates import CPU
-from megatron_ext.schedule.model.short_form import Described
 from megatron_ext.schedule.placement import Placement, line
 from megatron_ext.schedule.problem import Extras, Problem, VocabularyParallel
-from megatron_ext.schedule.program.memory import in_microbatches, peaks
-from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.show.prediction import RankStep, compare
-from megatron_ext.schedule.show.program_summary import stock_1f1b, summary_of_change
+from megatron_ext.viz.prediction import RankStep, compare
+from megatron_ext.viz.program_summary import stock_1f1b, summary_of_change
 
 F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
 NONE, ONE, TWO = VocabularyParallel

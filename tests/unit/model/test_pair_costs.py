@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_ext.cost_model.estimate import estimate
+from megatron_ext.cost_model.execution import Execution
+from megatron_ext.cost_model.frozen import without_frozen
+from megatron_ext.cost_model.gpus import GPUS
+from megatron_ext.cost_model.messages.hidden import PairedLayer, hidden_by_pairs, paired_layers
+from megatron_ext.cost_model.model import Model, Stage
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.model.estimate import estimate
-from megatron_ext.schedule.model.execution import Execution
-from megatron_ext.schedule.model.frozen import without_frozen
-from megatron_ext.schedule.model.gpus import GPUS
-from megatron_ext.schedule.model.messages.hidden import PairedLayer, hidden_by_pairs, paired_layers
-from megatron_ext.schedule.model.model import Model, Stage
 
 _I, _B = Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD
 EXECUTION = Execution(4096, expert_parallel=32, dispatcher="alltoall", overlap=0.5)

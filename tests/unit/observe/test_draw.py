@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.compile.program.verify import prove
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.program.verify import prove
-from megatron_ext.schedule.show.draw import BUBBLE, COLOURS, draw, draw_steps
 from megatron_ext.schedule.timeline import Event, Timeline
+from megatron_ext.viz.draw import BUBBLE, COLOURS, draw, draw_steps
 from tests.helpers.schedules import F, line_problem, program, with_messages, written
 from tests.helpers.svg import texts_of
 

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.compile.registry import choose
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import VocabularyCosts, uniform
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Extras, Problem, VocabularyParallel
-from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.schedule import Schedule
-from megatron_ext.schedule.show.explain import TOP, Explanation, Part, explain
-from megatron_ext.schedule.show.replay import Replay
 from megatron_ext.schedule.timeline import Event, Timeline
+from megatron_ext.viz.explain import TOP, Explanation, MakespanPart, explain
+from megatron_ext.viz.replay import Replay
 from tests.helpers.random_schedules import PROPERTY, random_case
 from tests.helpers.schedules import drawn, line_problem, program, table
 
@@ -45,7 +45,7 @@ PREDICTED = step("""
     0 F0 F1 .  . B0 = F2 B1 = .  B2 =
     1 .  F0 B0 = F1 B1 = F2 B2 = .  .
 """)
-OWN = {Part.WORK: 9.0, Part.SCHEDULE: 3.0}
+OWN = {MakespanPart.WORK: 9.0, MakespanPart.SCHEDULE: 3.0}
 
 LATE_MESSAGE = """
     0 F0 F1 .  . .  .  . B0 = F2 B1 = .  B2 =
@@ -68,15 +68,37 @@ PAUSE = """
 @pytest.mark.parametrize(
     ("drawing", "part", "seconds", "words"),
     [
-        (LATE_MESSAGE, Part.MESSAGES, 3, "messages from rank 1 to rank 0 came late: 3e+03 ms in"),
-        (SLOW_PASS, Part.SLOW_PASSES, 3, "1F1 on rank 1 was a slow pass: 4e+03 ms, usually 1e+03"),
-        (SLOW_RANK, Part.SLOW_RANKS, 9, "rank 1 is slow: beside other ranks its passes take 2.00"),
-        (PAUSE, Part.BETWEEN, 3, "rank 1 did nothing between passes, waiting for no other: 3e+03"),
+        (
+            LATE_MESSAGE,
+            MakespanPart.MESSAGES,
+            3,
+            "messages from rank 1 to rank 0 came late: 3e+03 ms in",
+        ),
+        (
+            SLOW_PASS,
+            MakespanPart.SLOW_PASSES,
+            3,
+            "1F1 on rank 1 was a slow pass: 4e+03 ms, usually 1e+03",
+        ),
+        (
+            SLOW_RANK,
+            MakespanPart.SLOW_RANKS,
+            9,
+            "rank 1 is slow: beside other ranks its passes take 2.00",
+        ),
+        (
+            PAUSE,
+            MakespanPart.BETWEEN,
+            3,
+            "rank 1 did nothing between passes, waiting for no other: 3e+03",
+        ),
     ],
 )
-def test_one_thing_is_wrong(drawing: str, part: Part, seconds: float, words: str) -> None:
+def test_one_thing_is_wrong(drawing: str, part: MakespanPart, seconds: float, words: str) -> None:
     explanation = explain(step(drawing), PREDICTED)
-    assert explanation.parts == pytest.approx(dict.fromkeys(Part, 0.0) | OWN | {part: seconds})
+    assert explanation.parts == pytest.approx(
+        dict.fromkeys(MakespanPart, 0.0) | OWN | {part: seconds}
+    )
     assert [cause.seconds for cause in explanation.causes] == pytest.approx([seconds])
     assert explanation.causes[0].text.startswith(words)
 
@@ -90,8 +112,8 @@ def test_two_things_are_wrong() -> None:
         """),
         PREDICTED,
     )
-    assert explanation.parts[Part.SLOW_PASSES] == pytest.approx(3)
-    assert explanation.parts[Part.MESSAGES] == pytest.approx(0)
+    assert explanation.parts[MakespanPart.SLOW_PASSES] == pytest.approx(3)
+    assert explanation.parts[MakespanPart.MESSAGES] == pytest.approx(0)
     assert [cause.text.split(" was")[0] for cause in explanation.causes] == ["1F1 on rank 1"]
 
 
@@ -100,7 +122,7 @@ def test_nothing_is_wrong(factor: float) -> None:
     """All passes as predicted, in whatever unit: what is idle is the schedule's own."""
     explanation = explain(PREDICTED.moved(7.0, factor), PREDICTED)
     expected = {part: seconds * factor for part, seconds in OWN.items()}
-    assert explanation.parts == pytest.approx(dict.fromkeys(Part, 0.0) | expected)
+    assert explanation.parts == pytest.approx(dict.fromkeys(MakespanPart, 0.0) | expected)
     assert explanation.causes == ()
 
 
@@ -114,9 +136,9 @@ def test_passes_in_other_proportions() -> None:
         0 F0 F1 F2 .  .  . . B0 = = B1 = = B2 = =
         1 .  F0 F1 F2 B0 = = B1 = = B2 = = .  . .
     """)
-    expected = {Part.WORK: 12.0, Part.SCHEDULE: 4.0, Part.COSTS: 4.0}
+    expected = {MakespanPart.WORK: 12.0, MakespanPart.SCHEDULE: 4.0, MakespanPart.COSTS: 4.0}
     explanation = explain(measured, predicted)
-    assert explanation.parts == pytest.approx(dict.fromkeys(Part, 0.0) | expected)
+    assert explanation.parts == pytest.approx(dict.fromkeys(MakespanPart, 0.0) | expected)
 
 
 def randomly_measured(seed: int) -> tuple[Timeline, Timeline]:
@@ -134,7 +156,7 @@ def randomly_measured(seed: int) -> tuple[Timeline, Timeline]:
 def test_the_parts_add_up(seed: int) -> None:
     predicted, measured = randomly_measured(seed)
     explanation: Explanation = explain(measured, predicted)
-    assert list(explanation.parts) == list(Part)
+    assert list(explanation.parts) == list(MakespanPart)
     assert sum(explanation.parts.values()) == pytest.approx(measured.makespan)
     saved = [cause.seconds for cause in explanation.causes]
     assert len(saved) <= TOP and saved == sorted(saved, reverse=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import choose
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.compile.registry import choose
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.show.metrics import (
+from megatron_ext.schedule.timeline import Timeline
+from megatron_ext.viz.metrics import (
     PATIENCE,
     Departure,
     Metrics,
@@ -18,7 +19,6 @@ from megatron_ext.schedule.show.metrics import (
     metrics_of,
     telling_passes,
 )
-from megatron_ext.schedule.timeline import Timeline
 
 GIB = 2**30
 

@@ -14,20 +14,21 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_ext.cli import app
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.program.memory import in_microbatches, peaks
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.compile.registry import choose
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.problem import Extras, Offload, Problem, VocabularyParallel
-from megatron_ext.schedule.program.memory import in_microbatches, peaks
-from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.program.verify import Program
-from megatron_ext.schedule.show.draw import COLOURS
-from megatron_ext.schedule.show.page.boxes import LEFT_OUT, Box, Group, before, critical_path
-from megatron_ext.schedule.show.page.cut import kept_microbatches, shares
-from megatron_ext.schedule.show.page.run import MOST_PASSES, Run, cut_to_fit, simulated, traced
-from megatron_ext.schedule.show.page.write import (
+from megatron_ext.schedule.slices import Slices
+from megatron_ext.viz.draw import COLOURS
+from megatron_ext.viz.page.boxes import LEFT_OUT, Box, TrackGroup, before, critical_path
+from megatron_ext.viz.page.cut import kept_microbatches, shares
+from megatron_ext.viz.page.run import MOST_PASSES, Run, cut_to_fit, simulated, traced
+from megatron_ext.viz.page.write import (
     BROWSER,
     SCRIPTS,
     Page,
@@ -36,8 +37,7 @@ from megatron_ext.schedule.show.page.write import (
     text_of,
     write_page,
 )
-from megatron_ext.schedule.show.trace import beside
-from megatron_ext.schedule.slices import Slices
+from megatron_ext.viz.trace import beside
 from tests.helpers.combinations import at_night
 from tests.helpers.pages import data_in
 from tests.helpers.schedules import line_problem, program
@@ -82,7 +82,9 @@ def test_every_pass_has_its_box(sort: str) -> None:
         if event.end > event.start
     ]
     run = simulated("x", made)
-    boxes = [box for box in run.boxes if box.track.group is Group.PASSES and box.end > box.start]
+    boxes = [
+        box for box in run.boxes if box.track.group is TrackGroup.PASSES and box.end > box.start
+    ]
     assert [(b.track.rank, label(b), b.start, b.end) for b in boxes] == wanted
     assert all(box.cost == pytest.approx(box.end - box.start) for box in boxes)
     tracks = [box.track for box in run.boxes]
@@ -98,7 +100,7 @@ def test_nothing_starts_before_what_it_waited_for_has_ended(sort: str) -> None:
         if box.track.title.isupper():
             continue  # a collective begins with the last rank
         assert max(ends, default=0.0) <= box.start + 1e-9, label(box)
-        if box.track.group is Group.PASSES and box.end > box.start:
+        if box.track.group is TrackGroup.PASSES and box.end > box.start:
             assert box.start == pytest.approx(max(ends, default=0.0)), label(box)
 
 
@@ -113,7 +115,7 @@ def test_a_pass_waits_for_the_message_and_that_for_a_pass_of_another_rank() -> N
 def test_messages_that_take_no_time_are_not_there_and_passes_wait_for_passes() -> None:
     problem = line_problem(3, 4)
     run = simulated("x", program("1f1b", problem))
-    assert {box.track.group for box in run.boxes} == {Group.PASSES}
+    assert {box.track.group for box in run.boxes} == {TrackGroup.PASSES}
     place = {label(box): at for at, box in enumerate(run.boxes)}
     assert run.boxes[place["1F0"]].needs == (place["0F0"],)
     assert run.boxes[place["1B3"]].needs == (place["1F3"], place["2B3"])
@@ -159,13 +161,13 @@ def test_memory_in_bytes_where_costs_have_them() -> None:
 
 
 def test_lanes_of_messages_collectives_and_copies() -> None:
-    def titles(sort: str, group: Group) -> set[str]:
+    def titles(sort: str, group: TrackGroup) -> set[str]:
         boxes = simulated("x", ALL_SORTS[sort]).boxes
         return {b.track.title for b in boxes if b.track.group is group and b.track.rank == 1}
 
-    assert titles("line", Group.MESSAGES) == {"SEND_F to rank 2", "SEND_B to rank 0"}
-    assert {"BCAST_S", "GATHER_S"} < titles("vocabulary", Group.MESSAGES)
-    assert titles("offload", Group.COPIES) == {"copy to the host", "copy from the host"}
+    assert titles("line", TrackGroup.MESSAGES) == {"SEND_F to rank 2", "SEND_B to rank 0"}
+    assert {"BCAST_S", "GATHER_S"} < titles("vocabulary", TrackGroup.MESSAGES)
+    assert titles("offload", TrackGroup.COPIES) == {"copy to the host", "copy from the host"}
 
 
 def test_several_steps() -> None:
@@ -191,7 +193,7 @@ def test_a_traced_step_is_beneath_its_prediction() -> None:
         "reduction of stage 2",
     ]
     costs = {label(box): box.end - box.start for box in predicted.boxes}
-    passes = [box for box in ran.boxes if box.track.group is Group.PASSES]
+    passes = [box for box in ran.boxes if box.track.group is TrackGroup.PASSES]
     assert all(box.cost == pytest.approx(costs[label(box)]) for box in passes)
     assert critical_path(ran.boxes) == ran.critical
 
@@ -201,7 +203,7 @@ def test_what_is_too_large_is_cut_and_says_so(most: int) -> None:
     run = simulated("x", program_of("zb-h1", 4, 40))
     (small,) = cut_to_fit([run], most)
     kept = [box for box in small.boxes if box.kind != LEFT_OUT]
-    passes = [box for box in kept if box.track.group is Group.PASSES]
+    passes = [box for box in kept if box.track.group is TrackGroup.PASSES]
     assert len(passes) <= max(most, 3 * 12)
     microbatches = {box.microbatch for box in kept}
     assert {0, 39} < microbatches
@@ -299,7 +301,7 @@ def test_a_page_is_small(ranks: int, microbatches: int) -> None:
     drawn = [
         box for run in cut_to_fit(runs, MOST_PASSES) for box in run.boxes if box.kind != LEFT_OUT
     ]
-    passes = sum(box.track.group is Group.PASSES for box in drawn)
+    passes = sum(box.track.group is TrackGroup.PASSES for box in drawn)
     assert passes <= 20_000
     assert len(text_of(page_of(*runs))) < 35_000 + 145 * passes
 

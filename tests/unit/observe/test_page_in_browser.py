@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from megatron_ext.schedule.problem import Offload
-from megatron_ext.schedule.show.page.boxes import Group, before
-from megatron_ext.schedule.show.page.run import Run, simulated
-from megatron_ext.schedule.show.page.write import Page, data_of, text_of
+from megatron_ext.viz.page.boxes import TrackGroup, before
+from megatron_ext.viz.page.run import Run, simulated
+from megatron_ext.viz.page.write import Page, data_of, text_of
 from tests.helpers.combinations import nightly
 from tests.unit.observe.test_page import label, program_of
 
@@ -101,7 +101,7 @@ def is_close(colour: list[int], other: list[int]) -> bool:
 def test_every_pass_has_its_colour_in_its_place(told: dict[str, Any]) -> None:
     data = data_of(Page("x", runs(), ""))
     for run, shown, colours in zip(runs(), data["runs"], told["colours"], strict=True):
-        passes = [n for n, box in enumerate(run.boxes) if box.track.group is Group.PASSES]
+        passes = [n for n, box in enumerate(run.boxes) if box.track.group is TrackGroup.PASSES]
         assert [box for box, _ in colours] == passes
         white = hatched = 0
         for box, colour in colours:

@@ -7,22 +7,22 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.program.simulate import step_seconds
+from megatron_ext.compile.registry import choose
 from megatron_ext.config import PipelineConfig
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import choose
-from megatron_ext.schedule.costs_text import parse_costs
-from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.program.simulate import step_seconds
-from megatron_ext.schedule.race import report
-from megatron_ext.schedule.race.line_up import LineUp, RaceThen, line_up
-from megatron_ext.schedule.race.record import (
-    Figures,
-    Record,
+from megatron_ext.race import report
+from megatron_ext.race.line_up import LineUp, RaceThen, line_up
+from megatron_ext.race.record import (
+    RaceFigures,
+    RaceRecord,
     difference,
     load_record,
     save_record,
 )
-from megatron_ext.schedule.race.rounds import ROUNDS, TIMED, WARM_UP, Race, ratio_of
+from megatron_ext.race.rounds import ROUNDS, TIMED, WARM_UP, Race, ratio_of
+from megatron_ext.schedule.costs_text import parse_costs
+from megatron_ext.schedule.problem import Problem
 from megatron_ext.written_settings import from_environment
 
 # ---- Who races
@@ -192,9 +192,9 @@ def test_on_simulated_clocks_the_known_winner_wins(
 # ---- What the next start knows
 
 
-def record() -> Record:
-    figures = Figures(0.1, 0.09, 2.0**30, None, 4.0)
-    return Record({"GPU": "8 x H100"}, [{"a": [1.0, 1.1], "b": [0.9, 0.8]}], {"b": figures})
+def record() -> RaceRecord:
+    figures = RaceFigures(0.1, 0.09, 2.0**30, None, 4.0)
+    return RaceRecord({"GPU": "8 x H100"}, [{"a": [1.0, 1.1], "b": [0.9, 0.8]}], {"b": figures})
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_the_row_can_be_pasted() -> None:
     lines = line_up(None, ["zb-h1"])
     race = Race(lines.baseline, lines.candidates)
     drive(race, {"1f1b": 1.0, "zb-h1": 0.8})
-    figures = {"zb-h1": Figures(0.11, 0.1, 3 * 2.0**30, 2.5 * 2**30, 4)}
+    figures = {"zb-h1": RaceFigures(0.11, 0.1, 3 * 2.0**30, 2.5 * 2**30, 4)}
     head, rule, row = report.table(race, lines, {"GPU": "8 x H100"}, figures).splitlines()
     assert head.count("|") == rule.count("|") == row.count("|")
     assert row == (
@@ -261,7 +261,7 @@ def test_more_than_the_bubble_can_give_is_said_to_be_noise(
     where taking the whole bubble away would have given 1.16."""
     race = Race("1f1b", ["zb-h1"])
     drive(race, {"1f1b": 1.0, "zb-h1": candidate})
-    figures = {name: Figures(measured, predicted, None, None, 4) for name in ("1f1b", "zb-h1")}
+    figures = {name: RaceFigures(measured, predicted, None, None, 4) for name in ("1f1b", "zb-h1")}
     doubt = report.doubt(race, figures)
     if says is None:
         assert doubt is None
@@ -273,7 +273,7 @@ def test_more_than_the_bubble_can_give_is_said_to_be_noise(
 def test_a_race_that_nobody_has_won_is_not_doubted() -> None:
     race = Race("1f1b", ["zb-h1"])
     drive(race, {"1f1b": 1.0, "zb-h1": 2.0})
-    assert report.doubt(race, {"1f1b": Figures(0.0, 0.0, None, None, 4)}) is None
+    assert report.doubt(race, {"1f1b": RaceFigures(0.0, 0.0, None, None, 4)}) is None
 
 
 def test_a_race_without_a_round_has_no_row() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.schedule.show.svg import FAMILY, save, shorter_path, smaller
+from megatron_ext.viz.svg import FAMILY, save, shorter_path, smaller
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,14 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_ext.cli import app
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.compile.registry import choose
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.schedule import is_compute
-from megatron_ext.schedule.show.trace import (
+from megatron_ext.schedule.timeline import GradientReduction, Timeline
+from megatron_ext.viz.trace import (
     NAME,
     TracedStep,
     TraceFile,
@@ -28,7 +29,6 @@ from megatron_ext.schedule.show.trace import (
     reserved_in,
     write_trace,
 )
-from megatron_ext.schedule.timeline import Reduction, Timeline
 from tests.helpers.full_disk import full_disk
 from tests.helpers.schedules import line_problem, program
 
@@ -45,7 +45,7 @@ def measured(start: float, slow: Action | None = None) -> Timeline:
         for event in timeline.events
     )
     reductions = tuple(
-        Reduction(rank, rank, row[-1].end, row[-1].end + 0.25, rank > 0)
+        GradientReduction(rank, rank, row[-1].end, row[-1].end + 0.25, rank > 0)
         for rank, row in enumerate(timeline.compute)
     )
     return Timeline(timeline.schedule, events, reductions)

@@ -10,15 +10,15 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_ext.cli import app
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import choose
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.compile.registry import choose
+from megatron_ext.observe.what_if import SeenCosts, WhatIf, weight_shares, what_if
 from megatron_ext.schedule.costs import uniform
-from megatron_ext.schedule.plan.what_if import SeenCosts, WhatIf, weight_shares, what_if
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.search import best
-from megatron_ext.schedule.show.seen_costs import seen_costs
-from megatron_ext.schedule.show.trace import TracedStep, TraceFile, beside, read_trace
+from megatron_ext.search import best
+from megatron_ext.viz.seen_costs import seen_costs
+from megatron_ext.viz.trace import TracedStep, TraceFile, beside, read_trace
 
 
 def seen(spec: str, ranks: int, microbatches: int, hop: float = 0.0) -> TracedStep:

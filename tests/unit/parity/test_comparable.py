@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ext.parity.records.comparable import refusal
+from megatron_ext.recordings.comparable import refusal
 
 STOCK = {"hidden_dropout": 0.0, "attention_dropout": 0.1}
 SLICED = STOCK | {"pipeline_slices": 4}

@@ -9,17 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ext.parity.records import report
-from megatron_ext.parity.records.compare import Comparison, First, Verdict, compare
-from megatron_ext.parity.records.piece import Piece
-from megatron_ext.parity.records.recording import read_recording
+from megatron_ext.recordings import report
+from megatron_ext.recordings.compare import First, ParityVerdict, RunComparison, compare
+from megatron_ext.recordings.piece import Piece
+from megatron_ext.recordings.recording import read_recording
 from tests.helpers.recordings import Course, piece, tensor, write
 
 A = Course()
 SECOND = "layers.weight", (1,)
 
 
-def compared(folder: Path, a: Course, b: Course, again: Course | None = None) -> Comparison:
+def compared(folder: Path, a: Course, b: Course, again: Course | None = None) -> RunComparison:
     courses = {"A": a, "B": b} | ({"again": again} if again else {})
     recordings = {
         name: read_recording(write(folder / name, course)) for name, course in courses.items()
@@ -34,7 +34,7 @@ def nudged(by: float) -> dict[int, dict[Piece, np.ndarray]]:
 
 def test_the_same(tmp_path: Path) -> None:
     found = compared(tmp_path, A, A, A)
-    assert found.verdict is Verdict.SAME and found.first is None and not found.beyond
+    assert found.verdict is ParityVerdict.SAME and found.first is None and not found.beyond
     assert report.verdict(found) == [
         "the same to the last bit: losses, parameters and optimizer states, and gradient norms",
         "gradients are not compared one by one: their norm is, and what the optimizer made of them",
@@ -45,7 +45,7 @@ def test_the_same(tmp_path: Path) -> None:
 
 def test_a_tensor_that_differs_is_named_with_its_iteration_and_rank(tmp_path: Path) -> None:
     found = compared(tmp_path, A, A.but(changed=nudged(1e-6), changed_from=2), A)
-    assert found.verdict is Verdict.DIFFER
+    assert found.verdict is ParityVerdict.DIFFER
     assert found.first == First(2, "layers.weight[1]", (1,), 0, 3)
     assert found.beyond == [SECOND]
     (row,) = report.tensor_rows(found)
@@ -75,14 +75,14 @@ def test_no_more_than_the_floor_is_no_difference(tmp_path: Path) -> None:
     """Stories of a GPU: A differs from A, and B by as much."""
     again, b = (A.but(changed=nudged(by), changed_from=1) for by in (1e-5, -1.5e-5))
     found = compared(tmp_path, A, b, again)
-    assert found.verdict is Verdict.WITHIN_THE_FLOOR and found.first is None
+    assert found.verdict is ParityVerdict.WITHIN_THE_FLOOR and found.first is None
     assert "within the floor" in report.verdict(found)[0]
 
 
 def test_more_than_the_floor_is_a_difference(tmp_path: Path) -> None:
     again, b = (A.but(changed=nudged(by), changed_from=1) for by in (1e-5, 1e-3))
     found = compared(tmp_path, A, b, again)
-    assert found.verdict is Verdict.DIFFER
+    assert found.verdict is ParityVerdict.DIFFER
     assert found.first == First(3, "layers.weight[1]")
 
 
@@ -103,14 +103,14 @@ def test_nan_is_more_than_any_floor(tmp_path: Path) -> None:
 def test_a_norm_added_in_another_order_is_said_and_no_difference(tmp_path: Path) -> None:
     one_ulp = float(np.nextafter(np.float32(1.25), np.float32(2)))
     found = compared(tmp_path, A, A.but(norms=(1.5, one_ulp, 1.125)), A)
-    assert found.verdict is Verdict.SAME and found.norm_alone
+    assert found.verdict is ParityVerdict.SAME and found.norm_alone
     assert report.rows(found)[1]["B against A"] == "1 of 3 differ, by up to 1 ulp"
     assert "another order" in report.verdict(found)[1]
 
 
 def test_a_norm_that_is_not_close_is_a_difference(tmp_path: Path) -> None:
     found = compared(tmp_path, A, A.but(norms=(1.5, 1.26, 1.125)), A)
-    assert found.verdict is Verdict.DIFFER and found.first == First(2, "gradient norm")
+    assert found.verdict is ParityVerdict.DIFFER and found.first == First(2, "gradient norm")
 
 
 def test_clipping_by_such_a_norm_is_explained(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_clipping_by_such_a_norm_is_explained(tmp_path: Path) -> None:
     a = A.but(arguments={"clip_grad": 1.0})
     b = a.but(norms=(1.5, one_ulp, 1.125), changed=nudged(1e-6), changed_from=2)
     found = compared(tmp_path, a, b, a)
-    assert found.verdict is Verdict.DIFFER and found.clipping == 1.0
+    assert found.verdict is ParityVerdict.DIFFER and found.clipping == 1.0
     assert any("--clip-grad 0" in line for line in report.verdict(found))
 
 
@@ -173,20 +173,20 @@ def test_copies_that_are_not_the_same(tmp_path: Path) -> None:
         return A.but(ranks=(first, A.ranks[1] | copy))
 
     found = compared(tmp_path, with_copy([1, 2]), with_copy([1, 9]))
-    assert found.verdict is Verdict.DIFFER and found.copies == [("tied", ())]
+    assert found.verdict is ParityVerdict.DIFFER and found.copies == [("tied", ())]
     assert any("copies that are not the same" in line for line in report.verdict(found))
 
 
 def test_a_tensor_that_only_one_has(tmp_path: Path) -> None:
     found = compared(tmp_path, A, A.but(ranks=(A.ranks[0] | tensor("more", [1]), A.ranks[1])))
-    assert found.verdict is Verdict.DIFFER and found.missing == [("more", ())]
+    assert found.verdict is ParityVerdict.DIFFER and found.missing == [("more", ())]
 
 
 def test_another_type(tmp_path: Path) -> None:
     half = np.array([5, 6, 7, 8], np.float16)
     b = A.but(ranks=(A.ranks[0], {piece("layers.weight", half, (1,)): half}))
     found = compared(tmp_path, A, b, A)
-    assert found.verdict is Verdict.DIFFER
+    assert found.verdict is ParityVerdict.DIFFER
     assert report.tensor_rows(found)[0]["elements"] == "float32 and float16"
 
 
@@ -216,7 +216,7 @@ def test_stages_of_a_hybrid_model_may_end_elsewhere(tmp_path: Path) -> None:
         A.but(arguments={"hybrid_layer_pattern": p}) for p in ("*-|*-", "*|-|*|-", "*-*E")
     )
     found = compared(tmp_path / "b", a, b)
-    assert found.verdict is Verdict.SAME
+    assert found.verdict is ParityVerdict.SAME
     assert found.settings["--hybrid-layer-pattern"] == ("*-|*-", "*|-|*|-")
     with pytest.raises(ValueError, match="differ in their model: --hybrid-layer-pattern"):
         compared(tmp_path / "other", a, other)
@@ -258,7 +258,7 @@ def test_nothing_is_recorded_over_another_recording(tmp_path: Path) -> None:
 
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "megatron_ext.parity.records.writing.bytes_file", lambda folder, rank: Path("/dev/full")
+        "megatron_ext.recordings.writing.bytes_file", lambda folder, rank: Path("/dev/full")
     )
     with pytest.raises(ValueError, match="cannot take the recording: No space left on device"):
         write(tmp_path, A)

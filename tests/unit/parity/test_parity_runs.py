@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from megatron_ext.cli import app
 from megatron_ext.parity import runs
-from megatron_ext.parity.lines import Line
+from megatron_ext.parity.run_command import RunCommand
 from tests.helpers.recordings import Course, write
 
 OURS = ["torchrun", "p.py", "--pipeline-schedule", "zb-h1"]
@@ -82,7 +82,7 @@ def test_slices_are_looked_at_before_anything_runs(
 ) -> None:
     """With dropout such a line cannot be compared with itself as stock."""
 
-    def refuse(a: Line, b: Line) -> None:
+    def refuse(a: RunCommand, b: RunCommand) -> None:
         assert "--pipeline-slices" not in a.arguments and "--pipeline-slices" in b.arguments
         raise ValueError("dropout draws other numbers")
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ext.parity.records.ulps import as_numbers, difference
+from megatron_ext.recordings.ulps import as_numbers, difference
 
 
 def bits(values: list[float], dtype: str) -> np.ndarray:
@@ -77,7 +77,7 @@ def test_8_bit_floats_can_be_compared() -> None:
 
 
 def test_nothing_is_lost_between_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_ext.parity.records.ulps._BLOCK", 4)
+    monkeypatch.setattr("megatron_ext.recordings.ulps._BLOCK", 4)
     a = np.arange(11, dtype=np.float32)
     b = a.copy()
     b[[0, 3, 4, 10]] += 1

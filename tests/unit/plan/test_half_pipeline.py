@@ -10,20 +10,20 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from megatron_ext.cli import app
+from megatron_ext.cost_model.gpus import GPUS
+from megatron_ext.cost_model.model import stages_of
+from megatron_ext.cost_model.model_memory import TrainingState
+from megatron_ext.cost_model.rates import Rates
+from megatron_ext.cost_model.reductions import Reduction, reductions_of_ranks
+from megatron_ext.cost_model.short_form import parse_model
+from megatron_ext.planner import planner
+from megatron_ext.planner.candidate import Candidate, RankMemory
+from megatron_ext.planner.half_pipeline import compare_halves
+from megatron_ext.planner.training import TrainedModel, Training
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
-from megatron_ext.schedule.model.gpus import GPUS
-from megatron_ext.schedule.model.model import stages_of
-from megatron_ext.schedule.model.model_memory import TrainingState
-from megatron_ext.schedule.model.rates import Rates
-from megatron_ext.schedule.model.reductions import Reduction, reductions_of_ranks
-from megatron_ext.schedule.model.short_form import parse_model
 from megatron_ext.schedule.placement import line
-from megatron_ext.schedule.plan import planner
-from megatron_ext.schedule.plan.candidate import Candidate, RankMemory
-from megatron_ext.schedule.plan.half_pipeline import compare_halves
-from megatron_ext.schedule.plan.training import TrainedModel, Training
 from megatron_ext.schedule.problem import VocabularyParallel
 
 MODEL = parse_model("layers=16,hidden=1024,heads=8,sequence=2048,vocabulary=65536")

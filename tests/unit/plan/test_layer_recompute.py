@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.schedule.model.gpus import GPUS
-from megatron_ext.schedule.model.model import Model
-from megatron_ext.schedule.model.model_memory import TrainingState
-from megatron_ext.schedule.model.short_form import parse_model
-from megatron_ext.schedule.plan.layouts.estimated import estimated_work
-from megatron_ext.schedule.plan.layouts.layout import Layout, evenly
-from megatron_ext.schedule.plan.layouts.lines import Lines, compare_layouts
-from megatron_ext.schedule.plan.layouts.recompute import LayerRecompute, recompute_options
-from megatron_ext.schedule.plan.layouts.work import Work
+from megatron_ext.cost_model.gpus import GPUS
+from megatron_ext.cost_model.model import Model
+from megatron_ext.cost_model.model_memory import TrainingState
+from megatron_ext.cost_model.short_form import parse_model
+from megatron_ext.planner.layouts.estimated import estimated_work
+from megatron_ext.planner.layouts.layout import Layout, evenly
+from megatron_ext.planner.layouts.lines import Lines, compare_layouts
+from megatron_ext.planner.layouts.recompute import LayerRecompute, recompute_options
+from megatron_ext.planner.layouts.work import Work
 from tests.helpers.combinations import at_night
 
 GPT = parse_model("layers=8,hidden=1024,heads=8,sequence=2048,vocabulary=8192,micro-batch=4")

@@ -15,29 +15,29 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_ext.schedule.build.registry import choose
+from megatron_ext.compile.registry import choose
+from megatron_ext.cost_model.gpus import GPUS
+from megatron_ext.cost_model.model import Model, Stage
+from megatron_ext.cost_model.model_memory import ModelBytes, TrainingState
+from megatron_ext.cost_model.short_form import parse_model
+from megatron_ext.planner import limits
+from megatron_ext.planner.candidate import VocabMethod
+from megatron_ext.planner.layouts import work as of_work
+from megatron_ext.planner.layouts.beside import seconds_beside
+from megatron_ext.planner.layouts.candidates import Candidates
+from megatron_ext.planner.layouts.descent import Timed, descend
+from megatron_ext.planner.layouts.estimated import estimated_work
+from megatron_ext.planner.layouts.figures import StageFigures, busy
+from megatron_ext.planner.layouts.layout import Layout, evenly
+from megatron_ext.planner.layouts.lines import Lines, compare_layouts, permit_all
+from megatron_ext.planner.layouts.minimax import least_slowest_stage, with_even_ranks
+from megatron_ext.planner.layouts.order import Order
+from megatron_ext.planner.layouts.work import Work, evaluate
+from megatron_ext.progress import Task
 from megatron_ext.schedule.costs import Costs
-from megatron_ext.schedule.model.gpus import GPUS
-from megatron_ext.schedule.model.model import Model, Stage
-from megatron_ext.schedule.model.model_memory import ModelBytes, TrainingState
-from megatron_ext.schedule.model.short_form import parse_model
 from megatron_ext.schedule.placement import Placement, line, loop
-from megatron_ext.schedule.plan import limits
-from megatron_ext.schedule.plan.candidate import VocabMethod
-from megatron_ext.schedule.plan.layouts import work as of_work
-from megatron_ext.schedule.plan.layouts.beside import seconds_beside
-from megatron_ext.schedule.plan.layouts.candidates import Candidates
-from megatron_ext.schedule.plan.layouts.descent import Timed, descend
-from megatron_ext.schedule.plan.layouts.estimated import estimated_work
-from megatron_ext.schedule.plan.layouts.figures import StageFigures, busy
-from megatron_ext.schedule.plan.layouts.layout import Layout, evenly
-from megatron_ext.schedule.plan.layouts.lines import Lines, compare_layouts, permit_all
-from megatron_ext.schedule.plan.layouts.minimax import least_slowest_stage, with_even_ranks
-from megatron_ext.schedule.plan.layouts.order import Order
-from megatron_ext.schedule.plan.layouts.work import Work, evaluate
 from megatron_ext.schedule.problem import VocabularyParallel
-from megatron_ext.schedule.progress import Task
-from megatron_ext.schedule.search import best as search
+from megatron_ext.search import best as search
 from scripts.recipes.recipe import expanded
 from tests.helpers.combinations import at_night
 

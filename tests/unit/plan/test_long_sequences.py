@@ -12,35 +12,35 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_ext.cli import app
-from megatron_ext.schedule.action import Action, Kind, Slice
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import choose
-from megatron_ext.schedule.costs import Costs
-from megatron_ext.schedule.costs_text import format_costs, parse_costs
-from megatron_ext.schedule.kinds import Held
-from megatron_ext.schedule.model.estimate import estimate
-from megatron_ext.schedule.model.execution import Execution
-from megatron_ext.schedule.model.gpus import GPUS, LATENCIES, LAUNCH
-from megatron_ext.schedule.model.links import with_links
-from megatron_ext.schedule.model.model import Model, stages_of
-from megatron_ext.schedule.model.model_memory import TrainingState
-from megatron_ext.schedule.model.operations.attention import looked_at, squared_share
-from megatron_ext.schedule.model.rates import Rates
-from megatron_ext.schedule.model.short_form import parse_model
-from megatron_ext.schedule.placement import line
-from megatron_ext.schedule.plan import planner
-from megatron_ext.schedule.plan.figures import as_data
-from megatron_ext.schedule.plan.long_sequences import (
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.compile.registry import choose
+from megatron_ext.cost_model.estimate import estimate
+from megatron_ext.cost_model.execution import Execution
+from megatron_ext.cost_model.gpus import GPUS, LATENCIES, LAUNCH
+from megatron_ext.cost_model.links import with_links
+from megatron_ext.cost_model.model import Model, stages_of
+from megatron_ext.cost_model.model_memory import TrainingState
+from megatron_ext.cost_model.operations.attention import looked_at, squared_share
+from megatron_ext.cost_model.rates import Rates
+from megatron_ext.cost_model.short_form import parse_model
+from megatron_ext.planner import planner
+from megatron_ext.planner.figures import as_data
+from megatron_ext.planner.long_sequences import (
     LongSequences,
     Way,
     long_sequences,
     ways_of_plan,
     ways_with_slices,
 )
-from megatron_ext.schedule.plan.planner import make_plan
-from megatron_ext.schedule.plan.training import TrainedModel, Training
+from megatron_ext.planner.planner import make_plan
+from megatron_ext.planner.training import TrainedModel, Training
+from megatron_ext.schedule.action import Action, Kind, Slice
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.costs_text import format_costs, parse_costs
+from megatron_ext.schedule.kinds import Held
+from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Extras, Problem
-from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.slices import Lengths, Slices, lengths_of
 from tests.helpers.combinations import nightly
 
@@ -165,7 +165,7 @@ def test_a_message_of_a_slice_has_the_latency_of_its_link() -> None:
     )
     assert linked.of(Action(1, Kind.SEND_F, 0)) == of_far  # a whole message takes what it did
     alike = with_links(costs, line(4), H100, 4, 1)
-    assert (alike.links.latency, alike.links.latencies) == (near, ())
+    assert (alike.links.latency, alike.links.latencies) == (pytest.approx(near), ())
 
 
 def test_costs_that_do_not_tell_attention_have_it_estimated() -> None:

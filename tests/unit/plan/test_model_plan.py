@@ -13,29 +13,29 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_ext.cli import app
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.long_step import simulate_step
-from megatron_ext.schedule.build.registry import Mark, choose, entries, entry_of
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.long_step import simulate_step
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.compile.registry import Mark, choose, entries, entry_of
+from megatron_ext.cost_model.gpus import GPUS, RESERVED_SHARE, USABLE, parse_gpu
+from megatron_ext.cost_model.model import stages_of
+from megatron_ext.cost_model.model_memory import ModelBytes, TrainingState, bytes_of_ranks
+from megatron_ext.cost_model.rates import Rates
+from megatron_ext.cost_model.short_form import Described, parse_model
+from megatron_ext.planner import confirmation, fitting
+from megatron_ext.planner.candidate import Candidate, Plan, Variant, VocabMethod, by_time
+from megatron_ext.planner.confirmation import confirmed_verdict
+from megatron_ext.planner.figures import figures, flags_of
+from megatron_ext.planner.fitting import TooFull, consider, keeping_candidates
+from megatron_ext.planner.planner import VariantOf, all_specs, make_plan
+from megatron_ext.planner.training import TrainedModel, Training
+from megatron_ext.planner.verdict import Alternative, Written, verdict
+from megatron_ext.progress import reporting
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
-from megatron_ext.schedule.model.gpus import GPUS, RESERVED_SHARE, USABLE, parse_gpu
-from megatron_ext.schedule.model.model import stages_of
-from megatron_ext.schedule.model.model_memory import ModelBytes, TrainingState, bytes_of_ranks
-from megatron_ext.schedule.model.rates import Rates
-from megatron_ext.schedule.model.short_form import Described, parse_model
 from megatron_ext.schedule.placement import Placement, line, v
-from megatron_ext.schedule.plan import confirmation, fitting
-from megatron_ext.schedule.plan.candidate import Candidate, Plan, Variant, VocabMethod, by_time
-from megatron_ext.schedule.plan.confirmation import confirmed_verdict
-from megatron_ext.schedule.plan.figures import figures, flags_of
-from megatron_ext.schedule.plan.fitting import TooFull, consider, keeping_candidates
-from megatron_ext.schedule.plan.planner import VariantOf, all_specs, make_plan
-from megatron_ext.schedule.plan.training import TrainedModel, Training
-from megatron_ext.schedule.plan.verdict import Alternative, Written, verdict
 from megatron_ext.schedule.problem import Offload, Problem, VocabularyParallel
-from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.progress import reporting
 from tests.helpers.combinations import IS_NIGHT, at_night
 from tests.helpers.short_search import shorten_search
 

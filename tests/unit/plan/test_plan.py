@@ -8,21 +8,21 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.program.simulate import simulate, step_seconds
+from megatron_ext.compile.registry import Mark, choose
+from megatron_ext.planner.candidate import Plan, VocabMethod, stable_of
+from megatron_ext.planner.limits import least_time
+from megatron_ext.planner.planner import all_specs, make_plan
+from megatron_ext.planner.redistribution import redistribute
+from megatron_ext.planner.training import Training
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import Mark, choose
 from megatron_ext.schedule.costs import Costs, VocabularyCosts, uniform
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement, line
-from megatron_ext.schedule.plan.candidate import Plan, VocabMethod, stable_of
-from megatron_ext.schedule.plan.limits import least_time
-from megatron_ext.schedule.plan.planner import all_specs, make_plan
-from megatron_ext.schedule.plan.redistribution import redistribute
-from megatron_ext.schedule.plan.training import Training
 from megatron_ext.schedule.problem import Problem, VocabularyParallel
-from megatron_ext.schedule.program.simulate import simulate, step_seconds
-from megatron_ext.schedule.show.trace import write_trace
+from megatron_ext.viz.trace import write_trace
 from tests.helpers.short_search import shorten_search
 
 pytestmark = pytest.mark.search

@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.planner.candidate import Plan, VocabMethod
+from megatron_ext.planner.curves import Curves, curves_of
+from megatron_ext.planner.planner import VariantOf, make_plan
+from megatron_ext.planner.training import Training
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.plan.candidate import Plan, VocabMethod
-from megatron_ext.schedule.plan.curves import Curves, curves_of
-from megatron_ext.schedule.plan.planner import VariantOf, make_plan
-from megatron_ext.schedule.plan.training import Training
-from megatron_ext.schedule.search import best
-from megatron_ext.schedule.show.labels import label_points
-from megatron_ext.schedule.show.plan_picture import draw_plan
+from megatron_ext.search import best
+from megatron_ext.viz.labels import label_points
+from megatron_ext.viz.plan_picture import draw_plan
 from tests.helpers.short_search import little_effort, shorten_search
 from tests.helpers.svg import texts_of
 

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from megatron_ext.planner import planner
+from megatron_ext.planner.candidate import Candidate, Variant, VocabMethod
+from megatron_ext.planner.planner import NO_TIME, make_plan
+from megatron_ext.planner.planning_time import answered, begin, planning, until_end, within
+from megatron_ext.planner.training import Training
 from megatron_ext.schedule.costs import uniform
-from megatron_ext.schedule.plan import planner
-from megatron_ext.schedule.plan.candidate import Candidate, Variant, VocabMethod
-from megatron_ext.schedule.plan.planner import NO_TIME, make_plan
-from megatron_ext.schedule.plan.planning_time import answered, begin, planning, until_end, within
-from megatron_ext.schedule.plan.training import Training
 
 
 @pytest.fixture(autouse=True)

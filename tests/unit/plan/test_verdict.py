@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 from megatron_ext.cli import app
 from megatron_ext.commands.plan_tables import print_refusals
 from megatron_ext.commands.verdict_text import verdict_lines
-from megatron_ext.schedule.build.registry import Mark
-from megatron_ext.schedule.model.gpus import FreeMemory
-from megatron_ext.schedule.plan.candidate import Plan, VocabMethod
-from megatron_ext.schedule.plan.job_plan import JobPlan
-from megatron_ext.schedule.plan.verdict import NOTHING, Alternative, Verdict, Written, verdict
+from megatron_ext.compile.registry import Mark
+from megatron_ext.cost_model.gpus import FreeMemory
+from megatron_ext.planner.candidate import Plan, VocabMethod
+from megatron_ext.planner.job_plan import JobPlan
+from megatron_ext.planner.verdict import NOTHING, Alternative, Verdict, Written, verdict
 from megatron_ext.schedule.problem import Offload
 
 GIB = 2.0**30

@@ -8,15 +8,15 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 
+from megatron_ext.compile.program.graph import batches_of
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.compile.program.verify import InvalidSchedule, prove
+from megatron_ext.compile.registry import choose, entries
+from megatron_ext.compile.transforms.forward_only import keep_forward
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.costs import Costs, uniform
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import P2P, Extras, Problem
-from megatron_ext.schedule.program.graph import batches_of
-from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.program.verify import InvalidSchedule, prove
-from megatron_ext.schedule.transforms.forward_only import keep_forward
 from tests.helpers.random_schedules import (
     PROPERTY,
     random_costs,

@@ -7,14 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import choose, entries
-from megatron_ext.schedule.costs_text import parse_costs
-from megatron_ext.schedule.kinds import RULES, Lane, Where
-from megatron_ext.schedule.placement import Placement, line, loop, v, wave
-from megatron_ext.schedule.problem import P2P, Extras, Problem, VocabularyParallel
-from megatron_ext.schedule.program.communicators import (
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.program.communicators import (
     COLLECTIVES,
     Communicators,
     communicators,
@@ -24,8 +18,14 @@ from megatron_ext.schedule.program.communicators import (
     is_within_share,
     waves,
 )
-from megatron_ext.schedule.program.graph import Channel, channel_of, channels, partner_of
-from megatron_ext.schedule.program.verify import Program
+from megatron_ext.compile.program.graph import Channel, channel_of, channels, partner_of
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.compile.registry import choose, entries
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.costs_text import parse_costs
+from megatron_ext.schedule.kinds import RULES, Lane, Where
+from megatron_ext.schedule.placement import Placement, line, loop, v, wave
+from megatron_ext.schedule.problem import P2P, Extras, Problem, VocabularyParallel
 from megatron_ext.schedule.schedule import Schedule
 from tests.helpers.random_schedules import random_placement
 

@@ -7,21 +7,21 @@ from collections import defaultdict, deque
 import pytest
 from hypothesis import given, settings
 
-from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.build.registry import choose
-from megatron_ext.schedule.columns import KINDS
-from megatron_ext.schedule.costs import uniform
-from megatron_ext.schedule.kinds import RULES, Lane
-from megatron_ext.schedule.problem import P2P, Extras, Problem, VocabularyParallel
-from megatron_ext.schedule.program.graph import (
+from megatron_ext.compile.program.graph import (
     Device,
     Graph,
     build_graph,
     channel_of,
     needed_numbers,
 )
-from megatron_ext.schedule.program.verify import prove
-from megatron_ext.schedule.program.waits import await_sends
+from megatron_ext.compile.program.verify import prove
+from megatron_ext.compile.program.waits import await_sends
+from megatron_ext.compile.registry import choose
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.columns import KINDS
+from megatron_ext.schedule.costs import uniform
+from megatron_ext.schedule.kinds import RULES, Lane
+from megatron_ext.schedule.problem import P2P, Extras, Problem, VocabularyParallel
 from megatron_ext.schedule.schedule import Schedule, is_compute
 from tests.helpers.random_schedules import PROPERTY, Case, random_case, seeds
 from tests.helpers.schedules import line_problem, program, rows_of, with_messages, without_waits

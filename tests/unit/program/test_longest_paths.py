@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_ext.compile.program.longest_paths import BatchedTimes, Floats, Precedence
+from megatron_ext.compile.program.node_lists import NodeLists
+from megatron_ext.compile.program.pass_graph import pass_graph
+from megatron_ext.compile.program.simulate import simulate_unproved
 from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.program.longest_paths import BatchedTimes, Floats, Precedence
-from megatron_ext.schedule.program.node_lists import NodeLists
-from megatron_ext.schedule.program.pass_graph import pass_graph
-from megatron_ext.schedule.program.simulate import simulate_unproved
-from megatron_ext.schedule.search.weight_gradient_filling import Hangs, time
+from megatron_ext.search.weight_gradient_filling import Hangs, time
 from tests.helpers.random_schedules import PROPERTY, Case, cases, seeds
 from tests.helpers.schedules import B, F
 

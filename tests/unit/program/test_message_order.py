@@ -17,19 +17,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.program.graph import Device, Graph, build_graph, partner_of
+from megatron_ext.compile.program.memory import held_during, in_bytes, peaks
+from megatron_ext.compile.program.node_lists import NodeLists
+from megatron_ext.compile.program.simulate import simulate, simulate_unproved
+from megatron_ext.compile.program.verify import InvalidSchedule, Program, prove
+from megatron_ext.compile.registry import choose, entries
 from megatron_ext.schedule.action import Kind, parse
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.kinds import HOST_LANES, RULES, Held, Lane
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.problem import Extras, Offload, Problem, VocabularyParallel
-from megatron_ext.schedule.program.graph import Device, Graph, build_graph, partner_of
-from megatron_ext.schedule.program.memory import held_during, in_bytes, peaks
-from megatron_ext.schedule.program.node_lists import NodeLists
-from megatron_ext.schedule.program.simulate import simulate, simulate_unproved
-from megatron_ext.schedule.program.verify import InvalidSchedule, Program, prove
 from megatron_ext.schedule.schedule import Schedule, is_compute
 from tests.helpers.random_schedules import PROPERTY, random_case, seeds
 from tests.helpers.reference_runs import run

@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from megatron_ext.compile.build import build_program, complete
+from megatron_ext.compile.program import noise as noise_module
+from megatron_ext.compile.program.noise import Noise, factors_of, spread
+from megatron_ext.compile.program.simulate import seconds_of, simulate
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.compile.registry import choose
 from megatron_ext.schedule.action import Action
-from megatron_ext.schedule.build.build import build_program, complete
-from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.problem import P2P, Offload, Problem, VocabularyParallel
-from megatron_ext.schedule.program import noise as noise_module
-from megatron_ext.schedule.program.noise import Noise, factors_of, spread
-from megatron_ext.schedule.program.simulate import seconds_of, simulate
-from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.schedule import Schedule, is_compute
-from megatron_ext.schedule.show.noise_text import noise_of, parse_noise
-from megatron_ext.schedule.show.trace import TraceFile, beside
+from megatron_ext.viz.noise_text import noise_of, parse_noise
+from megatron_ext.viz.trace import TraceFile, beside
 from scripts import benchmark_noise
 from scripts.benchmark_noise import Ranks, WeightGradients
 from tests.helpers.schedules import line_problem, rows_of

@@ -9,18 +9,18 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.program.graph import Device, build_graph
+from megatron_ext.compile.program.verify import InvalidSchedule, Program, check_compute, prove
+from megatron_ext.compile.registry import choose
+from megatron_ext.compile.transforms.forward_only import keep_forward
 from megatron_ext.schedule.action import Action, Kind, parse
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import P2P, Extras, Problem, VocabularyParallel
-from megatron_ext.schedule.program.graph import Device, build_graph
-from megatron_ext.schedule.program.verify import InvalidSchedule, Program, check_compute, prove
 from megatron_ext.schedule.schedule import Schedule
-from megatron_ext.schedule.transforms.forward_only import keep_forward
 from tests.helpers.random_schedules import (
     PROPERTY,
     Case,

@@ -13,7 +13,7 @@ import pytest
 
 import megatron_ext
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
-from megatron_ext.schedule.words import bytes_text
+from megatron_ext.words import bytes_text
 
 PACKAGE = Path(megatron_ext.__file__).parent
 

@@ -11,9 +11,12 @@ import pytest
 from hypothesis import given
 
 import megatron_ext
+from megatron_ext.compile import registry
+from megatron_ext.compile.program.memory import in_bytes, in_microbatches, memory_curve, peaks
+from megatron_ext.compile.program.simulate import simulate_unproved
+from megatron_ext.compile.registry import FamilyEntry, choose, entries
+from megatron_ext.compile.transforms.vocabulary_costs import share_vocabulary
 from megatron_ext.schedule.action import Kind, parse
-from megatron_ext.schedule.build import registry
-from megatron_ext.schedule.build.registry import FamilyEntry, choose, entries
 from megatron_ext.schedule.costs import Costs, LinkCosts, PassCosts, VocabularyCosts, uniform
 from megatron_ext.schedule.costs_text import (
     format_costs,
@@ -26,12 +29,9 @@ from megatron_ext.schedule.kinds import RULES, Cost, Held, Lane, Where
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
 from megatron_ext.schedule.placement import Placement, line
 from megatron_ext.schedule.problem import Problem, VocabularyParallel
-from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, memory_curve, peaks
-from megatron_ext.schedule.program.simulate import simulate_unproved
 from megatron_ext.schedule.schedule import Schedule
-from megatron_ext.schedule.search.bounds import lower_bound
-from megatron_ext.schedule.transforms.vocabulary_costs import share_vocabulary
-from megatron_ext.schedule.words import shown
+from megatron_ext.search.bounds import lower_bound
+from megatron_ext.words import shown
 from megatron_ext.written_settings import from_argv, from_environment
 from tests.helpers.random_schedules import PROPERTY, random_costs, seeds
 from tests.helpers.schedules import line_problem, rows_of, written

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from megatron_ext.schedule import progress
-from megatron_ext.schedule.build import size
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import choose, entries
+from megatron_ext import progress
+from megatron_ext.compile import size
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.program.verify import InvalidSchedule
+from megatron_ext.compile.registry import choose, entries
+from megatron_ext.progress import reporting
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.flip import opens_on_first_rank
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.program.verify import InvalidSchedule
-from megatron_ext.schedule.progress import reporting
 from megatron_ext.schedule.schedule import bitwise_order
 from megatron_ext.schedule.schedule_csv import from_csv, to_csv
 from tests.helpers.random_schedules import PROPERTY, Case, cases

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import choose
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.program.verify import InvalidSchedule
+from megatron_ext.compile.registry import choose
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.flip import opens_on_first_rank
 from megatron_ext.schedule.placement import line, loop, v, wave
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.program.verify import InvalidSchedule
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.schedule_csv import from_csv, to_csv, to_torch_csv
 from tests.helpers.schedules import line_problem, names_of_stages, rows_of

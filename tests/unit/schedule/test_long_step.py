@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.long_step import Simulated, simulate_step
+from megatron_ext.compile.program.repeating_part import repeating_part
+from megatron_ext.compile.registry import choose, entries
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.long_step import Simulated, simulate_step
-from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.costs import Costs, uniform
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem, Recompute, VocabularyParallel
-from megatron_ext.schedule.program.repeating_part import repeating_part
 from megatron_ext.schedule.slices import Slices
 from tests.helpers.combinations import IS_NIGHT
 

@@ -12,11 +12,11 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_ext.cli import app
+from megatron_ext.compile import others_code
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.registry import choose, entries
+from megatron_ext.progress import reporting
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.build import others_code
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import choose, entries
-from megatron_ext.schedule.progress import reporting
 from megatron_ext.schedule.schedule import bitwise_order
 from megatron_ext.schedule.schedule_csv import KINDS_IN_FILES
 from megatron_ext.written_settings import from_argv
@@ -160,9 +160,9 @@ def test_a_file_may_use_a_dataclass_and_families_of_ours(tmp_path: Path) -> None
     path.write_text(
         "from __future__ import annotations\n"
         "from dataclasses import dataclass\n"
-        "from megatron_ext.schedule.families.line import one_forward_one_backward\n"
+        "from megatron_ext.schedule_families.line import one_forward_one_backward\n"
         "from megatron_ext.schedule.placement import line\n"
-        "from megatron_ext.schedule.build.registry import family\n"
+        "from megatron_ext.compile.registry import family\n"
         "@dataclass\n"
         "class Settings:\n"
         "    ahead: int = 1\n"
@@ -175,7 +175,7 @@ def test_a_file_may_use_a_dataclass_and_families_of_ours(tmp_path: Path) -> None
 
 IMPORTS = (
     "from megatron_ext.schedule.placement import line\n"
-    "from megatron_ext.schedule.build.registry import family\n"
+    "from megatron_ext.compile.registry import family\n"
 )
 OWN = (
     "from megatron_ext.families import Action, Schedule, family, line\n"

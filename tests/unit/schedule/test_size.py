@@ -6,10 +6,10 @@ import tracemalloc
 
 import pytest
 
-from megatron_ext.schedule.build import size
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import choose
-from megatron_ext.schedule.build.size import bytes_to_build, size_of
+from megatron_ext.compile import size
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.registry import choose
+from megatron_ext.compile.size import bytes_to_build, size_of
 from tests.helpers.schedules import line_problem, program
 
 

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_ext.cli import app
-from megatron_ext.schedule.build.registry import Mark, entries
+from megatron_ext.compile.registry import Mark, entries
 from scripts import draw_gallery
 from tests.helpers.pages import data_in
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import choose
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.registry import choose
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.show.program_summary import stock_1f1b, summarize
+from megatron_ext.viz.program_summary import stock_1f1b, summarize
 from scripts import quickstart
 from scripts.prepare_text import documents
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.schedule.model.model_memory import TrainingState
-from megatron_ext.schedule.model.short_form import parse_model
-from megatron_ext.schedule.plan.layouts.recompute import LayerRecompute
+from megatron_ext.cost_model.model_memory import TrainingState
+from megatron_ext.cost_model.short_form import parse_model
+from megatron_ext.planner.layouts.recompute import LayerRecompute
 from scripts.recipes import gains
 from scripts.recipes.counting import Row, Under
 from scripts.recipes.gains import MARGIN, Configuration, Gains, Option, gains_of

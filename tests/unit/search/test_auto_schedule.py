@@ -13,22 +13,22 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from megatron_ext.cli import app
+from megatron_ext.compile.auto_spec import auto_searches, is_open
+from megatron_ext.compile.build import build_program, complete
+from megatron_ext.compile.program.memory import in_bytes, in_microbatches, peaks
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.compile.registry import Choice, choose, on_placement
 from megatron_ext.config import PipelineConfig
+from megatron_ext.planner.auto import take
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.build.auto_spec import auto_searches, is_open
-from megatron_ext.schedule.build.build import build_program, complete
-from megatron_ext.schedule.build.registry import Choice, choose, on_placement
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
-from megatron_ext.schedule.plan.auto import take
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, peaks
-from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.schedule import Schedule, bitwise_order
-from megatron_ext.schedule.search.pack import pack
-from megatron_ext.schedule.search.shop import rows_of, shop_of
+from megatron_ext.search.pack import pack
+from megatron_ext.search.shop import rows_of, shop_of
 from tests.helpers.random_schedules import PROPERTY, random_costs, seeds
 from tests.helpers.reference_runs import runs_to_end
 from tests.helpers.short_search import shorten_search

@@ -6,19 +6,19 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import choose
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.program.memory import in_microbatches, peaks
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.compile.registry import choose
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import v
 from megatron_ext.schedule.problem import Offload, Problem, Recompute
-from megatron_ext.schedule.program.memory import in_microbatches, peaks
-from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.schedule_csv import from_csv
-from megatron_ext.schedule.search.bounds import lower_bound
-from megatron_ext.schedule.search.certify import _search, certify
+from megatron_ext.search.bounds import lower_bound
+from megatron_ext.search.certify import _search, certify
 from tests.helpers.random_schedules import random_case
 
 pytestmark = pytest.mark.search

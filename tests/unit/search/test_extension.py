@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.schedule.build.build import build_program, complete
-from megatron_ext.schedule.build.registry import choose
+from megatron_ext.compile.build import build_program, complete
+from megatron_ext.compile.program.memory import in_bytes, in_microbatches, peaks
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.compile.registry import choose
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.problem import Problem, Recompute
-from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, peaks
-from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.program.verify import Program
 from megatron_ext.schedule.schedule import Schedule, bitwise_order
-from megatron_ext.schedule.search.best import best_schedule
-from megatron_ext.schedule.search.extension import extended, has_middle
+from megatron_ext.search.best import best_schedule
+from megatron_ext.search.extension import extended, has_middle
 from tests.helpers.combinations import at_night
 from tests.helpers.random_schedules import PROPERTY, random_costs, seeds
 

@@ -18,22 +18,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.schedule.build.build import complete
-from megatron_ext.schedule.build.registry import choose
+from megatron_ext.compile.build import complete
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.compile.registry import choose
+from megatron_ext.progress import reporting
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement, line, loop, v, wave
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.progress import reporting
 from megatron_ext.schedule.schedule import Schedule, bitwise_order
-from megatron_ext.schedule.search import improve
-from megatron_ext.schedule.search.again import Again
-from megatron_ext.schedule.search.effort import LARGE, SMALL, effort, small_effort
-from megatron_ext.schedule.search.improve import search, sides_of
-from megatron_ext.schedule.search.pack import Pack, packer
-from megatron_ext.schedule.search.shop import (
+from megatron_ext.search import improve
+from megatron_ext.search.again import Again
+from megatron_ext.search.effort import LARGE, SMALL, effort, small_effort
+from megatron_ext.search.improve import search, sides_of
+from megatron_ext.search.pack import Pack, packer
+from megatron_ext.search.shop import (
     Shop,
     Starts,
     end_of,
@@ -45,7 +45,7 @@ from megatron_ext.schedule.search.shop import (
 from tests.helpers.random_schedules import PROPERTY, random_costs, seeds, with_random_links
 from tests.helpers.short_search import little_effort
 
-COMPILED = "megatron_ext.schedule.search.compiled"
+COMPILED = "megatron_ext.search.compiled"
 PLACEMENTS = {
     "line": line,
     "v": v,
@@ -262,7 +262,7 @@ def test_search_without_numba_says_what_to_install(
     imported = builtins.__import__
     monkeypatch.setattr(builtins, "__import__", refuse)
     monkeypatch.delitem(sys.modules, COMPILED, raising=False)
-    monkeypatch.delattr("megatron_ext.schedule.search.compiled", raising=False)
+    monkeypatch.delattr("megatron_ext.search.compiled", raising=False)
     heard: list[str] = []
     with reporting(heard.append):
         assert effort().name == SMALL

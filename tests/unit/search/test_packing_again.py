@@ -15,21 +15,21 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from megatron_ext.cli import app
+from megatron_ext.compile.build import build_program, complete
+from megatron_ext.compile.program.memory import share_made_again
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.compile.registry import choose
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.build.build import build_program, complete
-from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.placement import Placement, v
 from megatron_ext.schedule.problem import Recompute
-from megatron_ext.schedule.program.memory import share_made_again
-from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.schedule import Schedule, bitwise_order
-from megatron_ext.schedule.search import again
-from megatron_ext.schedule.search.best import searched
-from megatron_ext.schedule.search.effort import effort
-from megatron_ext.schedule.search.extension import extended
-from megatron_ext.schedule.search.improve import sides_of
-from megatron_ext.schedule.search.pack import packer
-from megatron_ext.schedule.search.shop import end_of, rows_of, shop_of, starts_of
+from megatron_ext.search import again
+from megatron_ext.search.best import searched
+from megatron_ext.search.effort import effort
+from megatron_ext.search.extension import extended
+from megatron_ext.search.improve import sides_of
+from megatron_ext.search.pack import packer
+from megatron_ext.search.shop import end_of, rows_of, shop_of, starts_of
 from tests.helpers.combinations import at_night
 from tests.helpers.random_schedules import PROPERTY, seeds
 from tests.helpers.short_search import little_effort, shorten_search

@@ -12,25 +12,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_ext.compile.build import build_program, complete
+from megatron_ext.compile.program.memory import in_microbatches, peaks
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.compile.registry import choose, entries
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.build.build import build_program, complete
-from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
 from megatron_ext.schedule.placement import Placement, line, loop, v, wave
 from megatron_ext.schedule.problem import Extras, Problem, Recompute
-from megatron_ext.schedule.program.memory import in_microbatches, peaks
-from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.schedule import Schedule, bitwise_order
-from megatron_ext.schedule.search import best as best_room
-from megatron_ext.schedule.search.best import best_known, best_schedule
-from megatron_ext.schedule.search.extension import extended, has_middle
-from megatron_ext.schedule.search.improve import sides_of
-from megatron_ext.schedule.search.pack import packer
-from megatron_ext.schedule.search.shop import Shop, Starts, end_of, rows_of, shop_of, starts_of
 from megatron_ext.schedule.slices import Lengths, Slices
+from megatron_ext.search import best as best_room
+from megatron_ext.search.best import best_known, best_schedule
+from megatron_ext.search.extension import extended, has_middle
+from megatron_ext.search.improve import sides_of
+from megatron_ext.search.pack import packer
+from megatron_ext.search.shop import Shop, Starts, end_of, rows_of, shop_of, starts_of
 from tests.helpers.combinations import at_night
 from tests.helpers.random_schedules import PROPERTY, random_costs, seeds, with_random_links
 from tests.helpers.short_search import little_effort
@@ -104,7 +104,7 @@ def test_any_plan_packs_soundly(seed: int, place: Place, p: int, m: int, k: int)
         assert hops_between(side.mirrored()) == hops_between(side)
         plan = random_plan(random, side)
         packed = packer(side)(plan)
-        compiled = pytest.importorskip("megatron_ext.schedule.search.compiled")
+        compiled = pytest.importorskip("megatron_ext.search.compiled")
         theirs = compiled.packer(side)(plan)
         assert packed.makespan == theirs.makespan and np.array_equal(packed.starts, theirs.starts)
     packed = sides_of(shop, packer).justified(random_plan(random, shop), rounds=3)

@@ -13,18 +13,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.schedule.build.build import complete
+from megatron_ext.compile.build import complete
+from megatron_ext.compile.program.memory import in_microbatches, peaks
+from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import v, wave
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.program.memory import in_microbatches, peaks
-from megatron_ext.schedule.program.simulate import simulate
 from megatron_ext.schedule.schedule import Schedule
-from megatron_ext.schedule.search import pack
-from megatron_ext.schedule.search.improve import sides_of
-from megatron_ext.schedule.search.patterns import (
+from megatron_ext.search import pack
+from megatron_ext.search.improve import sides_of
+from megatron_ext.search.patterns import (
     F_INNER,
     F_OUTER,
     I_INNER,
@@ -40,8 +40,8 @@ from megatron_ext.schedule.search.patterns import (
     exists,
     patterns,
 )
-from megatron_ext.schedule.search.shop import end_of, rows_of, shop_of
-from megatron_ext.schedule.search.v_patterns import excluded_period, pattern_plans
+from megatron_ext.search.shop import end_of, rows_of, shop_of
+from megatron_ext.search.v_patterns import excluded_period, pattern_plans
 from tests.helpers.combinations import at_night, nightly
 from tests.helpers.random_schedules import PROPERTY, random_costs, seeds
 

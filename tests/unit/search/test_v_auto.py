@@ -11,22 +11,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.schedule.build import build
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import choose, entries
+from megatron_ext.compile import build
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.program.memory import in_bytes, in_microbatches, peaks
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.compile.program.verify import InvalidSchedule, Program, prove, within_limit
+from megatron_ext.compile.registry import choose, entries
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
 from megatron_ext.schedule.placement import v
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, peaks
-from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.program.verify import InvalidSchedule, Program, prove, within_limit
 from megatron_ext.schedule.schedule import Schedule, bitwise_order
 from megatron_ext.schedule.schedule_csv import to_csv
-from megatron_ext.schedule.search import best as best_room
-from megatron_ext.schedule.search import disk_cache
-from megatron_ext.schedule.search.bounds import lower_bound
-from megatron_ext.schedule.search.effort import LARGE
+from megatron_ext.search import best as best_room
+from megatron_ext.search import disk_cache
+from megatron_ext.search.bounds import lower_bound
+from megatron_ext.search.effort import LARGE
 from tests.helpers.combinations import at_night
 from tests.helpers.random_schedules import PROPERTY, random_costs, seeds
 from tests.helpers.reference_runs import runs_to_end

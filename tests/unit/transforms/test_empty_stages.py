@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.registry import choose
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.problem import Extras, Problem, VocabularyParallel
 

@@ -1,4 +1,4 @@
-"""Whether the output layer's weight gradient waits for W (`schedule.build.output_layer`)."""
+"""Whether the output layer's weight gradient waits for W (`compile.output_layer`)."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.build.output_layer import (
+from megatron_ext.compile.output_layer import (
     costs_in,
     output_layer_waits,
     place_output_layer,
     with_input_gradient,
 )
-from megatron_ext.schedule.build.registry import choose
+from megatron_ext.compile.program.memory import in_bytes, peaks
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.compile.registry import choose
+from megatron_ext.cost_model.estimate import estimate
+from megatron_ext.cost_model.gpus import GPU
+from megatron_ext.cost_model.model import stages_of
+from megatron_ext.cost_model.short_form import Described
+from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import Costs, uniform
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit
-from megatron_ext.schedule.model.estimate import estimate
-from megatron_ext.schedule.model.gpus import GPU
-from megatron_ext.schedule.model.model import stages_of
-from megatron_ext.schedule.model.short_form import Described
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.program.memory import in_bytes, peaks
-from megatron_ext.schedule.program.simulate import simulate
 
 EVEN, LIGHT_END = (4, 4, 4, 4), (6, 6, 6, 2)
 LINE = choose("zb-h1")

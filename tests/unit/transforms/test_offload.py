@@ -13,29 +13,29 @@ from hypothesis import given, settings
 from typer.testing import CliRunner
 
 from megatron_ext.cli import app
-from megatron_ext.schedule.action import Kind, parse
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.output_layer import (
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.output_layer import (
     costs_in,
     output_layer_waits,
     place_output_layer,
 )
-from megatron_ext.schedule.build.registry import choose
+from megatron_ext.compile.program.memory import in_bytes, in_microbatches, most_on_host, peaks
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.compile.program.verify import InvalidSchedule, Program, prove
+from megatron_ext.compile.program.waits import await_sends
+from megatron_ext.compile.registry import choose
+from megatron_ext.compile.transforms.offload import offload
+from megatron_ext.compile.transforms.vocabulary_costs import share_vocabulary
+from megatron_ext.schedule.action import Kind, parse
 from megatron_ext.schedule.costs import Costs, HostCosts, VocabularyCosts
 from megatron_ext.schedule.costs_text import format_costs, parse_costs
 from megatron_ext.schedule.kinds import HOST_LANES, RULES, Held, Lane
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
 from megatron_ext.schedule.placement import line, v
 from megatron_ext.schedule.problem import P2P, Extras, Offload, Problem, VocabularyParallel
-from megatron_ext.schedule.program.memory import in_bytes, in_microbatches, most_on_host, peaks
-from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.program.verify import InvalidSchedule, Program, prove
-from megatron_ext.schedule.program.waits import await_sends
 from megatron_ext.schedule.schedule import Schedule
-from megatron_ext.schedule.search.certify import certify
 from megatron_ext.schedule.timeline import Event
-from megatron_ext.schedule.transforms.offload import offload
-from megatron_ext.schedule.transforms.vocabulary_costs import share_vocabulary
+from megatron_ext.search.certify import certify
 from tests.helpers.combinations import at_night, in_pairs
 from tests.helpers.random_schedules import PROPERTY, mutate, random_case, seeds
 from tests.helpers.reference_runs import run

@@ -13,18 +13,22 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_ext.cli import app
+from megatron_ext.compile.build import build_program, complete
+from megatron_ext.compile.program.graph import Device
+from megatron_ext.compile.program.memory import in_microbatches, memory_curve, peaks
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.compile.program.verify import InvalidSchedule, Program, prove
+from megatron_ext.compile.registry import choose, entries
+from megatron_ext.planner import fitting
+from megatron_ext.planner.candidate import Variant, VocabMethod
+from megatron_ext.planner.figures import flags_of
+from megatron_ext.planner.planner import make_plan
+from megatron_ext.planner.training import Training
 from megatron_ext.schedule.action import Action, Kind, Pair, parse, parse_pair
-from megatron_ext.schedule.build.build import build_program, complete
-from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.costs import Costs, OverlapCosts
 from megatron_ext.schedule.costs_text import format_costs, load_costs, parse_costs, save_costs
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import v
-from megatron_ext.schedule.plan import fitting
-from megatron_ext.schedule.plan.candidate import Variant, VocabMethod
-from megatron_ext.schedule.plan.figures import flags_of
-from megatron_ext.schedule.plan.planner import make_plan
-from megatron_ext.schedule.plan.training import Training
 from megatron_ext.schedule.problem import (
     P2P,
     Extras,
@@ -33,16 +37,12 @@ from megatron_ext.schedule.problem import (
     Recompute,
     VocabularyParallel,
 )
-from megatron_ext.schedule.program.graph import Device
-from megatron_ext.schedule.program.memory import in_microbatches, memory_curve, peaks
-from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.program.verify import InvalidSchedule, Program, prove
 from megatron_ext.schedule.schedule import Schedule, bitwise_order, is_compute
 from megatron_ext.schedule.schedule_csv import from_csv, to_csv, to_torch_csv
-from megatron_ext.schedule.show.draw import draw
-from megatron_ext.schedule.show.page.run import of_passes, simulated
-from megatron_ext.schedule.show.trace import TraceFile, beside, read_trace
 from megatron_ext.schedule.slices import Slices
+from megatron_ext.viz.draw import draw
+from megatron_ext.viz.page.run import of_passes, simulated
+from megatron_ext.viz.trace import TraceFile, beside, read_trace
 from tests.helpers.combinations import at_night, nightly
 from tests.helpers.schedules import drawn, rows_of, table, with_messages
 

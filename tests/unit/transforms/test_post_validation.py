@@ -16,30 +16,30 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from megatron_ext.cli import app
+from megatron_ext.compile.build import build_program, complete
+from megatron_ext.compile.overlap import check_overlaps, what_overlapping_gains
+from megatron_ext.compile.program.graph import channels
+from megatron_ext.compile.program.memory import in_microbatches, memory_curve, peaks
+from megatron_ext.compile.program.simulate import simulate, simulate_steps, step_seconds
+from megatron_ext.compile.program.speculation import settles_at
+from megatron_ext.compile.program.verify import InvalidSchedule, Program, prove
+from megatron_ext.compile.registry import choose, entries
+from megatron_ext.compile.transforms.post_validation import validate_afterwards
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.build.build import build_program, complete
-from megatron_ext.schedule.build.overlap import check_overlaps, what_overlapping_gains
-from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import P2P, Extras, Offload, Problem, VocabularyParallel
-from megatron_ext.schedule.program.graph import channels
-from megatron_ext.schedule.program.memory import in_microbatches, memory_curve, peaks
-from megatron_ext.schedule.program.simulate import simulate, simulate_steps, step_seconds
-from megatron_ext.schedule.program.speculation import settles_at
-from megatron_ext.schedule.program.verify import InvalidSchedule, Program, prove
 from megatron_ext.schedule.schedule import Schedule, is_compute
-from megatron_ext.schedule.search import improve
-from megatron_ext.schedule.search.bounds import lower_bound
-from megatron_ext.schedule.search.improve import _mirrored, sides_of
-from megatron_ext.schedule.search.pack import packer
-from megatron_ext.schedule.search.shop import rows_of as rows_packed
-from megatron_ext.schedule.search.shop import shop_of, starts_of
-from megatron_ext.schedule.show.draw import draw_steps
-from megatron_ext.schedule.show.program_summary import summarize
-from megatron_ext.schedule.show.trace import TraceFile, beside_all, read_trace
-from megatron_ext.schedule.transforms.post_validation import validate_afterwards
+from megatron_ext.search import improve
+from megatron_ext.search.bounds import lower_bound
+from megatron_ext.search.improve import _mirrored, sides_of
+from megatron_ext.search.pack import packer
+from megatron_ext.search.shop import rows_of as rows_packed
+from megatron_ext.search.shop import shop_of, starts_of
+from megatron_ext.viz.draw import draw_steps
+from megatron_ext.viz.program_summary import summarize
+from megatron_ext.viz.trace import TraceFile, beside_all, read_trace
 from tests.helpers.combinations import in_pairs
 from tests.helpers.random_schedules import PROPERTY, random_case, seeds
 from tests.helpers.schedules import F, rows_of, with_messages, written
@@ -292,7 +292,7 @@ def test_a_step_costs_the_span(name: str, p: int, m: int, costs: str) -> None:
     assert step_seconds(made, made.problem.costs) == pytest.approx(timeline.span, rel=1e-9)
 
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "schedules.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "post-validation.md"
 ROW = re.compile(r"^\| `(.+?)` \| (\d+) \| (\d+) \| ([\d.]+) % less \|$", re.MULTILINE)
 ROWS = [row for row in ROW.findall(PAGE.read_text()) if row[0] != "v-auto"]  # searches for minutes
 

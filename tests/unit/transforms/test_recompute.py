@@ -13,10 +13,20 @@ from hypothesis import given, settings
 from typer.testing import CliRunner
 
 from megatron_ext.cli import app
+from megatron_ext.compile.build import build_program, complete
+from megatron_ext.compile.program.memory import (
+    in_bytes,
+    in_microbatches,
+    memory_curve,
+    peaks,
+    share_made_again,
+)
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.compile.program.verify import InvalidSchedule, Program, prove
+from megatron_ext.compile.registry import choose
+from megatron_ext.compile.transforms.recompute import recompute
 from megatron_ext.config import PipelineConfig
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.build.build import build_program, complete
-from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs, LinkCosts, PassCosts, uniform
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.kinds import Held
@@ -30,19 +40,9 @@ from megatron_ext.schedule.problem import (
     VocabularyParallel,
     parse_recompute,
 )
-from megatron_ext.schedule.program.memory import (
-    in_bytes,
-    in_microbatches,
-    memory_curve,
-    peaks,
-    share_made_again,
-)
-from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.program.verify import InvalidSchedule, Program, prove
 from megatron_ext.schedule.schedule import bitwise_order
 from megatron_ext.schedule.schedule_csv import from_csv, to_csv
-from megatron_ext.schedule.show.program_summary import summarize
-from megatron_ext.schedule.transforms.recompute import recompute
+from megatron_ext.viz.program_summary import summarize
 from tests.helpers.random_schedules import PROPERTY, random_case, seeds
 from tests.helpers.schedules import rows_of, with_messages, written
 

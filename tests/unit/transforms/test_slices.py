@@ -15,10 +15,20 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_ext.cli import app
+from megatron_ext.compile.build import build_program, complete
+from megatron_ext.compile.exchange import exchange
+from megatron_ext.compile.program.memory import (
+    held_during,
+    in_bytes,
+    in_microbatches,
+    memory_curve,
+    peak_on_host,
+    peaks,
+)
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.compile.program.verify import InvalidSchedule, Program, check_compute
+from megatron_ext.compile.registry import choose, entries
 from megatron_ext.schedule.action import Action, Kind, Slice, even_ends, parse
-from megatron_ext.schedule.build.build import build_program, complete
-from megatron_ext.schedule.build.exchange import exchange
-from megatron_ext.schedule.build.registry import choose, entries
 from megatron_ext.schedule.costs_text import format_costs, load_costs, parse_costs, save_costs
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit
@@ -30,22 +40,12 @@ from megatron_ext.schedule.problem import (
     Recompute,
     VocabularyParallel,
 )
-from megatron_ext.schedule.program.memory import (
-    held_during,
-    in_bytes,
-    in_microbatches,
-    memory_curve,
-    peak_on_host,
-    peaks,
-)
-from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.program.verify import InvalidSchedule, Program, check_compute
 from megatron_ext.schedule.schedule import Schedule, bitwise_order
 from megatron_ext.schedule.schedule_csv import from_csv, to_csv
-from megatron_ext.schedule.search.bounds import lower_bound
-from megatron_ext.schedule.search.certify import certify
-from megatron_ext.schedule.search.weight_gradient_filling import makespan
 from megatron_ext.schedule.slices import Lengths, Slices, lengths_of, parse_lengths
+from megatron_ext.search.bounds import lower_bound
+from megatron_ext.search.certify import certify
+from megatron_ext.search.weight_gradient_filling import makespan
 from tests.helpers.combinations import at_night, nightly
 from tests.helpers.schedules import B, F, I, W, drawn, table
 

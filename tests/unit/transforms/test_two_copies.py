@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from random import Random
 
 import pytest
 
-from megatron_ext.schedule.action import Action
-from megatron_ext.schedule.build.build import build_program, complete
-from megatron_ext.schedule.build.registry import choose, entries
-from megatron_ext.schedule.costs import Costs, uniform
-from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.program.memory import in_microbatches, peaks
-from megatron_ext.schedule.program.simulate import simulate
-from megatron_ext.schedule.progress import reporting
-from megatron_ext.schedule.schedule import Schedule
-from megatron_ext.schedule.two_copies.fold import fold, unfold, unfolded
-from megatron_ext.schedule.two_copies.two_copies import (
+from megatron_ext.compile.build import build_program, complete
+from megatron_ext.compile.program.memory import in_microbatches, peaks
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.compile.registry import choose, entries
+from megatron_ext.compile.two_copies.fold import fold, unfold, unfolded
+from megatron_ext.compile.two_copies.two_copies import (
     TwoCopies,
     from_rows,
     holds_two_copies,
     to_csv,
 )
+from megatron_ext.progress import reporting
+from megatron_ext.schedule.action import Action
+from megatron_ext.schedule.costs import Costs, uniform
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.schedule import Schedule
 from tests.helpers import two_copies
 from tests.helpers.schedules import drawn, rows_of, table
 
@@ -211,23 +210,3 @@ def test_ordinary_tables_hold_one_copy() -> None:
 def test_the_name_of_two_copies_says_what_to_write() -> None:
     with pytest.raises(ValueError, match=r"halve --pipeline-model-parallel-size and .* dualpipe-v"):
         choose("dualpipe")
-
-
-# ---- The page
-
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "two-copies.md"
-_ROW = re.compile(
-    r"^\| `(.+?)`.*? \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", re.MULTILINE
-)
-
-
-@pytest.mark.parametrize("row", _ROW.findall(PAGE.read_text()), ids=lambda row: row[0])
-def test_figures_of_the_page(row: tuple[str, ...]) -> None:
-    name, *makespans = row
-    for (p, m, f), written in zip(
-        ((8, 16, 1), (4, 8, 2), (16, 16, 1), (8, 8, 2)), makespans, strict=True
-    ):
-        placement = choose(name).place(p)
-        problem = Problem(placement, m, uniform(placement, f, f, f))
-        timeline = simulate(build_program(choose(name), problem), problem.costs)
-        assert timeline.makespan == float(written), (p, m)

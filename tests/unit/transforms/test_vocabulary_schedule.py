@@ -11,20 +11,20 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.program.memory import Amount, in_bytes, in_microbatches, peaks
+from megatron_ext.compile.program.simulate import simulate, simulate_unproved
+from megatron_ext.compile.program.verify import InvalidSchedule, Program, prove
+from megatron_ext.compile.registry import choose
+from megatron_ext.compile.transforms.vocabulary import divide_vocabulary
+from megatron_ext.compile.transforms.vocabulary_costs import share_vocabulary
 from megatron_ext.schedule.action import Kind, parse
-from megatron_ext.schedule.build.build import build_program
-from megatron_ext.schedule.build.registry import choose
 from megatron_ext.schedule.costs import Costs, LinkCosts, PassCosts, VocabularyCosts, uniform
 from megatron_ext.schedule.kinds import RULES, Held, Lane, Where
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import P2P, Extras, Problem, VocabularyParallel
-from megatron_ext.schedule.program.memory import Amount, in_bytes, in_microbatches, peaks
-from megatron_ext.schedule.program.simulate import simulate, simulate_unproved
-from megatron_ext.schedule.program.verify import InvalidSchedule, Program, prove
 from megatron_ext.schedule.schedule import Schedule
-from megatron_ext.schedule.transforms.vocabulary import divide_vocabulary
-from megatron_ext.schedule.transforms.vocabulary_costs import share_vocabulary
 from tests.helpers.combinations import IS_NIGHT
 from tests.helpers.random_schedules import PROPERTY, mutate, random_case, seeds
 from tests.helpers.reference_runs import run, runs_to_end

@@ -1,9 +1,9 @@
-"""Datasets are built by the ranks that read them, and by global rank 0, which gives its own away.
+"""Datasets built by the ranks that read them, and by global rank 0, which then drops unread ones.
 
-Global rank 0 builds the indices for all. Where it reads nothing, as on a V, it gets no dataset, as
+Global rank 0 builds the indices for all. If it reads nothing, as on a V, it gets no dataset, like
 any other rank that reads nothing: a loader that its data-parallel peers lack would wait for them.
-And where attention stays within documents, every stage reads where they begin and end: Megatron's
-own script builds such data for the first and the last stage, which in a line of two ranks are all.
+If attention stays within documents, every stage reads where documents begin and end: Megatron's own
+script builds such data for the first and the last stage only, which on two ranks in line are all.
 
 Not patched: the scripts' functions that tell which ranks build datasets; builders of other data.
 """
@@ -21,7 +21,7 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patch that makes more ranks build datasets."""
+    """Return the patch that makes more ranks build datasets."""
     return (
         wrap(
             "megatron.core.datasets.blended_megatron_dataset_builder:"
@@ -35,7 +35,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
 
 def build_where_read(original: Callable[[Any], list[Any]], builder: Any) -> list[Any]:
-    """Build the datasets that this rank reads or that others need; return those that it reads."""
+    """Build the datasets that this rank reads or that others need; return the ones it reads."""
     is_built_on_rank = builder.is_built_on_rank
     all_stages_read = getattr(builder.config, "inter_document_masking", False)  # since 0.19
 
@@ -52,5 +52,6 @@ def build_where_read(original: Callable[[Any], list[Any]], builder: Any) -> list
 
 
 def _without(datasets: list[Any]) -> list[Any]:
-    """As many Nones, where a split may be a list of validation sets."""
+    """Return the same structure with None for each dataset; a split may be a list of validation
+    sets."""
     return [_without(split) if isinstance(split, list) else None for split in datasets]

@@ -1,13 +1,13 @@
-"""Parameters whose gradient autograd does not bring, because it comes in W or has come already.
+"""Parameters without a gradient from autograd, because it comes in W or was added already.
 
-Weights of local layers whose backward is split are not in the graph, so no hook of theirs fires.
-Transformer Engine's are. And a fused kernel adds its weight's gradient to main_grad, marks the
-weight and gives autograd a placeholder; but where activations leave for the host, what autograd has
-saved comes back as another object than the weight (torch makes one of whatever its hooks return),
-which bears no mark, and there is no placeholder. In both cases stock's hook, with the reduction
-overlapped, insists on a gradient.
+Weights of local layers with a split backward pass are not in the graph, so their hooks do not fire.
+Transformer Engine's weights are in the graph. There, a fused kernel adds the weight's gradient to
+main_grad, marks the weight and gives autograd a placeholder. If activations are offloaded, however,
+autograd's saved weight comes back as another object (torch creates one from whatever its hooks
+return) without that mark, and there is no placeholder. In both cases Megatron's hook, with the
+reduction overlapped, asserts that there is a gradient.
 
-Not patched: what the hook does when a gradient is there (a norm's weight, a placeholder).
+Not patched: the hook's work if there is a gradient (a norm's weight, a placeholder).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Hook = Callable[..., None]
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patch that lets a gradient be missing."""
+    """Return the patch that lets a gradient be missing."""
     return (
         wrap(
             "megatron.core.distributed.distributed_data_parallel:"
@@ -40,8 +40,8 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 def hook_where_there_is_a_gradient(
     original: Callable[..., Hook], model: Any, parameter: Tensor
 ) -> Hook:
-    """Stock's hook for ``parameter``, which has nothing to do in a pass that brought no gradient,
-    while reductions are held back: as they are in all passes of our steps."""
+    """Return Megatron's hook for ``parameter``, which does nothing in a pass without a gradient
+    while reductions are held back, as they are in all passes of our steps."""
     hook = original(model, parameter)
 
     def unless_none_is_missed(*unused: Any) -> None:

@@ -1,7 +1,7 @@
 """Embeddings whose two copies are on one rank: their gradients are summed there.
 
-Where the copies are on two ranks, stock all-reduces the gradients over the embedding group. On a
-V that group has one rank, and stock does nothing.
+If the copies are on two ranks, Megatron all-reduces the gradients over the embedding group. On a V
+that group has one rank, and Megatron does nothing.
 
 Not patched: `_allreduce_position_embedding_grads` (one stage has position embeddings).
 """
@@ -21,7 +21,7 @@ _MODULE = "megatron.core.distributed.finalize_model_grads"
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patch that sums the gradients of the embedding's two copies on one rank."""
+    """Return the patch that sums the gradients of the embedding's two copies on one rank."""
     return (
         wrap(
             f"{_MODULE}:_allreduce_word_embedding_grads",
@@ -40,7 +40,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 def sum_gradients(
     original: Callable[..., None], model: list[torch.nn.Module], *args: Any, **kwargs: Any
 ) -> None:
-    """Both copies get the sum, which stock's all-reduce forms in the same order."""
+    """Set both copies' gradients to their sum, computed in the order of Megatron's all-reduce."""
     original(model, *args, **kwargs)
     tied = tied_weights(model)
     if tied is None:

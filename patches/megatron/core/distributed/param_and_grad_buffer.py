@@ -1,14 +1,14 @@
-"""Reductions of gradients that have started are not started again at the end of the step.
+"""Reductions of gradients: a running one is not started again at the end of the step.
 
-A schedule of ours starts a chunk's reduction after its last W, and stock's finish_grad_sync waits
-for it. Stock tells from the bucket group's handle that a reduction is under way. With several
-instances of the distributed optimizer there is no handle (the reduction is ordered by a stream), so
-finish_grad_sync started a second one, of gradients that were reduced already.
+Our schedules start a chunk's reduction after its last W, and Megatron's finish_grad_sync waits for
+it. Megatron recognizes a running reduction by the bucket group's handle. With several instances of
+the distributed optimizer there is no handle (a stream orders the reduction), so finish_grad_sync
+started a second one, of gradients that were reduced already.
 
-A step that fails may leave a reduction under way. Under our schedules every step is a bucket
-group's first batch for stock, so that the next step would take it for its own and reduce nothing.
+A step that fails may leave a reduction running. Under our schedules every step is a bucket group's
+first batch for Megatron, so the next step would take that reduction for its own and reduce nothing.
 
-Not patched: what a reduction does, and stock's hooks, which know of their own reductions by the
+Not patched: the reduction itself, and Megatron's hooks, which recognize their own reductions by the
 counts of ready gradients.
 """
 
@@ -30,7 +30,7 @@ _started: weakref.WeakSet[Any] = weakref.WeakSet()  # bucket groups without a ha
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patches that remember a reduction from its start to its finish."""
+    """Return the patches that remember a reduction from its start to its finish."""
     return (
         wrap(
             f"{_GROUP}.start_grad_sync",
@@ -54,7 +54,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
 
 def start_once(original: Callable[..., None], group: Any, *args: Any, **kwargs: Any) -> None:
-    """Start the reduction of ``group`` unless one is under way, as stock does by its handle."""
+    """Start the reduction of ``group`` unless it is running, which Megatron tells by the handle."""
     if group in _started:
         return
     original(group, *args, **kwargs)
@@ -63,14 +63,14 @@ def start_once(original: Callable[..., None], group: Any, *args: Any, **kwargs: 
 
 
 def finish(original: Callable[..., None], group: Any, *args: Any, **kwargs: Any) -> None:
-    """Finish the reduction of ``group``, which starts it first if nobody has."""
+    """Finish the reduction of ``group``, which starts it first if it has not started."""
     original(group, *args, **kwargs)
     _started.discard(group)
 
 
 def reset(original: Callable[..., None], group: Any) -> None:
-    """Reset ``group``. A reduction that a failed step has left under way ends first, and what it
-    has written to the gradients, which are zero by now, is dropped."""
+    """Reset ``group``. A reduction left by a failed step ends first, and the gradients, to which it
+    may have written, are zeroed again."""
     handle = group.grad_reduce_handle
     if handle is not None or group in _started:
         if handle is None:

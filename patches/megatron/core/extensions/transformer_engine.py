@@ -1,6 +1,6 @@
-"""Transformer Engine's attention, of a slice's queries to all keys and values up to its end.
+"""Transformer Engine's attention from a slice's queries to all keys and values up to its end.
 
-With fewer queries than keys its plain causal mask is aligned to the top left, without a word.
+With fewer queries than keys its plain causal mask is silently aligned to the top left.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patch that gives a slice what it attends to, if Transformer Engine is here."""
+    """Return the patch that lets a slice attend to earlier slices, if Transformer Engine is
+    installed."""
     if not can_split():
         return ()
     return (

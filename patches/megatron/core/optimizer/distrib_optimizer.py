@@ -1,12 +1,12 @@
-"""Optimizer states that any placement can load are cut at the right places, and can be loaded.
+"""Optimizer states that any placement can load, cut at the right places.
 
 For --dist-ckpt-optim-fully-reshardable Megatron gathers a buffer without the padding at its
-buckets' ends, and up to 0.19 cuts out each parameter where it lies in the buffer with it. Behind a
-padded bucket (a tied embedding has one of its own, behind the layers') a checkpoint then holds
-states, and with them fp32 weights, that are shifted and end in zeros: a warning, and another loss
+buckets' ends, but up to 0.19 cuts out each parameter at its place with padding. Behind a padded
+bucket (a tied embedding has one of its own, after the layers') a checkpoint then contains states,
+and with them fp32 weights, that are shifted and end in zeros: there is a warning, and another loss
 after the resume.
 
-Not patched: how states are gathered and loaded, and the other formats: they count alike on both
+Not patched: how states are gathered and loaded, and the other formats, which count alike on both
 sides.
 """
 
@@ -24,7 +24,7 @@ _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patch that cuts without padding what was gathered without."""
+    """Return the patches that cut states without padding, as they were gathered."""
     return (
         wrap(
             f"{_OPTIMIZER}.sharded_param_state_fully_reshardable",
@@ -51,7 +51,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 def cut_without_padding(
     original: Callable[..., Any], optimizer: Any, *args: Any, **named: Any
 ) -> Any:
-    """``original`` with each buffer's index of parameters as it is without padding."""
+    """Run ``original`` with each buffer's index of parameters computed without padding."""
     indices = [buffer.param_index_map for buffer in optimizer.buffers]
     for buffer in optimizer.buffers:
         buffer.param_index_map = index_without_padding(buffer)
@@ -63,7 +63,7 @@ def cut_without_padding(
 
 
 def index_without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
-    """Parameter -> its first element, the one past its last, and its bucket."""
+    """Return by parameter its first element, the one after its last, and its bucket."""
     padding_before = [0]
     for bucket in buffer.buckets:
         padding = bucket.grad_data.numel() - bucket.numel_unpadded
@@ -77,7 +77,7 @@ def index_without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
 def with_bits_as_they_were(
     original: Callable[..., None], optimizer: Any, parameter: torch.Tensor, tensors: dict[str, Any]
 ) -> None:
-    """``original``, with what bf16 lacks of a main parameter in 16 bits."""
+    """Run ``original`` with the remainder of a bf16 main parameter as 16-bit integers."""
     keeps_bits = getattr(optimizer.optimizer, "store_param_remainders", False)
     if keeps_bits and parameter.dtype is torch.bfloat16 and "param" in tensors:
         tensors = {**tensors, "param": tensors["param"].to(torch.int16)}

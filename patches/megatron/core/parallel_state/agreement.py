@@ -1,8 +1,8 @@
-"""Before Megatron makes its process groups, all ranks tell how they are launched.
+"""Comparison of all ranks' launch settings, before Megatron creates its process groups.
 
-Ranks that differ in the schedule make different groups, and would wait for one another until
-torch's timeout. Whoever makes groups without `initialize_model_parallel` is not asked; there the
-programs are compared, before the first step.
+Ranks with different schedules create different groups, and would wait for each other until torch's
+timeout. Callers that create groups without `initialize_model_parallel` are not compared here; their
+programs are compared before the first step.
 
 Not patched: torch's init_process_group, which others call too.
 """
@@ -20,10 +20,10 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patch that compares the ranks."""
+    """Return the patch that compares the ranks."""
 
     def compare_first(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        if dist.is_initialized():  # else Megatron says what is missing
+        if dist.is_initialized():  # otherwise Megatron reports what is missing
             refuse_other_launches(config)
         original(*args, **kwargs)
 

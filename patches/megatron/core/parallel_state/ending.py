@@ -1,7 +1,7 @@
-"""Where Megatron's process groups end, a training of ours ends with them.
+"""End of our training when Megatron's process groups are destroyed.
 
-Whoever trains again in the same process (--inprocess-restart, a caller of Megatron's) ends them
-first. A training also ends where torch's groups do, which it notices in its next step.
+A caller that trains again in the same process (--inprocess-restart, a caller of Megatron) destroys
+them first. A training also ends when torch's groups are gone, which it notices in its next step.
 
 Not patched: torch's destroy_process_group, which ends our groups as it ends all others.
 """
@@ -16,7 +16,7 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patch that ends our trainings."""
+    """Return the patch that ends our trainings."""
     return (
         wrap(
             "megatron.core.parallel_state:destroy_model_parallel",
@@ -28,6 +28,6 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
 
 def end_trainings_first(original: Callable[[], None]) -> None:
-    """``original``, with nothing of ours left in its groups."""
+    """End our trainings, then run ``original``."""
     end_trainings()
     original()

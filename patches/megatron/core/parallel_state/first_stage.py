@@ -1,9 +1,9 @@
-"""Where the first stage is, for all who ask globally, and who shares the embedding's weight.
+"""Rank of the first stage for all global queries, and the ranks that share the embedding's weight.
 
-The ranks of the embedding groups are overridden whoever gives them: pretrain_gpt.py passes a
-function of its own, which knows of the first and the last rank only.
+The ranks of the embedding groups are overridden for every caller: pretrain_gpt.py passes a function
+of its own, which only knows the first and the last rank.
 
-Not patched: `is_pipeline_last_stage`; `is_rank_in_embedding_group` (it asks the others).
+Not patched: `is_pipeline_last_stage`; `is_rank_in_embedding_group` (it calls the others).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _STATE = "megatron.core.parallel_state"
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patches that move the first stage, and give the groups their virtual stages."""
+    """Return the patches that move the first stage, and give the groups their virtual stages."""
     choice = config.choice
 
     def is_first(

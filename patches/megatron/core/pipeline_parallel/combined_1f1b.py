@@ -1,7 +1,8 @@
-"""Megatron's combined forward and backward step, which runs the plans of a pair, or of one pass.
+"""Megatron's combined forward and backward step, which runs the plans of one pass or of two
+overlapped ones.
 
-Nothing is patched: our stages call it by name (`adapter.pairs.planned_stage`), and hand it one pass
-or two. Not used: its schedules, whose order is Megatron's own.
+Nothing is patched: our stages call it by name (`adapter.pairs.planned_stage`). Not used: its
+schedules, whose order is Megatron's own.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ _COMBINED = "megatron.core.pipeline_parallel.combined_1f1b"
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """What pairs rely on."""
+    """Return the expectations on which overlapped passes rely."""
     return (
         expect(
             f"{_COMBINED}:combined_forward_backward_step",

@@ -1,8 +1,9 @@
-"""Where the first stage is, for all who ask with a process group.
+"""Rank of the first stage for all queries with a process group.
 
 Not patched: `is_pp_last_stage` and `get_pp_last_rank` (the last stage stays on the last rank),
 `is_vp_first_stage` and `is_vp_last_stage` (the first stage is its rank's first chunk, the last its
-rank's last), `get_pp_next_rank` and its like (stock's messages; ours have their own channels).
+rank's last), `get_pp_next_rank` and similar (for Megatron's messages; ours have their own
+channels).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from megatron_ext.patches.engine import Patch, replace
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patch that moves the first stage."""
+    """Return the patch that moves the first stage."""
     choice = config.choice
 
     def is_pp_first_stage(pp_group: dist.ProcessGroup | None) -> bool:

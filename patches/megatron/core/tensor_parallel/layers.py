@@ -1,24 +1,24 @@
-"""The local linear layers' backward, split into I and W.
+"""Backward pass of the local linear layers, split into I and W.
 
-Every local linear (column, row, the output layer under any spec) ends in one autograd function. Its
-``apply`` is wrapped: while a schedule splits the backward, the weight goes in cut off from the
-graph, the function's own backward makes the input's gradient, and the weight's waits in the queue
-of `weight_gradients` for W. Nothing is cloned: the queue holds the layer's input and its output's
-gradient.
+Every local linear layer (column, row, the output layer under any spec) ends in one autograd
+function. Its ``apply`` is wrapped: while a schedule splits the backward pass, the weight is passed
+detached, the function's own backward computes the input's gradient, and the weight's gradient waits
+in the queue of `weight_gradients` for W. Nothing is cloned: the queue stores the layer's input and
+its output's gradient.
 
-A whole backward hides tensor-parallel communication behind its two products. Split, the reduction
-of the input's gradient is begun here, and the queue told: where W is next it computes the layer
-before meanwhile. Under sequence parallelism the queue holds this rank's part of the input, and W
-gathers it again, while the product before is computed.
+A whole backward pass hides tensor-parallel communication behind its two products. When it is split,
+the reduction of the input's gradient is started here, and the queue is notified: if W follows
+directly, it computes the previous layer's gradient meanwhile. With sequence parallelism the queue
+stores this rank's part of the input, and W gathers it again during the previous product.
 
 Since the weight is not in the graph, data-parallel hooks on it do not fire in I; W adds to
-``main_grad`` itself, by Megatron's fused kernel where Megatron would, and the reduction starts
-after the chunk's last W.
+``main_grad`` itself, with Megatron's fused kernel if Megatron would use it, and the reduction
+starts after the chunk's last W.
 
-Not patched, and not split: embeddings, norms, biases and routers (their gradients are cheap and
-come with I), grouped GEMM, and the output layer where there is no room for its logits' gradient
-(`schedule.build.output_layer`). Transformer Engine's layers have patches of their own. Stock's
-function runs as it is where there is nothing to put off: a frozen weight, an input that needs no
+Not patched, and not split: embeddings, norms, biases and routers (their gradients are cheap and are
+computed in I), grouped GEMM, and the output layer if there is too little memory for its logits'
+gradient (`compile.output_layer`). Transformer Engine's layers have patches of their own.
+Megatron's function runs unchanged if nothing can be deferred: a frozen weight, an input without a
 gradient (its node would vanish from the graph, and W with it), evaluation.
 """
 
@@ -47,7 +47,7 @@ _ARGUMENTS = (
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patch that splits the local linears' backward."""
+    """Return the patch that splits the local linear layers' backward pass."""
     return (
         wrap(
             f"{_FUNCTION}.apply",
@@ -78,17 +78,17 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
 @dataclass(frozen=True)
 class _Linear:
-    """A layer's weight, kept from autograd, and what its backward needs to know."""
+    """Weight of a layer, hidden from autograd, and what its backward pass needs to know."""
 
     weight: Tensor
     fused: bool
     allreduces: bool
     sequence_parallel: bool
     group: Any  # of tensor-parallel ranks
-    newer: tuple[Any, ...]  # what newer versions of Megatron take: gtp_remat_size, output_dtype
+    newer: tuple[Any, ...]  # further arguments of newer versions: gtp_remat_size, output_dtype
 
     def reduce(self, dx: Tensor, x: Tensor) -> Tensor:
-        """``dx`` summed over the ranks, as the gradient of ``x``, the input on this one."""
+        """Return ``dx`` summed over the ranks, as the gradient of ``x``, the input on this one."""
         if self.sequence_parallel:
             total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
             scatter = layers.dist_reduce_scatter_func
@@ -104,7 +104,7 @@ class _Linear:
 
 
 class _WeightGradient:
-    """The gradient of a layer's weight, to be computed from its input and its output's gradient."""
+    """Gradient of a layer's weight, computed later from its input and its output's gradient."""
 
     def __init__(self, linear: _Linear, x: Tensor, dy: Tensor) -> None:
         self._linear = linear
@@ -112,7 +112,7 @@ class _WeightGradient:
         self._gathering: Any = None
 
     def gather(self) -> None:
-        """Begin to gather the input, of which this rank has its part of the sequence."""
+        """Start to gather the input, of which this rank has its part of the sequence."""
         part, group = self._x, self._linear.group
         sizes = part.size(0) * group.size(), *part.shape[1:]
         self._x = torch.empty(sizes, dtype=part.dtype, device=part.device)
@@ -120,7 +120,7 @@ class _WeightGradient:
         self._gathering = gather(self._x, part, group=group, async_op=True)
 
     def compute(self) -> Tensor | None:
-        """It; None where Megatron's kernel has added it to ``main_grad``."""
+        """Return the gradient; None if Megatron's kernel has added it to ``main_grad``."""
         if self._gathering is not None:
             self._gathering.wait()
         dy, x = prepare_input_tensors_for_wgrad_compute(self._dy, self._x)
@@ -148,14 +148,14 @@ def split_apply(original: Callable[..., Tensor], *args: Any) -> Tensor:
 
 
 class _SplitLinear(torch.autograd.Function):
-    """Stock's function, told that its weight gradient goes to a buffer: then it skips it."""
+    """Megatron's function, told that its weight gradient goes to a buffer, so that it skips it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, linear: _Linear) -> Tensor:
         ctx.linear = linear
         stock = layers.LinearWithGradAccumulationAndAsyncCommunication
-        # Without what Megatron has put on the weight: its function would note there that a gradient
-        # has been added. And as one that needs a gradient: torch picks its products by that.
+        # Without Megatron's attributes of the weight, where its function would note that a gradient
+        # was added. It requires a gradient, since torch chooses its kernels by that.
         weight = linear.weight.detach().requires_grad_()
         output: Tensor = stock.forward(
             ctx,
@@ -179,11 +179,11 @@ class _SplitLinear(torch.autograd.Function):
         stock = layers.LinearWithGradAccumulationAndAsyncCommunication
         ctx.allreduce_dgrad = ctx.sequence_parallel = False  # it would wait for the reduction
         dx = linear.reduce(stock.backward(ctx, dy)[0], x)
-        # The same memory, cut off from the graph, which holds the stage's input and its gradient.
+        # The same memory, detached from the graph, which has the stage's input and its gradient.
         # (dy can have one too: the loss overwrites the logits with their gradient. This node and
-        # the dy in its buffer would then keep each other.)
+        # the dy in its buffer would then keep each other alive.)
         ctx.grad_output_buffer = None
-        x, dy = x.detach(), dy.detach().to(x.dtype)  # another one where output_dtype is
+        x, dy = x.detach(), dy.detach().to(x.dtype)  # dy is cast if there is an output_dtype
         x, dy = queue.keep(x), queue.keep(dy)
         gradient = _WeightGradient(linear, x, dy)
         gather = gradient.gather if linear.sequence_parallel else None

@@ -1,7 +1,7 @@
-"""The order in which Megatron has Transformer Engine capture per-layer CUDA graphs: ours.
+"""Order in which Transformer Engine captures per-layer CUDA graphs for Megatron: our schedule's.
 
-Patched is the one function whose result becomes Transformer Engine's ``_order``. Megatron makes it
-of the table of its own interleaved schedule; a rank's row takes its place, without its W passes:
+Only the function whose result becomes Transformer Engine's ``_order`` is patched. Megatron computes
+it from the table of its own interleaved schedule; a rank's row replaces it, without its W passes:
 captured modules compute their weight gradients with their input's (`layer_graphs`).
 
 Not patched: `TECudaGraphHelper`, which makes samples, buffers and graphs by that order;
@@ -23,7 +23,7 @@ _GRAPHS = "megatron.core.transformer.cuda_graphs"
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patch that captures graphs in the schedule's order."""
+    """Return the patch that captures graphs in the schedule's order."""
     return (
         wrap(
             f"{_GRAPHS}:convert_schedule_table_to_order",
@@ -45,5 +45,6 @@ def order_of_the_row(
     num_model_chunks: int,
     schedule_table: Sequence[Any],
 ) -> list[int]:
-    """Our row in the place of ``original``'s result. Raises ValueError, as `LayerGraphs.order`."""
+    """Return the order of our row instead of ``original``'s. Raises ValueError, as
+    `LayerGraphs.order`."""
     return layer_graphs.order(num_model_chunks, len(schedule_table) // num_model_chunks)

@@ -1,4 +1,4 @@
-"""Megatron's own attention, of a slice's queries to all keys and values up to its end."""
+"""Megatron's own attention from a slice's queries to all keys and values up to its end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron_ext.patches.engine import Patch, expect, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patch that gives a slice what it attends to."""
+    """Return the patch that lets a slice attend to earlier slices."""
     return (
         wrap(
             "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",

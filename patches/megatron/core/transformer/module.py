@@ -1,9 +1,10 @@
-"""A model's config without the settings whose work the schedule does: its layers are built of it.
+"""Removal of the settings that the schedule implements from a model's config, before layers are
+built.
 
-Who builds a model without Megatron's arguments sets them in the config, up to the last moment:
-all modules of a model begin here.
+A caller without Megatron's arguments may set them in the config up to the last moment: all modules
+of a model begin here.
 
-Not patched: the config's own checks, which come before.
+Not patched: the config's own checks, which run earlier.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_ext.adapter.taken_over.settings import take_over
+from megatron_ext.adapter.handled_settings.settings import apply_handled_settings
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(ours: PipelineConfig) -> tuple[Patch, ...]:
-    """The patch that takes settings over."""
+    """Return the patch that applies handled settings."""
 
     def without_what_is_ours(original: Callable[..., None], module: Any, config: Any) -> None:
-        take_over(config, ours)
+        apply_handled_settings(config, ours)
         original(module, config)
 
     return (

@@ -1,14 +1,14 @@
-"""Layouts by stage: the i-th segment is stage i, and lies on the rank that the placement says.
+"""Layouts by stage: the i-th segment is stage i, on the rank of its placement.
 
-Who asks through `transformer_block` and `transformer_layer` tells the rank, and stock forgets it on
-the way: the layout would look into `parallel_state`, where there is nothing if the caller has
-groups of its own. A vision tower is not laid out: its config is often a copy of the language
-model's, the layout of a V with it, and says one pipeline rank.
+Callers through `transformer_block` and `transformer_layer` pass the rank, but Megatron drops it on
+the way: the layout would look into `parallel_state`, which is empty if the caller has groups of its
+own. A vision tower has no layout: its config is often a copy of the language model's, including the
+layout of a V, and has one pipeline rank.
 
-Not patched: `from_str` and the parser (they come here), the layout's own `get_num_layers_to_build`
-and `get_layer_id_list` (they read what is patched), `validate_layer_layout` (it looks at the order
-of the layers, which stays, and at where multi-token prediction is: on the last rank's last chunk,
-which the last stage is in any placement).
+Not patched: `from_str` and the parser (they call what is patched), the layout's own
+`get_num_layers_to_build` and `get_layer_id_list` (they read what is patched),
+`validate_layer_layout` (it checks the order of the layers, which stays, and that multi-token
+prediction is on the last rank's last chunk, which is the last stage in any placement).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LAYOUT = f"{_TRANSFORMER}.pipeline_parallel_layer_layout:PipelineParallelLayerL
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patches that lay stages out as the schedule places them."""
+    """Return the patches that lay stages out as the schedule places them."""
     choice = config.choice
 
     def lay_out(
@@ -125,7 +125,8 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
 
 def _with_layout_of_its_own(model_config: Any) -> Any:
-    """``model_config`` without a layout that is of another model, one with a pipeline."""
+    """Return ``model_config`` without a layout that belongs to another model, one with a
+    pipeline."""
     if model_config.pipeline_model_parallel_size > 1:
         return model_config
     model_config = copy.copy(model_config)

@@ -1,7 +1,7 @@
-"""A model that gives no layout gets that of the schedule, and its number of virtual stages.
+"""Default layout and number of virtual stages of a model, from the schedule.
 
-Loops have none: Megatron divides the layers over its virtual stages itself. Nor have hybrid models:
-their stages are in their pattern.
+Loops need no layout: Megatron splits the layers over its virtual stages itself. Nor do hybrid
+models: their stages are in their pattern.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patch that gives a model its virtual stages."""
+    """Return the patch that gives a model its virtual stages."""
     choice = config.choice
 
     def place(original: Callable[..., None], model_config: Any) -> None:

@@ -1,1 +1,1 @@
-"""Patches of megatron/core/utils.py, a file for each subject."""
+"""Patches of megatron/core/utils.py, one file per subject."""

@@ -1,6 +1,6 @@
-"""Ranks that share sequences have a part of each slice.
+"""Batches of context-parallel ranks, which have a part of each slice.
 
-Not patched: who calls it, on which ranks, and what Megatron cuts where no slice runs.
+Not patched: who calls this, on which ranks, and how Megatron cuts batches without slices.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patch that cuts batches."""
+    """Return the patch that cuts batches."""
     return (
         wrap(
             "megatron.core.utils:get_batch_on_this_cp_rank",

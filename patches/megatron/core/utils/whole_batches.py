@@ -1,7 +1,7 @@
-"""A rank that holds both the first and the last stage needs the whole of a batch.
+"""Whole batches for a rank with both the first and the last stage.
 
-Stock gives a first stage the tokens and a last one the labels; a rank that is both would get the
-tokens only. Where a batch has both ends, as without a pipeline, it is passed on whole.
+Megatron gives a first stage the tokens and a last one the labels; a rank with both would get the
+tokens only. Such a rank gets the whole batch, as without a pipeline.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SIGNATURE = (
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patch for batches on a rank with both ends."""
+    """Return the patch for batches on a rank with both ends."""
     return (
         wrap(
             "megatron.core.utils:get_batch_on_this_tp_rank",
@@ -32,7 +32,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
 
 def whole_batch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``original`` as if there were no pipeline, where this rank has both its ends."""
+    """Run ``original`` as if there were no pipeline, if this rank has both ends."""
     if kwargs.get("is_pipeline_first_stage") and kwargs.get("is_pipeline_last_stage"):
         kwargs["pipeline_model_parallel_size"] = 1
     return original(*args, **kwargs)

@@ -1,11 +1,11 @@
-"""Checkpoints of ranks that have several chunks.
+"""Checkpoints of ranks with several chunks.
 
 Each chunk has a loader of the same data, and Megatron saves the state of one: that of the first
-stage, whose rank it asks for by its number in the pipeline's group. A checkpoint of format torch
-has a rank's chunks one by one. Megatron takes those that it does not find there for empty stages,
-so a checkpoint that was saved without virtual stages would load nothing, without a word.
+stage, whose rank it determines by its number in the pipeline's group. A checkpoint of format torch
+has a rank's chunks one by one. Megatron takes missing chunks for empty stages, so a checkpoint
+saved without virtual stages would silently load nothing.
 
-Not patched: generate_state_dict and load_checkpoint, which go through all chunks; the formats that
+Not patched: generate_state_dict and load_checkpoint, which process all chunks; the formats that
 only models of one chunk have (torch_dcp and fsdp_dtensor read ``model[0]``; both need FSDP, which
 is refused); load_biencoder_checkpoint and fix_query_key_value_ordering, which assert that there is
 one chunk where they need it.
@@ -23,11 +23,11 @@ from megatron.training.checkpointing import CheckpointType
 from megatron_ext.config import PipelineConfig
 from megatron_ext.errors import exit_for
 from megatron_ext.patches.engine import Patch, wrap
-from megatron_ext.schedule.words import counted
+from megatron_ext.words import counted
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patches for a loader's state and for checkpoints that are saved rank by rank."""
+    """Return the patches for a loader's state and for checkpoints that are saved rank by rank."""
     choice = config.choice
     moves_stages = not choice.example.in_turn
 
@@ -59,18 +59,18 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 def save_first_loader(
     original: Callable[..., None], train_iterator: Any, *args: Any, **groups: Any
 ) -> None:
-    """Save the state of the rank's first loader, if any, where the first stage is."""
+    """Save the state of the rank's first loader, if any, on the rank of the first stage."""
     if isinstance(train_iterator, list):
         train_iterator = next((loader for loader in train_iterator if loader is not None), None)
         if "pp_group" in groups:
-            groups["pp_group"] = None  # then it asks `is_pipeline_first_stage`
+            groups["pp_group"] = None  # then it calls `is_pipeline_first_stage`
     original(train_iterator, *args, **groups)
 
 
 def _refuse_other_chunks(
     state_dict: dict[str, Any], schedule: str, chunks: int | None, moves_stages: bool, name: str
 ) -> None:
-    """Raise ValueError unless a rank's checkpoint has the stages that it has here."""
+    """Raise ValueError unless a rank's checkpoint has the stages that the rank has now."""
     saved = len([key for key in state_dict if re.fullmatch(r"model\d*", key)])
     if chunks is not None and (saved != chunks or moves_stages):
         raise ValueError(

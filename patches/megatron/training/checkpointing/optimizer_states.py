@@ -1,11 +1,11 @@
-"""Optimizer states that fit one placement only are not loaded under another.
+"""Refusal of optimizer states that fit another placement only.
 
 Without --dist-ckpt-optim-fully-reshardable the distributed optimizer's states are saved rank by
-rank: under another placement a rank would take those of other stages for its own, where the sizes
-agree. Megatron compares the number of ranks alone, so a checkpoint says which rank held which stage
-where that is not Megatron's own way, and whether the vocabulary was divided over all ranks.
+rank: under another placement a rank would load those of other stages, if the sizes agree. Megatron
+compares only the number of ranks. A checkpoint therefore says on which rank each stage was, unless
+it was Megatron's own, and whether the vocabulary was sharded over all ranks.
 
-Not patched: what is saved and how it is loaded; the formats that any placement can load.
+Not patched: saving and loading themselves; the formats that any placement can load.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DIVIDED = "pipeline_vocabulary_is_divided"
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patches that note the placement in a checkpoint, and compare it."""
+    """Return the patches that store the placement in a checkpoint, and compare it."""
     choice = config.choice
     divided = config.vocab_parallel is not VocabularyParallel.NONE
 
@@ -71,7 +71,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
 
 def _compare(metadata: dict[str, Any], now: list[int] | None, divided: bool) -> None:
-    """Raise ValueError if a checkpoint's states do not fit the placement there is ``now``."""
+    """Raise ValueError if a checkpoint's states do not fit the placement ``now``."""
     kind = metadata.get("distrib_optim_sharding_type")
     saved, was_divided = metadata.get(RANK_OF_STAGE), bool(metadata.get(_DIVIDED))
     if kind is None or kind in DistributedOptimizer.checkpoint_fully_reshardable_formats:

@@ -1,12 +1,12 @@
-"""A step that is to be run again from a checkpoint, to tell a faulty GPU from a faulty program.
+"""Step in a checkpoint that must be rerun, to tell a faulty GPU from a faulty program.
 
 After a suspicious result that it can reproduce, Megatron saves the result and ends; the resumed job
-runs the step once more, on other GPUs, and compares. Some results, as gradient norms of buckets,
-belong to a rank's chunks: with other stages on the rank the result differs, and Megatron would
-blame the GPU. It also asserts that a rank has as many loaders as it had.
+reruns the step on other GPUs and compares. Some results, such as gradient norms of buckets, belong
+to a rank's chunks: with other stages on the rank the result differs, and Megatron would blame the
+GPU. It also asserts that a rank has as many loaders as before.
 
-Not patched: the rerun machine itself, which goes through the loaders of all chunks; the cases in
-which Megatron ignores the pending step (other sizes, --finetune, --rerun-mode disabled).
+Not patched: the rerun machine itself, which processes the loaders of all chunks; the cases in which
+Megatron ignores the pending step (other sizes, --finetune, --rerun-mode disabled).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_ext.errors import exit_for
 from megatron_ext.patches.engine import Patch, wrap
 from megatron_ext.patches.megatron.training.checkpointing.optimizer_states import RANK_OF_STAGE
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.words import counted
+from megatron_ext.words import counted
 
 _SIZES = (
     "world_size",
@@ -33,7 +33,7 @@ _SIZES = (
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patch that refuses to run a pending step with other stages on the ranks."""
+    """Return the patch that refuses to rerun a pending step with other stages on the ranks."""
     choice = config.choice
 
     def load(

@@ -1,7 +1,7 @@
-"""Embeddings whose two copies are on one rank start out equal.
+"""Equal initial embeddings on a rank with both copies.
 
-Stock zeroes the last stage's copy (a tied output layer's, or that of multi-token prediction) and
-sums both over the embedding group, which has one rank here.
+Megatron zeroes the last stage's copy (a tied output layer's, or multi-token prediction's) and sums
+both over the embedding group, which has one rank here.
 
 Not patched: the builders that call this, and how a chunk is built.
 """
@@ -19,7 +19,7 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patch that copies the embedding's weight."""
+    """Return the patch that copies the embedding's weight."""
     return (
         wrap(
             "megatron.training.models.dist_utils:build_virtual_pipeline_stages",

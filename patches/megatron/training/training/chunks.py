@@ -1,11 +1,11 @@
-"""Chunks that the user did not ask for: Megatron's training loop expects one model and one data
+"""Chunks that the user did not request: Megatron's training loop expects one model and one data
 iterator a rank, and gets lists.
 
 Under several chunks ``model`` is a list of chunks, and ``data_iterator`` a list of their iterators,
-with None for a chunk that reads nothing. Every use of either in Megatron, and what becomes of it:
+with None for a chunk that reads nothing. Every use of either in Megatron, and its treatment:
 
 megatron/training/training.py
-- pretrain builds iterators chunk by chunk (`loaders`) and hands on whole lists. It takes the config
+- pretrain builds iterators chunk by chunk (`loaders`) and passes on whole lists. It uses the config
   of ``model[0]``, which is that of all chunks.
 - setup_model_and_optimizer takes groups and config of ``model[0]``, which are those of all chunks.
   Hooks of saved and loaded logits go to ``model[-1]``, which has the output layer. Models with
@@ -15,14 +15,14 @@ megatron/training/training.py
 - train_step passes both to the schedule and to the rerun machine. Hooks of ``model[0]`` are there
   if those of any chunk are. Gradients, logs of activations and qk_clip are for all chunks. DINO
   (--vision-pretraining) updates ``model[0]`` alone; Megatron no longer has such a model.
-- train makes lists of no_sync_func, grad_sync_func and param_sync_func, which our step takes.
+- train makes lists of no_sync_func, grad_sync_func and param_sync_func, which our step accepts.
   Reinforcement learning reads the weights of ``model[0]``, here and in megatron/rl/rl_utils.py: it
   is refused. --hybrid-context-parallel wraps one iterator: every schedule refuses it.
 - evaluate takes groups of ``model[0]`` and passes both to the schedule. The caller's
   non_loss_data_func gets the list.
 - evaluate_and_print_results takes the iterators of the chunks for those of several validation sets:
   patched here.
-- save_checkpoint_and_time takes groups of ``model[0]`` and hands the iterators on.
+- save_checkpoint_and_time takes groups of ``model[0]`` and passes the iterators on.
 
 megatron/training/checkpointing.py: see `checkpointing.chunks`.
 megatron/training/utils: norms, hashes and flags are taken over all chunks.
@@ -37,7 +37,7 @@ optimizer of a MimoModel asserts that there is one.
 megatron/core/transformer/cuda_graphs.py, moe/router_trace.py go through all chunks.
 megatron/core/resharding/refit.py takes ``model[0]``, for reinforcement learning.
 
-Not patched: all that is not said to be. One object that is both a list and an iterator would not
+Not patched: everything else. One object that is both a list and an iterator would not
 do: Megatron reads a list as sets in one place and as chunks in another.
 """
 
@@ -57,7 +57,7 @@ _TRAINING = "megatron.training.training"
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patches for iterations that are skipped, and for several validation sets."""
+    """Return the patches for skipped iterations, and for several validation sets."""
     return (
         wrap(
             f"{_TRAINING}:dummy_train_step",
@@ -77,7 +77,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 def skip_step(original: Callable[[Any], None], data_iterator: Any) -> None:
     """Read a step's microbatches in every chunk, and drop them: tokens and labels stay paired.
 
-    Megatron shares them among the ranks that divide a tensor too, which changes nothing.
+    Megatron broadcasts them among tensor-parallel ranks too, which changes nothing.
     """
     if not isinstance(data_iterator, list):
         original(data_iterator)
@@ -96,7 +96,7 @@ def evaluate_by_sets(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """``original``, which is given the chunks of each validation set."""
+    """Run ``original`` with the chunks of each validation set."""
     lengths = get_args().eval_iters
     if isinstance(data_iterator, list) and isinstance(lengths, list):
         data_iterator = _by_sets(data_iterator, len(lengths))
@@ -104,9 +104,9 @@ def evaluate_by_sets(
 
 
 def _by_sets(chunks: list[Any], sets: int) -> list[list[Any]]:
-    """The iterators of each set, chunk by chunk, from those of each chunk, set by set.
+    """Return the iterators by set and chunk, given by chunk and set.
 
-    A chunk that reads nothing has None, or one None or more.
+    A chunk that reads nothing has None, or a list of Nones.
     """
     by_chunk = []
     for iterators in chunks:

@@ -1,21 +1,22 @@
-"""Whether to train, and how long to evaluate, is known to every rank that has no loader.
+"""Decisions that need a loader, made known to ranks without one: whether to train, how long to
+evaluate.
 
-Megatron asks global rank 0, and expects a loader on each rank of a pipeline's ends. Under a
-schedule that has the first stage elsewhere rank 0 reads nothing, whoever provides the data: the run
-would end at once, with exit code 0 and not one step trained. So all ranks are asked. With
---full-validation the lengths of the validation sets come from the ranks that read them; those
-without a loader would have None, and broadcast it.
+Megatron queries global rank 0, and expects a loader on each rank of a pipeline's ends. If the
+schedule has the first stage elsewhere, rank 0 reads nothing under any provider: the run would end
+at once, with exit code 0 and no step trained. So all ranks are queried. With --full-validation the
+lengths of the validation sets come from the ranks that read them; ranks without a loader would have
+None, and broadcast it.
 
-Megatron builds the loaders chunk by chunk, and puts those lengths in the place of --eval-iters,
-from which it counts the samples of the next chunk's test set. So the flag stands until the last
-chunk has its loaders: else the tokens of one chunk would be another sample's than the labels of
-another.
+Megatron builds the loaders chunk by chunk, and overwrites --eval-iters with those lengths, from
+which it counts the samples of the next chunk's test set. So the flag is restored until the last
+chunk has its loaders: otherwise tokens and labels of different chunks would belong to different
+samples.
 
-Not patched: which ranks build datasets, which is for the provider to say; providers that do not
-take vp_stage, which Megatron refuses by name (one that gave the same loader to two chunks would
-have them read every other microbatch); --full-validation with one set, where Megatron fails by
-itself when it evaluates; reinforcement learning, which builds no loaders and is refused where a
-rank has several chunks.
+Not patched: which ranks build datasets, which the provider decides; providers that do not take
+vp_stage, which Megatron refuses by name (a provider with the same loader for two chunks would make
+them read every other microbatch); --full-validation with one set, where Megatron itself fails when
+it evaluates; reinforcement learning, which builds no loaders and is refused if a rank has several
+chunks.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _TRAINING = "megatron.training.training"
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patches that ask all ranks."""
+    """Return the patches that query all ranks."""
     return (
         wrap(
             f"{_TRAINING}:build_train_valid_test_data_loaders",
@@ -51,9 +52,9 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
 
 def ask_all_ranks(original: Callable[..., Any], provider: Callable[..., Any]) -> Any:
-    """Build the loaders of one chunk; train, validate and test if any rank has something to read.
+    """Build the loaders of one chunk; train, validate and test if any rank has data for it.
 
-    What a rank has to read is told as Megatron tells it of global rank 0.
+    The conditions are Megatron's own for global rank 0.
     """
     train, validation, test = original(provider)
     args = get_args()
@@ -69,7 +70,8 @@ def ask_all_ranks(original: Callable[..., Any], provider: Callable[..., Any]) ->
 
 
 def agree_on_lengths(original: Callable[..., Any], provider: Callable[..., Any]) -> Any:
-    """Build the iterators of one chunk; after the last one --eval-iters are the sets' lengths."""
+    """Build the iterators of one chunk; after the last chunk, set --eval-iters to the sets'
+    lengths."""
     args = get_args()
     flag = args.eval_iters
     iterators = original(provider)
@@ -83,12 +85,12 @@ def agree_on_lengths(original: Callable[..., Any], provider: Callable[..., Any])
 
 
 def _largest(numbers: list[int]) -> list[int]:
-    """The largest of each over all ranks."""
+    """Return the maximum over all ranks of each number."""
     return [max(of_ranks) for of_ranks in zip(*gather_from_all(numbers), strict=True)]
 
 
 def _is_last_chunk(provider: Callable[..., Any]) -> bool:
-    """Whether no chunk comes after the one that ``provider`` is for."""
+    """Whether ``provider`` is for the last chunk."""
     chunk = getattr(provider, "keywords", {}).get("vp_stage")
     chunks = get_args().virtual_pipeline_model_parallel_size
     return chunk is None or chunks is None or chunk == chunks - 1

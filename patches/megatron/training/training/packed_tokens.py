@@ -1,10 +1,10 @@
-"""Packed tokens are counted once, however many chunks a rank has.
+"""Packed tokens, counted once for any number of chunks on a rank.
 
-Each forward step of a packed microbatch adds its sequences' lengths, and so does each chunk of a
-rank. Megatron divides the sum over all ranks by their number and not by that of the chunks: its
-TFLOP/s would be too large by as much.
+Each forward step of a packed microbatch adds its sequences' lengths, and every chunk of a rank does
+so. Megatron divides the sum over all ranks by the number of ranks but not of chunks: its TFLOP/s
+would be too large by that factor.
 
-Not patched: what a forward step adds, and what becomes of the sums.
+Not patched: what a forward step adds, and the use of the sums.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Sums = tuple[float | None, float | None]  # of the lengths, and of their squares
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patch that divides by the chunks of a rank."""
+    """Return the patch that divides by the chunks of a rank."""
     return (
         wrap(
             "megatron.training.training:consume_seqlen_stats_in_iteration",

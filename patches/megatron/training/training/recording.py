@@ -1,9 +1,9 @@
-"""A training recorded, to be compared with another: `megatron-ext parity`.
+"""Recording of a training, for comparison with another: `megatron-ext parity`.
 
 The three functions are called by name from pretrain and train: after setup, after each step, and
-before Megatron asks whether to go on. None of them computes anything of a step.
+before Megatron decides whether to go on. None of them computes anything of a step.
 
-Not patched: train, train_step, and whatever computes.
+Not patched: train, train_step, and all computation.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 from megatron.training import training
 from megatron.training.global_vars import get_args
 
-from megatron_ext.adapter.parity.recorder import Recorder, give_up
+from megatron_ext.adapter.parity.recorder import ParityRecorder, give_up
 from megatron_ext.patches.engine import Patch, wrap
 
 _TRAINING = "megatron.training.training"
 
 
-def patches(recorder: Recorder) -> tuple[Patch, ...]:
-    """The patches that tell ``recorder`` of a training."""
+def patches(recorder: ParityRecorder) -> tuple[Patch, ...]:
+    """Return the patches through which ``recorder`` records a training."""
 
     def set_up(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         made = original(*args, **kwargs)
@@ -68,8 +68,8 @@ def patches(recorder: Recorder) -> tuple[Patch, ...]:
 
 
 def _gather_parameters(model: Any, optimizer: Any) -> None:
-    """As before a save, where the next step would have gathered them. Megatron 0.18 has no use for
-    the optimizer."""
+    """Gather parameters as before a save, if the next step would have gathered them. Megatron 0.18
+    does not use the optimizer."""
     if training.should_disable_forward_pre_hook(get_args()):
         takes = inspect.signature(training.force_param_sync).parameters
         known = {"optimizer": optimizer} if "optimizer" in takes else {}

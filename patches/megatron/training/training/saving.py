@@ -1,7 +1,7 @@
-"""No checkpoint is saved of a step that is not validated.
+"""Checkpoints of validated steps only.
 
-The iterations that save settle already, when they log. This is the net below them: whoever saves
-settles first, and a failure there is raised before anything is written.
+Iterations that save are commit points already, when they log. This is a second line of defence:
+every save first commits or rolls back, and an error there is raised before anything is written.
 
 Not patched: what is saved, and how.
 """
@@ -17,22 +17,22 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patches that settle before a save."""
+    """Return the patches that commit or roll back before a save."""
     return (
         wrap(
             "megatron.training.checkpointing:save_checkpoint",
-            settle_first,
+            commit_or_rollback_first,
             reason="what is saved is validated",
         ),
         wrap(
             "megatron.training.training:save_checkpoint_and_time",
-            settle_first,
+            commit_or_rollback_first,
             reason="what is synchronised and saved is validated",
         ),
     )
 
 
-def settle_first(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``original``, with nothing pending."""
-    post_validation.settle()
+def commit_or_rollback_first(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Commit or roll back the pending step, if any, then run ``original``."""
+    post_validation.commit_or_rollback()
     return original(*args, **kwargs)

@@ -1,7 +1,6 @@
-"""Models from a model provider, like those from a model builder, start with equal copies of the
-embedding.
+"""Equal initial copies of the embedding in models from a model provider, as from a model builder.
 
-Scripts written for Megatron before 0.19 give pretrain() a model provider; `get_model` builds these.
+Scripts written for Megatron before 0.19 pass pretrain() a model provider; `get_model` builds these.
 
 Not patched: how a chunk is built, wrapped and moved; train and what it calls.
 """
@@ -14,7 +13,7 @@ from megatron_ext.patches.megatron.training.models.dist_utils import copy_tied_w
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patch that copies the embedding's weight."""
+    """Return the patch that copies the embedding's weight."""
     return (
         wrap(
             "megatron.training.training:get_model",

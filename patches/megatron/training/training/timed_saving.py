@@ -1,10 +1,9 @@
-"""Saves between the iterations of a race, whose time is no iteration's.
+"""Saves between the iterations of a race, whose time does not count.
 
 Megatron's loop saves between two steps. An evaluation there is a step of ours, which a race sees; a
 save is not.
 
-Not patched: what is saved, and how; what else the loop does between steps, which belongs to its
-iterations.
+Not patched: what is saved, and how; other work of the loop between steps, which counts.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patch that tells a race of a save."""
+    """Return the patch that tells a race of a save."""
     return (
         wrap(
             "megatron.training.training:save_checkpoint_and_time",
@@ -31,7 +30,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
 
 def tell_of_the_save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``original``, which saves between two steps."""
+    """Tell the race that a save follows, then run ``original``."""
     step = pipeline_parallel.get_forward_backward_func()
     if isinstance(step, PipelineStep):
         step.interrupt()

@@ -1,8 +1,8 @@
-"""The end of a training, when measured steps are compared with the prediction, and a trace tells
-what it has missed.
+"""End of the training: measured steps are compared with the prediction, and missing iterations of a
+trace are reported.
 
-Megatron's loop asks after each iteration, in megatron/training/training.py, whether to go on; it
-also ends where its iterations do. Its writers are still open then.
+Megatron's loop decides after each iteration, in megatron/training/training.py, whether to go on; it
+also ends after its last iteration. Its writers are still open then.
 
 Not patched: train, which ends in one of several ways.
 """
@@ -22,7 +22,7 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patch that tells a step of the training's end."""
+    """Return the patch that tells a step of the training's end."""
     return (
         wrap(
             "megatron.training.training:checkpoint_and_decide_exit",
@@ -35,7 +35,8 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
 
 def tell_of_the_end(original: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
-    """``original``, which tells whether the training ends now."""
+    """Run ``original``, which decides whether the training ends now, and finish our observers if
+    so."""
     ends = original(*args, **kwargs)
     iteration = kwargs["iteration"] if "iteration" in kwargs else args[3]
     if ends or iteration >= get_args().train_iters:

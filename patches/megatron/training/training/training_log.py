@@ -1,13 +1,13 @@
-"""The log of an iteration is delivered when its step is validated.
+"""Log of an iteration, delivered when its step is validated.
 
-`training_log`, in megatron/training/training.py, counts skipped iterations and sums losses, and at
-intervals prints. It comes first after a step, so this is also where the iterations settle that
+`training_log`, in megatron/training/training.py, counts skipped iterations, sums losses, and prints
+at intervals. It comes first after a step, so commit points are handled here: iterations that
 evaluate, save or exit afterwards.
 
-Put off until within the next step, it finds the samples consumed, the batch size and the losses of
-its own iteration: train changes them after that step, and an iteration settles before the number of
-microbatches changes. Only memory statistics (``log_memory_to_tensorboard``) are those of the next
-step's beginning.
+A log deferred into the next step still finds the consumed samples, the batch size and the losses of
+its own iteration: train changes them after that step, and an iteration before the number of
+microbatches changes is a commit point. Only memory statistics (``log_memory_to_tensorboard``) are
+those at the beginning of the next step.
 
 Not patched: what is logged, and train.
 """
@@ -21,11 +21,11 @@ from typing import Any
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.training.global_vars import get_args
 
-from megatron_ext.adapter.post_validation.pending import Result, post_validation
-from megatron_ext.adapter.post_validation.settle_points import (
-    is_settle_point,
+from megatron_ext.adapter.post_validation.commit_points import (
+    is_commit_point,
     microbatches_will_change,
 )
+from megatron_ext.adapter.post_validation.pending import Result, post_validation
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, expect, wrap
 from megatron_ext.patches.megatron.training.utils.common_utils import in_single_precision
@@ -34,7 +34,7 @@ _TRAINING = "megatron.training.training"
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patch that logs after the verdict."""
+    """Return the patch that logs after the verdict."""
     return (
         wrap(
             f"{_TRAINING}:training_log",
@@ -85,10 +85,10 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
     )
 
 
-class PutOffLog:
-    """A call of ``original``, training_log, that waits for what its step has come to.
+class DeferredLog:
+    """Call of ``original``, training_log, deferred until its step's result is known.
 
-    ``report_memory_flag``: what it returned, or before that what it was given.
+    ``report_memory_flag`` is the call's result, or before the call its argument.
     """
 
     def __init__(self, original: Callable[..., bool], optimizer: Any, *args: Any, **kwargs: Any):
@@ -99,7 +99,7 @@ class PutOffLog:
         self.report_memory_flag: bool = self._call.arguments["report_memory_flag"]
 
     def __call__(self, result: Result) -> None:
-        """Log, as if ``result`` had been known at once."""
+        """Log as if ``result`` had been known at once."""
         arguments = self._call.arguments
         arguments["skipped_iter"] = 0 if result.success else 1
         arguments["grad_norm"] = in_single_precision(result.grad_norm)
@@ -112,13 +112,14 @@ class PutOffLog:
 
 
 def log_after_the_verdict(original: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
-    """``original`` now, after the verdict on an iteration that settles, or put off until it."""
+    """Run ``original`` after the verdict: at a commit point now, otherwise deferred; at once if no
+    step is pending."""
     optimizer = post_validation.pending_optimizer
     if optimizer is None:
         return original(*args, **kwargs)
-    log = PutOffLog(original, optimizer, *args, **kwargs)
+    log = DeferredLog(original, optimizer, *args, **kwargs)
     post_validation.log(log)
     megatron = get_args()
-    if is_settle_point(log.iteration, megatron) or microbatches_will_change(megatron):
-        post_validation.settle()
+    if is_commit_point(log.iteration, megatron) or microbatches_will_change(megatron):
+        post_validation.commit_or_rollback()
     return log.report_memory_flag

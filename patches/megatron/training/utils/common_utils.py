@@ -1,11 +1,11 @@
-"""The reductions in the training loop answer at once while a verdict is pending.
+"""Reductions in the training loop, which return at once while a verdict is pending.
 
 They make ranks agree on whether a step was taken, on its gradient norm and on the learning rate.
-Until the verdict all ranks take it for taken; every rank that has an optimizer has the latest norm
-and the learning rate, rounded as stock's reduction rounds them.
+Until the verdict all ranks assume that it was taken; every rank with an optimizer has the latest
+norm and the learning rate, rounded as Megatron's reduction rounds them.
 
-Not patched: other reductions in that file (of losses, within a stage; of norms of parameters,
-which is refused).
+Not patched: other reductions in that file (of losses, within a stage; of norms of parameters, which
+is refused).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _UTILS = "megatron.training.utils.common_utils"
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patches that answer without communication."""
+    """Return the patches that return without communication."""
     return (
         wrap(
             f"{_UTILS}:logical_and_across_model_parallel_group",
@@ -41,19 +41,19 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
 
 def and_at_once(original: Callable[..., bool], input: bool, *groups: Any, **named: Any) -> bool:
-    """``input`` itself, or ``original`` where nothing is pending."""
+    """Return ``input`` while a step is pending, else the result of ``original``."""
     return input if post_validation.answers_at_once else original(input, *groups, **named)
 
 
 def max_at_once(
     original: Callable[..., float | None], stat: float | None, *groups: Any, **named: Any
 ) -> float | None:
-    """``stat`` itself, or ``original`` where nothing is pending."""
+    """Return ``stat`` while a step is pending, else the result of ``original``."""
     if not post_validation.answers_at_once:
         return original(stat, *groups, **named)
     return in_single_precision(stat)
 
 
 def in_single_precision(stat: float | None) -> float | None:
-    """``stat`` as the reduction hands it back."""
+    """Return ``stat`` as the reduction rounds it."""
     return None if stat is None else torch.tensor(float(stat), dtype=torch.float32).item()

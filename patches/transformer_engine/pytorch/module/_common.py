@@ -1,20 +1,20 @@
-"""Transformer Engine's own delayed weight gradients, put into our queue.
+"""Transformer Engine's own delayed weight gradients, moved into our queue.
 
 Linear, LayerNormLinear, LayerNormMLP and GroupedLinear can leave their weight gradient to a call of
-``backward_dw``: their backward then puts it, as tensors and a function, into the module's
-`WeightGradStore`. That store is one FIFO a module, and ``backward_dw`` overwrites ``.grad``. Here
-the stores of all modules are on while a schedule splits the backward, and what they are given goes
-into the queue of `weight_gradients` instead, under its stage and microbatch. Nothing is copied: in
-FP8 the queue holds what I has quantised, and a fused accumulation is still one with the GEMM.
+``backward_dw``: their backward pass then puts it, as tensors and a function, into the module's
+`WeightGradStore`. That store is one FIFO per module, and ``backward_dw`` overwrites ``.grad``. Here
+the stores of all modules are enabled while a schedule splits the backward pass, and their contents
+go into the queue of `weight_gradients` instead, under the stage and microbatch. Nothing is copied:
+in FP8 the queue stores what I has quantised, and fused accumulation stays part of the GEMM.
 
-A column-parallel layer is put while the reduction of its input's gradient is under way, and waits
-for it afterwards: what the queue computes meanwhile hides it.
+A column-parallel layer puts its gradient while the reduction of its input's gradient runs, and then
+waits for the reduction: the queue's computation in between hides it.
 
-Under sequence parallelism a layer puts an operand that it has gathered: whole, that would be most
-of what waits for W. Where W is not next a rank's own part is kept, and W gathers it again while the
-product before is computed. (Quantised operands are kept whole.)
+With sequence parallelism a layer puts an operand that it has gathered, which would be most of the
+memory that waits for W. If W does not follow directly, only the rank's own part is stored, and W
+gathers it again during the previous product. (Quantised operands are stored whole.)
 
-Not patched: the layers themselves; ``backward_dw``, which nobody calls here. Not split: te.ops,
+Not patched: the layers themselves; ``backward_dw``, which is not called here. Not split: te.ops,
 attention, norms, and layers whose operands lie in Userbuffers, where the next layer overwrites
 them.
 """
@@ -51,7 +51,8 @@ _module_of: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDi
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patches that split the backward of Transformer Engine's linear layers, if it is here."""
+    """Return the patches that split the backward pass of Transformer Engine's linear layers, if
+    installed."""
     if not can_split():
         return ()
     return (
@@ -76,7 +77,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
 
 def delays(original: Callable[[Any], bool], store: Any) -> bool:
-    """Whether weight gradients are put off."""
+    """Whether weight gradients of this store are deferred."""
     if not queue.splitting or _comes_at_once(store) or _lies_in_userbuffers(store):
         return original(store)
     from transformer_engine.debug.pytorch.debug_state import TEDebugState
@@ -89,13 +90,13 @@ def delays(original: Callable[[Any], bool], store: Any) -> bool:
     return True
 
 
-# What of a module says that its weight gradient's input, its output's gradient or its product
-# itself is in a buffer of Userbuffers. (The last is LayerNormMLP's name for the last but one.)
+# Attributes of a module which tell that its weight gradient's input, its output's gradient or its
+# product is in a buffer of Userbuffers. (The last is LayerNormMLP's name for the one before it.)
 _IN_USERBUFFERS = ("ub_bulk_dgrad", "ub_bulk_wgrad", "ub_overlap_ag_dgrad", "ub_overlap_ag")
 
 
 def _reduces(module: Any) -> bool:
-    """Whether the reduction of its input's gradient is under way when ``module`` puts."""
+    """Whether the reduction of its input's gradient is running when ``module`` puts."""
     if getattr(module, "ub_overlap_rs_dgrad", False):
         return False  # done, within the product
     return getattr(module, "parallel_mode", None) == "column" and module.tp_size > 1
@@ -107,7 +108,8 @@ def _lies_in_userbuffers(store: Any) -> bool:
 
 
 def remember_module(original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
-    """``original``, which begins each forward pass of ``module``."""
+    """Call ``original``, which begins each forward pass of ``module``, and remember the store's
+    module."""
     store = getattr(module, "wgrad_store", None)
     if queue.splitting and store is not None:
         _module_of[store] = weakref.ref(module)
@@ -119,8 +121,8 @@ def put(
 ) -> None:
     """Put a module's weight gradient, ``function(*tensors)``, into our queue.
 
-    ``tensors`` are the layer's input and its output's gradient. A GroupedLinear's are lists, with a
-    third one of what ``function`` writes the weights' gradients to.
+    ``tensors`` are the layer's input and its output's gradient. For a GroupedLinear they are lists,
+    and a third list has the tensors to which ``function`` writes the weights' gradients.
     """
     if not queue.splitting or _comes_at_once(store):
         original(store, tensors, function)
@@ -154,7 +156,8 @@ def put(
 
 
 class _Part:
-    """This rank's part of a tensor that was gathered from all of ``group``, and is once more."""
+    """Part on this rank of a tensor that was gathered from ``group``, and that will be gathered
+    again."""
 
     def __init__(self, whole: Tensor, group: Any) -> None:
         self.tensor = whole.chunk(group.size())[group.rank()].clone()
@@ -163,21 +166,22 @@ class _Part:
         self._work: Any = None
 
     def gather(self) -> None:
-        """Begin to gather."""
+        """Start the gather."""
         part = self.tensor
         self._whole = torch.empty(self._shape, dtype=part.dtype, device=part.device)
         gather = torch.distributed.all_gather_into_tensor
         self._work = gather(self._whole, part, group=self._group, async_op=True)
 
     def whole(self) -> Tensor:
-        """What has been gathered."""
+        """Return the gathered tensor, after waiting for it."""
         self._work.wait()
         assert self._whole is not None
         return self._whole
 
 
 def _in_parts(module: Any, x: Any, dy: Any) -> tuple[Any, Any]:
-    """``x`` and ``dy``, with this rank's `_Part` for the one that ``module`` has gathered."""
+    """Return ``x`` and ``dy``, with this rank's `_Part` of the operand that ``module`` has
+    gathered."""
     if queue.w_is_next or not getattr(module, "sequence_parallel", False):
         return x, dy
     if module.parallel_mode == "column" and type(x) is Tensor:
@@ -188,7 +192,7 @@ def _in_parts(module: Any, x: Any, dy: Any) -> tuple[Any, Any]:
 
 
 def _comes_at_once(store: Any) -> bool:
-    """Whether it is the store of an output layer whose weight gradient comes with I."""
+    """Whether the store belongs to an output layer whose weight gradient is computed in I."""
     module = _remembered(store)
     return module is not None and getattr(module, "weight", None) in queue.at_once
 
@@ -226,10 +230,11 @@ def _make_grouped(
 
 
 def _taken_back(outputs: list[Tensor]) -> Callable[[], list[Tensor]]:
-    """Empty ``outputs``, a GroupedLinear's unwritten gradients; returns what makes them again.
+    """Empty ``outputs``, a GroupedLinear's unwritten gradients; return a function that allocates
+    them.
 
-    The same list goes to autograd next, which would add them to the weights' gradients as they are;
-    and they would take the weights' memory from I to W.
+    The same list goes to autograd next, which would add its contents to the weights' gradients; and
+    the tensors would take as much memory as the weights from I to W.
     """
     shape, dtype, device = outputs[0].shape, outputs[0].dtype, outputs[0].device
     count = len(outputs)
@@ -239,7 +244,7 @@ def _taken_back(outputs: list[Tensor]) -> Callable[[], list[Tensor]]:
 
 @dataclass(frozen=True)
 class _Gradient:
-    """What a module has put off.
+    """Deferred weight gradient of a module.
 
     ``fused``: ``make`` adds the weights' gradients to ``main_grad`` itself.
     """
@@ -250,10 +255,10 @@ class _Gradient:
     make: Callable[[], _Made]
 
     def compute(self) -> Contributions:
-        """The contributions to the gradients of ``weights`` and then ``biases``."""
+        """Return the contributions to the gradients of ``weights`` and then ``biases``."""
         made, made_of_biases = self.make()
         parameters = (*self.weights, *self.biases)
-        # A layer without biases makes nothing of use for them.
+        # A layer without biases returns nothing useful for them.
         gradients = (*([None] * len(made) if self.fused else made), *made_of_biases)
         return tuple(map(_contribution, parameters, gradients))
 
@@ -261,7 +266,7 @@ class _Gradient:
 def _add_before(
     hooks: Sequence[Callable[[], None]], parameters: Weights, gradients: Contributions
 ) -> None:
-    """Add ``gradients`` to ``.grad``, where ``hooks`` expect them: those of a module's
+    """Add ``gradients`` to ``.grad``, where ``hooks`` expect them: the hooks of a module's
     ``register_wgrad_accumulation_and_reduce_hooks``."""
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if gradient is not None:
@@ -271,7 +276,8 @@ def _add_before(
 
 
 def _contribution(parameter: Tensor, gradient: Contribution) -> Contribution:
-    """``gradient`` as autograd would add it; a bias's is None or empty where it came in I."""
+    """Return ``gradient`` as autograd would add it; None for a bias's gradient that was computed in
+    I."""
     if gradient is None or not gradient.numel() or not parameter.requires_grad:
         return None
     return gradient.to(parameter.dtype)
@@ -287,7 +293,8 @@ def _parameters(module: Any, names: Sequence[str]) -> Weights:
 
 
 def _tensors_in(saved: Any) -> list[Tensor]:
-    """The tensors in ``saved``; what is no `Tensor`, as of quantised ones, is left out."""
+    """Return the tensors in ``saved``; objects that are no `Tensor`, like quantised ones, are
+    ignored."""
     if isinstance(saved, list | tuple):
         return [tensor for part in saved for tensor in _tensors_in(part)]
     if isinstance(saved, _Part):
@@ -296,7 +303,8 @@ def _tensors_in(saved: Any) -> list[Tensor]:
 
 
 def _cut_off(saved: Any) -> Any:
-    """``saved`` without the graph, which holds the stage's input and its gradient, to be kept."""
+    """Return ``saved`` detached from the graph, which would keep the stage's input and its gradient
+    alive."""
     if isinstance(saved, list | tuple):
         return [_cut_off(part) for part in saved]
     if not isinstance(saved, Tensor):

@@ -1,11 +1,11 @@
-"""Embeddings whose two copies are on one rank: a checkpoint gets one of them.
+"""Checkpoints of embeddings whose two copies are on one rank: one copy is saved.
 
-Stock shares the saving out among data-parallel ranks, by the name of a tensor: whoever is to save
-it marks every shard of that name, and two of one rank are refused as overlapping, by global rank 0
-alone, for which the others then wait.
+Megatron distributes the saving over data-parallel ranks by the name of a tensor: the chosen rank
+marks every shard of that name, and two shards on one rank are refused as overlapping, by global
+rank 0 alone, for which the others then wait.
 
-Not patched: what a checkpoint holds and who saves what; without data-parallel ranks stock takes the
-embedding's copy.
+Not patched: a checkpoint's contents, and which rank saves what; without data-parallel ranks
+Megatron takes the embedding's copy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patch that leaves one copy to save."""
+    """Return the patch that leaves one copy to save."""
     return (
         wrap(
             "megatron.core.dist_checkpointing.strategies.fully_parallel:"
@@ -37,7 +37,8 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 def leave_one_copy(
     original: Callable[..., None], sharded_state_dict: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Of the shards of one name that ``original`` has this rank save, only the first stays."""
+    """Run ``original``, which marks the shards this rank saves, and unmark all but the first of
+    each name."""
     original(sharded_state_dict, *args, **kwargs)
     saved = set()
     for shard in nested_values(sharded_state_dict):

@@ -1,10 +1,10 @@
-"""Pipeline segments of hybrid models: the i-th is stage i, on the rank that the placement says.
+"""Pipeline segments of hybrid models: the i-th segment is stage i, on the rank of its placement.
 
-On lines and loops that is Megatron's own order, and what is missing is the check: of more segments
-than there are stages it builds the first ones, and trains a smaller model.
+On lines and loops that is Megatron's own order, but Megatron lacks a check: if there are more
+segments than stages it builds the first ones only, and trains a smaller model.
 
-Not patched: `HybridModel`, which imports the function here in its __init__ and takes what it
-returns, layers and their first number; `HybridStack`, whose layers are numbered by that alone.
+Not patched: `HybridModel`, which imports this function in its __init__ and uses its result, layers
+and their first number; `HybridStack`, whose layers are numbered by that alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patch that gives a chunk of a hybrid model the layers of its stage."""
+    """Return the patch that gives a chunk of a hybrid model the layers of its stage."""
     choice = config.choice
 
     def select(
@@ -38,7 +38,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             return original(main_pattern, pp_group, vp_stage, *given, **groups)
         placement = choice.place(pp_group.size())
         is_divided = SEGMENT_END in main_pattern
-        if placement.chunks == 1 and not is_divided:  # which Megatron divides over the ranks
+        if placement.chunks == 1 and not is_divided:  # which Megatron itself splits over the ranks
             return original(main_pattern, pp_group, vp_stage, *given, **groups)
         if given != (None, None):
             raise ValueError(

@@ -1,10 +1,10 @@
-"""Main parameters of 16-bit ones are saved wherever the first stage is.
+"""Main parameters of 16-bit parameters are saved wherever the first stage is.
 
-A checkpoint has, from global rank 0, what is no tensor. Of a group of parameters that has none on
-that rank (embeddings have one of their own with --decoupled-lr, or beside Muon, and on a V are on
-another rank) that is an empty list, and whoever loads it fails: it does not fit the tensors there.
+A checkpoint takes data that are no tensors from global rank 0. For a group without parameters on
+that rank (embeddings have a group of their own with --decoupled-lr or Muon, and on a V are on
+another rank) that is an empty list, and loading fails, as the list does not fit the tensors there.
 
-Not patched: what is loaded, and into what; the distributed optimizer, which saves no such lists.
+Not patched: loading; the distributed optimizer, which saves no such lists.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _GROUPS = "fp32_from_fp16_params"
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patch that saves no empty groups."""
+    """Return the patch that saves no empty groups."""
     return (
         wrap(
             "megatron.core.optimizer.optimizer:"
@@ -38,7 +38,7 @@ def without_empty_groups(
     is_loading: bool = False,
     **named: Any,
 ) -> dict[str, Any]:
-    """``original``, where it saves, with the groups that have tensors to save."""
+    """Run ``original``, and when saving remove the groups without tensors."""
     state = original(optimizer, model_sharded_state_dict, is_loading, **named)
     if not is_loading:
         groups = [group for group in state.pop(_GROUPS) if group]

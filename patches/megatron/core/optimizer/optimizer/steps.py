@@ -1,11 +1,10 @@
-"""Who decides how an optimizer steps: `step` goes to the process's `PostValidation`.
+"""Optimizer steps that go to the process's `PostValidation`, which decides when they are taken.
 
-The zeroing of gradients waits for it too, because a step can be done again only on the gradients
-it was done on.
+The zeroing of gradients is deferred too, because a step can be redone only on its own gradients.
 
-Not patched: prepare_grads, step_with_ready_grads and clipping (called as they are; groups and
-answers are given to one optimizer for one call), the optimizers of torch, Apex and Transformer
-Engine (their tensors are copied, not computed back).
+Not patched: prepare_grads, step_with_ready_grads and clipping (called unchanged; groups and answers
+are given to one optimizer for one call), the optimizers of torch, Apex and Transformer Engine
+(their tensors are copied, not recomputed).
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ _BUCKETS = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketG
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patches by which steps are taken before they are validated."""
+    """Return the patches by which steps are taken before they are validated."""
     return optimizer_patches(post_validation)
 
 
 def optimizer_patches(post_validation: PostValidation) -> tuple[Patch, ...]:
-    """The patches by which ``post_validation`` takes steps, and puts off what they would lose."""
+    """Return the patches by which ``post_validation`` takes steps, and defers what these need."""
 
     def step(stock: Step, optimizer: Any) -> Result:
         if nesting.is_inside:
@@ -46,15 +45,13 @@ def optimizer_patches(post_validation: PostValidation) -> tuple[Patch, ...]:
 
     def zero_grad(stock: Callable[..., None], optimizer: Any, *args: Any, **named: Any) -> None:
         if post_validation.is_pending and not nesting.is_inside:
-            post_validation.put_off(
-                functools.partial(nesting.call, stock, optimizer, *args, **named)
-            )
+            post_validation.defer(functools.partial(nesting.call, stock, optimizer, *args, **named))
         else:
             stock(optimizer, *args, **named)
 
     def zero_grad_buffer(stock: Callable[..., None], model: Any) -> None:
         if post_validation.is_pending:
-            post_validation.put_off(functools.partial(zero_within_a_step, stock, model))
+            post_validation.defer(functools.partial(zero_within_a_step, stock, model))
         else:
             stock(model)
 
@@ -99,7 +96,7 @@ def optimizer_patches(post_validation: PostValidation) -> tuple[Patch, ...]:
 
 
 def _relied_on() -> tuple[Patch, ...]:
-    """What `SpeculativeOptimizer` calls, or does in its place."""
+    """Return expectations of all functions that `SpeculativeOptimizer` calls or replaces."""
     prepares = "prepares gradients: copies, unscales, looks for infinities"
     steps = "writes parameters, states and settings of groups, and nothing else"
     copies = "makes the model's parameters from those that are kept"

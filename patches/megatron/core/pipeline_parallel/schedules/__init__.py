@@ -1,1 +1,1 @@
-"""Patches of megatron/core/pipeline_parallel/schedules.py, a file for each subject."""
+"""Patches of megatron/core/pipeline_parallel/schedules.py, one file per subject."""

@@ -1,12 +1,13 @@
-"""The schedule function that Megatron's training loop calls, ours in place of stock's.
+"""Schedule function that Megatron's training loop calls: ours instead of Megatron's.
 
-Patched is the choice alone: `get_forward_backward_func` returns a `PipelineStep` instead of stock's
-1F1B or interleaved function. It takes the same arguments, uses Megatron's forward_step and
-backward_step, and ends as stock ends: embedding gradients, finalize_model_grads, timers.
+Only the choice is patched: `get_forward_backward_func` returns a `PipelineStep` instead of
+Megatron's 1F1B or interleaved function. It takes the same arguments, uses Megatron's forward_step
+and backward_step, and ends as Megatron's functions do: embedding gradients, finalize_model_grads,
+timers.
 
-Not patched: the stock schedule functions themselves (whoever calls one by name gets it), train,
-train_step and evaluate (they ask get_forward_backward_func), P2PCommunicator (ours have their own
-channels over the same pipeline group, or batch their messages on it).
+Not patched: Megatron's schedule functions themselves (a caller by name gets them), train,
+train_step and evaluate (they call get_forward_backward_func), P2PCommunicator (we have our own
+channels over the same pipeline group, or batch our messages on it).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patch that makes Megatron run ``config.schedule``."""
+    """Return the patch that makes Megatron run ``config.schedule``."""
     step = PipelineStep(config)
 
     def choose(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:

@@ -1,8 +1,8 @@
-"""Megatron's own pipeline functions, watched where they compute.
+"""Megatron's own pipeline functions, observed where they compute.
 
-Patched are the choice, for which a `StockStep` stands that calls the chosen function with the same
-arguments, and forward_step and backward_step, which these functions call by name. Which pass a call
-is, is seen from its arguments; whether their order is the known one, from what was recorded.
+Patched are the choice, replaced by a `StockStep` that calls the chosen function with the same
+arguments, and forward_step and backward_step, which these functions call by name. The arguments of
+a call tell which pass it is; the record tells whether the order is the known one.
 
 Not patched: the pipeline functions themselves, P2PCommunicator, layers, train_step and evaluate.
 """
@@ -21,7 +21,7 @@ _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patches that let observers see Megatron's own steps."""
+    """Return the patches that let observers see Megatron's own steps."""
     stock = WatchedStock(config)
 
     def choose(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:

@@ -1,10 +1,10 @@
-"""Experts are chosen in a first run as they are in the run with gradients.
+"""Choice of experts in a checkpointed forward, equal to that of the recompute.
 
 Without gradients Megatron leaves a token's experts unsorted, and sums of their scores could differ
 in the last bit. Nothing is differentiated here: the logits have no gradient.
 
-Not patched: routers, which count tokens and auxiliary losses only where there are gradients, so not
-in a first run.
+Not patched: routers, which count tokens and auxiliary losses only with gradients, so not in a
+checkpointed forward.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from megatron_ext.adapter.step.first_run import first_run
+from megatron_ext.adapter.step.checkpointed_forward import checkpointed_forward
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patch that has experts sorted."""
+    """Return the patch that sorts experts."""
     return (
         wrap(
             "megatron.core.transformer.moe.moe_utils:topk_routing_with_score_function",
@@ -31,8 +31,8 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
 
 def sort_experts(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``original``'s result."""
-    if not first_run.is_on:
+    """Run ``original``; in a checkpointed forward with gradients enabled, so that it sorts."""
+    if not checkpointed_forward.is_on:
         return original(*args, **kwargs)
     with torch.enable_grad():
         return original(*args, **kwargs)

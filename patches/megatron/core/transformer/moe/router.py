@@ -1,6 +1,6 @@
-"""Auxiliary losses of routers are of whole microbatches, though these come slice by slice.
+"""Auxiliary losses of routers over whole microbatches, although these run slice by slice.
 
-Not patched: the choice of experts and the counts of their biases, which are a token's; the global
+Not patched: the choice of experts and the counts for their biases, which are per token; the global
 loss, quantile balancing and Sinkhorn's, which are refused.
 """
 
@@ -22,7 +22,7 @@ _REASON = "a slice's router has the losses of its whole microbatch"
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patches that sum losses over slices."""
+    """Return the patches that sum losses over slices."""
     return (
         *(
             wrap(f"{_ROUTER}.{name}", making(name), reason=_REASON)

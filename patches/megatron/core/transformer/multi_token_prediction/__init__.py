@@ -1,1 +1,1 @@
-"""Patches of megatron/core/transformer/multi_token_prediction.py, a file for each subject."""
+"""Patches of megatron/core/transformer/multi_token_prediction.py, one file per subject."""

@@ -1,6 +1,6 @@
-"""Losses of multi-token prediction are logged once where a pass runs twice.
+"""Losses of multi-token prediction, logged once for a pass that is recomputed.
 
-Megatron logs them in each forward pass of a training, with gradients or without.
+Megatron logs them in each forward pass of a training, with or without gradients.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from typing import Any
 
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-from megatron_ext.adapter.step.first_run import first_run
+from megatron_ext.adapter.step.checkpointed_forward import checkpointed_forward
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, wrap
 
 
 def name_here() -> str:
-    """Of the function that logs: 0.18 has another."""
+    """Return the name of the function that logs, which is different in Megatron 0.18."""
     names = "save_metrics_to_tracker", "save_loss_to_tracker"
     return next(name for name in names if hasattr(MTPLossLoggingHelper, name))
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patch that leaves logging to the second run."""
+    """Return the patch that leaves logging to the recompute."""
     return (
         wrap(
             f"megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper.{name_here()}",
@@ -33,6 +33,6 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
 
 def log_once(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """``original``, but in a first run."""
-    if not first_run.is_on:
+    """Run ``original``, except in a checkpointed forward."""
+    if not checkpointed_forward.is_on:
         original(*args, **kwargs)

@@ -1,7 +1,7 @@
-"""Multi-token prediction of a slice shifts whole sequences, of which it predicts its own tokens.
+"""Multi-token prediction of a slice: it shifts whole sequences and predicts its own tokens.
 
-Not patched: the layers, whose attention is patched where it is; how losses are weighed and logged:
-those of all slices add up.
+Not patched: the layers, whose attention is patched in its own file; how losses are weighted and
+logged: those of all slices add up.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _REASON = "a slice predicts tokens of the slices after it"
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patches that give a slice what comes after it."""
+    """Return the patches that give a slice the tokens after it."""
     counts: tuple[Patch, ...] = ()
     if hasattr(multi_token_prediction, _COUNT):
         counts = (wrap(f"{_MODULE}:{_COUNT}", count_right, reason=_REASON),)

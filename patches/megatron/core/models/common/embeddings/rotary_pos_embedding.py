@@ -1,9 +1,9 @@
-"""Rotary positions begin where the slice of a sequence does that a pass is about.
+"""Rotary positions that begin at the start of the running slice.
 
-The call of the module is wrapped, of Yarn's too, which is one: its `forward` keeps what it has
-made by length and offset.
+The call of the module is wrapped, also of Yarn's, which is a subclass: its `forward` caches its
+result by length and offset.
 
-Not patched: MultimodalRotaryEmbedding, which is given positions.
+Not patched: MultimodalRotaryEmbedding, which gets positions as arguments.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patch that moves positions on."""
+    """Return the patch that shifts positions."""
     return (
         wrap(
             "megatron.core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.__call__",

@@ -1,6 +1,6 @@
-"""Yarn's cached cosines and sines begin where the slice of a sequence does that a pass is about.
+"""Yarn's cached cosines and sines that begin at the start of the running slice.
 
-Megatron's fused kernels of latent attention take these.
+Megatron's fused kernels of latent attention use these.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patch that moves positions on."""
+    """Return the patch that shifts positions."""
     return (
         wrap(
             "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding:"

@@ -1,10 +1,10 @@
-"""An embedding group of the caller's own that does not fit the schedule is refused at the build.
+"""Refusal, when a model is built, of a caller's embedding group that does not fit the schedule.
 
-Stock's groups are made where `parallel_state` is patched. A caller's pg_collection may have an
-embedding group of the first and the last rank, as stock has it: on a V the last rank would wait in
-it for the first, which holds no copy.
+Megatron's own groups are created where `parallel_state` is patched. A caller's pg_collection may
+have an embedding group of the first and the last rank, as Megatron's own: on a V the last rank
+would wait in that group for the first, which has no copy.
 
-Not patched: what is set up; with a group that fits stock does the right thing.
+Not patched: the setup; with a group that fits, Megatron does the right thing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patch that checks a model's embedding group."""
+    """Return the patch that checks a model's embedding group."""
     choice = config.choice
 
     def check_and_set_up(original: Callable[..., None], model: Any) -> None:

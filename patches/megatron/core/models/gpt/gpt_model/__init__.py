@@ -1,1 +1,1 @@
-"""Patches of megatron/core/models/gpt/gpt_model.py, a file for each subject."""
+"""Patches of megatron/core/models/gpt/gpt_model.py, one file per subject."""

@@ -1,8 +1,8 @@
-"""A GPTModel that is called with a whole batch runs a slice of its sequences.
+"""GPTModel that is called with a whole batch and runs one slice of its sequences.
 
-Not patched: how the batch is made, which callers do as ever; the layers, which know nothing of
-sequences but in attention and positions, patched where those are; `_postprocess`, whose losses are
-a slice's, token by token.
+Not patched: how callers make the batch; the layers, which depend on sequences only in attention and
+positions, patched in their own files; `_postprocess`, which computes the slice's losses token by
+token.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patch that gives the model the part of a batch that a pass is about."""
+    """Return the patch that gives the model the running slice's part of a batch."""
     return (
         wrap(
             "megatron.core.models.gpt.gpt_model:GPTModel.forward",

@@ -1,12 +1,12 @@
-"""Models whose embedding and output layer are divided over all pipeline ranks.
+"""Models whose embedding and output layer are sharded over all pipeline ranks.
 
-Megatron builds a chunk with tables of one row a tensor parallel rank. They go again, and the first
-chunk of every rank gets its parts of the whole ones (`vocabulary`), under the names that stock
-gives the tables. The first stage then takes what the ranks have looked up, the last one ends with
-its hidden states.
+Megatron builds a chunk with tables of one row per tensor parallel rank. These are removed, and the
+first chunk of every rank gets its parts of the whole tables (`vocabulary`), under the names that
+Megatron gives the tables. The first stage then takes the embeddings that the ranks have looked up,
+and the last one ends with its hidden states.
 
-Not patched: `_preprocess`, `forward` and `_postprocess`, which do what they do on other stages; the
-tying of two copies, of which there is one; position embeddings, dropout and norms, which stay.
+Not patched: `_preprocess`, `forward` and `_postprocess`, which work as on other stages; the tying
+of two copies, of which there is only one; position embeddings, dropout and norms, which stay.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MODEL = "megatron.core.models.gpt.gpt_model:GPTModel"
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """The patches that divide the tables of a GPTModel."""
+    """Return the patches that shard the tables of a GPTModel."""
     choice, vocabulary = config.choice, config.vocab_parallel
 
     def build(original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
@@ -95,7 +95,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
 
 def build_divided(original: Callable[..., None], model: Any, call: inspect.BoundArguments) -> None:
-    """Build ``model`` with this rank's parts in the place of whole tables."""
+    """Build ``model`` with this rank's parts instead of whole tables."""
     vocabulary = call.arguments["vocab_size"]
     tied = call.arguments["share_embeddings_and_output_weights"]
     config = call.arguments["config"]
@@ -125,7 +125,8 @@ def build_divided(original: Callable[..., None], model: Any, call: inspect.Bound
 
 
 def take_embeddings(original: Callable[..., None], model: Any, input_tensor: Any) -> None:
-    """Hand the first stage what the ranks have looked up, and any other its input."""
+    """Give the first stage the embeddings that the ranks have looked up, and any other stage its
+    input."""
     if not model.pre_process:
         original(model, input_tensor)
         return

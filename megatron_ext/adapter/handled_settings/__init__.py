@@ -1,0 +1,1 @@
+"""Settings of Megatron that we accept and implement ourselves."""

@@ -1,0 +1,33 @@
+"""Megatron's microbatch_group_size_per_vp_stage as an option of our schedules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_ext.compile.registry import Choice, choose, options_of, with_option
+
+_OPTION = "group"
+_SETTING = "microbatch_group_size_per_vp_stage"
+
+
+def with_megatrons_group(choice: Choice, settings: Any) -> Choice:
+    """Return ``choice`` with the group size of ``settings``: the number of microbatches that a rank
+    runs consecutively in a virtual stage.
+
+    ``settings`` are Megatron's arguments or a config. ``choice`` stays as it is if they set no
+    other group size than the default, or if its schedule has no groups.
+
+    Raises:
+        ValueError: ``choice`` has another group size.
+    """
+    group = getattr(settings, _SETTING, None)
+    ranks = settings.pipeline_model_parallel_size
+    accepted, given = options_of(choice.spec)
+    if group in (None, ranks) or _OPTION not in accepted:
+        return choice
+    if given.get(_OPTION, group) not in (0, group):
+        raise ValueError(
+            f"--pipeline-schedule {choice.spec} does not go with {_SETTING}={group}, Megatron's "
+            f"word for the same: drop one of them"
+        )
+    return choice if _OPTION in given else choose(with_option(choice.spec, _OPTION, group))

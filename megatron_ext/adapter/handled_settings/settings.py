@@ -1,0 +1,102 @@
+"""Settings of Megatron that the schedule or its passes implement: accepted, with a log line each.
+
+Settings that would change layers are switched off in the configs from which models are built.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ext.config import PipelineConfig
+from megatron_ext.logger import logger
+from megatron_ext.schedule.problem import Offload, VocabularyParallel
+
+
+def _always(config: PipelineConfig) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class HandledSetting:
+    """Setting of Megatron, a switch or a number that is 0 when off.
+
+    Attributes:
+        setting: its name in arguments and configs.
+        text: what we do instead, or what remains of its effect.
+        by: whether our settings implement it.
+        stays: whether it is left on.
+    """
+
+    setting: str
+    text: str
+    by: Callable[[PipelineConfig], bool] = _always
+    stays: bool = False
+
+
+_DRAWS = "drawn slice by slice, other numbers than without --pipeline-slices"
+
+
+def _cuts_sequences(config: PipelineConfig) -> bool:
+    return config.slices > 1
+
+
+_PLACES_W = "the schedule says when weight gradients are computed"
+
+HANDLED_SETTINGS = (
+    HandledSetting(
+        "defer_embedding_wgrad_compute",
+        f"{_PLACES_W}, the output layer's too; wgrad_deferral_limit is not read",
+    ),
+    HandledSetting("delay_wgrad_compute", _PLACES_W),
+    HandledSetting(
+        "overlap_moe_expert_parallel_comm",
+        "experimental, no GPU has run it: forward and backward passes that the schedule puts side "
+        "by side run as one, and the all-to-all of one hides behind the other's compute",
+        by=lambda config: config.choice.example.chunks > 1,
+        stays=True,
+    ),
+    HandledSetting(
+        "overlap_dispatch_backward_with_experts_wgrad", f"{_PLACES_W}, those of experts too"
+    ),
+    HandledSetting(
+        "fine_grained_activation_offloading",
+        "--pipeline-activation-offload does it: all that a microbatch leaves is copied on the "
+        "schedule's time, whatever offload_modules names",
+        by=lambda config: config.activation_offload is not Offload.NONE,
+    ),
+    HandledSetting(
+        "cross_entropy_loss_fusion",
+        "passes of --pipeline-vocab-parallel make the loss, fused their own way",
+        by=lambda config: config.vocab_parallel is not VocabularyParallel.NONE,
+        stays=True,
+    ),
+    HandledSetting(
+        "tp_comm_overlap",
+        "layers whose operands lie in Userbuffers keep whole backward passes; W has the others' "
+        "weight gradients (--pipeline-report-split counts them)",
+        by=lambda config: config.splits_backward,
+        stays=True,
+    ),
+    HandledSetting("hidden_dropout", _DRAWS, by=_cuts_sequences, stays=True),
+    HandledSetting("attention_dropout", _DRAWS, by=_cuts_sequences, stays=True),
+)
+
+
+def apply_handled_settings(settings: Any, config: PipelineConfig) -> None:
+    """Switch off in ``settings`` (Megatron's arguments or a config) the settings that ``config``
+    implements, and log each once per process on global rank 0."""
+    for entry in HANDLED_SETTINGS:
+        if getattr(settings, entry.setting, False) and entry.by(config):
+            _tell(f"{entry.setting}: {entry.text}")
+            if not entry.stays:
+                setattr(settings, entry.setting, False)
+
+
+@functools.cache
+def _tell(line: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        logger.info(line)

@@ -1,0 +1,58 @@
+"""Megatron's flag that requests overlapped forward and backward passes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megatron_ext.config import PipelineConfig, flag
+from megatron_ext.schedule.problem import Extras
+
+SETTING = "overlap_moe_expert_parallel_comm"
+FLAG = "--overlap-moe-expert-parallel-comm"
+DELAY = "delay_wgrad_compute"  # which needs SETTING
+
+
+def requests_pairs(settings: Any) -> bool:
+    """Whether ``settings``, Megatron's arguments or a config, request overlapped passes."""
+    return getattr(settings, SETTING, None) is True
+
+
+def flags_given(settings: Any) -> tuple[str, ...]:
+    """Return the flags of ``settings`` about overlapped passes."""
+    given = (name for name in (SETTING, DELAY) if getattr(settings, name, None) is True)
+    return tuple(f"--{name.replace('_', '-')}" for name in given)
+
+
+def has_pairs(settings: Any, microbatches: int) -> bool:
+    """Whether a step of ``microbatches`` has overlapped passes, if ``settings`` request them.
+    Passes of one microbatch depend on each other, and a caller with varying batches may have such a
+    step."""
+    return requests_pairs(settings) and microbatches > 1
+
+
+def with_pairs(extras: Extras, settings: Any) -> Extras:
+    """Return ``extras`` with overlapped passes if ``settings`` request them.
+
+    Raises:
+        ValueError: they conflict with another option in ``extras``.
+    """
+    if not requests_pairs(settings):
+        return extras
+    extras = replace(extras, pairs=True)
+    conflict = extras.conflict
+    if conflict is not None and "pairs" in conflict.extras:
+        (other,) = set(conflict.extras) - {"pairs"}
+        raise ValueError(conflict.text(FLAG, flag(other)))
+    return extras
+
+
+def refuse_measuring(settings: Any, ours: PipelineConfig) -> None:
+    """Raise ValueError if ``settings`` request overlapped passes but ``ours`` measure single
+    passes."""
+    if requests_pairs(settings) and ours.costs.profile is not None:
+        raise ValueError(
+            f"{FLAG} does not go with {flag('costs')} {ours.costs}: what passes cost is measured "
+            f"one by one, and two that run as one cannot be told apart; write 'estimate', or a "
+            f"costs file"
+        )

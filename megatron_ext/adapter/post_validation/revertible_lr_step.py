@@ -1,0 +1,43 @@
+"""Step of Megatron's learning-rate scheduler that can be reverted and repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class RevertibleLrStep:
+    """Stores a scheduler's state before it steps.
+
+    The number of steps, and each group's learning rate and weight decay, are restored from copies,
+    not recomputed. ``step`` takes the step, as Megatron does.
+    """
+
+    def __init__(self, scheduler: Any, step: Callable[[], None]) -> None:
+        self._scheduler = scheduler
+        self._step = step
+        self._num_steps = scheduler.num_steps
+        self._groups = [
+            (group, _copy(group.get("lr")), group.get("weight_decay"))
+            for group in scheduler.optimizer.param_groups
+        ]
+
+    def take(self) -> None:
+        """Take the step, also again after `take_back`."""
+        self._step()
+
+    def take_back(self) -> None:
+        """Restore the state before the step."""
+        self._scheduler.num_steps = self._num_steps
+        for group, learning_rate, weight_decay in self._groups:
+            if isinstance(learning_rate, torch.Tensor):
+                group["lr"].copy_(learning_rate)  # the optimizer refers to the tensor itself
+            else:
+                group["lr"] = learning_rate
+            group["weight_decay"] = weight_decay
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,100 @@
+"""Call of the model by a forward_step_func, recorded so that the call can be repeated.
+
+A forward_step_func takes a batch from its data iterator, and its loss function counts and reports.
+It is therefore called once per microbatch, even if the model runs several times.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+_FORWARD = inspect.signature(GPTModel.forward)
+
+
+@dataclass(frozen=True)
+class ModelCall:
+    """Arguments with which a forward_step_func has called the model, and the loss function it
+    returned."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loss_func: Callable[..., Any]
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """Arguments by their names in GPTModel.forward."""
+        return _FORWARD.bind(None, *self.args, **self.kwargs).arguments
+
+    def again(self, data_iterator: Any, model: torch.nn.Module) -> tuple[Tensor, Any]:
+        """Repeat the call, with the interface of a forward_step_func."""
+        return model(*self.args, **self.kwargs), self.loss_func
+
+
+class RepeatableCall:
+    """Wrapper of a forward_step_func that records its call of the model.
+
+    ``flag`` is the option that needs it, for errors.
+    """
+
+    def __init__(self, forward_step_func: Callable[..., Any], flag: str) -> None:
+        self._forward_step_func = forward_step_func
+        self._flag = flag
+        self._calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self._outputs: list[Any] = []
+        self._loss_func: Any = None
+
+    def __call__(self, data_iterator: Any, model: torch.nn.Module) -> tuple[Tensor, Any]:
+        """Call the wrapped function.
+
+        Raises ValueError unless it calls the model exactly once and returns its output: repeating
+        the model's call alone would not do the same otherwise.
+        """
+        with ExitStack() as hooks, ExitStack() as within:
+
+            def begin(model: torch.nn.Module, args: Any, kwargs: Any) -> None:
+                self._refuse_gradients((*args, *kwargs.values()))
+                self._calls.append((args, kwargs))
+                within.enter_context(self._around())
+
+            def end(model: torch.nn.Module, args: Any, output: Any) -> None:
+                within.close()
+                self._outputs.append(output)
+
+            begins = model.register_forward_pre_hook(begin, with_kwargs=True)
+            hooks.callback(begins.remove)
+            hooks.callback(model.register_forward_hook(end).remove)
+            output, self._loss_func = self._forward_step_func(data_iterator, model)
+        if len(self._outputs) != 1 or output is not self._outputs[0]:
+            raise ValueError(
+                f"{self._flag} needs a forward_step_func that calls the model once and returns its "
+                f"output as it is; this one has called it {len(self._outputs)} times and returned "
+                f"{type(output).__name__}: work on the output in the loss function, or drop the "
+                f"flag"
+            )
+        return output, self._loss_func
+
+    @property
+    def call(self) -> ModelCall:
+        """Recorded call of the model, available after the call."""
+        ((args, kwargs),) = self._calls
+        return ModelCall(args, kwargs, self._loss_func)
+
+    def _around(self) -> AbstractContextManager[None]:
+        """Return the context in which the model runs."""
+        return contextlib.nullcontext()
+
+    def _refuse_gradients(self, given: tuple[Any, ...]) -> None:
+        if any(isinstance(value, Tensor) and value.requires_grad for value in given):
+            raise ValueError(
+                f"{self._flag} needs a forward_step_func that gives the model no tensor that has a "
+                f"gradient: what made it would get none; make it within the model, or drop the flag"
+            )

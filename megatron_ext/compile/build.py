@@ -1,0 +1,380 @@
+"""From a choice or a schedule to a program: family, transforms, proof."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import replace
+
+from megatron_ext.compile.pairs import built_with_pairs, check_pairs, with_pairs
+from megatron_ext.compile.program.communication import communicate
+from megatron_ext.compile.program.memory import bytes_for, in_bytes, leaving_room, peaks
+from megatron_ext.compile.program.message_order import order_messages
+from megatron_ext.compile.program.simulate import step_seconds
+from megatron_ext.compile.program.verify import (
+    OverLimit,
+    Program,
+    check_compute,
+    prove,
+    within_limit,
+)
+from megatron_ext.compile.program.waits import await_sends
+from megatron_ext.compile.registry import Choice, entries
+from megatron_ext.compile.size import check_size, size_of
+from megatron_ext.compile.transforms.forward_only import keep_forward
+from megatron_ext.compile.transforms.offload import offload
+from megatron_ext.compile.transforms.post_validation import validate_afterwards
+from megatron_ext.compile.transforms.recompute import recompute
+from megatron_ext.compile.transforms.untrained import drop_untrained, without_backward
+from megatron_ext.compile.transforms.vocabulary import INTERVALS, divide_vocabulary
+from megatron_ext.compile.transforms.vocabulary_costs import share_vocabulary
+from megatron_ext.progress import task
+from megatron_ext.schedule.limit import MemoryLimit
+from megatron_ext.schedule.problem import Offload, Problem, Recompute, VocabularyParallel
+from megatron_ext.schedule.schedule import Schedule, Transform
+
+_TRIES = 4  # how often what messages hold is taken off what passes may
+_STEP = 0.05  # of what passes may hold, that is taken off at least
+_NOT_MUCH_LESS = 0.8  # times what a schedule needs: as far as a limit that is enough is looked for
+_LOOSER = (3.0, 2.0, 1.5, 1.25, 1.0)  # factors of the limit that a family gets before recompute
+
+
+def build_program(choice: Choice, problem: Problem) -> Program:
+    """The proved program of ``choice`` for ``problem``.
+
+    With vocabulary parallelism the program's own problem has costs whose vocabulary is shared;
+    where the first stages have nothing to train, costs without their backward passes.
+
+    Raises:
+        InvalidSchedule: the schedule does not solve the problem, or not within its memory limit.
+        ValueError: this machine has not the memory to build one that large.
+    """
+    check_size(problem)
+    _check_slices(choice, problem)
+    check_pairs(choice, problem)
+    problem = _with_own_costs(problem)
+    with task(f"building {choice.spec} for {size_of(problem)}"), _uncollected():
+        if _adds_recompute(choice, problem) and not problem.forward_only:
+            return _shortest_with_recompute(choice, problem)
+        with keeping_proofs():
+            return _proved(choice, problem)
+
+
+def prove_built(schedule: Schedule, problem: Problem) -> Program:
+    """Return the program of a ``schedule`` that `build_program` has made in another process.
+
+    Args:
+        problem: of the program there, with its own costs.
+
+    Raises:
+        InvalidSchedule: as `prove`.
+    """
+    with _uncollected():
+        return prove(schedule, problem)
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Pause Python's garbage collector in the block. It would traverse all actions of all ranks
+    repeatedly, a sixth of the time that a large program takes, and they are in no cycles."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _proved(choice: Choice, problem: Problem) -> Program:
+    limit = _limit_of_passes(choice, problem)
+    passes, schedule = _compute(choice, problem, limit), None
+    if limit is not None and limit.bytes is not None:
+        passes, schedule = _with_memory_for_messages(choice, problem, limit.bytes, passes)
+    return _proof(passes, problem, schedule)
+
+
+_PROOFS: ContextVar[deque[tuple[Schedule, Program]] | None] = ContextVar("kept", default=None)
+_PROGRAMS = 2  # they are large
+
+
+@contextlib.contextmanager
+def keeping_proofs() -> Iterator[None]:
+    """Cache the latest proofs in the block: a search proves its result before `build_program` does,
+    and several memory limits often give the same schedule."""
+    if _PROOFS.get() is not None:
+        yield
+        return
+    token = _PROOFS.set(deque(maxlen=_PROGRAMS))
+    try:
+        yield
+    finally:
+        _PROOFS.reset(token)
+
+
+def _proof(passes: Schedule, problem: Problem, schedule: Schedule | None = None) -> Program:
+    """The program of ``passes``; ``schedule``: as they are transformed, if they are."""
+    program = _cached(passes, problem)
+    if program is not None:
+        return within_limit(program, problem)
+    if schedule is None:
+        schedule = _transformed(passes, problem)
+    proofs = _PROOFS.get()
+    if proofs is None or _limit_inserts(problem):
+        return prove(schedule, problem)
+    program = prove(schedule, replace(problem, memory_limit=None))
+    proofs.append((passes, program))
+    program = within_limit(program, problem)
+    proofs[-1] = passes, program
+    return program
+
+
+def _cached(passes: Schedule, problem: Problem) -> Program | None:
+    """The program of ``passes``, maybe with another memory limit; None: it is to be made."""
+    if _limit_inserts(problem):
+        return None
+    for known, program in _PROOFS.get() or ():
+        limit = program.problem.memory_limit
+        if known == passes and program.problem == replace(problem, memory_limit=limit):
+            return program
+    return None
+
+
+def _limit_inserts(problem: Problem) -> bool:
+    """Whether what is inserted depends on the memory limit."""
+    extras = problem.extras
+    return extras.activation_offload is not Offload.NONE or extras.recompute != Recompute()
+
+
+def _check_slices(choice: Choice, problem: Problem) -> None:
+    if problem.slices.count > 1 and not choice.traits.takes_slices:
+        others = [name for name, entry in entries().items() if entry.traits.takes_slices]
+        raise ValueError(
+            f"schedule {choice.spec} has no order for {problem.slices.count} slices of a "
+            f"microbatch; take one of {', '.join(others)}, or no slices"
+        )
+
+
+def _shortest_with_recompute(choice: Choice, problem: Problem) -> Program:
+    """The shortest of what the family makes within looser limits than the problem's, and recompute
+    brings within that.
+
+    Raises:
+        OverLimit: none of them fits; it names a limit that is enough.
+    """
+    if choice.traits.searches and problem.slices.count > 1:
+        choice = choice.without_search  # not a search for each limit
+    programs, refusals = _with_recompute(choice, problem)
+    if programs:
+        return min(programs, key=lambda program: step_seconds(program, problem.costs))
+    # A family that refuses a limit does not know of the recompute that would keep within it.
+    over = [error for error in refusals if isinstance(error, OverLimit)]
+    if problem.memory_limit is None or not over:
+        raise refusals[-1]
+    if _PROOFS.get() is not None:
+        raise over[0]  # one schedule of many that are compared: the least limit is not shown
+    least = _least_that_is_enough(choice.without_search, problem, problem.memory_limit, over)
+    raise over[0].naming(least, problem.memory_limit)
+
+
+def _with_recompute(choice: Choice, problem: Problem) -> tuple[list[Program], list[ValueError]]:
+    """Build the family's passes within each looser limit: return programs and refusals. The
+    first is that of the passes without a limit, where there is one."""
+    tried: set[Schedule] = set()
+    programs: list[Program] = []
+    refusals: list[ValueError] = []
+    for limit in _looser_limits(problem):
+        try:
+            passes = _compute(choice, problem, limit)
+            if passes not in tried:
+                tried.add(passes)
+                programs.append(_proved_in_bytes(passes, problem))
+        except ValueError as error:
+            refusals.append(error)
+    return programs, refusals
+
+
+def _least_that_is_enough(
+    choice: Choice, problem: Problem, limit: MemoryLimit, over: Sequence[OverLimit]
+) -> float:
+    """Return the least limit that a few tries find to be enough; ``limit`` is not enough.
+
+    What the passes made without a limit need is enough, as they are tried within each limit. Less
+    may be: within another limit the family makes another order, and other passes are recomputed.
+    """
+    enough = over[0].least
+    too_little = max(limit.amount, _NOT_MUCH_LESS * min(error.least for error in over))
+    next_try = min(error.least for error in over)
+    for _ in range(_TRIES):
+        if not too_little < next_try < enough:
+            next_try = (too_little + enough) / 2
+        candidate = limit.of(math.ceil(next_try) if limit.bytes is not None else next_try)
+        programs, _ = _with_recompute(choice, replace(problem, memory_limit=candidate))
+        if programs:
+            enough = candidate.amount
+        else:
+            too_little = candidate.amount
+    return enough
+
+
+def _looser_limits(problem: Problem) -> list[MemoryLimit | None]:
+    """Return the memory limits to give the family before recompute, the loosest first."""
+    limit = problem.memory_limit
+    if limit is None:
+        return [None]
+    return [None, *map(limit.scaled, _LOOSER)]
+
+
+def _proved_in_bytes(passes: Schedule, problem: Problem) -> Program:
+    """Return the program of ``passes``. If messages bring it over a limit in bytes, recompute
+    leaves as much less to the passes.
+
+    Raises:
+        InvalidSchedule: as `prove`.
+    """
+    limit = problem.memory_limit
+    schedule = _transformed(passes, problem)
+    if limit is None or limit.bytes is None:
+        return prove(schedule, problem)
+    bytes_for(limit, problem.costs)
+    allowed = limit.bytes
+    for _ in range(2 * _TRIES):
+        over = max(peaks(schedule, in_bytes(problem.costs))) - limit.bytes
+        if over <= 0:
+            break
+        allowed -= math.ceil(max(over, _STEP * allowed))  # recompute frees large pieces
+        if allowed <= 0:
+            break
+        within = replace(problem, memory_limit=MemoryLimit(bytes=allowed))
+        schedule = _transformed(passes, within)
+    return prove(schedule, problem)
+
+
+def complete(schedule: Schedule, problem: Problem) -> Program:
+    """The proved program of ``schedule``, which has compute actions only, for ``problem``.
+
+    Its costs are as those of `build_program`.
+
+    Raises:
+        InvalidSchedule: the schedule does not solve the problem, or not within its memory limit.
+    """
+    problem = _with_own_costs(problem)
+    schedule = with_pairs(schedule, problem)
+    _check_passes(schedule, problem)
+    return _proof(schedule, problem)
+
+
+def _with_own_costs(problem: Problem) -> Problem:
+    """Return ``problem`` with its costs adapted to frozen stages and vocabulary parallelism."""
+    costs = problem.costs
+    if problem.first_trained:
+        costs = without_backward(costs, problem.first_trained)
+    if problem.extras.vocab_parallel is not VocabularyParallel.NONE:
+        costs = share_vocabulary(costs, problem.placement, problem.extras.vocab_parallel)
+    return replace(problem, costs=costs)
+
+
+def _transformed(schedule: Schedule, problem: Problem) -> Schedule:
+    """Return ``schedule``, which has compute actions only, with all inserted actions."""
+    transforms: list[Transform] = [communicate, order_messages, await_sends]
+    if problem.extras.vocab_parallel is not VocabularyParallel.NONE:
+        transforms.insert(0, divide_vocabulary)
+    if problem.forward_only:
+        transforms.insert(transforms.index(communicate), keep_forward)
+    elif problem.extras.recompute != Recompute():
+        transforms.insert(transforms.index(communicate), recompute)
+    if not problem.forward_only:
+        transforms += _for_training(problem)
+    for transform in transforms:
+        schedule = transform(schedule, problem)
+    return schedule
+
+
+def _for_training(problem: Problem) -> list[Transform]:
+    transforms: list[Transform] = [drop_untrained] if problem.first_trained else []
+    if problem.extras.activation_offload is not Offload.NONE:
+        transforms.append(offload)
+    elif problem.extras.post_validation:
+        transforms.append(validate_afterwards)
+    return transforms
+
+
+def _places_recompute(choice: Choice, problem: Problem) -> bool:
+    """Whether the family itself chooses what is recomputed."""
+    is_whole = problem.slices.count == 1  # a search of slices recomputes none
+    return choice.traits.fits_recompute and problem.extras.recompute.fit and is_whole
+
+
+def _adds_recompute(choice: Choice, problem: Problem) -> bool:
+    """Whether recompute is added to the family's passes afterwards."""
+    is_requested = problem.extras.recompute != Recompute()
+    return is_requested and not _places_recompute(choice, problem)
+
+
+def _limit_of_passes(choice: Choice, problem: Problem) -> MemoryLimit | None:
+    """Return the memory limit of the family's passes: less what vocabulary parallelism holds in
+    addition. None with offload or recompute, whose savings are not known yet."""
+    if problem.extras.activation_offload is not Offload.NONE or _adds_recompute(choice, problem):
+        return None
+    limit = problem.memory_limit
+    if limit is not None and problem.extras.vocab_parallel is not VocabularyParallel.NONE:
+        limit = leaving_room(limit, INTERVALS[problem.extras.vocab_parallel], problem)
+    return limit
+
+
+def _with_memory_for_messages(
+    choice: Choice, problem: Problem, allowed: int, passes: Schedule
+) -> tuple[Schedule, Schedule]:
+    """``passes``, or where messages bring them over the memory limit, others that hold as much less
+    as they do; and these transformed. ``allowed`` are the bytes that passes may hold.
+
+    Without any it is ``passes``, for `prove` to say how much they need.
+    """
+    limit = problem.memory_limit
+    assert limit is not None and limit.bytes is not None
+    bytes_for(limit, problem.costs)
+    known = _cached(passes, problem)
+    first = passes, _transformed(passes, problem) if known is None else known.schedule
+    smaller, schedule = first
+    for _ in range(_TRIES):
+        over = max(peaks(schedule, in_bytes(problem.costs))) - limit.bytes
+        if over <= 0:
+            return smaller, schedule
+        allowed -= math.ceil(over)
+        try:
+            made = _compute(choice, problem, MemoryLimit(bytes=allowed))
+        except ValueError:
+            break
+        if made != smaller:  # not all families know how to do with less
+            smaller, schedule = made, _transformed(made, problem)
+    return first
+
+
+def _compute(choice: Choice, problem: Problem, limit: MemoryLimit | None) -> Schedule:
+    """The compute actions that the family makes within ``limit``."""
+    alone = replace(_for_family(problem), memory_limit=limit)
+    if _places_recompute(choice, problem):
+        alone = alone.with_extras(recompute=problem.extras.recompute)
+    schedule = built_with_pairs(choice, alone, alone.with_extras(pairs=problem.extras.pairs))
+    _check_passes(schedule, problem)
+    return schedule
+
+
+def _check_passes(schedule: Schedule, problem: Problem) -> None:
+    alone = replace(_for_family(problem), forward_only=False)
+    check_compute(schedule, alone.with_extras(pairs=problem.extras.pairs))
+
+
+def _for_family(problem: Problem) -> Problem:
+    """Return ``problem`` without what transforms add, and with what they take out."""
+    alone = problem.with_extras(
+        vocab_parallel=VocabularyParallel.NONE,
+        activation_offload=Offload.NONE,
+        recompute=Recompute(),
+        pairs=False,
+    )
+    return replace(alone, first_trained=0)

@@ -1,0 +1,129 @@
+"""A family of a user's Python file: what it returns is checked where it returns it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.compile.others_code import code_of
+from megatron_ext.schedule.action import Action, Kind, Pair
+from megatron_ext.schedule.columns import KINDS
+from megatron_ext.schedule.kinds import RULES
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.schedule import Schedule
+from megatron_ext.schedule.schedule_csv import KINDS_IN_FILES
+from megatron_ext.words import counted, shown
+
+_MOST = 2**31 // len(KINDS)  # numbers have 32 bits, stage and kind share one (`columns`)
+_SPLIT = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+
+
+@dataclass(frozen=True)
+class CheckedFamily:
+    """The family ``name`` of the file at ``path``, and whether it says that it splits the backward
+    pass, and that it searches. Its functions keep their signatures, off which options are read."""
+
+    name: str
+    path: Path
+    splits_backward: bool
+    searches: bool = False
+
+    def placement(self, place: Callable[..., Placement]) -> Callable[..., Placement]:
+        """``place``, which has to return a placement on all ranks and no others."""
+
+        @functools.wraps(place)
+        def checked(ranks: int, **options: Any) -> Placement:
+            what = f"the placement of {self.name}"
+            with code_of(self.path, what, f": {what} fails for {counted(ranks, 'rank')}"):
+                placement = place(ranks, **options)
+            if not isinstance(placement, Placement):
+                raise self._error(
+                    f"the placement of {self.name} returned {type(placement).__name__}; return a "
+                    f"Placement(name, rank_of)"
+                )
+            wrong = set(placement.rank_of) ^ set(range(ranks))
+            if wrong:
+                raise self._error(
+                    f"the placement of {self.name} for {counted(ranks, 'rank')} is wrong about "
+                    f"rank {min(wrong)}: each of 0 to {ranks - 1} needs a stage, and there are no "
+                    f"others"
+                )
+            return placement
+
+        return checked
+
+    def schedule(self, build: Callable[..., Schedule]) -> Callable[..., Schedule]:
+        """``build``, which has to return a schedule of passes, and split ones only if it says so.
+
+        Whatever it raises but ValueError, with which a family refuses a problem, is its mistake.
+        """
+
+        @functools.wraps(build)
+        def checked(problem: Problem, **options: Any) -> Schedule:
+            failed = (
+                f": {self.name} fails for {counted(problem.ranks, 'rank')} and "
+                f"{counted(problem.microbatches, 'microbatch')}"
+            )
+            with code_of(self.path, self.name, failed, is_search=self.searches):
+                schedule = build(problem, **options)
+                if isinstance(schedule, Schedule):
+                    schedule = self._checked(schedule)
+            if not isinstance(schedule, Schedule):
+                raise self._error(
+                    f"{self.name} returned {type(schedule).__name__}; return a Schedule(name, "
+                    f"problem.placement, rows)"
+                )
+            return schedule
+
+        return checked
+
+    def _checked(self, schedule: Schedule) -> Schedule:
+        """Return ``schedule`` with its rows as tuples, and kinds given as text as `Kind`."""
+        if not isinstance(schedule.placement, Placement):
+            raise self._error(
+                f"{self.name} has {shown(repr(schedule.placement))} for a placement; write "
+                f"Schedule(name, problem.placement, rows)"
+            )
+        rows = tuple(map(tuple, schedule.rows))
+        self._check_rows([action for row in rows for action in row])
+        strangers = [pair for pair in schedule.pairs if not isinstance(pair, Pair)]
+        if strangers:
+            raise self._error(f"{self.name} has {shown(repr(strangers[0]))} in its pairs")
+        if any(type(action.kind) is not Kind for row in rows for action in row):
+            rows = tuple(tuple(a._replace(kind=Kind(a.kind)) for a in row) for row in rows)
+        return replace(schedule, name=str(schedule.name), rows=rows)
+
+    def _check_rows(self, actions: list[Action]) -> None:
+        stranger = next((action for action in actions if not _is_pass(action)), None)
+        if stranger is not None:
+            raise self._error(
+                f"{self.name} has {shown(repr(stranger))} in its rows, which is no Action(stage, "
+                f"kind, microbatch) of kind {', '.join(KINDS_IN_FILES)}"
+            )
+        again = next((action for action in actions if RULES[action.kind].repeats), None)
+        if again is not None:
+            raise self._error(
+                f"{self.name} makes {again}, a {RULES[again.kind].does}; leave those out, "
+                f"--pipeline-recompute inserts them"
+            )
+        late = next((action for action in actions if action.kind in _SPLIT), None)
+        if late is not None and not self.splits_backward:
+            raise self._error(
+                f"{self.name} makes {late}, a part of a split backward pass; write @family(..., "
+                f"splits_backward=True), or the layers are not split"
+            )
+
+    def _error(self, text: str) -> ValueError:
+        return ValueError(f"schedule file {self.path}: {text}")
+
+
+def _is_pass(action: object) -> bool:
+    if not isinstance(action, Action) or action.kind not in KINDS_IN_FILES:
+        return False
+    numbers = action.stage, action.microbatch
+    return all(isinstance(number, Integral) and abs(number) < _MOST for number in numbers)

@@ -1,0 +1,53 @@
+"""Whether to run further ahead than a schedule needs: it hides hops, and holds more.
+
+Seq1F1B's warm-up is as short as can be: from then on a rank waits for each message for as long as
+it is under way. With slices, passes are shorter and messages come more often.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megatron_ext.compile.program.memory import amount_of, peaks
+from megatron_ext.compile.program.simulate import simulate_unproved
+from megatron_ext.schedule.limit import fits
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.schedule import Schedule
+from megatron_ext.words import shown
+
+CHOICES = ("auto", "yes", "no")
+_WORTH = 1.001  # times what it takes otherwise, and it is not worth its memory
+
+
+def eager_or_not(
+    name: str, problem: Problem, choice: str, build: Callable[[bool], Schedule]
+) -> Schedule:
+    """Return the schedule of ``build``, eager or not.
+
+    Args:
+        choice: one of `CHOICES`. With ``auto`` it is eager if microbatches are cut into slices, it
+            then takes less time, and it fits into the memory limit.
+
+    Raises:
+        ValueError: ``choice`` is none of these.
+    """
+    if choice not in CHOICES:
+        raise ValueError(
+            f"{name}: eager is {shown(choice)!r}; write eager=auto, eager=yes or eager=no"
+        )
+    if choice != "auto":
+        return build(choice == "yes")
+    lean = build(False)
+    if problem.slices.count == 1 or not problem.costs.links.hop:
+        return lean
+    eager = build(True)
+    takes, would_take = (simulate_unproved(made, problem).makespan for made in (lean, eager))
+    is_worth_it = would_take * _WORTH < takes
+    return eager if is_worth_it and _fits(eager, problem) else lean
+
+
+def _fits(schedule: Schedule, problem: Problem) -> bool:
+    if problem.memory_limit is None:
+        return True
+    amount, allowed = amount_of(problem.memory_limit, schedule, problem.costs)
+    return fits(max(peaks(schedule, amount)), allowed)

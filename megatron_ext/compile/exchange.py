@@ -1,0 +1,114 @@
+"""Attention evened out between pipeline ranks (SlimPipe, Li et al. 2025), to compare with slices of
+balanced lengths, which need no messages for it. An estimate alone: no training does so.
+
+Of slices of one length slice j, from 0, has j + 1/2 tiles to attend to, a tile being a slice's
+queries with a slice's keys. Ranks that run different slices at a time can even that out: who has
+more tiles than the mean sends the queries, and keys and values of as many tiles, to who has fewer,
+and adds up the outputs that come back. On the way back queries and the gradients of outputs go
+there; those of queries, keys and values come back. (Sums of softmax, a figure a head, do not
+count.)
+
+In the steady state rank r runs slice t - r of a sequence of slices, forward or back. Only there are
+all ranks busy; with fewer there is less to even out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.compile.registry import Choice
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.slices import Lengths
+
+_QUERIES = 5  # as wide as queries: queries, outputs; queries, outputs' gradients, queries'
+_KEYS = 3  # as wide as keys and values: these; these, and their gradients
+
+
+@dataclass(frozen=True)
+class AttentionExchange:
+    """Best case of an exchange, and the amount that it sends.
+
+    Attributes:
+        makespan: in the unit of the costs, if every pass attends to as much as the mean, and no
+            message is waited for.
+        sent: by rank, in a step: bytes, or if those are not known, times the keys and values of one
+            microbatch on a rank.
+        in_bytes: whether ``sent`` is in bytes.
+        seconds: the time to send the most that a rank sends, on a link as quick as the hops'; None
+            if it is not known.
+    """
+
+    makespan: float
+    sent: tuple[float, ...]
+    in_bytes: bool
+    seconds: float | None
+
+
+def exchange(choice: Choice, problem: Problem, group: int) -> AttentionExchange:
+    """Return the exchange of ``choice``, whose slices are of one length.
+
+    Args:
+        group: query heads that share a head of keys and values.
+
+    Raises:
+        ValueError: there are no slices of one length, or the costs have no attention.
+    """
+    costs, slices = problem.costs, problem.slices
+    if slices.count == 1 or slices.lengths is not Lengths.EVEN:
+        raise ValueError(
+            f"attention is exchanged between slices of one length, and there are {slices.count}, "
+            f"{slices}: give several, even ones"
+        )
+    if not any(costs.slices.attention):
+        raise ValueError(
+            "there is no attention to exchange: say in the costs what share of passes it is, as "
+            "in attention=0.3"
+        )
+    evened = costs.with_slices(attention=())
+    program = build_program(choice, replace(problem, costs=evened))
+    times = _times_keys_values(problem.ranks, slices.count, group) * problem.microbatches
+    placement = problem.placement
+    of_stages = costs.slices.keys_values or (1 / placement.chunks,) * placement.stages
+    sent = tuple(times * sum(of_stages[s] for s in stages) for stages in placement.stages_of)
+    seconds = None
+    if costs.slices.keys_values and costs.links.message_bytes:
+        seconds = max(sent) / costs.links.message_bytes * (costs.links.hop - costs.links.latency)
+    return AttentionExchange(
+        simulate(program, evened).makespan, sent, bool(costs.slices.keys_values), seconds
+    )
+
+
+def _times_keys_values(ranks: int, slices: int, group: int) -> float:
+    """Return the mean amount that a rank sends for a microbatch, as a multiple of the keys and
+    values of that microbatch there."""
+    tiles, pairs = 0.0, 0
+    for slot in range(slices):
+        loads = [(slot - rank) % slices for rank in range(ranks)]
+        of_slot, pairs_of_slot = _evened(loads)
+        tiles += of_slot
+        pairs += pairs_of_slot
+    of_keys, of_queries = tiles / ranks / slices, pairs / ranks / slices
+    return _KEYS * of_keys + _QUERIES * of_queries * group / 2  # queries are group / 2 as wide
+
+
+def _evened(loads: Sequence[int]) -> tuple[float, int]:
+    """Return how much of ``loads`` moves from those above the mean to those below, and in how many
+    transfers: the largest excess goes to the largest shortfall first."""
+    mean = sum(loads) / len(loads)
+    above = sorted((load - mean for load in loads if load > mean), reverse=True)
+    below = sorted((mean - load for load in loads if load < mean), reverse=True)
+    moved, pairs = sum(above), 0
+    while above and below:
+        goes = min(above[0], below[0])
+        pairs += 1
+        for side in (above, below):
+            side[0] -= goes
+            if side[0] < _TINY:
+                side.pop(0)
+    return moved, pairs
+
+
+_TINY = 1e-9

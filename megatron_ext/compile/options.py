@@ -1,0 +1,60 @@
+"""The options of a schedule, as a user writes them: ``key=value,...``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from megatron_ext.words import meant_by, shown
+
+Parameters = Mapping[str, inspect.Parameter]
+
+_BOOLEANS = {"true": True, "false": False}  # bool("false") is True
+_TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """The options that ``function`` takes: its keyword-only parameters."""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def accepted(function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Return the ``options`` that ``function`` takes."""
+    return {key: value for key, value in options.items() if key in parameters_of(function)}
+
+
+def parse_options(name: str, parameters: Parameters, text: str) -> dict[str, Any]:
+    """The options in ``text`` of the schedule ``name``, converted to their default's type.
+
+    Raises:
+        ValueError: there is no such option, or its value is not understood.
+    """
+    options: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        key, _, value = part.partition("=")
+        if key not in parameters:
+            known = f"its options are {', '.join(parameters)}" if parameters else "it has none"
+            raise ValueError(
+                f"schedule {name} has no option {shown(key)!r}; {perhaps(key, parameters, known)}"
+            )
+        if key in options:
+            raise ValueError(f"schedule {name}: {key} is given twice in {shown(text)!r}; keep one")
+        kind = type(parameters[key].default)
+        try:
+            options[key] = _BOOLEANS[value] if kind is bool else kind(value)
+        except (KeyError, ValueError):
+            expected = _TYPES[kind]
+            raise ValueError(
+                f"schedule {name}: {key} must be {expected}, not {shown(value)!r}"
+            ) from None
+    return options
+
+
+def perhaps(name: str, known: Iterable[str], all_known: str) -> str:
+    """The end of an error about a ``name`` that is not among ``known``."""
+    meant = meant_by(name, known)
+    if not meant:
+        return all_known
+    return f"did you mean {' or '.join(meant)}? {all_known[0].upper()}{all_known[1:]}"

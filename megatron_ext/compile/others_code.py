@@ -1,0 +1,83 @@
+"""Code of a user's schedule file while it runs: it may fail, exit, or never end."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+from megatron_ext.progress import duration, task
+from megatron_ext.words import shown
+
+LONGEST = 600.0  # seconds that code which says of itself that it does not search may take
+
+
+@contextlib.contextmanager
+def code_of(
+    path: Path, what: str, failed: str, *, is_search: bool = False, may_refuse: bool = True
+) -> Iterator[None]:
+    """Run code of the schedule file ``path`` in the block, which is a task called ``what``.
+
+    The block is interrupted after `LONGEST` seconds unless it ``is_search``, in the main thread of
+    a process; another thread cannot be interrupted.
+
+    Raises:
+        ValueError: ``failed`` and why, whatever the code raises, SystemExit included. A ValueError
+            of code that ``may_refuse`` what it is given stays as it is.
+    """
+    try:
+        with task(what), _time_limit(None if is_search else LONGEST):
+            yield
+    except KeyboardInterrupt:
+        raise
+    except _TimeIsUp:
+        raise ValueError(
+            f"schedule file {path}: {what} takes more than {duration(LONGEST)}: it may be in a "
+            f"loop without an end; if it is a search, write @family(..., searches=True)"
+        ) from None
+    except BaseException as error:
+        if may_refuse and isinstance(error, ValueError):
+            raise
+        raise ValueError(
+            f"schedule file {path}{_line_of(error, path)}{failed}: {type(error).__name__}: "
+            f"{shown(error, 300)}"
+        ) from error
+
+
+def _line_of(error: BaseException, path: Path) -> str:
+    """``, line 7``, the line of the file at ``path`` that ``error`` came from, if it was one."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+    return f", line {lines[-1]}" if lines else ""
+
+
+class _TimeIsUp(BaseException):  # no Exception, which the code may catch
+    pass
+
+
+@contextlib.contextmanager
+def _time_limit(seconds: float | None) -> Iterator[None]:
+    """Raise `_TimeIsUp` in the block after ``seconds``, and each second from then until it ends."""
+    if seconds is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        raise _TimeIsUp
+
+    start = time.monotonic()
+    handler = signal.signal(signal.SIGALRM, ring)
+    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        if left:  # a timer of somebody else's
+            left = max(left - (time.monotonic() - start), 0.001)
+            signal.setitimer(signal.ITIMER_REAL, left, interval)

@@ -1,0 +1,133 @@
+"""Whether the output layer's weight gradient waits for W, or comes with I.
+
+Between I and W the output layer keeps the gradient of the logits, which can be larger than all that
+a stage's layers hold. So it waits only if the costs show that there is memory for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from megatron_ext.compile.build import build_program, complete
+from megatron_ext.compile.program.memory import in_bytes, peaks
+from megatron_ext.compile.program.simulate import step_seconds
+from megatron_ext.compile.program.verify import InvalidSchedule, Program
+from megatron_ext.compile.registry import Choice
+from megatron_ext.compile.transforms.vocabulary_costs import share_vocabulary
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.kinds import Held
+from megatron_ext.schedule.problem import Problem, VocabularyParallel
+
+
+def place_output_layer(choice: Choice, problem: Problem) -> Program:
+    """The program of ``choice`` with the output layer's weight gradient where it takes less time.
+
+    It waits for W only if it can within a memory limit in bytes, or, where there is none, without
+    making the largest peak of the ranks larger than the others' peaks. Where ``problem`` does not
+    tell the output layer's costs and bytes it comes with I, and the costs are taken as they are.
+
+    Raises:
+        InvalidSchedule: as `build_program`, when it comes with I.
+    """
+    return _better_placed(partial(build_program, choice), problem, choice.traits.splits_backward)
+
+
+def better_of(now: Program, before: Program, choice: Choice, problem: Problem) -> Program:
+    """Return ``now``, or the order of passes of ``before`` if ``problem`` takes less time by it.
+
+    A family that searches does not always find the best.
+
+    Args:
+        now: what `place_output_layer` makes of ``choice`` for ``problem``.
+        before: a program of ``choice`` for other costs.
+    """
+    if problem.extras.vocab_parallel is not VocabularyParallel.NONE:
+        return now  # the rows of ``before`` have the vocabulary's passes in them
+    if problem.first_trained:
+        return now  # and here they lack passes
+    passes = replace(before.schedule, rows=before.schedule.compute_rows)
+    try:
+        again = _better_placed(partial(complete, passes), problem, choice.traits.splits_backward)
+    except InvalidSchedule:
+        return now
+    return again if _seconds(again) < _seconds(now) else now
+
+
+def _better_placed(build: Callable[[Problem], Program], problem: Problem, splits: bool) -> Program:
+    """Return the program of ``build`` with the output layer's weight gradient in I or in W, as
+    `place_output_layer` decides. ``splits``: whether there is W at all."""
+    costs = problem.costs
+    shared = problem.extras.vocab_parallel is not VocabularyParallel.NONE
+    if shared or not splits or costs.vocabulary is None:
+        return build(problem)
+    at_once = build(replace(problem, costs=with_input_gradient(costs)))
+    could_wait = costs.vocabulary.head[2] and costs.vocabulary.logits_bytes
+    if costs.held_bytes is None or not could_wait or problem.forward_only:
+        return at_once
+    try:
+        later = build(problem)
+    except InvalidSchedule:
+        return at_once
+    is_sooner = _seconds(later) < _seconds(at_once)
+    return later if is_sooner and _fits(later) else at_once
+
+
+def output_layer_waits(program: Program) -> bool:
+    """Whether the output layer's weight gradient waits for W in ``program``, as its costs say."""
+    problem = program.problem
+    if (
+        problem.extras.vocab_parallel is not VocabularyParallel.NONE
+        or problem.costs.vocabulary is None
+    ):
+        return False
+    _, _, weight_gradient = problem.costs.vocabulary.head
+    row = program.schedule.rows[problem.placement.rank_of[-1]]
+    return weight_gradient > 0 and any(action.kind is Kind.BACKWARD_WEIGHT for action in row)
+
+
+def costs_in(program: Program, costs: Costs) -> Costs:
+    """Return ``costs`` as the passes of ``program`` have them: the output layer's where it is
+    placed."""
+    problem = program.problem
+    if problem.extras.vocab_parallel is not VocabularyParallel.NONE:
+        return share_vocabulary(costs, problem.placement, problem.extras.vocab_parallel)
+    if output_layer_waits(program) or costs.vocabulary is None:
+        return costs
+    return with_input_gradient(costs)
+
+
+def with_input_gradient(costs: Costs) -> Costs:
+    """Return ``costs`` with the output layer's weight gradient in I, as far as they tell it."""
+    if costs.vocabulary is None or not costs.vocabulary.head[2]:
+        return costs
+    forward, input_gradient, weight_gradient = costs.vocabulary.head
+    seconds = dict(costs.seconds)
+    seconds[Kind.BACKWARD_INPUT] = _last_plus(seconds[Kind.BACKWARD_INPUT], weight_gradient)
+    seconds[Kind.BACKWARD_WEIGHT] = _last_plus(seconds[Kind.BACKWARD_WEIGHT], -weight_gradient)
+    held = costs.held_bytes
+    if held is not None:
+        rest = _last_plus(held[Held.WEIGHT_INPUTS], -costs.vocabulary.logits_bytes)
+        held = {**held, Held.WEIGHT_INPUTS: rest}
+    vocabulary = replace(costs.vocabulary, head=(forward, input_gradient + weight_gradient, 0.0))
+    changed = replace(costs.with_passes(seconds=seconds, held_bytes=held), vocabulary=vocabulary)
+    return changed.with_copies_of(costs)
+
+
+def _last_plus(figures: tuple[float, ...], more: float) -> tuple[float, ...]:
+    return (*figures[:-1], max(figures[-1] + more, 0.0))  # rounding may leave less than 0
+
+
+def _fits(program: Program) -> bool:
+    problem = program.problem
+    if problem.memory_limit is not None and problem.memory_limit.bytes is not None:
+        return True  # proved
+    held = peaks(program.schedule, in_bytes(problem.costs))
+    with_loss = problem.placement.rank_of[-1]
+    return held[with_loss] <= max(held[:with_loss] + held[with_loss + 1 :], default=0.0)
+
+
+def _seconds(program: Program) -> float:
+    return step_seconds(program, program.problem.costs)

@@ -1,0 +1,57 @@
+"""Gains of post-validation: the steps of some schedules overlap, those of others cannot."""
+
+from __future__ import annotations
+
+from megatron_ext.compile.program.simulate import simulate, step_seconds
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.compile.registry import entries
+from megatron_ext.words import counted
+
+_LEAST = 1e-3  # of the makespan: to gain less is not worth it
+
+
+def is_gain(makespan: float, step: float) -> bool:
+    """Whether a step of ``step`` seconds is worth overlapping steps for, where one alone takes
+    ``makespan``."""
+    return step < makespan * (1 - _LEAST)
+
+
+def what_overlapping_gains(program: Program) -> str:
+    """Return a line on the gain of post-validation, which ``program`` has: its step and its
+    makespan compared."""
+    makespan, step = _figures(program)
+    if not is_gain(makespan, step):
+        return (
+            f"post-validation: {program.schedule.name}'s steps cannot overlap, its span is its "
+            f"makespan; those of {_overlapping_families()} can, on more than one rank"
+        )
+    return (
+        f"post-validation: in the long run a step takes {1 - step / makespan:.1%} less than the "
+        f"makespan, which it takes without"
+    )
+
+
+def check_overlaps(program: Program) -> None:
+    """Raise ValueError if post-validation, which ``program`` has, makes its steps no shorter."""
+    makespan, step = _figures(program)
+    if not is_gain(makespan, step):
+        raise ValueError(
+            f"post-validation gains nothing with {program.schedule.name} on "
+            f"{counted(program.problem.ranks, 'rank')} and "
+            f"{counted(program.problem.microbatches, 'microbatch')}: its steps cannot overlap, so "
+            f"that a step takes as long as without; take a schedule whose steps can "
+            f"({_overlapping_families()}), or drop it"
+        )
+
+
+def _overlapping_families() -> str:
+    """The families whose steps overlap: of fewer chunks first, those that search last."""
+    able = [entry for entry in entries().values() if entry.traits.steps_overlap]
+    able.sort(key=lambda entry: (entry.place(2).chunks, entry.traits.searches, entry.name))
+    *others, last = (entry.name for entry in able)
+    return f"{', '.join(others)} and {last}"
+
+
+def _figures(program: Program) -> tuple[float, float]:
+    costs = program.problem.costs
+    return simulate(program, costs).makespan, step_seconds(program, costs)

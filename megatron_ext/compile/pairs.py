@@ -1,0 +1,61 @@
+"""Pairs of passes that run as one, on schedules that can have them and if they are requested."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatron_ext.compile.program.memory import amount_of, in_microbatches, peaks
+from megatron_ext.compile.program.simulate import simulate_unproved
+from megatron_ext.compile.registry import Choice, entries, on_placement
+from megatron_ext.compile.transforms.pairs import pair_up
+from megatron_ext.schedule.limit import fits
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.schedule import Schedule
+
+
+def check_pairs(choice: Choice, problem: Problem) -> None:
+    """Raise ValueError if pairs are requested of a schedule that can have none."""
+    if problem.extras.pairs and problem.placement.chunks < 2:
+        others = [name for name, entry in entries().items() if entry.traits.keeps_pairs]
+        raise ValueError(
+            f"schedule {choice.spec} has one stage on each rank, and pairs of a forward and a "
+            f"backward pass need several (Megatron too asks for virtual stages): take one of "
+            f"{', '.join(others)}, or no pairs"
+        )
+
+
+def with_pairs(schedule: Schedule, problem: Problem) -> Schedule:
+    """Return ``schedule``, which has passes only, with pairs if ``problem`` requests them."""
+    if not problem.extras.pairs or problem.forward_only:
+        return replace(schedule, pairs=frozenset()) if schedule.pairs else schedule
+    return pair_up(schedule, problem)
+
+
+def built_with_pairs(choice: Choice, alone: Problem, problem: Problem) -> Schedule:
+    """The passes of ``choice`` for ``problem``, which its family is given as ``alone``.
+
+    A search knows nothing of pairs. So with pairs its result is the least time of what it finds and
+    of the others on its placement, with pairs each, within the memory limit; without one, in no
+    more than 1F1B's memory and the chunk that a pair takes.
+    """
+    schedule = with_pairs(choice.build(alone), problem)
+    if not choice.traits.searches or not schedule.pairs:
+        return schedule
+    candidates = [schedule, *_others(alone, problem)]
+    best = min(candidates, key=lambda other: simulate_unproved(other, problem).makespan)
+    return replace(best, name=schedule.name)
+
+
+def _others(alone: Problem, problem: Problem) -> Iterator[Schedule]:
+    for choice in on_placement(problem.placement):
+        try:
+            schedule = with_pairs(choice.build(alone), problem)
+        except ValueError:  # it has none, or does not fit
+            continue
+        amount, allowed = in_microbatches(schedule), problem.held_by_1f1b
+        allowed += 1 / problem.placement.chunks
+        if problem.memory_limit is not None:
+            amount, allowed = amount_of(problem.memory_limit, schedule, problem.costs)
+        if all(fits(held, allowed) for held in peaks(schedule, amount)):
+            yield schedule

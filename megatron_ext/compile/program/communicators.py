@@ -1,0 +1,121 @@
+"""The communicators of a pipeline: how many a rank has, what they take, how they connect.
+
+Each channel (`graph.channels`) has one, so that a message whose partner is late delays no other:
+each directed edge of ranks, and on it each kind of message. Each kind of collective has one too,
+with all ranks of the pipeline in it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from megatron_ext.compile.program.graph import Channel, channels
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.kinds import RULES, Lane
+from megatron_ext.schedule.problem import P2P, VocabularyParallel
+
+COLLECTIVES: tuple[Kind, ...] = tuple(
+    sorted(kind for kind, rule in RULES.items() if rule.lane is Lane.COLLECTIVE)
+)
+
+# A message or collective that has been posted is a running kernel. Its CTAs (NCCL's channels) keep
+# their multiprocessors until the other end has come, so all that may be posted at once has to leave
+# most of a device to the passes.
+SHARE_OF_DEVICE = 4  # less than one part in so many
+
+# What NCCL allocates for each CTA of an incoming connection over NVLink, one buffer a protocol:
+# LL, LL128 and Simple (sizes of NCCL 2.30, unless NCCL_BUFFSIZE and the like say other).
+BUFFER_BYTES = 2**19 + 8 * 8 * 120 * 640 + 2**22
+
+
+@dataclass(frozen=True)
+class Communicators:
+    """The communicators of one rank.
+
+    Attributes:
+        channels: those of messages, each shared with one other rank.
+        incoming: how many of ``channels`` the rank receives on.
+        collectives: those shared with all ranks of the pipeline.
+    """
+
+    channels: int
+    incoming: int
+    collectives: int
+
+    @property
+    def total(self) -> int:
+        return self.channels + self.collectives
+
+    def buffer_bytes(self, ctas: int) -> int:
+        """Bytes on the device if all incoming channels use NVLink and each has ``ctas`` CTAs."""
+        return (self.incoming + self.collectives) * ctas * BUFFER_BYTES
+
+
+def communicators(program: Program) -> list[Communicators]:
+    """Return the communicators of each rank that are made to run ``program``, in addition to its
+    trainer's.
+
+    Groups whose messages are the host's are not among them: they take nothing of a device.
+    """
+    problem = program.problem
+    ways = channels(program.schedule) if problem.extras.p2p is P2P.ASYNC else set[Channel]()
+    shares = problem.extras.vocab_parallel is not VocabularyParallel.NONE
+    ends = Counter(rank for way in ways for rank in (way.sender, way.receiver))
+    incoming = Counter(way.receiver for way in ways)
+    return [
+        Communicators(ends[rank], incoming[rank], len(COLLECTIVES) if shares else 0)
+        for rank in range(problem.ranks)
+    ]
+
+
+def ctas_of_each(communicators: int, multiprocessors: int) -> int:
+    """How many CTAs each of a rank's ``communicators`` may use, so that all of them take less than
+    a quarter of the device's ``multiprocessors``; at least 1, even if that is more than a quarter.
+
+    A power of two, as `ctas_used`.
+    """
+    assert communicators > 0, "without communicators there is nothing to share out"
+    ctas = 1
+    while 2 * ctas * communicators * SHARE_OF_DEVICE < multiprocessors:
+        ctas *= 2
+    return ctas
+
+
+def ctas_used(ctas: int) -> int:
+    """How many NCCL uses for messages where it may use ``ctas``: it rounds up to a power of two."""
+    return 1 << max(0, ctas - 1).bit_length()
+
+
+def is_within_share(ctas: int, multiprocessors: int) -> bool:
+    """Whether so many CTAs, of all communicators of a rank, take less than a quarter of its
+    device's ``multiprocessors``."""
+    return ctas * SHARE_OF_DEVICE < multiprocessors
+
+
+def waves(pairs: Iterable[Collection[int]]) -> list[list[tuple[int, int]]]:
+    """The different ``pairs`` of ranks in as few rounds as first fit finds, in each of which no
+    rank is in two: two rounds on a line, V or wave, and on a loop of an odd number of ranks three.
+    """
+    rounds: list[list[tuple[int, int]]] = []
+    busy: list[set[int]] = []  # in each of the rounds
+    for pair in sorted({(min(pair), max(pair)) for pair in pairs}):
+        number = next((n for n, ranks in enumerate(busy) if ranks.isdisjoint(pair)), len(rounds))
+        if number == len(rounds):
+            rounds.append([])
+            busy.append(set())
+        rounds[number].append(pair)
+        busy[number].update(pair)
+    return rounds
+
+
+def in_waves(channels: Iterable[Channel]) -> list[Channel]:
+    """Return ``channels`` in an order in which ranks can connect them, each taking its own in turn:
+    the pairs of a wave at the same time, a pair's channels one after the other."""
+    of_pair: dict[tuple[int, int], list[Channel]] = {}
+    for way in sorted(channels):
+        pair = min(way.sender, way.receiver), max(way.sender, way.receiver)
+        of_pair.setdefault(pair, []).append(way)
+    return [way for wave in waves(of_pair) for pair in wave for way in of_pair[pair]]

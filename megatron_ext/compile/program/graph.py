@@ -1,0 +1,464 @@
+"""Graph of the waits between the actions of a schedule with messages.
+
+The rules are those the executor keeps and NCCL and gloo impose:
+
+- a rank issues its actions in order, and compute and waits hold up what follows them;
+- a channel takes its sends in order, and its receives;
+- a message moves when both its send and its receive have been issued (rendezvous);
+- what an action needs must be done;
+- a collective ends on all ranks together, once all have issued it;
+- copies to the host follow one another, and so do copies from it;
+- the two passes of a pair begin together and end together.
+
+A channel carries activations, or gradients, from one rank to another. Its k-th send meets its k-th
+receive. On a V both go from a rank to its neighbour, often not in the order in which the neighbour
+uses them; with a channel each, neither waits behind the other.
+
+Batched messages (`P2P.BATCHED`) share one communicator, which runs what it is given in order:
+
+- a send moves together with the receives directly before it, every other receive by itself;
+- a rank's batches move one after the other, so that a message waits for the batch before its own
+  at either end;
+- a message is there when all of its batch is.
+
+These rules describe a device whose streams run in parallel. `Device` has others too: nothing
+guarantees parallel streams, and a host call can wait for all that has been posted.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_ext.compile.program.longest_paths import Precedence
+from megatron_ext.compile.program.node_lists import NodeLists
+from megatron_ext.schedule.action import Action, Kind, Slice
+from megatron_ext.schedule.columns import (
+    HOLDS_UP,
+    IS_COLLECTIVE,
+    IS_RECEIVE,
+    IS_SEND,
+    Columns,
+    Ints,
+)
+from megatron_ext.schedule.kinds import (
+    HOST_LANES,
+    RULES,
+    Lane,
+    Need,
+    Rule,
+    Source,
+    Where,
+)
+from megatron_ext.schedule.placement import Neighbour, Placement
+from megatron_ext.schedule.problem import P2P
+from megatron_ext.schedule.schedule import Schedule
+
+
+class Device(enum.Enum):
+    """Models of a device: the actions of a rank that block its next ones."""
+
+    PARALLEL = "passes and waits"  # messages, collectives and copies run parallel to them
+    WAITS_AT_PASSES = "passes and waits, which all that was posted before holds up too"
+    ONE_QUEUE = "everything"  # as on one hardware queue, or if every call waited for the device
+
+
+class Channel(NamedTuple):
+    """The messages of kind ``send`` from rank ``sender`` to rank ``receiver``."""
+
+    sender: int
+    receiver: int
+    send: Kind
+
+    def __str__(self) -> str:
+        return f"{self.send} {self.sender}>{self.receiver}"
+
+
+def channel_of(action: Action, placement: Placement) -> Channel:
+    """The channel a message travels on."""
+    other = partner_of(action, placement)
+    here, there = placement.rank_of[action.stage], placement.rank_of[other.stage]
+    if RULES[action.kind].lane is Lane.SEND:
+        return Channel(here, there, action.kind)
+    return Channel(there, here, other.kind)
+
+
+def channels(schedule: Schedule) -> set[Channel]:
+    """All channels between the stages of ``schedule``.
+
+    Of an evaluation too those that only training uses: they are made once, and training may follow.
+    Those of post-validation are not among them: its messages are the host's.
+    """
+    placement = schedule.placement
+    return {
+        channel_of(Action(stage, kind, 0), placement)
+        for kind, rule in RULES.items()
+        if rule.lane is Lane.SEND and rule.where is Where.STAGE
+        for stage in range(placement.stages)
+        if has_place(kind, stage, placement)
+    }
+
+
+def partner_of(action: Action, placement: Placement) -> Action:
+    """The other end of a message."""
+    rule = RULES[action.kind]
+    assert rule.partner is not None and rule.neighbour is not None
+    other = placement.neighbour(action.stage, rule.neighbour)
+    assert other is not None, f"{action} has no other end"
+    return Action(other, rule.partner, action.microbatch)
+
+
+def batches_of(row: Sequence[Action]) -> Iterator[range]:
+    """The positions in a rank's ``row`` of the messages that move together, batch after batch."""
+    receives = 0  # directly before this position
+    for position, action in enumerate(row):
+        lane = RULES[action.kind].lane
+        if lane is Lane.RECEIVE:
+            receives += 1
+            continue
+        if lane is Lane.SEND:
+            yield range(position - receives, position + 1)
+        else:
+            yield from _receives_alone(position, receives)
+        receives = 0
+    yield from _receives_alone(len(row), receives)
+
+
+def _receives_alone(position: int, receives: int) -> Iterator[range]:
+    return (range(at, at + 1) for at in range(position - receives, position))
+
+
+def needed(action: Action, placement: Placement) -> Iterator[tuple[Need, list[Action]]]:
+    """Return, for each need of ``action``, the actions of which one must come before it."""
+    for need in RULES[action.kind].needs:
+        stage = _looked_for_on(need, action.stage, placement)
+        part = slice_looked_for(need.slice, action.microbatch)
+        if stage is not None and part is not None:
+            yield need, [Action(stage, kind, part) for kind in need.kinds]
+
+
+def slice_looked_for(which: Neighbour | None, microbatch: int) -> int | None:
+    """The microbatch, or its slice, that a need of ``microbatch`` is about; None: there is none."""
+    if which is None:
+        return microbatch
+    if not isinstance(microbatch, Slice) or not 0 <= microbatch.slice + which < microbatch.slices:
+        return None
+    return Slice(microbatch.whole, microbatch.slice + which, microbatch.ends)
+
+
+def _looked_for_on(need: Need, stage: int, placement: Placement) -> int | None:
+    """The stage where ``need`` of an action on ``stage`` is looked for; None: nothing is needed."""
+    if need.source is Source.OWN:
+        return stage
+    if need.source in (Source.LOCAL, Source.REMOTE):
+        assert need.neighbour is not None
+        is_remote = placement.is_remote(stage, need.neighbour)
+        if is_remote is not (need.source is Source.REMOTE):
+            return None
+        return stage if is_remote else placement.neighbour(stage, need.neighbour)
+    end = _ENDS[need.source] % placement.stages
+    if placement.rank_of[stage] != placement.rank_of[end]:
+        return None
+    if need.source in (Source.FIRST, Source.LAST):
+        return end
+    return placement.shard_beside(end) if stage == end else None
+
+
+_ENDS = {Source.FIRST: 0, Source.INPUT_SHARD: 0, Source.LAST: -1, Source.OUTPUT_SHARD: -1}
+
+
+def has_place(
+    kind: Kind,
+    stage: int,
+    placement: Placement,
+    forward_only: bool = False,
+    first_trained: int = 0,
+) -> bool:
+    """Whether ``kind`` is found on ``stage``, in a schedule (an evaluation's, with
+    ``forward_only``) that has such kinds, where nothing before ``first_trained`` is trained."""
+    rule = RULES[kind]
+    if forward_only and not rule.in_evaluation:
+        return False
+    if rule.neighbour is not None and not placement.is_remote(stage, rule.neighbour):
+        return False
+    if rule.where is Where.STAGE:
+        return rule.in_evaluation or first_trained <= _first_of(rule, stage, placement)
+    if rule.where is Where.SHARD:
+        return stage == placement.shard_beside(stage)
+    if rule.where is Where.GIVER:
+        (need,) = rule.needs
+        return stage == placement.shard_beside(stage) and not _is_used(
+            Action(stage, need.kinds[0], 0), placement, forward_only
+        )
+    if rule.where is Where.RANK:
+        ends = [stage]
+        if rule.is_message:
+            ends.append(partner_of(Action(stage, kind, 0), placement).stage)
+        return all(end == placement.shard_beside(end) for end in ends)
+    return stage == placement.shard_beside(placement.last)
+
+
+def _first_of(rule: Rule, stage: int, placement: Placement) -> int:
+    """The first of the stages that ``rule`` is about: ``stage``, and a message's other end."""
+    if rule.neighbour is None:
+        return stage
+    other = placement.neighbour(stage, rule.neighbour)
+    assert other is not None
+    return min(stage, other)
+
+
+def _is_used(collective: Action, placement: Placement, forward_only: bool) -> bool:
+    """Whether a pass on the rank of ``collective`` needs what it brings."""
+    return any(
+        collective in choices
+        for stage in placement.stages_of[placement.rank_of[collective.stage]]
+        for kind, rule in RULES.items()
+        if rule.lane is Lane.COMPUTE and has_place(kind, stage, placement, forward_only)
+        for _, choices in needed(Action(stage, kind, 0), placement)
+    )
+
+
+class Needs(dict[tuple[int, Kind], list[tuple[int, Kind, Neighbour | None]]]):
+    """By stage and kind of an action, the stages and kinds of all that it may need (`needed`), and
+    of which slice (`Need.slice`).
+
+    They are the same for every microbatch, so they are made once.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        super().__init__()
+        self.placement = placement
+
+    def __missing__(self, key: tuple[int, Kind]) -> list[tuple[int, Kind, Neighbour | None]]:
+        stage, kind = key
+        looked_for = [
+            (need, _looked_for_on(need, stage, self.placement)) for need in RULES[kind].needs
+        ]
+        self[key] = [
+            (there, choice, need.slice)
+            for need, there in looked_for
+            if there is not None
+            for choice in need.kinds
+        ]
+        return self[key]
+
+
+_needs_on = lru_cache(maxsize=8)(Needs)  # the graphs of a program are made one after the other
+
+
+def needed_numbers(columns: Columns, placement: Placement) -> Iterator[Ints]:
+    """The numbers of all that actions may need, and that is there: of each action's first need,
+    then of each one's second, and so on; -1 where there is none."""
+    needs, place = _needs_on(placement), {pair: at for at, pair in enumerate(columns.pairs)}
+    is_cut = columns.slices > 1
+    wanted = [
+        [
+            (place[stage, kind], part or 0)
+            for stage, kind, part in needs[pair]
+            if (stage, kind) in place and (is_cut or part is None)
+        ]
+        for pair in columns.pairs
+    ]
+    for turn in range(max(map(len, wanted), default=0)):
+        row = [row[turn] if turn < len(row) else (-1, 0) for row in wanted]
+        pairs, shifts = np.array(row, dtype=np.int32).T
+        yield columns.of_pairs(pairs, shifts if is_cut else None)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Graph(Precedence):
+    """Actions as nodes.
+
+    Attributes:
+        actions: all actions of all ranks, rank after rank.
+        ranks: the rank of each.
+        partners: by the node of a message, that of its other end; -1 for other nodes.
+        batches: by the node of a batched message, the nodes that move together.
+        leaders: by the node of a collective, the node of it that all its others wait for; for
+            other nodes, themselves.
+    """
+
+    actions: tuple[Action, ...]
+    ranks: Ints
+    partners: Ints
+    batches: Mapping[int, Sequence[int]]
+    leaders: Ints
+
+    def cycle(self) -> list[Action]:
+        """Actions that wait for one another, each for the next and the last for the first."""
+        stuck = set(self.stuck)
+        if not stuck:
+            return []
+        node = min(stuck)
+        path: list[int] = []
+        position: dict[int, int] = {}
+        while node not in position:
+            position[node] = len(path)
+            path.append(node)
+            node = next(earlier for earlier in self.before[node] if earlier in stuck)
+        return [self.actions[n] for n in path[position[node] :]]
+
+
+class _Waits:
+    """Waits between nodes, collected while the graph is built."""
+
+    def __init__(self, nodes: int) -> None:
+        self._nodes = nodes
+        self._later: list[Ints] = []
+        self._earlier: list[Ints] = []
+
+    def add(self, later: Ints, earlier: Ints) -> None:
+        """Each of ``later`` waits for the one of ``earlier`` in its place, unless that is -1."""
+        is_there = earlier >= 0
+        self._later.append(later[is_there])
+        self._earlier.append(earlier[is_there])
+
+    @property
+    def before(self) -> NodeLists:
+        """The nodes that each node waits for, in the order in which they were added."""
+        later, earlier = np.concatenate(self._later), np.concatenate(self._earlier)
+        return NodeLists.of(later, earlier, self._nodes)
+
+
+def build_graph(
+    schedule: Schedule,
+    p2p: P2P = P2P.ASYNC,
+    device: Device = Device.PARALLEL,
+    known_order: Ints | None = None,
+) -> Graph:
+    """The graph of ``schedule``, whose actions are complete and whose needs are all there."""
+    placement, columns = schedule.placement, schedule.columns
+    waits, nodes = _Waits(len(columns)), columns.numbers
+    held_up_by = held_up(columns, device)
+    waits.add(nodes, held_up_by)
+    if device is not Device.ONE_QUEUE:
+        # There whatever an action needs has ended: it comes before it in its row.
+        waits.add(nodes, _before_in_queue(columns, placement))
+        if device is Device.WAITS_AT_PASSES:
+            waits.add(*_waited_for_at_passes(columns))
+        for earlier in needed_numbers(columns, placement):
+            waits.add(nodes, earlier)
+            # A pair begins when all is there that either of its passes needs.
+            waits.add(schedule.paired, earlier[schedule.paired + 1])
+    partners = partners_of(columns, placement)
+    sends, receives = (nodes[flags[columns.kind]] for flags in (IS_SEND, IS_RECEIVE))
+    waits.add(receives, partners[receives])
+    waits.add(sends, held_up_by[partners[sends]])
+    batches = _move_in_batches(schedule, partners, waits) if p2p is P2P.BATCHED else {}
+    leaders = _move_together(columns, waits)
+    return Graph(
+        before=waits.before,
+        known_order=known_order,
+        actions=tuple(chain.from_iterable(schedule.rows)),
+        ranks=columns.rank,
+        partners=partners,
+        batches=batches,
+        leaders=leaders,
+    )
+
+
+def held_up(columns: Columns, device: Device = Device.PARALLEL) -> Ints:
+    """Return, for each action, the last blocking one before it in its row; -1 if there is none."""
+    before = columns.numbers - 1
+    if device is not Device.ONE_QUEUE:
+        before = np.append(np.int32(-1), columns.latest(HOLDS_UP[columns.kind]))[:-1]
+    return np.where(before < columns.first, np.int32(-1), before)
+
+
+def _waited_for_at_passes(columns: Columns) -> tuple[Ints, Ints]:
+    """Return pairs, as two arrays of numbers: a blocking action, and one that was posted between it
+    and the blocking action before."""
+    holds_up = HOLDS_UP[columns.kind]
+    posted, held = columns.numbers[~holds_up], columns.numbers[holds_up]
+    next_held = np.append(held, np.int32(len(columns)))[np.searchsorted(held, posted)]
+    rank = np.append(columns.rank, np.int32(-1))
+    is_of_row = rank[next_held] == columns.rank[posted]
+    return next_held[is_of_row], posted[is_of_row]
+
+
+def _before_in_queue(columns: Columns, placement: Placement) -> Ints:
+    """Return, for each action, the one before it in its queue (`_queue`); -1 if there is none."""
+    queues: dict[tuple[int, Channel | Kind | Lane | None], int] = {}
+    of_pairs = []
+    for stage, kind in columns.pairs:
+        queue = _queue(Action(stage, kind, 0), placement)
+        which = placement.rank_of[stage], queue
+        of_pairs.append(-1 if queue is None else queues.setdefault(which, len(queues)))
+    queue_of = np.array(of_pairs, dtype=np.int32)[columns.pair]
+    queued = columns.numbers[queue_of >= 0]
+    queued = queued[np.argsort(queue_of[queued], kind="stable")]
+    before = np.full(len(columns), -1, dtype=np.int32)
+    is_next = queue_of[queued[1:]] == queue_of[queued[:-1]]
+    before[queued[1:][is_next]] = queued[:-1][is_next]
+    return before
+
+
+def _queue(action: Action, placement: Placement) -> Channel | Kind | Lane | None:
+    """Return the queue of a rank that runs ``action`` in order; None if it is in none."""
+    rule = RULES[action.kind]
+    if rule.is_message:
+        return channel_of(action, placement)
+    if rule.lane is Lane.COLLECTIVE:
+        return action.kind
+    return rule.lane if rule.lane in HOST_LANES else None
+
+
+def partners_of(columns: Columns, placement: Placement) -> Ints:
+    """Return `Graph.partners` of the actions in ``columns``."""
+    place = {pair: at for at, pair in enumerate(columns.pairs)}
+    others = [-1] * len(place)
+    for (stage, kind), at in place.items():
+        if RULES[kind].is_message:
+            others[at] = place[partner_of(Action(stage, kind, 0), placement)[:2]]
+    return columns.of_pairs(np.array(others, dtype=np.int32))
+
+
+def _move_together(columns: Columns, waits: _Waits) -> Ints:
+    """Add to ``waits`` that a collective ends on all ranks together; return `Graph.leaders`."""
+    leaders = columns.numbers.copy()
+    nodes = columns.numbers[IS_COLLECTIVE[columns.kind]]
+    if not len(nodes):
+        return leaders
+    calls = columns.microbatch[nodes].astype(np.int64) * len(RULES) + columns.kind[nodes]
+    _, first, call = np.unique(calls, return_index=True, return_inverse=True)
+    leaders[nodes] = nodes[first[call]]
+    before = waits.before
+    leader = leaders[before.owners]
+    follows = leader != before.owners
+    waits.add(leader[follows], before.nodes[follows])
+    followers = nodes[leaders[nodes] != nodes]
+    waits.add(followers, leaders[followers])
+    return leaders
+
+
+def _move_in_batches(schedule: Schedule, partners: Ints, waits: _Waits) -> dict[int, Sequence[int]]:
+    """Add to ``waits`` what comes of one communicator; return `Graph.batches`."""
+    together: dict[int, Sequence[int]] = {}
+    pairs: list[tuple[int, int]] = []
+    start = 0
+    for row in schedule.rows:
+        previous: Sequence[int] = ()
+        for positions in batches_of(row):
+            batch = range(start + positions.start, start + positions.stop)
+            for node in batch:
+                together[node] = batch
+                pairs += [(node, earlier) for earlier in previous]
+                if RULES[row[node - start].kind].lane is Lane.RECEIVE:
+                    pairs += [(int(partners[node]), earlier) for earlier in previous]
+            previous = batch
+        start += len(row)
+    before = waits.before
+    ends_batch = HOLDS_UP[schedule.columns.kind[before.owners]]
+    for node, message in zip(
+        before.owners[ends_batch].tolist(), before.nodes[ends_batch].tolist(), strict=True
+    ):
+        pairs += [(node, other) for other in together.get(message, ())]
+    later, earlier = np.array(pairs, dtype=np.int32).reshape(-1, 2).T
+    waits.add(later, earlier)
+    return together

@@ -1,0 +1,140 @@
+"""Start times of nodes that wait for one another: under one vector of seconds, or many at once.
+
+Each node starts as soon as all that it waits for has ended. Of many vectors the nodes of one level
+are timed together, level after level: a level's nodes have equally many nodes on the longest way to
+them, so that none waits for another one of its level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ext.compile.program.node_lists import NodeLists
+from megatron_ext.schedule.columns import Ints
+
+Floats = NDArray[np.float64]
+_Places = NDArray[np.intp]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Precedence:
+    """Numbered nodes with the nodes each must wait for.
+
+    Attributes:
+        before: for each, the nodes that must have ended before it can start.
+        known_order: the nodes, each after all it waits for, if that is known.
+    """
+
+    before: NodeLists
+    known_order: Ints | None = None
+
+    @cached_property
+    def order(self) -> Ints:
+        """The nodes, each after all it waits for; not all of them if there is a cycle."""
+        if self.known_order is not None:
+            return self.known_order
+        waiting: list[int] = np.diff(self.before.bounds).tolist()
+        after = self.before.turned
+        # As views: lists of their numbers would take as much memory as all actions.
+        bounds, later = memoryview(after.bounds), memoryview(after.nodes)
+        order = [node for node, count in enumerate(waiting) if not count]
+        for node in order:  # which grows
+            for follower in later[bounds[node] : bounds[node + 1]]:
+                waiting[follower] -= 1
+                if not waiting[follower]:
+                    order.append(follower)
+        return np.array(order, dtype=np.int32)
+
+    @property
+    def stuck(self) -> list[int]:
+        """The nodes that wait in a circle, or for one that does."""
+        is_done = np.zeros(len(self.before), dtype=bool)
+        is_done[self.order] = True
+        return np.flatnonzero(~is_done).tolist()
+
+    def longest_paths(
+        self, seconds: Sequence[float], earliest: Sequence[float] | None = None
+    ) -> tuple[list[float], list[float]]:
+        """Return start and end of each node, if it starts when all it waits for has ended.
+
+        What waits in a circle starts at its earliest and ends at 0.
+
+        Args:
+            seconds: what each node takes. (Any unit of time; whole numbers stay whole.)
+            earliest: before which each does not start; 0 if not given.
+        """
+        zeros: list[float] = [0] * len(self.before)
+        starts, ends = list(earliest or zeros), zeros
+        bounds, before = memoryview(self.before.bounds), memoryview(self.before.nodes)
+        for node in memoryview(self.order):
+            start = starts[node]
+            for earlier in before[bounds[node] : bounds[node + 1]]:
+                if ends[earlier] > start:
+                    start = ends[earlier]
+            starts[node] = start
+            ends[node] = start + seconds[node]
+        return starts, ends
+
+
+class BatchedTimes:
+    """Longest paths through ``graph`` under many vectors of seconds at once.
+
+    Attributes:
+        order: the nodes by level; in a level, those that wait for most come first.
+        place: the place of each node in ``order``.
+
+    Args:
+        graph: without cycles.
+        lags: for each of ``graph.before.nodes``, how long after its end the node that waits for it
+            may start; None: at once.
+    """
+
+    def __init__(self, graph: Precedence, lags: Floats | None = None) -> None:
+        assert not graph.stuck, "the order hangs"
+        before, waits_for = graph.before, np.diff(graph.before.bounds)
+        levels, _ = graph.longest_paths([1] * len(before))
+        level = np.array(levels, dtype=np.int32)
+        self.order = np.lexsort((-waits_for, level))
+        self.place = np.empty_like(self.order)
+        self.place[self.order] = np.arange(len(level))
+        bounds = np.searchsorted(level[self.order], np.arange(1, level.max() + 2))
+        # By level but the first, its first and last place; and what its first nodes wait for, one
+        # for each of them at a turn: places, and lags if there are any.
+        self._levels: list[tuple[int, int, list[tuple[_Places, Floats | None]]]] = [
+            (first, last, []) for first, last in pairwise(bounds.tolist())
+        ]
+        counts, starts = waits_for[self.order], before.bounds[self.order]
+        for turn in range(counts.max()):
+            nodes = np.flatnonzero(counts > turn)
+            at = starts[nodes] + turn
+            places = self.place[before.nodes[at]]
+            late = np.zeros((len(at), 1)) if lags is None else lags[at, None]
+            upto = np.searchsorted(nodes, bounds)
+            late_upto = np.append(0, np.cumsum(late > 0))[upto]
+            parts = pairwise(zip(upto.tolist(), late_upto.tolist(), strict=True))
+            for (*_, turns), ((begin, few), (end, many)) in zip(self._levels, parts, strict=True):
+                if begin < end:
+                    turns.append((places[begin:end], late[begin:end] if few < many else None))
+
+    def run(self, times: Floats) -> None:
+        """Turn ``times`` from what nodes take into when they end.
+
+        Args:
+            times: by place of the node, and by vector.
+        """
+        for first, last, ((earlier, late), *others) in self._levels:
+            latest = times.take(earlier, axis=0)
+            if late is not None:
+                latest += late
+            for earlier, late in others:
+                ready, some = times.take(earlier, axis=0), latest[: len(earlier)]
+                if late is not None:
+                    ready += late
+                np.maximum(some, ready, out=some)
+            times[first:last] += latest

@@ -1,0 +1,243 @@
+"""Memory account of a schedule, rank by rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+
+from megatron_ext.schedule.action import Action, Kind, Slice, tokens_of
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.kinds import RULES, Held, Lane, Source
+from megatron_ext.schedule.limit import MemoryLimit
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.schedule import Schedule, is_compute
+from megatron_ext.words import counted
+
+Amount = Callable[[Held, int], float]  # of what, on which stage -> how much
+
+INPUT_SHARE = 0.1  # of an activation is its stage's input, where bytes are not known
+
+# By a kind of pass, that which it does a second time.
+_RECOMPUTES = {kind: rule.repeats for kind, rule in RULES.items() if rule.repeats is not None}
+_MADE = frozenset(_RECOMPUTES.values())
+
+# By a kind of pass, that of the message which it uses.
+_USES = {
+    kind: need.kinds[0]
+    for kind, rule in RULES.items()
+    for need in rule.needs
+    if need.source is Source.REMOTE
+}
+
+
+def memory_curve(row: tuple[Action, ...], amount: Amount) -> list[float]:
+    """Return the memory held during each compute action of ``row``, in the unit of ``amount``.
+
+    An action takes its memory at its start and gives it back at its end. One that does both (I
+    turns activations into what W needs, layer by layer) counts at its end only.
+    """
+    held = zip(row, held_during(row, amount), strict=True)
+    return [amount for action, amount in held if is_compute(action)]
+
+
+def held_during(row: tuple[Action, ...], amount: Amount) -> Iterator[float]:
+    """Yield the memory held during every action of ``row``, in the unit of ``amount``.
+
+    Messages and copies from the host take memory too. A received tensor is counted until the pass
+    that uses it begins: what F keeps of it is part of the activation, and a gradient is freed as
+    the pass makes the next one. A pass keeps nothing that no pass of its stage uses: F keeps
+    nothing in an evaluation. A pass that is recomputed keeps its stage's input, and the recompute
+    takes the rest. A slice takes its share of its microbatch's memory; the gradients of keys and
+    values that slices add up are held for the whole microbatch, from its first backward pass to its
+    last.
+    """
+
+    def stays(stage: int) -> float:
+        return amount(Held.KEYS_VALUES, stage)
+
+    used = {(action.stage, kind) for action in row for kind in RULES[action.kind].releases}
+    again = {(stage, _RECOMPUTES[kind], k) for stage, kind, k in row if kind in _RECOMPUTES}
+
+    are_cut = bool(row) and isinstance(row[0].microbatch, Slice)
+
+    @cache
+    def rule_on(stage: int, kind: Kind) -> tuple[float, float, Kind | None, bool]:
+        """Return what the action takes and gives back, the kind of message that it uses, and
+        whether it receives one."""
+        rule = RULES[kind]
+        gained = sum(
+            amount(held, stage)
+            for held in rule.acquires
+            if held is Held.MESSAGE or (stage, held) in used
+        )
+        lost = sum(amount(held, stage) for held in rule.releases)
+        if are_cut and rule.all_or_none is Held.ACTIVATION:  # on its way to or from the host
+            gained, lost = (max(a - stays(stage), 0.0) if a else a for a in (gained, lost))
+        receives = rule.lane is Lane.RECEIVE and bool(rule.acquires)
+        return gained, lost, _USES.get(kind), receives
+
+    held = 0.0
+    received: set[tuple[int, Kind, int]] = set()  # and not used
+    for stage, kind, microbatch in row:
+        gained, lost, message, receives = rule_on(stage, kind)
+        tokens, taken, given_back = 1.0, 0.0, 0.0
+        if are_cut:
+            tokens = tokens_of(microbatch)
+            taken, given_back = _gathered(stage, kind, microbatch, amount)
+        if receives:
+            received.add((stage, kind, microbatch))
+        elif message is not None and (used_now := (stage, message, microbatch)) in received:
+            received.remove(used_now)
+            held -= amount(Held.MESSAGE, stage) * tokens
+        if again and (stage, kind, microbatch) in again:
+            gained = kept_for_again(stage, microbatch, amount)
+        elif again and kind in _RECOMPUTES:
+            gained -= kept_for_again(stage, microbatch, amount)
+        held += taken
+        yield held + (gained * tokens if not lost else 0.0)
+        held += (gained - lost) * tokens - given_back
+
+
+def kept_for_again(stage: int, microbatch: int, amount: Amount) -> float:
+    """Return the amount stored, per microbatch, of an activation that is recomputed: the stage's
+    input, and of a slice its keys and values, to which later slices attend in the meantime."""
+    is_slice = isinstance(microbatch, Slice)
+    return amount(Held.INPUT, stage) + (amount(Held.KEYS_VALUES, stage) if is_slice else 0.0)
+
+
+def _gathered(stage: int, kind: Kind, microbatch: int, amount: Amount) -> tuple[float, float]:
+    """Return the amounts that a pass takes and gives back for its whole microbatch
+    (`Rule.gathers`)."""
+    if not RULES[kind].gathers or not isinstance(microbatch, Slice):
+        return 0.0, 0.0
+    gathered = sum(amount(held, stage) for held in RULES[kind].gathers)
+    return gathered * microbatch.is_last, gathered * microbatch.is_first
+
+
+def in_microbatches(schedule: Schedule) -> Amount:
+    """The zero-bubble papers' measure: 1/v from F to W (or B), the input gradient frees nothing.
+
+    Logits do not count, they are no layer's; nor do messages, nor keys and values on top of the
+    activations. A stage's input counts a tenth.
+    """
+    share = 1 / schedule.placement.chunks
+    none = dict.fromkeys((Held.LOGITS, Held.MESSAGE, Held.KEYS_VALUES), 0.0)
+    figures = {**none, Held.INPUT: INPUT_SHARE * share}
+    return lambda held, stage: figures.get(held, share)
+
+
+def in_bytes(costs: Costs) -> Amount:
+    """Count in bytes, as ``costs`` gives them."""
+    held_bytes, message = costs.held_bytes, costs.links.message_bytes
+    assert held_bytes is not None
+
+    def amount(held: Held, stage: int) -> float:
+        if held is Held.MESSAGE:
+            return message
+        if held is Held.KEYS_VALUES:
+            return costs.slices.keys_values[stage] if costs.slices.keys_values else 0.0
+        if held is Held.INPUT:
+            return _input_bytes(stage, held_bytes[Held.ACTIVATION][stage], message)
+        return held_bytes[held][stage]
+
+    return amount
+
+
+def _input_bytes(stage: int, activation: float, message: float) -> float:
+    """Return the bytes of the input of ``stage``: a message, or of the first stage, whose input is
+    tokens, 0. If the bytes of messages are not known it is a share of the activation."""
+    return min(message if stage else 0.0, activation) if message else INPUT_SHARE * activation
+
+
+def bytes_for(limit: MemoryLimit, costs: Costs) -> Mapping[Held, tuple[float, ...]]:
+    """The bytes that ``costs`` must have for a limit in bytes. Raises ValueError without."""
+    if costs.held_bytes is None:
+        raise ValueError(
+            f"the memory limit is {limit}, but the costs ({costs.origin}) have no "
+            f"bytes: give the limit in microbatches (5 or 0.5x), or a costs file with bytes"
+        )
+    return costs.held_bytes
+
+
+def amount_of(limit: MemoryLimit, schedule: Schedule, costs: Costs) -> tuple[Amount, float]:
+    """Return the unit to count in, and how much of it ``limit`` allows.
+
+    Raises:
+        ValueError: as `bytes_for`.
+    """
+    if limit.microbatches is not None:
+        return in_microbatches(schedule), limit.microbatches
+    bytes_for(limit, costs)
+    assert limit.bytes is not None
+    return in_bytes(costs), float(limit.bytes)
+
+
+def leaving_room(limit: MemoryLimit, microbatches: int, problem: Problem) -> MemoryLimit:
+    """Return ``limit`` less the memory of so many further ``microbatches`` of a rank, and logits.
+
+    Raises:
+        ValueError: less than one microbatch is left.
+    """
+    if limit.microbatches is not None:
+        microbatch = 1.0
+        more, allowed = float(microbatches), limit.microbatches
+    else:
+        assert limit.bytes is not None
+        held = bytes_for(limit, problem.costs)
+        ranks = problem.placement.stages_of
+        microbatch = max(sum(held[Held.ACTIVATION][stage] for stage in row) for row in ranks)
+        logits = max(held[Held.LOGITS])  # of one microbatch more: they outlast its SI
+        more, allowed = microbatches * microbatch + (microbatches + 1) * logits, float(limit.bytes)
+    left = allowed - more
+    if left < microbatch:
+        raise ValueError(
+            f"the memory limit is {limit}, and vocabulary parallelism "
+            f"{problem.extras.vocab_parallel} holds {counted(microbatches, 'microbatch')} more "
+            f"than a schedule alone, which holds at least one; give at least "
+            f"{limit.at_least(microbatch + more)}"
+        )
+    if limit.microbatches is not None:
+        return MemoryLimit(microbatches=left)
+    return MemoryLimit(bytes=int(left))
+
+
+def peaks(schedule: Schedule, amount: Amount) -> list[float]:
+    """The largest amount each rank holds."""
+    return [peak(row, amount) for row in schedule.rows]
+
+
+def peak(row: tuple[Action, ...], amount: Amount) -> float:
+    """The largest amount that a rank holds during an action of its ``row``."""
+    return max(held_during(row, amount), default=0.0)
+
+
+def share_made_again(schedule: Schedule) -> float:
+    """Return the share of the forward passes that are recomputed."""
+    kinds = [action.kind for row in schedule.rows for action in row]
+    return sum(map(_RECOMPUTES.__contains__, kinds)) / sum(map(_MADE.__contains__, kinds))
+
+
+def peak_on_host(row: tuple[Action, ...], placement: Placement) -> float:
+    """Microbatches of a rank that are on the host at once, at the most."""
+    now = most = 0.0
+    for action in row:
+        rule = RULES[action.kind]
+        copied = len(rule.moves) * tokens_of(action.microbatch)
+        now += copied if rule.lane is Lane.TO_HOST else -copied
+        most = max(most, now)
+    return most / placement.chunks
+
+
+def most_on_host(row: tuple[Action, ...]) -> dict[tuple[int, Held], int]:
+    """How many microbatches, or slices, of each stage, and of what it holds, are on the host at
+    once: from when a copy to it begins until that back does."""
+    most: Counter[tuple[int, Held]] = Counter()
+    now: Counter[tuple[int, Held]] = Counter()
+    for action in row:
+        rule = RULES[action.kind]
+        for held in rule.moves:
+            now[action.stage, held] += 1 if rule.lane is Lane.TO_HOST else -1
+            most |= now
+    return dict(most)

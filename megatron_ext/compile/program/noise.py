@@ -1,0 +1,137 @@
+"""Spread of a step's duration, over many samples, if the durations of passes vary.
+
+The order of passes stays, as in training. Each pass takes its seconds times a factor of its own,
+whose mean is 1; messages and copies take what they do. A sample is a longest path through the
+program's graph, and those of many samples are found together, a level of the graph after the other.
+
+The random generator has a fixed seed and draws for passes in the order of stage, kind and
+microbatch: schedules of one placement with the same passes get the same factors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_ext.compile.program.longest_paths import BatchedTimes, Floats
+from megatron_ext.compile.program.simulate import links_of, seconds_of, take_turns
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.schedule.columns import IS_PASS, Columns
+
+SAMPLES = 1000
+_QUANTILES = (0.5, 0.9)
+_TIMES = 2**23  # in memory at once: 64 MiB of them
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Noise of passes: factors of their durations, none negative, whose mean is 1.
+
+    Attributes:
+        passes: the standard deviation of a pass's factor, which is lognormal.
+        ranks: that of a second factor, which all passes of a rank share throughout a step.
+        seen: factors that were measured; a pass has any of them instead.
+    """
+
+    passes: float = 0.0
+    ranks: float = 0.0
+    seen: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Quantiles:
+    """Quantiles of a step's duration: half of the steps, and nine in ten, take no longer."""
+
+    median: float
+    p90: float
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Spread of simulated steps, in the unit of the costs; ``--json`` prints these names."""
+
+    samples: int
+    makespan: Quantiles
+    span: Quantiles
+
+
+def spread(program: Program, noise: Noise, samples: int = SAMPLES) -> Spread:
+    """The spread over ``samples`` steps of ``program`` with its own costs under ``noise``."""
+    columns = program.schedule.columns
+    seconds = np.array(seconds_of(program.graph, program.schedule, program.problem.costs))
+    paths = _Paths(program)
+    makespans, spans = [], []
+    for factors in factors_of(columns, noise, samples):
+        starts, ends = paths.of(seconds * factors)
+        makespans.append(ends.max(axis=1) - starts.min(axis=1))
+        spans.append((ends - starts).max(axis=1))
+    return Spread(samples, _quantiles(makespans), _quantiles(spans))
+
+
+def _quantiles(parts: list[Floats]) -> Quantiles:
+    median, most = np.quantile(np.concatenate(parts), _QUANTILES)
+    return Quantiles(float(median), float(most))
+
+
+def factors_of(columns: Columns, noise: Noise, samples: int) -> Iterator[Floats]:
+    """Yield factors of durations, arrays of samples x actions, for ``samples`` in all.
+
+    The samples come in batches that fit into memory; their size changes no factor.
+    """
+    at_once = max(_TIMES // len(columns), 1)
+    passes = columns.numbers[IS_PASS[columns.kind]]
+    by_name = (columns.microbatch[passes], columns.kind[passes], columns.stage[passes])
+    passes = passes[np.lexsort(by_name)]
+    of_passes, of_ranks = np.random.default_rng(0).spawn(2)
+    ranks = int(columns.rank.max()) + 1
+    for first in range(0, samples, at_once):
+        count = min(at_once, samples - first)
+        factors = np.ones((count, len(columns)))
+        size = count, len(passes)
+        if noise.seen:
+            drawn = np.array(noise.seen)[of_passes.integers(len(noise.seen), size=size)]
+        else:
+            drawn = _lognormal(of_passes, noise.passes, size)
+        rank_wide = _lognormal(of_ranks, noise.ranks, (count, ranks))
+        factors[:, passes] = drawn * rank_wide[:, columns.rank[passes]]
+        yield factors
+
+
+def _lognormal(rng: np.random.Generator, deviation: float, size: tuple[int, int]) -> Floats:
+    """Numbers whose mean is 1 and whose standard deviation is ``deviation``."""
+    variance = math.log1p(deviation**2)
+    return np.exp(rng.standard_normal(size) * math.sqrt(variance) - variance / 2)
+
+
+class _Paths:
+    """Start and end of each rank in samples of a program's step."""
+
+    def __init__(self, program: Program) -> None:
+        self._graph = program.graph
+        self._links = links_of(program.graph, program.problem.costs)
+        self._times = None if self._links else BatchedTimes(program.graph)
+        columns = program.schedule.columns
+        passes = columns.numbers[IS_PASS[columns.kind]]
+        _, self._first = np.unique(columns.rank[passes], return_index=True)
+        self._last = np.append(self._first[1:], len(passes)) - 1
+        self._passes = passes
+
+    def of(self, seconds: Floats) -> tuple[Floats, Floats]:
+        """By sample and rank, when its first pass starts and its last one ends.
+
+        Args:
+            seconds: by sample and node.
+        """
+        first, last = self._passes[self._first], self._passes[self._last]
+        starting = seconds[:, first]
+        if self._times is None:  # whose turn it is on a link depends on the sample
+            zeros = [0.0] * seconds.shape[1]
+            runs = (take_turns(self._graph, row, self._links, zeros) for row in seconds.tolist())
+            ends = np.array([end for _, end in runs])
+            return ends[:, first] - starting, ends[:, last]
+        place, times = self._times.place, np.ascontiguousarray(seconds.T[self._times.order])
+        self._times.run(times)
+        return times[place[first]].T - starting, times[place[last]].T

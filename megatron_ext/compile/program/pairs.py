@@ -1,0 +1,59 @@
+"""Two passes of a rank that run as one (`action.Pair`): what makes a pair wrong, what it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
+
+from megatron_ext.compile.program.graph import needed
+from megatron_ext.schedule.action import Action, Kind, Pair
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.kinds import RULES
+from megatron_ext.schedule.schedule import Schedule
+
+
+def what_is_wrong(schedule: Schedule) -> tuple[str, list[Action]] | None:
+    """Why the pairs of ``schedule`` cannot be, and the first offenders; None if nothing is wrong
+    that two passes alone can tell. (A dependency through other ranks is a cycle of the graph.)"""
+    followers = {
+        action: after for row in schedule.rows for action, after in pairwise((*row, None)) if action
+    }
+    pairs = sorted(schedule.pairs)
+    seen: dict[Action, Pair] = {}
+    for pair in pairs:
+        for action in pair:
+            if (other := seen.setdefault(action, pair)) != pair:
+                return f"{action} is in two pairs, {other} and {pair}", [*other, *pair]
+    for pair in pairs:
+        forward, backward = pair
+        if backward.kind not in RULES[forward.kind].beside:
+            return f"{pair} is no pair: one is F beside I or B", list(pair)
+        choices = [choice for _, some in needed(backward, schedule.placement) for choice in some]
+        if forward in choices:
+            return f"{pair} cannot run as one: {backward} needs {forward}", list(pair)
+        if followers.get(forward) != backward:
+            after = followers.get(forward) or "nothing"
+            return f"{pair} cannot run as one: {after} comes right after {forward}", list(pair)
+    return None
+
+
+def seconds_in_pairs(schedule: Schedule, costs: Costs) -> Iterator[tuple[int, float, float]]:
+    """The number of each pair's forward pass, its share of the pair's seconds and the other's.
+
+    The two pass for one after the other, F first, in the proportion of what they take alone: so
+    that what a rank has done adds up.
+    """
+
+    @cache
+    def shares(forward_stage: int, stage: int, kind: Kind) -> tuple[float, float]:
+        forward, backward = Action(forward_stage, Kind.FORWARD, 0), Action(stage, kind, 0)
+        both, alone = costs.of_pair(forward, backward), costs.of(forward)
+        apart = alone + costs.of(backward)
+        first = both * alone / apart if apart else 0.0
+        return first, both - first
+
+    columns = schedule.columns
+    for node in schedule.paired.tolist():
+        stage, kind = columns.pairs[columns.pair[node + 1]]
+        yield node, *shares(int(columns.stage[node]), stage, kind)

@@ -1,0 +1,138 @@
+"""Graph of the waits in a schedule that has passes alone, without its messages as it is.
+
+A pass waits for the one before it on its rank, and for the one on another rank whose message it
+would receive (`kinds`). Receives are posted in time, and nothing waits for a send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_ext.compile.program.graph import needed, needed_numbers, partner_of
+from megatron_ext.compile.program.longest_paths import Floats, Precedence
+from megatron_ext.compile.program.node_lists import NodeLists
+from megatron_ext.schedule.action import Action, parts_of
+from megatron_ext.schedule.columns import KINDS, Ints
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.kinds import RULES, Lane
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.schedule import Schedule
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PassGraph(Precedence):
+    """The passes of a schedule; two that run as one are one node.
+
+    Attributes:
+        nodes: by pass, its node.
+        lags: for each of ``before.nodes``, the seconds of the message between the two.
+    """
+
+    nodes: Ints
+    lags: Floats
+
+
+def pass_graph(schedule: Schedule, costs: Costs) -> PassGraph:
+    """The passes of ``schedule``, where messages do not wait for one another."""
+    columns = schedule.columns
+    is_second = np.zeros(len(columns), dtype=bool)
+    is_second[schedule.paired + 1] = True
+    nodes = (np.cumsum(~is_second) - 1).astype(np.int32)
+    (own, previous), links = _within_ranks(schedule), _links(schedule, costs)
+    later, earlier = nodes[np.append(own, links.later)], nodes[np.append(previous, links.earlier)]
+    lags = np.append(np.zeros(len(own)), links.seconds)
+    waits = later != earlier  # the second of a pair does not wait for the first
+    later, earlier, lags = later[waits], earlier[waits], lags[waits]
+    before = NodeLists.of(later, earlier, int(nodes[-1]) + 1)
+    return PassGraph(before=before, nodes=nodes, lags=lags[np.argsort(later, kind="stable")])
+
+
+def with_messages(schedule: Schedule, costs: Costs) -> tuple[Precedence, list[float]]:
+    """The passes of ``schedule`` and behind them its messages, which follow one another on each
+    channel; and the seconds of each, whatever runs right before it or overlaps it. Messages that
+    take no time are no nodes."""
+    columns = schedule.columns
+    (own, previous), links = _within_ranks(schedule), _links(schedule, costs)
+    at_once = links.seconds == 0
+    channel = np.stack([links.send, columns.rank[links.later], columns.rank[links.earlier]])
+    order = np.lexsort((links.earlier, *channel))
+    order = order[~at_once[order]]
+    follows = (np.diff(channel[:, order]) == 0).all(axis=0)
+    messages = np.arange(len(columns), len(columns) + len(order), dtype=np.int32)
+    waits = (
+        (own, previous),
+        (links.later[at_once], links.earlier[at_once]),
+        (messages, links.earlier[order]),
+        (links.later[order], messages),
+        (messages[1:][follows], messages[:-1][follows]),
+    )
+    later, earlier = (np.concatenate(part) for part in zip(*waits, strict=True))
+    before = NodeLists.of(later, earlier, len(columns) + len(order))
+    return Precedence(before=before), columns.of_each(costs.of) + links.seconds[order].tolist()
+
+
+def _within_ranks(schedule: Schedule) -> tuple[Ints, Ints]:
+    """Passes, and for each the one before it on its rank; and what it needs there, if that comes
+    after it, which cannot run."""
+    columns = schedule.columns
+    own = columns.numbers[columns.numbers > columns.first]
+    waits = [(own, own - np.int32(1))]
+    for earlier in needed_numbers(columns, schedule.placement):
+        is_late = earlier > columns.numbers
+        waits.append((columns.numbers[is_late], earlier[is_late]))
+    later, earlier = (np.concatenate(part) for part in zip(*waits, strict=True))
+    return later, earlier
+
+
+class _Links(NamedTuple):
+    """Entry n of each is about the n-th message: the passes that wait for it and that make it, the
+    place of the send's kind in `KINDS`, and seconds."""
+
+    later: Ints
+    earlier: Ints
+    send: Ints
+    seconds: Floats
+
+
+def _links(schedule: Schedule, costs: Costs) -> _Links:
+    columns, place = schedule.columns, {pair: n for n, pair in enumerate(schedule.columns.pairs)}
+    parts = parts_of(0, columns.slice_ends)
+    wanted = [
+        [
+            (place[maker.stage, maker.kind], send)
+            for maker, send in senders(Action(*pair, 0), schedule.placement)
+            if (maker.stage, maker.kind) in place
+        ]
+        for pair in columns.pairs
+    ]
+    found = []
+    for turn in range(max(map(len, wanted))):
+        pairs = np.full(len(wanted), -1, dtype=np.int32)
+        kinds = np.zeros(len(wanted), dtype=np.int32)
+        seconds = np.zeros((len(wanted), len(parts)))
+        for n, row in enumerate(wanted):
+            if turn < len(row):
+                pairs[n], send = row[turn]
+                kinds[n] = KINDS.index(send.kind)
+                seconds[n] = [costs.of(send._replace(microbatch=part)) for part in parts]
+        earlier = columns.of_pairs(pairs)
+        later = columns.numbers[earlier >= 0]
+        pair = columns.pair[later]
+        found.append((later, earlier[later], kinds[pair], seconds[pair, columns.slice[later]]))
+    if not found:
+        found = [(columns.numbers[:0],) * 3 + (np.zeros(0),)]
+    return _Links(*(np.concatenate(part) for part in zip(*found, strict=True)))
+
+
+def senders(action: Action, placement: Placement) -> Iterator[tuple[Action, Action]]:
+    """The passes on other ranks that may make what ``action`` receives, with the sends of that."""
+    for _, choices in needed(action, placement):
+        for receive in choices:
+            if RULES[receive.kind].lane is Lane.RECEIVE:
+                send = partner_of(receive, placement)
+                for _, makers in needed(send, placement):
+                    yield from ((maker, send) for maker in makers)

@@ -1,0 +1,190 @@
+"""Predict when each action of a program runs."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import islice
+
+import numpy as np
+
+from megatron_ext.compile.program.communication import communicate
+from megatron_ext.compile.program.graph import Device, Graph, build_graph
+from megatron_ext.compile.program.pairs import seconds_in_pairs
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.schedule.action import Action
+from megatron_ext.schedule.columns import IS_PASS
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.kinds import HOST_LANES, RULES, Lane
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.schedule import Schedule, right_behind_own_input
+from megatron_ext.schedule.timeline import Event, Timeline
+
+_STEPS = 16  # consecutive ones, after the first half of which a step takes what it always will
+_SAME = 1e-9  # of a time, which rounding may add
+
+
+def simulate(program: Program, costs: Costs, device: Device = Device.PARALLEL) -> Timeline:
+    """Start every action as soon as all it waits for on ``device`` has ended (`graph`).
+
+    A message takes its hop from when both ends are ready, a collective from when all ranks are;
+    messages of one channel follow one another. One pass over the actions.
+    """
+    graph = program.graph
+    if device is not Device.PARALLEL:
+        p2p = program.problem.extras.p2p
+        graph = build_graph(program.schedule, p2p, device, program.known_order)
+    return _run(graph, program.schedule, costs)
+
+
+def simulate_steps(program: Program, costs: Costs, steps: int) -> tuple[Timeline, ...]:
+    """Simulate ``steps`` steps, one after the other on one clock.
+
+    With post-validation a rank begins a step when it has ended its own part of the last one;
+    without, all ranks wait for the last of them, as they do around a synchronous optimizer.
+    """
+    return tuple(timeline for timeline, _ in islice(_one_after_the_other(program, costs), steps))
+
+
+def step_seconds(program: Program, costs: Costs) -> float:
+    """Return the seconds of a step in the long run: its makespan, or with post-validation about its
+    span.
+
+    (A rank that idles in the middle of its span may have less to wait for when it begins later.)
+    """
+    if not program.problem.extras.post_validation or program.problem.forward_only:
+        return _makespan(program, costs)
+    before = [0.0] * program.problem.ranks
+    ends = []
+    for timeline, free in islice(_one_after_the_other(program, costs), _STEPS):
+        later = [now - then for now, then in zip(free, before, strict=True)]
+        if max(later) - min(later) <= _SAME * max(later):
+            return max(later)  # of each step from now on: all depends on when ranks are free
+        before = free
+        ends.append(max(row[-1].end for row in timeline.compute))
+    half = _STEPS // 2
+    return (ends[-1] - ends[-1 - half]) / half
+
+
+def _makespan(program: Program, costs: Costs) -> float:
+    """`Timeline.makespan`, without the events: of a search's many schedules nothing else counts."""
+    starts, ends = map(np.array, times(program.graph, program.schedule, costs))
+    is_pass = IS_PASS[program.schedule.columns.kind]
+    return float(ends[is_pass].max() - starts[is_pass].min())
+
+
+def _one_after_the_other(program: Program, costs: Costs) -> Iterator[tuple[Timeline, list[float]]]:
+    """Steps without end, and when each rank is free for the next."""
+    free = [0.0] * program.problem.ranks
+    while True:
+        timeline = _run(program.graph, program.schedule, costs, free)
+        free = list(free)
+        for event in timeline.events:
+            if RULES[event.action.kind].holds_up:
+                free[event.rank] = max(free[event.rank], event.end)
+        if not program.problem.extras.post_validation:
+            free = [max(free)] * len(free)
+        yield timeline, free
+
+
+def simulate_unproved(schedule: Schedule, problem: Problem) -> Timeline:
+    """Simulate a schedule that is still being made, without its messages as it is.
+
+    What waits in a circle starts at 0 and takes no time.
+    """
+    schedule = communicate(schedule, problem)
+    return _run(build_graph(schedule), schedule, problem.costs)
+
+
+def simulate_messages(schedule: Schedule, problem: Problem) -> Timeline:
+    """Simulate a schedule that has its messages and is not proved."""
+    return _run(build_graph(schedule, problem.extras.p2p), schedule, problem.costs)
+
+
+def _run(
+    graph: Graph, schedule: Schedule, costs: Costs, free: Sequence[float] | None = None
+) -> Timeline:
+    """Return the timeline of ``graph``. ``free``: the start of each rank, if not 0."""
+    starts, ends = times(graph, schedule, costs, free)
+    events = zip(graph.ranks.tolist(), graph.actions, starts, ends, strict=True)
+    return Timeline(schedule, tuple(map(_event, events)))
+
+
+def times(
+    graph: Graph, schedule: Schedule, costs: Costs, free: Sequence[float] | None = None
+) -> tuple[list[float], list[float]]:
+    """Return the start and the end of each node."""
+    lasts = seconds_of(graph, schedule, costs)
+    links = links_of(graph, costs)
+    earliest = [0.0] * len(lasts) if free is None else _earliest(graph, free)
+    if links:
+        return take_turns(graph, lasts, links, earliest)
+    return graph.longest_paths(lasts, earliest)
+
+
+def seconds_of(graph: Graph, schedule: Schedule, costs: Costs) -> list[float]:
+    """Return the seconds of each node of ``graph`` under ``costs``."""
+    columns = schedule.columns
+    lasts = columns.of_each(costs.of)
+    for node in columns.numbers[graph.leaders != columns.numbers].tolist():
+        lasts[node] = 0.0
+    if any(costs.passes.spared):
+        for node in right_behind_own_input(columns).tolist():
+            lasts[node] -= costs.spared_by(graph.actions[node])
+    for node, first, second in seconds_in_pairs(schedule, costs):
+        lasts[node], lasts[node + 1] = first, second
+    return lasts
+
+
+# What `Event._make` does, which is most of a simulation's time if Python does it.
+_event: Callable[[tuple[int, Action, float, float]], Event] = partial(tuple.__new__, Event)
+
+
+def _earliest(graph: Graph, free: Sequence[float]) -> list[float]:
+    """By node, when its rank is ``free``; of a message, when both its ranks are."""
+    ranks, partners = graph.ranks.tolist(), graph.partners.tolist()
+    times = [free[rank] for rank in ranks]
+    for node, action in enumerate(graph.actions):
+        rule = RULES[action.kind]
+        if rule.is_message:
+            times[node] = max(times[node], free[ranks[partners[node]]])
+        elif rule.lane is Lane.COLLECTIVE:
+            times[node] = max(free)
+    return times
+
+
+def links_of(graph: Graph, costs: Costs) -> dict[int, object]:
+    """Return the link of each copy, by node, if its link is shared; empty if none is."""
+    host = costs.host
+    if host is None or not host.is_shared:
+        return {}
+    lanes = ((node, RULES[action.kind].lane) for node, action in enumerate(graph.actions))
+    ranks = graph.ranks.tolist()
+    return {n: host.link(ranks[n], lane) for n, lane in lanes if lane in HOST_LANES}
+
+
+def take_turns(
+    graph: Graph, lasts: list[float], links: Mapping[int, object], earliest: list[float]
+) -> tuple[list[float], list[float]]:
+    """`Graph.longest_paths` where a copy waits until its link is free, too: whose turn came first
+    goes first."""
+    start, end = list(earliest), [0.0] * len(lasts)
+    after = graph.before.turned
+    waiting: list[int] = np.diff(graph.before.bounds).tolist()
+    free: dict[object, float] = {}
+    ready = [(start[node], node) for node, count in enumerate(waiting) if not count]
+    heapq.heapify(ready)
+    while ready:
+        _, node = heapq.heappop(ready)
+        link = links.get(node)
+        if link is not None:
+            start[node] = max(start[node], free.get(link, 0.0))
+            free[link] = start[node] + lasts[node]
+        end[node] = start[node] + lasts[node]
+        for later in after[node]:
+            waiting[later] -= 1
+            start[later] = max(start[later], end[node])
+            if not waiting[later]:
+                heapq.heappush(ready, (start[later], later))
+    return start, end

@@ -1,0 +1,91 @@
+"""The part of a step that runs before the last step's verdict is known, and may have to be undone.
+
+Until SETTLE a rank computes with parameters that an optimizer step on a partial state has made. If
+that step is taken back, so is what was computed since: it must not have touched a gradient, and no
+message may be half on one side of the verdict and half on the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_ext.compile.program.graph import needed, partner_of
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.kinds import RULES, Lane, Source, Where
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.schedule import is_compute
+
+Rows = Sequence[Sequence[Action]]
+
+
+def settles_at(row: Sequence[Action]) -> int | None:
+    """Return the position in ``row`` of its wait for the verdict (SETTLE); None if it has none."""
+    return next((at for at, action in enumerate(row) if action.kind is Kind.SETTLE), None)
+
+
+def can_be_undone(action: Action, placement: Placement) -> bool:
+    """Whether ``action`` leaves nothing behind that cannot be dropped: a forward pass without a
+    loss, or what is no pass."""
+    if not is_compute(action):
+        return True
+    return RULES[action.kind].in_evaluation and not placement.is_last(action.stage)
+
+
+def latest_settling(rows: Rows, placement: Placement) -> list[int]:
+    """For each of ``rows``, how many of its first actions can come before the verdict, at most.
+
+    All that can be undone, as far as the other ends of its messages come before the verdict of
+    their ranks too. (A receive whose message is not needed may stay behind alone.) The union of two
+    such choices is one, so there is a largest: what does not fit is taken off until all does.
+    """
+    lengths = [
+        next((at for at, a in enumerate(row) if not can_be_undone(a, placement)), len(row))
+        for row in rows
+    ]
+    place = {a: (rank, at) for rank, row in enumerate(rows) for at, a in enumerate(row)}
+
+    def is_before(action: Action) -> bool:
+        rank, at = place[action]
+        return at < lengths[rank]
+
+    changed = True
+    while changed:
+        changed = False
+        for rank, row in enumerate(rows):
+            for at, action in enumerate(row[: lengths[rank]]):
+                if not all(map(is_before, _other_ends(action, placement))):
+                    lengths[rank] = at
+                    changed = True
+                    break
+    return lengths
+
+
+def first_crossing(rows: Rows, placement: Placement) -> tuple[Action, Action] | None:
+    """A message of which one end comes before its rank's verdict and the other after, if any."""
+    before: set[Action] = set()
+    for row in rows:
+        before.update(row[: settles_at(row)])
+    for row in rows:
+        for action in row:
+            rule = RULES[action.kind]
+            if not rule.is_message or rule.where is Where.RANK or action not in before:
+                continue
+            partner = partner_of(action, placement)
+            if partner not in before:
+                return action, partner
+    return None
+
+
+def _other_ends(action: Action, placement: Placement) -> list[Action]:
+    """Return the actions of other ranks that must come before the verdict there, if ``action``
+    comes before it on its own rank."""
+    rule = RULES[action.kind]
+    if rule.lane is Lane.SEND:
+        return [partner_of(action, placement)]
+    if not is_compute(action):
+        return []
+    return [
+        partner_of(choices[0], placement)
+        for need, choices in needed(action, placement)
+        if need.source is Source.REMOTE
+    ]

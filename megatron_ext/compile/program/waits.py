@@ -1,0 +1,234 @@
+"""Insert the waits for what a rank gives away, where they cost nothing.
+
+A tensor on its way must not be freed or changed, and someone must wait for its send before it is;
+so it is with what a rank gives to a collective and uses nothing of. A wait holds its rank up until
+the other side has received, so it is put before the first action that could not run if that had not
+happened: where the rank already knows, by what it has itself received since, that the message was
+used. Vector clocks tell (Fidge 1988): for each pass, how far every other rank must have come before
+it can start.
+
+Sends whose use a rank never learns of (those of the cool-down, and all of an evaluation) are
+waited for at the end. In an evaluation the oldest is waited for sooner, once more than
+``SENDS_BEHIND`` are under way on its channel: before a pass that comes after the send in one order
+of all actions of all ranks. As every wait keeps to that order, no two can wait for each other.
+
+Batched, a send has gone when its batch has, and a rank knows that once it has used what it received
+in that batch or a later one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from megatron_ext.compile.program.graph import (
+    Channel,
+    Graph,
+    build_graph,
+    channel_of,
+    has_place,
+    held_up,
+)
+from megatron_ext.compile.program.node_lists import NodeLists
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.columns import (
+    HOLDS_UP,
+    IS_COLLECTIVE,
+    IS_PASS,
+    IS_RECEIVE,
+    Ints,
+)
+from megatron_ext.schedule.kinds import RULES, Lane
+from megatron_ext.schedule.problem import P2P, Problem
+from megatron_ext.schedule.schedule import Schedule, is_compute
+
+SENDS_BEHIND = 4
+
+_WAIT_FOR: dict[Kind, Kind] = {
+    need.kinds[0]: wait
+    for wait, rule in RULES.items()
+    if rule.lane is Lane.WAIT
+    for need in rule.needs
+}
+
+
+def await_sends(schedule: Schedule, problem: Problem) -> Schedule:
+    """Return ``schedule``, which has its messages, with a wait for each send, and for what is only
+    given to a collective."""
+    graph, columns = build_graph(schedule, problem.extras.p2p), schedule.columns
+    ways = [_way(Action(stage, kind, 0), problem) for stage, kind in columns.pairs]
+    is_given = np.array([way is not None for way in ways], dtype=bool)[columns.pair]
+    has_gone = _known_by_batches if problem.extras.p2p is P2P.BATCHED else _known_by_clocks
+    given = columns.numbers[is_given]
+    known_at: list[int] = has_gone(schedule, graph, given).tolist()
+    _in_order(known_at, [(node, ways[columns.pair[node]], columns.rank[node]) for node in given])
+    in_step = _in_step(graph, schedule) if problem.forward_only else []
+    place = {node: place for place, node in enumerate(in_step)}
+
+    def can_be_waited_for(sends: deque[int], node: int) -> bool:
+        if known_at[sends[0]] <= node:
+            return True
+        if not problem.forward_only or len(sends) <= SENDS_BEHIND or node not in place:
+            return False
+        moves = graph.batches.get(sends[0], (sends[0],))
+        return all(n in place and place[n] < place[node] for n in moves)
+
+    rows, pair = [], iter(columns.pair.tolist())
+    second_of_two = set((schedule.paired + 1).tolist())
+    node = -1
+    for row in schedule.rows:
+        pending: dict[Channel | Kind, deque[int]] = defaultdict(deque)
+        new_row: list[Action] = []
+        for action in row:
+            node += 1
+            if is_compute(action) and node not in second_of_two:
+                for sends in pending.values():
+                    while sends and can_be_waited_for(sends, node):
+                        new_row.append(_wait(graph.actions[sends.popleft()]))
+            new_row.append(action)
+            way = ways[next(pair)]
+            if way is not None:
+                pending[way].append(node)
+        new_row += [_wait(graph.actions[send]) for sends in pending.values() for send in sends]
+        rows.append(tuple(new_row))
+    return replace(schedule, rows=tuple(rows))
+
+
+def _way(action: Action, problem: Problem) -> Channel | Kind | None:
+    """On what ``action`` gives something away of which its rank uses nothing more: a send its
+    channel, a collective its kind. None: it does not."""
+    lane = RULES[action.kind].lane
+    if lane is Lane.SEND:
+        return channel_of(action, problem.placement)
+    if lane is not Lane.COLLECTIVE or action.kind not in _WAIT_FOR:
+        return None
+    wait = _WAIT_FOR[action.kind]
+    is_given = has_place(wait, action.stage, problem.placement, problem.forward_only)
+    return action.kind if is_given else None
+
+
+def _in_order(known_at: list[int], given: Sequence[tuple[int, Channel | Kind | None, int]]) -> None:
+    """Let who knows of a send know of those before it: what goes one way of a rank goes in order.
+
+    Else an output could be waited for after the gradient that it has led to has come.
+    """
+    latest: dict[tuple[Channel | Kind | None, int], int] = {}
+    for node, way, rank in reversed(given):
+        key = way, int(rank)
+        known_at[node] = latest[key] = min(known_at[node], latest.get(key, known_at[node]))
+
+
+def _in_step(graph: Graph, schedule: Schedule) -> list[int]:
+    """The nodes, each after all it waits for, as they would run if every pass took one unit."""
+    is_pass = IS_PASS[schedule.columns.kind]
+    begins, _ = graph.longest_paths(is_pass.astype(float).tolist())
+    return sorted(graph.order.tolist(), key=begins.__getitem__)
+
+
+def _wait(send: Action) -> Action:
+    return Action(send.stage, _WAIT_FOR[send.kind], send.microbatch)
+
+
+def _known_by_batches(schedule: Schedule, graph: Graph, given: Ints) -> Ints:
+    """By node of those ``given``, the first pass of its rank, as a node, at which it is known to
+    have gone; the number of nodes if it never is. Batched messages: a later one of its rank, or one
+    of its batch, has been used."""
+    columns = schedule.columns
+    batched = np.zeros(len(columns), dtype=bool)
+    batched[list(graph.batches)] = True
+    is_used = IS_PASS[columns.kind[graph.before.owners]] & batched[graph.before.nodes]
+    used = np.full(len(columns), -1, dtype=np.int32)
+    np.maximum.at(used, graph.before.owners[is_used], graph.before.nodes[is_used])
+    used = np.maximum.accumulate(used)  # of another rank they are below all of this one's
+    passes = columns.numbers[IS_PASS[columns.kind]]
+    known_at = np.full(len(columns), len(columns), dtype=np.int32)
+    known_at[given] = _first(used[passes], given, passes, len(columns))
+    return known_at
+
+
+def _known_by_clocks(schedule: Schedule, graph: Graph, given: Ints) -> Ints:
+    """The same for async messages: a pass that needs it has ended."""
+    columns = schedule.columns
+    given, users = _users(schedule, graph, given)
+    ranks, user_ranks = columns.rank[given], columns.rank[users]
+    others = [np.unique(user_ranks[ranks == rank]) for rank in range(len(schedule.rows))]
+    known_at = np.full(len(columns), len(columns), dtype=np.int32)
+    for rank, (passes, clocks) in enumerate(_clocks(schedule, graph, others)):
+        for place, other in enumerate(others[rank]):
+            of_both = (ranks == rank) & (user_ranks == other)
+            at = _first(clocks[:, place], users[of_both], passes, len(columns))
+            np.minimum.at(known_at, given[of_both], at)
+    return known_at
+
+
+def _first(rising: Ints, wanted: Ints, nodes: Ints, never: int) -> Ints:
+    """Return, for each of ``wanted``, the first of ``nodes`` where ``rising`` is at least as large,
+    or ``never``."""
+    return np.append(nodes, np.int32(never))[np.searchsorted(rising, wanted)]
+
+
+def _users(schedule: Schedule, graph: Graph, given: Ints) -> tuple[Ints, Ints]:
+    """Nodes of those ``given``, and in the same places passes, as nodes, that need them."""
+    columns, before = schedule.columns, graph.before
+    kind = columns.kind[before.nodes]
+    is_use = IS_PASS[columns.kind[before.owners]] & (IS_RECEIVE[kind] | IS_COLLECTIVE[kind])
+    users, used = before.owners[is_use], graph.leaders[before.nodes[is_use]]
+    users_of = NodeLists.of(used, users, len(columns))
+    received = np.where(graph.partners < 0, graph.leaders, graph.partners)[given]
+    return users_of.joined(given, received)
+
+
+def _clocks(schedule: Schedule, graph: Graph, others: list[Ints]) -> list[tuple[Ints, Ints]]:
+    """For each rank those of its passes that hear of other ranks, as nodes, and by pass the last
+    pass of each of ``others[rank]`` that must have ended before it can start. Passes that can never
+    start are not included.
+
+    A rank has a clock: an entry a rank, the last pass of it that must have ended by now. Whoever
+    needs a message hears what its sender knew before the send, and whoever needs a collective what
+    all knew; a channel's order tells nothing more.
+    """
+    columns, nodes = schedule.columns, schedule.columns.numbers
+    kind = columns.kind
+    holds_up, is_collective = HOLDS_UP[kind], IS_COLLECTIVE[kind]
+    sends = np.where(IS_RECEIVE[kind], graph.partners, nodes)
+    before_sends = held_up(columns)[sends]
+    tells = np.where(holds_up, nodes, np.where(is_collective, graph.leaders, before_sends))
+    hears = holds_up | (is_collective & (graph.leaders == nodes))
+
+    owners, told = graph.before.owners, tells[graph.before.nodes]
+    is_news = hears[owners] & (told >= 0)
+    is_news &= ~(holds_up[owners] & holds_up[told] & (columns.rank[owners] == columns.rank[told]))
+    lists = NodeLists.of(owners[is_news], told[is_news], len(columns))
+    bounds, heard = lists.bounds.tolist(), lists.nodes.tolist()
+    uses: list[int] = np.bincount(lists.nodes, minlength=len(columns)).tolist()
+    ranks, is_pass, holds = columns.rank.tolist(), IS_PASS[kind].tolist(), holds_up.tolist()
+
+    clocks = list(np.full((len(others), len(others)), -1, dtype=np.int32))
+    left: dict[int, Ints] = {}  # the clocks that somebody will hear of
+    known: list[tuple[list[int], list[Ints]]] = [([], []) for _ in others]
+    for node in graph.order[hears[graph.order]].tolist():
+        rank = ranks[node]
+        clock = clocks[rank] if holds[node] else np.full(len(others), -1, dtype=np.int32)
+        news = heard[bounds[node] : bounds[node + 1]]
+        for earlier in news:
+            np.maximum(clock, left[earlier], out=clock)
+            uses[earlier] -= 1
+            if not uses[earlier]:
+                del left[earlier]
+        if is_pass[node]:
+            clock[rank] = node
+            if news:
+                known[rank][0].append(node)
+                known[rank][1].append(clock[others[rank]])
+        if uses[node]:
+            left[node] = clock.copy()
+    return [
+        (
+            np.array(passes, dtype=np.int32),
+            np.array(entries, dtype=np.int32).reshape(len(passes), len(others[rank])),
+        )
+        for rank, (passes, entries) in enumerate(known)
+    ]

@@ -1,0 +1,465 @@
+"""The families by name, and how a user's ``NAME[:key=value,...]`` becomes a schedule."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import importlib
+import pkgutil
+import re
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.compile.auto_spec import AUTO, auto_searches
+from megatron_ext.compile.checked_family import CheckedFamily
+from megatron_ext.compile.options import accepted, parameters_of, parse_options, perhaps
+from megatron_ext.compile.others_code import code_of
+from megatron_ext.compile.size import check_table
+from megatron_ext.compile.two_copies.fold import fold
+from megatron_ext.compile.two_copies.two_copies import from_rows, holds_two_copies
+from megatron_ext.progress import remark
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.schedule import Family, Schedule
+from megatron_ext.schedule.schedule_csv import from_csv, rows_from_csv
+from megatron_ext.text_file import read_text_file
+from megatron_ext.words import counted, shown
+
+
+class Mark(enum.StrEnum):
+    """Maturity of a schedule: its tests, and whether `plan` recommends it.
+
+    All of them are proved for every size that `scripts/sweep_schedules.py` has, and train in
+    tests to stock's bits.
+
+    - stable: trained in tests together with other features of launches (checkpoints, tensor or
+      expert parallelism, vocabulary parallelism, offload), its time and memory are on its page and
+      compared with it by a test, and some launch is best off with it. Two that are one search with
+      another limit count as one.
+    - experimental: it may suit a launch, but has hardly been trained together with other features.
+    - laboratory: to compare with. Others take less time in no more memory.
+    """
+
+    STABLE = "stable"
+    EXPERIMENTAL = "experimental"
+    LABORATORY = "laboratory"
+
+
+@dataclass(frozen=True)
+class Traits:
+    """Properties of the schedules of a family.
+
+    Attributes:
+        splits_backward: there are I and W, and not B alone.
+        uses_costs: other costs give another schedule.
+        searches: making a schedule is a search of seconds to minutes.
+        steps_overlap: post-validation gains something, on more than one rank.
+        fits_recompute: the family itself chooses which activations are recomputed, if recompute
+            has to fit into the memory limit.
+        takes_slices: there is an order for microbatches that are cut into slices.
+        keeps_pairs: most F of the steady state can run as one with a backward pass.
+    """
+
+    splits_backward: bool = False
+    uses_costs: bool = False
+    searches: bool = False
+    steps_overlap: bool = False
+    fits_recompute: bool = False
+    takes_slices: bool = False
+    keeps_pairs: bool = False
+
+
+@dataclass(frozen=True)
+class FamilyEntry:
+    """A registered family. ``build`` takes the problem, ``place`` the number of ranks, and each
+    those options of the family that it names as keyword-only parameters. So does ``at_once``, where
+    ``build`` takes long."""
+
+    name: str
+    build: Callable[..., Schedule]
+    place: Callable[..., Placement]
+    source: str
+    mark: Mark = Mark.EXPERIMENTAL
+    traits: Traits = Traits()
+    aliases: tuple[str, ...] = ()
+    at_once: Callable[..., Schedule] | None = None
+
+
+# Where `family` puts what it registers: ours, and above that the families of a user's file while
+# it is being imported, so that those never join ours.
+_REGISTERED: list[list[FamilyEntry]] = [[]]
+
+
+def family(
+    name: str,
+    place: Callable[..., Placement],
+    *,
+    source: str,
+    mark: Mark = Mark.EXPERIMENTAL,
+    aliases: tuple[str, ...] = (),
+    at_once: Callable[..., Schedule] | None = None,
+    **traits: bool,
+) -> Callable[[Callable[..., Schedule]], Callable[..., Schedule]]:
+    """Register the decorated function as the family ``name``.
+
+    Args:
+        place: the placement for so many ranks.
+        source: the paper, and where in it.
+        mark: how far it has been tried.
+        aliases: other names, torch.distributed.pipelining's among them.
+        at_once: of a family that takes long, a function that takes no search: the best it has
+            within the same limit. It stands in where steps cannot wait.
+        traits: fields of `Traits`, such as ``splits_backward=True``.
+
+    Raises:
+        TypeError: there is no such trait.
+    """
+    known = [trait.name for trait in fields(Traits)]
+    for trait in traits:
+        if trait not in known:
+            rest = perhaps(trait, known, f"known are {', '.join(known)}")
+            raise TypeError(f"@family({name!r}, ...) has no trait {trait}; {rest}")
+
+    def register(build: Callable[..., Schedule]) -> Callable[..., Schedule]:
+        entry = FamilyEntry(name, build, place, source, mark, Traits(**traits), aliases, at_once)
+        _REGISTERED[-1].append(entry)
+        return build
+
+    return register
+
+
+@functools.cache
+def entries() -> dict[str, FamilyEntry]:
+    """Return all families of ours by name, in the order of their files."""
+    from megatron_ext import schedule_families as families
+
+    for module in pkgutil.iter_modules(families.__path__):
+        importlib.import_module(f"{families.__name__}.{module.name}")
+    ours = {entry.name: entry for entry in _REGISTERED[0]}
+    assert len(ours) == len(_REGISTERED[0]), "a family is registered twice"
+    return ours
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A chosen schedule before its problem is known: a family with options, or a table.
+
+    ``at_once`` stands in for it where steps cannot wait for a search; None where it needs none.
+    """
+
+    spec: str
+    place: Callable[[int], Placement]
+    build: Family
+    traits: Traits
+    ranks: int | None = None  # that a table is for; None: any number
+    microbatches: int | None = None  # the same
+    slices: int | None = None  # that a microbatch has in a table; None: any number
+    recomputes: bool = False  # whether it is a table with passes that recompute activations
+    has_pairs: bool = False  # whether it is a table with passes that run as one
+    at_once: Family | None = None
+
+    @property
+    def takes_long(self) -> bool:
+        """Whether its schedule is searched for, which steps cannot wait for."""
+        return self.traits.searches or self.at_once is not None
+
+    @property
+    def without_search(self) -> Choice:
+        """This choice, or the same by what stands in for its search."""
+        if self.at_once is None:
+            return self
+        traits = replace(self.traits, searches=False)
+        return replace(self, build=self.at_once, traits=traits, at_once=None)
+
+    @property
+    def example(self) -> Placement:
+        """The placement on some number of ranks: its shape."""
+        return self.place(self.ranks or 2)
+
+    @property
+    def moves_first_stage(self) -> bool:
+        """Whether the model's first stage is on another rank than the first."""
+        return self.example.rank_of[0] != 0
+
+
+def choose(spec: str) -> Choice:
+    """Return the schedule that ``spec`` names: ``zb-h1``, ``name:key=value,...``, the path of a CSV
+    file, or that of a Python file that registers a family, ``mine.py:key=value,...``.
+
+    A Python file is imported once in a process, however often it is chosen.
+
+    Raises:
+        ValueError: no such family, option or file, or a file that is no schedule.
+    """
+    if spec.lower().endswith(".csv"):
+        return _from_csv_file(Path(spec))
+    if table := _TABLE_WITH_OPTIONS.fullmatch(spec):
+        raise ValueError(f"schedule file {table[1]} is a table and has no options: drop {table[2]}")
+    spec = _named(spec)
+    entry, options = _entry_and_options(spec)
+    # Megatron asks where the first stage is several times a microbatch.
+    place = functools.cache(functools.partial(entry.place, **accepted(entry.place, options)))
+    build = functools.partial(entry.build, **accepted(entry.build, options))
+    at_once = entry.at_once and functools.partial(entry.at_once, **accepted(entry.at_once, options))
+    return Choice(spec, place, build, entry.traits, at_once=at_once)
+
+
+def _named(spec: str) -> str:
+    """Return ``spec``, or the search that it stands for, if it is an ``auto``.
+
+    Raises:
+        ValueError: it stands for several searches.
+    """
+    searches = auto_searches(spec)
+    if searches is None:
+        return spec
+    if len(searches) > 1:
+        raise ValueError(
+            f"schedule {spec} is chosen by a launch or 'megatron-ext simulate', for costs and "
+            f"limit: name one of {', '.join(searches)}"
+        )
+    return searches[0]
+
+
+def entry_of(spec: str) -> FamilyEntry:
+    """The family that ``spec``, which is no table, names. Raises ValueError as `choose`."""
+    return _entry_and_options(_named(spec))[0]
+
+
+def on_placement(placement: Placement) -> Iterator[Choice]:
+    """Yield our families without a search whose stages can lie as ``placement`` has them."""
+    numbers = {"vpp": placement.chunks, "waves": max(placement.chunks // 2, 1)}
+    for entry in entries().values():
+        spec = entry.name
+        for key in parameters_of(entry.place):
+            spec = with_option(spec, key, numbers[key])
+        choice = choose(spec)
+        is_there = choice.place(placement.ranks).rank_of == placement.rank_of
+        if is_there and not entry.traits.searches:
+            yield choice
+
+
+def _entry_and_options(spec: str) -> tuple[FamilyEntry, dict[str, Any]]:
+    """The family that ``spec``, which is no table, names, and the options that it gives."""
+    if python := _PYTHON_FILE.fullmatch(spec):
+        entry, options_text = _from_python_file(Path(python[1])), python[2] or ""
+    else:
+        name, _, options_text = spec.partition(":")
+        entry = _find(name)
+    parameters = parameters_of(entry.place) | parameters_of(entry.build)
+    return entry, parse_options(entry.name, parameters, options_text)
+
+
+def options_of(spec: str) -> tuple[frozenset[str], dict[str, Any]]:
+    """Return the names of the options that the schedule of ``spec`` takes, and the options that
+    ``spec`` gives."""
+    if spec.lower().endswith(".csv"):
+        return frozenset(), {}
+    entry, given = _entry_and_options(_named(spec))
+    return frozenset(parameters_of(entry.place) | parameters_of(entry.build)), given
+
+
+def file_of(spec: str) -> Path | None:
+    """The file that ``spec`` names, if it names one."""
+    python = _PYTHON_FILE.fullmatch(spec)
+    if python is not None:
+        return Path(python[1])
+    return Path(spec) if spec.endswith(".csv") else None
+
+
+def with_option(spec: str, key: str, value: object) -> str:
+    """Return ``spec`` with one more option."""
+    return f"{spec}{',' if ':' in spec else ':'}{key}={value}"
+
+
+# By the names that they were published under: the family that is each of them folded.
+_TWO_COPIES = {"dualpipe": "dualpipe-v", "ScheduleDualPipe": "dualpipe-v", "DualPipe": "dualpipe-v"}
+
+
+def _find(name: str) -> FamilyEntry:
+    for entry in entries().values():
+        if name == entry.name:
+            return entry
+        if name in entry.aliases:
+            return replace(entry, build=_remarking(entry.build, f"{name} is {entry.name} here"))
+    if folded := _TWO_COPIES.get(name):
+        raise ValueError(
+            f"{name} holds every stage twice; on the same GPUs that is half the pipeline ranks "
+            f"with data parallelism doubled, the same passes at the same times: halve "
+            f"--pipeline-model-parallel-size and write --pipeline-schedule {folded}"
+        )
+    known = (
+        f"known are {', '.join([*entries(), AUTO])}, or a .csv or .py file; in a launch, 'plan' "
+        f"chooses one"
+    )
+    raise ValueError(f"there is no schedule {shown(name)!r}; {perhaps(name, _all_names(), known)}")
+
+
+def _remarking(build: Callable[..., Schedule], text: str) -> Callable[..., Schedule]:
+    """``build``, which says ``text`` to who listens."""
+
+    @functools.wraps(build)  # with its options, which are read off its signature
+    def remarking(problem: Problem, **options: Any) -> Schedule:
+        remark(text)
+        return build(problem, **options)
+
+    return remarking
+
+
+def _all_names() -> list[str]:
+    """The names of our families, and then their other names."""
+    return [*entries(), AUTO, *(alias for entry in entries().values() for alias in entry.aliases)]
+
+
+def _from_csv_file(path: Path) -> Choice:
+    schedule, is_folded = _in_csv_file(path)
+    microbatches = schedule.microbatches
+    slices = schedule.columns.slices
+
+    def place(ranks: int) -> Placement:
+        if ranks != len(schedule.rows):
+            raise ValueError(
+                f"schedule file {path} is for {counted(len(schedule.rows), 'rank')}, with a row "
+                f"for each, and the pipeline has {ranks}"
+            )
+        return schedule.placement
+
+    def build(problem: Problem) -> Schedule:
+        if problem.microbatches != microbatches:
+            raise ValueError(
+                f"schedule file {path} is for {counted(microbatches, 'microbatch')}, and this step "
+                f"has {problem.microbatches}: change the batch size, or the file"
+            )
+        if problem.slices.count != slices:
+            raise ValueError(
+                f"schedule file {path} has {_counted_slices(slices)} of a microbatch, and this "
+                f"step {_counted_slices(problem.slices.count)}: ask for {_counted_slices(slices)}, "
+                f"or take another file"
+            )
+        return cut_as_in(problem, schedule)
+
+    if is_folded:
+        build = _remarking(
+            build,
+            f"schedule file {path} holds every stage twice: on the same GPUs that is "
+            f"{counted(len(schedule.rows), 'pipeline rank')} with data parallelism doubled, and "
+            f"half of its microbatches each; so it is folded",
+        )
+    kinds = {action.kind for row in schedule.rows for action in row}
+    return Choice(
+        str(path),
+        place,
+        build,
+        Traits(splits_backward=Kind.BACKWARD_WEIGHT in kinds, takes_slices=slices > 1),
+        ranks=len(schedule.rows),
+        microbatches=microbatches,
+        slices=slices,
+        recomputes=Kind.RECOMPUTE in kinds,
+        has_pairs=bool(schedule.pairs),
+    )
+
+
+def _counted_slices(number: int) -> str:
+    return "no slices" if number == 1 else counted(number, "slice")
+
+
+def cut_as_in(problem: Problem, schedule: Schedule) -> Schedule:
+    """Return ``schedule`` from a file, with slices as long as those of ``problem``."""
+    if problem.slices.count == 1:
+        return schedule
+    parts = problem.forwards
+    rows = tuple(
+        tuple(
+            a._replace(
+                microbatch=parts[a.microbatch] if a.microbatch < len(parts) else a.microbatch
+            )
+            for a in row
+        )
+        for row in schedule.rows
+    )
+    return replace(schedule, rows=rows)
+
+
+def _in_csv_file(path: Path) -> tuple[Schedule, bool]:
+    """The schedule in a file, and whether it holds every stage twice there: then it is folded."""
+    text = read_text_file(path, "schedule file")
+    check_table(text, f"schedule file {path}")
+    rows = rows_from_csv(text, path.name)
+    if holds_two_copies(rows):
+        return fold(from_rows(rows, path.name)), True
+    return from_csv(text, path.name), False
+
+
+_TABLE_WITH_OPTIONS = re.compile(r"(.+\.csv):(.*)", re.IGNORECASE)
+_PYTHON_FILE = re.compile(r"(.+\.py)(?::(.*))?")  # a path may hold a colon of its own
+
+
+def _from_python_file(path: Path) -> FamilyEntry:
+    resolved = path.resolve()
+    if not resolved.is_file():
+        raise ValueError(
+            f"there is no schedule file {path}; a relative path starts from the working directory, "
+            f"which is {Path.cwd()}"
+        )
+    return _import_family(resolved)
+
+
+@functools.cache  # failures are not cached: a corrected file is read anew
+def _import_family(path: Path) -> FamilyEntry:
+    """The one family that the file at ``path`` registers."""
+    added = _families_in(path)
+    if len(added) != 1:
+        names = ", ".join(entry.name for entry in added) or "none"
+        raise ValueError(
+            f"schedule file {path} registers {len(added)} families ({names}), and a file is one "
+            f"schedule: decorate exactly one function with @family(name, placement, source=...) "
+            f"of megatron_ext.families"
+        )
+    entry = added[0]
+    for ours in entries().values():
+        if entry.name == ours.name or entry.name in ours.aliases:
+            raise ValueError(
+                f"schedule file {path} registers {entry.name!r}, which is a schedule of ours; "
+                f"give it another name"
+            )
+    try:
+        options = parameters_of(entry.place) | parameters_of(entry.build)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"schedule file {path} registers {shown(entry.name)} with what is no function: "
+            f"{shown(error)}; write @family(name, placement, source=...) over a function of a "
+            f"problem, and for the placement a function of a number of ranks"
+        ) from None
+    for key, option in options.items():
+        if not isinstance(option.default, (bool, int, float, str)):
+            raise ValueError(
+                f"schedule file {path}: option {key} has no default that is a bool, an int, a "
+                f"float or a str, from which its type is read; write {key}: int = 0 or the like"
+            )
+    checked = CheckedFamily(entry.name, path, entry.traits.splits_backward, entry.traits.searches)
+    return replace(entry, place=checked.placement(entry.place), build=checked.schedule(entry.build))
+
+
+def _families_in(path: Path) -> list[FamilyEntry]:
+    entries()  # or ours would register among the file's, if it is the first to import them
+    # As a module, or dataclasses and pickle would not find where the file's classes are.
+    module = types.ModuleType(str(path))
+    module.__file__ = str(path)
+    registered: list[FamilyEntry] = []
+    _REGISTERED.append(registered)
+    sys.modules[module.__name__] = module
+    try:
+        failed = " cannot be imported"
+        with code_of(path, f"importing {path.name}", failed, may_refuse=False):
+            exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
+    except BaseException:
+        del sys.modules[module.__name__]
+        raise
+    finally:
+        _REGISTERED.pop()
+    return registered

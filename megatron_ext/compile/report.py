@@ -1,0 +1,115 @@
+"""Report on a simulated schedule, as data for programs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.program.memory import (
+    in_microbatches,
+    peak_on_host,
+    peaks,
+    share_made_again,
+)
+from megatron_ext.compile.program.simulate import simulate, step_seconds
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.compile.registry import Choice
+from megatron_ext.progress import task
+from megatron_ext.schedule.problem import Offload, Problem, VocabularyParallel
+from megatron_ext.schedule.schedule import bitwise_order
+
+
+@dataclass(frozen=True)
+class ScheduleReport:
+    """A simulated schedule; ``--json`` prints these names in this order.
+
+    Attributes:
+        schedule: as it was chosen, with its options.
+        makespan, span, step, work: in the unit of the costs. ``step`` is what a step costs: the
+            makespan, or where steps overlap about the span.
+        peak_activation_microbatches: of each rank, in microbatches of a full one.
+        host_microbatches: the same on the host.
+        made_again: the share of activations that are recomputed.
+        pairs: how many forward passes run as one with a backward pass.
+        generation_seconds: that it took to make the program.
+    """
+
+    schedule: str
+    pp: int
+    vpp: int
+    microbatches: int
+    slices: int
+    slice_lengths: str
+    vocabulary: VocabularyParallel
+    offload: Offload
+    recompute: str
+    post_validation: bool
+    makespan: float
+    span: float
+    step: float
+    work: float
+    bubble_share_makespan: float
+    bubble_share_span: float
+    peak_activation_microbatches: tuple[float, ...]
+    host_microbatches: tuple[float, ...]
+    made_again: float
+    pairs: int
+    memory_limit: str | None
+    bitwise_order: bool
+    generation_seconds: float
+
+    @property
+    def share_in_pairs(self) -> float:
+        """Share of the forward passes that run as one with a backward pass."""
+        return self.pairs / (self.microbatches * self.slices * self.pp * self.vpp)
+
+    @property
+    def peak(self) -> float:
+        """The largest peak of a rank, in microbatches."""
+        return max(self.peak_activation_microbatches)
+
+
+def report(
+    choice: Choice, problem: Problem, build: Callable[[Choice, Problem], Program] = build_program
+) -> tuple[Program, ScheduleReport]:
+    """Build, prove and simulate ``choice``.
+
+    Raises:
+        InvalidSchedule: it does not solve the problem, or not within its memory limit.
+    """
+    start = time.perf_counter()
+    program = build(choice, problem)
+    seconds = time.perf_counter() - start
+    problem = program.problem
+    with task(f"simulating {choice.spec}"):
+        timeline = simulate(program, problem.costs)
+        overlap = problem.extras.post_validation
+        step = step_seconds(program, problem.costs) if overlap else timeline.makespan
+    schedule = program.schedule
+    return program, ScheduleReport(
+        schedule=choice.spec,
+        pp=problem.ranks,
+        vpp=problem.placement.chunks,
+        microbatches=problem.microbatches,
+        slices=problem.slices.count,
+        slice_lengths=str(problem.slices),
+        vocabulary=problem.extras.vocab_parallel,
+        offload=problem.extras.activation_offload,
+        recompute=str(problem.extras.recompute),
+        post_validation=problem.extras.post_validation,
+        makespan=timeline.makespan,
+        span=timeline.span,
+        step=step,
+        work=timeline.work,
+        bubble_share_makespan=timeline.bubble_share_makespan,
+        bubble_share_span=timeline.bubble_share_span,
+        peak_activation_microbatches=tuple(peaks(schedule, in_microbatches(schedule))),
+        host_microbatches=tuple(peak_on_host(row, schedule.placement) for row in schedule.rows),
+        made_again=share_made_again(schedule),
+        pairs=len(schedule.pairs),
+        memory_limit=None if problem.memory_limit is None else str(problem.memory_limit),
+        bitwise_order=bitwise_order(schedule),
+        generation_seconds=seconds,
+    )

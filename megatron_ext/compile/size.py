@@ -1,0 +1,84 @@
+"""Size of a problem, and the time to build its program: told before it begins."""
+
+from __future__ import annotations
+
+import os
+
+from megatron_ext.progress import duration
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.problem import Problem, VocabularyParallel
+from megatron_ext.schedule.schedule_csv import KINDS_IN_FILES
+from megatron_ext.words import bytes_text, counted
+
+_MANY = 500_000  # passes
+# Measured of 1f1b, interleaved, zb-h1 and zb-v on 8 to 128 ranks: what a microbatch takes on a
+# stage, with its messages and waits, to be built, proved and simulated. Those actions are eight;
+# for each pass it is found out how far every rank has come (`waits`).
+_SECONDS, _SECONDS_PER_RANK = 60e-6, 0.1e-6
+_BYTES = 3500
+
+
+def size_of(problem: Problem) -> str:
+    """``8 ranks and 32 microbatches``, and if that is very much what building its program takes."""
+    text = _counts(problem)
+    if problem.extras.vocab_parallel is not VocabularyParallel.NONE:
+        text += f", vocabulary parallelism {problem.extras.vocab_parallel}"
+    passes = 3 * _pairs(problem)
+    if passes < _MANY:
+        return text
+    takes = (
+        f"{duration(seconds_to_build(problem))} and {bytes_text(bytes_to_build(problem))} of memory"
+    )
+    return f"{text} ({passes:,} passes: they take about {takes})"
+
+
+def check_size(problem: Problem) -> None:
+    """Raise ValueError if this machine has less memory than it takes to build a program."""
+    _check_memory(bytes_to_build(problem), f"a schedule for {_counts(problem)}")
+
+
+def check_table(text: str, what: str) -> None:
+    """Raise ValueError if this machine has less memory than the program of a table takes.
+
+    ``text`` is that of the file ``what``. Its actions are counted by their letters, before any of
+    them is read.
+    """
+    pairs = text.count("OVERLAP_F_B")
+    most = max(
+        text.count(kind) - pairs * (kind in Kind.FORWARD + Kind.FULL_BACKWARD + Kind.RECOMPUTE)
+        for kind in KINDS_IN_FILES
+    )
+    _check_memory(most * _BYTES, f"the schedule in {what} (about {most:,} passes of a kind)")
+
+
+def _check_memory(takes: int, what: str) -> None:
+    has = _memory()
+    if takes > has:
+        raise ValueError(
+            f"to build {what} takes about {bytes_text(takes)} of memory, and this machine has "
+            f"{bytes_text(has)}: take fewer microbatches or ranks"
+        )
+
+
+def seconds_to_build(problem: Problem) -> float:
+    """Return about the seconds to build, prove and simulate a program without a search."""
+    return _pairs(problem) * (_SECONDS + _SECONDS_PER_RANK * problem.ranks)
+
+
+def bytes_to_build(problem: Problem) -> int:
+    """About what it takes to build a program, and to simulate it."""
+    return _pairs(problem) * _BYTES
+
+
+def _counts(problem: Problem) -> str:
+    text = f"{counted(problem.ranks, 'rank')} and {counted(problem.microbatches, 'microbatch')}"
+    return text if problem.slices.count == 1 else f"{text} of {problem.slices.count} slices"
+
+
+def _pairs(problem: Problem) -> int:
+    """Return the number of pairs of a stage and a microbatch, or a slice of one."""
+    return problem.placement.stages * problem.pieces
+
+
+def _memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

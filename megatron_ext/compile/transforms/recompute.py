@@ -1,0 +1,148 @@
+"""Free activations after F, and recompute them before they are needed.
+
+Mario (Liu et al. 2025, PPoPP, 10.1145/3710848.3710878). A forward pass stores the stage's input
+alone; a second forward pass (R) recomputes the activation. R stands right before the backward pass:
+if the backward pass waits for its gradient, R runs in the bubble.
+
+The transform works on a schedule of compute actions. To keep a memory limit it recomputes as few
+activations as possible, those that wait the longest first. If what waits for W alone takes too much
+memory, W comes sooner.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_ext.compile.program.memory import Amount, amount_of, kept_for_again, peak
+from megatron_ext.schedule.action import Action, Kind, tokens_of
+from megatron_ext.schedule.kinds import RULES
+from megatron_ext.schedule.limit import fits
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.schedule import Schedule
+
+_GOLDEN = 0.6180339887498949
+
+Row = tuple[Action, ...]
+_Made = tuple[int, int]  # an activation, by its stage and microbatch
+
+
+def recompute(schedule: Schedule, problem: Problem) -> Schedule:
+    """Return ``schedule``, which has passes only, with R; unchanged if it has R already."""
+    if any(RULES[action.kind].repeats for row in schedule.rows for action in row):
+        return schedule
+    requested = problem.extras.recompute
+    if requested.fit:
+        limit = problem.memory_limit
+        assert limit is not None
+        memory = _RankMemory(*amount_of(limit, schedule, problem.costs))
+        rows = [_fitting(row, memory, problem) for row in schedule.rows]
+    else:
+        rows = [
+            _with_recompute(
+                row, [made for made in _made(row, problem) if made[0] < requested.first]
+            )
+            for row in schedule.rows
+        ]
+    return replace(schedule, rows=tuple(rows))
+
+
+@dataclass(frozen=True)
+class _RankMemory:
+    """Memory that a rank may hold, in the unit of ``amount``."""
+
+    amount: Amount
+    allowed: float
+
+    def holds(self, row: Row) -> bool:
+        return fits(peak(row, self.amount), self.allowed)
+
+    def change(self, action: Action, recomputed: Collection[_Made]) -> tuple[float, float]:
+        """Return the memory that ``action`` takes at its start, and gives back at its end."""
+        stage, kind, microbatch = action
+        rule = RULES[kind]
+        takes = sum(self.amount(held, stage) for held in rule.acquires)
+        if rule.repeats is not None:
+            takes -= kept_for_again(stage, microbatch, self.amount)
+        elif kind is Kind.FORWARD and (stage, microbatch) in recomputed:
+            takes = kept_for_again(stage, microbatch, self.amount)
+        gives, tokens = (
+            sum(self.amount(held, stage) for held in rule.releases),
+            tokens_of(microbatch),
+        )
+        return takes * tokens, gives * tokens
+
+
+def _fitting(row: Row, memory: _RankMemory, problem: Problem) -> Row:
+    """Return ``row`` with the fewest R that bring it into ``memory``; with all if none do."""
+    made = _longest_waiting_first(row, problem)
+
+    def with_first(count: int) -> Row:
+        recomputed = frozenset(made[:count])
+        return _with_w_in_time(_with_recompute(row, recomputed), memory, recomputed)
+
+    count = bisect_left(range(len(made)), True, key=lambda count: memory.holds(with_first(count)))
+    return with_first(count)
+
+
+def _made(row: Row, problem: Problem) -> list[_Made]:
+    """Return the stage and microbatch of each activation of ``row`` for a backward pass."""
+    trained = problem.first_trained
+    return [(a.stage, a.microbatch) for a in row if a.kind is Kind.FORWARD and a.stage >= trained]
+
+
+def _longest_waiting_first(row: Row, problem: Problem) -> list[_Made]:
+    """The stages first whose activations wait the longest; within a stage the microbatches in an
+    order in which the first n, for any n, are evenly spread over the step."""
+    place = {
+        (action.stage, kind, action.microbatch): at
+        for at, action in enumerate(row)
+        for kind in RULES[action.kind].covers
+    }
+    waits: dict[int, list[int]] = defaultdict(list)
+    for stage, k in (made := _made(row, problem)):
+        waits[stage].append(place[stage, Kind.BACKWARD_INPUT, k] - place[stage, Kind.FORWARD, k])
+    longest = sorted(waits, key=lambda stage: -sum(waits[stage]) / len(waits[stage]))
+    return sorted(made, key=lambda m: (longest.index(m[0]), m[1] * _GOLDEN % 1))
+
+
+def _with_recompute(row: Row, recomputed: Collection[_Made]) -> Row:
+    """Return ``row`` with R right before each backward pass of what is ``recomputed``."""
+    new_row: list[Action] = []
+    for action in row:
+        is_backward = Kind.BACKWARD_INPUT in RULES[action.kind].covers
+        if is_backward and (action.stage, action.microbatch) in recomputed:
+            new_row.append(action._replace(kind=Kind.RECOMPUTE))
+        new_row.append(action)
+    return tuple(new_row)
+
+
+def _with_w_in_time(
+    row: Sequence[Action], memory: _RankMemory, recomputed: Collection[_Made]
+) -> Row:
+    """Return ``row`` with some W moved before a pass that has not enough memory otherwise."""
+    later = [action for action in row if action.kind is Kind.BACKWARD_WEIGHT]
+    done: dict[Action, None] = {}  # in order
+    held = 0.0
+
+    def do(action: Action, takes: float, gives: float) -> None:
+        nonlocal held
+        held += takes - gives
+        done[action] = None
+
+    for action in row:
+        if action in done:
+            continue
+        takes, gives = memory.change(action, recomputed)
+        while not gives and not fits(held + takes, memory.allowed):
+            ready = (w for w in later if w._replace(kind=Kind.BACKWARD_INPUT) in done)
+            if (first := next(ready, None)) is None:
+                break
+            later.remove(first)
+            do(first, *memory.change(first, recomputed))
+        if action.kind is Kind.BACKWARD_WEIGHT:
+            later.remove(action)
+        do(action, takes, gives)
+    return tuple(done)

@@ -1,0 +1,57 @@
+"""Stages that lie before all that is trained: forward passes alone.
+
+Frozen towers and embeddings, adapters on the later layers: nothing there has a weight gradient, so
+the gradients that later stages would pass back are of no use. Neither I nor W (nor B) runs there,
+and no gradient is sent to them.
+
+What stays keeps the order, and by its waits the pace, of the whole schedule: the first stages have
+so little to do that they would run ahead, and what they send would pile up at the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_ext.compile.program.graph import has_place
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.schedule import Schedule
+
+
+def drop_untrained(schedule: Schedule, problem: Problem) -> Schedule:
+    """Return ``schedule``, which has its messages and waits, without the backward passes of the
+    stages before `Problem.first_trained`."""
+
+    def stays(action: Action) -> bool:
+        return has_place(
+            action.kind, action.stage, problem.placement, first_trained=problem.first_trained
+        )
+
+    return replace(
+        schedule,
+        rows=tuple(tuple(action for action in row if stays(action)) for row in schedule.rows),
+        pairs=frozenset(pair for pair in schedule.pairs if all(map(stays, pair))),
+    )
+
+
+def without_backward(costs: Costs, first_trained: int) -> Costs:
+    """Return ``costs`` with nothing but F on the stages before ``first_trained``, which keep
+    nothing."""
+
+    def cut(figures: tuple[float, ...]) -> tuple[float, ...]:
+        return (0.0,) * first_trained + figures[first_trained:]
+
+    layers, vocabulary = costs.without_vocabulary(), costs.vocabulary
+    passes = layers.seconds
+    seconds = {
+        kind: figures if kind is Kind.FORWARD else cut(figures) for kind, figures in passes.items()
+    }
+    held = layers.held_bytes
+    if held is not None:
+        held = {what: cut(figures) for what, figures in held.items()}
+    changed = layers.with_passes(seconds=seconds, held_bytes=held)
+    if vocabulary is not None:
+        lookup, _ = vocabulary.embedding
+        changed = changed.with_vocabulary(replace(vocabulary, embedding=(lookup, 0.0)))
+    return changed.with_copies_of(costs)

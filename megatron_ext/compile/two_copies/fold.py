@@ -1,0 +1,94 @@
+"""Two copies folded onto one, and unfolded.
+
+Where rank p-1-r does what rank r does with the copies exchanged, ranks r < p/2 alone are a schedule
+of one copy: the stages that rank r holds of both copies are all the stages of one, on p/2 ranks,
+for half of the microbatches. The other ranks do the same for the other half, as a second
+data-parallel replica does. So the fold takes the same GPUs, holds the same parameters and the same
+activations on each, and runs the same passes at the same times, with a hop fewer at the turn.
+"""
+
+from __future__ import annotations
+
+from megatron_ext.compile.two_copies.two_copies import TwoCopies
+from megatron_ext.schedule.action import Action
+from megatron_ext.schedule.flip import flip_rows
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.schedule import Schedule
+from megatron_ext.schedule.timeline import Timeline
+
+
+def fold(copies: TwoCopies) -> Schedule:
+    """The schedule of one copy that ``copies`` runs twice, on half as many ranks.
+
+    Raises:
+        ValueError: a rank does something else than its opposite with the copies exchanged. The
+            first two passes that differ are named.
+    """
+    half = copies.ranks // 2
+    for rank in range(half):
+        _check_opposite(copies, rank)
+    folded_rank = tuple(min(rank, copies.ranks - 1 - rank) for rank in copies.rank_of)
+    # As our V's and waves, it opens on the last rank.
+    placement = Placement(copies.name, tuple(half - 1 - rank for rank in folded_rank))
+    return Schedule(copies.name, placement, flip_rows(copies.rows[:half]))
+
+
+def unfold(schedule: Schedule) -> TwoCopies:
+    """Return ``schedule``, of a V or of several one after the other, as two copies of half a V
+    each: the inverse of `fold`.
+
+    Args:
+        schedule: of one copy, on p/2 ranks, its open end on the last rank.
+    """
+    half = schedule.placement.ranks
+    ranks = 2 * half
+    once = (*range(ranks), *reversed(range(ranks)))
+    stages = schedule.placement.stages
+    rank_of = (once * (1 + stages // len(once)))[:stages]
+    near = flip_rows(schedule.compute_rows)
+    return TwoCopies(schedule.name, rank_of, (*near, *flip_rows(near)))
+
+
+def _check_opposite(copies: TwoCopies, rank: int) -> None:
+    opposite = copies.ranks - 1 - rank
+    row, other = copies.rows[rank], copies.rows[opposite]
+    for number in range(max(len(row), len(other))):
+        if row[number : number + 1] != other[number : number + 1]:
+            raise ValueError(
+                f"{copies.name} holds every stage twice, and cannot be folded onto one copy: pass "
+                f"{number + 1} of rank {rank} is {_pass_at(copies, rank, number)}, and of rank "
+                f"{opposite}, its opposite, {_pass_at(copies, opposite, number)}; a rank has to do "
+                f"what its opposite does with the copies exchanged"
+            )
+
+
+def _pass_at(copies: TwoCopies, rank: int, number: int) -> str:
+    row: tuple[Action, ...] = copies.rows[rank]
+    if number >= len(row):
+        return "none"
+    return f"{row[number]} of copy {copies.copy_of(rank, row[number].stage)}"
+
+
+def unfolded(timeline: Timeline) -> Timeline:
+    """When both copies of a folded schedule run, to be drawn: ``timeline``'s passes on their rank
+    and on its opposite. The stages of copy 1 are counted on from copy 0's.
+
+    There is a hop more at the turn, which ``timeline`` does not have.
+    """
+    copies = unfold(timeline.schedule)
+    stages, ranks = len(copies.rank_of), copies.ranks
+    rank_of = tuple(copies.rank_with(copy, stage) for copy in (0, 1) for stage in range(stages))
+
+    def on(rank: int, action: Action) -> Action:
+        return action._replace(stage=action.stage + copies.copy_of(rank, action.stage) * stages)
+
+    near = timeline.compute[::-1]
+    events = tuple(
+        event._replace(rank=rank, action=on(rank, event.action))
+        for rank, row in enumerate((*near, *reversed(near)))
+        for event in row
+    )
+    rows = tuple(tuple(e.action for e in events if e.rank == rank) for rank in range(ranks))
+    return Timeline(
+        Schedule(f"{copies.name}, two copies", Placement("two copies", rank_of), rows), events
+    )

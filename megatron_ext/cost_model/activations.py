@@ -1,0 +1,277 @@
+"""What a microbatch leaves on a stage for its backward pass, and what I leaves there for W.
+
+By what autograd saves: of Megatron's local layers it is what a training without a GPU counts, of
+Transformer Engine's what their fused kernels save (34 bytes for each unit of width of a GPT of 16
+bits, 20 with norms, activations and dropout run again: Korthikanti et al. 2022, section 4; Wan et
+al. 2025).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, replace
+
+from megatron_ext.cost_model.execution import Execution, Framework
+from megatron_ext.cost_model.measured.scale import (
+    DEPTH,
+    NOT_SCALED,
+    OUTPUT_LAYER,
+    Measured,
+)
+from megatron_ext.cost_model.model import Model, Stage
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What layers keep of a token, on all tensor-parallel ranks together.
+
+    Attributes:
+        elements: kept for the backward pass, inside attention and MLPs.
+        between: the same between these, where only sequence parallelism divides it.
+        masks: bytes kept of dropouts between them.
+        figures: bytes kept beside, inside them.
+        widths: of what enters and of what leaves the matrices whose gradients wait for W.
+        whole: of ``widths``, those that each tensor-parallel rank has whole: in halves the inputs
+            of pairs' first matrices, and the gradients of the last ones' outputs.
+    """
+
+    elements: float = 0.0
+    between: float = 0.0
+    masks: float = 0.0
+    figures: float = 0.0
+    widths: float = 0.0
+    whole: float = 0.0
+
+    def __add__(self, other: Kept) -> Kept:
+        return Kept(*map(operator.add, astuple(self), astuple(other)))
+
+
+def held_of_stage(
+    model: Model, stage: Stage, execution: Execution, measured: Measured | None = None
+) -> tuple[float, float]:
+    """Bytes of a microbatch on a rank of ``stage``: from F to I, and from I to W; without the
+    logits. With ``measured`` they are scaled to what was."""
+    activation = left = 0.0
+    for component, kept, for_w in held_by_component(model, stage, execution):
+        scale = NOT_SCALED if measured is None else measured.of(component)
+        activation += kept * scale.activation
+        left += for_w * scale.weight_inputs
+    return activation, left
+
+
+def held_by_component(
+    model: Model, stage: Stage, execution: Execution
+) -> Iterator[tuple[str, float, float]]:
+    """The same, each layer by its type, with what is beside layers."""
+    tokens, size = execution.tokens, execution.element_bytes
+    boundary = tokens * model.hidden_size * size
+    split = execution.split_tokens * model.hidden_size * size  # on one rank, between layers
+    if stage.depths:
+        # The projection's input, and what the norms before and after it and the layer have as
+        # theirs; or what is looked up, where the rest is run again.
+        beside = boundary if execution.recompute else 4 * split
+        yield DEPTH, stage.depths * beside, stage.depths * 3 * split
+    if stage.head:  # the final norm's, and what enters the output layer
+        yield OUTPUT_LAYER, _norms(model, execution) * split, split
+    layers = [(layer, layer) for layer in stage.layers] + [(DEPTH, model.mtp_layer)] * stage.depths
+    for position, (component, layer) in enumerate(layers):
+        kept = sum((_kept_by(symbol, model, execution) for symbol in layer), Kept())
+        left = _left_for_w(kept, execution) * tokens * size
+        if execution.is_again(position):
+            yield component, boundary, left
+        else:
+            inside = (kept.elements * size + kept.figures) * tokens / execution.tensor_parallel
+            between = (kept.between * size + kept.masks) * execution.split_tokens
+            yield component, inside + between, left
+
+
+def keys_values_of_stage(model: Model, stage: Stage, execution: Execution) -> float:
+    """Bytes of a microbatch's keys and values on a rank of ``stage``, which later slices of the
+    sequence attend to."""
+    width = 2 * model.key_value_width
+    if model.multi_latent_attention:
+        keys = model.qk_head_dim + model.qk_pos_emb_head_dim
+        width = model.num_attention_heads * (keys + model.v_head_dim)
+    layers = (*stage.layers, *[model.mtp_layer] * stage.depths)
+    attentions = sum(symbol in "*w+" for layer in layers for symbol in layer)
+    share = execution.tokens * execution.element_bytes / execution.tensor_parallel
+    return attentions * width * share
+
+
+def _left_for_w(kept: Kept, execution: Execution) -> float:
+    """Widths that wait for W on a rank."""
+    share = 1 / execution.tensor_parallel
+    kinds = 2 - len(execution.gathers_again) if execution.sequence_parallel else 2  # that are whole
+    return kept.widths * share + kept.whole / 2 * kinds * (1 - share)
+
+
+def _kept_by(symbol: str, model: Model, execution: Execution) -> Kept:
+    hidden, captured = model.hidden_size, execution.captured
+    match symbol:
+        case "*" | "w" | "+":
+            kept, pair, name = _attention(model, execution), 2 * hidden, "attn"
+        case "G":
+            kept, pair, name = _delta_net(model, execution), 2 * hidden, "attn"
+        case "M":
+            kept, pair, name = _mamba(model, execution), 2 * hidden, "mamba"
+        case "-":
+            kept, pair, name = _mlp(model, execution), 2 * hidden, "mlp"
+        case _:
+            kept, pair, name = _experts(model, execution), 0, "moe"
+            if model.moe_shared_expert_intermediate_size:
+                pair = 2 * hidden
+    if name in captured:
+        return replace(kept, widths=0.0, whole=0.0)
+    if execution.tensor_parallel == 1 or not pair:
+        return kept
+    if "column" in execution.userbuffers:
+        return replace(kept, widths=0.0)
+    if execution.userbuffers:
+        return replace(kept, widths=kept.widths - hidden - _row_input(symbol, model), whole=hidden)
+    return replace(kept, whole=float(pair))
+
+
+def _row_input(symbol: str, model: Model) -> float:
+    """The width of what enters the last matrix of a pair."""
+    match symbol:
+        case "*" | "w" | "+":
+            if model.multi_latent_attention:
+                return model.num_attention_heads * model.v_head_dim
+            return model.query_width
+        case "G":
+            return model.linear_num_value_heads * model.linear_value_head_dim
+        case "M":
+            return model.mamba_num_heads * model.mamba_head_dim
+        case "-":
+            return model.ffn_hidden_size
+    return model.moe_shared_expert_intermediate_size
+
+
+def _norms(model: Model, execution: Execution) -> int:
+    """How many tensors a norm keeps, its output, which enters matrices, among them. torch's own
+    RMSNorm keeps its input twice, once divided by its length."""
+    is_twice = model.normalization == "RMSNorm" and not execution.transformer_engine
+    return 3 if is_twice else 2
+
+
+def _around(
+    model: Model, execution: Execution, matrix: str = "", *, is_alone: bool = False
+) -> Kept:
+    """What the norm before attention, an MLP or the like keeps, with what enters the ``matrix``
+    behind it, and the dropout behind all that.
+
+    Megatron runs norms again that are modules of their own: all of its local layers, of Transformer
+    Engine's those that are not in the matrix behind them (``is_alone``).
+    """
+    may_be_again = is_alone or not execution.transformer_engine
+    is_again = may_be_again and "layernorm" in execution.recompute_modules
+    norms = 1 if is_again else _norms(model, execution) - (matrix in execution.unkept)
+    masks = model.hidden_size if execution.hidden_dropout else 0
+    return Kept(between=norms * model.hidden_size, masks=masks)
+
+
+def _attention(model: Model, execution: Execution) -> Kept:
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    norms = _norms(model, execution)
+    if model.multi_latent_attention:
+        query = heads * (model.qk_head_dim + model.qk_pos_emb_head_dim)
+        output = heads * model.v_head_dim
+        inside = 2 * query + output
+        low_ranks = model.q_lora_rank + model.kv_lora_rank
+        made = low_ranks * (norms if model.qk_layernorm else 1) + model.qk_pos_emb_head_dim
+        projected = query + heads * model.qk_head_dim + output
+        widths = projected + 2 * low_ranks + model.qk_pos_emb_head_dim
+        inside_kept = 0 if "mla_up_proj" in execution.recompute_modules else inside
+    else:
+        query = output = model.query_width
+        inside = query + 2 * model.key_value_width
+        inside_kept = inside if execution.transformer_engine else 3 * query
+        if execution.framework is Framework.PYTORCH:
+            # Turned queries and keys are new tensors; values keep their joint output as a whole.
+            inside_kept = inside + query + model.key_value_width
+        made, widths = 0, inside
+        if model.qk_layernorm:
+            made = (query + model.key_value_width) * (1 if execution.transformer_engine else norms)
+    if model.attention_output_gate:
+        made += 2 * output  # the gate, and what is gated
+    matrix, masks = _attention_matrix(model, execution)
+    # Transformer Engine's attention keeps what it makes itself.
+    is_forgotten = "linear_proj" in execution.unkept and not execution.transformer_engine
+    kept = Kept(
+        elements=inside_kept + (0 if is_forgotten else output) + made + matrix,
+        figures=masks,
+        widths=hidden + widths + output + hidden,
+    )
+    return kept + _around(model, execution, "linear_qkv", is_alone=model.multi_latent_attention)
+
+
+def _attention_matrix(model: Model, execution: Execution) -> tuple[float, float]:
+    """Elements, and bytes, that attention keeps beside what enters and leaves it: a figure a head
+    where it is fused; else its matrix, and with dropout that again, and a mask."""
+    heads = model.num_attention_heads
+    if "core_attn" in execution.recompute_modules:
+        return 0, 0
+    if execution.transformer_engine:
+        return 0, 4 * heads
+    looked_at = heads * execution.sequence
+    turned = 0.0  # by cosines and sines of positions, of queries and of keys
+    if model.is_rotary:
+        width = model.qk_pos_emb_head_dim if model.multi_latent_attention else model.kv_channels
+        turned = 4 * width / execution.micro_batch
+    if execution.attention_dropout:
+        return 2 * looked_at + turned, looked_at
+    return looked_at + turned, 0
+
+
+def _mlp(model: Model, execution: Execution) -> Kept:
+    activation = _matrices(model) * model.ffn_hidden_size  # its input, and its output
+    kept = activation - ("linear_fc2" in execution.unkept) * model.ffn_hidden_size
+    if execution.framework is Framework.PYTORCH and model.gated_linear_unit:
+        kept += model.ffn_hidden_size  # what enters the product with the gate
+    if "mlp" in execution.recompute_modules:
+        kept = 0
+    inside = Kept(elements=kept, widths=2 * model.hidden_size + activation)
+    return inside + _around(model, execution, "linear_fc1")
+
+
+def _matrices(model: Model) -> int:
+    return 3 if model.gated_linear_unit else 2
+
+
+def _experts(model: Model, execution: Execution) -> Kept:
+    """A shared expert's input is the norm's output; routed ones have copies of it."""
+    latent, again = model.moe_latent_size, execution.recompute_modules
+    shared, routed = model.moe_shared_expert_intermediate_size, model.moe_router_topk
+    inner = latent or model.hidden_size
+    matrices, width = _matrices(model), model.moe_ffn_hidden_size
+    elements = routed * (inner + (matrices - ("moe_act" in again)) * width) + latent
+    if "shared_experts" not in again:
+        elements += matrices * shared
+    entering = routed * inner + (model.hidden_size if shared else 0)
+    widths = 2 * entering + matrices * (routed * width + shared)
+    if latent:
+        widths += 2 * (model.hidden_size + latent)
+    kept = Kept(elements=0 if "moe" in again else elements, widths=widths)
+    return kept + _around(model, execution, is_alone=True)
+
+
+def _delta_net(model: Model, execution: Execution) -> Kept:
+    keys = model.linear_num_key_heads * model.linear_key_head_dim
+    values = model.linear_num_value_heads * model.linear_value_head_dim
+    projected = 2 * keys + 2 * values + 2 * model.linear_num_value_heads
+    return _recurrent(model, execution, projected, values)
+
+
+def _mamba(model: Model, execution: Execution) -> Kept:
+    width = model.mamba_num_heads * model.mamba_head_dim
+    states = model.mamba_num_groups * model.mamba_state_dim
+    return _recurrent(model, execution, 2 * width + 2 * states + model.mamba_num_heads, width)
+
+
+def _recurrent(model: Model, execution: Execution, projected: int, width: int) -> Kept:
+    kept = Kept(
+        elements=2 * projected + width,  # around its convolution
+        widths=2 * model.hidden_size + projected + width,
+    )
+    return kept + _around(model, execution)

@@ -1,0 +1,100 @@
+"""What the model of costs does not know of a training's settings, what it assumes instead, and for
+which settings no measurement has checked it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ext.cost_model.description import describe, execution_of
+from megatron_ext.cost_model.execution import Execution
+
+
+@dataclass(frozen=True)
+class _Assumption:
+    """``setting`` is the name in Megatron's arguments, ``is_on`` tells of a value whether costs are
+    others by it, ``text`` what they are taken for."""
+
+    setting: str
+    is_on: Callable[[Any], bool]
+    text: str
+
+
+_ASSUMPTIONS = (
+    _Assumption(
+        "spec",
+        lambda value: value[0] != "local",
+        "layers of your own count as Megatron's of these dimensions",
+    ),
+    _Assumption(
+        "heterogeneous_layers_config_path", bool, "all layers count as of the same dimensions"
+    ),
+    _Assumption(
+        "attention_backend",
+        lambda value: getattr(value, "name", value) == "unfused",
+        "attention counts as fused, which stores no matrix",
+    ),
+    _Assumption("use_kitchen", bool, "its kernels count as Transformer Engine's"),
+    _Assumption(
+        "moe_expert_capacity_factor",
+        lambda value: True,
+        "no token is dropped, and none padded: all count, the same for each expert",
+    ),
+    _Assumption(
+        "overlap_moe_expert_parallel_comm",
+        bool,
+        "half of the time of experts' messages hides where two passes run as a pair",
+    ),
+    _Assumption(
+        "moe_shared_expert_overlap", bool, "the shared expert hides nothing of experts' messages"
+    ),
+    _Assumption(
+        "fine_grained_activation_offloading", bool, "what Megatron offloads counts as kept"
+    ),
+    _Assumption("cpu_offloading", bool, "what Megatron offloads counts as kept"),
+    _Assumption(
+        "use_megatron_fsdp", bool, "each rank counts as having its stages' whole parameters"
+    ),
+    _Assumption("sft", bool, "samples count as one sequence each, not as packed ones"),
+)
+
+
+def assumptions(settings: Any) -> str | None:
+    """Return a line on what of ``settings``, Megatron's arguments, is not in estimates, and on
+    what no measurement has checked; None if there is nothing to say."""
+    named = list(_named(settings))
+    unknown = describe(settings).unknown
+    if unknown:
+        named.append(f"{', '.join(unknown)}: left out of times and memory")
+    parts = [f"the estimate does not know {'; '.join(named)}"] if named else []
+    parts += filter(None, [not_checked(execution_of(settings, sequence=1, micro_batch=1))])
+    return ". ".join(parts) or None
+
+
+_NODE = 8  # GPUs
+
+
+def not_checked(execution: Execution) -> str | None:
+    """Return a line on the parts of ``execution`` whose estimate no measurement of configurations
+    has checked (docs/estimated-costs.md); None if all are checked."""
+    experts = execution.expert_parallel * execution.expert_tensor_parallel
+    parts = [
+        text
+        for is_used, text in (
+            (execution.expert_parallel > 1 and experts > _NODE, "experts across nodes"),
+            (execution.context_parallel > 1, "context parallelism"),
+            (execution.precision.is_quantized, f"matrices in {execution.precision}"),
+        )
+        if is_used
+    ]
+    return f"not checked against measurements: {', '.join(parts)}" if parts else None
+
+
+def _named(settings: Any) -> Iterator[str]:
+    for assumption in _ASSUMPTIONS:
+        value = getattr(settings, assumption.setting, None)
+        if value is not None and assumption.is_on(value):
+            flag = f"--{assumption.setting.replace('_', '-')}"
+            words = f"{flag} {' '.join(value)}" if assumption.setting == "spec" else flag
+            yield f"{words}: {assumption.text}"

@@ -1,0 +1,233 @@
+"""Megatron's settings, read into the description of a model and of how it is run.
+
+Settings are anything with the names of Megatron's arguments: parsed arguments, a TransformerConfig,
+or what a file says. What they leave out has Megatron's defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron_ext.cost_model.execution import Execution, Precision
+from megatron_ext.cost_model.model import SYMBOLS, Model
+
+_Get = Callable[..., Any]
+_BEFORE_DEPTHS, _SEGMENT_END = "/", "|"  # in a hybrid model's pattern
+_ROTARY = ("rope", "mrope", "yarn")
+# The sizes of multi-latent attention, which Megatron's arguments have for other attention too.
+_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+# Settings that change what a layer does, and are not described: a word for people each.
+_NOT_DESCRIBED = {
+    "enable_hyper_connections": "hyper connections",
+    "head_wise_attn_gate": "gates of attention's heads",
+    "sliding_attention_setting": "other heads in sliding windows",
+    "vision": "a vision tower",
+}
+
+
+def describe(settings: Any, vocabulary: int | None = None) -> Model:
+    """The model that ``settings`` tell of.
+
+    Args:
+        vocabulary: padded; None: ``padded_vocab_size``, 0 where that is not known yet.
+    """
+    get = _reader(settings)
+    hidden, heads = settings.hidden_size, settings.num_attention_heads
+    ffn = get("ffn_hidden_size") or 4 * hidden
+    # Without this flag, which a TransformerConfig has not, the arguments say 1 group and mean none.
+    grouped = get("group_query_attention", True)
+    layers = layers_of(settings)
+    number = get("num_experts") or get("num_moe_experts") or 0
+    positions = get("position_embedding_type", "rope")
+    is_latent = bool(get("multi_latent_attention")) or "+" in "".join(layers)
+    return Model(
+        layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_query_groups=(get("num_query_groups") if grouped else None) or heads,
+        kv_channels=get("kv_channels") or hidden // heads,
+        ffn_hidden_size=ffn,
+        vocabulary=(get("padded_vocab_size") or 0) if vocabulary is None else vocabulary,
+        gated_linear_unit=bool(get("gated_linear_unit") or get("swiglu")),
+        untie_embeddings_and_output_weights=bool(get("untie_embeddings_and_output_weights")),
+        add_bias_linear=bool(get("add_bias_linear", True)),
+        add_qkv_bias=bool(get("add_qkv_bias")),
+        qk_layernorm=bool(get("qk_layernorm")),
+        normalization=get("normalization", "LayerNorm"),
+        softmax_type=get("softmax_type", "vanilla"),
+        attention_output_gate=bool(get("attention_output_gate")),
+        window_size=_window(get("window_size")),
+        max_position_embeddings=(
+            get("max_position_embeddings") or 0 if positions == "learned_absolute" else 0
+        ),
+        is_rotary=positions in _ROTARY,
+        multi_latent_attention=is_latent,
+        **_numbers(get, *(_LATENT if is_latent else ())),
+        **_numbers(
+            get,
+            *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
+            *("linear_num_key_heads", "linear_num_value_heads"),
+            *("mamba_head_dim", "mamba_state_dim", "mamba_num_groups"),
+            *("moe_router_topk", "moe_shared_expert_intermediate_size", "moe_latent_size"),
+        ),
+        mamba_num_heads=_mamba_heads(get, hidden),
+        num_experts=number,
+        moe_ffn_hidden_size=get("moe_ffn_hidden_size") or ffn,
+        moe_shared_expert_gate=bool(get("moe_shared_expert_gate")),
+        moe_router_enable_expert_bias=bool(get("moe_router_enable_expert_bias")),
+        mtp_num_layers=_depths(get),
+        mtp_use_repeated_layer=bool(get("mtp_use_repeated_layer")),
+        mtp_layer=_layer_of_depths(get, layers),
+        unknown=_unknown(get, layers),
+    )
+
+
+def layers_of(settings: Any) -> tuple[str, ...]:
+    """What each layer is, in the symbols of `Model`."""
+    get = _reader(settings)
+    if pattern := get("hybrid_layer_pattern"):
+        return tuple(pattern.partition(_BEFORE_DEPTHS)[0].replace(_SEGMENT_END, ""))
+    number = get("num_layers") or 0
+    is_linear = [False] * number
+    if get("experimental_attention_variant") == "gated_delta_net":
+        is_linear = _by_layer(get("linear_attention_freq"), number, first=1)
+    is_sliding = [False] * number
+    if _window(get("window_size")):
+        skipped = get("window_attn_skip_freq")
+        is_sliding = [True] * number if skipped is None else _by_layer(skipped, number, first=1)
+    has_experts = [False] * number
+    if get("num_experts") or get("num_moe_experts"):
+        every = get("moe_layer_freq", 1)
+        if isinstance(every, int):
+            has_experts = [layer % every == 0 for layer in range(number)]
+        else:
+            has_experts = _by_layer(every, number, first=0)
+    return tuple(
+        ("G" if linear else "w" if sliding else "*") + ("E" if experts else "-")
+        for linear, sliding, experts in zip(is_linear, is_sliding, has_experts, strict=True)
+    )
+
+
+# Of experts' messages, how much of their time hides in pairs. What is published differs threefold.
+OVERLAP = 0.5
+
+
+def execution_of(
+    settings: Any,
+    sequence: int,
+    micro_batch: int,
+    captured: frozenset[str] = frozenset(),
+    pipeline_span: int = 0,
+) -> Execution:
+    """How ``settings`` have a microbatch run.
+
+    Args:
+        sequence: tokens of a sample, on all context-parallel ranks together.
+        captured, pipeline_span: as of `Execution`.
+    """
+    get = _reader(settings)
+    tensor_parallel = get("tensor_model_parallel_size") or 1
+    granularity = get("recompute_granularity")
+    exchange = get("cp_comm_type") or "p2p"
+    return Execution(
+        sequence=sequence,
+        micro_batch=micro_batch,
+        tensor_parallel=tensor_parallel,
+        context_parallel=get("context_parallel_size") or 1,
+        expert_parallel=get("expert_model_parallel_size") or 1,
+        expert_tensor_parallel=get("expert_tensor_parallel_size") or tensor_parallel,
+        sequence_parallel=bool(get("sequence_parallel")),
+        precision=_precision(get),
+        recompute=granularity == "full",
+        recompute_method=get("recompute_method") or "uniform",
+        recompute_num_layers=get("recompute_num_layers") or 0,
+        recompute_modules=frozenset(
+            (get("recompute_modules") or ["core_attn"]) if granularity == "selective" else []
+        ),
+        transformer_engine=get("transformer_impl", "") == "transformer_engine",
+        hidden_dropout=get("hidden_dropout", 0.1),
+        attention_dropout=get("attention_dropout", 0.1),
+        captured=captured,
+        gathers_again=frozenset(
+            ["inputs"] if get("transformer_impl", "") == "local" else ["inputs", "gradients"]
+        ),
+        userbuffers=_whole_in_userbuffers(get),
+        loss_fusion=bool(get("cross_entropy_loss_fusion")),
+        dispatcher=get("moe_token_dispatcher_type") or "allgather",
+        context_exchange=exchange if isinstance(exchange, str) else exchange[0],
+        pipeline_span=pipeline_span,
+        overlap=OVERLAP if get("overlap_moe_expert_parallel_comm") else 0.0,
+    )
+
+
+def _reader(settings: Any) -> _Get:
+    """Reads ``settings``; what they have not, or None, is the second argument."""
+
+    def get(name: str, default: Any = None) -> Any:
+        value = getattr(settings, name, None)
+        return default if value is None else value
+
+    return get
+
+
+def _numbers(get: _Get, *names: str) -> dict[str, int]:
+    return {name: get(name) or 0 for name in names}
+
+
+def _by_layer(frequency: int | Sequence[int], number: int, first: int) -> list[bool]:
+    """Which of so many layers Megatron's ``frequency`` means: those it lists as 1, or all but
+    every so many-th, counted from ``first``."""
+    if isinstance(frequency, int):
+        return [(layer + first) % frequency != 0 for layer in range(number)]
+    return [bool(listed) for listed in frequency]
+
+
+def _window(size: Any) -> int:
+    """How many tokens back a window reaches: the first of Megatron's pair, of which -1 is all."""
+    back = size[0] if isinstance(size, Sequence) else size
+    return max(back or 0, 0)
+
+
+def _mamba_heads(get: _Get, hidden: int) -> int:
+    width = get("mamba_head_dim") or 0
+    return get("mamba_num_heads") or (2 * hidden // width if width else 0)
+
+
+def _depths(get: _Get) -> int:
+    pattern: str = get("hybrid_layer_pattern", "")
+    return pattern.count(_BEFORE_DEPTHS) or get("mtp_num_layers") or 0
+
+
+def _layer_of_depths(get: _Get, layers: Sequence[str]) -> str:
+    """A hybrid model's pattern has it; else it is as the last layer is."""
+    pattern: str = get("hybrid_layer_pattern", "")
+    if _BEFORE_DEPTHS in pattern:
+        return pattern.split(_BEFORE_DEPTHS)[1]
+    last = layers[-1] if layers else "*-"
+    return f"{last[0]}-" if get("mtp_layer_is_dense") else last
+
+
+def _precision(get: _Get) -> Precision:
+    if get("fp4"):
+        return Precision.FP4
+    if get("fp8"):
+        return Precision.FP8
+    return Precision.BF16 if get("bf16") or get("fp16") else Precision.FP32
+
+
+def _whole_in_userbuffers(get: _Get) -> frozenset[str]:
+    """Which matrices of a pair keep whole backwards, as their operands are in Userbuffers."""
+    if not get("tp_comm_overlap"):
+        return frozenset()
+    of_columns = not get("tp_comm_overlap_rs_dgrad")
+    return frozenset(["row", "column"] if of_columns else ["row"])
+
+
+def _unknown(get: _Get, layers: Sequence[str]) -> tuple[str, ...]:
+    words = [word for name, word in _NOT_DESCRIBED.items() if get(name)]
+    variant = get("experimental_attention_variant")
+    if variant not in (None, "gated_delta_net"):
+        words.append(f"attention of the kind {variant}")
+    others = sorted(set("".join(layers)) - SYMBOLS)
+    return (*words, *(f"layers {symbol} of the pattern" for symbol in others))

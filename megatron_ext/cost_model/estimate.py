@@ -1,0 +1,150 @@
+"""Costs estimated from a model's description, for want of measured ones.
+
+What a model does is counted operation by operation (`operations`), and `Rates` turn it into
+seconds. What it keeps is counted in activations.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_ext.cost_model.activations import held_of_stage, keys_values_of_stage
+from megatron_ext.cost_model.execution import Execution, Framework
+from megatron_ext.cost_model.messages.hidden import hidden_by_pairs
+from megatron_ext.cost_model.model import Model, Stage
+from megatron_ext.cost_model.operations.operation import Group
+from megatron_ext.cost_model.rates import Rates
+from megatron_ext.cost_model.stage_seconds import (
+    Other,
+    PassSeconds,
+    seconds_of_embedding,
+    seconds_of_layers,
+    seconds_of_output_layer,
+)
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.costs import (
+    Costs,
+    LinkCosts,
+    OverlapCosts,
+    PassCosts,
+    SliceCosts,
+    VocabularyCosts,
+)
+from megatron_ext.schedule.kinds import RULES, Held
+
+
+def estimate(model: Model, stages: Sequence[Stage], execution: Execution, rates: Rates) -> Costs:
+    """Seconds and bytes of a microbatch on each of ``stages``, at ``rates``.
+
+    The embedding is to be on the first of them, the output layer on the last.
+    """
+    layers = [seconds_of_layers(model, stage, execution, rates) for stage in stages]
+    forward, input_gradient, weight_gradient = zip(*(stage.totals for stage in layers), strict=True)
+    message = execution.split_tokens * model.hidden_size * execution.element_bytes
+    speed, latency = _to_neighbour(execution, rates)
+    measured = rates.measured
+    held = [held_of_stage(model, stage, execution, measured) for stage in stages]
+    kept, left = zip(*held, strict=True)
+    costs = Costs(
+        PassCosts(
+            {
+                Kind.FORWARD: forward,
+                Kind.BACKWARD_INPUT: input_gradient,
+                Kind.BACKWARD_WEIGHT: weight_gradient,
+            },
+            held_bytes={Held.ACTIVATION: kept, Held.WEIGHT_INPUTS: left},
+        ),
+        LinkCosts(message / speed, message_bytes=message, latency=min(latency, message / speed)),
+        slices=SliceCosts(
+            attention=tuple(map(_attention_share, layers)),
+            keys_values=tuple(keys_values_of_stage(model, stage, execution) for stage in stages),
+            launch=tuple(stage.forward.get(Other.LAUNCH, 0.0) for stage in layers),
+        ),
+        overlap=OverlapCosts(
+            hidden_by_pairs(model, stages, execution, rates) if execution.overlap else {}
+        ),
+        origin="estimated from the model's dimensions" if measured is None else measured.origin,
+    )
+    # What was measured has in it what ranks waited for, and no more.
+    hides = execution.framework is Framework.MEGATRON and measured is None
+    if hides and any(stage.forward.get(Group.TENSOR) for stage in layers):
+        costs = _with_hidden_exchanges(costs, layers, execution)
+    costs = costs.with_vocabulary(_vocabulary(model, stages[-1], execution, rates))
+    assert costs.held_bytes is not None
+    copies = [figure / rates.host for figure in costs.held_bytes[Held.ACTIVATION]]
+    return costs.with_host(copies, copies)
+
+
+def _attention_share(stage: PassSeconds) -> float:
+    """The share of F, I and W together that grows with the square of the sequence."""
+    return sum(stage.squared) / (sum(stage.totals) or 1.0)
+
+
+def _to_neighbour(execution: Execution, rates: Rates) -> tuple[float, float]:
+    """Bytes per second from one pipeline rank to the next, and what a short message takes."""
+    is_near = 0 < execution.pipeline_span <= rates.domain
+    near, far = zip(rates.to_neighbours, rates.latencies, strict=True)
+    return near if is_near else far
+
+
+def _vocabulary(model: Model, last: Stage, execution: Execution, rates: Rates) -> VocabularyCosts:
+    """What the embedding and all runs of the output layer take."""
+    if not model.vocabulary:
+        return VocabularyCosts()
+    run = seconds_of_output_layer(model, execution, rates)
+    runs = 1 + last.depths
+    forward, input_gradient, weight_gradient = (runs * figure for figure in run.totals)
+    logits = runs * execution.tokens * model.vocabulary / execution.tensor_parallel
+    return VocabularyCosts(
+        head=(forward, input_gradient, weight_gradient),
+        embedding=seconds_of_embedding(model, execution, rates),
+        logits_bytes=4 * logits,
+    )
+
+
+def _with_hidden_exchanges(
+    costs: Costs, layers: Sequence[PassSeconds], execution: Execution
+) -> Costs:
+    """``costs``, and what tensor-parallel ranks need not wait for.
+
+    A pair of matrices gathers before the first and scatters after the second, or sums in two such
+    halves, in F, and the other way round in I. In W what is gathered again comes beside the product
+    before. A whole B has the weight gradients of second matrices beside the reductions of I, and so
+    have I and W that follow one another.
+    """
+    exchanges = [stage.forward.get(Group.TENSOR, 0.0) for stage in layers]
+    seconds = dict(costs.seconds)
+    if execution.sequence_parallel:
+        products = seconds[Kind.BACKWARD_WEIGHT]
+        gathers = [len(execution.gathers_again) * e / 2 for e in exchanges]
+        seconds[Kind.BACKWARD_WEIGHT] = tuple(map(max, products, gathers))
+    reductions = [e / 2 if execution.sequence_parallel else e for e in exchanges]
+    rows = [stage.rows for stage in layers]
+    return costs.with_passes(seconds=seconds, spared=tuple(map(min, reductions, rows)))
+
+
+def waiting_shares(
+    model: Model, execution: Execution, rates: Rates
+) -> dict[Group, dict[str, float]]:
+    """Which part of F, I, W and B of all layers is waiting for which group of ranks, where it is
+    any."""
+    stage = Stage(model.layers, depths=model.mtp_num_layers)
+    costs = estimate(model, [stage], execution, rates).without_vocabulary()
+    layers = seconds_of_layers(model, stage, execution, rates)
+    whole = {kind: figures[0] for kind, figures in costs.seconds.items()}
+    terms = dict(
+        zip(whole, (layers.forward, layers.input_gradient, layers.weight_gradient), strict=True)
+    )
+    covered = RULES[Kind.FULL_BACKWARD].covers
+    shares: dict[Group, dict[str, float]] = {}
+    for group in Group:
+        waited = {kind: seconds.get(group, 0.0) for kind, seconds in terms.items()}
+        if not any(waited.values()):
+            continue
+        spared = costs.spared_on(0) if group is Group.TENSOR else 0.0
+        both = sum(waited[kind] for kind in covered) - spared
+        of_both = sum(whole[kind] for kind in covered) - costs.spared_on(0)
+        shares[group] = {
+            kind.value: waited[kind] / whole[kind] if whole[kind] else 0.0 for kind in whole
+        } | {Kind.FULL_BACKWARD.value: both / of_both}
+    return shares

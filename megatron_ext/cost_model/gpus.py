@@ -1,0 +1,261 @@
+"""GPUs: figures of their data sheets (gpus.toml), and the shares that are assumed to be reached."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron_ext.cost_model.execution import Precision
+from megatron_ext.cost_model.messages.collectives import BEGIN, FAR_STEP, NEAR_STEP
+from megatron_ext.cost_model.rates import Rates
+from megatron_ext.schedule.limit import parse_limit
+from megatron_ext.words import shown
+
+
+@dataclass(frozen=True)
+class DataSheet:
+    """A GPU in the machine that it is sold in.
+
+    Attributes:
+        bf16, fp8, fp4: floating-point operations per second; 0: it has no such units.
+        bandwidth: of its memory, bytes per second.
+        memory: bytes.
+        peers: bytes per second to GPUs of its domain, one way; half of what is called bandwidth.
+        domain: GPUs that are joined so.
+        network: bytes per second of a GPU's own port.
+        host: bytes per second to the host, one way.
+        sms: streaming multiprocessors, or compute units.
+        matrices: share of ``bf16`` that the best shapes of matrix products reach.
+        source: where these figures are from.
+    """
+
+    bf16: float
+    fp8: float
+    fp4: float
+    bandwidth: float
+    memory: float
+    peers: float
+    domain: int
+    network: float
+    host: float
+    sms: int
+    matrices: float
+    source: str
+
+
+def _data_sheets() -> dict[str, DataSheet]:
+    """Return the data sheets in gpus.toml by the GPU's name."""
+    tables = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text())
+    return {
+        name: DataSheet(memory=table.pop("memory_gib") * 2**30, **table)
+        for name, table in tables.items()
+    }
+
+
+DATA_SHEETS = _data_sheets()
+
+
+@dataclass(frozen=True)
+class Achieved:
+    """Shares of a data sheet's figures that kernels and collectives reach, from 0 to 1.
+
+    Attributes:
+        fp8, fp4: tensor cores at these rates, scaling included. Assumptions.
+        grouped: experts' products, of what single products of their shapes reach. An assumption.
+        attention, attention_backward: fused causal attention. FlashAttention-2 reaches 50 to 73 %
+            of an A100's peak forward, and up to 63 % backward (Dao 2023, arXiv:2307.08691, section
+            4.1); FlashAttention-3 similar shares of an H100's (Shah et al. 2024, arXiv:2407.08608).
+        memory: element by element. An assumption.
+        peers: rings over NVLink: NCCL takes 235 GB/s for the most on an A100 (``compCap80`` in
+            src/graph/tuning.cc), 18 x 20.6 of 450 on an H100 and 18 x 40.1 of 900 on a B200
+            (SM90_NVLINK_BW, SM100_NVLINK_BW in src/graph/topo.h).
+        network: messages and rings between nodes. An assumption.
+        host: two GPUs often share a switch, and both directions the host's memory. An assumption.
+    """
+
+    fp8: float = 0.58
+    fp4: float = 0.48
+    grouped: float = 0.8
+    attention: float = 0.6
+    attention_backward: float = 0.5
+    memory: float = 0.8
+    peers: float = 235 / 300
+    network: float = 0.8
+    host: float = 0.39
+
+
+ACHIEVED = Achieved()
+# Bytes of operands a floating-point operation that the second-level cache gives: 5,120 bytes a
+# clock of an A100 at 1.41 GHz, for 312e12 operations a second (NVIDIA A100 Tensor Core GPU
+# Architecture, 2020). Other GPUs are taken to have as much for their operations.
+OPERANDS = 5120 * 1.41e9 / 312e12
+# Seconds between two kernels that the host has launched ahead: 3.8 us a kernel of 2.9 us
+# (https://developer.nvidia.com/blog/cuda-graphs/).
+KERNEL = 0.9e-6
+# Beside its operations a pass of a chunk takes this long, where the host launches it: messages are
+# posted, waited for, and the first kernels reach an idle GPU. An assumption, as `ACHIEVED`.
+LAUNCH = 0.2e-3
+# Seconds of a short message to a peer, and over the network; a long one takes them, too.
+LATENCIES = BEGIN + NEAR_STEP, BEGIN + FAR_STEP
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU to plan for.
+
+    Attributes:
+        memory: bytes; None where it is not told.
+        sheet: what it can do by itself; None of one of which is known what whole trainings reach.
+        whole: those rates.
+    """
+
+    memory: float | None = None
+    sheet: DataSheet | None = None
+    whole: Rates | None = None
+
+    def rates(self, precision: Precision = Precision.BF16) -> Rates:
+        """What it reaches in ``precision``.
+
+        Raises:
+            ValueError: it has no units for it.
+        """
+        if self.whole is not None:
+            return self.whole
+        assert self.sheet is not None
+        sheet = self.sheet
+        matrix = sheet.bf16 * sheet.matrices
+        linear = {
+            Precision.FP32: matrix / 2,  # TF32
+            Precision.BF16: matrix,
+            Precision.FP8: sheet.fp8 * ACHIEVED.fp8,
+            Precision.FP4: sheet.fp4 * ACHIEVED.fp4,
+        }[precision]
+        if not linear:
+            able = ", ".join(name for name, gpu in GPUS.items() if gpu.can(precision))
+            raise ValueError(f"this GPU has no units for {precision}: plan for one of {able}")
+        return Rates(
+            linear=linear,
+            grouped=linear * ACHIEVED.grouped,
+            matrix=matrix,
+            attention=sheet.bf16 * ACHIEVED.attention,
+            memory=sheet.bandwidth * ACHIEVED.memory,
+            network=sheet.network * ACHIEVED.network,
+            peers=sheet.peers * ACHIEVED.peers,
+            host=sheet.host * ACHIEVED.host,
+            domain=sheet.domain,
+            launch=LAUNCH,
+            latency_of_peers=LATENCIES[0],
+            latency_of_network=LATENCIES[1],
+            sms=sheet.sms,
+            operands=sheet.bf16 * OPERANDS,
+            kernel=KERNEL,
+            attention_backward=sheet.bf16 * ACHIEVED.attention_backward,
+        )
+
+    def can(self, precision: Precision) -> bool:
+        """Whether it has units for ``precision``."""
+        sheet = self.sheet
+        units = {} if sheet is None else {Precision.FP8: sheet.fp8, Precision.FP4: sheet.fp4}
+        return units.get(precision, 1.0) > 0
+
+
+GPUS = {name: Gpu(sheet.memory, sheet) for name, sheet in DATA_SHEETS.items()}
+USABLE = 0.9  # of the memory; the rest is left to CUDA, NCCL and temporaries
+# What torch's allocator reserves beyond what it hands out, as a share of that: by a model of it,
+# not measured (a table in docs/estimated-costs.md, made by `python -m scripts.fragmentation`).
+RESERVED_SHARE = 0.08
+
+
+@dataclass(frozen=True)
+class FreeMemory:
+    """Memory of a GPU that schedules may use.
+
+    Attributes:
+        allocated: bytes that tensors of a rank may take.
+        reserved: bytes that its allocator reserves beyond them.
+        is_modelled: whether ``reserved`` is a model's figure, not a measured one.
+    """
+
+    allocated: float
+    reserved: float
+    is_modelled: bool
+
+
+def free_memory(memory: float, reserved: float | None = None) -> FreeMemory:
+    """Return how the usable part of ``memory``, the bytes of a GPU, is divided.
+
+    Args:
+        reserved: bytes that an allocator was measured to reserve beyond its allocations, if known.
+    """
+    usable = USABLE * memory
+    is_modelled = reserved is None
+    if reserved is None:
+        reserved = usable - usable / (1 + RESERVED_SHARE)
+    return FreeMemory(usable - reserved, reserved, is_modelled)
+
+
+_EXAMPLE = (
+    f"write one of {', '.join(GPUS)}, or what yours reaches: operations=400e12,bytes=40e9,"
+    f"memory=80GiB (floating-point operations and bytes of messages per second), and host=25e9, "
+    f"bytes to the host or back, where activations are to leave, peers=300e9, bytes to the other "
+    f"tensor-parallel ranks"
+)
+# What is assumed where nothing tells which GPU it is.
+GPU = GPUS["h100"].rates()
+
+
+def assumed_rates(precision: Precision) -> Rates:
+    """Those of an H100, or where it has no units for ``precision`` of a B200."""
+    gpu = GPUS["h100"]
+    return (gpu if gpu.can(precision) else GPUS["b200"]).rates(precision)
+
+
+def gpu_named(name: str) -> Gpu | None:
+    """The GPU that ``name``, as its driver gives it, is of: ``NVIDIA GB200``, ``AMD Instinct
+    MI300X``; None where it is none of `GPUS`."""
+    sheet = name_of_gpu(name)
+    return None if sheet is None else GPUS[sheet]
+
+
+def name_of_gpu(name: str) -> str | None:
+    """Return the key of `GPUS` for the GPU that its driver calls ``name``; None if it is none of
+    them."""
+    words = name.lower().replace("-", " ").split()
+    return next((word for word in words if word in GPUS), None)
+
+
+def parse_gpu(text: str) -> Gpu:
+    """A name of `GPUS`, or ``operations=400e12,bytes=40e9,host=25e9,peers=300e9,memory=80GiB``
+    (host and peers, of which H100's are assumed, and memory may be left out).
+
+    Raises:
+        ValueError: neither.
+    """
+    if text.lower() in GPUS:
+        return GPUS[text.lower()]
+    given = dict(part.partition("=")[::2] for part in text.split(","))
+    needed = {"operations", "bytes"}
+    if not needed <= given.keys() <= needed | {"host", "peers", "memory"}:
+        raise ValueError(f"GPU {shown(text)!r} is not known: {_EXAMPLE}")
+    try:
+        host, peers = (float(given.get(key, getattr(GPU, key))) for key in ("host", "peers"))
+        operations, network = float(given["operations"]), float(given["bytes"])
+    except ValueError:
+        raise ValueError(f"GPU {shown(text)!r} has a value that is no number: {_EXAMPLE}") from None
+    if not all(0 < rate < 1e30 for rate in (operations, network, host, peers)):
+        raise ValueError(
+            f"GPU {shown(text)!r}: operations, bytes, host and peers have to be above 0; {_EXAMPLE}"
+        )
+    near, far = LATENCIES
+    whole = replace(
+        Rates.as_a_whole(operations, network, host, peers),
+        latency_of_peers=near,
+        latency_of_network=far,
+    )
+    if "memory" not in given:
+        return Gpu(whole=whole)
+    memory = parse_limit(given["memory"], 1, 1).bytes
+    if memory is None:
+        raise ValueError(f"GPU {shown(text)!r}: memory is written in bytes, as 80GiB; {_EXAMPLE}")
+    return Gpu(memory, whole=whole)

@@ -1,0 +1,53 @@
+"""Which pairs of pipeline ranks exchange messages within a node, and which between nodes."""
+
+from __future__ import annotations
+
+import statistics
+
+from megatron_ext.cost_model.rates import Rates
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.placement import Neighbour, Placement
+
+
+def with_links(costs: Costs, placement: Placement, rates: Rates, ranks: int, stride: int) -> Costs:
+    """``costs`` with each message as quick as its link is.
+
+    Args:
+        ranks: of the launch, on all nodes.
+        stride: how many ranks lie from one pipeline rank to the next.
+    """
+    remote = [s for s in range(placement.last) if placement.is_remote(s, Neighbour.NEXT)]
+    if not remote or not costs.links.message_bytes or stride < 1:  # a launch with too few ranks
+        return costs
+    seconds = [costs.links.message_bytes / speed for speed in rates.to_neighbours]
+    near, far = zip(seconds, map(min, seconds, rates.latencies), strict=True)
+    hops, latencies = [0.0] * placement.last, [0.0] * placement.last
+    of_pairs: dict[frozenset[int], tuple[float, float]] = {}
+    for stage in remote:
+        pair = frozenset(placement.rank_of[stage : stage + 2])
+        if pair not in of_pairs:
+            crosses = crosses_a_node(pair, rates.ranks_of_node, placement.ranks, ranks, stride)
+            of_pairs[pair] = far if crosses else near
+        hops[stage], latencies[stage] = of_pairs[pair]
+    hop, latency = (
+        statistics.fmean(figures[stage] for stage in remote) for figures in (hops, latencies)
+    )
+    costs = costs.with_links(hop=hop, latency=latency)
+    if len(set(of_pairs.values())) == 1:
+        return costs.with_links(hops=(), latencies=())
+    return costs.with_links(hops=tuple(hops), latencies=tuple(latencies))
+
+
+def crosses_a_node(
+    pair: frozenset[int], ranks_of_node: int, pipeline: int, ranks: int, stride: int
+) -> bool:
+    """Whether any pipeline of ``pipeline`` ranks has this ``pair`` of them on two nodes."""
+    lower, upper = min(pair), max(pair)
+    block = pipeline * stride
+    places = (
+        start + inner for start in range(0, ranks, block) for inner in range(min(stride, ranks))
+    )
+    return any(
+        (place + lower * stride) // ranks_of_node != (place + upper * stride) // ranks_of_node
+        for place in places
+    )

@@ -1,0 +1,158 @@
+"""What a costs file has beside costs per stage: costs per layer type, links, and what the allocator
+reserves; and the rates that estimates are made with then."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.cost_model.measured.layer_costs import (
+    FIGURES,
+    Figures,
+    LayerCosts,
+    not_told_apart,
+)
+from megatron_ext.cost_model.measured.scale import Links, Measured
+from megatron_ext.cost_model.measured_costs import Machine
+from megatron_ext.cost_model.model import Model
+from megatron_ext.cost_model.rates import Rates
+from megatron_ext.schedule.costs_text import MOST, read_costs_file, rounded
+from megatron_ext.schedule.kinds import Held
+from megatron_ext.words import shown
+
+_LAYERS, _LINKS, _RESERVED = "layers", "links", "reserved"
+_WITHIN, _BETWEEN, _OF_NODE = "within a node", "between nodes", "ranks of a node"
+_RATES = tuple(field.name for field in fields(Rates) if field.name != "measured")
+
+
+@dataclass(frozen=True)
+class MeasuredFile:
+    """What estimates are to be scaled to.
+
+    Attributes:
+        rates: those that were assumed when it was measured, with what was.
+        alike: of `LayerCosts`.
+        stages: how many layers each stage had.
+        reserved: bytes that the allocator had reserved beyond the most that was allocated; None:
+            not known.
+    """
+
+    rates: Rates
+    alike: tuple[tuple[str, ...], ...]
+    stages: tuple[int, ...]
+    reserved: float | None = None
+
+    def remarks(self, model: Model) -> Iterator[str]:
+        """What is to be said where ``model`` is estimated by it."""
+        measured = self.rates.measured
+        assert measured is not None
+        yield f"costs are {measured.origin}"
+        yield from map(not_told_apart, self.alike)
+        types = dict.fromkeys(model.layers)
+        missing = [layer for layer in types if layer not in dict(measured.scales)]
+        if missing:
+            yield f"not measured, and scaled as all layers together: {', '.join(missing)}"
+
+
+def as_data(layers: LayerCosts | None, machine: Machine) -> dict[str, Any]:
+    """Entries of a costs file, for `load_measured`. ``layers``: None where they are not known."""
+    data: dict[str, Any] = {}
+    if machine.links:
+        names = {False: _WITHIN, True: _BETWEEN}
+        data[_LINKS] = {
+            **{names[is_far]: rounded([hop])[0] for is_far, hop in machine.links.items()},
+            _OF_NODE: machine.ranks_of_node,
+        }
+    if machine.reserved is not None:
+        data[_RESERVED] = round(machine.reserved)
+    if layers is not None:
+        rates = {name: getattr(layers.rates, name) for name in _RATES}
+        data[_LAYERS] = {
+            "measured": _written(layers.measured),
+            "estimated": _written(layers.estimated),
+            "rates": {name: None if rate == math.inf else rate for name, rate in rates.items()},
+            "alike": [list(group) for group in layers.alike],
+            "stages": list(layers.stages),
+        }
+    return data
+
+
+def _written(components: Mapping[str, Figures]) -> dict[str, dict[str, float]]:
+    return {
+        name: {_key(figure): rounded([value])[0] for figure, value in figures.items()}
+        for name, figures in components.items()
+        if figures
+    }
+
+
+def _key(figure: Any) -> str:
+    return figure.value if isinstance(figure, Held) else figure.value.lower()
+
+
+def load_measured(path: Path) -> MeasuredFile | None:
+    """What the costs file ``path`` has of layers' types; None: it has none of it.
+
+    Raises:
+        ValueError: it is no costs file, or what it says of layers is not understood.
+    """
+    data = read_costs_file(path)
+    if _LAYERS not in data:
+        return None
+    key = _LAYERS
+    try:
+        layers = _layers(data[_LAYERS])
+        scales, others = layers.scales(), layers.of_others
+        key = _LINKS
+        links = _links(data)
+        key = _RESERVED
+        reserved = None if data.get(_RESERVED) is None else _number(data[_RESERVED])
+    except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+        raise ValueError(
+            f"costs file {path}: {key} is not as --pipeline-costs profile writes it "
+            f"({shown(repr(error), 200)}): measure again, or take it out"
+        ) from None
+    origin = f"{path}, by layer type ({shown(data.get('origin', 'given'), 300)})"
+    measured = Measured(scales=scales, others=others, links=links, origin=origin)
+    rates = replace(layers.rates, measured=measured)
+    return MeasuredFile(rates, layers.alike, layers.stages, reserved)
+
+
+def _number(value: Any) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value < MOST:
+        raise ValueError(f"{value!r} is no number from 0")
+    return float(value)
+
+
+def _layers(data: Mapping[str, Any]) -> LayerCosts:
+    given = {name: data["rates"][name] for name in _RATES if name in data["rates"]}
+    rates: dict[str, Any] = {
+        name: math.inf if rate is None else _number(rate) for name, rate in given.items()
+    }
+    if "domain" in rates:
+        rates["domain"] = int(rates["domain"])
+    return LayerCosts(
+        measured={name: _read(figures) for name, figures in data["measured"].items()},
+        estimated={name: _read(figures) for name, figures in data["estimated"].items()},
+        rates=Rates(**rates),
+        alike=tuple(map(tuple, data["alike"])),
+        stages=tuple(map(int, data["stages"])),
+    )
+
+
+def _read(figures: Mapping[str, float]) -> Figures:
+    known = {_key(figure): figure for figure in FIGURES}
+    return {known[key]: _number(value) for key, value in figures.items()}
+
+
+def _links(data: Mapping[str, Any]) -> Links:
+    size = _number(data.get("bytes", {}).get(Held.MESSAGE.value, 0))
+    links = {name: _number(figure) for name, figure in data.get(_LINKS, {}).items()}
+    within, between = (
+        size / links[name] if size and links.get(name) else None for name in (_WITHIN, _BETWEEN)
+    )
+    ranks = int(links[_OF_NODE]) if _OF_NODE in links else None
+    return Links(within, between, ranks)

@@ -1,0 +1,209 @@
+"""What each type of layer takes, from what stages took that hold different mixtures of them."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_ext.cost_model.activations import held_by_component
+from megatron_ext.cost_model.execution import Execution
+from megatron_ext.cost_model.measured.least_squares import fit_scales
+from megatron_ext.cost_model.measured.scale import (
+    DEPTH,
+    EMBEDDING,
+    OUTPUT_LAYER,
+    PASS,
+    Scale,
+)
+from megatron_ext.cost_model.model import Model, Stage
+from megatron_ext.cost_model.rates import Rates
+from megatron_ext.cost_model.stage_seconds import (
+    seconds_by_component,
+    seconds_of_embedding,
+    seconds_of_output_layer,
+)
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.kinds import Held
+
+Figure = Kind | Held
+FIGURES: tuple[Figure, ...] = (  # in the order of `Scale`
+    Kind.FORWARD,
+    Kind.BACKWARD_INPUT,
+    Kind.BACKWARD_WEIGHT,
+    Held.ACTIVATION,
+    Held.WEIGHT_INPUTS,
+)
+_SECONDS, _BYTES = FIGURES[:3], FIGURES[3:]
+Figures = Mapping[Figure, float]
+
+
+@dataclass(frozen=True)
+class Basis:
+    """What costs were estimated by."""
+
+    model: Model
+    stages: tuple[Stage, ...]
+    execution: Execution
+    rates: Rates
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """Seconds and bytes of a microbatch, by component: of a single one of each.
+
+    Attributes:
+        measured: bytes only where they were measured.
+        estimated: the same as ``rates`` have it estimated.
+        alike: components which no stage tells apart, and which keep the estimate's proportions, in
+            groups.
+        stages: how many layers each stage had.
+    """
+
+    measured: Mapping[str, Figures]
+    estimated: Mapping[str, Figures]
+    rates: Rates
+    alike: tuple[tuple[str, ...], ...]
+    stages: tuple[int, ...]
+
+    def scales(self) -> tuple[tuple[str, Scale], ...]:
+        """What was measured of each component over what is estimated."""
+        return tuple(
+            (name, _scale_of([(self.measured[name], self.estimated[name])]))
+            for name in self.measured
+        )
+
+    @property
+    def of_others(self) -> Scale:
+        """That of layers of all types together."""
+        beside = (DEPTH, EMBEDDING, OUTPUT_LAYER, PASS)
+        layers = [name for name in self.measured if name not in beside]
+        return _scale_of([(self.measured[name], self.estimated[name]) for name in layers])
+
+
+def _scale_of(pairs: Sequence[tuple[Figures, Figures]]) -> Scale:
+    scales = []
+    for figure in FIGURES:
+        measured, estimated = (
+            sum(figures.get(figure, 0.0) for figures in column)
+            for column in zip(*pairs, strict=True)
+        )
+        scales.append(measured / estimated if estimated else 1.0)
+    return Scale(*scales)
+
+
+def layer_costs(costs: Costs, basis: Basis, *, is_divided: bool) -> LayerCosts:
+    """What of ``costs``, which were measured, each component takes.
+
+    Args:
+        is_divided: whether the vocabulary was, and was measured by itself.
+    """
+    stages = [_expected(stage, basis) for stage in basis.stages]
+    totals: _Expected = defaultdict(lambda: defaultdict(float))
+    for stage in stages:
+        for name, figures in stage.items():
+            for figure, value in figures.items():
+                totals[name][figure] += value
+    numbers = _numbers(basis)
+    measured: dict[str, dict[Figure, float]] = {name: {} for name in totals}
+    estimated: dict[str, dict[Figure, float]] = {name: {} for name in totals}
+    alike: list[set[str]] = []
+    for figure in FIGURES:
+        if isinstance(figure, Held) and costs.held_bytes is None:
+            continue
+        names = [name for name, figures in totals.items() if figures[figure]]
+        rows, sums = _sums_of(costs, stages, totals, figure, is_divided)
+        columns = [[row[name][figure] if name in row else 0.0 for name in names] for row in rows]
+        fit = fit_scales(np.array(columns), np.array(sums))
+        for name, scale in zip(names, fit.scales, strict=True):
+            estimated[name][figure] = totals[name][figure] / numbers[name]
+            measured[name][figure] = scale * estimated[name][figure]
+        if isinstance(figure, Kind):
+            alike += [{names[part] for part in group} for group in fit.alike]
+    counts = tuple(len(stage.layers) for stage in basis.stages)
+    return LayerCosts(measured, estimated, basis.rates, _joined(alike, list(totals)), counts)
+
+
+def _joined(groups: Sequence[set[str]], order: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """``groups``, those with something in common as one."""
+    joined: list[set[str]] = []
+    for group in groups:
+        common = [other for other in joined if other & group]
+        joined = [other for other in joined if other not in common] + [group.union(*common)]
+    return tuple(tuple(name for name in order if name in group) for group in joined)
+
+
+def not_told_apart(components: Sequence[str]) -> str:
+    """What is to be said of a group of `LayerCosts.alike`."""
+    *words, last = (_IN_WORDS.get(name, f"a layer {name}") for name in components)
+    return (
+        f"no stage tells {', '.join(words)} and {last} apart: they keep the proportions of the "
+        f"estimate"
+    )
+
+
+_IN_WORDS = {
+    DEPTH: "a depth of multi-token prediction",
+    EMBEDDING: "the embedding",
+    OUTPUT_LAYER: "the output layer",
+    PASS: "what a pass takes by itself",
+}
+
+
+_Expected = dict[str, dict[Figure, float]]  # by component
+
+
+def _expected(stage: Stage, basis: Basis) -> _Expected:
+    """What is estimated of all of each component that ``stage`` has."""
+    model, execution, rates = basis.model, basis.execution, basis.rates
+    expected: _Expected = defaultdict(lambda: defaultdict(float))
+
+    def add(name: str, figures: Sequence[Figure], values: Sequence[float]) -> None:
+        for figure, value in zip(figures, values, strict=True):
+            expected[name][figure] += value
+
+    for name, seconds in seconds_by_component(model, stage, execution, rates):
+        add(name, _SECONDS, seconds.totals)
+    for name, *held in held_by_component(model, stage, execution):
+        add(name, _BYTES, held)
+    if stage.embedding and model.vocabulary:
+        forward, weights = seconds_of_embedding(model, execution, rates)
+        add(EMBEDDING, _SECONDS, (forward, 0.0, weights))
+    if stage.head and model.vocabulary:
+        run = seconds_of_output_layer(model, execution, rates)
+        add(OUTPUT_LAYER, _SECONDS, [(1 + stage.depths) * figure for figure in run.totals])
+    return expected
+
+
+def _sums_of(
+    costs: Costs,
+    stages: Sequence[_Expected],
+    totals: _Expected,
+    figure: Figure,
+    is_divided: bool,
+) -> tuple[Sequence[_Expected], Sequence[float]]:
+    """What was measured of ``figure``, and what is expected to be in it: of each stage, and of a
+    divided vocabulary by itself."""
+    layers = costs.without_vocabulary()
+    if isinstance(figure, Held):
+        assert layers.held_bytes is not None
+        return stages, layers.held_bytes[figure]
+    if not is_divided or costs.vocabulary is None:
+        return stages, costs.seconds[figure]
+    ends = (EMBEDDING, OUTPUT_LAYER)
+    without = [{name: row[name] for name in row if name not in ends} for row in stages]
+    sums = dict(zip(ends, costs.vocabulary.of_ends[figure], strict=True))
+    apart = [name for name in ends if name in totals]
+    rows = [*without, *({name: totals[name]} for name in apart)]
+    return rows, [*layers.seconds[figure], *(sums[name] for name in apart)]
+
+
+def _numbers(basis: Basis) -> dict[str, int]:
+    """How many of each component the model has."""
+    numbers = dict(Counter(basis.model.layers))
+    depths = sum(stage.depths for stage in basis.stages)
+    passes = len(basis.stages)
+    return numbers | {DEPTH: depths, EMBEDDING: 1, OUTPUT_LAYER: 1 + depths, PASS: passes}

@@ -1,0 +1,234 @@
+"""Costs from what the ranks of a training have measured under some schedule.
+
+Passes show what they take as the schedule runs them: an output layer's weight gradient may be in I
+(`head`), I and W in one pass B, a vocabulary divided. Here they are taken apart again, by what is
+estimated of the parts where the passes themselves do not tell.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_ext.compile.output_layer import costs_in
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.costs import Costs, LinkCosts, PassCosts, VocabularyCosts
+from megatron_ext.schedule.kinds import RULES, Held
+from megatron_ext.schedule.problem import VocabularyParallel
+from megatron_ext.schedule.timeline import Event
+
+_Passes = Mapping[tuple[int, Kind], float]  # seconds by stage and kind
+
+_OF_STAGES = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+
+
+@dataclass(frozen=True)
+class RankFigures:
+    """What one rank has measured.
+
+    Attributes:
+        seconds: of its passes, by stage and kind.
+        held: bytes that a microbatch holds, by stage and kind of memory, as far as known.
+        hops: seconds of a message, to each neighbour that this rank has exchanged some with.
+        neighbours: global ranks of these.
+        host: the name of its node.
+        reserved: bytes that its allocator has reserved beyond the most that was allocated; None:
+            it has no such allocator.
+    """
+
+    seconds: _Passes
+    held: Mapping[tuple[int, Held], float]
+    hops: Sequence[float]
+    neighbours: Sequence[int] = ()
+    host: str = ""
+    reserved: float | None = None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What ranks have measured beside their passes.
+
+    Attributes:
+        links: the mean seconds of a message, by whether it goes from node to node.
+        ranks_of_node: the most that are on one.
+        reserved: of `RankFigures`, the most of all ranks.
+    """
+
+    links: Mapping[bool, float]
+    ranks_of_node: int
+    reserved: float | None
+
+    @classmethod
+    def of(cls, ranks: Sequence[RankFigures]) -> Machine:
+        """By all ranks of a training, in their order."""
+        hops: dict[bool, list[float]] = defaultdict(list)
+        for rank in ranks:
+            for hop, neighbour in zip(rank.hops, rank.neighbours, strict=True):
+                hops[ranks[neighbour].host != rank.host].append(hop)
+        return cls(
+            {is_far: statistics.fmean(group) for is_far, group in sorted(hops.items())},
+            max(Counter(rank.host for rank in ranks).values()),
+            max((rank.reserved for rank in ranks if rank.reserved is not None), default=None),
+        )
+
+
+def medians(events: Iterable[Event]) -> dict[tuple[int, Kind], float]:
+    """The median seconds of the passes ``events``, by stage and kind."""
+    groups = defaultdict(list)
+    for event in events:
+        groups[event.action.stage, event.action.kind].append(event.end - event.start)
+    return {key: statistics.median(group) for key, group in groups.items()}
+
+
+def measured_costs(
+    program: Program, estimate: Costs, ranks: Sequence[RankFigures], measured: str
+) -> Costs:
+    """The costs that ``ranks``, all those of a training, have measured running ``program``.
+
+    Several ranks have a stage where there is tensor or data parallelism. Of their seconds the
+    median counts, of their bytes the most. A hop is the mean over all neighbours, since a
+    microbatch passes them all.
+
+    Args:
+        estimate: what tells parts that are in one pass apart; ``program`` was made with it.
+        measured: when and on what, for people to read.
+    """
+    passes = _over_ranks([rank.seconds for rank in ranks], statistics.median)
+    held = _over_ranks([rank.held for rank in ranks], max)
+    hops = [hop for rank in ranks for hop in rank.hops]
+    hop = statistics.mean(hops) if hops else 0.0
+    in_passes = costs_in(program, estimate)
+    seconds = {
+        kind: tuple(_seconds(kind, stage, passes, in_passes) for stage in range(estimate.stages))
+        for kind in in_passes.seconds
+    }
+    costs = Costs(
+        PassCosts(
+            {kind: seconds[kind] for kind in _OF_STAGES},
+            held_bytes=_held_bytes(held, in_passes),
+            recompute=_again(passes, seconds[Kind.FORWARD]),
+        ),
+        LinkCosts(hop, latency=min(estimate.links.latency, hop)),
+        slices=estimate.slices,
+        origin=f"measured: {measured}",
+    )
+    costs = costs.with_copies_of(estimate)
+    if estimate.vocabulary is None:
+        return costs
+    if program.problem.extras.vocab_parallel is not VocabularyParallel.NONE:
+        return costs.with_vocabulary(_of_shards(seconds, program, estimate.vocabulary))
+    costs = replace(costs, vocabulary=_scaled(in_passes, costs))
+    costs = _with_weight_gradient_apart(costs, in_passes, estimate)
+    return replace(costs, origin=f"{costs.origin}; head and embedding in estimated proportions")
+
+
+def _over_ranks[Key](
+    figures: Iterable[Mapping[Key, float]], pick: Callable[[list[float]], float]
+) -> dict[Key, float]:
+    groups: dict[Key, list[float]] = defaultdict(list)
+    for rank in figures:
+        for key, figure in rank.items():
+            groups[key].append(figure)
+    return {key: pick(group) for key, group in groups.items()}
+
+
+def _seconds(kind: Kind, stage: int, passes: _Passes, in_passes: Costs) -> float:
+    """Seconds of ``kind``: its estimated share of the pass that does it with the fewest other
+    kinds."""
+    doing = [other for at, other in passes if at == stage and kind in RULES[other].covers]
+    if not doing:
+        return 0.0
+    shortest = min(doing, key=lambda other: len(RULES[other].covers))
+    parts = {part: in_passes.seconds[part][stage] for part in RULES[shortest].covers}
+    whole = sum(parts.values())
+    share = parts[kind] / whole if whole else 1 / len(parts)
+    return passes[stage, shortest] * share
+
+
+def _again(passes: _Passes, forward: Sequence[float]) -> tuple[float, ...]:
+    """What R takes on each stage: as long as F where none was measured; () if none was at all."""
+    if not any(kind is Kind.RECOMPUTE for _, kind in passes):
+        return ()
+    return tuple(passes.get((stage, Kind.RECOMPUTE), f) for stage, f in enumerate(forward))
+
+
+def _held_bytes(
+    held: Mapping[tuple[int, Held], float], in_passes: Costs
+) -> dict[Held, tuple[float, ...]] | None:
+    """Bytes per kind of memory and stage. What W needs is in the estimate's proportion to the
+    activations where there was no W to measure."""
+    stages = range(in_passes.stages)
+    if any((stage, Held.ACTIVATION) not in held for stage in stages):
+        return None
+    activation = tuple(held[stage, Held.ACTIVATION] for stage in stages)
+    estimated = in_passes.held_bytes
+    ratio = [0.0] * len(stages)
+    if estimated is not None:
+        pairs = zip(estimated[Held.WEIGHT_INPUTS], estimated[Held.ACTIVATION], strict=True)
+        ratio = [inputs / all_of_it if all_of_it else 0.0 for inputs, all_of_it in pairs]
+    inputs = tuple(
+        held.get((stage, Held.WEIGHT_INPUTS), activation[stage] * ratio[stage]) for stage in stages
+    )
+    return {Held.ACTIVATION: activation, Held.WEIGHT_INPUTS: inputs}
+
+
+def _scaled(in_passes: Costs, costs: Costs) -> VocabularyCosts:
+    """The vocabulary's part of the passes ``costs``, in the proportions of ``in_passes``."""
+    assert in_passes.vocabulary is not None
+    ends = in_passes.vocabulary.of_ends
+
+    def part(kind: Kind, end: int) -> float:  # end: 0 or -1
+        whole = in_passes.seconds[kind][end]
+        share = ends[kind][end] / whole if whole else 0.0
+        return share * costs.seconds[kind][end]
+
+    forward, input_gradient, weight_gradient = _OF_STAGES
+    return VocabularyCosts(
+        (part(forward, -1), part(input_gradient, -1), part(weight_gradient, -1)),
+        (part(forward, 0), part(weight_gradient, 0)),
+        in_passes.vocabulary.logits_bytes,
+    )
+
+
+def _with_weight_gradient_apart(costs: Costs, in_passes: Costs, estimate: Costs) -> Costs:
+    """``costs`` with the output layer's weight gradient in W, which may have been in I."""
+    assert costs.vocabulary and in_passes.vocabulary and estimate.vocabulary
+    _, _, weight_gradient = estimate.vocabulary.head
+    _, in_input_gradient, in_weight_gradient = in_passes.vocabulary.head
+    if in_weight_gradient or not weight_gradient:
+        return costs
+    forward, input_gradient, _ = costs.vocabulary.head
+    moved = input_gradient * weight_gradient / in_input_gradient
+    seconds = dict(costs.seconds)
+    for kind, more in ((Kind.BACKWARD_INPUT, -moved), (Kind.BACKWARD_WEIGHT, moved)):
+        seconds[kind] = (*seconds[kind][:-1], seconds[kind][-1] + more)
+    held = costs.held_bytes
+    if held is not None:  # between I and W there would have been the gradient of the logits
+        *others, last = held[Held.WEIGHT_INPUTS]
+        logits = costs.vocabulary.logits_bytes
+        held = {**held, Held.WEIGHT_INPUTS: (*others, last + logits)}
+    head = (forward, input_gradient - moved, moved)
+    return replace(
+        costs.with_passes(seconds=seconds, held_bytes=held),
+        vocabulary=replace(costs.vocabulary, head=head),
+    )
+
+
+def _of_shards(
+    seconds: Mapping[Kind, Sequence[float]], program: Program, estimate: VocabularyCosts
+) -> VocabularyCosts:
+    """What all shards of the vocabulary take together."""
+    whole = {kind: sum(figures) for kind, figures in seconds.items()}
+    forward, input_gradient = whole[Kind.LOGITS], whole[Kind.LOGITS_INPUT]
+    if program.problem.extras.vocab_parallel is VocabularyParallel.TWO:  # both are in one pass
+        both = forward + input_gradient
+        forward = both * estimate.head[0] / (sum(estimate.head[:2]) or 1.0)
+        input_gradient = both - forward
+    return VocabularyCosts(
+        (forward, input_gradient, whole[Kind.LOGITS_WEIGHT]),
+        (whole[Kind.EMBEDDING], whole[Kind.EMBEDDING_WEIGHT]),
+        estimate.logits_bytes,
+    )

@@ -1,0 +1,219 @@
+"""What parameters, gradients and optimizer states take on each rank: as Megatron keeps them, to
+the byte.
+
+The distributed optimizer lays parameters out in buckets, aligned and padded so that they divide
+over data-parallel ranks: what is padded counts. Of the data-parallel ranks the first is told; it
+has the fullest parts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, replace
+from functools import cache
+
+from megatron_ext.cost_model.execution import Execution
+from megatron_ext.cost_model.model import Model, Stage
+from megatron_ext.cost_model.operations.temporaries import temporary_bytes
+from megatron_ext.cost_model.parameters import (
+    Parameter,
+    has_final_norm,
+    parameters_of_stage,
+    table_elements,
+)
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.problem import VocabularyParallel
+
+_FP32 = 4
+_ALIGNED = 64  # elements, where a parameter begins
+_BUCKET_END = 128  # elements, and the number of data-parallel ranks, divide a bucket's
+_LARGE_BUCKET_END = 2**16
+
+
+@dataclass(frozen=True)
+class ModelBytes:
+    """Bytes on one rank.
+
+    Attributes:
+        expert_weights, expert_gradients: of these, those that only data-parallel ranks with the
+            same experts have.
+        temporary: what the largest pass takes while it runs; not in ``total``, as a plan leaves a
+            share of the GPU's memory to it.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    expert_weights: float = 0.0
+    expert_gradients: float = 0.0
+    temporary: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """What is kept for each parameter.
+
+    Attributes:
+        distributed: whether data-parallel ranks share the optimizer states.
+        data_parallel: ranks that share those of all but experts, context-parallel ones among them.
+        expert_data_parallel: ranks that share those of experts.
+        weight_bytes: of a parameter as the model has it.
+        matrix_bytes: of layers' matrices, where those are otherwise, as in 8 bits.
+        gradient_bytes: of one gradient.
+        optimizer_bytes: of a parameter's states: a master copy and two moments in fp32.
+        bucket: elements from which a bucket of gradients ends, on the first stage, where reductions
+            overlap; 0: there is one bucket.
+        large_buckets: whether buckets are padded for the network's sake.
+    """
+
+    distributed: bool = False
+    data_parallel: int = 1
+    expert_data_parallel: int = 1
+    weight_bytes: float = 2
+    matrix_bytes: float | None = None
+    gradient_bytes: int = _FP32
+    optimizer_bytes: float = 3 * _FP32
+    bucket: int = 0
+    large_buckets: bool = False
+
+
+def bytes_of_ranks(
+    model: Model,
+    stages: Sequence[Stage],
+    execution: Execution,
+    placement: Placement,
+    vocabulary: VocabularyParallel,
+    state: TrainingState,
+) -> list[ModelBytes]:
+    """Bytes of each rank of ``placement``, which has ``stages``."""
+    final_norms = has_final_norm(model, stages)
+    tables_of = tables_of_chunks(placement, vocabulary)
+    rank_bytes = []
+    for own in placement.stages_of:
+        chunks = [
+            _bytes_of_chunk(
+                model,
+                stages[stage],
+                execution,
+                state,
+                final_norm=final_norms[stage],
+                tables=tables,
+                bucket=state.bucket if stage == 0 else 0,
+            )
+            for stage, tables in zip(own, tables_of, strict=True)
+        ]
+        temporary = max(temporary_bytes(model, stages[stage], execution) for stage in own)
+        rank_bytes.append(replace(_summed(chunks), temporary=temporary))
+    return rank_bytes
+
+
+def _summed(parts: Sequence[ModelBytes]) -> ModelBytes:
+    return ModelBytes(*map(sum, zip(*map(astuple, parts), strict=True)))
+
+
+def tables_of_chunks(placement: Placement, vocabulary: VocabularyParallel) -> list[int]:
+    """How many ranks divide the tables of which each chunk of a rank has the parts; 1: they are
+    whole, on their stages; 0: another chunk has the parts."""
+    if vocabulary is VocabularyParallel.NONE:
+        return [1] * placement.chunks
+    return [placement.ranks] + [0] * (placement.chunks - 1)
+
+
+@cache
+def _bytes_of_chunk(
+    model: Model,
+    stage: Stage,
+    execution: Execution,
+    state: TrainingState,
+    *,
+    final_norm: bool,
+    tables: int,
+    bucket: int,
+) -> ModelBytes:
+    parameters = parameters_of_chunk(model, stage, execution, final_norm=final_norm, tables=tables)
+    parts = []
+    for of_experts, ranks in ((False, state.data_parallel), (True, state.expert_data_parallel)):
+        own = [p for p in parameters if p.of_experts is of_experts]
+        in_buffer, shared = _elements(own, state, ranks, bucket)
+        matrices = sum(p.elements for p in own if p.is_matrix)
+        more = 0.0 if state.matrix_bytes is None else state.matrix_bytes - state.weight_bytes
+        weights = in_buffer * state.weight_bytes + matrices * more
+        gradients = in_buffer * state.gradient_bytes
+        of_group = (weights, gradients) if of_experts else (0.0, 0.0)
+        parts.append(ModelBytes(weights, gradients, shared * state.optimizer_bytes, *of_group))
+    return _summed(parts)
+
+
+def parameters_of_chunk(
+    model: Model, stage: Stage, execution: Execution, *, final_norm: bool, tables: int
+) -> list[Parameter]:
+    """Those of ``stage`` on one rank; ``tables`` as of `tables_of_chunks`."""
+    parameters = list(parameters_of_stage(model, stage, execution, final_norm=final_norm))
+    if tables != 1:
+        parameters = [p for p in parameters if not p.is_table]
+    if tables > 1:
+        part = table_elements(model) // execution.tensor_parallel // tables
+        number = 2 if model.untie_embeddings_and_output_weights else 1
+        parameters += number * [Parameter(part, is_table=True)]
+    return parameters
+
+
+def _elements(
+    parameters: Sequence[Parameter], state: TrainingState, ranks: int, bucket: int
+) -> tuple[int, int]:
+    """Elements of the buffer that ``parameters`` lie in, and of those whose optimizer states the
+    first of ``ranks`` has."""
+    if not state.distributed:
+        whole = sum(parameter.elements for parameter in parameters)
+        return whole, whole
+    divisor = math.lcm(ranks, _BUCKET_END, _LARGE_BUCKET_END if state.large_buckets else 1)
+    in_buffer = shared = 0
+    for own in _buckets(parameters, bucket):
+        ends = _ends(own)
+        size = _up_to(ends[-1], divisor)
+        in_buffer += size
+        shared += _before(size // ranks, own, ends)
+    return in_buffer, shared
+
+
+def _buckets(parameters: Sequence[Parameter], bucket: int) -> Iterable[Sequence[Parameter]]:
+    """What lies in each bucket: the last parameter, whose gradient comes first, begins."""
+    own: list[Parameter] = []
+    end = 0
+    for parameter in reversed(parameters):
+        if parameter.is_alone and own:
+            yield own
+            own, end = [], 0
+        own.append(parameter)
+        end = _up_to(end, _ALIGNED) + parameter.elements
+        if parameter.is_alone or (bucket and end >= bucket):
+            yield own
+            own, end = [], 0
+    if own:
+        yield own
+
+
+def _ends(parameters: Sequence[Parameter]) -> list[int]:
+    """Where each of a bucket's parameters ends in it."""
+    ends: list[int] = []
+    for parameter in parameters:
+        start = _up_to(ends[-1], _ALIGNED) if ends else 0
+        ends.append(start + parameter.elements)
+    return ends
+
+
+def _before(end: int, parameters: Sequence[Parameter], ends: Sequence[int]) -> int:
+    """Elements of ``parameters`` in front of ``end``."""
+    return sum(
+        max(0, min(own_end, end) - (own_end - parameter.elements))
+        for parameter, own_end in zip(parameters, ends, strict=True)
+    )
+
+
+def _up_to(number: int, divisor: int) -> int:
+    return -(-number // divisor) * divisor

@@ -1,0 +1,139 @@
+"""Attention: grouped queries, latent keys and values, gates, sliding windows."""
+
+from __future__ import annotations
+
+from megatron_ext.cost_model.execution import Execution, Framework
+from megatron_ext.cost_model.model import Model
+from megatron_ext.cost_model.operations.operation import (
+    Exchange,
+    Group,
+    Operation,
+    Part,
+    Passes,
+    beside,
+    core,
+    divided,
+    linear,
+    passing_over,
+)
+
+
+def attention(model: Model, execution: Execution, *, is_sliding: bool) -> Part:
+    """Causal attention, with the norm before it."""
+    ranks = execution.tensor_parallel
+    query, key_value = model.query_width / ranks, model.key_value_width / ranks
+    gate = query if model.attention_output_gate else 0
+    tokens = execution.tokens
+    turned = tokens * (query + key_value)
+    operations = [
+        *beside(model.hidden_size, execution),
+        *linear("qkv", tokens, model.hidden_size, query + 2 * key_value + gate, execution),
+    ]
+    if model.is_rotary:
+        # Unfused: a half turned round, joined, two products and a sum.
+        times = (10, 10) if execution.framework is Framework.PYTORCH else (2, 2)
+        operations.append(passing_over("rotary", turned, times, execution))
+    if model.qk_layernorm:
+        operations.append(passing_over("norms of q and k", turned, (2, 3), execution))
+    operations.append(_core(model, execution, query, query, key_value, key_value, is_sliding))
+    if gate:
+        operations.append(passing_over("gate", tokens * query, (3, 5), execution))
+    operations += linear("projection", tokens, query, model.hidden_size, execution, is_row=True)
+    exchanges = _of_samples(execution, query, 2 * key_value)
+    return divided(operations, 2 * model.hidden_size, execution, exchanges)
+
+
+def latent_attention(model: Model, execution: Execution, *, is_sliding: bool) -> Part:
+    """Attention whose keys and values, and queries, are compressed between two matrices.
+
+    Each tensor-parallel rank has the whole of the first ones, which meet its share of the
+    sequence; what they make is gathered."""
+    hidden, rank, rotary = model.hidden_size, model.q_lora_rank, model.qk_pos_emb_head_dim
+    heads = model.num_attention_heads / execution.tensor_parallel
+    tokens, split = execution.tokens, execution.split_tokens
+    keys, values = heads * (model.qk_head_dim + rotary), heads * model.v_head_dim
+    again = ["mla_up_proj"]
+    operations = beside(hidden, execution, is_alone=True)
+    if rank:
+        operations += linear("q down", split, hidden, rank, execution)
+        operations.append(passing_over("norm of q", split * rank, (2, 3), execution, again))
+        operations += linear("q up", tokens, rank, keys, execution, modules=again)
+    else:
+        operations += linear("q", tokens, hidden, keys, execution)
+    latent = model.kv_lora_rank
+    operations += linear("kv down", split, hidden, latent + rotary, execution)
+    operations.append(passing_over("norm of kv", split * latent, (2, 3), execution, again))
+    made = heads * (model.qk_head_dim + model.v_head_dim)
+    operations += linear("kv up", tokens, latent, made, execution, modules=again)
+    operations.append(passing_over("rotary", tokens * 2 * keys, (2, 2), execution, again))
+    operations.append(_core(model, execution, keys, values, keys, values, is_sliding))
+    operations += linear("projection", tokens, values, hidden, execution, is_row=True)
+    exchanges = _of_samples(execution, keys, keys + values)
+    return divided(operations, (rank or hidden) + latent + rotary + hidden, execution, exchanges)
+
+
+def looked_at(sequence: int, window: int) -> float:
+    """How many tokens one of ``sequence`` looks at, on average: itself and those before it, but no
+    more than ``window`` of those."""
+    most = min(window + 1, sequence) if window else sequence
+    return most - most**2 / (2 * sequence)
+
+
+def squared_share(sequence: int, window: int) -> float:
+    """The share of attention that grows with the square of the sequence, the rest of it in
+    proportion: all without a ``window``, next to nothing in one that is short.
+
+    In a window a token looks at ever more tokens until it is full, and from there on at as many.
+    The share a is that with which (1 - a) x + a x^2, up to x of the sequence, is on average what it
+    is in truth; it is off by 5 % of attention at the most.
+    """
+    most = min(window + 1, sequence) if window else sequence
+    full = most / sequence  # where the window is
+    on_average = (full**2 / 3 + (1 - full)) / (2 - full)
+    return 3 - 6 * on_average
+
+
+def _core(
+    model: Model,
+    execution: Execution,
+    query: float,
+    output: float,
+    key: float,
+    value: float,
+    is_sliding: bool,
+) -> Operation:
+    """Of fused attention the backward pass makes the scores once more, which is half of F."""
+    tokens = execution.tokens
+    window = model.window_size if is_sliding else 0
+    seen = looked_at(execution.sequence, window)
+    flops = 2 * tokens * seen * (query + output)
+    size = tokens * (query + key + value + output) * execution.element_bytes
+    again = 2 * tokens * seen * query if execution.transformer_engine else 0.0
+    squared = squared_share(execution.sequence, window)
+    moved = (size, 2 * size)
+    return core("attention", flops, moved, again=again, modules=["core_attn"], squared=squared)
+
+
+def _of_samples(execution: Execution, query: float, key_value: float) -> list[Exchange]:
+    """What context-parallel ranks give one another: keys and values, in turns or at once, or heads
+    for tokens."""
+    ranks = execution.context_parallel
+    if ranks == 1:
+        return []
+    size = execution.tokens * execution.element_bytes
+    if execution.context_exchange == "a2a":
+        moved = size * (2 * query + key_value)
+        passes = Passes(moved, moved)
+    else:
+        moved = size * key_value * ranks
+        passes = Passes(moved, 2 * moved)  # their gradients go round with them
+    return [
+        Exchange(
+            Group.CONTEXT,
+            ranks,
+            execution.tensor_parallel,
+            passes,
+            frozenset(["core_attn"]),
+            is_behind_attention="p2p" in execution.context_exchange,
+        )
+    ]

@@ -1,0 +1,157 @@
+"""MLPs, and experts in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_ext.cost_model.execution import Execution, Framework
+from megatron_ext.cost_model.model import Model
+from megatron_ext.cost_model.operations.operation import (
+    Engine,
+    Exchange,
+    Group,
+    Operation,
+    Part,
+    Passes,
+    beside,
+    divided,
+    elementwise,
+    linear,
+    passing_over,
+)
+
+_ROUTING_BYTES = 16  # of a token's score for an expert, in fp32: softmax, the best, their map
+
+
+def mlp(model: Model, execution: Execution) -> Part:
+    """Two matrices, or three with a gate, and the norm before them."""
+    products = _products(model, execution, model.ffn_hidden_size, ["mlp"])
+    operations = [*beside(model.hidden_size, execution), *products]
+    return divided(operations, 2 * model.hidden_size, execution, modules=["mlp"])
+
+
+def experts(model: Model, execution: Execution) -> Part:
+    """Experts, to some of which a token goes, and one that all tokens meet, if there is one.
+
+    The router's gradient comes with its input's: no linear of a layer makes it."""
+    hidden, tokens = model.hidden_size, execution.split_tokens
+    again = ["moe"]
+    operations = [
+        *beside(hidden, execution, is_alone=True),
+        *linear(
+            "router",
+            tokens,
+            hidden,
+            model.num_experts,
+            execution,
+            modules=again,
+            engine=Engine.MATRIX,
+            is_whole=True,
+        ),
+        elementwise(
+            "routing",
+            tokens * model.num_experts,
+            _ROUTING_BYTES,
+            tokens * model.num_experts * _ROUTING_BYTES,
+            again,
+        ),
+        *_routed(model, execution),
+    ]
+    exchanges = _to_experts(model, execution)
+    shared = model.moe_shared_expert_intermediate_size
+    if not shared:
+        return Part(tuple(operations), tuple(exchanges))
+    operations += _products(model, execution, shared, [*again, "shared_experts"])
+    if model.moe_shared_expert_gate:
+        operations += linear(
+            "gate",
+            tokens,
+            hidden,
+            1,
+            execution,
+            engine=Engine.MATRIX,
+            is_whole=True,
+        )
+    return divided(operations, 2 * hidden, execution, exchanges, modules=again)
+
+
+def _products(
+    model: Model, execution: Execution, width: int, again: Sequence[str]
+) -> list[Operation]:
+    """An MLP of ``width``, divided by tensor-parallel ranks."""
+    tokens, own = execution.tokens, width / execution.tensor_parallel
+    gates = 2 if model.gated_linear_unit else 1
+    hidden = model.hidden_size
+    return [
+        *linear("fc1", tokens, hidden, gates * own, execution, modules=again),
+        _activation(model, execution, tokens * own, again),
+        *linear("fc2", tokens, own, hidden, execution, modules=again, is_row=True),
+    ]
+
+
+def _activation(
+    model: Model, execution: Execution, elements: float, again: Sequence[str]
+) -> Operation:
+    times = (3, 5) if model.gated_linear_unit else (2, 3)
+    if execution.framework is Framework.PYTORCH and model.gated_linear_unit:
+        times = (5, 9)  # silu and its product with the gate, one after the other
+    return passing_over("activation", elements, times, execution, again)
+
+
+def _routed(model: Model, execution: Execution) -> list[Operation]:
+    """Tokens sorted by experts, their products, and back. Routing is taken to be even."""
+    hidden, latent = model.hidden_size, model.moe_latent_size
+    inner = latent or hidden
+    tokens, routed = execution.split_tokens, model.moe_router_topk
+    divides = execution.expert_tensor_parallel
+    rows = tokens * routed * divides
+    own = model.moe_ffn_hidden_size / divides
+    local = model.num_experts / execution.expert_parallel
+    gates = 2 if model.gated_linear_unit else 1
+    again = ["moe"]
+    # Sorted for the ranks and back; and, where tokens of several ranks meet several experts, once
+    # more for them.
+    copies = 2 * (1 + routed)
+    if execution.dispatcher == "alltoall" and local > 1 and execution.expert_parallel > 1:
+        copies += 4 * routed
+    operations = [
+        passing_over("sorting by experts", tokens * inner, (copies, copies), execution, again)
+    ]
+    for name, widths in (("latent down", (hidden, latent)), ("latent up", (latent, hidden))):
+        if latent:
+            operations += linear(name, tokens, *widths, execution, modules=again)
+
+    def product(name: str, entering: float, leaving: float) -> list[Operation]:
+        return linear(
+            name,
+            rows,
+            entering,
+            leaving,
+            execution,
+            modules=again,
+            engine=Engine.GROUPED,
+            weights=local,
+        )
+
+    operations += product("experts' fc1", inner, gates * own)
+    operations.append(_activation(model, execution, rows * own, [*again, "moe_act"]))
+    operations += product("experts' fc2", own, inner)
+    return operations
+
+
+def _to_experts(model: Model, execution: Execution) -> list[Exchange]:
+    """What goes to the ranks of experts and back: both in F, and both in I."""
+    ranks, divides = execution.expert_parallel, execution.expert_tensor_parallel
+    inner = model.moe_latent_size or model.hidden_size
+    size = execution.split_tokens * inner * execution.element_bytes
+    routed = model.moe_router_topk
+    exchanges = []
+    if ranks > 1:
+        copies = {"allgather": ranks, "flex": 1}.get(execution.dispatcher, routed)
+        choices = routed if execution.dispatcher == "flex" else 0
+        moved = Passes(2 * size * copies, 2 * size * copies)
+        exchanges.append(Exchange(Group.EXPERT, ranks, divides, moved, frozenset(["moe"]), choices))
+    if divides > 1:
+        both = 2 * size * routed * divides
+        exchanges.append(Exchange(Group.TENSOR, divides, 1, Passes(both, both), frozenset(["moe"])))
+    return exchanges

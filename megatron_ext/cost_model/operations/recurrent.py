@@ -1,0 +1,65 @@
+"""What is in attention's place in hybrid models: gated delta nets, and Mamba.
+
+Operations of recurrences are Megatron's figures (its num_floating_point_operations).
+"""
+
+from __future__ import annotations
+
+from megatron_ext.cost_model.execution import Execution
+from megatron_ext.cost_model.model import Model
+from megatron_ext.cost_model.operations.operation import (
+    Operation,
+    Part,
+    beside,
+    core,
+    divided,
+    linear,
+    passing_over,
+)
+
+_MAMBA_KERNEL = 4  # of its convolution: Megatron's, which no argument changes
+
+
+def delta_net(model: Model, execution: Execution) -> Part:
+    """Linear attention with a state of keys by values for each head of values."""
+    ranks, tokens = execution.tensor_parallel, execution.tokens
+    heads = model.linear_num_value_heads / ranks
+    keys = model.linear_num_key_heads * model.linear_key_head_dim / ranks
+    values = heads * model.linear_value_head_dim
+    projected = 2 * keys + 2 * values + 2 * heads
+    convolved = tokens * (2 * keys + values)
+    size = convolved * execution.element_bytes
+    operations = [
+        *beside(model.hidden_size, execution),
+        *linear("projections", tokens, model.hidden_size, projected, execution),
+        _convolution(convolved, model.linear_conv_kernel_dim, execution),
+        core("delta rule", 8 * tokens * values * model.linear_key_head_dim, (size, 2 * size)),
+        passing_over("gated norm", tokens * values, (3, 5), execution),
+        *linear("projection", tokens, values, model.hidden_size, execution, is_row=True),
+    ]
+    return divided(operations, 2 * model.hidden_size, execution)
+
+
+def mamba(model: Model, execution: Execution) -> Part:
+    """A state space layer."""
+    ranks, tokens = execution.tensor_parallel, execution.tokens
+    heads = model.mamba_num_heads / ranks
+    width = heads * model.mamba_head_dim
+    states = model.mamba_num_groups * model.mamba_state_dim / ranks
+    convolved = tokens * (width + 2 * states)
+    size = convolved * execution.element_bytes
+    operations = [
+        *beside(model.hidden_size, execution),
+        *linear(
+            "projections", tokens, model.hidden_size, 2 * width + 2 * states + heads, execution
+        ),
+        _convolution(convolved, _MAMBA_KERNEL, execution),
+        core("scan", 7 * tokens * width * model.mamba_state_dim, (size, 2 * size)),
+        passing_over("gated norm", tokens * width, (3, 5), execution),
+        *linear("projection", tokens, width, model.hidden_size, execution, is_row=True),
+    ]
+    return divided(operations, 2 * model.hidden_size, execution)
+
+
+def _convolution(elements: float, kernel: int, execution: Execution) -> Operation:
+    return passing_over("convolution", elements, (2, 3), execution, flops=2 * elements * kernel)

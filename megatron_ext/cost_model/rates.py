@@ -1,0 +1,171 @@
+"""What a rank reaches of its machine, in operations and in bytes per second."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron_ext.cost_model.measured.scale import Links, Measured
+from megatron_ext.cost_model.messages.collectives import ring_latency
+from megatron_ext.cost_model.operations.matrix_products import TensorCores
+from megatron_ext.cost_model.operations.operation import Engine, Exchange, Operation
+
+_NODE = 8  # GPUs
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a rank reaches; achieved, not peak.
+
+    Attributes:
+        linear: floating-point operations per second of layers' matrices, in the run's precision.
+        grouped: of experts' matrices.
+        matrix: of other matrices, which are in 16 bits.
+        attention: of attention, and of recurrences.
+        memory: bytes per second to and from the GPU's memory; inf: not counted.
+        network: bytes of messages per second between nodes.
+        peers: to GPUs within a `domain`.
+        host: to the host or back, each way at once.
+        domain: how many GPUs are joined as `peers`.
+        launch: seconds that a pass takes beside its operations.
+        latency_of_peers, latency_of_network: seconds that a short message takes, and a long one,
+            too.
+        sms: streaming multiprocessors, whose waves count by a product's shape; 0: shapes do not
+            count, and collectives have no latency.
+        operands: bytes per second from the second-level cache.
+        kernel: seconds between two kernels.
+        attention_backward: of attention's backward pass; 0: as ``attention``.
+        measured: with a model on this machine, to which estimates are scaled; None: nothing was.
+    """
+
+    linear: float
+    grouped: float
+    matrix: float
+    attention: float
+    memory: float
+    network: float
+    peers: float
+    host: float
+    domain: int = _NODE
+    launch: float = 0.0
+    latency_of_peers: float = 0.0
+    latency_of_network: float = 0.0
+    sms: int = 0
+    operands: float = math.inf
+    kernel: float = 0.0
+    attention_backward: float = 0.0
+    measured: Measured | None = None
+
+    @property
+    def to_neighbours(self) -> tuple[float, float]:
+        """Bytes per second from one pipeline rank to the next: within a domain, and beyond."""
+        links = Links() if self.measured is None else self.measured.links
+        return links.within or self.peers, links.between or self.network
+
+    @property
+    def latencies(self) -> tuple[float, float]:
+        """Seconds of a short message from one pipeline rank to the next: likewise."""
+        return self.latency_of_peers, self.latency_of_network
+
+    @property
+    def ranks_of_node(self) -> int:
+        """How many ranks are joined as the first of these."""
+        links = Links() if self.measured is None else self.measured.links
+        return links.ranks_of_node or self.domain
+
+    @classmethod
+    def as_a_whole(cls, operations: float, network: float, host: float, peers: float) -> Rates:
+        """Those of a machine of which is known what whole trainings reach on it, and so nothing of
+        single operations: ``operations`` per second, attention, norms and waiting included."""
+        return cls(
+            operations,
+            operations,
+            operations,
+            operations,
+            math.inf,
+            network,
+            peers,
+            host,
+            attention_backward=operations,
+        )
+
+    def seconds_of(self, operation: Operation) -> tuple[float, float, float]:
+        """What F, I and W of ``operation`` take, W in I where it is whole.
+
+        A kernel loads what it needs while it computes, so each takes the longer of the two; and
+        one kernel of a layer follows the other, so these sum up.
+        """
+        moved = operation.moved
+        computed = self._computed(operation)
+        forward, backward, weights = (
+            max(seconds, size / self.memory) + (self.kernel if size else 0.0)
+            for seconds, size in zip(
+                computed, (moved.forward, moved.input_gradient, moved.weight_gradient), strict=True
+            )
+        )
+        if operation.is_whole:
+            return forward, backward + weights, 0.0
+        return forward, backward, weights
+
+    def _computed(self, operation: Operation) -> tuple[float, float, float]:
+        """Seconds of the floating-point operations of F, I and W."""
+        flops, engine = operation.flops, self._engine(operation.engine)
+        product = operation.product
+        if product is None or not self.sms:
+            backward = engine
+            if operation.engine is Engine.ATTENTION and self.attention_backward:
+                backward = self.attention_backward
+            return (
+                flops.forward / engine,
+                (flops.input_gradient + operation.again) / backward,
+                flops.weight_gradient / engine,
+            )
+        cores = TensorCores(engine, self.operands, self.operands, self.sms)
+        outputs = (2.0, 2.0, 4.0)
+        forward, backward, weights = (
+            cores.seconds(shape, product.groups, operation.operand_bytes, output)
+            for shape, output in zip(product.shapes, outputs, strict=True)
+        )
+        return forward, backward, weights
+
+    def _engine(self, engine: Engine) -> float:
+        match engine:
+            case Engine.LINEAR:
+                return self.linear
+            case Engine.MATRIX:
+                return self.matrix
+            case Engine.GROUPED:
+                return self.grouped
+            case Engine.ATTENTION:
+                return self.attention
+        return math.inf
+
+    def seconds_to_exchange(self, exchange: Exchange) -> tuple[float, float]:
+        """What F and I wait for ``exchange``. What goes to peers and what goes to other nodes goes
+        at once."""
+        ranks, choices = exchange.ranks, exchange.choices
+        near = max(min(ranks, self.domain // exchange.stride), 1)
+        nodes = ranks / near
+        of_ranks = _distinct(ranks, choices) if choices else 1
+        of_nodes = _distinct(nodes, choices) if choices else 1
+        within = (near - 1) / (near if choices else ranks)
+        to_peers = of_ranks * within / self.peers
+        to_others = of_nodes * (nodes - 1) / nodes / self.network
+        a_byte = max(to_peers, to_others)
+        latency = 0.0
+        if self.sms:
+            latency = ring_latency(exchange.halves, exchange.collectives, near, nodes)
+        forward, backward = (
+            moved * a_byte + (latency if moved else 0.0)
+            for moved in (exchange.moved.forward, exchange.moved.input_gradient)
+        )
+        return forward, backward
+
+
+def _distinct(places: float, choices: int) -> float:
+    """How many of so many places are among as many choices, on average."""
+    return places * (1 - (1 - 1 / places) ** choices)
+
+
+# One core, gloo over loopback, its memory.
+CPU = Rates.as_a_whole(operations=20e9, network=1e9, host=5e9, peers=1e9)

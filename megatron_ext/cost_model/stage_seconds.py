@@ -1,0 +1,184 @@
+"""What F, I and W of a stage take, and what of it is waiting for others."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import lru_cache
+
+from megatron_ext.cost_model.execution import Execution
+from megatron_ext.cost_model.measured.scale import (
+    DEPTH,
+    EMBEDDING,
+    OUTPUT_LAYER,
+    PASS,
+    Scale,
+)
+from megatron_ext.cost_model.model import Model, Stage
+from megatron_ext.cost_model.operations.ends import embedding, output_layer, projection_of_depth
+from megatron_ext.cost_model.operations.operation import Engine, Exchange, Group, Part
+from megatron_ext.cost_model.operations.parts import part_of
+from megatron_ext.cost_model.rates import Rates
+
+
+class Other(StrEnum):
+    """What takes time in a pass beside operations and groups."""
+
+    LAUNCH = "launching"
+
+
+Term = Engine | Group | Other
+Seconds = Mapping[Term, float]
+
+
+@dataclass(frozen=True)
+class PassSeconds:
+    """Seconds of F, I and W, by what takes them.
+
+    Attributes:
+        rows: of W, those of the last products of pairs that tensor-parallel ranks divide.
+        squared: of F and of I, those that grow with the square of the sequence.
+    """
+
+    forward: Seconds = field(default_factory=dict)
+    input_gradient: Seconds = field(default_factory=dict)
+    weight_gradient: Seconds = field(default_factory=dict)
+    rows: float = 0.0
+    squared: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def totals(self) -> tuple[float, float, float]:
+        """Of F, I and W."""
+        forward, backward, weights = (
+            sum(seconds.values())
+            for seconds in (self.forward, self.input_gradient, self.weight_gradient)
+        )
+        return forward, backward, weights
+
+    def run_again(self) -> PassSeconds:
+        """With F in I once more."""
+        again = PassSeconds(input_gradient=self.forward, squared=(0.0, self.squared[0]))
+        return summed([self, again])
+
+    def scaled(self, scale: Scale) -> PassSeconds:
+        """To what was measured."""
+        return PassSeconds(
+            _times(self.forward, scale.forward),
+            _times(self.input_gradient, scale.input_gradient),
+            _times(self.weight_gradient, scale.weight_gradient),
+            self.rows * scale.weight_gradient,
+            (self.squared[0] * scale.forward, self.squared[1] * scale.input_gradient),
+        )
+
+
+def _times(seconds: Seconds, scale: float) -> Seconds:
+    return {term: figure * scale for term, figure in seconds.items()}
+
+
+def summed(parts: Iterable[PassSeconds]) -> PassSeconds:
+    """Their sum."""
+    parts = list(parts)
+    return PassSeconds(
+        _summed(part.forward for part in parts),
+        _summed(part.input_gradient for part in parts),
+        _summed(part.weight_gradient for part in parts),
+        sum(part.rows for part in parts),
+        (sum(part.squared[0] for part in parts), sum(part.squared[1] for part in parts)),
+    )
+
+
+def _summed(terms: Iterable[Seconds]) -> Seconds:
+    total: dict[Term, float] = defaultdict(float)
+    for seconds in terms:
+        for term, figure in seconds.items():
+            total[term] += figure
+    return dict(total)
+
+
+def seconds_of_layers(
+    model: Model, stage: Stage, execution: Execution, rates: Rates
+) -> PassSeconds:
+    """What the layers of ``stage`` take, multi-token prediction's among them, but for the embedding
+    and the output layer; and what its passes take by themselves."""
+    return summed(seconds for _, seconds in seconds_by_component(model, stage, execution, rates))
+
+
+def seconds_by_component(
+    model: Model, stage: Stage, execution: Execution, rates: Rates
+) -> Iterator[tuple[str, PassSeconds]]:
+    """The same, each layer by its type, with what is beside layers."""
+    for position, layer in enumerate(stage.layers):
+        seconds = _of_layer(layer, execution.is_again(position), model, execution, rates)
+        yield layer, _measured(seconds, layer, rates)
+    for _ in range(stage.depths):
+        yield DEPTH, _measured(_of_depth(model, execution, rates), DEPTH, rates)
+    launch: Seconds = {Other.LAUNCH: rates.launch} if rates.launch else {}
+    yield PASS, _measured(PassSeconds(launch, launch), PASS, rates)
+
+
+def seconds_of_embedding(model: Model, execution: Execution, rates: Rates) -> tuple[float, float]:
+    """Of the look-up, and of its table's gradient."""
+    forward, _, weights = rates.seconds_of(embedding(model, execution))
+    measured = rates.measured
+    if measured is None:
+        return forward, weights
+    scale = measured.of(EMBEDDING)
+    return forward * scale.forward, weights * scale.weight_gradient
+
+
+def seconds_of_output_layer(model: Model, execution: Execution, rates: Rates) -> PassSeconds:
+    """Of one run, with the loss."""
+    seconds = _of_part(output_layer(model, execution), execution, rates)
+    return _measured(seconds, OUTPUT_LAYER, rates)
+
+
+def _measured(estimated: PassSeconds, component: str, rates: Rates) -> PassSeconds:
+    return estimated if rates.measured is None else estimated.scaled(rates.measured.of(component))
+
+
+@lru_cache(maxsize=1024)
+def _of_layer(
+    layer: str, is_again: bool, model: Model, execution: Execution, rates: Rates
+) -> PassSeconds:
+    parts = [_of_part(part_of(symbol, model, execution), execution, rates) for symbol in layer]
+    return summed(parts).run_again() if is_again else summed(parts)
+
+
+def _of_depth(model: Model, execution: Execution, rates: Rates) -> PassSeconds:
+    projection = _of_part(projection_of_depth(model, execution), execution, rates)
+    layer = _of_layer(model.mtp_layer, False, model, execution, rates)
+    both = summed([projection, layer])
+    return both.run_again() if execution.recompute else both
+
+
+def _of_part(part: Part, execution: Execution, rates: Rates) -> PassSeconds:
+    """What ``part`` takes; of it what Megatron's selective recompute runs again is in I."""
+    modules = frozenset() if execution.recompute else execution.recompute_modules
+    passes = []
+    for operation in part.operations:
+        f, i, w = rates.seconds_of(operation)
+        again = f if operation.modules & modules else 0.0
+        term = operation.engine
+        rows = w if operation.is_row else 0.0
+        squared = f * operation.squared, (i + again) * operation.squared
+        passes.append(PassSeconds({term: f}, {term: i + again}, {term: w}, rows, squared))
+    computed = summed(passes)
+    for exchange in part.exchanges:
+        f, i = _waited(exchange, computed, rates)
+        again = f if exchange.modules & modules else 0.0
+        passes.append(PassSeconds({exchange.group: f}, {exchange.group: i + again}))
+    return summed(passes)
+
+
+def _waited(exchange: Exchange, computed: PassSeconds, rates: Rates) -> tuple[float, float]:
+    """What is left of ``exchange`` where attention hides the rest."""
+    f, i = rates.seconds_to_exchange(exchange)
+    if not exchange.is_behind_attention:
+        return f, i
+    forward, backward = (
+        seconds.get(Engine.ATTENTION, 0.0)
+        for seconds in (computed.forward, computed.input_gradient)
+    )
+    return max(f - forward, 0.0), max(i - backward, 0.0)

@@ -1,0 +1,481 @@
+"""Check a launch line on a login node: one process, no GPU, and the script is not run."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.adapter.transformer_engine.installed import can_split
+from megatron_ext.adapter.untried import untried
+from megatron_ext.compile.program.memory import in_bytes, in_microbatches, peaks
+from megatron_ext.compile.program.simulate import simulate, step_seconds
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.config import PipelineConfig, flag
+from megatron_ext.cost_model.assumptions import assumptions
+from megatron_ext.cost_model.gpus import GPUS
+from megatron_ext.doctor.communicators import check_communicators
+from megatron_ext.doctor.doctor import diagnose
+from megatron_ext.doctor.environment.dataset_helpers import check_dataset_helpers
+from megatron_ext.doctor.flags import (
+    check_installation,
+    settings_of,
+    unknown_words,
+    with_variables,
+)
+from megatron_ext.doctor.importing import as_on, quickly, silently
+from megatron_ext.doctor.paths import check_checkpoints, check_data, check_tokenizer_files
+from megatron_ext.doctor.report import Prediction, RankPrediction, Report, Verdict
+from megatron_ext.doctor.restarts import check_restarts
+from megatron_ext.doctor.words import Launch
+from megatron_ext.launch import without
+from megatron_ext.patches.engine import PatchError
+from megatron_ext.planner.candidate import VocabMethod
+from megatron_ext.race.rounds import Race
+from megatron_ext.schedule.limit import parse_limit
+from megatron_ext.schedule.problem import Offload, VocabularyParallel
+from megatron_ext.viz.program_summary import stock_1f1b
+from megatron_ext.words import bytes_text, counted
+from megatron_ext.written_settings import from_argv
+
+_LARGE_BUBBLE = 0.1  # of a step
+
+
+def check_launch(launch: Launch, world_size: int | None, gpu_memory: str | None) -> Report:
+    """Check everything about ``launch`` that can be told here.
+
+    Args:
+        world_size: its ranks; None takes torchrun's, or the least there can be, and says so.
+        gpu_memory: a GPU's, as 80GiB; None judges no prediction of memory.
+
+    Raises:
+        ValueError: ``gpu_memory`` is not understood.
+        PatchError: there is no Megatron to ask.
+    """
+    room = None if gpu_memory is None else parse_limit(gpu_memory, 1, 1).bytes
+    if gpu_memory is not None and room is None:
+        raise ValueError(f"--gpu-memory {gpu_memory}: write bytes, as 80GiB")
+    if room is None and launch.gpu is not None:
+        room = int(GPUS[launch.gpu].memory or 0)
+    report = Report()
+    _say_what_is_left_out(report, launch)
+    folder = Path(launch.script).parent if launch.installs is False else Path()
+    folder = Path() if launch.is_module else folder
+    # A check fetches nothing.
+    environment = {"HF_HUB_OFFLINE": "1"} | dict(launch.environment)
+    with silently(), as_on(folder.absolute(), environment):
+        script = _check_script(report, launch)
+        with_flags = report.attempt("flags", lambda: with_variables(launch, script))
+        if with_flags is not None:
+            launch = with_flags[0]
+            report.findings += with_flags[1]
+        report.findings += check_installation(launch, script)
+        _check(report, launch, script, world_size, room)
+    return report
+
+
+def _say_what_is_left_out(report: Report, launch: Launch) -> None:
+    for remark in launch.remarks:
+        report.add(Verdict.REMARK, "log", remark)
+    if launch.left_out:
+        text = f"left out, and not looked at: {shlex.join(launch.left_out)}"
+        report.add(Verdict.REMARK, "launch line", text)
+    if launch.environment:
+        names = ", ".join(launch.environment)
+        text = f"set while the line is checked: {names}"
+        report.add(Verdict.RIGHT, "launch line", text)
+    words = [word for word in launch.arguments if "$" in word]
+    if words:
+        text = f"nothing is expanded: {shlex.join(words)} is taken as it stands"
+        fix = "write what the shell would put there"
+        report.add(Verdict.REMARK, "launch line", text, fix)
+
+
+def _check_script(report: Report, launch: Launch) -> str | None:
+    """The script's text, None if it cannot be read."""
+    if launch.log is not None:
+        return None
+    path = Path(launch.script)
+    if launch.is_module:
+        path = Path(*launch.script.split(".")).with_suffix(".py")
+        if not path.is_file():
+            text = f"module {launch.script} is not in this folder, and not looked for elsewhere"
+            report.add(Verdict.REMARK, "script", text)
+            return None
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        report.add(Verdict.WRONG, "script", str(error), "correct the path of the script")
+        return None
+    report.add(Verdict.RIGHT, "script", f"{path} is there; it is not run")
+    return text
+
+
+def _check(
+    report: Report, launch: Launch, script: str | None, world_size: int | None, room: int | None
+) -> None:
+    try:
+        with quickly():
+            from megatron_ext.doctor import line as launch_line
+    except ImportError as error:
+        raise PatchError(f"no Megatron is here to check with: {error}") from error
+
+    config = report.attempt("flags", lambda: settings_of(launch, script)) or PipelineConfig()
+    if not config.is_chosen_later:  # which patches it wants is seen below
+        _check_patches(report, config)
+    line = report.attempt("flags", lambda: launch_line.parse(launch.arguments))
+    if line is None:
+        return
+    report.findings += unknown_words(launch.arguments, line.unknown, line.flags, script)
+    args = line.args
+    if args.yaml_cfg is not None or args.use_checkpoint_args:
+        report.add(
+            Verdict.REMARK,
+            "arguments",
+            "they come from --yaml-cfg or --use-checkpoint-args too, and are not checked",
+        )
+        return
+    ranks = _check_world_size(report, args, world_size or launch.world_size, launch_line)
+    _say_what_is_assumed(report, args, launch_line)
+    if config.is_chosen_later:
+        with launch_line.on_gpus(args):
+            argv = report.attempt("plan", lambda: _planned(report, launch, config, ranks, room))
+        if argv is None:
+            return
+        config, args = from_argv(argv), launch_line.parse(argv).args
+        _check_patches(report, config)
+    needed, parsed = None, copy.deepcopy(args)
+    with launch_line.on_gpus(args):
+        stops = "Megatron stops here, and so does this check: correct it, then check again"
+        valid = report.attempt(
+            "arguments", lambda: launch_line.validate(args, config, ranks), stops
+        )
+        report.findings += check_tokenizer_files(args)
+        if valid is not None:
+            report.add(
+                Verdict.RIGHT,
+                "arguments",
+                f"Megatron takes them: data-parallel size {args.data_parallel_size}",
+            )
+            _check_tokenizer(report, args, launch_line)
+            needed = _check_training(report, args, parsed, config, room, launch_line)
+            if config.schedule is not None:
+                _say_what_is_untried(report, args)
+    prefixes = report.attempt("datasets", lambda: launch_line.data_prefixes(args))
+    if prefixes is not None:
+        report.findings += check_data(args, prefixes)
+    report.findings += check_dataset_helpers()
+    report.findings += check_checkpoints(args, needed)
+    report.findings += check_restarts(args, launch.max_restarts)
+
+
+def _planned(
+    report: Report, launch: Launch, config: PipelineConfig, world_size: int, room: int | None
+) -> tuple[str, ...]:
+    """The arguments of ``launch`` with what ``--pipeline-schedule plan`` takes."""
+    from megatron_ext.launch_planner.launch_choice import choose_for
+
+    chosen = choose_for(launch.arguments, config, world_size, room)
+    instead = f" in place of {' '.join(chosen.dropped)}" if chosen.dropped else ""
+    text = f"takes {shlex.join(chosen.flags)}{instead}: {chosen.why}"
+    report.add(Verdict.RIGHT, "plan", text)
+    return *without(launch.arguments, chosen.dropped), *chosen.flags
+
+
+def _check_patches(report: Report, config: PipelineConfig) -> None:
+    if config.schedule is None and not config.watches_stock:
+        text = f"without {flag('schedule')} nothing is patched: this is Megatron's own pipeline"
+        report.add(Verdict.RIGHT, "patches", text)
+        return
+    diagnosis = diagnose(config)
+    for patch in diagnosis.misfits:
+        fix = "docs/compatibility.md names the versions that fit"
+        if patch.unknown is not None:
+            command = "megatron-ext doctor"
+            if config.schedule is not None:
+                command += f" {flag('schedule')} {config.schedule}"
+            fix = f"read what has changed; {command} prints how to allow it"
+        report.add(Verdict.WRONG, "patches", patch.why, fix)
+    if not diagnosis.misfits:
+        count = sum(patch.wanted for patch in diagnosis.patches)
+        megatron = diagnosis.environment["megatron-core"]
+        text = f"{count} are needed, and fit Megatron {megatron}"
+        report.add(Verdict.RIGHT, "patches", text)
+
+
+def _check_world_size(report: Report, args: Any, world_size: int | None, launch_line: Any) -> int:
+    if world_size is not None:
+        report.add(Verdict.RIGHT, "world size", counted(world_size, "rank"))
+        return world_size
+    assumed: int = launch_line.least_world_size(args)
+    report.add(
+        Verdict.REMARK,
+        "world size",
+        f"{counted(assumed, 'rank')} assumed: one copy of the model",
+        "write --world-size N before the --, or give the line with its torchrun",
+    )
+    return assumed
+
+
+def _say_what_is_assumed(report: Report, args: Any, launch_line: Any) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    major, minor = launch_line.CAPABILITY
+    text = f"none is here: one of compute capability {major}.{minor} is assumed"
+    if args.transformer_impl == "transformer_engine" and not can_split():
+        text += ", with the newest Transformer Engine, which is not here either"
+    report.add(Verdict.REMARK, "GPU", text, "run this check on a node with GPUs to ask them")
+    name = launch_line.CONNECTIONS
+    if launch_line.wants_one_connection(args) and name not in os.environ:
+        text = f"{name} is not set here; Megatron demands 1 on GPUs before Blackwell with TP or CP"
+        report.add(Verdict.REMARK, "environment", text, f"export {name}=1 in the batch script")
+
+
+def _say_what_is_untried(report: Report, args: Any) -> None:
+    for entry in untried(args):
+        text = f"{entry.setting}={getattr(args, entry.setting)}: {entry.text}"
+        fix = "compare the first losses with a run without our flags"
+        report.add(Verdict.REMARK, "untried", text, fix)
+
+
+def _check_tokenizer(report: Report, args: Any, launch_line: Any) -> None:
+    """Load it where that needs no other's code and no network: the vocabulary counts in memory."""
+    files = [path for path in (args.tokenizer_model, args.vocab_file, args.merge_file) if path]
+    is_null = args.tokenizer_type in ("NullTokenizer", "NullMultimodalTokenizer")
+    is_here = bool(files) and all(Path(path).exists() for path in files)
+    if args.tokenizer_type is not None and (is_null or (is_here and not args.trust_remote_code)):
+        size = report.attempt("tokenizer", lambda: launch_line.load_tokenizer(args))
+        if size:
+            report.add(
+                Verdict.RIGHT, "tokenizer", f"{args.tokenizer_type} loads, {size} tokens padded"
+            )
+    if not args.padded_vocab_size:
+        report.add(
+            Verdict.REMARK,
+            "tokenizer",
+            "its vocabulary is not known here: memory is predicted without it",
+            "add --padded-vocab-size N to the line that is checked",
+        )
+
+
+def _check_training(
+    report: Report,
+    args: Any,
+    parsed: Any,
+    config: PipelineConfig,
+    room: int | None,
+    launch_line: Any,
+) -> float | None:
+    """Batches, model, schedule and memory; returns the bytes of a checkpoint if they are known.
+
+    ``parsed`` are ``args`` before they were validated.
+    """
+    from megatron_ext.adapter import arguments
+
+    microbatches = report.attempt("batch size", lambda: launch_line.count_microbatches(args))
+    if microbatches is not None:
+        report.add(
+            Verdict.RIGHT, "batch size", f"{counted(microbatches, 'microbatch')} in the first step"
+        )
+        samples = report.attempt("training", lambda: launch_line.check_course(args))
+        if samples is not None:
+            text = "{} samples to train on, {} to validate on, {} to test on".format(*samples)
+            report.add(Verdict.RIGHT, "training", text)
+    if report.attempt("model", lambda: launch_line.check_model(args, config)) is not None:
+        report.add(Verdict.RIGHT, "model", f"{args.num_layers} layers divide over the ranks")
+    if microbatches is None:
+        return None
+    if config.schedule is None:
+        _check_watching(report, args, config)
+        spec = PipelineConfig(schedule=_megatrons_own(args))
+        programs = report.attempt("schedule", lambda: arguments.programs(args, spec))
+    else:
+        spec, search = config, arguments.search_for_first
+        programs = report.attempt("schedule", lambda: arguments.check(args, spec, search))
+    if not programs:
+        return None
+    program = programs[0]
+    needed = _predict(report, args, spec, program, room)
+    if config.race is not None:
+        _check_race(report, args, config, program)
+    elif config.slices == 1:
+        _say_what_slices_give(report, args, parsed, spec, room)
+    if config.schedule is not None:
+        _check_communicators(report, args, config, program, room, launch_line)
+    return needed
+
+
+def _say_what_slices_give(
+    report: Report, args: Any, parsed: Any, spec: PipelineConfig, room: int | None
+) -> None:
+    """Where sequences are long, and they take much: much time in bubbles, or too much memory."""
+    from megatron_ext.launch_planner.alternatives.long_sequences import what_slices_give
+    from megatron_ext.launch_planner.variants import LineVariants
+
+    made = report.prediction
+    is_divided = spec.vocab_parallel is not VocabularyParallel.NONE  # which slices cannot be
+    if made is None or not made.ranks or is_divided:
+        return
+    is_full = room is not None and max(rank.total_bytes for rank in made.ranks) > room
+    if not is_full and made.bubble < _LARGE_BUBBLE:
+        return
+    parsed.padded_vocab_size = args.padded_vocab_size
+    methods = frozenset([VocabMethod.NAIVE])
+    line = LineVariants(parsed, spec, args.world_size, methods, None, spec.schedule)
+    text = what_slices_give(line, args.seq_length // args.context_parallel_size, room)
+    if text is not None:
+        fix = "megatron-ext plan -- LINE compares them with recompute and context parallelism"
+        report.add(Verdict.REMARK, "slices", text, fix)
+
+
+def _check_race(report: Report, args: Any, config: PipelineConfig, baseline: Program) -> None:
+    """What the candidates are predicted to come to, beside the ``baseline``."""
+    from megatron_ext.adapter import arguments
+
+    assert config.race is not None
+    search = arguments.search_for_first
+    candidates = report.attempt("race", lambda: arguments.check_race(args, config, search))
+    if candidates is None:
+        return
+    took = step_seconds(baseline, baseline.problem.costs)
+    for spec, (program, *_) in candidates.items():
+        costs, schedule = program.problem.costs, program.schedule
+        held = max(peaks(schedule, in_microbatches(schedule)))
+        text = (
+            f"{spec} is predicted {took / step_seconds(program, costs):.3f} times as fast as "
+            f"{config.race.baseline}, peak {counted(held, 'microbatch')}"
+        )
+        if costs.held_bytes is not None:
+            text += f" ({bytes_text(max(peaks(schedule, in_bytes(costs))))})"
+        report.add(Verdict.RIGHT, "race", text)
+    race = Race(config.race.baseline, config.race.candidates)
+    if args.train_iters is not None and args.train_iters < race.iterations_left:
+        text = f"it takes up to {race.iterations_left} iterations, and the training has fewer"
+        report.add(Verdict.REMARK, "race", text, "train longer to see its end")
+
+
+def _check_communicators(
+    report: Report,
+    args: Any,
+    config: PipelineConfig,
+    program: Program,
+    room: int | None,
+    launch_line: Any,
+) -> None:
+    fix = "correct the path, or what is in the file"
+    nccl_settings = report.attempt(
+        "communicators", lambda: launch_line.pipeline_communicator(args), fix
+    )
+    if nccl_settings is None:
+        return
+    left = None
+    if room is not None and report.prediction is not None and report.prediction.ranks:
+        left = room - max(rank.total_bytes for rank in report.prediction.ranks)
+    report.findings.append(
+        check_communicators(
+            config,
+            program,
+            launch_line.multiprocessors(),
+            nccl_settings,
+            left,
+            args.variable_seq_lengths,
+        )
+    )
+
+
+def _check_watching(report: Report, args: Any, config: PipelineConfig) -> None:
+    """Whether what looks on at Megatron's own step will see anything."""
+    from megatron_ext.adapter import arguments
+    from megatron_ext.adapter.stock.order import why_unseen
+
+    if not config.watches_stock:
+        return
+    report.attempt("trace", lambda: arguments.check_trace(args, config))
+    why = why_unseen(args.pipeline_model_parallel_size, args)
+    if why is not None:
+        report.add(Verdict.REMARK, "trace", f"nothing of Megatron's step will be seen: {why}")
+
+
+def _megatrons_own(args: Any) -> str:
+    chunks = args.virtual_pipeline_model_parallel_size
+    return "1f1b" if chunks is None else f"interleaved:vpp={chunks}"
+
+
+def _predict(
+    report: Report, args: Any, spec: PipelineConfig, program: Program, room: int | None
+) -> float | None:
+    from megatron_ext.adapter import model_bytes
+    from megatron_ext.adapter.layers import layers_of_stages
+    from megatron_ext.runtime.host.memory import planned_bytes
+
+    problem = program.problem
+    placement, costs = problem.placement, problem.costs
+    layers = layers_of_stages(args, placement)
+    prediction = Prediction(
+        program.schedule.name,
+        problem.microbatches,
+        costs.origin,
+        bubble=simulate(program, costs).bubble_share_makespan,
+        bubble_1f1b=stock_1f1b(problem).bubble_share_makespan,
+    )
+    report.prediction = prediction
+    report.add(
+        Verdict.RIGHT,
+        "schedule",
+        f"{program.schedule.name}, {counted(problem.microbatches, 'microbatch')}: predicted bubble "
+        f"{prediction.bubble:.1%} (1f1b {prediction.bubble_1f1b:.1%}), costs {costs.origin}",
+    )
+    unknown = assumptions(args) if spec.costs.is_estimate else None
+    if unknown is not None:
+        fix = "--pipeline-costs profile measures what passes take"
+        report.add(Verdict.REMARK, "estimate", unknown, fix)
+    model = model_bytes.model_bytes_of_ranks(args, placement, problem.extras.vocab_parallel)
+    if model is None:
+        text = "that of layers which are not Megatron's is not known"
+        report.add(Verdict.REMARK, "memory", text)
+        return None
+    held: list[float | None] = [None] * placement.ranks
+    if costs.held_bytes is not None:
+        held = [*peaks(program.schedule, in_bytes(costs))]
+    microbatches = peaks(program.schedule, in_microbatches(program.schedule))
+    ranks = tuple(
+        RankPrediction(
+            rank,
+            sum(layers[stage] for stage in placement.stages_of[rank]),
+            model[rank].total,
+            microbatches[rank],
+            held[rank],
+        )
+        for rank in range(placement.ranks)
+    )
+    report.prediction = replace(prediction, ranks=ranks)
+    _judge_memory(report, [rank.total_bytes for rank in ranks], room)
+    if problem.extras.activation_offload is not Offload.NONE and costs.held_bytes is not None:
+        planned = [planned_bytes(row, costs) or 0.0 for row in program.schedule.rows]
+        text = f"offload takes up to {bytes_text(max(planned))} per rank"
+        report.add(Verdict.RIGHT, "host memory", text, "add up the ranks of a node")
+    return model_bytes.checkpoint_bytes(args, placement)
+
+
+def _judge_memory(report: Report, totals: Sequence[float], room: int | None) -> None:
+    largest = max(totals)
+    text = (
+        f"pipeline rank {totals.index(largest)} takes the most, about {bytes_text(largest)}, "
+        f"beside what CUDA, NCCL and temporaries take"
+    )
+    if room is None:
+        report.add(
+            Verdict.RIGHT, "memory", text, "write --gpu-memory 80GiB before the -- to compare"
+        )
+    elif largest > room:
+        text += f"; a GPU has {bytes_text(room)}"
+        fix = f"{flag('memory-limit')}, recompute, or more tensor or pipeline ranks"
+        report.add(Verdict.WRONG, "memory", text, fix)
+    else:
+        report.add(Verdict.RIGHT, "memory", f"{text}; a GPU has {bytes_text(room)}")

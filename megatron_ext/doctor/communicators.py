@@ -1,0 +1,87 @@
+"""What the communicators of a launch take of each GPU, and what it costs to have none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.program.communicators import (
+    communicators,
+    ctas_of_each,
+    ctas_used,
+    is_within_share,
+)
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.config import PipelineConfig, flag
+from megatron_ext.doctor.report import Finding, Verdict
+from megatron_ext.schedule.problem import P2P
+from megatron_ext.words import bytes_text
+
+SETTINGS = "--nccl-communicator-config-path"
+NEGLIGIBLE = 0.0005  # of a step: less is printed as 0.0 %
+
+
+def check_communicators(
+    config: PipelineConfig,
+    program: Program,
+    multiprocessors: int,
+    nccl_settings: Mapping[str, int],
+    room: float | None,
+    shapes_vary: bool,
+) -> Finding:
+    """How many a rank of ``program`` has beside Megatron's own, and what they take.
+
+    Args:
+        config: the settings that ``program`` is made with.
+        multiprocessors: of a GPU.
+        nccl_settings: what the user's file for NCCL says of the pipeline's communicators.
+        room: bytes of a GPU that the prediction leaves; None where they are not known.
+        shapes_vary: those of the tensors that pass between stages.
+    """
+    subject = "communicators"
+    if program.problem.extras.p2p is P2P.BATCHED:
+        text = "none beside Megatron's own: all messages go over the pipeline's"
+        return Finding(Verdict.RIGHT, subject, text)
+    of_ranks = communicators(program)
+    busiest = max(of_ranks, key=lambda of_rank: of_rank.total)
+    fewest = ctas_of_each(busiest.total, multiprocessors)
+    ctas = ctas_used(nccl_settings.get("max_ctas", max(fewest, nccl_settings.get("min_ctas", 0))))
+    taken = ctas * busiest.total
+    memory = max(of_rank.buffer_bytes(ctas) for of_rank in of_ranks)
+    text = (
+        f"a rank has up to {busiest.total} beside Megatron's own ({busiest.channels} for messages, "
+        f"{busiest.collectives} for collectives), {ctas} CTAs each: they take {taken} of a GPU's "
+        f"{multiprocessors} multiprocessors when all wait, and about {bytes_text(memory)} of "
+        f"buffers over NVLink"
+    )
+    batched = _batched(config, program, shapes_vary)
+    if not is_within_share(taken, multiprocessors):
+        text += "; passes may wait for messages that take more than a quarter of a GPU"
+        if ctas > fewest:
+            file = f"max_ctas and min_ctas of pp in the file of {SETTINGS}"
+            return Finding(Verdict.REMARK, subject, text, f"write {fewest} for {file}")
+        return Finding(Verdict.REMARK, subject, text, batched)
+    if room is not None and memory > room:
+        text += f", and the GPU has {bytes_text(max(0.0, room))} left"
+        return Finding(Verdict.REMARK, subject, text, batched)
+    return Finding(Verdict.RIGHT, subject, text, batched)
+
+
+def _batched(config: PipelineConfig, program: Program, shapes_vary: bool) -> str:
+    """What `P2P.BATCHED` instead would mean for ``program``; empty where it cannot be had."""
+    if shapes_vary:
+        return ""
+    try:
+        config = replace(config, p2p=P2P.BATCHED)
+        problem = program.problem.with_extras(p2p=P2P.BATCHED)
+        batched = build_program(config.choice, problem)
+    except ValueError:
+        return ""
+    words = f"{flag('p2p')} {P2P.BATCHED} makes none of them"
+    makespans = [simulate(made, made.problem.costs).makespan for made in (batched, program)]
+    longer = makespans[0] / makespans[1] - 1
+    if longer < NEGLIGIBLE:
+        return f"{words}, and a step is predicted to take no longer"
+    return f"{words}, for a step predicted {longer:.1%} longer"

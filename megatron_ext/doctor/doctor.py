@@ -1,0 +1,184 @@
+"""What is installed here, and how the patches stand to it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import megatron_ext
+from megatron_ext.config import PipelineConfig
+from megatron_ext.doctor.versions import declared_versions, version_rows
+from megatron_ext.patches.engine import Misfit, Patch, PatchError, applied, mismatch, resolve
+from megatron_ext.patches.features import FEATURES
+from megatron_ext.patches.sources import UnknownSource, allowance
+
+PACKAGES = ("transformer-engine", "torch", "numpy")
+ON_ROCM = (
+    "untried. torch's CUDA names work through HIP, and its nccl is RCCL; Transformer Engine would "
+    "be ROCm's fork, which the patches were not read against"
+)
+
+
+# Features list their patches for a schedule; without one asked for, all that there can be.
+_WITH_ALL_PATCHES = PipelineConfig.parse(schedule="zb-h1", trace="traces", trace_iters="1:2")
+
+
+class State(StrEnum):
+    """How a patch stands to what is here.
+
+    FITS: it could be applied, and is not asked for; WOULD_BE_APPLIED: it is; APPLIED: it is in
+    force in this process. NEEDLESS: what is here does by itself what the patch is for.
+    """
+
+    FITS = "fits"
+    WOULD_BE_APPLIED = "would be applied"
+    APPLIED = "applied"
+    NEEDLESS = "not needed"
+    MISFIT = "does not fit"
+
+
+@dataclass(frozen=True)
+class PatchState:
+    """A patch of a feature, or a feature whose patches cannot be told.
+
+    Attributes:
+        wanted: whether the settings ask for it; with none, all are.
+        why: of a misfit.
+        unknown: the source that it was not read against, where that is why.
+    """
+
+    feature: str
+    target: str
+    how: str
+    reason: str
+    state: State
+    wanted: bool
+    why: str = ""
+    unknown: UnknownSource | None = None
+
+    @property
+    def fits(self) -> bool:
+        return self.state is not State.MISFIT
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What is installed, by name, each patch of each feature, and which versions are known to
+    fit."""
+
+    environment: Mapping[str, str]
+    patches: tuple[PatchState, ...]
+    versions: tuple[dict[str, str], ...]
+
+    @property
+    def misfits(self) -> tuple[PatchState, ...]:
+        """The wanted patches that do not fit."""
+        return tuple(patch for patch in self.patches if patch.wanted and not patch.fits)
+
+    @property
+    def allowance(self) -> str:
+        """What the variable ALLOW_UNKNOWN would have to be for all of them; empty where no unknown
+        source is among them."""
+        unknown = [patch.unknown for patch in self.misfits if patch.unknown is not None]
+        return allowance(unknown) if unknown else ""
+
+
+def diagnose(config: PipelineConfig) -> Diagnosis:
+    """The environment, and how the patches stand to it with ``config``.
+
+    Raises:
+        ValueError: what the user allows is not understood.
+    """
+    return Diagnosis(_environment(), tuple(_patches(config)), tuple(_versions()))
+
+
+def _environment() -> dict[str, str]:
+    versions = {
+        "megatron_ext": megatron_ext.__version__,
+        "python": platform.python_version(),
+        "megatron-core": _megatron(),
+    }
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    try:
+        import torch
+    except ImportError:
+        return versions
+    versions["CUDA"] = torch.version.cuda or "none in this torch"
+    versions["ROCm"] = (
+        f"{torch.version.hip}: {ON_ROCM}" if torch.version.hip else "none in this torch"
+    )
+    versions["GPUs"] = ", ".join(
+        torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())
+    ) or ("none: the CPU platform would be used")
+    return versions
+
+
+def _megatron() -> str:
+    """The version that is imported, and from where: a checkout may hide an installed one."""
+    try:
+        version = resolve("megatron.core:__version__")
+    except PatchError:
+        return "not installed"
+    number = version.original.partition("+")[0]  # then comes the commit of any repository around
+    return f"{number} ({Path(version.owner.__file__).parent})"
+
+
+def _versions() -> list[dict[str, str]]:
+    """Empty where the patches cannot be told: there is no Megatron."""
+    try:
+        patches = [patch for feature in FEATURES for patch in feature.patches(_WITH_ALL_PATCHES)]
+    except PatchError:
+        return []
+    return version_rows(declared_versions(patches))
+
+
+def _patches(config: PipelineConfig) -> Iterator[PatchState]:
+    example = config if config.schedule else _WITH_ALL_PATCHES
+    is_asked = config.schedule is not None or config.watches_stock
+    in_force = {patch.target for patch in applied()}
+    for feature in FEATURES:
+        wanted = not is_asked or feature.is_wanted(config)
+        try:
+            patches = feature.patches(example)
+        except PatchError as error:
+            yield PatchState(feature.name, "", "", "", State.MISFIT, wanted, str(error))
+            continue
+        for patch in patches:
+            misfit = None
+            if patch.target in in_force:
+                state = State.APPLIED
+            elif (misfit := _misfit(patch)) is not None:
+                state = State.MISFIT
+            else:
+                state = _state_of_what_fits(patch, is_asked and wanted)
+            yield PatchState(
+                feature.name,
+                patch.target,
+                patch.how.value,
+                patch.reason,
+                state,
+                wanted,
+                misfit.text if misfit else "",
+                misfit.unknown if misfit else None,
+            )
+
+
+def _state_of_what_fits(patch: Patch, is_asked_for: bool) -> State:
+    if patch.is_needless(resolve(patch.target).original):
+        return State.NEEDLESS
+    return State.WOULD_BE_APPLIED if is_asked_for else State.FITS
+
+
+def _misfit(patch: Patch) -> Misfit | None:
+    try:
+        return mismatch(patch, resolve(patch.target).original)
+    except PatchError as error:
+        return Misfit(str(error))

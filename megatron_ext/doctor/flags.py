@@ -1,0 +1,152 @@
+"""The flags of a launch line: whether anybody knows them, and whether ours are heard at all."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import fields, replace
+
+from megatron_ext.config import PipelineConfig, flag, variable
+from megatron_ext.doctor.report import Finding, Verdict
+from megatron_ext.doctor.words import Launch
+from megatron_ext.launch_planner.command_line import IMPORTS_US
+from megatron_ext.words import meant_by
+from megatron_ext.written_settings import (
+    from_argv,
+    from_environment,
+    given_beside,
+    given_in,
+    settings_given,
+    words_of,
+)
+
+SURELY_MEANT = 0.9  # difflib's likeness from which an unknown flag is one of Megatron's misspelt
+
+_AUTO = "megatron_ext.auto"
+
+
+def with_variables(launch: Launch, script: str | None) -> tuple[Launch, list[Finding]]:
+    """``launch`` with the flags that variables stand for, where it goes by ``-m megatron_ext``, and
+    what there is to say of them.
+
+    Raises:
+        ValueError: a variable is not understood.
+    """
+    schedule = variable("schedule")
+    if _is_automatic(launch, script):
+        return launch, []
+    if launch.installs is False:
+        if not os.environ.get(schedule):
+            return launch, []
+        text = f"nothing on the line reads {schedule}: this is Megatron's own pipeline"
+        return launch, [Finding(Verdict.REMARK, "flags", text, "write -m megatron_ext before it")]
+    added, overruled = given_beside(given_in(launch.arguments), os.environ)
+    words = words_of(added)
+    findings = [Finding(Verdict.REMARK, "flags", text) for text in overruled]
+    if words:
+        text = f"from variables: {shlex.join(words)}"
+        findings.append(Finding(Verdict.RIGHT, "flags", text))
+    return replace(launch, arguments=(*launch.arguments, *words)), findings
+
+
+def settings_of(launch: Launch, script: str | None) -> PipelineConfig:
+    """The settings that the ranks of ``launch`` would have: of its flags, or of variables where
+    `megatron_ext.auto` reads them.
+
+    Raises:
+        ValueError: one is not understood.
+    """
+    if settings_given(launch.arguments) or not _is_automatic(launch, script):
+        return from_argv(launch.arguments)
+    return from_environment(os.environ)
+
+
+def _is_automatic(launch: Launch, script: str | None) -> bool:
+    return _AUTO in launch.environment.values() or _AUTO in (script or "")
+
+
+def check_installation(launch: Launch, script: str | None) -> list[Finding]:
+    """Whether our flags are heard: whether the line goes by ``-m megatron_ext``, or its script
+    imports us.
+
+    Args:
+        script: its text; None where it cannot be read.
+    """
+    if not settings_given(launch.arguments) or launch.installs:
+        return []
+    target = f"-m {launch.script}" if launch.is_module else launch.script
+    fix = f"write -m megatron_ext {target} in place of {target}"
+    ours = f"our flags need -m megatron_ext before {target}"
+    if script is not None and IMPORTS_US.search(script):
+        return [Finding(Verdict.RIGHT, "script", f"{target} imports megatron_ext itself")]
+    if _AUTO in launch.environment.values():
+        return [Finding(Verdict.RIGHT, "script", f"the environment names {_AUTO}")]
+    if launch.installs is None:
+        text = f"{ours}: the line begins behind the place where it would be"
+        return [Finding(Verdict.REMARK, "script", text, f"launch it as -m megatron_ext {target}")]
+    if script is None:
+        text = f"{ours}, or a script that imports megatron_ext; {target} cannot be read here"
+        return [Finding(Verdict.REMARK, "script", text, f"{fix}, unless it imports megatron_ext")]
+    text = f"{ours}, and the line has none: Megatron would end with 'unrecognized arguments'"
+    return [Finding(Verdict.WRONG, "script", text, fix)]
+
+
+def unknown_words(
+    argv: Sequence[str], unknown: Sequence[str], flags: Sequence[str], script: str | None
+) -> list[Finding]:
+    """What to say of each of the ``unknown`` words of ``argv``, given the ``flags`` there are.
+
+    A word that is very like a flag is that flag misspelt, and so is one that is like one of ours;
+    another may be the script's own.
+    """
+    findings = []
+    for word in unknown:
+        name = word.split("=")[0]
+        if not name.startswith("--"):
+            before = [argv[i - 1] for i in range(1, len(argv)) if argv[i] == word]
+            if not any(other in unknown for other in before):
+                text = f"{word!r} belongs to no flag"
+                fix = _quoted(argv, word) or "drop it: the flag before it takes no value"
+                findings.append(Finding(Verdict.WRONG, "flags", text, fix))
+        elif script is not None and name in script:
+            findings.append(Finding(Verdict.RIGHT, "flags", f"{name} is the script's own"))
+        else:
+            findings.append(_unknown_flag(name, flags))
+    if not any(finding.verdict is Verdict.WRONG for finding in findings):
+        text = "all others are Megatron's or ours" if findings else "all are Megatron's or ours"
+        findings.append(Finding(Verdict.RIGHT, "flags", text))
+    return findings
+
+
+def _quoted(argv: Sequence[str], word: str) -> str:
+    """Return what to do about ``word`` if it stands behind a flag that has a value already: a shell
+    splits a value at its spaces. Empty if it stands behind a flag without a value."""
+    at = argv.index(word)
+    flag_at = max((i for i in range(at) if argv[i].startswith("--")), default=None)
+    if flag_at is None:
+        return ""
+    name, equals, first = argv[flag_at].partition("=")
+    values = [first] if equals else []
+    values += itertools.takewhile(lambda other: not other.startswith("--"), argv[flag_at + 1 :])
+    if values[0] == word:
+        return ""
+    quoted = shlex.quote(" ".join(values))
+    words = f"{name}{equals or ' '}{quoted}"
+    return f"write {words}, quoted for the shell, if the value goes on with it; or drop it"
+
+
+def _unknown_flag(name: str, flags: Sequence[str]) -> Finding:
+    ours = meant_by(name, (flag(setting.name) for setting in fields(PipelineConfig)))
+    meant = " or ".join(meant_by(name, flags) or ours)
+    surely = difflib.get_close_matches(name.replace("_", "-"), flags, cutoff=SURELY_MEANT)
+    if ours or surely or name.startswith(flag("")):
+        fix = f"did you mean {meant}?" if meant else ""
+        return Finding(Verdict.WRONG, "flags", f"there is no flag {name}", fix)
+    text = f"{name} is neither Megatron's nor ours: the script's own, perhaps"
+    fix = "drop it if the script does not add it: Megatron would refuse it"
+    return Finding(
+        Verdict.REMARK, "flags", text, f"did you mean {meant}? If not, {fix}" if meant else fix
+    )

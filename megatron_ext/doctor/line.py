@@ -1,0 +1,403 @@
+"""A launch line, parsed and validated as Megatron does it, in one process and without a GPU.
+
+What Megatron asks of the GPU has the answers of `on_gpus` where there is none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import io
+import json
+import os
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import yaml
+from megatron.core import num_microbatches_calculator
+from megatron.core.datasets.utils import get_blend_from_list
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.training import arguments, global_vars, training
+from packaging.version import Version
+
+from megatron_ext.adapter.arguments import add_virtual_stages, pad_vocabulary
+from megatron_ext.adapter.transformer_engine import installed
+from megatron_ext.config import PipelineConfig
+from megatron_ext.cost_model.execution import Precision
+from megatron_ext.cost_model.gpus import assumed_rates
+from megatron_ext.cost_model.rates import Rates
+from megatron_ext.patches.engine import Patch, apply, replace
+from megatron_ext.patches.megatron.core.transformer import transformer_config
+from megatron_ext.schedule.problem import VocabularyParallel
+from megatron_ext.words import meant_by
+from megatron_ext.written_settings import add_flags
+
+# Fusions for whose kernels Megatron looks where Transformer Engine should be.
+_LOOKED_FOR = ("apply_rope_fusion", "moe_permute_fusion")
+
+RatesOf = Callable[[Precision], Rates]  # what a rank reaches in a precision
+
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+CAPABILITY = (9, 0)  # of the GPU that is assumed: Hopper, for which the most is demanded
+MULTIPROCESSORS = 132  # of an H100
+
+
+@dataclass(frozen=True)
+class Line:
+    """A parsed launch line.
+
+    Attributes:
+        args: Megatron's arguments, not validated.
+        unknown: the words that are neither Megatron's nor ours, in order.
+        flags: all flags that Megatron and we know.
+    """
+
+    args: Any
+    unknown: tuple[str, ...]
+    flags: tuple[str, ...]
+
+
+@contextlib.contextmanager
+def on_gpus(args: Any, rates: RatesOf | None = None) -> Iterator[None]:
+    """Without a GPU, answer as a GPU of `CAPABILITY` with the newest Transformer Engine would.
+
+    `CONNECTIONS` is 1 meanwhile if it is not set and ``args`` want it. With ``rates`` costs are
+    those of a GPU that reaches these.
+    """
+    if torch.cuda.is_available():
+        with apply(_reached(rates) if rates else ()):
+            yield
+        return
+    with one_connection(args), apply([*_gpu_patches(), *_reached(rates or assumed_rates)]):
+        yield
+
+
+@contextlib.contextmanager
+def one_connection(args: Any) -> Iterator[None]:
+    """Have `CONNECTIONS` be 1 if it is not set and ``args`` want it."""
+    is_ours = wants_one_connection(args) and CONNECTIONS not in os.environ
+    if is_ours:
+        os.environ[CONNECTIONS] = "1"
+    try:
+        yield
+    finally:
+        if is_ours:
+            del os.environ[CONNECTIONS]
+
+
+def wants_one_connection(args: Any) -> bool:
+    """Whether Megatron demands that `CONNECTIONS` is 1 on GPUs before Blackwell."""
+    overlaps = max(args.tensor_model_parallel_size, args.context_parallel_size) > 1
+    return overlaps and not (args.use_megatron_fsdp or args.use_torch_fsdp2)
+
+
+def _gpu_patches() -> list[Patch]:
+    reason = "there is no GPU here to ask"
+    answers = [
+        replace(
+            "megatron.training.utils.common_utils:get_device_arch_version",
+            lambda: CAPABILITY[0],
+            reason=reason,
+        ),
+        replace("torch.cuda:get_device_capability", lambda device=None: CAPABILITY, reason=reason),
+    ]
+    if not installed.can_split():
+        answers += [
+            replace(target, answer, reason="there is no Transformer Engine here to ask")
+            for target, answer in (
+                ("megatron_ext.adapter.transformer_engine.installed:can_split", lambda: True),
+                ("megatron.core.utils:get_te_version", lambda: Version("999")),
+            )
+        ]
+    return answers
+
+
+def _reached(rates: RatesOf) -> list[Patch]:
+    reason = "costs are to be those of a GPU that is not here"
+    return [replace("megatron_ext.adapter.dimensions:rates", rates, reason=reason)]
+
+
+def parse(argv: Sequence[str]) -> Line:
+    """Parse the words after the script with Megatron's own parser and our flags.
+
+    Raises:
+        ValueError: what argparse says of a value it does not take.
+    """
+    args, unknown, parser = _parsed(argv)
+    return Line(args, tuple(unknown), tuple(parser._option_string_actions))
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return Megatron's own parser, with our flags."""
+    return _parsed(())[2]
+
+
+# Megatron's and Megatron-Bridge's configs have other names for some of the arguments.
+_NAMES_OF_CONFIGS = {
+    "num_moe_experts": "num_experts",
+    "gated_linear_unit": "swiglu",
+    "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
+    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+}
+
+
+def parse_values(values: Mapping[str, Any]) -> Line:
+    """Megatron's arguments from ``values`` by their names, as a JSON file has them; others have
+    their defaults, and what is None has its own.
+
+    Raises:
+        ValueError: there is no such argument, or a value is not understood.
+    """
+    args, _, parser = _parsed(())
+    actions = {action.dest: action for action in parser._actions}
+    for given, value in values.items():
+        name = _NAMES_OF_CONFIGS.get(given, given)
+        if name not in actions:
+            meant = " or ".join(meant_by(name, actions))
+            raise ValueError(
+                f"Megatron has no argument {given}" + (f": did you mean {meant}?" if meant else "")
+            )
+        if value is not None:
+            setattr(args, name, _converted(actions[name], value))
+    if values.get("num_query_groups") and "group_query_attention" not in values:
+        args.group_query_attention = not args.multi_latent_attention  # a config does not say it
+    if args.max_position_embeddings is None:
+        args.max_position_embeddings = args.seq_length
+    return Line(args, (), tuple(parser._option_string_actions))
+
+
+def _converted(action: argparse.Action, value: Any) -> Any:
+    if not isinstance(value, str) or not callable(action.type):
+        return value
+    try:
+        return action.type(value)
+    except (argparse.ArgumentTypeError, KeyError, ValueError) as error:
+        raise ValueError(f"{action.dest} {value!r} is not understood: {error}") from None
+
+
+def _parsed(argv: Sequence[str]) -> tuple[Any, list[str], argparse.ArgumentParser]:
+    """Megatron's arguments, the words that are unknown, and the parser that knows our flags too."""
+    parsers: list[argparse.ArgumentParser] = []
+    unknown: list[str] = []
+
+    def ours(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        def refuse(message: str) -> None:
+            raise ValueError(message)
+
+        parser.error = refuse  # type: ignore[assignment, method-assign]
+        if "--pipeline-schedule" not in parser._option_string_actions:  # as under `install`
+            add_flags(parser)
+        read = parser.parse_known_args
+
+        def parse_known_args() -> tuple[Any, list[str]]:
+            args, words = read(list(argv))
+            unknown.extend(words)
+            return args, words
+
+        parser.parse_known_args = parse_known_args  # type: ignore[assignment, method-assign]
+        parsers.append(parser)
+        return parser
+
+    args = arguments.parse_args(ours, ignore_unknown_args=True)
+    return args, unknown, parsers[0]
+
+
+def least_world_size(args: Any) -> int:
+    """The ranks of one copy of the model: data-parallel size 1."""
+    dense = (
+        args.tensor_model_parallel_size
+        * args.pipeline_model_parallel_size
+        * args.context_parallel_size
+    )
+    if args.num_experts is None:
+        return int(dense)
+    tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    experts = tensor * args.expert_model_parallel_size * args.pipeline_model_parallel_size
+    return int(-(-experts // dense) * dense)
+
+
+def validate(args: Any, config: PipelineConfig, world_size: int) -> Any:
+    """Megatron's validation of ``args``, which it completes and returns.
+
+    Raises:
+        ValueError: Megatron's own text, or the line that it asserts where it says nothing.
+    """
+    args.rank, args.world_size = 0, world_size
+    with _as_value_error():
+        if config.schedule is not None:
+            add_virtual_stages(args, config)
+        return arguments.validate_args(args, {})
+
+
+def count_microbatches(args: Any) -> int:
+    """The microbatches of the first step.
+
+    Raises:
+        ValueError: as `validate`, when batches do not divide.
+    """
+    with _as_value_error(), _counting_microbatches(args):
+        return int(num_microbatches_calculator.get_num_microbatches())
+
+
+def check_course(args: Any) -> tuple[int, int, int]:
+    """The samples to train on, to validate on and to test on, and that learning rates can be made.
+
+    A rank does this after the model is built, and what Megatron's validation has let pass ends it.
+
+    Raises:
+        ValueError: as `validate`.
+    """
+    if not (args.eval_interval or args.full_validation or args.skip_train):
+        raise ValueError(
+            "--eval-interval is missing, and Megatron divides --train-iters by it: add "
+            "--eval-interval 1000, and --eval-iters 0 if nothing is to be evaluated"
+        )
+    args = copy.copy(args)
+    before = global_vars._GLOBAL_ARGS
+    global_vars.set_args(args)
+    try:
+        with _as_value_error(), _counting_microbatches(args):
+            training.get_optimizer_param_scheduler(SimpleNamespace(param_groups=[]))
+            train, validation, test = training.get_train_valid_test_num_samples()
+            return train, validation or 0, test
+    finally:
+        global_vars.set_args(before)
+
+
+@contextlib.contextmanager
+def _counting_microbatches(args: Any) -> Iterator[None]:
+    num_microbatches_calculator.init_num_microbatches_calculator(
+        rank=1,  # rank 0 would log
+        global_batch_size=args.global_batch_size,
+        micro_batch_size=args.micro_batch_size,
+        data_parallel_size=args.data_parallel_size,
+        decrease_batch_size_if_needed=args.decrease_batch_size_if_needed,
+        step_batch_size_schedule=args.step_batch_size_schedule,
+        seq_length=args.seq_length,
+    )
+    try:
+        yield
+    finally:
+        num_microbatches_calculator.unset_num_microbatches_calculator()
+
+
+def check_model(args: Any, config: PipelineConfig) -> Any:
+    """The model's config of validated ``args``, made as a rank would, with the schedule's stages.
+
+    Raises:
+        ValueError: as `validate`; PatchError where a patch does not fit.
+    """
+    model = copy.copy(args)
+    if not torch.cuda.is_available():
+        for fusion in _LOOKED_FOR:
+            setattr(model, fusion, False)
+    brings_stages = config.schedule is not None and config.choice.example.chunks > 1
+    with apply(transformer_config.patches(config) if brings_stages else ()), _as_value_error():
+        return arguments.core_transformer_config_from_args(model)
+
+
+def multiprocessors() -> int:
+    """The multiprocessors of the GPU here, or of the one that is assumed."""
+    if not torch.cuda.is_available():
+        return MULTIPROCESSORS
+    return torch.cuda.get_device_properties(0).multi_processor_count
+
+
+def pipeline_communicator(args: Any) -> dict[str, int]:
+    """What the file of --nccl-communicator-config-path says of the pipeline's communicators, which
+    Megatron calls ``pp``.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    path = args.nccl_communicator_config_path
+    if path is None:
+        return {}
+    try:
+        with open(path) as file:
+            settings = yaml.safe_load(file)
+        return dict(settings.get("pp", {}))
+    except (OSError, yaml.YAMLError, AttributeError, TypeError) as error:
+        raise ValueError(f"--nccl-communicator-config-path {path}: {error}") from None
+
+
+def load_tokenizer(args: Any) -> int:
+    """Build the tokenizer, which gives ``args`` their padded vocabulary; returns its size.
+
+    Raises:
+        ValueError: it cannot be built.
+    """
+    with _as_value_error():
+        build_tokenizer(args)
+    return int(args.padded_vocab_size or 0)
+
+
+def count_tokens(args: Any) -> int | None:
+    """The tokenizer's vocabulary, not padded; None if no tokenizer can be built."""
+    args = copy.copy(args)
+    args.rank = 0
+    try:
+        with _as_value_error():
+            return int(build_tokenizer(args).vocab_size)
+    except ValueError:
+        return None
+
+
+def settle_vocabulary(args: Any, config: PipelineConfig, tokens: int | None) -> None:
+    """Give validated ``args`` the padded vocabulary that they will have in a run with so many
+    ``tokens``; None leaves it unknown.
+
+    Raises:
+        ValueError: it cannot be divided as ``config`` wants.
+    """
+    with _as_value_error():
+        if config.vocab_parallel is not VocabularyParallel.NONE:
+            pad_vocabulary(args)
+    if args.padded_vocab_size is None and tokens is not None:
+        multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+        args.padded_vocab_size = -(-tokens // multiple) * multiple
+
+
+def data_prefixes(args: Any) -> list[str]:
+    """The datasets that ``args`` name, each the path of a .bin and an .idx without its ending.
+
+    Raises:
+        ValueError: a file of --data-args-path cannot be read.
+    """
+    lists = [args.data_path, args.train_data_path, args.valid_data_path, args.test_data_path]
+    try:
+        if args.data_args_path is not None:
+            with open(args.data_args_path) as file:
+                lists.append(file.read().split())
+        if args.per_split_data_args_path is not None:
+            with open(args.per_split_data_args_path) as file:
+                lists += json.load(file).values()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the list of datasets cannot be read: {error}") from None
+    blends = [get_blend_from_list(words) for words in lists if words]
+    return list(dict.fromkeys(prefix for prefixes, _ in blends for prefix in prefixes))
+
+
+@contextlib.contextmanager
+def _as_value_error() -> Iterator[None]:
+    """Whatever ends Megatron, as a ValueError with the reason; what it prints is kept back."""
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            yield
+    except SystemExit:
+        raise ValueError(printed.getvalue().strip().splitlines()[-1]) from None
+    except Exception as error:
+        line = traceback.extract_tb(error.__traceback__)[-1].line
+        text = str(error).strip()
+        if not text:
+            text = f"Megatron asserts: {line}"
+        elif not isinstance(error, AssertionError | ValueError | RuntimeError):
+            text = f"{text}, in: {line}"  # not meant for users, so it names no setting
+        raise ValueError(text) from error

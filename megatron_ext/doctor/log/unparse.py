@@ -1,0 +1,164 @@
+"""The inverse of Megatron's parser: the flags of a training whose arguments it has printed.
+
+Megatron prints what its validation has made of the flags. These flags, validated again, give the
+same arguments; a value that they do not give is reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import enum
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ext.compile.registry import choose
+from megatron_ext.config import PREFIX
+from megatron_ext.doctor import line as launch_line
+from megatron_ext.words import shown
+from megatron_ext.written_settings import from_argv
+
+# Validation gives the first of each of these the value of the second, and refuses some of them if
+# both are written.
+_SAME_AS = {
+    "encoder_num_layers": "num_layers",
+    "encoder_seq_length": "seq_length",
+    "eval_global_batch_size": "global_batch_size",
+    "eval_micro_batch_size": "micro_batch_size",
+    "expert_tensor_parallel_size": "tensor_model_parallel_size",
+    "expert_tensor_parallel_num_weight_shards": "expert_tensor_parallel_size",
+    "moe_ffn_hidden_size": "ffn_hidden_size",
+    "tensor_parallel_num_weight_shards": "tensor_model_parallel_size",
+}
+_WEIGHT_DECAYS = ("start_weight_decay", "end_weight_decay")
+# Without virtual stages validation switches these off; a schedule that brings stages has them on.
+_OF_VIRTUAL_STAGES = ("overlap_p2p_comm", "align_param_gather")
+_HAVE_BEEN_READ = ("use_checkpoint_args", "yaml_cfg")  # their arguments are in the block
+_NOT_COMPARED = {"rank", "_is_global_batch_size_explicitly_specified", *_HAVE_BEEN_READ}
+
+_DTYPES = {
+    "torch.float32": "fp32",
+    "torch.bfloat16": "bf16",
+    "torch.float16": "fp16",
+    "torch.uint8": "fp8",
+}
+_ENUM = re.compile(r"[A-Z]\w+\.\w+")
+_ENUM_IN_LIST = re.compile(r"<\w+\.(\w+): [^>]*>")
+_NONE = "None"
+
+
+@dataclass(frozen=True)
+class Unparsed:
+    """The flags of printed arguments.
+
+    Attributes:
+        words: of the command line, after the script.
+        unknown: printed names that the Megatron here does not have.
+        differences: a text for each argument to which the flags give another value here.
+    """
+
+    words: tuple[str, ...]
+    unknown: tuple[str, ...] = ()
+    differences: tuple[str, ...] = ()
+
+
+def unparse(printed: Mapping[str, str]) -> Unparsed:
+    """Return the flags of the arguments ``printed``, which Megatron has validated.
+
+    Raises:
+        ValueError: Megatron's parser does not take a value, or a list is not understood.
+    """
+    parser = launch_line.parser()
+    given = {name: text for name, text in printed.items() if not _is_derived(name, printed)}
+    if printed.get("use_layer_wise_distributed_optimizer") == str(True):
+        given["use_distributed_optimizer"] = str(True)  # for which validation has put it
+    words = tuple(word for name in given for word in _words(parser, name, given[name]))
+    args = launch_line.parse(words).args
+    try:
+        validated = vars(_validated(args, words, int(printed["world_size"])))
+    except ValueError:  # whoever asked for the flags validates them again, and reports it
+        return Unparsed(words)
+    differences = tuple(
+        f"{name} is {shown(text)} in the log and {shown(validated[name])} by its flags here"
+        for name, text in printed.items()
+        if name in validated and str(validated[name]) != text and name not in _NOT_COMPARED
+    )
+    return Unparsed(words, tuple(name for name in printed if name not in validated), differences)
+
+
+def _validated(args: Any, words: tuple[str, ...], world_size: int) -> Any:
+    args = copy.deepcopy(args)
+    with launch_line.on_gpus(args):
+        return launch_line.validate(args, from_argv(words), world_size)
+
+
+def _is_derived(name: str, printed: Mapping[str, str]) -> bool:
+    """Whether validation gives ``name`` its value from other arguments."""
+    if name in _SAME_AS:
+        return printed[name] == printed.get(_SAME_AS[name])
+    if name in _WEIGHT_DECAYS:
+        return printed.get("weight_decay_incr_style") == "constant"
+    if name in _OF_VIRTUAL_STAGES:
+        return printed.get("virtual_pipeline_model_parallel_size") == _NONE
+    if name == "global_batch_size":
+        return printed.get("step_batch_size_schedule", _NONE) != _NONE
+    if name == "num_virtual_stages_per_pipeline_rank":
+        return _brings_stages(printed)
+    return name in _HAVE_BEEN_READ
+
+
+def _brings_stages(printed: Mapping[str, str]) -> bool:
+    """Whether the printed schedule of ours brings as many virtual stages as are printed."""
+    spec = printed.get(f"{PREFIX}schedule", _NONE)
+    if spec == _NONE:
+        return False
+    ranks = int(printed.get("pipeline_model_parallel_size", 1))
+    chunks = choose(spec).place(ranks).chunks
+    return printed["num_virtual_stages_per_pipeline_rank"] == str(chunks)
+
+
+def _words(parser: argparse.ArgumentParser, name: str, text: str) -> Iterator[str]:
+    """Yield the flag that gives ``name`` the value printed as ``text``, if it is no default."""
+    actions = [action for action in parser._actions if action.dest == name]
+    if not actions or text == str(parser.get_default(name)) or text == _NONE:
+        return
+    for action in actions:
+        flag = action.option_strings[0]
+        if isinstance(action, argparse.BooleanOptionalAction):
+            negative = next(word for word in action.option_strings if word.startswith("--no-"))
+            yield flag if text == str(True) else negative
+        elif action.nargs == 0:
+            if text == str(action.const):
+                yield flag
+        else:
+            values = _values(action, text)
+            if values == [str(action.default)]:
+                return
+            if len(values) == 1 and values[0].startswith("-"):
+                yield f"{flag}={values[0]}"
+            else:
+                yield from (flag, *values)
+
+
+def _values(action: argparse.Action, text: str) -> list[str]:
+    """Return the words of a value that is printed as ``text``."""
+    for choice in action.choices or ():
+        if isinstance(choice, enum.Enum) and text == str(choice):
+            return [choice.name]
+        if _ENUM.fullmatch(text) and text.endswith(f".{choice}"):  # made of the text later
+            return [choice]
+    if text.startswith("[") and action.nargs is not None:
+        return _items(action.dest, text)
+    if text.startswith("["):  # an expression such as ([0]*3+[1]*5), which has no spaces
+        return [text.replace(" ", "")]
+    return [_DTYPES.get(text, text)]
+
+
+def _items(name: str, text: str) -> list[str]:
+    try:
+        return [str(value) for value in ast.literal_eval(_ENUM_IN_LIST.sub(r"'\1'", text))]
+    except (SyntaxError, ValueError):
+        raise ValueError(f"{name} {shown(text)} is not understood as a list") from None

@@ -1,0 +1,24 @@
+"""A launch command with other flags of Megatron's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_ext.planner.candidate import Candidate
+
+if TYPE_CHECKING:
+    from megatron_ext.launch_planner.variants import LineVariants
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A launch command with other flags, and what it could train under.
+
+    Attributes:
+        dropped: Megatron's flags that go for it, beside those that a schedule replaces.
+    """
+
+    line: LineVariants
+    candidates: tuple[Candidate, ...]
+    dropped: tuple[str, ...] = ()

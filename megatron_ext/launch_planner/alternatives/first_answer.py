@@ -1,0 +1,92 @@
+"""A first answer for a launch line: to compare all schedules takes up to a minute."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from megatron_ext.compile.registry import Mark, entry_of
+from megatron_ext.planner.candidate import Candidate, Plan, VocabMethod
+from megatron_ext.planner.figures import flags_of
+from megatron_ext.planner.planner import NO_TIME, all_specs, make_plan
+from megatron_ext.planner.planning_time import answered
+from megatron_ext.progress import remark
+
+if TYPE_CHECKING:
+    from megatron_ext.launch_planner.parsed_launch import ParsedLaunch
+    from megatron_ext.launch_planner.variants import LineVariants
+
+LONG = 1_024  # pipeline ranks times microbatches, from which on it takes so long
+_FIRST = ("zb-v",)
+
+
+def first_answer(parsed: ParsedLaunch) -> Plan | None:
+    """Compare the schedule of the command with few others that take no search, and say which is
+    the best. If none of them fits, the same with recompute is tried.
+
+    Returns:
+        the plan without recompute; None: steps are short, and `whole_plan` may search at leisure.
+    """
+    args, own = parsed.validated, parsed.variants.own
+    assert own is not None
+    specs = tuple(dict.fromkeys((own, *_FIRST)))
+    line = replace(parsed.variants, methods=frozenset([VocabMethod.NAIVE]))
+    simple = replace(line, tries_recompute=False)
+    plan = make_plan(simple.variant, parsed.room, specs=specs)
+    fitting = plan
+    if plan.best is None and line.tries_recompute:
+        fitting = make_plan(line.variant, parsed.room, specs=specs)
+    if NO_TIME not in fitting.refusals.values():
+        remark(f"a first answer: {_in_words(fitting, line)}; others are compared now")
+        answered()
+    microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    is_long = args.pipeline_model_parallel_size * microbatches >= LONG
+    return plan if is_long else None
+
+
+def _in_words(plan: Plan, line: LineVariants) -> str:
+    best, of_line = plan.best, _of_line(plan, line)
+    if best is None:
+        return "nothing fits so far"
+    if best is of_line:
+        return "the command as it is, as estimated"
+    words = shlex.join((*flags_of(best), *line.rewritten(best.schedule).added))
+    if of_line is not None:
+        words += f", a step {1 - best.step / of_line.step:.1%} shorter"
+    return f"{words}, as estimated"
+
+
+def whole_plan(parsed: ParsedLaunch, first: Plan | None) -> Plan:
+    """All schedules for the line. With a ``first`` answer the stable ones, if any of them fits,
+    without what takes more time than its best, and what it has is not made again."""
+    line = parsed.variants
+    if first is None:
+        return make_plan(line.variant, parsed.room, may_offload=True)
+    own = (line.own or "").partition(":")[0]
+    stable = [s for s in all_specs() if entry_of(s).mark is Mark.STABLE or entry_of(s).name == own]
+    others = [spec for spec in all_specs() if spec not in stable]
+    compare = partial(
+        make_plan,
+        line.variant,
+        parsed.room,
+        only_promising=True,
+        may_offload=True,
+        known=first.candidates,
+        is_long=True,
+    )
+    plan = compare(specs=stable)
+    if plan.candidates:
+        return plan
+    more = compare(specs=others)
+    return Plan(more.candidates, {**plan.refusals, **more.refusals})
+
+
+def _of_line(plan: Plan, line: LineVariants) -> Candidate | None:
+    """The line as it stands."""
+    for candidate in plan.candidates:
+        is_own = (candidate.schedule, candidate.method) == (line.own, VocabMethod.NAIVE)
+        if is_own and candidate.recompute == line.config.extras.recompute:
+            return candidate
+    return None

@@ -1,0 +1,160 @@
+"""A launch line's layout, others that it could have, and what to write for them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from megatron_ext.adapter.arguments import check_settings
+from megatron_ext.adapter.dimensions import execution, rates
+from megatron_ext.adapter.job import job_costs, of_arguments
+from megatron_ext.adapter.layers import (
+    SEGMENT_END,
+    layers_of_stages,
+)
+from megatron_ext.adapter.model_bytes import state_of
+from megatron_ext.adapter.pairs.overlap_setting import requests_pairs
+from megatron_ext.compile.registry import choose
+from megatron_ext.config import ESTIMATE, CostsSource, PipelineConfig
+from megatron_ext.cost_model.description import describe
+from megatron_ext.cost_model.model import Stage
+from megatron_ext.launch_planner.alternatives.recompute import (
+    recompute_flags,
+    recompute_of_line,
+    with_recompute,
+)
+from megatron_ext.launch_planner.alternatives.written import PATTERN, written_for
+from megatron_ext.launch_planner.variants import LineVariants
+from megatron_ext.planner.candidate import VocabMethod
+from megatron_ext.planner.layouts.candidates import Permits, Rule
+from megatron_ext.planner.layouts.estimated import estimated_work
+from megatron_ext.planner.layouts.layout import Layout
+from megatron_ext.planner.layouts.lines import Lines, compare_layouts
+from megatron_ext.planner.layouts.work import Evaluated, Work
+from megatron_ext.planner.verdict import STOCK, Written
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.limit import parse_limit
+from megatron_ext.schedule.placement import Placement, line, loop
+
+
+def work_of(args: Any, config: PipelineConfig | None = None) -> Work:
+    """What ``args`` train, whatever the layout. They are validated, and have their vocabulary.
+
+    ``config``: what is asked of schedules beside.
+    """
+    model, run = describe(args), execution(args, args.seq_length, args.micro_batch_size)
+    ranks = args.pipeline_model_parallel_size
+    microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    limit = None
+    if config is not None and config.memory_limit is not None:
+        limit = parse_limit(config.memory_limit, ranks, microbatches)
+
+    def costs_of(stages: Sequence[Stage], placement: Placement) -> Costs:
+        return job_costs(CostsSource(ESTIMATE), of_arguments(args, placement, stages), slices=1)
+
+    work = estimated_work(
+        model,
+        run,
+        state_of(args),
+        rates(run.precision),
+        ranks=ranks,
+        microbatches=microbatches,
+        limit=limit,
+        post_validation=config is not None and config.post_validation,
+    )
+    return replace(work, costs_of=costs_of, pairs=requests_pairs(args))
+
+
+def own_layout(args: Any, spec: str) -> tuple[str, Layout]:
+    """The schedule ``spec`` with the layout that ``args`` have."""
+    placement = choose(spec).place(args.pipeline_model_parallel_size)
+    return spec, Layout(tuple(layers_of_stages(args, placement)))
+
+
+def rule_of(args: Any) -> Rule:
+    """The layout that Megatron makes of ``args`` by itself for so many stages."""
+    free = copy.copy(args)
+    free.pipeline_model_parallel_layout = None
+    pattern = getattr(free, PATTERN, None)
+    if pattern is not None:
+        free.hybrid_layer_pattern = pattern.replace(SEGMENT_END, "")
+
+    def rule(stages: int) -> Layout:
+        ranks = args.pipeline_model_parallel_size
+        placement = line(ranks) if stages == ranks else loop(ranks, vpp=stages // ranks)
+        return Layout(tuple(layers_of_stages(free, placement)))
+
+    return rule
+
+
+def permits_of(line: LineVariants) -> Permits:
+    """Whether ``line`` can be trained under a schedule: stock's ones at least as far as we ask."""
+
+    @cache
+    def refusal(family: str, method: VocabMethod) -> str | None:
+        try:
+            check_settings(*line.validated(family, method))
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def permits(spec: str, method: VocabMethod) -> None:
+        family = spec.partition(":")[0]
+        if family in STOCK:
+            return
+        if method not in line.methods:
+            raise ValueError("the vocabulary is not known")
+        why = refusal(spec, method)
+        if why is not None:
+            raise ValueError(why)
+
+    return permits
+
+
+def written_of(
+    line: LineVariants, own: Evaluated, made: Evaluated, costs: Sequence[str] = ()
+) -> Written:
+    """Return what is written on ``line`` for ``made``. Arguments as of `written_for`."""
+    baseline = own.schedule, own.layout
+    written = written_for(line.args, baseline, made.candidate, made.layout, costs)
+    if made.recompute == own.recompute:
+        return written
+    words, gone = made.recompute.words, recompute_flags(line.args)
+    return Written((*written.added, *words), (*written.dropped, *gone))
+
+
+def lay_out(
+    line: LineVariants,
+    args: Any,
+    own: str,
+    room: float | None,
+    *,
+    search: bool = True,
+    tries_recompute: bool = True,
+) -> Lines:
+    """What other layouts would gain on ``line``, which trains under the schedule ``own``.
+
+    Args:
+        args: of the line, validated, with their vocabulary.
+        room: bytes that a rank has for everything; None: as much as it takes.
+        search: as of `compare_layouts`.
+        tries_recompute: whether other layers may be run again than the line says.
+
+    Raises:
+        ValueError: the line cannot be trained as it stands.
+    """
+    works = [work_of(args, line.config)]
+    if tries_recompute:
+        _, *others = recompute_of_line(line, args)
+        works += [work_of(with_recompute(args, option), line.config) for option in others]
+    return compare_layouts(
+        works,
+        own_layout(args, own),
+        rule_of(args),
+        room,
+        permits=permits_of(line),
+        search=search,
+    )

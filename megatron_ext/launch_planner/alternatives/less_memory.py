@@ -1,0 +1,87 @@
+"""What a launch line that fits nowhere can give: recompute, more ranks, smaller batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.launch_planner.alternatives.without_full_recompute import (
+    WITH_FULL_RECOMPUTE,
+)
+from megatron_ext.planner.candidate import VocabMethod
+from megatron_ext.planner.fitting import consider
+from megatron_ext.words import bytes_text
+
+if TYPE_CHECKING:
+    from megatron_ext.launch_planner.variants import LineVariants
+
+
+@dataclass(frozen=True, eq=False)
+class _Gift:
+    """What a line can give for memory: in words, and the arguments that it would have."""
+
+    words: str
+    values: Mapping[str, Any]
+
+    def and_(self, other: _Gift) -> _Gift:
+        return _Gift(f"{self.words} and {other.words}", {**self.values, **other.values})
+
+
+_DOUBLINGS = (2, 4)  # of a number of ranks
+
+
+def _gifts(args: Any) -> Iterator[list[_Gift]]:
+    """Each thing that the line can give, the least of it first."""
+    if args.recompute_granularity != "full":
+        yield [_Gift("--recompute-granularity full", WITH_FULL_RECOMPUTE)]
+    for name in ("tensor", "expert", "pipeline"):
+        setting = f"{name}_model_parallel_size"
+        sizes = [times * getattr(args, setting) for times in _DOUBLINGS]
+        if name == "expert":
+            sizes = [size for size in sizes if args.num_experts and args.num_experts % size == 0]
+        yield [_Gift(f"--{setting.replace('_', '-')} {size}", {setting: size}) for size in sizes]
+    if not args.use_distributed_optimizer:
+        yield [_Gift("--use-distributed-optimizer", {"use_distributed_optimizer": True})]
+    if args.micro_batch_size > 1:
+        yield [_Gift("--micro-batch-size 1", {"micro_batch_size": 1})]
+
+
+def what_would_fit(line: LineVariants, room: float | None) -> Iterator[str]:
+    """For each thing that the line can give, as little of it as fits, what the fullest rank would
+    take under the schedule that it trains under, least first. Where none is enough, that which
+    takes least with each other one."""
+    before = _fullest(line)
+    if room is None or before is None:
+        return
+    taken: dict[_Gift, float] = {}
+
+    def least(gifts: Sequence[_Gift]) -> _Gift | None:
+        """The first of ``gifts`` that fits, or the last that helps."""
+        helps = None
+        for gift in gifts:
+            fullest = _fullest(line.with_values(gift.values))
+            if fullest is not None and fullest < before:
+                taken[gift], helps = fullest, gift
+                if fullest <= room:
+                    break
+        return helps
+
+    leanest = sorted(filter(None, map(least, _gifts(line.args))), key=lambda gift: taken[gift])
+    if leanest and taken[leanest[0]] > room:
+        pairs = (least([leanest[0].and_(other)]) for other in leanest[1:])
+        leanest += [pair for pair in pairs if pair is not None and taken[pair] <= room]
+    for gift in leanest:
+        excess = taken[gift] - room
+        fits = "which fits" if excess <= 0 else f"{bytes_text(excess)} too much"
+        yield f"{gift.words}: the fullest rank would take {bytes_text(taken[gift])}, {fits}"
+
+
+def _fullest(line: LineVariants) -> float | None:
+    """Bytes of the fullest rank as the line trains; None where that cannot be."""
+    assert line.own is not None
+    try:
+        variant = line.variant(line.own.partition(":")[0], VocabMethod.NAIVE)
+        return None if variant is None else consider(variant, VocabMethod.NAIVE).fullest
+    except ValueError:
+        return None

@@ -1,0 +1,103 @@
+"""A launch line of long sequences: cut into slices, beside recompute, V's and context
+parallelism."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from megatron_ext.compile.registry import entry_of
+from megatron_ext.launch_planner.alternatives.without_full_recompute import (
+    WITH_FULL_RECOMPUTE,
+)
+from megatron_ext.launch_planner.variants import LineVariants
+from megatron_ext.planner.candidate import Plan
+from megatron_ext.planner.figures import flags_of, slower_by
+from megatron_ext.planner.long_sequences import (
+    COUNTS,
+    EQUAL,
+    FULL_RECOMPUTE,
+    LONG,
+    WHOLE,
+    LongSequences,
+    Way,
+    context_parallel,
+    way_of,
+    ways_of_plan,
+    ways_with_slices,
+)
+from megatron_ext.planner.verdict import Written
+from megatron_ext.schedule.slices import LONG_ENOUGH, UNCUT
+from megatron_ext.words import bytes_text
+
+if TYPE_CHECKING:
+    from megatron_ext.launch_planner.parsed_launch import ParsedLaunch
+
+_SIMPLE = ("zb-h1", "zb-v")
+
+
+def long_sequences(parsed: ParsedLaunch, plan: Plan) -> LongSequences | None:
+    """What can be done about the sequences of a line, whose ``plan`` this is; None where they are
+    short."""
+    args, line, room = parsed.validated, parsed.variants, parsed.room
+    if args.seq_length < LONG:
+        return None
+    asked = line.config.slices
+    ways = ways_of_plan(plan, asked)
+    if asked > 1:
+        ways.append(way_of(WHOLE, line.with_slices(UNCUT).variant, room))
+    elif parsed.measured is None and line.config.costs.is_estimate:
+        ways += _of_other_settings(parsed)
+    counts = [count for count in COUNTS if count != asked]
+    ways += ways_with_slices(lambda cut: line.with_slices(cut).variant, room, counts)
+    made = LongSequences(args.seq_length, tuple(ways), args.context_parallel_size)
+    best = made.best
+    if best is None:
+        return made
+    rewritten = line.rewritten(best.schedule)
+    flags = (*flags_of(best), *rewritten.added, *parsed.costs)
+    return replace(made, written=Written(flags, rewritten.dropped))
+
+
+def _of_other_settings(parsed: ParsedLaunch) -> Iterator[Way]:
+    """Full recompute, and twice the context parallelism with half of the data parallelism."""
+    args, line, room = parsed.validated, parsed.variants, parsed.room
+    if args.recompute_granularity != "full":
+        again = line.with_values(WITH_FULL_RECOMPUTE)
+        yield way_of(FULL_RECOMPUTE, again.variant, room)
+    if args.data_parallel_size % 2 == 0:
+        ranks = 2 * args.context_parallel_size
+        words = context_parallel(ranks, args.data_parallel_size // 2)
+        divided = line.with_values({"context_parallel_size": ranks})
+        yield way_of(words, divided.variant, room, is_here=False)
+
+
+def what_slices_give(line: LineVariants, tokens: int, room: float | None) -> str | None:
+    """What a line would take with slices under its own schedule or another simple one, and what to
+    write; None where that is nothing, or cannot be had.
+
+    Args:
+        tokens: of a sequence on a rank.
+        room: bytes that a rank may take; None: not known.
+    """
+    counts = [count for count in COUNTS if count * LONG_ENOUGH <= tokens]
+    own = line.as_it_stands() if counts else None
+    if own is None:
+        return None
+    specs = [name for name in (own.family, *_SIMPLE) if entry_of(name).traits.takes_slices]
+    (way,) = ways_with_slices(
+        lambda cut: line.with_slices(cut).variant, room, counts[-1:], list(dict.fromkeys(specs))
+    )
+    made, fits = way.shortest, room is None or own.fullest is None or own.fullest <= room
+    if made is None or (fits and slower_by(own, made) < EQUAL):
+        return None
+    words = shlex.join((*flags_of(made), *line.rewritten(made.schedule).added))
+    bubbles = [f"{candidate.report.bubble_share_makespan:.1%}" for candidate in (made, own)]
+    text = f"with {words} a step is predicted to take {made.step / own.step - 1:+.1%}: "
+    text += f"{bubbles[0]} bubbles in place of {bubbles[1]}"
+    if made.fullest is None or own.fullest is None:
+        return text
+    taken, before = bytes_text(made.fullest), bytes_text(own.fullest)
+    return f"{text}, {taken} on the fullest rank in place of {before}"

@@ -1,0 +1,48 @@
+"""What a launch line's experts could hide of their messages, or hide no longer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from megatron_ext.adapter.pairs.overlap_setting import DELAY, SETTING, requests_pairs
+from megatron_ext.compile.registry import Mark, entries
+from megatron_ext.launch_planner.alternatives.changed import Changed
+from megatron_ext.planner.candidate import Plan
+from megatron_ext.planner.planner import make_plan
+
+if TYPE_CHECKING:
+    from megatron_ext.launch_planner.variants import LineVariants
+
+_STOCK = "interleaved"
+
+
+def other_pairs(
+    line: LineVariants, plan: Plan, room: float | None, *, is_long: bool = False
+) -> Changed | None:
+    """The line with the flag where it has none, and without where it has, in ``room``, or where
+    that is not known, in what the choice of ``plan``, that of the line, takes. None where experts
+    are on one rank. What searches is left out; where plans are long, so is what is not stable, or
+    would have to be made to fit. Megatron's own schedule in pairs is there, and the best of all."""
+    args = line.args
+    if not args.num_experts or (args.expert_model_parallel_size or 1) == 1:
+        return None
+    is_asked = requests_pairs(args)
+    other = line.with_values({SETTING: not is_asked, DELAY: False})
+    if is_long:
+        other = replace(other, marks=frozenset([Mark.STABLE]), tries_recompute=False)
+    if room is None and plan.best is not None:
+        room = plan.best.fullest
+    specs = list(_specs(with_pairs=not is_asked))
+    made = make_plan(other.variant, room, only_promising=is_asked, specs=specs)
+    best = () if made.best is None else (made.best,)
+    stock = () if is_asked else (c for c in made.candidates if c.family == _STOCK)
+    return Changed(other, tuple(dict.fromkeys((*islice(stock, 1), *best))))
+
+
+def _specs(*, with_pairs: bool) -> Iterator[str]:
+    for name, entry in entries().items():
+        if not entry.traits.searches and (entry.traits.keeps_pairs or not with_pairs):
+            yield name

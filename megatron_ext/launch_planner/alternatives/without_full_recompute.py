@@ -1,0 +1,42 @@
+"""What a launch line that asks for Megatron's full recompute could train under without it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron_ext.compile.registry import entry_of
+from megatron_ext.launch_planner.alternatives.changed import Changed
+from megatron_ext.planner.candidate import Plan
+from megatron_ext.planner.planner import all_specs, make_plan
+
+if TYPE_CHECKING:
+    from megatron_ext.launch_planner.variants import LineVariants
+
+_FULL_RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
+# The arguments of a line with it.
+WITH_FULL_RECOMPUTE = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+    "recompute_modules": None,
+}
+
+
+def without_full_recompute(line: LineVariants, plan: Plan, room: float | None) -> Changed | None:
+    """The shortest step in ``room``, or where that is not known, in what the choice of ``plan``,
+    that of the line, takes. None where the line does not ask for full recompute, or nothing fits.
+
+    What searches is left out: a comparison takes little longer for this.
+    """
+    if line.args.recompute_granularity != "full":
+        return None
+    without = line.with_values(dict.fromkeys(_FULL_RECOMPUTE))
+    if room is None and plan.best is not None:
+        room = plan.best.fullest
+    specs = [spec for spec in all_specs() if not entry_of(spec).traits.searches]
+    best = make_plan(without.variant, room, only_promising=True, specs=specs).best
+    if best is None:
+        return None
+    given = [name for name in _FULL_RECOMPUTE if getattr(line.args, name) is not None]
+    flags = tuple(f"--{name.replace('_', '-')}" for name in given)
+    return Changed(without, (best,), flags)

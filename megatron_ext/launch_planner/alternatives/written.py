@@ -1,0 +1,86 @@
+"""The flags that turn a launch command into another way to train the same job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_ext.adapter.layers import layers_of_stages, prediction_depths
+from megatron_ext.adapter.pairs.overlap_setting import FLAG, flags_given, requests_pairs
+from megatron_ext.compile.registry import choose
+from megatron_ext.launch_planner.variants import LineVariants
+from megatron_ext.planner.candidate import Candidate
+from megatron_ext.planner.figures import flags_of
+from megatron_ext.planner.layouts.layout import Layout
+from megatron_ext.planner.verdict import Written, is_stock
+
+PATTERN = "hybrid_layer_pattern"
+_LAYOUT = "pipeline_model_parallel_layout"
+_CHUNKS = "num_virtual_stages_per_pipeline_rank"
+_ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+# The arguments that say which layers lie on which stage, beside a pattern.
+_PLACING = (
+    *("num_layers_per_virtual_pipeline_stage", _CHUNKS, _LAYOUT, *_ENDS),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+)
+
+
+def written_for(
+    args: Any,
+    baseline: tuple[str, Layout],
+    made: Candidate,
+    layout: Layout,
+    costs: Sequence[str] = (),
+) -> Written:
+    """Return what is written on the launch command of ``args`` for ``made``.
+
+    Args:
+        args: not validated.
+        baseline: the schedule and the layout that the command has.
+        layout: the layers of each stage under ``made``.
+        costs: words for a file of costs, which our schedules are made for.
+    """
+    asks, has = requests_pairs(args), bool(made.report.pairs)
+    added = () if is_stock(made) else (*_without_pairs(made), *costs)
+    added += (FLAG,) if has and not asks else ()
+    dropped = flags_given(args) if asks and not has else ()
+    spec, before = baseline
+    if (layout, _kind(made.schedule)) != (before, _kind(spec)):
+        added += _words(args, made, layout)
+        dropped += tuple(argument_flag(name) for name in _PLACING if getattr(args, name, None))
+    return Written(added, dropped)
+
+
+def layout_of_variant(line: LineVariants, made: Candidate) -> Layout:
+    """Return the layers that ``line`` puts on each stage under ``made``."""
+    args, _ = line.validated(made.schedule, made.method)
+    return Layout(tuple(layers_of_stages(args, made.variant.problem.placement)))
+
+
+def argument_flag(name: str) -> str:
+    """Return the flag of Megatron's argument ``name``."""
+    return f"--{name.replace('_', '-')}"
+
+
+def _without_pairs(made: Candidate) -> tuple[str, ...]:
+    return tuple(word for word in flags_of(made) if word != FLAG)
+
+
+def _kind(spec: str) -> tuple[str, int]:
+    """How the stages of ``spec`` lie."""
+    placement = choose(spec).place(2)
+    return placement.name, placement.chunks
+
+
+def _words(args: Any, made: Candidate, layout: Layout) -> tuple[str, ...]:
+    """Which layers are on which stage, as short as it can be said."""
+    pattern, chunks = getattr(args, PATTERN, None), made.report.vpp
+    if pattern is not None:
+        return argument_flag(PATTERN), layout.cut(pattern)
+    if layout.is_even:
+        is_loop = is_stock(made) and chunks > 1
+        return (argument_flag(_CHUNKS), str(chunks)) if is_loop else ()
+    if chunks == 1 and layout.ends is not None and layout.ends[1] > 0:
+        first, last = layout.ends
+        return argument_flag(_ENDS[0]), str(first), argument_flag(_ENDS[1]), str(last)
+    return argument_flag(_LAYOUT), layout.text(prediction_depths(args))

@@ -1,0 +1,59 @@
+"""A launch command written anew: with flags added and taken out, ready to be pasted."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+from megatron_ext.config import PipelineConfig, flag
+from megatron_ext.doctor.words import Launch
+from megatron_ext.launch import without
+from megatron_ext.planner.verdict import Written
+
+IMPORTS_US = re.compile(r"^\s*(?:import|from)\s+megatron_ext\b", re.MULTILINE)
+_OURS = {flag(setting.name) for setting in fields(PipelineConfig)}
+# The options that a choice stands for: those of an earlier choice go.
+_CHOSEN = (
+    *("schedule", "memory_limit", "vocab_parallel", "activation_offload", "recompute"),
+    *("slices", "slice_lengths", "post_validation"),
+)
+
+
+def command_with(launch: Launch, written: Written) -> str:
+    """Return ``launch`` with what is ``written``, as one line for a shell.
+
+    ``-m megatron_ext`` comes before the script where flags of ours need it and nothing else
+    brings it.
+    """
+    words = launch.words or (launch.script, *launch.arguments)
+    is_ours = any(word in _OURS for word in written.added)
+    return shlex.join(_rewritten(words, launch, written, is_ours and not _is_installed(launch)))
+
+
+def _rewritten(words: Sequence[str], launch: Launch, written: Written, installs: bool) -> list[str]:
+    count = len(words) - len(launch.arguments)
+    if tuple(words[count:]) != launch.arguments:  # bash -c 'COMMAND'
+        at = next(i for i in range(1, len(words)) if words[i - 1] in ("-c", "-lc"))
+        inner = _rewritten(shlex.split(words[at]), launch, written, installs)
+        return [*words[:at], shlex.join(inner), *words[at + 1 :]]
+    launcher, gone = list(words[:count]), set(written.dropped)
+    if installs:
+        at = count - (2 if launch.is_module else 1)
+        launcher[at:at] = ("-m", "megatron_ext")
+    gone |= {word for word in written.added if word.startswith("--")}
+    if written.added or written.dropped:
+        gone |= set(map(flag, _CHOSEN))
+    return [*launcher, *without(launch.arguments, tuple(gone)), *written.added]
+
+
+def _is_installed(launch: Launch) -> bool:
+    """Whether the command or its script brings our flags along already."""
+    if launch.installs and launch.words:
+        return True
+    try:
+        return IMPORTS_US.search(Path(launch.script).read_text()) is not None
+    except (OSError, UnicodeDecodeError):
+        return False

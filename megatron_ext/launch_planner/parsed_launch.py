@@ -1,0 +1,236 @@
+"""A launch command with what the user asks about it, parsed and validated for planning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.compile.registry import Mark
+from megatron_ext.config import ESTIMATE, PLAN, CostsSource, PipelineConfig, flag
+from megatron_ext.cost_model.assumptions import assumptions
+from megatron_ext.cost_model.description import describe
+from megatron_ext.cost_model.gpus import FreeMemory, Gpu, free_memory
+from megatron_ext.cost_model.measured.file import MeasuredFile, load_measured
+from megatron_ext.doctor.importing import as_on, quickly, silently
+from megatron_ext.doctor.words import Launch
+from megatron_ext.patches.engine import PatchError
+from megatron_ext.planner.candidate import VocabMethod
+from megatron_ext.words import counted
+from megatron_ext.written_settings import from_argv, says
+
+if TYPE_CHECKING:
+    from megatron_ext.doctor.line import RatesOf
+    from megatron_ext.launch_planner.variants import LineVariants
+
+_METHODS = frozenset([VocabMethod.NAIVE, VocabMethod.ONE, VocabMethod.TWO])
+
+
+@dataclass(frozen=True)
+class LaunchRequest:
+    """A launch command, or Megatron's arguments by their names, and what is asked about it.
+
+    Attributes:
+        values: of arguments, in place of a launch line's words.
+        world_size: ranks of the launch; None: as the line says, or the least there can be.
+        gpu: None: the costs are an H100's, and nothing is compared with its memory.
+        settings: words for flags of ours that the command gives, as ``--pipeline-costs FILE``.
+        with_curves: whether the plan is drawn, and so what less memory and other microbatches do.
+        reserved: bytes that the allocator of a rank reserves beyond what it hands out; None: as the
+            file of costs has it.
+    """
+
+    launch: Launch | None = None
+    values: Mapping[str, Any] = field(default_factory=dict)
+    world_size: int | None = None
+    gpu: Gpu | None = None
+    settings: tuple[str, ...] = ()
+    with_curves: bool = False
+    reserved: float | None = None
+
+
+@dataclass(frozen=True)
+class ParsedLaunch:
+    """A line that is understood.
+
+    Attributes:
+        variants: what schedules would have to solve on it.
+        validated: its arguments, as it stands.
+        free: memory that a rank may take; None: not known.
+        remarks: what was assumed.
+        measured: costs per layer type, by which it is estimated; None: they are not measured.
+        costs: words for the file of these, where the line does not name it.
+    """
+
+    variants: LineVariants
+    validated: Any
+    free: FreeMemory | None
+    remarks: tuple[str, ...]
+    measured: MeasuredFile | None = None
+    costs: tuple[str, ...] = ()
+
+    @property
+    def room(self) -> float | None:
+        """Bytes that tensors of a rank may take; None: not known."""
+        return None if self.free is None else self.free.allocated
+
+    @property
+    def facts(self) -> str:
+        """What the line trains, in words."""
+        return _facts(self.validated, self.variants.world_size)
+
+
+def with_launch[T](request: LaunchRequest, work: Callable[[ParsedLaunch], T]) -> T:
+    """What ``work`` makes of the line, on a machine that answers as the launch's would.
+
+    Raises:
+        ValueError, PatchError: as `plan_line`.
+    """
+    launch = request.launch
+    folder = Path()
+    if launch is not None and launch.installs is False and not launch.is_module:
+        folder = Path(launch.script).parent
+    environment = {} if launch is None else launch.environment
+    with silently(), as_on(folder.absolute(), {"HF_HUB_OFFLINE": "1", **environment}):
+        try:
+            with quickly():
+                from megatron_ext.doctor import line as launch_line
+        except ImportError as error:
+            raise PatchError(f"no Megatron is here to plan with: {error}") from error
+        line = (
+            launch_line.parse_values(request.values)
+            if launch is None
+            else launch_line.parse(launch.arguments)
+        )
+        rates = _rates(request)
+        with launch_line.on_gpus(line.args, rates):
+            return work(_read(request, line.args, launch_line))
+
+
+def _read(request: LaunchRequest, args: Any, launch_line: Any) -> ParsedLaunch:
+    from megatron_ext.launch_planner.variants import LineVariants, stock_schedule
+
+    if args.yaml_cfg is not None or args.use_checkpoint_args:
+        raise ValueError(
+            "--yaml-cfg and --use-checkpoint-args bring other arguments than the line's: write "
+            "them on the line"
+        )
+    words = () if request.launch is None else request.launch.arguments
+    config = given = _settings(request)
+    ranks = request.world_size
+    if ranks is None and request.launch is not None:
+        ranks = request.launch.world_size
+    measured = _measured_layers(config)
+    remarks = [] if request.launch is None else list(request.launch.remarks)
+    remarks += _assumed(request, ranks, is_measured=measured is not None)
+    ranks = ranks or launch_line.least_world_size(args)
+    tokens = launch_line.count_tokens(args) or args.vocab_size
+    methods = _METHODS
+    if tokens is None and args.padded_vocab_size is None:
+        remarks.append("the vocabulary is not known: add --padded-vocab-size N, it counts")
+        methods = frozenset([VocabMethod.NAIVE])
+    own = config.schedule
+    if own in (None, PLAN):
+        own = stock_schedule(args)
+    if measured is not None:  # by which all layouts are estimated
+        config = replace(config, costs=CostsSource(ESTIMATE))
+    variants = LineVariants(
+        args,
+        config,
+        ranks,
+        methods,
+        tokens,
+        own,
+        frozenset(Mark),
+        tries_recompute=not says(words, "recompute"),
+    )
+    reserved = request.reserved
+    if reserved is None and measured is not None:
+        reserved = measured.reserved
+    free = None
+    if request.gpu is not None and request.gpu.memory is not None:
+        free = free_memory(request.gpu.memory, reserved)
+    validated, _ = variants.validated(own, VocabMethod.NAIVE)  # Megatron's refusal comes alone
+    remarks += _on_costs(validated, given, measured)
+    is_written = measured is None or str(given.costs) in words
+    costs = () if is_written else (flag("costs"), str(given.costs))
+    return ParsedLaunch(
+        variants,
+        validated,
+        free,
+        tuple(remarks),
+        measured,
+        costs,
+    )
+
+
+def _settings(request: LaunchRequest) -> PipelineConfig:
+    """Those of the line, and of the command: these count for all schedules, and so beside a line
+    that names none, too.
+
+    Raises:
+        ValueError: they are not understood, or do not go together.
+    """
+    words = () if request.launch is None else request.launch.arguments
+    config = from_argv(words)
+    if not request.settings:
+        return config
+    chosen = () if config.schedule else (flag("schedule"), PLAN)
+    return from_argv((*words, *chosen, *request.settings))
+
+
+def _rates(request: LaunchRequest) -> RatesOf | None:
+    """What a rank reaches: as it was measured, or as the GPU's data sheet has it; None: as an H100
+    does."""
+    measured = _measured_layers(_settings(request))
+    if measured is not None:
+        return lambda precision: measured.rates
+    return None if request.gpu is None else request.gpu.rates
+
+
+def _assumed(request: LaunchRequest, ranks: int | None, *, is_measured: bool) -> Iterator[str]:
+    if ranks is None:
+        yield (
+            "the world size is not known, and one copy of the model assumed: --world-size N counts "
+            "in optimizer states and microbatches"
+        )
+    if request.gpu is None and not is_measured:
+        yield "times are an H100's, and its memory is not compared: --gpu names yours"
+
+
+def _measured_layers(config: PipelineConfig) -> MeasuredFile | None:
+    """Costs per layer type of the file that ``config`` names, if it names one that has them."""
+    return None if config.costs.file is None else load_measured(config.costs.file)
+
+
+def _on_costs(args: Any, config: PipelineConfig, measured: MeasuredFile | None) -> Iterator[str]:
+    """What is not known of times and memory, and what was measured of them."""
+    unknown = assumptions(args)
+    if unknown is not None:
+        yield unknown
+    if measured is not None:
+        yield from measured.remarks(describe(args))
+    elif config.costs.file is not None:
+        yield (
+            f"{config.costs.file} has costs per stage alone, which fit schedules with as many "
+            f"stages: measured anew, it has them per layer type too"
+        )
+
+
+def _facts(args: Any, ranks: int) -> str:
+    sizes = {
+        "TP": args.tensor_model_parallel_size,
+        "CP": args.context_parallel_size,
+        "EP": args.expert_model_parallel_size if args.num_experts else 1,
+        "ETP": args.expert_tensor_parallel_size if args.num_experts else 1,
+        "PP": args.pipeline_model_parallel_size,
+        "DP": args.data_parallel_size,
+    }
+    parts = " x ".join(f"{name} {size}" for name, size in sizes.items() if size and size > 1)
+    at_once = args.micro_batch_size * args.data_parallel_size
+    microbatches = counted(args.global_batch_size // at_once, "microbatch")
+    return (
+        f"{counted(args.num_layers, 'layer')} on {counted(ranks, 'rank')} ({parts}), "
+        f"{microbatches} of {args.micro_batch_size} x {args.seq_length} tokens"
+    )

@@ -1,0 +1,247 @@
+"""A launch line under other schedules than its own: what each would solve, and what to write."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+from megatron_ext.adapter import model_bytes
+from megatron_ext.adapter.arguments import check_settings, problems
+from megatron_ext.adapter.compatibility import refuse
+from megatron_ext.adapter.layers import (
+    SEGMENT_END,
+    even_layout,
+    evenly,
+    layers_of_stages,
+    pattern_segments,
+    prediction_depths,
+)
+from megatron_ext.adapter.slices.lengths import lengths_in
+from megatron_ext.compile.registry import Mark, choose, entry_of
+from megatron_ext.config import PipelineConfig
+from megatron_ext.doctor import line as launch_line
+from megatron_ext.planner.candidate import Candidate, Variant, VocabMethod
+from megatron_ext.planner.fitting import consider
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.problem import Recompute, VocabularyParallel
+from megatron_ext.schedule.slices import Slices
+
+_CHUNKS = "num_virtual_stages_per_pipeline_rank"
+_LAYERS_OF_CHUNK = "num_layers_per_virtual_pipeline_stage"
+_LAYOUT = "pipeline_model_parallel_layout"
+_PATTERN = "hybrid_layer_pattern"
+_ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+STABLE = frozenset([Mark.STABLE])
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """What of a line is other under a schedule, beside our flags.
+
+    Attributes:
+        args: of the line, not validated.
+        dropped: Megatron's flags that go.
+        added: words that come.
+    """
+
+    args: Any
+    dropped: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class LineVariants:
+    """What schedules would have to solve on a launch line.
+
+    Attributes:
+        args: parsed, not validated.
+        world_size: ranks of the launch.
+        methods: what may be done about the vocabulary.
+        tokens: of the vocabulary, if they are known.
+        own: the schedule that the line trains under, where it is taken as it stands.
+        marks: of the schedules that count.
+        tries_recompute: whether ``--pipeline-recompute`` may be added to the line.
+    """
+
+    args: Any
+    config: PipelineConfig
+    world_size: int
+    methods: frozenset[VocabMethod]
+    tokens: int | None
+    own: str | None = None
+    marks: frozenset[Mark] = STABLE
+    tries_recompute: bool = False
+
+    def variant(self, name: str, method: VocabMethod) -> Variant | None:
+        """The problem of the family ``name``: that of the most microbatches.
+
+        Raises:
+            ValueError: Megatron or we refuse it with these arguments.
+        """
+        if method not in self.methods or entry_of(name).mark not in self.marks:
+            return None
+        spec = self.spec(name)
+        args, config = self.validated(spec, method)
+        is_cut = config.slices > 1
+        if spec != self.own or method is not VocabMethod.NAIVE or is_cut:
+            check_settings(args, config)
+        problem = problems(args, config)[-1]
+        if is_cut:
+            lengths_in(problem, args, args.seq_length)
+        model = None
+        if problem.costs.held_bytes is not None:
+            model = model_bytes.model_bytes_of_ranks(args, problem.placement, method.vocabulary)
+        return Variant(config.choice, problem, model, self._may_recompute(args, config))
+
+    def as_it_stands(self) -> Candidate | None:
+        """Return the line under its own schedule, though it may not fit; None if it cannot run."""
+        assert self.own is not None
+        try:
+            variant = self.variant(self.own, VocabMethod.NAIVE)
+            assert variant is not None
+            return consider(replace(variant, may_recompute=False), VocabMethod.NAIVE)
+        except ValueError:
+            return None
+
+    def with_slices(self, slices: Slices) -> LineVariants:
+        """The same with sequences cut into ``slices``.
+
+        Raises:
+            ValueError: what else the line asks of us does not go with that.
+        """
+        config = replace(
+            self.config,
+            slices=slices.count,
+            slice_lengths=slices.lengths,
+            vocab_parallel=VocabularyParallel.NONE,  # methods say that
+        )
+        return replace(self, config=config)
+
+    def _may_recompute(self, args: Any, config: PipelineConfig) -> bool:
+        """Whether a launch with these would go with ``--pipeline-recompute fit`` as well."""
+        extras = replace(config.extras, recompute=Recompute(fit=True))
+        is_given = config.recompute != Recompute()
+        if not self.tries_recompute or is_given or extras.conflict is not None:
+            return False
+        try:
+            check_settings(args, config)  # also of the line's own schedule, if that is Megatron's
+            refuse(args, config.choice, extras)
+        except ValueError:
+            return False
+        return True
+
+    def spec(self, name: str) -> str:
+        """The family ``name``, with the line's chunks where it takes any number of them and
+        ``name`` does not say how many."""
+        chunks = chunks_of(self.args)
+        takes_any = "vpp" in inspect.signature(entry_of(name).place).parameters
+        if chunks > 1 and takes_any and ":" not in name:
+            return f"{name}:vpp={chunks}"
+        return name
+
+    def validated(
+        self, spec: str, method: VocabMethod, limit: str | None = None
+    ) -> tuple[Any, PipelineConfig]:
+        """Arguments and settings as if the user had named these."""
+        limit = limit or self.config.memory_limit
+        config = replace(
+            self.config, schedule=spec, vocab_parallel=method.vocabulary, memory_limit=limit
+        )
+        args = self.rewritten(spec).args
+        with launch_line.one_connection(args):  # which a line of fewer ranks need not set
+            launch_line.validate(args, config, self.world_size)
+        launch_line.settle_vocabulary(args, config, self.tokens)
+        return args, config
+
+    def rewritten(self, spec: str) -> Rewritten:
+        """The line under ``spec``: where that has other stages, the virtual stages that the line
+        names go, and a layout of it is cut anew, as evenly as it goes."""
+        args = copy.deepcopy(self.args)
+        placement = choose(spec).place(args.pipeline_model_parallel_size)
+        if placement.stages == placement.ranks * chunks_of(args):
+            return Rewritten(args)
+        dropped = _taken_out(args, (_CHUNKS, _LAYERS_OF_CHUNK))
+        if getattr(args, _PATTERN, None) is not None:
+            return Rewritten(args, dropped, _cut_pattern(args, placement.stages))
+        had_layout, args.pipeline_model_parallel_layout = args.pipeline_model_parallel_layout, None
+        if not had_layout and _divides(args, placement):
+            return Rewritten(args, dropped)
+        dropped += _taken_out(args, _ENDS)
+        layout = even_layout(args.num_layers, placement.stages, prediction_depths(args))
+        args.pipeline_model_parallel_layout = layout
+        return Rewritten(args, dropped, (_flag(_LAYOUT), layout))
+
+    def with_values(self, values: Mapping[str, Any]) -> LineVariants:
+        """The same of the line with other ``values`` of Megatron's arguments."""
+        args = copy.deepcopy(self.args)
+        for name, value in values.items():
+            setattr(args, name, value)
+        ranks = max(self.world_size, launch_line.least_world_size(args))
+        return replace(self, args=args, world_size=ranks)
+
+
+def _taken_out(args: Any, names: Sequence[str]) -> tuple[str, ...]:
+    """The flags of those of ``names`` that ``args`` have, which they have no longer."""
+    given = [name for name in names if getattr(args, name) is not None]
+    for name in given:
+        setattr(args, name, None)
+    return tuple(map(_flag, given))
+
+
+def _divides(args: Any, placement: Placement) -> bool:
+    try:
+        layers_of_stages(args, placement)
+    except ValueError:
+        return False
+    return True
+
+
+def _cut_pattern(args: Any, stages: int) -> tuple[str, ...]:
+    """Cut the pattern of ``args`` into so many segments, as even as it goes, where that is not done
+    by itself; the words for it."""
+    pattern: str = args.hybrid_layer_pattern
+    main, slash, depths = pattern.partition("/")
+    layers = main.replace(SEGMENT_END, "")
+    if SEGMENT_END not in pattern and len(layers) % stages == 0:
+        return ()
+    left = iter(layers)
+    segments = ["".join(islice(left, count)) for count in evenly(len(layers), stages)]
+    args.hybrid_layer_pattern = SEGMENT_END.join(segments) + slash + depths
+    return _flag(_PATTERN), args.hybrid_layer_pattern
+
+
+def names_stages(args: Any) -> bool:
+    """Whether the line says by itself how many chunks a rank has."""
+    given = any(getattr(args, name) is not None for name in (_CHUNKS, _LAYERS_OF_CHUNK, _LAYOUT))
+    return given or SEGMENT_END in (getattr(args, _PATTERN, None) or "")
+
+
+def chunks_of(args: Any) -> int:
+    """Chunks of a rank on the line with the arguments ``args``, which are not validated."""
+    ranks = args.pipeline_model_parallel_size
+    layout, pattern = getattr(args, _LAYOUT), getattr(args, _PATTERN, None)
+    chunks: int | None = getattr(args, _CHUNKS)
+    of_chunk = getattr(args, _LAYERS_OF_CHUNK)
+    if layout is not None:
+        chunks = len(PipelineParallelLayerLayout.parse_str_to_list(layout)) // ranks
+    elif pattern is not None and SEGMENT_END in pattern:
+        chunks = len(pattern_segments(pattern)) // ranks
+    elif of_chunk is not None:
+        chunks = args.num_layers // ranks // of_chunk
+    return max(chunks or 1, 1)
+
+
+def stock_schedule(args: Any) -> str:
+    """Megatron's own schedule with the chunks of ``args``, which are not validated."""
+    chunks = chunks_of(args)
+    return "1f1b" if chunks == 1 else f"interleaved:vpp={chunks}"
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

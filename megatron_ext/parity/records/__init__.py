@@ -1,1 +1,0 @@
-"""What the ranks of a run recorded, and how two recordings differ."""

@@ -1,0 +1,131 @@
+"""Rewriting of launch commands: to record, to write a checkpoint, to run without our flags.
+
+A command stays unchanged up to its script; there `megatron-ext parity record` is inserted between
+the launcher and the script, so that each rank records under any launcher.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from pathlib import Path
+
+from megatron_ext.config import PipelineConfig, flag, variable
+from megatron_ext.doctor.words import Launch, read_launch
+
+# A comparison writes nothing to the user's own logs and projects.
+_QUIET = ("--tensorboard-dir", "", "--wandb-project", "")
+# Characters that shells expand: a command with any of them cannot be split and rejoined.
+_SHELL = "$`;&|<>*?("
+
+
+@dataclass(frozen=True)
+class RunCommand:
+    """Launch command, split into its parts.
+
+    Attributes:
+        head: the words up to the script, without ``-m megatron_ext``.
+        script: ``SCRIPT.py`` or ``-m MODULE``.
+        arguments: the script's arguments.
+        shell: words around the command, such as ``bash -c``; empty if there are none.
+    """
+
+    head: tuple[str, ...]
+    script: tuple[str, ...]
+    arguments: tuple[str, ...]
+    shell: tuple[str, ...] = ()
+
+    def words(self, before_script: Sequence[str], more: Sequence[str] = ()) -> list[str]:
+        """Return the command with ``before_script`` inserted before the script, and ``more``
+        arguments at its end, which take precedence."""
+        words = [*self.head, *before_script, *self.script, *self.arguments, *more]
+        return [*self.shell, shlex.join(words)] if self.shell else words
+
+    def value(self, name: str) -> str | None:
+        """Return the value of a flag in the command, the last one if it is repeated; None if it has
+        none."""
+        found = None
+        for word, following in pairwise((*self.arguments, "")):
+            if word == name:
+                found = following
+            elif word.startswith(f"{name}="):
+                found = word.partition("=")[2]
+        return found
+
+
+def read_run_command(words: Sequence[str]) -> RunCommand:
+    """Parse ``words`` as a launch command, in the forms that `megatron-ext doctor` accepts.
+
+    Raises:
+        ValueError: they are no launch command, or a shell would have to expand them.
+    """
+    for place, word in enumerate(words[1:], 1):
+        if words[place - 1] in ("-c", "-lc") and " " in word:
+            if set(word) & set(_SHELL):
+                raise ValueError(
+                    f"the line in {' '.join(words[max(0, place - 2) : place])} is one for a shell "
+                    f"({sorted(set(word) & set(_SHELL))}): put megatron-ext parity record DIR -- "
+                    f"before the launcher inside it, then megatron-ext parity compare"
+                )
+            return replace(read_run_command(shlex.split(word)), shell=tuple(words[:place]))
+    return _taken_apart(words, read_launch(words))
+
+
+def _taken_apart(words: Sequence[str], launch: Launch) -> RunCommand:
+    head = list(words[: len(words) - len(launch.arguments) - 1])
+    if launch.is_module:
+        head.pop()  # -m
+    if launch.installs:
+        place = len(head) - 1 - head[::-1].index("megatron_ext")
+        del head[place - 1 : place + 1]
+    script = ("-m", launch.script) if launch.is_module else (launch.script,)
+    return RunCommand(tuple(head), script, launch.arguments)
+
+
+def recorded(
+    line: RunCommand, folder: Path, iterations: int, more: Sequence[str] = ()
+) -> list[str]:
+    """Return ``line`` with each rank recording ``iterations`` iterations into ``folder``."""
+    record = ["-m", "megatron_ext", "parity", "record", str(folder)]
+    record += ["--iterations", str(iterations), "--"]
+    if not line.head:
+        record = ["python", *record]
+    return line.words(record, more)
+
+
+def record_here(line: RunCommand) -> list[str] | None:
+    """Return the script's command if this process is a rank; None if ``line`` starts ranks of its
+    own."""
+    return None if line.head or line.shell else line.words(())
+
+
+def quiet(more: Sequence[str] = ()) -> list[str]:
+    """Return the extra arguments of a recorded run: ``more``, and logs switched off."""
+    return [*more, *_QUIET]
+
+
+def saving(line: RunCommand, folder: Path) -> list[str]:
+    """Return ``line`` for one iteration, after which it writes a checkpoint that any placement can
+    load."""
+    launcher = ["-m", "megatron_ext"] if line.head else ["python", "-m", "megatron_ext"]
+    save = ["--save", str(folder), "--save-interval", "1", "--exit-interval", "1"]
+    formats = ["--ckpt-format", "torch_dist", "--dist-ckpt-optim-fully-reshardable"]
+    return line.words(launcher, quiet([*save, *formats]))
+
+
+def as_stock(line: RunCommand) -> RunCommand:
+    """Return ``line`` without our flags and variables."""
+    switches = {flag(f.name) for f in fields(PipelineConfig) if f.default is False}
+    flags = {flag(f.name) for f in fields(PipelineConfig)}
+    kept: list[str] = []
+    words = iter(line.arguments)
+    for word in words:
+        if word.split("=")[0] not in flags:
+            kept.append(word)
+        elif "=" not in word and word not in switches:
+            next(words, None)
+    ours = [f"{variable(f.name)}=" for f in fields(PipelineConfig)]
+    head = tuple(word for word in line.head if not any(map(word.startswith, ours)))
+    return replace(line, head=head, arguments=tuple(kept))

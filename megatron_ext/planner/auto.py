@@ -1,0 +1,92 @@
+"""What an ``auto`` takes: of the searches that it leaves open, the one with the shortest step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megatron_ext.compile.registry import Choice, choose, entry_of
+from megatron_ext.planner.candidate import Candidate, Plan, Variant, VocabMethod
+from megatron_ext.planner.figures import slower_by
+from megatron_ext.planner.planner import make_plan
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.words import counted
+
+AS_1F1B = "1x"  # the limit where there is no other: what 1F1B holds, in microbatches
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The spec that is taken, and a line on what the others would be."""
+
+    spec: str
+    why: str
+
+
+def take(searches: Sequence[str], problem_of: Callable[[Choice], Problem]) -> Taken:
+    """The one of ``searches`` whose step is the shortest.
+
+    Args:
+        problem_of: what a schedule has to solve, on its own placement. Raises ValueError where it
+            cannot be.
+
+    Raises:
+        ValueError: none can be made.
+    """
+
+    def variant(spec: str, method: VocabMethod) -> Variant | None:
+        choice = choose(spec)
+        problem = problem_of(choice)
+        is_asked_for = method.vocabulary is problem.extras.vocab_parallel
+        if not is_asked_for or method is VocabMethod.REDISTRIBUTED:
+            return None
+        return Variant(choice, problem)
+
+    plan = make_plan(variant, only_promising=True, specs=searches)
+    if plan.best is None:
+        raise ValueError(f"no schedule can be made: {nothing_left(plan)}")
+    limit = plan.best.limit
+    within = "" if limit is None else f"within {limit}"
+    return Taken(plan.best.schedule, in_words(plan, plan.best, within))
+
+
+def in_words(plan: Plan, taken: Candidate, within: str = "") -> str:
+    """Why ``taken`` is: ``the shortest predicted step of 3 schedules; then v-auto (0.4% longer)
+    ...``. ``within``: what all of them are, to stand before the semicolon."""
+    others = [
+        f"{other.schedule} ({longer(slower_by(other, taken))})"
+        for other in plan.best_of_each
+        if other.schedule != taken.schedule
+    ]
+    compared = counted(len(plan.best_of_each), "schedule")
+    text = f"the shortest predicted step of {compared} {within}".rstrip()
+    text += f"; then {', '.join(others)}" if others else ""
+    return f"{text}; left out: {left_out(plan)}" if plan.refusals else text
+
+
+def left_out(plan: Plan) -> str:
+    """What could not be, or need not be compared, and why, those alike together."""
+    return "; ".join(
+        f"{', '.join(specs)} ({why.partition(';')[0]})"  # what to do about it stands behind
+        for why, specs in _refused_alike(plan).items()
+    )
+
+
+def nothing_left(plan: Plan) -> str:
+    """`left_out` of a ``plan`` of nothing, with what can be done about the first."""
+    first, *_ = _refused_alike(plan)
+    _, found, fix = first.partition("; ")
+    return f"{left_out(plan)}; {fix}" if found else left_out(plan)
+
+
+def _refused_alike(plan: Plan) -> dict[str, list[str]]:
+    """The specs that are refused, by the reason."""
+    specs: dict[str, list[str]] = {}
+    for (spec, _), why in plan.refusals.items():
+        specs.setdefault(why.removeprefix(f"{entry_of(spec).name}: "), []).append(spec)
+    return specs
+
+
+def longer(share: float) -> str:
+    """A step that takes so much of another's more, in words."""
+    return f"{share:.1%} longer" if share >= 0.0005 else "about as long"

@@ -1,0 +1,105 @@
+"""How a plan's schedules change with memory limit and microbatches, for its picture."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_ext.compile.auto_spec import SEARCHES
+from megatron_ext.planner.candidate import Candidate, Plan, Variant
+from megatron_ext.planner.fitting import consider
+from megatron_ext.planner.limits import limit_left
+from megatron_ext.planner.planner import VariantOf
+from megatron_ext.progress import task
+from megatron_ext.schedule.limit import MemoryLimit
+
+LIMITS = 12
+ROUNDS = (0.5, 1, 2, 4, 8)  # microbatches, in times of the ranks
+MOST_LINES = 6  # by microbatches
+
+
+@dataclass(frozen=True)
+class Curves:
+    """What a plan's schedules would be with less memory, and with more or fewer microbatches.
+
+    Attributes:
+        by_limit: of those that search the best within each memory limit, least memory first; where
+            more memory does not help there is no further one.
+        by_microbatches: of the best, and 1F1B, what a step costs by its microbatches. Those that
+            search are as without it.
+    """
+
+    by_limit: Mapping[str, Sequence[Candidate]]
+    by_microbatches: Mapping[str, Mapping[int, float]]
+
+
+def curves_of(plan: Plan, variant_of: VariantOf, room: float | None = None) -> Curves:
+    """The curves of ``plan``, which `make_plan` made of ``variant_of`` and ``room``."""
+    searches = {search.spec for search in SEARCHES}
+    searched = [candidate for candidate in plan.best_of_each if candidate.schedule in searches]
+    compared = _compared(plan)
+    with task("drawing curves", LIMITS * len(searched) + len(compared)) as work:
+        by_limit: dict[str, list[Candidate]] = {}
+        for candidate in searched:
+            front = by_limit.setdefault(candidate.schedule, [])
+            for within in _limited(_variant(candidate, variant_of), room):
+                with contextlib.suppress(ValueError):  # not even one microbatch fits
+                    made = consider(within, candidate.method, room)
+                    if not front or made.step < front[-1].step:
+                        while front and front[-1].holds >= made.holds:  # on another rank
+                            front.pop()
+                        front.append(made)
+                work.done += 1
+        by_microbatches = {}
+        for candidate in compared:
+            variant = _variant(candidate, variant_of)
+            by_microbatches[candidate.schedule] = dict(_by_microbatches(variant, candidate, room))
+            work.done += 1
+    return Curves(by_limit, by_microbatches)
+
+
+def _variant(candidate: Candidate, variant_of: VariantOf) -> Variant:
+    variant = variant_of(candidate.schedule, candidate.method)
+    assert variant is not None  # it has been one
+    return replace(variant, may_recompute=False)
+
+
+def _limited(variant: Variant, room: float | None) -> Iterator[Variant]:
+    """``variant`` within each of a dozen limits, tightest first: of bytes, parts of what there is,
+    else whole microbatches."""
+    for limit in _limits(variant, room):
+        yield replace(variant, problem=replace(variant.problem, memory_limit=limit))
+
+
+def _limits(variant: Variant, room: float | None) -> list[MemoryLimit]:
+    problem = variant.problem
+    given = problem.memory_limit or limit_left(variant, room)
+    parts = range(1, LIMITS + 1)
+    if given is not None and given.bytes is not None:
+        return [MemoryLimit(bytes=given.bytes * part // LIMITS) for part in parts]
+    most = min(2 * problem.ranks, problem.microbatches) if given is None else given.microbatches
+    assert most is not None
+    numbers = {math.floor(most * part / LIMITS) for part in parts} - {0}
+    return [MemoryLimit(microbatches=number) for number in sorted(numbers)]
+
+
+def _compared(plan: Plan) -> list[Candidate]:
+    """The best of those that no other beats in both time and memory, and 1F1B."""
+    best = {candidate.schedule: candidate for candidate in plan.best_of_each}
+    names = dict.fromkeys(candidate.schedule for candidate in plan.front)
+    first = [name for name in names if name != "1f1b"][: MOST_LINES - 1]
+    return [best[name] for name in (*first, "1f1b") if name in best]
+
+
+def _by_microbatches(
+    variant: Variant, candidate: Candidate, room: float | None
+) -> Iterator[tuple[int, float]]:
+    ranks, own = variant.problem.ranks, variant.problem.microbatches
+    choice = variant.choice.without_search
+    for number in sorted({math.ceil(times * ranks) for times in ROUNDS} | {own}):
+        problem = replace(variant.problem, microbatches=number)
+        with contextlib.suppress(ValueError):  # it takes some numbers only, or memory ends
+            other = replace(variant, choice=choice, problem=problem)
+            yield number, consider(other, candidate.method, room).step

@@ -1,0 +1,154 @@
+"""A candidate and a plan as data: what to write, seconds and bytes, or the reason why not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+from megatron_ext.compile.registry import Mark
+from megatron_ext.planner.candidate import Candidate, Plan, RankMemory, VocabMethod
+from megatron_ext.schedule.problem import Offload, Recompute, VocabularyParallel
+from megatron_ext.schedule.slices import Lengths
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """What one rank holds, in bytes, with the activations at their peak."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    total: float
+
+
+@dataclass(frozen=True)
+class Figures:
+    """A candidate's settings and figures.
+
+    Attributes:
+        flags: the words that make a launch train so.
+        makespan, step, span: in seconds, or in the unit of the costs.
+        fullest_rank: in bytes; None: not known.
+        ranks: None where the model is not known.
+    """
+
+    schedule: str
+    mark: Mark
+    vocabulary: VocabMethod
+    offload: Offload
+    recompute: str
+    made_again: float
+    slices: int
+    pairs: int
+    memory_limit: str | None
+    flags: tuple[str, ...]
+    step: float
+    makespan: float
+    span: float
+    bubble_share_makespan: float
+    peak_activation_microbatches: float
+    fullest_rank: float | None
+    ranks: tuple[RankBytes, ...] | None
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a schedule is not among the candidates."""
+
+    schedule: str
+    vocabulary: VocabMethod
+    why: str
+
+
+def figures(candidate: Candidate) -> Figures:
+    """Return ``candidate`` as data."""
+    made = candidate.report
+    return Figures(
+        schedule=candidate.schedule,
+        mark=candidate.mark,
+        vocabulary=candidate.method,
+        offload=made.offload,
+        recompute=made.recompute,
+        made_again=made.made_again,
+        slices=made.slices,
+        pairs=made.pairs,
+        memory_limit=None if candidate.limit is None else candidate.limit.written,
+        flags=flags_of(candidate),
+        step=candidate.step,
+        makespan=made.makespan,
+        span=made.span,
+        bubble_share_makespan=made.bubble_share_makespan,
+        peak_activation_microbatches=made.peak,
+        fullest_rank=candidate.fullest,
+        ranks=None if candidate.memory is None else tuple(map(bytes_of, candidate.memory)),
+    )
+
+
+def bytes_of(rank: RankMemory) -> RankBytes:
+    """Return what ``rank`` holds, part by part."""
+    model = rank.model
+    return RankBytes(model.weights, model.gradients, model.optimizer, rank.activations, rank.total)
+
+
+def as_data(value: Any) -> Any:
+    """Return ``value``, made of frozen dataclasses, as ``--json`` prints it.
+
+    A candidate becomes its `Figures`, and a plan its candidates, shortest first, and its refusals.
+    A field of a dataclass that its ``repr`` leaves out is left out.
+    """
+    if isinstance(value, Candidate):
+        value = figures(value)
+    if isinstance(value, Plan):
+        refused = [Refusal(name, method, why) for (name, method), why in value.refusals.items()]
+        return {"candidates": as_data(value.candidates), "refused": as_data(refused)}
+    if is_dataclass(value):
+        shown = (field.name for field in fields(value) if field.repr)
+        return {name: as_data(getattr(value, name)) for name in shown}
+    if isinstance(value, Mapping):
+        return {str(key): as_data(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_data(inner) for inner in value]
+    return value.value if isinstance(value, Enum) else value
+
+
+def flags_of(candidate: Candidate) -> tuple[str, ...]:
+    """Return the words that make a launch train under ``candidate``."""
+    made = candidate.report
+    words = ["--pipeline-schedule", made.schedule]
+    if candidate.limit is not None:
+        words += ["--pipeline-memory-limit", candidate.limit.written]
+    if candidate.method.vocabulary is not VocabularyParallel.NONE:
+        words += ["--pipeline-vocab-parallel", candidate.method.vocabulary.value]
+    if made.offload is not Offload.NONE:
+        words += ["--pipeline-activation-offload", made.offload.value]
+    if made.recompute != str(Recompute()):
+        words += ["--pipeline-recompute", made.recompute]
+    if made.slices > 1:
+        words += ["--pipeline-slices", str(made.slices)]
+    if made.slice_lengths != Lengths.EVEN:
+        words += ["--pipeline-slice-lengths", made.slice_lengths]
+    if candidate.overlaps:
+        words.append("--pipeline-post-validation")
+    if made.pairs:
+        words.append("--overlap-moe-expert-parallel-comm")
+    if candidate.method is VocabMethod.REDISTRIBUTED:
+        layers = candidate.variant.layers
+        assert layers is not None
+        words.append("--account-for-loss-in-pipeline-split")
+        if (layers + 1) % (made.pp * made.vpp):
+            words.append("--account-for-embedding-in-pipeline-split")
+    return tuple(words)
+
+
+def slower_by(candidate: Candidate, best: Candidate) -> float:
+    """What share of the time of ``best`` it takes more; less than 0 where it takes less."""
+    return candidate.step / best.step - 1
+
+
+def made_again(candidate: Candidate) -> str:
+    """Behind other words, how much of its activations is made again; "" where nothing is."""
+    share = candidate.report.made_again
+    return f", {share:.0%} made again in bubbles" if share else ""

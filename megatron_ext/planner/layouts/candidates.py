@@ -1,0 +1,365 @@
+"""Schedules with layouts, made better and compared."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from math import inf
+
+import numpy as np
+
+from megatron_ext.compile.auto_spec import SEARCHES
+from megatron_ext.compile.registry import choose, entry_of
+from megatron_ext.planner.candidate import VocabMethod
+from megatron_ext.planner.layouts.descent import Start, Timed, descend
+from megatron_ext.planner.layouts.figures import Figure, StageFigures, busy
+from megatron_ext.planner.layouts.layout import Layout
+from megatron_ext.planner.layouts.minimax import (
+    least_seconds,
+    least_slowest_stage,
+    with_even_ranks,
+)
+from megatron_ext.planner.layouts.recompute import LayerRecompute
+from megatron_ext.planner.layouts.work import MANY, SMALL, Evaluated, Work, evaluate
+from megatron_ext.planner.limits import least_step
+from megatron_ext.progress import Task
+from megatron_ext.schedule.placement import Placement, is_line_or_v
+
+_PLACEMENTS = 3  # whose layouts are made better: those where a step takes least before
+_EXACTLY = 2  # of those, which are simulated as they would run
+_NEAR = 0.02  # of a step: what a search may well make up for
+_NEARLY = 1.05  # of what fits
+_TIGHTER = 0.98  # of what fits, where an estimate was too low
+_ROOMY = 0.9  # of what fits: memory holds nothing back
+_PLAIN = 0.005  # of a step: what a layout has to gain to be written
+_WORTH = 0.01  # of a step: what a divided vocabulary has to be able to gain
+
+Rule = Callable[[int], Layout]  # the layout of so many stages; raises ValueError
+Permits = Callable[[str, VocabMethod], None]  # raises ValueError
+
+
+Layouts = Callable[[Placement, StageFigures], list[Layout]]
+
+
+class Candidates:
+    """Schedules, layouts, and what is run again of layers, within ``bound`` bytes of a rank.
+
+    Attributes:
+        about: seconds of a step, by schedule, whether it fits or not.
+        refused: why schedules cannot be made.
+        barred: why schedules are not permitted.
+
+    Args:
+        works: the same training with each thing that may be run again.
+        rule: the layout that Megatron makes by itself.
+        permits: asked of each schedule.
+        search: as of `compare_layouts`.
+    """
+
+    def __init__(
+        self,
+        works: Sequence[Work],
+        bound: float | None,
+        rule: Rule,
+        permits: Permits,
+        search: bool,
+        progress: Task,
+    ) -> None:
+        self._work, self._bound, self._rule = works[0], bound, rule
+        self._permits, self._search, self._progress = permits, search, progress
+        self._figures = sorted(map(StageFigures, works), key=_least_work)
+        self._orders: dict[str, Timed] = {}
+        self._dividing: list[tuple[str, LayerRecompute]] = []
+        self.about: dict[str, float] = {}
+        self.refused: dict[str, str] = {}
+        self.barred: dict[str, str] = {}
+
+    def by_rule(self, specs: Iterable[str]) -> list[Evaluated]:
+        """The best of ``specs`` with Megatron's own layouts."""
+        starts = [self._start([spec], self._by_rule) for spec in specs]
+        made = self._exactly([start for start in starts if start], 1)
+        self._tell(made)
+        return made
+
+    def by_layout(
+        self, ladders: Iterable[Sequence[str]], known: Sequence[Evaluated]
+    ) -> list[Evaluated]:
+        """The best with any layout, shortest first. Layouts of what is ``known`` are among those
+        that are made better.
+
+        Args:
+            ladders: schedules of one placement each, from those that hold most to those that hold
+                least; the first that fits counts.
+        """
+
+        def layouts(placement: Placement, figures: StageFigures) -> list[Layout]:
+            layers, microbatches = len(self._work.model.layers), self._work.microbatches
+            made: list[Layout] = []
+            for balanced_by in dict.fromkeys([figures, figures.after_overlap]):
+                balanced = least_slowest_stage(layers, placement.stages, balanced_by)
+                even = with_even_ranks(balanced, placement, microbatches, balanced_by)
+                made += [even, balanced]
+            of_known = [
+                candidate.layout
+                for candidate in known
+                if candidate.layout.stages == placement.stages
+            ]
+            return list(dict.fromkeys([*made, *self._by_rule(placement, figures), *of_known]))
+
+        tried = (self._start(list(self._permitted(ladder)), layouts) for ladder in ladders)
+        starts = [start for start in tried if start]
+        self._dividing = [(start.spec, start.figures.work.recompute) for start in starts]
+        ahead = sorted(starts, key=_about)[:_PLACEMENTS]
+        made = self._exactly([self._descended(start) for start in ahead], _EXACTLY)
+        self._tell([*known, *made])
+        return sorted(made, key=_seconds)
+
+    def further(self, made: Sequence[Evaluated], own: Evaluated) -> list[Evaluated]:
+        """What searches find with the layouts of ``made``, and with that of the line itself, which
+        is ``own``; and what schedules take with the vocabulary divided."""
+        more: list[Evaluated] = []
+        near = self._worth_more(made)
+        is_among = any(
+            (other.layout, other.recompute) == (own.layout, own.recompute) for other in near
+        )
+        for candidate in [*near, *([] if is_among else [own])]:
+            best = min([own, *made, *more], key=_seconds).seconds
+            more += self._searched(candidate, best, is_near=candidate is not own)
+            self._tell([*made, *more])
+        of_near = [(candidate.schedule, candidate.recompute) for candidate in near]
+        for spec, recompute in dict.fromkeys([*of_near, *self._dividing]):
+            more += self._divided(spec, recompute, min([own, *made, *more], key=_seconds).seconds)
+            self._tell([*made, *more])
+        return more
+
+    def _searched(self, candidate: Evaluated, best: float, *, is_near: bool) -> list[Evaluated]:
+        """What searches find on the stages of ``candidate``; if it is not near the ``best`` step,
+        what they know at once. Nothing where all takes longer than that."""
+        placement = choose(candidate.schedule).place(self._work.ranks)
+        chunks, work = candidate.candidate.report.vpp, self._of(candidate.recompute).work
+        specs = [
+            search.spec
+            for search in SEARCHES
+            if (search.placement, search.chunks) == (placement.name, chunks)
+        ]
+        microbatches = min(self._work.microbatches, MANY * placement.ranks)
+        if not self._search and placement.stages * microbatches > SMALL:
+            return []
+        return self._evaluated(
+            [
+                (spec, candidate.layout, candidate.recompute)
+                for spec in self._permitted(specs)
+                if least_step(work.variant(spec, candidate.layout), self._bound) < best
+            ],
+            search=self._search and is_near,
+            better_than=best,
+        )
+
+    def _worth_more(self, made: Sequence[Evaluated]) -> list[Evaluated]:
+        """Those of ``made`` that are about as good as the first; where searches take long, the one
+        with the fewest stages of these."""
+        near = [
+            candidate for candidate in made if candidate.seconds <= (1 + _NEAR) * made[0].seconds
+        ]
+        near.sort(key=lambda candidate: candidate.layout.stages)
+        stages = sum(candidate.layout.stages for candidate in near)
+        is_quick = self._search and stages * self._work.microbatches <= SMALL
+        return near if is_quick else near[:1]
+
+    def _by_rule(self, placement: Placement, figures: StageFigures) -> list[Layout]:
+        try:
+            return [self._rule(placement.stages)]
+        except ValueError:  # layers do not divide so
+            return []
+
+    def _divided(self, spec: str, recompute: LayerRecompute, best: float) -> list[Evaluated]:
+        """The schedule ``spec`` with the vocabulary divided, which leaves layers alone on the
+        stages. Nothing where that cannot be, or would gain little over the ``best`` step if all
+        ranks had as much work and the first microbatch did not wait on its way to the last one."""
+        placement, figures = choose(spec).place(self._work.ranks), self._of(recompute)
+        layers = len(self._work.model.layers)
+        whole = figures.piece(0, layers, is_first=True, is_last=True)
+        share = self._work.microbatches * busy(whole) / placement.ranks
+        way = (placement.ranks - 1) * whole[Figure.FORWARD] / placement.stages
+        if not is_line_or_v(placement) or share + way > (1 - _WORTH) * best:
+            return []
+        layout = least_slowest_stage(layers, placement.stages, figures, with_ends=False)
+        made = []
+        for method in (VocabMethod.ONE, VocabMethod.TWO):
+            with contextlib.suppress(ValueError):
+                self._permits(spec, method)
+                made.append(self._evaluate(figures.work, spec, layout, method))
+        return made
+
+    def _of(self, recompute: LayerRecompute) -> StageFigures:
+        return next(f for f in self._figures if f.work.recompute == recompute)
+
+    def _start(self, ladder: Sequence[str], layouts: Layouts) -> Start | None:
+        """The best of ``ladder``, with what is best run again of layers: what takes the least time
+        comes first, and where memory holds nothing back, nothing else is tried."""
+        best: Start | None = None
+        for figures in self._figures:
+            start = self._start_by(figures, ladder, layouts, best)
+            best = min(filter(None, (best, start)), key=_about, default=None)
+            if start and start.spec == ladder[0] and start.fullest < _ROOMY:
+                break
+        return best
+
+    def _start_by(
+        self, figures: StageFigures, ladder: Sequence[str], layouts: Layouts, known: Start | None
+    ) -> Start | None:
+        """The first of ``ladder`` that fits, with the best of its ``layouts``; or one before that
+        nearly does, if that is better when layers are moved until it does. None where it takes more
+        than what is ``known`` anyway."""
+        made: list[Start] = []
+        for spec in ladder:
+            placement = choose(spec).place(self._work.ranks)
+            options = layouts(placement, figures)
+            if not options:
+                break
+            counts = np.array([layout.layers for layout in options], dtype=np.int64)
+            balanced_by, microbatches = figures.after_overlap, self._work.microbatches
+            least = least_seconds(counts, placement, microbatches, balanced_by).min()
+            if known and known.fits and known.seconds <= least:
+                break
+            with self._refusing(spec):
+                start = self._timed(spec, options[0], figures).best_of(options)
+                self.about[spec] = min(start.seconds, self.about.get(spec, inf))
+                made.append(start)
+                if start.fits:
+                    break
+                if start.fullest < _NEARLY:
+                    made.append(self._descended(start))
+            self._progress.done += 1
+        return min(made, key=_about, default=None)
+
+    def _timed(self, spec: str, layout: Layout, figures: StageFigures) -> Timed:
+        """The order of passes of ``spec`` with ``layout``."""
+        if spec in self._orders:
+            return self._orders[spec].by(figures)
+        timed = Timed(spec, layout, figures, self._bound)
+        if not (entry_of(spec).traits.uses_costs or figures.work.pairs):
+            self._orders[spec] = timed
+        return timed
+
+    def _permitted(self, specs: Iterable[str]) -> Iterator[str]:
+        for spec in specs:
+            try:
+                self._permits(spec, VocabMethod.NAIVE)
+            except ValueError as error:
+                self.barred[spec] = str(error)
+                continue
+            yield spec
+
+    def _descended(self, start: Start, share: float = 1.0) -> Start:
+        """``start`` with layers moved; Megatron's own layout where that is about as good. Within so
+        large a ``share`` of the bound."""
+
+        @cache
+        def in_share(timed: Timed) -> Timed:
+            return timed if share == 1 else timed.in_less(share)
+
+        def make(layout: Layout) -> Timed:
+            return in_share(self._timed(start.spec, layout, start.figures))
+
+        try:
+            made = descend(make, start.layout, self._progress)
+            placement = choose(start.spec).place(self._work.ranks)
+            for plain in self._by_rule(placement, start.figures):
+                of_plain = make(plain).best_of([plain])
+                if of_plain.fits and of_plain.seconds < (1 + _PLAIN) * made.seconds:
+                    return of_plain
+        except ValueError:  # of an order for another layout
+            return start
+        return made
+
+    def _exactly(self, starts: Sequence[Start], number: int) -> list[Evaluated]:
+        """So many of ``starts``, those that take least, as they would run."""
+        made: list[Evaluated] = []
+        for start in sorted(starts, key=_about):
+            if not start.fits or len(made) == number or self._is_far(start, made):
+                break
+            of_start = self._of_start(start)
+            if not of_start:  # messages hold more than is estimated
+                tighter = self._descended(start, _TIGHTER)
+                if tighter.fits:
+                    of_start = self._of_start(tighter)
+            made += of_start
+        return made
+
+    def _is_far(self, start: Start, made: Sequence[Evaluated]) -> bool:
+        """Whether a long step is left out, as nothing that is near the best of ``made``."""
+        is_long = start.layout.stages * self._work.microbatches > SMALL
+        best = min(map(_seconds, made), default=inf)
+        return is_long and start.seconds > (1 + _NEAR) * best
+
+    def _of_start(self, start: Start) -> list[Evaluated]:
+        return self._evaluated([(start.spec, start.layout, start.figures.work.recompute)])
+
+    def _evaluated(
+        self,
+        wanted: Iterable[tuple[str, Layout, LayerRecompute]],
+        *,
+        search: bool | None = None,
+        better_than: float = inf,
+    ) -> list[Evaluated]:
+        """Those that can be made.
+
+        Args:
+            search: None: as `compare_layouts` has been asked.
+            better_than: as of `evaluate`.
+        """
+        made = []
+        for spec, layout, recompute in wanted:
+            work = self._of(recompute).work
+            with self._refusing(spec):
+                made.append(
+                    self._evaluate(work, spec, layout, search=search, better_than=better_than)
+                )
+        return made
+
+    def _evaluate(
+        self,
+        work: Work,
+        spec: str,
+        layout: Layout,
+        method: VocabMethod = VocabMethod.NAIVE,
+        *,
+        search: bool | None = None,
+        better_than: float = inf,
+    ) -> Evaluated:
+        self._progress.done += 1
+        search = self._search if search is None else search
+        return evaluate(
+            work, spec, layout, method, self._bound, search=search, better_than=better_than
+        )
+
+    @contextlib.contextmanager
+    def _refusing(self, spec: str) -> Iterator[None]:
+        try:
+            yield
+        except ValueError as error:
+            self.refused[spec] = str(error)
+
+    def _tell(self, made: Sequence[Evaluated]) -> None:
+        best = min(made, key=_seconds, default=None)
+        if best is not None:
+            self._progress.found = (
+                f"so far the best is {best.schedule} with {best.layout.text()}: "
+                f"{best.seconds:.4g} s a step"
+            )
+
+
+def _least_work(figures: StageFigures) -> float:
+    """Seconds of a microbatch in all layers."""
+    layers = len(figures.work.model.layers)
+    return sum(float(busy(figures.piece(n, n + 1))) for n in range(layers))
+
+
+def _about(start: Start) -> tuple[bool, float]:
+    return not start.fits, start.seconds
+
+
+def _seconds(made: Evaluated) -> float:
+    return made.seconds

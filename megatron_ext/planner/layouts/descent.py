@@ -1,0 +1,211 @@
+"""A layout made better for a schedule, layer by layer, by simulation."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+import numpy as np
+
+from megatron_ext.compile.output_layer import with_input_gradient
+from megatron_ext.compile.pairs import with_pairs
+from megatron_ext.compile.registry import Choice, entry_of
+from megatron_ext.planner.layouts.figures import Counts, Floats, StageFigures, busy
+from megatron_ext.planner.layouts.layout import Layout
+from megatron_ext.planner.layouts.minimax import is_layout, least_seconds, moves
+from megatron_ext.planner.layouts.order import PERIODS_IN_PAIRS, Order
+from megatron_ext.planner.limits import limit_left
+from megatron_ext.progress import Task
+from megatron_ext.schedule.limit import MemoryLimit
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.schedule import Schedule
+
+_TOO_FULL = 1e12  # seconds, that no step takes
+_ORDERS = 3  # how often a schedule is made for the layout that is best for the one before
+_STEPS = 24  # moves under one order, at the most
+_TIMED = 160  # of all moves, those that promise most
+_TOGETHER = 10  # of those, each two at once too
+_AT_ONCE = 64  # layouts
+_PERIODS = 3  # microbatches a rank, of a step that tells of a longer one
+_BETTER = 1 - 1e-6
+_OF_OTHERS = 1e-4  # what all ranks do counts beside the step
+
+
+@dataclass(frozen=True)
+class Start:
+    """A schedule with a layout.
+
+    Attributes:
+        figures: of stages, and so what is run again of layers.
+        seconds: about what a step takes.
+        fullest: about what the fullest rank holds, as a share of what it may; 0: all that it wants.
+    """
+
+    spec: str
+    figures: StageFigures
+    layout: Layout
+    seconds: float
+    fullest: float
+
+    @property
+    def fits(self) -> bool:
+        return self.fullest <= 1
+
+
+class Timed:
+    """The order of passes that a schedule has with one layout, to time others by.
+
+    Attributes:
+        schedule: of a step that is short enough, in pairs where these are asked for.
+
+    Raises:
+        ValueError: the schedule cannot be made.
+    """
+
+    def __init__(
+        self, spec: str, layout: Layout, figures: StageFigures, room: float | None
+    ) -> None:
+        work = figures.work
+        variant = work.variant(spec, layout)
+        self.spec = spec
+        self._figures, self._room = figures, room
+        self._placement, self._microbatches = variant.problem.placement, work.microbatches
+        periods, rest = divmod(work.microbatches, work.ranks)
+        told_by = PERIODS_IN_PAIRS if variant.problem.extras.pairs else _PERIODS
+        self._short = min(periods, told_by) * work.ranks + rest
+        problem = replace(
+            variant.problem,
+            microbatches=self._short,
+            costs=with_input_gradient(variant.problem.costs),
+        )
+        limit = work.limit or limit_left(variant, room)
+        self.schedule = _ordered(variant.choice.without_search, problem, limit)
+        self._order = Order(self.schedule, problem.costs)
+
+    def in_less(self, share: float) -> Timed:
+        """The same order, with so much of the room."""
+        other = copy.copy(self)
+        other._room = self._room and share * self._room
+        return other
+
+    def by(self, figures: StageFigures) -> Timed:
+        """The same order, by other figures."""
+        other = copy.copy(self)
+        other._figures = figures
+        return other
+
+    def best_of(self, layouts: Sequence[Layout]) -> Start:
+        """The one of ``layouts`` whose step is the shortest, of those that fit if any do."""
+        counts = np.array([layout.layers for layout in layouts], dtype=np.int64)
+        seconds, fullest = self._figured(counts)
+        score = np.where(fullest > 1, _TOO_FULL * fullest, seconds)
+        best = int(score.argmin())
+        return Start(
+            self.spec, self._figures, layouts[best], float(seconds[best]), float(fullest[best])
+        )
+
+    def descend(self, start: Layout, task: Task) -> Layout:
+        """``start`` with layers moved, one or two at once, until no move makes a step shorter;
+        where a rank holds too much, first until none does, if that can be."""
+        counts = np.array(start.layers, dtype=np.int64)
+        score = self._scores(counts[None])[0]
+        for _ in range(_STEPS):
+            task.done += 1
+            tried = self._promising(moves(counts), is_over=score >= _TOO_FULL)
+            if not len(tried):
+                break
+            scores = self._scores(tried)
+            together = _both(counts, tried[np.argsort(scores, kind="stable")[:_TOGETHER]])
+            if len(together):
+                tried = np.concatenate([tried, together])
+                scores = np.concatenate([scores, self._scores(together)])
+            best = int(scores.argmin())
+            if scores[best] >= score * _BETTER:
+                break
+            counts, score = tried[best], scores[best]
+        return Layout(tuple(counts.tolist()))
+
+    def _scores(self, counts: Counts) -> Floats:
+        """Seconds of a step by layout, and a little of what other ranks do, so that ranks alike are
+        made less one after the other."""
+        firsts = range(0, len(counts), _AT_ONCE)
+        parts = [self._figured(counts[n : n + _AT_ONCE]) for n in firsts]
+        scores = [np.where(fullest > 1, _TOO_FULL * fullest, secs) for secs, fullest in parts]
+        return np.concatenate(scores)
+
+    def seconds(self, counts: Counts) -> Floats:
+        """Of the passes of a step, by layout."""
+        return self._order.seconds(self._figures, counts, self._microbatches - self._short)
+
+    def fullest_bytes(self, counts: Counts) -> Floats:
+        """What the fullest rank holds, by layout."""
+        return np.asarray(self._order.rank_bytes(self._figures.of(counts)).max(axis=1))
+
+    def _figured(self, counts: Counts) -> tuple[Floats, Floats]:
+        """Seconds of a step, and what the fullest rank holds of what it may, by layout."""
+        figures = self._figures.of(counts)
+        work, stages_of = busy(figures), self._placement.stages_of
+        ranks = np.stack([work[:, list(stages)].sum(axis=1) for stages in stages_of], axis=1)
+        seconds = self.seconds(counts)
+        seconds += _OF_OTHERS * self._microbatches * np.sqrt((ranks**2).mean(axis=1))
+        if self._room is None:
+            return seconds, np.zeros_like(seconds)
+        return seconds, self.fullest_bytes(counts) / self._room
+
+    def _promising(self, moved: Counts, *, is_over: bool) -> Counts:
+        """Those of ``moved`` whose ranks do least, or hold least where a rank holds too much."""
+        if len(moved) <= _TIMED:
+            return moved
+        if is_over:
+            promises = self._order.rank_bytes(self._figures.of(moved)).max(axis=1)
+        else:
+            figures = self._figures.after_overlap
+            promises = least_seconds(moved, self._placement, self._microbatches, figures)
+        return moved[np.argsort(promises, kind="stable")[:_TIMED]]
+
+
+def _ordered(choice: Choice, problem: Problem, limit: MemoryLimit | None) -> Schedule:
+    """The passes of ``choice`` within ``limit``, or if it needs more, which other layouts may
+    leave, within that of ``problem``; in pairs where these are asked for. A schedule that does not
+    go by costs has all its pairs, whatever they hold, as Megatron's has."""
+    within = replace(problem, memory_limit=limit)
+    try:
+        passes = choice.build(within)
+    except ValueError:
+        within = problem
+        passes = choice.build(within)
+    with contextlib.suppress(ValueError):  # no two can run as one
+        return with_pairs(passes, within if entry_of(choice.spec).traits.uses_costs else problem)
+    return passes
+
+
+def _both(counts: Counts, moved: Counts) -> Counts:
+    """Each two of the moves from ``counts`` that ``moved`` are, made at once."""
+    pairs = [a + b - counts for a, b in combinations(moved, 2)]
+    pairs = [pair for pair in pairs if is_layout(pair)]
+    return np.array(pairs, dtype=np.int64).reshape(len(pairs), len(counts))
+
+
+def descend(make: Callable[[Layout], Timed], start: Layout, task: Task) -> Start:
+    """``start`` made better.
+
+    Args:
+        make: the order that the schedule has with a layout, which is the same one where costs do
+            not matter to it.
+
+    Raises:
+        ValueError: the schedule cannot be made.
+    """
+    layout, timed = start, make(start)
+    for _ in range(_ORDERS):
+        better = timed.descend(layout, task)
+        if better == layout:
+            break
+        layout, before = better, timed
+        timed = make(layout)
+        if timed is before:
+            break
+    return timed.best_of([layout])

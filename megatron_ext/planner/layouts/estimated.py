@@ -1,0 +1,49 @@
+"""The work of a model that is described, its costs estimated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from megatron_ext.cost_model.estimate import estimate
+from megatron_ext.cost_model.execution import Execution
+from megatron_ext.cost_model.model import Model, Stage
+from megatron_ext.cost_model.model_memory import ModelBytes, TrainingState, bytes_of_ranks
+from megatron_ext.cost_model.rates import Rates
+from megatron_ext.planner.layouts.beside import seconds_beside
+from megatron_ext.planner.layouts.recompute import LayerRecompute
+from megatron_ext.planner.layouts.work import Work
+from megatron_ext.schedule.limit import MemoryLimit
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.problem import VocabularyParallel
+
+
+def estimated_work(
+    model: Model,
+    execution: Execution,
+    state: TrainingState,
+    rates: Rates,
+    *,
+    ranks: int,
+    microbatches: int,
+    limit: MemoryLimit | None = None,
+    post_validation: bool = False,
+) -> Work:
+    """What ``model`` takes on so many pipeline ``ranks``. Arguments as of `Training`."""
+
+    def bytes_of(
+        stages: Sequence[Stage], placement: Placement, vocabulary: VocabularyParallel
+    ) -> list[ModelBytes]:
+        return bytes_of_ranks(model, stages, execution, placement, vocabulary, state)
+
+    return Work(
+        model,
+        ranks,
+        microbatches,
+        costs_of=lambda stages, placement: estimate(model, stages, execution, rates),
+        bytes_of=bytes_of,
+        seconds_beside=partial(seconds_beside, state=state, execution=execution, rates=rates),
+        limit=limit,
+        post_validation=post_validation,
+        recompute=LayerRecompute.of(execution),
+    )

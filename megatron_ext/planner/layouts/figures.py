@@ -1,0 +1,139 @@
+"""What any piece of a model's layers takes as a stage, looked up for many layouts at once."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ext.cost_model.model import Stage
+from megatron_ext.planner.layouts.hidden import Hidden
+from megatron_ext.planner.layouts.work import Work
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.costs import VocabularyCosts
+from megatron_ext.schedule.kinds import Held
+from megatron_ext.schedule.placement import line
+from megatron_ext.schedule.problem import VocabularyParallel
+
+Floats = NDArray[np.float64]
+Counts = NDArray[np.int64]  # layers of each stage; by layout where there are several
+
+
+class Figure(IntEnum):
+    """Of a microbatch on a stage: seconds, then bytes."""
+
+    FORWARD = 0
+    INPUT = 1
+    WEIGHT = 2
+    SPARED = 3  # where the weight gradient comes right behind the input gradient
+    ACTIVATION = 4  # held from F to I
+    LEFT = 5  # held from I to W
+    MODEL = 6  # of parameters, gradients and optimizer states
+
+
+class StageFigures:
+    """The figures of stages of ``work``, each made once.
+
+    The output layer's weight gradient counts with its input gradient, where most schedules have it
+    (`output_layer`).
+
+    Attributes:
+        hidden: what their passes hide in pairs, by their rows.
+
+    Args:
+        is_after_overlap: whether what a stage's F hides beside a backward pass of its own is no
+            more in its weight gradient: so layers are balanced on what they take in pairs.
+    """
+
+    def __init__(self, work: Work, *, is_after_overlap: bool = False) -> None:
+        self.work = work
+        self._is_after_overlap = is_after_overlap
+        size = len(work.model.layers) + 1
+        # The row of a stage by whether it is the first, or the last, and where it starts and ends.
+        self._rows = np.full((2, 2, size, size), -1, dtype=np.int64)
+        self._row_of: dict[Stage, int] = {}
+        self._stages: list[Stage] = []
+        self.hidden = Hidden(work, self._stages)
+        self._table = np.empty((0, len(Figure)))
+
+    def of(self, counts: Counts) -> Floats:
+        """By layout, stage and `Figure`."""
+        rows = self.rows(counts)  # which may make some
+        return np.asarray(self._table[rows])
+
+    def rows(self, counts: Counts) -> Counts:
+        """By layout and stage: the same for stages alike."""
+        ends = np.cumsum(counts, axis=1)
+        starts = ends - counts
+        is_first, is_last = np.zeros_like(counts), np.zeros_like(counts)
+        is_first[:, 0] = is_last[:, -1] = 1
+        where = is_first, is_last, starts, ends
+        unknown = self._rows[where] < 0
+        if unknown.any():
+            for key in set(zip(*(part[unknown].tolist() for part in where), strict=True)):
+                self._rows[key] = self._row(*key)
+        return np.asarray(self._rows[where])
+
+    @cached_property
+    def after_overlap(self) -> StageFigures:
+        """To balance layers by: the same, or where passes run in pairs, with what these hide."""
+        return StageFigures(self.work, is_after_overlap=True) if self.work.pairs else self
+
+    def piece(
+        self, start: int, end: int, *, is_first: bool = False, is_last: bool = False
+    ) -> Floats:
+        """Of one stage with the layers from ``start`` to before ``end``."""
+        key = int(is_first), int(is_last), start, end
+        if self._rows[key] < 0:
+            self._rows[key] = self._row(*key)
+        return np.asarray(self._table[self._rows[key]])
+
+    def _row(self, is_first: int, is_last: int, start: int, end: int) -> int:
+        model = self.work.model
+        stage = Stage(
+            model.layers[start:end],
+            embedding=bool(is_first),
+            depths=model.mtp_num_layers if is_last else 0,
+            head=bool(is_last),
+        )
+        if stage not in self._row_of:
+            self._row_of[stage] = len(self._table)
+            self._stages.append(stage)
+            self._table = np.vstack([self._table, self._figures(stage)])
+        return self._row_of[stage]
+
+    def _figures(self, stage: Stage) -> Floats:
+        companion = Stage(self.work.model.layers[:1])  # costs of nothing at all are none
+        costs = self.work.costs_of((companion, stage), line(2))
+        ends = costs.vocabulary or VocabularyCosts()
+        layers = costs.without_vocabulary()
+        figures = np.zeros(len(Figure))
+        figures[Figure.FORWARD] = layers.seconds[Kind.FORWARD][1]
+        figures[Figure.INPUT] = layers.seconds[Kind.BACKWARD_INPUT][1]
+        figures[Figure.WEIGHT] = layers.seconds[Kind.BACKWARD_WEIGHT][1]
+        figures[Figure.SPARED] = layers.spared_on(1)
+        if layers.held_bytes is not None:
+            figures[Figure.ACTIVATION] = layers.held_bytes[Held.ACTIVATION][1]
+            figures[Figure.LEFT] = layers.held_bytes[Held.WEIGHT_INPUTS][1]
+        if stage.embedding:
+            lookup, table_gradient = ends.embedding
+            figures[Figure.FORWARD] += lookup
+            figures[Figure.WEIGHT] += table_gradient
+        if stage.head:
+            forward, input_gradient, weight_gradient = ends.head
+            figures[Figure.FORWARD] += forward
+            figures[Figure.INPUT] += input_gradient + weight_gradient
+            figures[Figure.ACTIVATION] += ends.logits_bytes
+        if self._is_after_overlap:
+            figures[Figure.WEIGHT] -= self.hidden.beside_itself(stage)
+        of_model, *_ = self.work.bytes_of((stage,), line(1), VocabularyParallel.NONE)
+        figures[Figure.MODEL] = of_model.total
+        return figures
+
+
+def busy(figures: Floats) -> Floats:
+    """Seconds of a microbatch on each of the stages of which these are the figures."""
+    passes = figures[..., [Figure.FORWARD, Figure.INPUT, Figure.WEIGHT]]
+    return np.asarray(passes.sum(axis=-1))

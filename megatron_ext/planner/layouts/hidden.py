@@ -1,0 +1,58 @@
+"""What hides of experts' messages where two passes run as one, looked up for many layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ext.cost_model.model import Stage
+from megatron_ext.planner.layouts.work import Work
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.placement import line
+
+PairedStages = tuple[int, int, Kind]  # of F, of the backward pass, and its kind
+
+
+class Hidden:
+    """Under ``work``, by the numbers of ``stages``, of which more may come."""
+
+    def __init__(self, work: Work, stages: Sequence[Stage]) -> None:
+        self._work, self._stages = work, stages
+        self._seconds = cache(self._of)
+
+    def by_layout(
+        self, pairs: Sequence[PairedStages], numbers: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
+        """Seconds, by pair and layout.
+
+        Args:
+            numbers: of stages, by layout and stage.
+        """
+        if not pairs:
+            return np.zeros((0, len(numbers)))
+        forwards, backwards, kinds = zip(*pairs, strict=True)
+        size = len(self._stages)
+        looked_up = numbers[:, list(forwards)] * size + numbers[:, list(backwards)]
+        looked_up = 2 * looked_up + np.array([kind is Kind.FULL_BACKWARD for kind in kinds])
+        distinct, places = np.unique(looked_up, return_inverse=True)
+        seconds = [
+            self._seconds(*divmod(both, size), bool(is_whole))
+            for both, is_whole in (divmod(code, 2) for code in distinct.tolist())
+        ]
+        return np.asarray(np.array(seconds)[places.reshape(looked_up.shape)].T)
+
+    def beside_itself(self, stage: Stage) -> float:
+        """Of F of ``stage`` and a whole backward pass of the same: about what a pair of a rank that
+        has stages alike hides."""
+        return self._saved(stage, stage, is_whole=True)
+
+    def _of(self, there: int, back: int, is_whole: bool) -> float:
+        return self._saved(self._stages[there], self._stages[back], is_whole=is_whole)
+
+    def _saved(self, there: Stage, back: Stage, *, is_whole: bool) -> float:
+        kind = Kind.FULL_BACKWARD if is_whole else Kind.BACKWARD_INPUT
+        costs = self._work.costs_of((there, back), line(2))
+        return costs.saved_by(Action(0, Kind.FORWARD, 0), Action(1, kind, 0))

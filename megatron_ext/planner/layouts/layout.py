@@ -1,0 +1,73 @@
+"""Which layers lie on which stage, as data and as Megatron's arguments write it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby, islice
+
+from megatron_ext.cost_model.model import Model, Stage, stages_of
+
+_SEGMENT_END = "|"
+_BEFORE_DEPTHS = "/"  # of multi-token prediction, in a hybrid model's pattern
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many layers each stage has, one after the other.
+
+    The embedding is on the first stage; multi-token prediction, the output layer and the loss are
+    on the last one.
+    """
+
+    layers: tuple[int, ...]
+
+    @property
+    def stages(self) -> int:
+        return len(self.layers)
+
+    @property
+    def is_even(self) -> bool:
+        return len(set(self.layers)) == 1
+
+    def of(self, model: Model) -> tuple[Stage, ...]:
+        """What each stage has of ``model``."""
+        return stages_of(model, self.layers)
+
+    def text(self, depths: int = 0) -> str:
+        """For ``--pipeline-model-parallel-layout``: ``Et*4|(t*5|)*6t*3mL``, with so many
+        ``depths`` of multi-token prediction."""
+        segments = [_repeated("t", count) for count in self.layers]
+        segments[0] = "E" + segments[0]
+        segments[-1] += "m" * depths + "L"
+        *before, last = segments
+        text = ""
+        for segment, alike in groupby(before):
+            count = len(list(alike))
+            short = f"({segment}{_SEGMENT_END})*{count}"
+            plain = f"{segment}{_SEGMENT_END}" * count
+            text += short if len(short) < len(plain) else plain
+        return text + last
+
+    def cut(self, pattern: str) -> str:
+        """A hybrid model's ``pattern`` with the ends of these stages: ``M*|M-`` of ``M*M-``."""
+        main, slash, depths = pattern.partition(_BEFORE_DEPTHS)
+        left = iter(main.replace(_SEGMENT_END, ""))
+        segments = ["".join(islice(left, count)) for count in self.layers]
+        return _SEGMENT_END.join(segments) + slash + depths
+
+    @property
+    def ends(self) -> tuple[int, int] | None:
+        """The layers of the first and of the last stage, where all others have the same number, so
+        that these say all; None where they do not."""
+        first, *between, last = self.layers
+        return (first, last) if len(set(between)) == 1 else None
+
+
+def _repeated(letter: str, count: int) -> str:
+    return letter * count if count < 4 else f"{letter}*{count}"
+
+
+def evenly(layers: int, stages: int) -> Layout:
+    """As evenly as it goes: the first ones have one more."""
+    per_stage, more = divmod(layers, stages)
+    return Layout(tuple(per_stage + (stage < more) for stage in range(stages)))

@@ -1,0 +1,150 @@
+"""Layouts that are balanced, before anything is simulated."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_ext.planner.layouts.figures import Counts, Figure, Floats, StageFigures, busy
+from megatron_ext.planner.layouts.layout import Layout
+from megatron_ext.schedule.placement import Placement
+
+_STEPS = 64  # moves of a layer, at the most
+_OF_OTHERS = 0.01  # of what all ranks do counts beside the one that takes longest
+_SAME = 1e-9
+
+
+def least_slowest_stage(
+    layers: int, stages: int, figures: StageFigures, *, with_ends: bool = True
+) -> Layout:
+    """The layout whose slowest stage takes least, by dynamic programming over the stages. Each has
+    a layer at least, the last one perhaps none.
+
+    Layers add up here: what tensor-parallel ranks hide in a stage as a whole is left out.
+
+    Args:
+        with_ends: whether the first and the last stage have the embedding and the output layer.
+    """
+    alone = [busy(figures.piece(n, n + 1)) for n in range(layers)]
+    of_stage = 0.0  # whatever its layers
+    if layers > 1:
+        of_stage = float(alone[0] + alone[1] - busy(figures.piece(0, 2)))
+    first = last = 0.0
+    if with_ends:
+        first = float(busy(figures.piece(0, 1, is_first=True)) - alone[0])
+        last = float(busy(figures.piece(layers - 1, layers, is_last=True)) - alone[-1])
+    upto = np.concatenate([[0.0], np.cumsum(np.array(alone) - of_stage)])
+    starts, ends = np.ogrid[: layers + 1, : layers + 1]
+    work = np.where(ends > starts, of_stage + upto[ends] - upto[starts], np.inf)
+    parts = work[0] + first, work, of_stage + upto[-1] - upto + last
+    least, _ = _partition(parts, stages, np.maximum)
+    # Of all with that, the one where the others are most alike.
+    squares = [np.where(part <= least * (1 + _SAME), part**2, np.inf) for part in parts]
+    _, counts = _partition((squares[0], squares[1], squares[2]), stages, np.add)
+    return Layout(counts)
+
+
+def _partition(
+    parts: tuple[Floats, Floats, Floats], stages: int, joined: np.ufunc
+) -> tuple[float, tuple[int, ...]]:
+    """The least that ``joined`` makes of what stages take, and how many layers each then has.
+
+    Args:
+        parts: what the first stage takes by where it ends, those between by where they start and
+            end, and the last one by where it starts.
+    """
+    best, between, of_last = parts
+    cuts = []
+    for _ in range(stages - 2):
+        made = joined(best[:, None], between)
+        cuts.append(made.argmin(axis=0))
+        best = made.min(axis=0)
+    whole = joined(best, of_last)
+    end = int(whole.argmin())
+    least, counts = float(whole[end]), [len(of_last) - 1 - end]
+    for cut in reversed(cuts):
+        start = int(cut[end])
+        counts.append(end - start)
+        end = start
+    return least, (end, *reversed(counts))
+
+
+def with_even_ranks(
+    layout: Layout, placement: Placement, microbatches: int, figures: StageFigures
+) -> Layout:
+    """``layout`` with layers moved, one by one, until the rank that takes longest takes less by no
+    further move: its work, the way of the first microbatch to it, and that of the last gradient
+    back."""
+    counts = np.array(layout.layers, dtype=np.int64)
+    score = _scores(counts[None], placement, microbatches, figures)[0]
+    for _ in range(_STEPS):
+        moved = moves(counts)
+        if not len(moved):
+            break
+        scores = _scores(moved, placement, microbatches, figures)
+        best = int(scores.argmin())
+        if scores[best] >= score * (1 - _SAME):
+            break
+        counts, score = moved[best], scores[best]
+    return Layout(tuple(counts.tolist()))
+
+
+def moves(counts: Counts) -> Counts:
+    """``counts`` of one layout with a layer taken from one stage and given to another, in all ways
+    that leave each stage a layer, and the last one perhaps none."""
+    stages = len(counts)
+    givers = np.flatnonzero(counts > _least(stages))
+    pairs = [(giver, taker) for giver in givers.tolist() for taker in range(stages)]
+    pairs = [(giver, taker) for giver, taker in pairs if giver != taker]
+    moved = np.repeat(counts[None], len(pairs), axis=0)
+    for row, (giver, taker) in zip(moved, pairs, strict=True):
+        row[giver] -= 1
+        row[taker] += 1
+    return moved
+
+
+def is_layout(counts: Counts) -> bool:
+    """Whether each stage has a layer, the last one perhaps none."""
+    return bool((counts >= _least(len(counts))).all())
+
+
+def _least(stages: int) -> Counts:
+    """How many layers a stage may not do without."""
+    least = np.ones(stages, dtype=np.int64)
+    least[-1] = 0
+    return least
+
+
+def least_seconds(
+    counts: Counts, placement: Placement, microbatches: int, figures: StageFigures
+) -> Floats:
+    """What a step takes at least, by layout: on some rank its work, the way of the first microbatch
+    to it, and that of the last gradient back to the first stage."""
+    return _by_rank(counts, placement, microbatches, figures).max(axis=1)
+
+
+def _scores(
+    counts: Counts, placement: Placement, microbatches: int, figures: StageFigures
+) -> Floats:
+    """`least_seconds`, and a little of what others take, so that ranks alike are made less one
+    after the other."""
+    by_rank = _by_rank(counts, placement, microbatches, figures)
+    others = np.sqrt((by_rank**2).mean(axis=1))
+    return np.asarray(by_rank.max(axis=1) + _OF_OTHERS * others)
+
+
+def _by_rank(
+    counts: Counts, placement: Placement, microbatches: int, figures: StageFigures
+) -> Floats:
+    of_stages = figures.of(counts)
+    forward = of_stages[..., Figure.FORWARD]
+    back = of_stages[..., Figure.INPUT]
+    work = busy(of_stages)
+    arrival = np.cumsum(forward, axis=1) - forward
+    rest = np.cumsum(back, axis=1) - back
+    ranks = [
+        microbatches * work[:, list(stages)].sum(axis=1)
+        + arrival[:, stages[0]]
+        + rest[:, stages[0]]
+        for stages in placement.stages_of
+    ]
+    return np.stack(ranks, axis=1)

@@ -1,0 +1,173 @@
+"""An order of passes, timed for many layouts at once.
+
+Time is that of `simulate` but for messages that wait for one another, memory that of `peaks` but
+for what messages hold, which is estimated: near enough to choose by, and a hundredth of the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ext.compile.program.longest_paths import BatchedTimes
+from megatron_ext.compile.program.pass_graph import pass_graph
+from megatron_ext.planner.layouts.figures import Counts, Figure, Floats, StageFigures
+from megatron_ext.planner.layouts.hidden import PairedStages
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.columns import KINDS, Columns, Ints
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.schedule import Schedule, right_behind_own_input
+
+_KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.FULL_BACKWARD)
+_CODES = np.array([_KINDS.index(kind) if kind in _KINDS else -1 for kind in KINDS])
+_INPUT, _FULL = KINDS.index(Kind.BACKWARD_INPUT), KINDS.index(Kind.FULL_BACKWARD)
+_RIGHT_BEHIND = len(_KINDS)  # a weight gradient whose input gradient came just before
+_PER_STAGE = len(_KINDS) + 1
+# Of a step with passes in pairs that tells of a longer one: how many microbatches a rank it has,
+# and which of these are in the middle, where all that runs in pairs does.
+PERIODS_IN_PAIRS = 5
+_MIDDLE_IN_PAIRS = (2, 3)
+_MIDDLE = (0, 1)
+
+
+class Order:
+    """The order of a ``schedule`` which has passes of `_KINDS` only, with the messages of
+    ``costs``."""
+
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        self._placement = schedule.placement
+        self._sent = _share_under_way(self._placement) * costs.links.message_bytes
+        pairs = zip(schedule.rows, self._placement.stages_of, strict=True)
+        self._held = [_held_by(row, stages) for row, stages in pairs]
+        graph = pass_graph(schedule, costs)
+        self._times = BatchedTimes(graph, graph.lags)
+        places, codes = self._times.place[graph.nodes], _codes(schedule.columns)
+        second = schedule.paired + 1
+        is_first = np.ones(len(codes), dtype=bool)
+        is_first[second] = False
+        self._codes = codes[is_first][self._times.order]
+        self._seconds = places[second], codes[second]
+        self._pairs, self._pair_of = _paired_stages(schedule)
+        # In pairs a rank's work is not the sum of its passes'.
+        self._shares = None if self._pairs else _shares_of_ranks(schedule, codes)
+        middle = _MIDDLE_IN_PAIRS if self._pairs else _MIDDLE
+        microbatches = [k * self._placement.ranks for k in middle]
+        self._ways_back = places[_ways_back(schedule.columns, microbatches)]
+
+    def seconds(self, of_stages: StageFigures, counts: Counts, more: int = 0) -> Floats:
+        """Of a step, by layout; of one with so many ``more`` microbatches, each of which takes what
+        one in the middle does.
+
+        Args:
+            counts: layers of each stage, by layout.
+        """
+        of_passes = _seconds_of_passes(of_stages.of(counts))
+        times = of_passes[self._codes]
+        if self._pairs:
+            places, codes = self._seconds
+            hidden = of_stages.hidden.by_layout(self._pairs, of_stages.rows(counts))
+            times[places] = times[places] + of_passes[codes] - hidden[self._pair_of]
+        self._times.run(times)
+        whole = np.asarray(times.max(axis=0))
+        if not more:
+            return whole
+        earlier, later = times[self._ways_back]
+        by_microbatch = (later - earlier) / self._placement.ranks
+        if self._shares is not None:
+            by_microbatch = np.maximum(by_microbatch, (self._shares @ of_passes).max(axis=0))
+        return np.asarray(whole + more * by_microbatch)
+
+    def rank_bytes(self, figures: Floats) -> Floats:
+        """What each rank holds at its peak, by layout and rank."""
+        peaks = []
+        for held, stages in zip(self._held, self._placement.stages_of, strict=True):
+            own = figures[:, list(stages)]
+            held_forward = own[..., Figure.ACTIVATION] + self._sent
+            kept = np.concatenate([held_forward, own[..., Figure.LEFT]], axis=1)
+            peaks.append((kept @ held.T).max(axis=1) + own[..., Figure.MODEL].sum(axis=1))
+        return np.stack(peaks, axis=1)
+
+
+def _codes(columns: Columns) -> NDArray[np.intp]:
+    """The stage and kind of each pass, as one number."""
+    codes = _CODES[columns.kind]
+    assert (codes >= 0).all()
+    codes[right_behind_own_input(columns)] = _RIGHT_BEHIND
+    return np.asarray(columns.stage * _PER_STAGE + codes)
+
+
+def _paired_stages(schedule: Schedule) -> tuple[list[PairedStages], NDArray[np.intp]]:
+    """The stages of those that run in pairs, and for each pair the place of its own."""
+    columns = schedule.columns
+    back = [columns.pairs[pair] for pair in columns.pair[schedule.paired + 1].tolist()]
+    forwards = columns.stage[schedule.paired].tolist()
+    pairs = [(there, stage, kind) for there, (stage, kind) in zip(forwards, back, strict=True)]
+    distinct = sorted(set(pairs))
+    place = {pair: n for n, pair in enumerate(distinct)}
+    return distinct, np.array([place[pair] for pair in pairs], dtype=np.intp)
+
+
+def _ways_back(columns: Columns, microbatches: Sequence[int]) -> Ints:
+    """The passes with which those of ``microbatches`` that there are leave the first stage."""
+    is_back = (columns.stage == 0) & np.isin(columns.kind, (_INPUT, _FULL))
+    return columns.numbers[is_back & np.isin(columns.microbatch, microbatches)]
+
+
+def _shares_of_ranks(schedule: Schedule, codes: NDArray[np.intp]) -> Floats:
+    """How often each rank runs each kind of pass of each stage for a microbatch."""
+    placement = schedule.placement
+    shares = np.zeros((placement.ranks, placement.stages * _PER_STAGE))
+    np.add.at(shares, (schedule.columns.rank, codes), 1.0)
+    return np.asarray(shares / (1 + schedule.columns.microbatch.max()))
+
+
+def _share_under_way(placement: Placement) -> float:
+    """Of the microbatches that a stage holds, for how many it holds what it has sent, too: until
+    something that comes back shows that it has arrived. On a V that is soon."""
+    if not placement.in_turn:
+        return 0.5
+    return 1.0 if placement.chunks == 1 else 0.7
+
+
+def _seconds_of_passes(figures: Floats) -> Floats:
+    """By stage and kind of pass, and by layout."""
+    forward, inputs, weights, spared = (
+        figures[..., figure]
+        for figure in (Figure.FORWARD, Figure.INPUT, Figure.WEIGHT, Figure.SPARED)
+    )
+    kinds = [forward, inputs, weights, inputs + weights - spared, weights - spared]
+    by_stage = np.stack(kinds, axis=-1)
+    return np.ascontiguousarray(by_stage.reshape(len(figures), -1).T)
+
+
+def _held_by(row: Sequence[Action], stages: Sequence[int]) -> Floats:
+    """How many microbatches of each of a rank's ``stages`` it holds from F to I, and behind these
+    from I to W, at each moment when that may be the most."""
+    chunk = {stage: number for number, stage in enumerate(stages)}
+    held = [0] * (2 * len(stages))
+    seen: set[tuple[int, ...]] = set()
+    for stage, kind, _ in row:
+        number = chunk[stage]
+        if kind is Kind.FORWARD:
+            held[number] += 1
+            seen.add(tuple(held))
+            continue
+        seen.add(tuple(held))
+        if kind is Kind.BACKWARD_WEIGHT:
+            held[len(stages) + number] -= 1
+        else:
+            held[number] -= 1
+            held[len(stages) + number] += kind is Kind.BACKWARD_INPUT
+    return _largest(np.array(sorted(seen), dtype=float))
+
+
+def _largest(moments: Floats) -> Floats:
+    """Those of ``moments`` that no other one is as much as in everything."""
+    kept: list[Floats] = []
+    for moment in moments[np.argsort(-moments.sum(axis=1), kind="stable")]:
+        if not kept or not (np.stack(kept) >= moment).all(axis=1).any():
+            kept.append(moment)
+    return np.stack(kept)

@@ -1,0 +1,214 @@
+"""A training whose layout and schedule are open, and what a step takes with both given."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from megatron_ext.compile.registry import choose
+from megatron_ext.cost_model.model import Model, Stage
+from megatron_ext.cost_model.model_memory import ModelBytes
+from megatron_ext.planner.candidate import Candidate, Variant, VocabMethod
+from megatron_ext.planner.fitting import consider
+from megatron_ext.planner.layouts.layout import Layout
+from megatron_ext.planner.layouts.recompute import NO_RECOMPUTE, LayerRecompute
+from megatron_ext.planner.limits import is_close
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.limit import MemoryLimit
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.problem import Extras, Problem, VocabularyParallel
+
+CostsOf = Callable[[Sequence[Stage], Placement], Costs]
+BytesOf = Callable[[Sequence[Stage], Placement, VocabularyParallel], Sequence[ModelBytes]]
+_PASSES = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is trained, on how many pipeline ranks.
+
+    Attributes:
+        costs_of: seconds and bytes of a microbatch on stages, any pieces of the model, that lie so.
+        bytes_of: what the model takes on each rank.
+        seconds_beside: of a step, what comes on top of its passes on a rank that holds so much of
+            the model: the optimizer, and reductions that no pass hides.
+        limit: of activations, as the user has it; None: none.
+        recompute: what Megatron runs again of layers, which is in ``costs_of``.
+        pairs: whether forward and backward passes run in pairs, where a rank has several stages.
+    """
+
+    model: Model
+    ranks: int
+    microbatches: int
+    costs_of: CostsOf
+    bytes_of: BytesOf
+    seconds_beside: Callable[[ModelBytes], float]
+    limit: MemoryLimit | None = None
+    post_validation: bool = False
+    recompute: LayerRecompute = NO_RECOMPUTE
+    pairs: bool = False
+
+    def variant(
+        self, spec: str, layout: Layout, method: VocabMethod = VocabMethod.NAIVE
+    ) -> Variant:
+        """The problem of the schedule ``spec`` with ``layout``.
+
+        Raises:
+            ValueError: it cannot be.
+        """
+        choice = choose(spec)
+        placement = choice.place(self.ranks)
+        if placement.stages != layout.stages:
+            raise ValueError(
+                f"{spec} has {placement.stages} stages on {self.ranks} ranks, and the layout "
+                f"{layout.text()} has {layout.stages}"
+            )
+        stages = layout.of(self.model)
+        problem = Problem(
+            placement,
+            self.microbatches,
+            self.costs_of(stages, placement),
+            self.limit,
+            extras=Extras(
+                vocab_parallel=method.vocabulary,
+                post_validation=self.post_validation,
+                pairs=self.pairs and placement.chunks > 1,
+            ),
+        )
+        return Variant(choice, problem, self.bytes_of(stages, placement, method.vocabulary))
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluated:
+    """A schedule with a layout, simulated.
+
+    Attributes:
+        seconds: of a step: its passes, and what comes on top of them.
+        work: seconds of a microbatch on each stage.
+        recompute: what Megatron runs again of layers.
+    """
+
+    layout: Layout
+    candidate: Candidate
+    seconds: float
+    work: tuple[float, ...]
+    recompute: LayerRecompute = NO_RECOMPUTE
+
+    @property
+    def schedule(self) -> str:
+        return self.candidate.schedule
+
+    @property
+    def method(self) -> VocabMethod:
+        return self.candidate.method
+
+    @property
+    def rank_bytes(self) -> tuple[float, ...]:
+        """What each rank holds at its peak; () if not known."""
+        memory = self.candidate.memory
+        return () if memory is None else tuple(rank.total for rank in memory)
+
+    @property
+    def fullest(self) -> float:
+        """Bytes of the rank that holds most; 0 if not known."""
+        return max(self.rank_bytes, default=0.0)
+
+    @cached_property
+    def slowest(self) -> int:
+        """The stage that takes longest for a microbatch."""
+        return max(range(len(self.work)), key=self.work.__getitem__)
+
+    @property
+    def slowest_over_mean(self) -> float:
+        """By which part of the mean it takes longer than that."""
+        return self.work[self.slowest] * len(self.work) / sum(self.work) - 1
+
+
+def evaluate(
+    work: Work,
+    spec: str,
+    layout: Layout,
+    method: VocabMethod = VocabMethod.NAIVE,
+    room: float | None = None,
+    *,
+    search: bool = True,
+    better_than: float = math.inf,
+) -> Evaluated:
+    """A step of ``work`` under the schedule ``spec`` with ``layout``.
+
+    Args:
+        room: bytes that a rank has for everything, of which schedules make use; None: as much as
+            it takes.
+        search: whether a schedule that searches does so. If not, what it knows at once stands in,
+            and what a long step takes is told by two shorter ones.
+        better_than: of a long step nothing is searched for unless what is known takes less.
+
+    Raises:
+        ValueError: the schedule cannot be made so, or a rank would hold more.
+    """
+    variant = work.variant(spec, layout, method)
+    costs, model = variant.problem.costs, variant.model
+    assert model is not None
+    beside = max(map(work.seconds_beside, model))
+    if search:
+        candidate = _searched(variant, method, room, better_than - beside)
+        step = candidate.step
+    else:
+        variant = replace(variant, choice=variant.choice.without_search)
+        candidate, step = _from_shorter(variant, method, room)
+    return Evaluated(
+        layout,
+        candidate,
+        step + beside,
+        work_of_stages(costs),
+        work.recompute,
+    )
+
+
+SMALL = 2600  # microbatches on a stage, of what a search knows at once in some seconds
+
+
+def _searched(
+    variant: Variant, method: VocabMethod, room: float | None, better_than: float
+) -> Candidate:
+    """`consider`; of a long step, without a search that would gain next to nothing, or begin with
+    what takes no less than ``better_than``."""
+    problem = variant.problem
+    if variant.choice.traits.searches and problem.placement.stages * problem.microbatches > SMALL:
+        short = replace(variant, choice=variant.choice.without_search)
+        candidate = consider(short, method, room)
+        if is_close(candidate) or candidate.step >= better_than:
+            return candidate
+    return consider(variant, method, room)
+
+
+def work_of_stages(costs: Costs) -> tuple[float, ...]:
+    """Seconds of a microbatch on each stage."""
+    return tuple(
+        sum(costs.seconds[kind][stage] for kind in _PASSES) for stage in range(costs.stages)
+    )
+
+
+MANY = 5  # microbatches a rank: the order of passes has long repeated itself
+
+
+def _from_shorter(
+    variant: Variant, method: VocabMethod, room: float | None
+) -> tuple[Candidate, float]:
+    """A candidate with fewer microbatches than ``variant`` where that has many, and what a step of
+    all takes."""
+    ranks, microbatches = variant.problem.ranks, variant.problem.microbatches
+    longer = MANY * ranks + microbatches % ranks
+    if microbatches < 2 * longer:
+        candidate = consider(variant, method, room)
+        return candidate, candidate.step
+    steps = []
+    for number in (longer - ranks, longer):
+        problem = replace(variant.problem, microbatches=number)
+        candidate = consider(replace(variant, problem=problem), method, room)
+        steps.append(candidate.step)
+    each = (steps[1] - steps[0]) / ranks
+    return candidate, steps[1] + (microbatches - longer) * each

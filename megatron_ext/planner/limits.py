@@ -1,0 +1,52 @@
+"""What the model leaves of a rank's memory, and what no schedule within it takes less time than."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_ext.compile.transforms.vocabulary_costs import share_vocabulary
+from megatron_ext.planner.candidate import Candidate, Variant
+from megatron_ext.schedule.limit import MemoryLimit
+from megatron_ext.schedule.problem import Problem, Recompute, VocabularyParallel
+from megatron_ext.search.bounds import lower_bound
+
+CLOSE = 0.02  # above what any schedule takes: of a long step, a search gains no more to speak of
+
+
+def limit_left(variant: Variant, room: float | None) -> MemoryLimit | None:
+    """What the model leaves of ``room`` on the rank where it takes most; None: not known, or
+    nothing."""
+    if room is None or variant.model is None:
+        return None
+    left = room - max(rank.total for rank in variant.model)
+    return MemoryLimit(bytes=int(left)).as_written() if left > 0 else None
+
+
+def least_step(variant: Variant, room: float | None = None) -> float:
+    """What no schedule like ``variant`` takes less than, with nothing made again to fit, within its
+    limit or what the model leaves of ``room``."""
+    limit = variant.problem.memory_limit or limit_left(variant, room)
+    problem = replace(variant.problem, memory_limit=limit)
+    return least_time(problem, variant.choice.traits.splits_backward)
+
+
+def is_close(made: Candidate) -> bool:
+    """Whether no search finds what takes `CLOSE` less than ``made``, in as much memory."""
+    return made.step <= (1 + CLOSE) * least_step(made.variant)
+
+
+def least_time(problem: Problem, splits_backward: bool) -> float:
+    """What no schedule for ``problem`` takes less than: of any order, with its backward split or
+    not."""
+    if problem.extras.recompute != Recompute():  # which knows how to do with less memory
+        extras = replace(problem.extras, recompute=Recompute())
+        problem = replace(problem, memory_limit=None, extras=extras)
+    costs = problem.costs
+    if problem.extras.vocab_parallel is VocabularyParallel.NONE:
+        return lower_bound(problem, splits_backward)
+    shared = share_vocabulary(costs, problem.placement, problem.extras.vocab_parallel)
+    work = [problem.microbatches * shared.least_on(row) for row in problem.placement.stages_of]
+    layers = replace(problem, costs=costs.without_vocabulary()).with_extras(
+        vocab_parallel=VocabularyParallel.NONE
+    )
+    return max(lower_bound(layers, splits_backward), *work)

@@ -1,0 +1,216 @@
+"""Long sequences: cut into slices, beside what else saves memory or shortens bubbles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+
+from megatron_ext.compile.size import seconds_to_build
+from megatron_ext.cost_model.execution import Execution
+from megatron_ext.planner.candidate import Candidate, Plan, Variant, VocabMethod, stable_of
+from megatron_ext.planner.figures import flags_of
+from megatron_ext.planner.planner import VariantOf, make_plan
+from megatron_ext.planner.training import TrainedModel, Training
+from megatron_ext.planner.verdict import NOTHING, Written
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.slices import LONG_ENOUGH, UNCUT, Lengths, Slices
+from megatron_ext.words import counted
+
+LONG = 2 * LONG_ENOUGH  # tokens of a sequence from which on slices are worth a look
+COUNTS = (2, 4, 8)
+# Those that are compared with slices: SlimPipe's order is interleaved's where slices are a multiple
+# of ranks.
+SPECS = (
+    *("1f1b", "interleaved", "interleaved-zb", "zb-h1", "zb-auto"),
+    *("zb-v", "v-half", "v-min"),
+)
+WHOLE, FULL_RECOMPUTE = "whole sequences", "--recompute-granularity full"
+EQUAL = 0.02  # of a step: what no estimate tells apart
+_SECONDS = 0.3  # to build a program that is compared here: others are said to take long
+_MADE_AGAIN = "it fits where some is made again"
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """Something to do about long sequences.
+
+    Attributes:
+        words: for it.
+        candidates: that fit, shortest step first.
+        why_not: there is none.
+        slices: into which sequences are cut.
+        is_here: whether the ranks are divided as the launch has them; if not, it is there to
+            compare with.
+    """
+
+    words: str
+    candidates: tuple[Candidate, ...]
+    why_not: str = ""
+    slices: int = 1
+    is_here: bool = True
+
+    @property
+    def shortest(self) -> Candidate | None:
+        """The shortest step, of stable schedules if there are some."""
+        return next(iter(stable_of(self.candidates) or self.candidates), None)
+
+
+@dataclass(frozen=True)
+class LongSequences:
+    """Ways to train on long sequences, side by side.
+
+    Attributes:
+        tokens: of a sequence.
+        sharing: context-parallel ranks, which share each slice.
+        written: for `best`, if there is one.
+    """
+
+    tokens: int
+    ways: tuple[Way, ...]
+    sharing: int = 1
+    written: Written = NOTHING
+
+    @property
+    def of_rank(self) -> int:
+        """Tokens of a sequence on a rank."""
+        return self.tokens // self.sharing
+
+    @property
+    def best(self) -> Candidate | None:
+        """The shortest step with slices that kernels are as fast on as on whole sequences."""
+        most = self.of_rank // LONG_ENOUGH
+        return shortest_of(way for way in self.ways if 1 < way.slices <= most)
+
+
+def context_parallel(ranks: int, copies: int) -> str:
+    """Words for so many context-parallel ranks, and ``copies`` of the model."""
+    return f"--context-parallel-size {ranks}, DP {copies}"
+
+
+def shortest_of(ways: Iterable[Way]) -> Candidate | None:
+    """The shortest step of ``ways``."""
+    known = [way.shortest for way in ways if way.shortest is not None]
+    return min(known, key=lambda made: (made.step, made.holds), default=None)
+
+
+def long_sequences(training: Training, plan: Plan, room: float | None) -> LongSequences | None:
+    """What can be done about the sequences of ``training``, whose ``plan`` this is; None where they
+    are short.
+
+    Args:
+        room: bytes that a rank may take; None: as much as it takes.
+    """
+    trained, asked = training.trained, training.extras.slices
+    if trained is None or trained.execution.sequence < LONG:
+        return None
+    ways = ways_of_plan(plan, asked.count)
+    if asked.count > 1:
+        ways.append(way_of(WHOLE, _with_slices(training, UNCUT), room))
+    elif training.is_estimate:
+        ways += _of_other_settings(training, trained, room)
+    counts = [count for count in COUNTS if count != asked.count]
+    ways += ways_with_slices(partial(_with_slices, training), room, counts)
+    execution = trained.execution
+    made = LongSequences(execution.sequence, tuple(ways), execution.context_parallel)
+    return made if made.best is None else replace(made, written=Written(flags_of(made.best)))
+
+
+def _with_slices(training: Training, slices: Slices) -> VariantOf:
+    return replace(training, extras=replace(training.extras, slices=slices)).variant
+
+
+def _of_other_settings(
+    training: Training, trained: TrainedModel, room: float | None
+) -> Iterator[Way]:
+    """Full recompute, and context parallelism with half of the data parallelism."""
+    execution, copies = trained.execution, trained.state.data_parallel
+
+    def run(execution: Execution, microbatches: int) -> VariantOf:
+        changed = replace(trained, execution=execution)
+        return replace(training, trained=changed, microbatches=microbatches).variant
+
+    if not execution.recompute:
+        again = run(replace(execution, recompute=True), training.microbatches)
+        yield way_of(FULL_RECOMPUTE, again, room)
+    if copies % 2 == 0:
+        ranks = 2 * execution.context_parallel
+        divided = run(replace(execution, context_parallel=ranks), 2 * training.microbatches)
+        yield way_of(context_parallel(ranks, copies // 2), divided, room, is_here=False)
+
+
+def ways_of_plan(plan: Plan, slices: int = 1) -> list[Way]:
+    """What ``plan``, whose sequences are in so many ``slices``, has: without anything that is made
+    again in bubbles, and with."""
+    words = WHOLE if slices == 1 else f"{slices} slices"
+    once = tuple(made for made in plan.candidates if not made.report.made_again)
+    ways = [Way(words, once, "" if once else _why_nothing(plan) or _MADE_AGAIN, slices)]
+    again = tuple(made for made in plan.candidates if made.report.made_again)
+    return [*ways, Way(f"{words}, --pipeline-recompute fit", again, "", slices)] if again else ways
+
+
+def ways_with_slices(
+    variants_of: Callable[[Slices], VariantOf],
+    room: float | None,
+    counts: Sequence[int] = COUNTS,
+    specs: Sequence[str] = SPECS,
+) -> list[Way]:
+    """Sequences cut into each of ``counts`` slices with as much to do each.
+
+    Args:
+        variants_of: the problem of each schedule with such slices. Raises ValueError where there
+            can be none.
+        room: bytes that a rank may take; None: as much as it takes.
+    """
+    ways = []
+    for count in counts:
+        words = f"{count} slices"
+        try:
+            variant_of = variants_of(Slices(count, Lengths.BALANCED))
+        except ValueError as error:
+            ways.append(Way(words, (), str(error), count))
+            continue
+        ways.append(way_of(words, variant_of, room, count, specs))
+    return ways
+
+
+def way_of(
+    words: str,
+    variant_of: VariantOf,
+    room: float | None,
+    slices: int = 1,
+    specs: Sequence[str] = SPECS,
+    *,
+    is_here: bool = True,
+) -> Way:
+    """What fits into ``room`` of ``specs``, with the vocabulary at the ends of the pipeline, and
+    without searches. What would take long to be simulated is left out."""
+
+    def quick(name: str, method: VocabMethod) -> Variant | None:
+        variant = variant_of(name, method) if method is VocabMethod.NAIVE else None
+        if variant is not None and seconds_to_build(variant.problem) > _SECONDS:
+            raise ValueError(
+                f"{counted(variant.problem.pieces, 'slice')} a step take long to be simulated: "
+                f"plan with --pipeline-slices {slices} on the line"
+            )
+        return variant and replace(variant, choice=variant.choice.without_search)
+
+    plan = make_plan(quick, room, specs=specs)
+    return Way(words, plan.candidates, _why_nothing(plan), slices, is_here)
+
+
+def _why_nothing(plan: Plan) -> str:
+    """The reason that most schedules are refused for, where all are."""
+    if plan.candidates or not plan.refusals:
+        return ""
+    reasons = [why.removeprefix(f"{name}: ") for (name, _), why in plan.refusals.items()]
+    return max(reasons, key=reasons.count)
+
+
+def shortest_slice(problem: Problem, tokens: int) -> int | None:
+    """How many of the ``tokens`` of a sequence its shortest slice has; None: it is not cut."""
+    if problem.slices == UNCUT:
+        return None
+    ends = (0.0, *problem.slice_ends)
+    return round(min(end - begin for begin, end in pairwise(ends)) * tokens)

@@ -1,0 +1,241 @@
+"""All families side by side on one model, and which to take."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from megatron_ext.compile.auto_spec import SEARCHES
+from megatron_ext.compile.registry import Mark, entries, entry_of
+from megatron_ext.planner.candidate import (
+    Candidate,
+    Plan,
+    Variant,
+    VocabMethod,
+    by_time,
+    stable_of,
+)
+from megatron_ext.planner.fitting import consider
+from megatron_ext.planner.limits import is_close, least_time
+from megatron_ext.planner.planning_time import until_end
+from megatron_ext.progress import Task, task
+from megatron_ext.schedule.limit import MemoryLimit
+
+# A spec's problem with one method, None if it cannot be told; raises ValueError if it has none.
+VariantOf = Callable[[str, VocabMethod], Variant | None]
+Pair = tuple[str, VocabMethod]  # a spec, and what is done about the vocabulary
+
+_MARKS = tuple(Mark)  # the stable ones are compared first
+SEARCHED = 2  # with each method, of all that search
+_WHATEVER = ", whatever its order"  # so ends a refusal of what a bound proves to take longer
+NO_TIME = "not compared: the time of the plan was over"
+
+
+def make_plan(
+    variant_of: VariantOf,
+    room: float | None = None,
+    only_promising: bool = False,
+    may_offload: bool = False,
+    better_than: Candidate | None = None,
+    specs: Sequence[str] | None = None,
+    known: Sequence[Candidate] = (),
+    is_long: bool = False,
+) -> Plan:
+    """Build and simulate every family with every method, what searches last.
+
+    Of those that search, the `SEARCHED` that are best without it are searched for, with each
+    method. Schedules of the laboratory are not made to fit: others fit in less time.
+
+    Args:
+        room: bytes that a rank has for everything; None: as much as it takes.
+        only_promising: leave out, with its reason, what is proved to take longer than a stable
+            one, and search with one method only, that of the best before.
+        may_offload: let activations of a schedule leave for the host where it does not fit without.
+        better_than: what is known already, for ``only_promising`` to compare with.
+        specs: what is compared; None: every family, and those that search with each number of
+            chunks (`SEARCHES`).
+        known: what has been made already of ``variant_of`` in ``room``, which is not made again.
+        is_long: whether steps are so long that searches take minutes: what takes longer than
+            another is not made to fit, and what is `CLOSE` to what it has to take is not searched
+            for.
+
+    Where the time of the plan ends before (`planning_time`), it has what was compared by then.
+    """
+    comparison = _Comparison(
+        variant_of, room, only_promising, may_offload, better_than, known, is_long
+    )
+    pairs = [(spec, method) for spec in specs or all_specs() for method in VocabMethod]
+    searched = [pair for pair in pairs if entry_of(pair[0]).traits.searches]
+    at_once = [pair for pair in pairs if pair not in searched]
+    at_once.sort(key=lambda pair: _MARKS.index(entry_of(pair[0]).mark))
+
+    def compare() -> bool:
+        with task("comparing schedules", len(pairs)) as work:
+            for pair in at_once:
+                comparison.add(pair)
+                work.done += 1
+                work.found = comparison.found
+            for method in VocabMethod:
+                comparison.add_searched([pair for pair in searched if pair[1] is method], work)
+        return True
+
+    if not until_end(compare, otherwise=False):
+        comparison.leave_out(pairs)
+    return Plan(tuple(sorted(comparison.candidates, key=by_time)), comparison.refusals)
+
+
+def all_specs() -> Iterator[str]:
+    """Every family, and those that search with each number of chunks."""
+    with_chunks = defaultdict(list)
+    for search in SEARCHES:
+        with_chunks[entry_of(search.spec).name].append(search.spec)
+    for name in entries():
+        yield from with_chunks.get(name, [name])
+
+
+class _Comparison:
+    """A plan while it is made. Arguments as of `make_plan`."""
+
+    def __init__(
+        self,
+        variant_of: VariantOf,
+        room: float | None,
+        only_promising: bool,
+        may_offload: bool,
+        better_than: Candidate | None,
+        known: Sequence[Candidate],
+        is_long: bool,
+    ) -> None:
+        self.candidates: list[Candidate] = []
+        self.refusals: dict[Pair, str] = {}
+        self._variant_of, self._better_than = variant_of, better_than
+        self._known = {(made.schedule, made.method): made for made in known}
+        self._is_long = is_long
+        self._room, self._may_offload = room, may_offload
+        self._only_promising = only_promising
+
+    def add(self, pair: Pair) -> bool:
+        """Make ``pair`` a candidate, or keep why it is none. Whether it is one."""
+        candidate = self._consider(pair)
+        if candidate is None:
+            return False
+        self.candidates.append(candidate)
+        return True
+
+    @property
+    def found(self) -> str:
+        """The best of all so far, in words."""
+        best = min(stable_of(self.candidates), key=by_time, default=None)
+        return "" if best is None else f"so far the best is {best.schedule}: {best.step:.4g} a step"
+
+    def add_searched(self, pairs: Sequence[Pair], work: Task) -> None:
+        """Make the best `SEARCHED` of ``pairs`` candidates, by what each has without its search."""
+        short = [self._consider(pair, without_search=True) for pair in pairs]
+        ahead: list[str] = []
+        for candidate in sorted(filter(None, short), key=by_time):
+            pair = candidate.schedule, candidate.method
+            if len(ahead) == SEARCHED:
+                self.refusals[pair] = f"{' and '.join(ahead)} take less time before any search"
+            elif self._is_long and self._is_known_enough(candidate):
+                self.candidates.append(candidate)
+                ahead.append(candidate.schedule)
+            elif self.add(pair):
+                ahead.append(candidate.schedule)
+                work.found = self.found
+        work.done += len(pairs)
+
+    def _is_known_enough(self, candidate: Candidate) -> bool:
+        """Whether a search would gain next to nothing, or begin with what is no better than others
+        that need none."""
+        best = self._best
+        return is_close(candidate) or (best is not None and candidate.step >= best.step)
+
+    def _consider(self, pair: Pair, without_search: bool = False) -> Candidate | None:
+        spec, method = pair
+        try:
+            variant = self._variant_of(spec, method)
+            if variant is None:
+                return None
+            variant.check_launch()
+            if (variant.choice.spec, method) in self._known:
+                return self._known[variant.choice.spec, method]
+            best = self._best
+            if best is not None:
+                _check_promising(variant, method, self._room, best)
+            if best is not None and self._is_long and variant.choice.traits.searches:
+                _check_on_stages_of(best, variant)
+            if without_search:
+                variant = replace(variant, choice=variant.choice.without_search)
+            elif variant.choice.traits.searches:
+                variant = self._within_the_best(variant)
+            at_most = best.step if best is not None and self._is_long else math.inf
+            if entry_of(spec).mark is Mark.LABORATORY:
+                at_most = 0.0
+            return consider(variant, method, self._room, self._may_offload, at_most)
+        except ValueError as error:
+            self.refusals[pair] = str(error)
+            return None
+
+    def _within_the_best(self, variant: Variant) -> Variant:
+        """``variant``, which searches, in as much memory as the best of the others takes, where
+        only times are known: without a limit a search would stay within 1F1B's."""
+        problem = variant.problem
+        best = min(stable_of(self.candidates), key=by_time, default=None)
+        if problem.memory_limit is not None or variant.model is not None or best is None:
+            return variant
+        if best.report.peak <= problem.ranks:
+            return variant
+        limit = MemoryLimit(microbatches=best.report.peak)
+        return replace(variant, problem=replace(problem, memory_limit=limit))
+
+    @property
+    def _best(self) -> Candidate | None:
+        """The best stable one that others are compared with, if they are."""
+        there = [*self.candidates, *self._known.values()]
+        better = [] if self._better_than is None else [self._better_than]
+        known = (*stable_of(there), *better) if self._only_promising else ()
+        return min(known, key=by_time, default=None)
+
+    def leave_out(self, pairs: Sequence[Pair]) -> None:
+        """Keep what is known already, and say of schedules that none of ``pairs`` has told of that
+        there was no time for them."""
+        there = {(made.schedule, made.method) for made in self.candidates}
+        self.candidates += [made for pair, made in self._known.items() if pair not in there]
+        told = {made.schedule for made in self.candidates} | {spec for spec, _ in self.refusals}
+        for spec in dict.fromkeys(spec for spec, _ in pairs if spec not in told):
+            self.refusals[spec, VocabMethod.NAIVE] = NO_TIME
+
+
+def _check_promising(
+    variant: Variant, method: VocabMethod, room: float | None, best: Candidate
+) -> None:
+    """Raise ValueError if no schedule of this kind takes less time than ``best``, or for a search
+    that would have to be made with every method."""
+    problem = variant.problem
+    if variant.choice.traits.searches and method is not best.method:
+        raise ValueError(f"searched for only with the vocabulary as {best.schedule} has it")
+    if problem.extras.pairs:  # how much they gain is not bounded
+        return
+    if variant.may_recompute:  # which makes a step longer, and any limit looser
+        problem = replace(problem, memory_limit=None)
+    elif room is not None and variant.model is not None and problem.memory_limit is None:
+        left = max(room - min(rank.total for rank in variant.model), 0.0)
+        problem = replace(problem, memory_limit=MemoryLimit(bytes=int(left)))
+    bound = least_time(problem, variant.choice.traits.splits_backward)
+    if bound > best.step:
+        raise ValueError(
+            f"takes at least {bound / best.step - 1:.1%} more time than {best.schedule}{_WHATEVER}"
+        )
+
+
+def _check_on_stages_of(best: Candidate, variant: Variant) -> None:
+    """Raise ValueError if ``variant`` has other stages than ``best``."""
+    if variant.problem.placement != best.variant.problem.placement:
+        raise ValueError(f"searched for only on stages as {best.schedule} has them")
+
+
+def without_figures(why: str) -> str:
+    """``why`` a schedule is refused, the same for all that take longer than another."""
+    return f"takes more time than another{_WHATEVER}" if why.endswith(_WHATEVER) else why

@@ -1,0 +1,155 @@
+"""A training job that is described by its costs, its model's dimensions, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from megatron_ext.compile.registry import choose
+from megatron_ext.cost_model.estimate import estimate
+from megatron_ext.cost_model.execution import Execution
+from megatron_ext.cost_model.model import Model, Stage, stages_of
+from megatron_ext.cost_model.model_memory import TrainingState, bytes_of_ranks
+from megatron_ext.cost_model.rates import Rates
+from megatron_ext.cost_model.reductions import Reduction, reductions_of_ranks
+from megatron_ext.planner.candidate import (
+    Candidate,
+    Variant,
+    VocabMethod,
+    goes_with,
+    keeps_pairs,
+)
+from megatron_ext.planner.redistribution import (
+    redistribute,
+    redistributed_layers,
+    tells_vocabulary,
+)
+from megatron_ext.schedule.costs import Costs, VocabularyCosts
+from megatron_ext.schedule.limit import MemoryLimit
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.problem import Extras, Problem
+
+_NO_EXTRAS = Extras()
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model and how each rank trains it."""
+
+    model: Model
+    execution: Execution
+    state: TrainingState
+    rates: Rates
+
+    def stages(self, placement: Placement, method: VocabMethod) -> tuple[Stage, ...]:
+        """Return the layers of each stage. Raises ValueError if they do not divide."""
+        number = placement.stages
+        if method is VocabMethod.REDISTRIBUTED:
+            return stages_of(self.model, redistributed_layers(len(self.model.layers), number))
+        return stages_of(self.model, self.model.evenly(number))
+
+    def longest_reduction(self, candidate: Candidate) -> Reduction:
+        """Return that of the pipeline rank which takes longest under ``candidate``."""
+        placement, method = candidate.variant.problem.placement, candidate.method
+        reductions = reductions_of_ranks(
+            self.model,
+            self.stages(placement, method),
+            self.execution,
+            placement,
+            method.vocabulary,
+            self.state,
+            self.rates,
+        )
+        return max(reductions, key=lambda reduction: reduction.total)
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training job: what is known of it, and the options of its schedules.
+
+    Attributes:
+        ranks: pipeline ranks.
+        costs: the costs on a placement, as given; None: they are estimated from ``trained``.
+        trained: the model; None: only costs are known.
+        limit: of activations; None: none.
+        extras: the options that are asked for. Pairs are kept by the schedules that can.
+        layers: of the model, where ``trained`` does not tell.
+    """
+
+    ranks: int
+    microbatches: int
+    costs: Callable[[Placement], Costs] | None = None
+    trained: TrainedModel | None = None
+    limit: MemoryLimit | None = None
+    extras: Extras = _NO_EXTRAS
+    layers: int | None = None
+
+    @property
+    def is_estimate(self) -> bool:
+        """Whether times are estimated."""
+        return self.costs is None
+
+    def variant(self, name: str, method: VocabMethod) -> Variant | None:
+        """Return the problem of the family ``name``, for `make_plan`; None if the given costs do
+        not tell what ``method`` would change.
+
+        Raises:
+            ValueError: the layers do not divide over its stages.
+        """
+        choice = choose(name)
+        if not goes_with(self.extras.slices, choice, method.vocabulary):
+            return None
+        placement = choice.place(self.ranks)
+        costs = self._costs(placement, method)
+        if costs is None:
+            return None
+        pairs = self.extras.pairs and keeps_pairs(choice, method.vocabulary)
+        extras = replace(self.extras, vocab_parallel=method.vocabulary, pairs=pairs)
+        problem = Problem(placement, self.microbatches, costs, self.limit, extras=extras)
+        trained = self.trained
+        if trained is None:
+            return Variant(choice, problem, may_recompute=True, layers=self.layers)
+        model = bytes_of_ranks(
+            trained.model,
+            trained.stages(placement, method),
+            trained.execution,
+            placement,
+            method.vocabulary,
+            trained.state,
+        )
+        may_recompute = not trained.execution.recompute
+        return Variant(choice, problem, model, may_recompute, len(trained.model.layers))
+
+    def _costs(self, placement: Placement, method: VocabMethod) -> Costs | None:
+        trained, estimated = self.trained, None
+        if trained is not None:
+            stages = trained.stages(placement, method)
+            estimated = estimate(trained.model, stages, trained.execution, trained.rates)
+        if self.costs is None:
+            return estimated
+        given = self.costs(placement)
+        if method is not VocabMethod.NAIVE and not tells_vocabulary(given):
+            return None
+        if method is VocabMethod.REDISTRIBUTED:
+            layers = self.layers if trained is None else len(trained.model.layers)
+            if layers is None:
+                return None
+            given = redistribute(given, layers)
+        return given if estimated is None else _with_bytes(given, estimated)
+
+
+def _with_bytes(costs: Costs, estimated: Costs) -> Costs:
+    """``costs``, with the bytes of ``estimated`` where they have none."""
+    if costs.held_bytes is not None:
+        return costs
+    assert estimated.vocabulary is not None
+    vocabulary = replace(
+        costs.vocabulary or VocabularyCosts(), logits_bytes=estimated.vocabulary.logits_bytes
+    )
+    layers = (
+        costs.without_vocabulary()
+        .with_passes(held_bytes=estimated.without_vocabulary().held_bytes)
+        .with_links(message_bytes=estimated.links.message_bytes)
+        .with_slices(keys_values=estimated.slices.keys_values)
+    )
+    return layers.with_vocabulary(vocabulary)

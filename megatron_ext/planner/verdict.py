@@ -1,0 +1,169 @@
+"""One verdict for a training job: keep what it has, or the change that is worth writing.
+
+All ways to train the job compete in one pool: other schedules, layouts, and flags of Megatron's
+own, with what the job has now. The shortest step that fits wins. Steps within `ALIKE` of it are a
+tie, of which the one that holds least memory is taken; a change has to save `WORTH` of a step.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from megatron_ext.planner.candidate import Candidate, VocabMethod, stable_of
+from megatron_ext.schedule.problem import Offload, Recompute
+
+ALIKE = 0.01  # of a step, or of a rank's bytes: two estimates that differ by less are a tie
+WORTH = 0.02  # of a step: less is below what an estimate can tell
+STOCK = ("1f1b", "interleaved")  # families that Megatron has itself
+
+
+@dataclass(frozen=True)
+class Written:
+    """What is written on a launch command, and Megatron's flags that go from it."""
+
+    added: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """For people: ``--pipeline-schedule zb-v, in place of --num-virtual-stages...``."""
+        added, dropped = shlex.join(self.added), " ".join(self.dropped)
+        if not dropped:
+            return added
+        return f"{added}, in place of {dropped}" if added else f"drop {dropped}"
+
+
+NOTHING = Written()
+
+
+@dataclass(frozen=True, eq=False)
+class Alternative:
+    """One way to train the job.
+
+    Attributes:
+        seconds: of a step, with what comes on top of its passes where that is known.
+        write: makes the flags that are to be written for it. It is called for what is shown only.
+        layout: the layers of each stage, where they are not Megatron's own.
+    """
+
+    candidate: Candidate
+    seconds: float
+    write: Callable[[], Written] = field(repr=False)
+    layout: str = ""
+
+    @property
+    def holds(self) -> float:
+        """Memory of the fullest rank: bytes, or microbatches where no bytes are known."""
+        return self.candidate.holds
+
+
+@dataclass(frozen=True, eq=False)
+class Verdict:
+    """The recommendation for a job.
+
+    Attributes:
+        baseline: the job as it is; None: that cannot run, or nothing is known of it.
+        taken: what to train under: ``baseline`` itself where nothing is worth a change. None:
+            nothing fits.
+        stock: the best change that needs Megatron's own flags alone, where one is worth it.
+        tie: the others whose steps are as long as that of ``taken``.
+        excess: memory of ``baseline`` beyond what a rank may take; 0: it fits.
+        shortest: the shortest step of all others, taken or not; None: there is none.
+        keeps: whether nothing is to be changed.
+        gain: the share of the baseline's step that ``taken`` saves; 0 without a baseline.
+    """
+
+    baseline: Alternative | None
+    taken: Alternative | None
+    stock: Alternative | None = None
+    tie: tuple[Alternative, ...] = ()
+    excess: float = 0.0
+    shortest: Alternative | None = None
+    keeps: bool = False
+    gain: float = 0.0
+
+    def saved_by(self, other: Alternative) -> float:
+        """The share of the baseline's step that ``other`` saves; 0 without a baseline."""
+        if self.baseline is None:
+            return 0.0
+        return 1 - other.seconds / self.baseline.seconds
+
+
+def is_stock(candidate: Candidate) -> bool:
+    """Whether Megatron runs ``candidate`` by itself, with its own flags."""
+    made = candidate.report
+    return (
+        candidate.family in STOCK
+        and candidate.method in (VocabMethod.NAIVE, VocabMethod.REDISTRIBUTED)
+        and made.offload is Offload.NONE
+        and made.recompute == str(Recompute())
+        and made.slices == 1
+        and not candidate.overlaps
+    )
+
+
+def verdict(
+    baseline: Alternative | None, others: Iterable[Alternative], free: float | None = None
+) -> Verdict:
+    """Return what is best of ``baseline`` and ``others``.
+
+    Args:
+        others: what else there is. Of these only stable schedules are taken, unless none is.
+        free: bytes that a rank may take; None: not known. ``others`` fit into that.
+    """
+    pool = list(others)
+    stable = eligible(pool)
+    excess = 0.0
+    if baseline is not None and free is not None and baseline.candidate.fullest is not None:
+        excess = max(baseline.candidate.fullest - free, 0.0)
+    fits = baseline is not None and not excess
+    own = baseline if fits else None
+    taken, tie = _taken(own, stable)
+    stock, tie_of_stock = _taken(own, [one for one in stable if is_stock(one.candidate)])
+    if stock is not None and stock is not own and not _adds(taken, stock):
+        taken, tie = stock, tie_of_stock
+    if stock is own:
+        stock = None
+    shortest = min(stable, key=lambda one: one.seconds, default=None)
+    found = Verdict(baseline, taken, stock, tie, excess, shortest)
+    if taken is None:
+        return found
+    return replace(found, keeps=taken is baseline, gain=found.saved_by(taken))
+
+
+def eligible(pool: Sequence[Alternative]) -> list[Alternative]:
+    """Return what may be recommended of ``pool``: its stable schedules, or all if there is none."""
+    return [one for one in pool if stable_of([one.candidate])] or list(pool)
+
+
+def _adds(taken: Alternative | None, stock: Alternative) -> bool:
+    """Whether ``taken`` is worth more than ``stock``: by time, or in the same time by memory."""
+    assert taken is not None
+    is_shorter = taken.seconds <= (1 - WORTH) * stock.seconds
+    is_leaner = taken.holds < (1 - ALIKE) * stock.holds
+    return is_shorter or (is_leaner and taken.seconds <= (1 + ALIKE) * stock.seconds)
+
+
+def _taken(
+    own: Alternative | None, others: Sequence[Alternative]
+) -> tuple[Alternative | None, tuple[Alternative, ...]]:
+    """The one that is recommended, and those that it ties with."""
+    worth = [one for one in others if own is None or one.seconds <= (1 - WORTH) * own.seconds]
+    if not worth:
+        return own, ()
+    alike = tied(worth, lambda one: one.seconds)
+    taken = leanest(alike, lambda one: one.seconds, lambda one: one.holds)
+    return taken, tuple(one for one in alike if one is not taken)
+
+
+def tied[T](ways: Iterable[T], seconds: Callable[[T], float]) -> list[T]:
+    """Those of ``ways`` whose steps are within `ALIKE` of the shortest, shortest first."""
+    ordered = sorted(ways, key=seconds)
+    return [one for one in ordered if seconds(one) <= (1 + ALIKE) * seconds(ordered[0])]
+
+
+def leanest[T](tie: Sequence[T], seconds: Callable[[T], float], holds: Callable[[T], float]) -> T:
+    """What holds least of a ``tie``: of those within `ALIKE` of the least memory, the shortest."""
+    least = min(map(holds, tie))
+    return min((one for one in tie if holds(one) <= (1 + ALIKE) * least), key=seconds)

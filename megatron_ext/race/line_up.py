@@ -1,0 +1,110 @@
+"""Who races: schedules of one placement, and the one that they are compared with."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_ext.compile.registry import Choice, choose
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.words import counted
+
+# Of a placement with so many chunks on a rank: the plainest schedule that there is on it.
+_BASELINES = ("1f1b", "interleaved", "interleaved:vpp={chunks}", "1f1b-v", "hanayo:waves={waves}")
+STOCK = ("1f1b", "interleaved")  # families that run Megatron's own order
+
+
+class RaceThen(enum.StrEnum):
+    """Schedules that a training may go on under when its race is over."""
+
+    KEEP = "keep"  # the winner
+    REPORT = "report"  # the baseline
+
+
+@dataclass(frozen=True)
+class LineUp:
+    """The schedules of a race, as they were chosen, the baseline first."""
+
+    specs: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return " ".join(self.specs)
+
+    @property
+    def baseline(self) -> str:
+        return self.specs[0]
+
+    @property
+    def candidates(self) -> tuple[str, ...]:
+        return self.specs[1:]
+
+    @property
+    def order_of_baseline(self) -> str:
+        """Words on whether the baseline's order of passes is stock's."""
+        name = _family(self.baseline)
+        return "stock's order" if name in STOCK else "no order of stock's, which has no such stages"
+
+    @cached_property
+    def choices(self) -> tuple[Choice, ...]:
+        return tuple(map(choose, self.specs))
+
+
+def line_up(schedule: str | None, wanted: Sequence[str]) -> LineUp:
+    """Return the contestants of a race: ``wanted``, and ``schedule`` if one is given.
+
+    A schedule of the baseline's family among them is the baseline.
+
+    Raises:
+        ValueError: there is no such schedule, none to race with, one twice, or they are of several
+            placements or of one on which we have no plain schedule.
+    """
+    specs = list(dict.fromkeys([*([schedule] if schedule is not None else []), *wanted]))
+    if not wanted:
+        raise ValueError('--pipeline-race names no schedule: write one or more, as "zb-h1 zb-1p"')
+    for spec in wanted:
+        if wanted.count(spec) > 1:
+            raise ValueError(f"--pipeline-race {' '.join(wanted)}: {spec} is in it twice; drop one")
+    choices = {spec: choose(spec) for spec in specs}
+    ranks = next((choice.ranks for choice in choices.values() if choice.ranks is not None), 2)
+    placements = {spec: choice.place(ranks) for spec, choice in choices.items()}
+    first = placements[specs[0]]
+    for spec, placement in placements.items():
+        if placement.rank_of != first.rank_of:
+            raise ValueError(
+                f"--pipeline-race: {specs[0]} has {_words(first)} and {spec} has "
+                f"{_words(placement)}, and layers do not change ranks while a model trains: race "
+                f"schedules of one placement"
+            )
+    baseline = _baseline(first, specs)
+    candidates = [spec for spec in specs if spec != baseline]
+    if not candidates:
+        raise ValueError(
+            f"--pipeline-race {baseline} has nobody to race with: it is what others are compared "
+            f"with; name another schedule"
+        )
+    return LineUp((baseline, *candidates))
+
+
+def _baseline(placement: Placement, specs: Sequence[str]) -> str:
+    chunks = placement.chunks
+    for text in _BASELINES:
+        spec = text.format(chunks=chunks, waves=chunks // 2)
+        if chunks % 2 and "waves" in spec:
+            continue
+        if choose(spec).place(placement.ranks).rank_of == placement.rank_of:
+            own = [given for given in specs if _family(given) == _family(spec)]
+            return own[0] if own else spec
+    raise ValueError(
+        f"--pipeline-race: {specs[0]} has stages on ranks {list(placement.rank_of)}, where we have "
+        f"no plain schedule to compare with: race schedules of a line, a loop, a V or a wave"
+    )
+
+
+def _family(spec: str) -> str:
+    return spec.partition(":")[0]
+
+
+def _words(placement: Placement) -> str:
+    return f"the placement {placement.name} with {counted(placement.chunks, 'stage')} on a rank"

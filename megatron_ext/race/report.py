@@ -1,0 +1,106 @@
+"""Texts of a race: while it runs, when it is over, and a row of a table to show to others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from megatron_ext.race.line_up import LineUp
+from megatron_ext.race.record import NAME, RaceFigures
+from megatron_ext.race.rounds import ROUNDS, Race
+from megatron_ext.words import bytes_text, counted
+
+
+def standing(race: Race) -> str:
+    """After a round, in one line."""
+    words = []
+    for spec in (*race.candidates, *race.dropped):
+        ratio = race.ratio(spec)
+        if spec in race.dropped:
+            words.append(f"{spec} is dropped: {race.dropped[spec]}")
+        elif ratio is not None:
+            words.append(f"{spec} {ratio.median:.3f}")
+    times = f"times as fast as {race.baseline}, median so far"
+    return f"race, round {len(race.rounds)} of {ROUNDS}, {times}: {', '.join(words)}"
+
+
+def verdict(race: Race, keeps: bool) -> str:
+    """Return a line: the winner, and the schedule under which the training goes on."""
+    best = race.best
+    closest = "" if best is None else f"{best} is {_pace(race, best)}"
+    if race.winner != race.baseline:
+        then = "and is kept" if keeps else f"the training goes on under {race.baseline}"
+        return f"race is over: {closest}, {then}"
+    why = f": {closest}" if closest else ""
+    return f"race is over: nobody is faster than {race.baseline}, which is kept{why}"
+
+
+def _pace(race: Race, spec: str) -> str:
+    ratio = race.ratio(spec)
+    assert ratio is not None
+    return (
+        f"{ratio.median:.3f} times as fast as {race.baseline} (quartiles {ratio.spread}, "
+        f"{counted(ratio.rounds, 'round')})"
+    )
+
+
+def doubt(race: Race, figures: Mapping[str, RaceFigures]) -> str | None:
+    """Return why the winner's gain cannot be its own, and what to do; None if it can be.
+
+    A schedule takes bubbles away and nothing else: without any, the baseline's passes would take
+    ``1 - bubble`` of their time, and the rest of an iteration as long as it does now.
+    """
+    ratio, baseline = race.ratio(race.winner), figures.get(race.baseline)
+    if ratio is None or baseline is None:
+        return None
+    known = {"measured": baseline.bubble, "predicted": baseline.predicted_bubble}
+    for origin, bubble in known.items():
+        possible = 1 / (1 - bubble) if bubble < 1 else math.inf
+        if race.winner != race.baseline and ratio.median > possible:
+            return (
+                f"race: {ratio.median:.3f} times as fast is noise, at least in part: "
+                f"{race.baseline} without its whole bubble ({bubble:.1%} {origin}) would be "
+                f"{possible:.3f} times as fast. Something else used the processors, GPUs or "
+                f"network while others had their turns, or passes are too short to be timed: race "
+                f"again where nothing else runs, with a model of real size, after removing {NAME} "
+                f"from the folder of --save; until then write --pipeline-race-then report"
+            )
+    return None
+
+
+def figures_line(spec: str, race: Race, figures: RaceFigures) -> str:
+    """Return a line of the log: the measured and the predicted figures of ``spec``."""
+    seconds = race.seconds(spec)
+    took = "" if seconds is None else f"iteration {seconds * 1e3:.4g} ms, "
+    return (
+        f"race, {spec}: {took}bubble {figures.bubble:.1%} (predicted "
+        f"{figures.predicted_bubble:.1%}), peak {_bytes(figures.peak)} (predicted "
+        f"{_bytes(figures.predicted_peak)}, {counted(figures.peak_microbatches, 'microbatch')})"
+    )
+
+
+def table(
+    race: Race, lines: LineUp, facts: Mapping[str, str], figures: Mapping[str, RaceFigures]
+) -> str:
+    """Return a Markdown table with one row, of the best candidate: the schedules compared, the
+    system, and the result. "" if no candidate has run a whole round."""
+    best = race.best
+    ratio = None if best is None else race.ratio(best)
+    if best is None or ratio is None:
+        return ""
+    own = figures[best]
+    columns = {
+        **facts,
+        "baseline": f"{race.baseline} ({lines.order_of_baseline})",
+        "schedule": best,
+        "times as fast": f"{ratio.median:.3f} ({ratio.spread})",
+        "bubble (predicted)": f"{own.bubble:.1%} ({own.predicted_bubble:.1%})",
+        "peak (predicted)": f"{_bytes(own.peak)} ({_bytes(own.predicted_peak)})",
+    }
+    return "\n".join(
+        f"| {' | '.join(cells)} |" for cells in (columns, ["-"] * len(columns), columns.values())
+    )
+
+
+def _bytes(number: float | None) -> str:
+    return "unknown" if number is None else bytes_text(number)

@@ -1,0 +1,153 @@
+"""Check that two runs can be compared: the same model, data and course of training."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_ext.written_settings import add_flags
+
+# Megatron's arguments that must be the same, by subject.
+MUST_AGREE: Mapping[str, tuple[str, ...]] = {
+    "model": (
+        "num_layers",
+        "hidden_size",
+        "ffn_hidden_size",
+        "num_attention_heads",
+        "num_query_groups",
+        "kv_channels",
+        "max_position_embeddings",
+        "vocab_size",
+        "num_experts",
+        "moe_router_topk",
+        "moe_layer_freq",
+        "moe_ffn_hidden_size",
+        "mtp_num_layers",
+        "hybrid_layer_pattern",
+        "hybrid_override_pattern",
+        "multi_latent_attention",
+        "swiglu",
+        "normalization",
+        "position_embedding_type",
+        "add_bias_linear",
+        "untie_embeddings_and_output_weights",
+        "attention_dropout",
+        "hidden_dropout",
+    ),
+    "data": (
+        "mock_data",
+        "data_path",
+        "train_data_path",
+        "data_args_path",
+        "split",
+        "tokenizer_type",
+        "tokenizer_model",
+        "seq_length",
+    ),
+    "training": (
+        "seed",
+        "global_batch_size",
+        "rampup_batch_size",
+        "lr",
+        "min_lr",
+        "lr_decay_style",
+        "lr_warmup_iters",
+        "lr_warmup_fraction",
+        "optimizer",
+        "weight_decay",
+        "clip_grad",
+        "loss_scale",
+    ),
+    "precision": ("bf16", "fp16", "fp8"),
+}
+
+
+_DROPOUT = ("hidden_dropout", "attention_dropout")
+_SLICES = ("pipeline_slices", "pipeline_slice_lengths")
+
+# Symbols of a hybrid model's layers; "|" separates stages, which may differ.
+_PATTERNS = {"hybrid_layer_pattern", "hybrid_override_pattern"}
+
+
+def refusal(a: Mapping[str, Any], b: Mapping[str, Any], words: str) -> str | None:
+    """Return why runs with the arguments ``a`` and ``b`` cannot be compared; None if they can.
+
+    ``words`` names the two runs.
+    """
+    return _other_trainings(a, b, words) or _other_draws(a, b, words)
+
+
+def _other_draws(a: Mapping[str, Any], b: Mapping[str, Any], words: str) -> str | None:
+    """Return why dropout would differ: random numbers are drawn slice by slice."""
+    cuts = [_cut_as(arguments) for arguments in (a, b)]
+    draws = any(arguments.get(name) for name in _DROPOUT for arguments in (a, b))
+    if cuts[0] == cuts[1] or not draws:
+        return None
+    return (
+        f"{words} cannot be compared: with {cuts[0]} and {cuts[1]} dropout draws other numbers; "
+        f"give both --hidden-dropout 0 --attention-dropout 0"
+    )
+
+
+def _cut_as(arguments: Mapping[str, Any]) -> str:
+    if int(arguments.get("pipeline_slices") or 1) == 1:
+        return "whole sequences"
+    given = {_flag(name): arguments.get(name) for name in _SLICES}
+    return " ".join(f"{name} {value}" for name, value in given.items() if value)
+
+
+def _other_trainings(a: Mapping[str, Any], b: Mapping[str, Any], words: str) -> str | None:
+    apart = {
+        kind: [name for name in names if _without_ends(name, a) != _without_ends(name, b)]
+        for kind, names in MUST_AGREE.items()
+    }
+    kinds = [kind for kind, names in apart.items() if names]
+    if not kinds:
+        return None
+    lines = [
+        f"{_flag(name)} ({a.get(name)!r} and {b.get(name)!r})"
+        for names in apart.values()
+        for name in names
+    ]
+    return (
+        f"{words} cannot be compared, they differ in their {' and '.join(kinds)}: "
+        f"{', '.join(lines)}; give both the same"
+    )
+
+
+def _without_ends(name: str, arguments: Mapping[str, Any]) -> Any:
+    value = arguments.get(name)
+    return value.replace("|", "") if name in _PATTERNS and isinstance(value, str) else value
+
+
+def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return all other arguments in which the runs differ, by their flags."""
+    must = {name for names in MUST_AGREE.values() for name in names} - _PATTERNS
+    a, b = {**_OURS, **a}, {**_OURS, **b}
+    return {
+        _flag(name): (a.get(name), b.get(name))
+        for name in sorted(a.keys() | b.keys())
+        if name not in must | _INCIDENTAL and a.get(name) != b.get(name)
+    }
+
+
+# Megatron's own runs have none of our flags: defaults apply.
+_OURS = vars(add_flags(argparse.ArgumentParser(add_help=False)).parse_args([]))
+
+
+# Arguments that differ between two runs of one command, or follow from others.
+_INCIDENTAL = {
+    "load",
+    "save",
+    "rank",
+    "local_rank",
+    "exit_interval",
+    "tensorboard_dir",
+    "consumed_train_samples",
+    "iteration",
+}
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -1,0 +1,299 @@
+"""Comparison of two recordings: whether they have the same numbers, and the first difference."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_ext.recordings.comparable import differences, refusal
+from megatron_ext.recordings.figures import NORM, ComparedScalar, figures, floor_of, standstill
+from megatron_ext.recordings.floor import TensorDifference, compare_tensors, exceeds, usual
+from megatron_ext.recordings.recording import (
+    Copies,
+    Iteration,
+    RunRecording,
+    Tensor,
+    digest_of,
+    name_of,
+)
+
+NORM_ULPS = 8  # most ulps between norms whose squares were summed in another order
+_STATES = "optimizer.state."
+
+
+class ParityVerdict(enum.StrEnum):
+    """Verdict on two runs. SAME: bitwise equal. WITHIN_THE_FLOOR: B differs from A by no more than
+    A from itself."""
+
+    SAME = "same"
+    WITHIN_THE_FLOOR = "within the floor"
+    DIFFER = "differ"
+
+
+@dataclass(frozen=True)
+class First:
+    """First difference between two runs.
+
+    Attributes:
+        iteration: after which they differ; the starting iteration if they start differently.
+        what: the loss, the norm or the tensor.
+        ranks: ranks of B that have the tensor.
+        others: number of other tensors that differ then.
+        of: number of all tensors.
+    """
+
+    iteration: int
+    what: str
+    ranks: tuple[int, ...] = ()
+    others: int = 0
+    of: int = 0
+
+
+@dataclass(frozen=True)
+class RunComparison:
+    """Comparison of B with A, and of A with itself.
+
+    Attributes:
+        verdict: the result.
+        first: the first difference beyond the floor.
+        figures: losses and norms.
+        again: losses and norms of A compared with A; None if A was recorded once.
+        tensors: each tensor of both after the last iteration.
+        floor: tensors of A compared with A.
+        beyond: tensors that differ by more than the floor, the largest difference first.
+        missing: tensors that only one of the runs has.
+        copies: tensors whose copies on ranks of B differ from one another.
+        norm_alone: only norms differ, and only as reordered sums do.
+        clipping: the value of --clip-grad if such a norm differs in the iteration of the first
+            difference and gradients are clipped; else 0.
+        settings: arguments in which A and B differ.
+        holders: ranks of B that have a part of a tensor beyond the floor.
+        start: the iteration from which both started.
+    """
+
+    verdict: ParityVerdict
+    first: First | None
+    figures: Sequence[ComparedScalar]
+    again: Sequence[ComparedScalar] | None
+    tensors: Mapping[Tensor, TensorDifference]
+    floor: Mapping[Tensor, TensorDifference]
+    beyond: Sequence[Tensor]
+    missing: Sequence[Tensor]
+    copies: Sequence[Tensor]
+    norm_alone: bool
+    clipping: float
+    settings: Mapping[str, tuple[object, object]]
+    holders: Mapping[Tensor, tuple[int, ...]]
+    start: int
+
+
+def compare(a: RunRecording, b: RunRecording, again: RunRecording | None = None) -> RunComparison:
+    """Compare ``b`` with ``a``; ``again`` is a second recording of ``a``'s command, for the floor.
+
+    Raises:
+        ValueError: the runs cannot be compared, a run's loss or gradients do not change, or a
+            tensor
+            was not recorded completely.
+    """
+    _check(a, b, again)
+    found, floor = compare_tensors(a, b), compare_tensors(a, again) if again else {}
+    seen, seen_again = figures(a, b), figures(a, again) if again else None
+    missing = sorted(a.tensors.keys() ^ b.tensors.keys())
+    copies = sorted(_unequal_copies(b) - _unequal_copies(a))
+    is_noisy = any(floor.values()) or any(seen_again or ())
+    far = _beyond_the_floor(found, floor)
+    figures_beyond = _figures_beyond(seen, seen_again or ())
+    others = [figure for figure in figures_beyond if figure.name != NORM]
+    differs_in_tensors = bool(far or missing or copies)
+    if not is_noisy:
+        differs_in_tensors |= any(_differing(x, y) for x, y in _pairs(a, b))
+    norm_alone = (
+        bool(figures_beyond)
+        and not others
+        and not differs_in_tensors
+        and all(map(_is_reordered_sum, figures_beyond))
+    )
+    first = None
+    if (figures_beyond or differs_in_tensors) and not norm_alone:
+        first = _first_with_floor(a, figures_beyond, far) if is_noisy else _first(a, b, seen)
+    verdict = _verdict(seen, found, bool(figures_beyond or differs_in_tensors) and not norm_alone)
+    return RunComparison(
+        verdict=verdict,
+        first=first,
+        figures=seen,
+        again=seen_again,
+        tensors=found,
+        floor=floor,
+        beyond=far,
+        missing=missing,
+        copies=copies,
+        norm_alone=norm_alone,
+        clipping=_clipping(a, first, seen),
+        settings=differences(a.arguments, b.arguments),
+        start=a.first,
+        holders={tensor: _holders(b, tensor) for tensor in far},
+    )
+
+
+def _check(a: RunRecording, b: RunRecording, again: RunRecording | None) -> None:
+    for other in (b, again):
+        if other is None:
+            continue
+        both = f"{a.folder} and {other.folder}"
+        if why := refusal(a.arguments, other.arguments, both):
+            raise ValueError(why)
+        spans = [(run.first, len(run.trained)) for run in (a, other)]
+        if spans[0] != spans[1]:
+            of = [f"{n} iterations from {first} on" for first, n in spans]
+            raise ValueError(
+                f"{both} cannot be compared: {of[0]}, and {of[1]}; record both from one "
+                f"checkpoint, with the same --iterations"
+            )
+    for run in (a, b):
+        if why := standstill(run):
+            raise ValueError(f"{run.folder} is no proof of anything: {why}")
+
+
+def _verdict(
+    seen: Sequence[ComparedScalar], found: Mapping[Tensor, TensorDifference], differs: bool
+) -> ParityVerdict:
+    if differs:
+        return ParityVerdict.DIFFER
+    losses = any(figure for figure in seen if figure.name != NORM)
+    return ParityVerdict.WITHIN_THE_FLOOR if losses or any(found.values()) else ParityVerdict.SAME
+
+
+def _beyond_the_floor(
+    found: Mapping[Tensor, TensorDifference], floor: Mapping[Tensor, TensorDifference]
+) -> list[Tensor]:
+    """Return the tensors beyond the floor, the largest difference first."""
+    kinds = {
+        kind: usual({t: d for t, d in floor.items() if kind_of(t[0]) == kind})
+        for kind in ("parameters", "optimizer states")
+    }
+    beyond = [
+        tensor
+        for tensor, apart in found.items()
+        if apart and exceeds(apart.relative, _floor(floor, tensor), kinds[kind_of(tensor[0])])
+    ]
+    return sorted(beyond, key=lambda tensor: -found[tensor].relative)
+
+
+def _floor(floor: Mapping[Tensor, TensorDifference], tensor: Tensor) -> float:
+    return floor[tensor].relative if tensor in floor else 0.0
+
+
+def kind_of(name: str) -> str:
+    """Return the kind of the tensor with this ``name`` in torch_dist, as shown to users."""
+    return "optimizer states" if name.startswith(_STATES) else "parameters"
+
+
+def _figures_beyond(
+    seen: Sequence[ComparedScalar], again: Sequence[ComparedScalar]
+) -> list[ComparedScalar]:
+    floor = floor_of(again)
+    return (
+        [figure for figure in seen if figure and exceeds(figure.relative, floor[figure.name], 0.0)]
+        if again
+        else [figure for figure in seen if figure]
+    )
+
+
+def _pairs(a: RunRecording, b: RunRecording) -> Iterator[tuple[Iteration, Iteration]]:
+    return zip(a.iterations, b.iterations, strict=True)
+
+
+def _differing(a: Iteration, b: Iteration) -> list[Tensor]:
+    """Return the tensors of both whose digests differ. Tensors of which either has only a part are
+    left to the comparison of the last state."""
+    different = []
+    for tensor in a.tensors.keys() & b.tensors.keys():
+        (digest, size), (other, other_size) = (digest_of(x.tensors[tensor]) for x in (a, b))
+        if size == other_size and digest != other:
+            different.append(tensor)
+    return sorted(different, key=_in_order)
+
+
+def _in_order(tensor: Tensor) -> tuple[object, ...]:
+    """Return a sort key: parameters before optimizer states, then by layer and name."""
+    name, index = tensor
+    return kind_of(name) != "parameters", index, name
+
+
+def _first(a: RunRecording, b: RunRecording, seen: Sequence[ComparedScalar]) -> First:
+    """Return the first difference, given that A equals itself.
+
+    A norm that differs only as a reordered sum is ignored: some tensor of this iteration, or of a
+    later one, is the difference.
+    """
+    for one, other in _pairs(a, b):
+        for figure in seen:
+            if figure.iteration != one.number or one is a.iterations[0]:
+                continue
+            if figure and not _is_reordered_sum(figure):
+                return First(one.number, figure.name)
+        if different := _differing(one, other):
+            tensor = different[0]
+            return First(
+                one.number,
+                name_of(tensor),
+                _ranks(one.tensors[tensor], other.tensors[tensor]),
+                len(different) - 1,
+                len(one.tensors.keys() & other.tensors.keys()),
+            )
+    return First(a.trained[-1].number, "the tensors after the last iteration")
+
+
+def _is_reordered_sum(figure: ComparedScalar) -> bool:
+    """Return whether ``figure`` is a norm that differs only as a sum in another order would."""
+    return bool(figure) and figure.name == NORM and figure.ulps <= NORM_ULPS
+
+
+def _first_with_floor(
+    a: RunRecording, beyond: Sequence[ComparedScalar], far: Sequence[Tensor]
+) -> First:
+    """Return the first difference if A differs from itself: the first scalar, or the tensor with
+    the largest difference at the end."""
+    others = [figure for figure in beyond if not (far and _is_reordered_sum(figure))]
+    if others:
+        return First(others[0].iteration, others[0].name)
+    last = a.trained[-1].number
+    return First(last, name_of(far[0]) if far else "tensors that only one of them has")
+
+
+def _ranks(a: Copies, b: Copies) -> tuple[int, ...]:
+    """Return the ranks of B with a differing piece; all ranks with any piece if A is sharded
+    differently."""
+    alike = a.keys() == b.keys()
+    ranks = {
+        rank
+        for place, held in b.items()
+        for rank, digest in held
+        if not alike or digest not in {expected for _, expected in a[place]}
+    }
+    return tuple(sorted(ranks))
+
+
+def _unequal_copies(run: RunRecording) -> set[Tensor]:
+    return {
+        tensor
+        for iteration in run.iterations
+        for tensor, copies in iteration.tensors.items()
+        if any(len({digest for _, digest in held}) > 1 for held in copies.values())
+    }
+
+
+def _holders(run: RunRecording, tensor: Tensor) -> tuple[int, ...]:
+    copies = run.iterations[-1].tensors.get(tensor, {})
+    return tuple(sorted({rank for held in copies.values() for rank, _ in held}))
+
+
+def _clipping(a: RunRecording, first: First | None, seen: Sequence[ComparedScalar]) -> float:
+    """Return --clip-grad if it spreads a norm's reordered sum into all gradients; else 0."""
+    threshold = float(a.arguments.get("clip_grad") or 0)
+    if first is None or not threshold:
+        return 0.0
+    norms = [f for f in seen if f.iteration == first.iteration and _is_reordered_sum(f)]
+    is_clipped = any(max(norm.a, norm.b) > threshold for norm in norms)
+    return threshold if is_clipped else 0.0

@@ -1,0 +1,88 @@
+"""Losses and gradient norms of runs, iteration by iteration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_ext.recordings.recording import RunRecording
+from megatron_ext.recordings.ulps import difference
+
+NORM = "gradient norm"
+
+
+@dataclass(frozen=True)
+class ComparedScalar:
+    """Loss or norm of one iteration in both runs. Two NaNs count as equal."""
+
+    iteration: int
+    name: str
+    a: float
+    b: float
+
+    def __bool__(self) -> bool:
+        """Whether the runs differ."""
+        return self.a != self.b and not (math.isnan(self.a) and math.isnan(self.b))
+
+    @property
+    def relative(self) -> float:
+        if not self:
+            return 0.0
+        return abs(self.a - self.b) / abs(self.a) if self.a else math.inf
+
+    @property
+    def ulps(self) -> int:
+        """Difference in ulps of single precision, in which Megatron computes it; at least 1 if they
+        differ."""
+        if not self:
+            return 0
+        a, b = (np.array([x], np.float32).view(np.int32) for x in (self.a, self.b))
+        return max(1, difference(a, b, "float32").ulps)
+
+
+def figures(a: RunRecording, b: RunRecording) -> list[ComparedScalar]:
+    """Return the losses and the norm of each iteration, in this order."""
+    found: list[ComparedScalar] = []
+    for one, other in zip(a.trained, b.trained, strict=True):
+        for name in [*one.losses, *(other.losses.keys() - one.losses.keys())]:
+            values = (one.losses.get(name, math.nan), other.losses.get(name, math.nan))
+            found.append(ComparedScalar(one.number, name, *values))
+        norms = [math.nan if x.norm is None else x.norm for x in (one, other)]
+        found.append(ComparedScalar(one.number, NORM, *norms))
+    return found
+
+
+def floor_of(again: Sequence[ComparedScalar]) -> Mapping[str, float]:
+    """Return the largest relative difference of a run from itself, by name."""
+    floor: dict[str, float] = {}
+    for figure in again:
+        floor[figure.name] = max(floor.get(figure.name, 0.0), figure.relative)
+    return floor
+
+
+def standstill(run: RunRecording) -> str | None:
+    """Return why a run proves nothing (its loss or gradients do not change); None if it does."""
+    trained = run.trained
+    if len(trained) < 2:
+        return "one iteration cannot show whether the loss moves: take at least 2"
+    names = {name for iteration in trained for name in iteration.losses}
+    if not names:
+        return "no rank logged a loss"
+    values = {name: [x.losses.get(name, math.nan) for x in trained] for name in sorted(names)}
+    for name, course in values.items():
+        if all(map(math.isnan, course)):
+            return f"{name} is nan in all {len(course)} iterations: mend the training first"
+    if all(len(set(course)) == 1 for course in values.values()):
+        name, course = next(iter(values.items()))
+        return f"{name} is {course[0]:g} in all {len(course)} iterations: it does not move"
+    if all(not iteration.norm for iteration in trained):
+        return f"the gradients' norm is 0 in all {len(trained)} iterations: nothing is trained"
+    if all(iteration.skipped for iteration in trained):
+        return (
+            f"the optimizer skipped all {len(trained)} iterations: take more, until the loss scale "
+            f"has come down, or give a lower --initial-loss-scale"
+        )
+    return None

@@ -1,0 +1,65 @@
+"""Floor of a comparison: the difference of a run from itself, and differences beyond it.
+
+Kernels on a GPU may sum in a different order each time. The difference of a tensor from itself is
+measured once, and a second measurement would be close but not equal, so up to twice the floor still
+counts as within it. A tensor may by chance be equal in one pair of runs: then the median tensor's
+floor applies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+
+from megatron_ext.recordings.recording import RunRecording, Tensor
+from megatron_ext.recordings.ulps import Difference, difference
+
+_CHANCE = 2.0  # two pairs of runs of one line differ by no more than this factor
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """Difference of a tensor between two runs.
+
+    Attributes:
+        found: the difference; None if types or shapes differ.
+        why: how they differ in that case.
+    """
+
+    found: Difference | None
+    why: str = ""
+
+    @property
+    def relative(self) -> float:
+        return self.found.relative if self.found is not None else math.inf
+
+    def __bool__(self) -> bool:
+        return self.found is None or bool(self.found)
+
+
+def exceeds(found: float, floor: float, usual: float) -> bool:
+    """Whether a relative difference exceeds the ``floor`` of its tensor, or ``usual``, the floor of
+    others of its kind. NaN exceeds everything."""
+    return not found <= _CHANCE * max(floor, usual)
+
+
+def compare_tensors(a: RunRecording, b: RunRecording) -> dict[Tensor, TensorDifference]:
+    """Compare each tensor that both runs have after the last iteration."""
+    return {tensor: _compare(a, b, tensor) for tensor in a.tensors if tensor in b.tensors}
+
+
+def _compare(a: RunRecording, b: RunRecording, tensor: Tensor) -> TensorDifference:
+    dtype, bits = a.whole(tensor)
+    other_dtype, other = b.whole(tensor)
+    if dtype != other_dtype:
+        return TensorDifference(None, f"{dtype} and {other_dtype}")
+    if bits.shape != other.shape:
+        return TensorDifference(None, f"shape {bits.shape} and {other.shape}")
+    return TensorDifference(difference(bits, other, dtype))
+
+
+def usual(differences: Mapping[Tensor, TensorDifference]) -> float:
+    """Return the median of relative differences; 0 if there is nothing to compare."""
+    return median([d.relative for d in differences.values()] or [0.0])

@@ -1,0 +1,80 @@
+"""Part of a tensor on a rank, named as in Megatron's format torch_dist."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+# numpy types that store the bits of torch's types: numpy has no bfloat16 and no 8-bit floats.
+STORED_AS: Mapping[str, str] = {
+    "float64": "i8",
+    "float32": "i4",
+    "float16": "i2",
+    "bfloat16": "i2",
+    "float8_e4m3fn": "i1",
+    "float8_e5m2": "i1",
+    "int64": "i8",
+    "int32": "i4",
+    "int16": "i2",
+    "int8": "i1",
+    "uint8": "i1",
+    "bool": "i1",
+}
+
+Place = tuple[tuple[int, ...], tuple[int, ...], int, int]  # offset, shape, start, stop
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of a tensor on a rank.
+
+    Attributes:
+        name: of the tensor in torch_dist, where equal layers share one name.
+        index: number of the layer, or layer and expert, if they share a name.
+        whole: the shape of the whole tensor.
+        offset, shape: offset of the rank's shard in it, and the shard's shape.
+        start, stop: elements of the flattened shard on this rank. A distributed optimizer splits
+            the
+            shard over data-parallel ranks.
+        dtype: torch's name of the type.
+        is_copy: whether torch_dist saves another rank's copy.
+    """
+
+    name: str
+    index: tuple[int, ...]
+    whole: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    dtype: str
+    is_copy: bool = False
+
+    @property
+    def place(self) -> Place:
+        """Place in the tensor; copies have the same."""
+        return self.offset, self.shape, self.start, self.stop
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * np.dtype(STORED_AS[self.dtype]).itemsize
+
+    @property
+    def is_whole_shard(self) -> bool:
+        return self.numel == math.prod(self.shape)
+
+    def as_data(self) -> list[Any]:
+        return [getattr(self, field.name) for field in fields(self)]
+
+    @classmethod
+    def from_data(cls, data: list[Any]) -> Piece:
+        name, index, whole, offset, shape, *rest = data
+        return cls(name, tuple(index), tuple(whole), tuple(offset), tuple(shape), *rest)

@@ -1,0 +1,218 @@
+"""Comparison as text and table rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_ext.recordings.compare import ParityVerdict, RunComparison, kind_of
+from megatron_ext.recordings.figures import NORM, ComparedScalar
+from megatron_ext.recordings.floor import TensorDifference
+from megatron_ext.recordings.recording import Tensor, name_of
+from megatron_ext.words import counted
+
+SHOWN = 10  # tensors, of those that differ
+_KINDS = ("parameters", "optimizer states")
+
+
+def rows(found: RunComparison) -> list[dict[str, str]]:
+    """Return a table of the compared quantities and their differences."""
+    lines = []
+    for name, is_norm in (("losses", False), ("gradient norms", True)):
+        row = {"": name, "compared": _number(_of(found.figures, is_norm))}
+        if found.again is not None:
+            row["A against itself"] = _figures(_of(found.again, is_norm))
+        lines.append(row | {"B against A": _figures(_of(found.figures, is_norm))})
+    for kind in _KINDS:
+        tensors = _of_kind(found.tensors, kind)
+        row = {"": kind, "compared": counted(len(tensors), "tensor")}
+        if found.again is not None:
+            row["A against itself"] = _tensors(_of_kind(found.floor, kind))
+        lines.append(row | {"B against A": _tensors(tensors)})
+    return lines
+
+
+def _of(figures: Sequence[ComparedScalar], is_norm: bool) -> list[ComparedScalar]:
+    return [figure for figure in figures if (figure.name == NORM) == is_norm]
+
+
+def _of_kind(tensors: Mapping[Tensor, TensorDifference], kind: str) -> list[TensorDifference]:
+    return [apart for (name, _), apart in tensors.items() if kind_of(name) == kind]
+
+
+def _number(figures: Sequence[ComparedScalar]) -> str:
+    return counted(len({figure.iteration for figure in figures}), "iteration")
+
+
+def _figures(figures: Sequence[ComparedScalar]) -> str:
+    different = [figure for figure in figures if figure]
+    if not different:
+        return "the same"
+    most = max(different, key=lambda figure: figure.relative)
+    return f"{len(different)} of {len(figures)} differ, by up to {counted(most.ulps, 'ulp')}"
+
+
+def _tensors(tensors: Sequence[TensorDifference]) -> str:
+    different = [apart for apart in tensors if apart]
+    if not different:
+        return "the same" if tensors else "none"
+    ulps = max((apart.found.ulps for apart in different if apart.found), default=0)
+    return f"{len(different)} of {len(tensors)} differ, by up to {counted(ulps, 'ulp')}"
+
+
+def tensor_rows(found: RunComparison) -> list[dict[str, str]]:
+    """Return the tensors that differ by more than the floor, the largest difference first."""
+    return [
+        {
+            "tensor": name_of(tensor),
+            "ranks of B": " ".join(map(str, found.holders[tensor])),
+            "elements": _elements(found.tensors[tensor]),
+            "ulps": _ulps(found.tensors[tensor]),
+            "relative": f"{found.tensors[tensor].relative:.2g}",
+            "of A itself": _floor(found, tensor),
+        }
+        for tensor in found.beyond[:SHOWN]
+    ]
+
+
+def _floor(found: RunComparison, tensor: Tensor) -> str:
+    return f"{found.floor[tensor].relative:.2g}" if tensor in found.floor else ""
+
+
+def _elements(apart: TensorDifference) -> str:
+    if apart.found is None:
+        return apart.why
+    text = f"{apart.found.differ} of {apart.found.elements}"
+    return text + (f", {apart.found.nans} nan in one of them" if apart.found.nans else "")
+
+
+def _ulps(apart: TensorDifference) -> str:
+    return "" if apart.found is None else str(apart.found.ulps)
+
+
+def verdict(found: RunComparison) -> list[str]:
+    """Return the result, one sentence per line."""
+    if found.verdict is ParityVerdict.SAME:
+        what = "losses, parameters and optimizer states"
+        lines = [f"the same to the last bit: {what}" + _norms_too(found)]
+    elif found.verdict is ParityVerdict.WITHIN_THE_FLOOR:
+        lines = ["within the floor: B differs from A by no more than A differs from itself"]
+    else:
+        lines = ["different: B differs from A by more than A differs from itself"]
+        if found.again is None:
+            lines = ["different: B differs from A"]
+    if found.norm_alone:
+        lines.append(
+            "gradient norms differ as sums do that ranks add in another order, and nothing but the "
+            "log has taken them up"
+        )
+    lines += _differences(found)
+    lines.append(
+        "gradients are not compared one by one: their norm is, and what the optimizer made of them"
+    )
+    if found.again is None and found.verdict is not ParityVerdict.SAME:
+        lines.append(
+            "what A differs by from itself is not known: record its line once more, and give that "
+            "with --again DIR"
+        )
+    return lines
+
+
+def _norms_too(found: RunComparison) -> str:
+    return "" if found.norm_alone else ", and gradient norms"
+
+
+def _differences(found: RunComparison) -> list[str]:
+    lines = []
+    if found.first is not None:
+        lines.append(f"first difference: {_first(found)}")
+        if found.first.iteration == found.start:
+            lines.append("they start from other weights: give both lines one checkpoint, --load")
+    if found.clipping:
+        lines.append(
+            f"the norm is a sum over ranks, added in another order; --clip-grad "
+            f"{found.clipping:g} multiplies all gradients by a factor made of it, and from there "
+            f"on everything differs in its last bits. Give both lines --clip-grad 0, and all else "
+            f"is compared without it"
+        )
+    if found.copies:
+        lines.append(
+            f"ranks of B hold copies that are not the same, of "
+            f"{counted(len(found.copies), 'tensor')}: {_some(found.copies)}"
+        )
+    if found.missing:
+        lines.append(
+            f"only one of them has {counted(len(found.missing), 'tensor')}: {_some(found.missing)}"
+        )
+    return lines
+
+
+def _first(found: RunComparison) -> str:
+    first = found.first
+    assert first is not None
+    text = f"iteration {first.iteration}, {first.what}"
+    for figure in found.figures:
+        if (figure.iteration, figure.name) == (first.iteration, first.what):
+            apart = f"{counted(figure.ulps, 'ulp')}, {figure.relative:.2g} of it"
+            text += f" ({figure.a!r} and {figure.b!r}: {apart})"
+    if first.ranks:
+        word = "rank" if len(first.ranks) == 1 else "ranks"
+        text += f" on {word} {' '.join(map(str, first.ranks))}"
+    if first.others:
+        text += f", and {first.others} other of {first.of} tensors"
+    return text
+
+
+def _some(tensors: Sequence[Tensor]) -> str:
+    names = [name_of(tensor) for tensor in tensors[:3]]
+    return ", ".join(names) + (" and others" if len(tensors) > len(names) else "")
+
+
+def settings(found: RunComparison) -> str | None:
+    """Return the arguments in which the commands differ, in one line."""
+    if not found.settings:
+        return None
+    return ", ".join(f"{name} ({a} and {b})" for name, (a, b) in found.settings.items())
+
+
+def as_data(found: RunComparison) -> dict[str, Any]:
+    """Return the comparison for ``--json``."""
+    first = found.first
+    return {
+        "verdict": found.verdict.value,
+        "first_difference": None
+        if first is None
+        else {"iteration": first.iteration, "what": first.what, "ranks": list(first.ranks)},
+        "iterations": [_figure(figure) for figure in found.figures],
+        "floor_is_known": found.again is not None,
+        "norm_alone": found.norm_alone,
+        "clipping": found.clipping,
+        "compared": {kind: len(_of_kind(found.tensors, kind)) for kind in _KINDS},
+        "tensors_beyond_the_floor": [_tensor(found, tensor) for tensor in found.beyond],
+        "tensors_that_differ": [_tensor(found, t) for t, apart in found.tensors.items() if apart],
+        "unequal_copies": [name_of(tensor) for tensor in found.copies],
+        "only_in_one": [name_of(tensor) for tensor in found.missing],
+        "settings": {name: list(values) for name, values in found.settings.items()},
+    }
+
+
+def _figure(figure: ComparedScalar) -> dict[str, Any]:
+    values = {"a": _finite(figure.a), "b": _finite(figure.b), "ulps": figure.ulps}
+    return {"iteration": figure.iteration, "name": figure.name, **values}
+
+
+def _tensor(found: RunComparison, tensor: Tensor) -> dict[str, Any]:
+    apart = found.tensors[tensor]
+    data: dict[str, Any] = {"tensor": name_of(tensor), "relative": _finite(apart.relative)}
+    if apart.found is None:
+        return data | {"why": apart.why}
+    data |= {"elements": apart.found.elements, "differ": apart.found.differ}
+    data |= {"ulps": apart.found.ulps, "nans": apart.found.nans}
+    if tensor in found.floor:
+        data["floor"] = _finite(found.floor[tensor].relative)
+    return data
+
+
+def _finite(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)

@@ -1,0 +1,357 @@
+"""Several chunks a rank in a loop: chunk c of rank r is stage c*p + r.
+
+The passes of a rank are numbered: the microbatches are cut into groups, and each group goes through
+all chunks in turn, forward from the first chunk and backward from the last. A family says how many
+forwards a rank is ahead of its backwards. The last group may be incomplete.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from itertools import batched
+
+from megatron_ext.compile.program.pass_graph import pass_graph
+from megatron_ext.compile.registry import Mark, family
+from megatron_ext.schedule.action import Action, Kind, tokens_of
+from megatron_ext.schedule.placement import loop
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.schedule import Schedule
+from megatron_ext.search.best import best_known, best_schedule
+from megatron_ext.search.weight_gradient_filling import (
+    TimedOrder,
+    fill_best,
+    least_memory,
+    memory_of,
+)
+
+Rows = tuple[tuple[Action, ...], ...]
+
+
+@family(
+    "interleaved",
+    loop,
+    source="Narayanan et al. 2021, arXiv:2104.04473, section 2.2.2",
+    mark=Mark.STABLE,
+    takes_slices=True,
+    aliases=("ScheduleInterleaved1F1B", "Interleaved1F1B", "slimpipe"),
+    keeps_pairs=True,
+)
+def interleaved(problem: Problem, *, group: int = 0) -> Schedule:
+    """Megatron's interleaved 1F1B, action for action; ``group`` (0: p) is its microbatch group size
+    per virtual stage. Bubble (p-1)(F+I+W)/v; peak (v-1)*group + 2p-1 chunks, or all m microbatches.
+
+    With k slices the groups are of slices: bubble (p-1)(F+I+W)/(vk). It is Seq1F1B-I (Sun et al.
+    2024, arXiv:2406.03488), whose own warm-up makes ranks wait for one another where k > p; and
+    where k is a multiple of p SlimPipe (Li et al. 2025, arXiv:2504.14519), a group a microbatch.
+
+    With p = 2, m = 2:
+
+    ::
+
+        0  0F0 0F1 2F0 2F1 .   .   2B0 =   .   2B1 =   0B0 =   0B1 =
+        1  .   1F0 1F1 3F0 3B0 =   3F1 3B1 =   1B0 =   1B1 =   .   .
+    """
+    return Schedule(
+        "interleaved", problem.placement, _interleaved("interleaved", problem, group, _WHOLE)
+    )
+
+
+@family(
+    "breadth-first",
+    loop,
+    source="Lamy-Poirier 2023, arXiv:2211.05953",
+    takes_slices=True,
+    aliases=("ScheduleLoopedBFS", "LoopedBFS", "layered-accumulation", "modular-pipeline"),
+)
+def breadth_first(problem: Problem) -> Schedule:
+    """All microbatches through a chunk before the next, so that its parameters are gathered and
+    its gradients reduced once. Bubble (p-1)(F+I+W)/v, peak m microbatches.
+
+    With p = 2, m = 2:
+
+    ::
+
+        0  0F0 0F1 2F0 2F1 .   .   .   2B0 =   2B1 =   0B0 =   0B1 =
+        1  .   1F0 1F1 3F0 3F1 3B0 =   3B1 =   1B0 =   1B1 =   .   .
+    """
+    order = _units(problem, problem.pieces, _WHOLE)
+    return Schedule("breadth-first", problem.placement, order)
+
+
+@family(
+    "units",
+    loop,
+    source="Tang et al. 2024, arXiv:2402.03791 (ZeroPP), from its abstract",
+    mark=Mark.LABORATORY,
+    splits_backward=True,
+    uses_costs=True,
+    takes_slices=True,
+)
+def units(problem: Problem, *, u: int = 0) -> Schedule:
+    """Breadth-first in units of ``u`` microbatches, with the backward split and W in the gaps: a
+    chunk's parameters are gathered once a unit and direction.
+
+    A unit holds u microbatches, and W of those before may wait: peak at most 2u, and within the
+    memory limit. With u = 0 it is p, of k slices p/k; with a limit, what takes least of all that
+    fit, two thirds of them and half.
+
+    With p = 2, m = 2:
+
+    ::
+
+        0  0F0 0F1 2F0 2F1 .   .   2I0 2I1 0I0 0I1 2W0 2W1 0W0 0W1
+        1  .   1F0 1F1 3F0 3F1 3I0 3I1 1I0 1I1 3W0 3W1 1W0 1W1 .
+    """
+    if u < 0:
+        raise ValueError(f"units: u is {u}; write the microbatches of a unit, or 0")
+    p, m, slices = problem.ranks, problem.microbatches, problem.slices.count
+    tried = [u or -(-p // slices)] if u or problem.memory_limit is None else _within(problem)
+    filled = [
+        _filled("units", problem, _units(problem, slices * min(number, m), _SPLIT), 2 * number)
+        for number in tried
+    ]
+    best = min(filled, key=lambda order: order.order(problem.extras.post_validation))
+    return Schedule("units", problem.placement, best.rows)
+
+
+def _within(problem: Problem) -> list[int]:
+    """Yield the numbers of microbatches of a unit within the memory limit, the largest first."""
+    memory = memory_of(problem)
+    most = problem.microbatches
+    for rank, stages in enumerate(problem.placement.stages_of):
+        need = sum(map(memory.of, stages))
+        while most > 1 and not memory.fits(rank, most * need):
+            most -= 1
+    return sorted({most, max(2 * most // 3, 1), max(most // 2, 1)}, reverse=True)
+
+
+def _units(problem: Problem, u: int, backward: Kind) -> Rows:
+    """Units of ``u`` microbatches, or slices, each through all chunks of a rank and back."""
+    orders = problem.orders
+    units_of = list(zip(*(batched(order, u) for order in orders), strict=True))
+    return tuple(
+        tuple(
+            Action(stage, kind, k)
+            for there, back in units_of
+            for kind, way, ks in (
+                (Kind.FORWARD, stages, there),
+                (backward, stages[::-1], back),
+            )
+            for stage in way
+            for k in ks
+        )
+        for stages in problem.placement.stages_of
+    )
+
+
+@family(
+    "interleaved-zb",
+    loop,
+    source="Narayanan et al. 2021, arXiv:2104.04473, with W as in Qi et al. 2024, arXiv:2401.10241",
+    mark=Mark.STABLE,
+    splits_backward=True,
+    uses_costs=True,
+    takes_slices=True,
+    aliases=("ScheduleInterleavedZeroBubble", "InterleavedZeroBubble"),
+    keeps_pairs=True,
+)
+def interleaved_zb(problem: Problem, *, group: int = 0) -> Schedule:
+    """The order of `interleaved` with the backward split and W deferred into the bubbles, as far as
+    the first rank's peak there allows on every rank. At equal costs and m >= 2p the makespan's
+    bubble is (p-1)F/v.
+
+    With p = 3, m = 3:
+
+    ::
+
+        0  0F0 0F1 0F2 3F0 3F1 3F2 .   .   3I0 3W0 3I1 3W1 3I2 0I0 0I1 0I2 3W2 0W0 0W1 0W2
+        1  .   1F0 1F1 1F2 4F0 4F1 4F2 4I0 4W0 4I1 4W1 4I2 1I0 1I1 1I2 4W2 1W0 1W1 1W2 .
+        2  .   .   2F0 2F1 2F2 5F0 5I0 5F1 5I1 5F2 5I2 2I0 2I1 2I2 5W0 5W1 5W2 2W0 2W1 2W2
+    """
+    order = _interleaved("interleaved-zb", problem, group, _SPLIT)
+    return _with_weight_gradients("interleaved-zb", problem, order)
+
+
+@family(
+    "gis",
+    loop,
+    source="Wan et al. 2025, arXiv:2503.01328 (PipeOffload), section 3.1",
+    mark=Mark.STABLE,
+    splits_backward=True,
+    uses_costs=True,
+    takes_slices=True,
+)
+def gis(problem: Problem, *, group: int = 0) -> Schedule:
+    """Generalized interleaving: a rank is (v-1)*group + p - r passes ahead, and W fill the bubbles.
+
+    Groups of g = ``group`` (0: p) in [ceil(p/2), p]: peak (v-1)g + p chunks. Bubble (p-1)(F+I-W)/v;
+    the paper defers no W and has (p-1)(F+I)/v. At equal costs and with m a multiple of g, a
+    smaller g costs (p-g)(v-1)(F+I-W)/v more.
+
+    With p = 3, m = 3:
+
+    ::
+
+        0  0F0 0F1 0F2 3F0 3F1 3F2 .   .   3I0 3W0 3I1 3W1 3I2 0I0 0I1 0I2 3W2 0W0 0W1 0W2
+        1  .   1F0 1F1 1F2 4F0 4F1 .   4I0 4F2 4I1 4W0 4I2 1I0 1I1 1I2 4W1 4W2 1W0 1W1 1W2
+        2  .   .   2F0 2F1 2F2 5F0 5I0 5F1 5I1 5F2 5I2 2I0 2I1 2I2 5W0 5W1 5W2 2W0 2W1 2W2
+    """
+    return _gis("gis", problem, group or _whole(problem, problem.ranks))
+
+
+@family(
+    "gis-h",
+    loop,
+    source="Wan et al. 2025, arXiv:2503.01328 (PipeOffload), section 3.2",
+    mark=Mark.STABLE,
+    splits_backward=True,
+    uses_costs=True,
+    takes_slices=True,
+)
+def gis_h(problem: Problem) -> Schedule:
+    """`gis` with the smallest groups, g = ceil(p/2): the least memory.
+
+    With p = 3, m = 3:
+
+    ::
+
+        0  0F0 0F1 .   3F0 3F1 0F2 .   .   3I0 3W0 3F2 3I1 3W1 0I0 0W0 0I1 3I2 0W1 3W2 0I2 0W2
+        1  .   1F0 1F1 .   4F0 4F1 .   4I0 1F2 4I1 4W0 4F2 1I0 4W1 1I1 4I2 1W0 1W1 1I2 4W2 1W2
+        2  .   .   2F0 2F1 .   5F0 5I0 5F1 5I1 2F2 2I0 5W0 5F2 2I1 5I2 5W1 2W0 2I2 2W1 5W2 2W2
+    """
+    return _gis("gis-h", problem, _whole(problem, -(-problem.ranks // 2)))
+
+
+@family(
+    "loop-auto",
+    loop,
+    source="ours; loops are those of Narayanan et al. 2021, arXiv:2104.04473",
+    mark=Mark.STABLE,
+    splits_backward=True,
+    uses_costs=True,
+    searches=True,
+    steps_overlap=True,
+    fits_recompute=True,
+    takes_slices=True,
+    at_once=partial(best_known, "loop-auto"),
+    keeps_pairs=True,
+)
+def loop_auto(problem: Problem) -> Schedule:
+    """Least makespan within the memory limit (without one: p microbatches), the backward split;
+    with post-validation, least span. The passes are in no groups, and any m will do.
+
+    Raises:
+        ValueError: nothing on this placement fits into the limit.
+    """
+    return best_schedule("loop-auto", problem)
+
+
+def _gis(name: str, problem: Problem, group: int) -> Schedule:
+    p, most = problem.ranks, _whole(problem, problem.ranks)
+    if not -(-p // 2) <= group <= most:
+        raise ValueError(
+            f"{name}: group is {group}, with {p} pipeline ranks it is {-(-p // 2)} to {most}; "
+            f"write {name}:group={most} (or 0, which is the same)"
+        )
+    _check_whole(name, problem, group, most)
+    before = (problem.placement.chunks - 1) * group + problem.slices.count - 1
+    ahead = [before + p - rank for rank in range(p)]
+    return _with_weight_gradients(name, problem, _rows(name, problem, group, ahead, _SPLIT))
+
+
+_WHOLE, _SPLIT = Kind.FULL_BACKWARD, Kind.BACKWARD_INPUT
+
+
+def _interleaved(name: str, problem: Problem, group: int, backward: Kind) -> Rows:
+    p, slices, least = problem.ranks, problem.slices.count, _whole(problem, problem.ranks)
+    group = group or least
+    if group < p:
+        raise ValueError(
+            f"{name}: group is {group}, fewer {_pieces(problem)} than the {p} pipeline ranks, so "
+            f"that a rank would wait for its own chunks; write group={least} or more"
+        )
+    _check_whole(name, problem, group, least)
+    group = min(group, problem.pieces)
+    # Megatron's warm-up, and the one forward that each backward follows; the last slice of a
+    # microbatch goes back first.
+    before = (problem.placement.chunks - 1) * group + slices - 1
+    ahead = [before + 2 * (p - rank) - 1 for rank in range(p)]
+    return _rows(name, problem, group, ahead, backward)
+
+
+def _whole(problem: Problem, passes: int) -> int:
+    """Return ``passes``, or as many more as it takes to be those of whole microbatches."""
+    slices = problem.slices.count
+    return slices * -(-passes // slices)
+
+
+def _check_whole(name: str, problem: Problem, group: int, instead: int) -> None:
+    slices = problem.slices.count
+    if group % slices:
+        raise ValueError(
+            f"{name}: group is {group}, and microbatches have {slices} slices: the last slice goes "
+            f"back first, so that a group has to hold whole microbatches; write group={instead} or "
+            f"another multiple of {slices}"
+        )
+
+
+def _pieces(problem: Problem) -> str:
+    return "microbatches" if problem.slices.count == 1 else "slices"
+
+
+def _rows(name: str, problem: Problem, group: int, ahead: list[int], backward: Kind) -> Rows:
+    """One forward, one backward, with ``ahead[r]`` forwards before rank r's first backward."""
+    there, back = (list(batched(o, group)) for o in (problem.forwards, problem.backwards))
+    rows = []
+    for stages, lead in zip(problem.placement.stages_of, ahead, strict=True):
+        forwards = [Action(s, Kind.FORWARD, k) for ks in there for s in stages for k in ks]
+        backwards = [Action(s, backward, k) for ks in back for s in reversed(stages) for k in ks]
+        row = forwards[:lead]
+        for n, action in enumerate(backwards):
+            row += [action, *forwards[lead + n : lead + n + 1]]
+        rows.append(tuple(row))
+    if pass_graph(Schedule(name, problem.placement, tuple(rows)), problem.costs).stuck:
+        raise ValueError(
+            f"{name}: {problem.pieces} {_pieces(problem)} in groups of {group} leave "
+            f"{problem.pieces % group} for the last group, with which {problem.ranks} pipeline "
+            f"ranks would wait for one another; write a number of {_pieces(problem)} that is a "
+            f"multiple of {group}, or another group"
+        )
+    return tuple(rows)
+
+
+def _with_weight_gradients(name: str, problem: Problem, order: Rows) -> Schedule:
+    """Return ``order`` with its W within what it needs anyway, on the rank that needs most."""
+    ahead = 0.0
+    for row in order:
+        held = 0.0
+        for action in row:
+            tokens = tokens_of(action.microbatch)
+            held += tokens if action.kind is Kind.FORWARD else -tokens
+            ahead = max(ahead, held)
+    filled = _filled(name, problem, order, ahead / problem.placement.chunks)
+    return Schedule(name, problem.placement, filled.rows)
+
+
+def _filled(name: str, problem: Problem, order: Rows, microbatches: float) -> TimedOrder:
+    """Return ``order`` with its W, within what it needs anyway or ``microbatches``, and within the
+    limit.
+
+    Raises:
+        ValueError: the order itself does not fit into the limit.
+    """
+    memory = memory_of(problem, microbatches)
+    least = least_memory(order, memory)
+    limit = problem.memory_limit
+    if limit is not None:
+        within = memory_of(problem)
+        for rank in range(problem.ranks):
+            if not within.fits(rank, least[rank]):
+                raise ValueError(
+                    f"{name}: the order of rank {rank} does not fit into the memory limit of "
+                    f"{limit}; the least feasible limit for it is {limit.at_least(max(least))}"
+                )
+    # In bytes, the chunks that it holds most of may be larger than the others.
+    memory = replace(memory, allowed=tuple(map(max, memory.allowed, least)))
+    return fill_best(order, problem, memory, by_span=problem.extras.post_validation)

@@ -1,0 +1,43 @@
+"""One stage a rank, all weight gradients at the end."""
+
+from __future__ import annotations
+
+from megatron_ext.compile.registry import Mark, entries, family
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.placement import line
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.schedule import Schedule
+
+
+@family(
+    "2bp",
+    line,
+    source="Rae et al. 2024, arXiv:2405.18047",
+    mark=Mark.LABORATORY,
+    splits_backward=True,
+    takes_slices=True,
+)
+def two_bp(problem: Problem, *, base: str = "1f1b") -> Schedule:
+    """The order of ``base`` (1f1b or gpipe) with I for B, and all W after it.
+
+    Bubble (p-1)(F+I), peak m microbatches.
+
+    With p = 3, m = 3:
+
+    ::
+
+        0  F0 F1 F2 .  .  I0 .  I1 .  I2 W0 W1 W2
+        1  .  F0 F1 .  I0 F2 I1 .  I2 W0 W1 W2 .
+        2  .  .  F0 I0 F1 I1 F2 I2 W0 W1 W2 .  .
+    """
+    if base not in ("1f1b", "gpipe"):
+        raise ValueError(f"2bp: base is {base!r}; write base=1f1b or base=gpipe")
+    rows = []
+    for rank, row in enumerate(entries()[base].build(problem).rows):
+        order = [Action(s, Kind.FORWARD if k is Kind.FORWARD else _I, n) for s, k, n in row]
+        late = [Action(rank, Kind.BACKWARD_WEIGHT, n) for n in problem.backwards]
+        rows.append((*order, *late))
+    return Schedule("2bp", problem.placement, tuple(rows))
+
+
+_I = Kind.BACKWARD_INPUT

@@ -1,0 +1,89 @@
+"""Schedules that were published with two copies of the model, folded onto one.
+
+Chimera and BitPipe hold every stage twice and send microbatches from both ends of the pipeline.
+Rank p-1-r does what rank r does with the copies exchanged, so ranks r < p/2 alone are a schedule of
+one copy with half the microbatches, and the others are its second data-parallel replica
+(`compile.two_copies`). These are those halves: what the papers run as p ranks and m microbatches
+is p/2 ranks and m/2 microbatches here, with data parallelism doubled.
+"""
+
+from __future__ import annotations
+
+from megatron_ext.compile.registry import Mark, family
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.placement import Placement, v, wave
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.schedule import Schedule
+
+
+@family(
+    "chimera",
+    v,
+    source="Li and Hoefler 2021, arXiv:2107.06925",
+    mark=Mark.LABORATORY,
+    takes_slices=True,
+)
+def chimera(problem: Problem) -> Schedule:
+    """Units of p microbatches, one behind the other. Bubble (p-1)(B + (m/p-1)(B-F)) where m is a
+    multiple of p and B >= F; peak p microbatches.
+
+    With p = 2, m = 2:
+
+    ::
+
+        0  .   1F0 2F0 1F1 2F1 .   2B0 =   1B0 =   2B1 =   1B1 =   .   .
+        1  0F0 0F1 .   3F0 3B0 =   3F1 3B1 =   .   0B0 =   .   .   0B1 =
+    """
+    return _units("chimera", problem)
+
+
+def two_waves(ranks: int) -> Placement:
+    """Two V's, one after the other: 4 chunks a rank."""
+    return wave(ranks, waves=2)
+
+
+@family(
+    "bitpipe",
+    two_waves,
+    source="Wu et al. 2024, arXiv:2410.19367",
+    mark=Mark.LABORATORY,
+    takes_slices=True,
+)
+def bitpipe(problem: Problem) -> Schedule:
+    """Chimera's order on two V's, four chunks a rank: half its bubble, peak p microbatches.
+
+    With p = 2, m = 2:
+
+    ::
+
+        0  .   1F0 2F0 1F1 2F1 5F0 6F0 5F1 6F1 .   6B0 =   5B0 =   6B1 =   5B1 =   2B0 =   1B0 =   2B1 =   1B1 =   .   .
+        1  0F0 0F1 .   3F0 4F0 3F1 4F1 7F0 7B0 =   7F1 7B1 =   .   4B0 =   3B0 =   4B1 =   3B1 =   0B0 =   .   .   0B1 =
+    """  # noqa: E501
+    return _units("bitpipe", problem)
+
+
+def _units(name: str, problem: Problem) -> Schedule:
+    """A microbatch goes through all stages and back, a slot each; in a unit of p microbatches the
+    next sets out two slots later, and the next unit when a rank has had all passes of one. So no
+    two passes of a rank share a slot: their order is that of the slots.
+
+    Slices do as microbatches do, but go back as much later as the last of theirs sets out, and a
+    unit is of whole microbatches. Passes that share a slot need nothing of one another.
+    """
+    placement, p, slices = problem.placement, problem.ranks, problem.slices.count
+    of_unit = slices * -(-p // slices)
+    slots = 2 * placement.chunks * of_unit
+    rows: list[list[tuple[int, Action]]] = [[] for _ in range(p)]
+    for n, (there, back) in enumerate(zip(*problem.orders, strict=True)):
+        unit, place = divmod(n, of_unit)
+        start = unit * slots + 2 * place
+        end = start + 2 * (placement.stages + slices - 1) - 1
+        for stage, rank in enumerate(placement.rank_of):
+            rows[rank].append((start + stage, Action(stage, Kind.FORWARD, there)))
+            rows[rank].append((end - stage, Action(stage, Kind.FULL_BACKWARD, back)))
+    in_turn = tuple(tuple(action for _, action in sorted(row, key=_slot)) for row in rows)
+    return Schedule(name, placement, in_turn)
+
+
+def _slot(entry: tuple[int, Action]) -> int:
+    return entry[0]

@@ -1,0 +1,270 @@
+"""Two chunks a rank in a V: from the last rank to the first and back to the last, with the loss.
+
+The V's open end, stages 0 and 2p-1, is on the last rank; the papers have it on their first, so
+their device i (from 0) is rank p-1-i here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from megatron_ext.compile.registry import Mark, family
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.kinds import RULES
+from megatron_ext.schedule.placement import v
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.schedule import Schedule
+from megatron_ext.search.building_block import BuildingBlock, squeeze
+
+_F, _I, _W, _B = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.FULL_BACKWARD
+_CONTROLLABLE_MEMORY = "Qi et al. 2024, arXiv:2405.15362"
+_INTERVAL = 6  # slots: F, I and W of two chunks
+
+Pass = tuple[int, Kind]  # chunk, kind
+
+
+@family(
+    "zb-v",
+    v,
+    source="Qi et al. 2024, arXiv:2401.10241, section 6",
+    mark=Mark.STABLE,
+    splits_backward=True,
+    steps_overlap=True,
+    takes_slices=True,
+    aliases=("ScheduleZBVZeroBubble", "ZBVZeroBubble"),
+    keeps_pairs=True,
+)
+def zb_v(problem: Problem) -> Schedule:
+    """No bubble in the span where F, I and W cost the same; (p-1)F/2 in the makespan, as the first
+    microbatch has to reach the last rank. Peak p microbatches, as 1F1B's.
+
+    With k slices, k-1 forwards more on each chunk first: peak (p+k-1)/k microbatches.
+
+    With p = 2, m = 3:
+
+    ::
+
+        0  .   1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
+        1  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2 .
+    """
+    p, more = problem.ranks, problem.slices.count - 1
+    least = 2 * p - 1 + more
+    m = _pieces(problem, least)
+
+    def passes(device: int) -> Iterator[Pass]:
+        backward_0, backward_1 = [(0, _I), (0, _W)], [(1, _I), (1, _W)]
+        yield from [(0, _F)] * (2 * (p - device) - 1)
+        yield from [(1, _F), (0, _F)] * (device + more)
+        yield from [(1, _F), *backward_1] * (p - device)
+        yield from [(0, _F), *backward_0, (1, _F), *backward_1] * (m - least + device)
+        yield from [*backward_0, (1, _F), *backward_1] * (p - device - 1)
+        yield from [*backward_0, *backward_1] * more
+        yield from [(0, _I), (1, _I)] * device
+        yield from backward_0 * (p - device)
+        yield from [(1, _W)] * device
+        yield from [(0, _W)] * device
+
+    return _from_device_passes("zb-v", problem, passes, least)
+
+
+@family(
+    "v-half",
+    v,
+    source=f"{_CONTROLLABLE_MEMORY}, section 3.2, V-Half",
+    mark=Mark.STABLE,
+    splits_backward=True,
+    takes_slices=True,
+)
+def v_half(problem: Problem) -> Schedule:
+    """Half of 1F1B's memory: peak (p+2)//2 microbatches. At equal costs the steady phase has no
+    bubble.
+
+    The first chunk's F and the second's I go down the V at two slots a rank, the others come up
+    at one.
+
+    With p = 3, m = 2:
+
+    ::
+
+        0  .   .   2F0 3F0 2F1 3F1 .   .   3I0 2I0 3W0 2W0 3I1 2I1 3W1 2W1 .
+        1  .   1F0 1F1 .   4F0 .   4F1 4I0 4W0 .   1I0 4I1 4W1 1W0 1I1 1W1 .
+        2  0F0 0F1 .   .   .   5F0 5I0 5W0 5F1 5I1 5W1 0I0 0W0 .   .   0I1 0W1
+    """
+    p = problem.ranks
+    t = 3 if p % 2 == 0 else 0
+    block = {
+        _F: _per_stage(p, lambda i: 2 * i, lambda i: 3 * p - i - 2),
+        _I: _per_stage(p, lambda i: 6 * p + t - i - 2, lambda i: 3 * p + t + 2 * i - 1),
+    }
+    return _from_block("v-half", problem, block, peak=(p + 2) // 2)
+
+
+@family(
+    "v-min",
+    v,
+    source=f"{_CONTROLLABLE_MEMORY}, section 3.2, V-Min",
+    splits_backward=True,
+    takes_slices=True,
+)
+def v_min(problem: Problem) -> Schedule:
+    """The least memory: peak (p+4)//3 microbatches. All passes follow at once on one another.
+
+    Where F, I and W differ in cost, each rank waits for the slowest kind at every step.
+
+    With p = 4, m = 2:
+
+    ::
+
+        0  .   .   .   3F0 4F0 3F1 4F1 .   .   .   .   4I0 3I0 4W0 3W0 4I1 3I1 4W1 3W1 .   .
+        1  .   .   2F0 2F1 .   5F0 .   5F1 .   .   5I0 5W0 .   2I0 5I1 2W0 5W1 2I1 2W1 .   .
+        2  .   1F0 1F1 .   .   .   6F0 .   6F1 6I0 6W0 .   6I1 6W1 1I0 1W0 .   .   1I1 1W1 .
+        3  0F0 0F1 .   .   .   .   .   7F0 7I0 7W0 7F1 7I1 7W1 .   .   0I0 0W0 .   .   0I1 0W1
+    """
+    p = problem.ranks
+    t = 2 if p % 3 == 0 else 0
+    block = {
+        _F: _per_stage(p, lambda i: i, lambda i: 2 * p - i - 1),
+        _I: _per_stage(p, lambda i: 4 * p + t - i - 1, lambda i: 2 * p + t + i),
+    }
+    return _from_block("v-min", problem, block, peak=(p + 4) // 3)
+
+
+@family("1f1b-v", v, source=f"{_CONTROLLABLE_MEMORY}, 1F1B-V", takes_slices=True)
+def one_forward_one_backward_v(problem: Problem) -> Schedule:
+    """1F1B on a V, backward passes whole: two thirds of its memory, peak 2p//3 + 1 microbatches.
+
+    Forwards follow at once on one another. Backwards do, too, but after every third there are three
+    slots more, or they would collide with the forwards.
+
+    With p = 2, m = 3:
+
+    ::
+
+        0  .   1F0 2F0 1F1 2F1 .   2B0 =   1B0 =   1F2 2F2 2B1 =   1B1 =   2B2 =   1B2 =   .   .
+        1  0F0 0F1 0F2 3F0 3B0 =   3F1 3B1 =   .   0B0 =   3F2 3B2 =   .   0B1 =   .   .   0B2 =
+    """
+    p = problem.ranks
+    first = 2 * p + (3 if p % 3 == 0 else 0)
+    delayed = (1 - p) % 3  # so that the last rank's backwards keep clear of its forwards
+
+    def backward(stage: int) -> int:
+        before = 2 * p - 1 - stage  # stages that have gone back already
+        return first + 2 * before + 3 * ((before + delayed) // 3)
+
+    block = {_F: tuple(range(2 * p)), _B: tuple(map(backward, range(2 * p)))}
+    return _from_block("1f1b-v", problem, block, peak=2 * p // 3 + 1)
+
+
+@family(
+    "dualpipe-v",
+    v,
+    source="DualPipe (DeepSeek-AI 2024, arXiv:2412.19437, section 3.2.1) cut in half",
+    splits_backward=True,
+    takes_slices=True,
+    aliases=("ScheduleDualPipeV", "DualPipeV"),
+    keeps_pairs=True,
+)
+def dualpipe_v(problem: Problem) -> Schedule:
+    """F of one chunk in turn with B of the other; W apart if it fills a gap. Peak p + 1/2.
+
+    What the original runs as one compound of F and B are two passes here, and each sends when it
+    is done, not when both are. With k slices, k-1 forwards more on each chunk first.
+
+    With p = 2, m = 3:
+
+    ::
+
+        0  .   1F0 2F0 1F1 2F1 1F2 .   2B0 =   2F2 1B0 =   2B1 =   1B1 =   2I2 1I2 2W2 1W2
+        1  0F0 0F1 .   3F0 0F2 3B0 =   3F1 3B1 =   3F2 .   0B0 =   3B2 =   0I1 0W1 0I2 0W2
+    """
+    p, more = problem.ranks, problem.slices.count - 1
+    least = 2 * p + more
+    m = _pieces(problem, least)
+
+    def passes(device: int) -> Iterator[Pass]:
+        ahead, turns = p - device - 1, device + 1
+        cool_down = [(1, _I), (0, _I)] * turns
+        split = [*cool_down[turns:], *[(0, _I)] * ahead]
+        weights = [(chunk, _W) for chunk, _ in split]
+        yield from [(0, _F)] * (2 * ahead)
+        yield from [(0, _F), (1, _F)] * (turns + more)
+        yield from [(1, _I), (1, _W), (1, _F)] * ahead
+        yield from [(0, _F), (1, _B), (1, _F), (0, _B)] * (m - least + turns)
+        yield from [(1, _B), (1, _F), (0, _B)] * ahead
+        yield from [(1, _B), (0, _B)] * more
+        yield from [(chunk, _B) for chunk, _ in cool_down[:turns]]
+        yield from split[:turns]
+        for weight, backward in zip(weights, split[turns:], strict=False):
+            yield from (weight, backward)
+        yield from weights[ahead:]
+
+    return _from_device_passes("dualpipe-v", problem, passes, least)
+
+
+def _from_device_passes(
+    name: str, problem: Problem, passes: Callable[[int], Iterator[Pass]], least: int
+) -> Schedule:
+    """The schedule whose ``passes`` on the paper's devices are given, microbatches in order.
+
+    With fewer than ``least`` microbatches, or slices, it is the schedule of ``least`` without the
+    first of them: the warm-up shrinks, and the cool-down, where W fills the gaps, stays.
+    """
+    p = problem.ranks
+    left_out = _pieces(problem, least) - problem.pieces
+
+    def row(device: int) -> Iterator[Action]:
+        done: Counter[tuple[int, Kind]] = Counter()
+        for chunk, kind in passes(device):
+            covered = [(chunk, part) for part in RULES[kind].covers]
+            k = done[covered[0]] - left_out
+            done.update(covered)
+            if k >= 0:
+                order = problem.forwards if kind is _F else problem.backwards
+                yield Action(2 * p - 1 - device if chunk else device, kind, order[k])
+
+    rows = tuple(tuple(row(p - 1 - rank)) for rank in range(p))
+    return Schedule(name, problem.placement, rows)
+
+
+def _pieces(problem: Problem, least: int) -> int:
+    """The microbatches, or slices, of ``problem``; where they are fewer than ``least``, and as many
+    whole microbatches more as it takes."""
+    slices = problem.slices.count
+    return problem.pieces + slices * max(-(-(least - problem.pieces) // slices), 0)
+
+
+def _per_stage(
+    p: int, chunk_0: Callable[[int], int], chunk_1: Callable[[int], int]
+) -> tuple[int, ...]:
+    """A figure for each stage from one for each chunk on the paper's device i."""
+    return (*map(chunk_0, range(p)), *map(chunk_1, reversed(range(p))))
+
+
+def _from_block(
+    name: str, problem: Problem, starts: dict[Kind, tuple[int, ...]], peak: int
+) -> Schedule:
+    """Return the schedule of a building block, with a peak of at most ``peak`` microbatches.
+
+    With slices a block is one slice's: its backward pass comes later by the distance of the last
+    slice of its microbatch from the first.
+    """
+    slices = problem.slices.count
+    later = (slices - 1) * _INTERVAL
+    starts = {k: tuple(s + later * (k is not _F) for s in row) for k, row in starts.items()}
+    block = BuildingBlock(_INTERVAL, starts)
+    if _I in starts:
+        block = block.with_weight_gradients(problem.placement)
+    passes = block.unroll(problem.pieces)
+    numbered = squeeze(passes, problem.placement, 2 * (peak + slices - 1), slices)
+    if slices == 1:
+        return Schedule(name, problem.placement, numbered)
+    rows = tuple(
+        tuple(
+            a._replace(microbatch=(problem.forwards if a.kind is _F else problem.backwards)[n])
+            for a in row
+            for n in (a.microbatch,)
+        )
+        for row in numbered
+    )
+    return Schedule(name, problem.placement, rows)

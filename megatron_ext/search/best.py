@@ -1,0 +1,353 @@
+"""The best schedule that can be found for a problem: of those that are known, and by a search.
+
+Every family of the placement is among the plans that the search starts from, also where it would
+need more memory: packed it needs no more than there is. Those within the limit are among the
+schedules that are chosen from in the end by what a step of them costs, simulated. Where one of them
+costs no more than any schedule must (`lower_bound`), there is nothing to search for.
+
+The result is stored in the user's cache directory, by problem and effort.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from megatron_ext.compile.build import complete
+from megatron_ext.compile.program.memory import amount_of, bytes_for, in_bytes, peaks
+from megatron_ext.compile.program.simulate import step_seconds
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.compile.registry import cut_as_in, on_placement
+from megatron_ext.compile.transforms.recompute import recompute
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.kinds import Held
+from megatron_ext.schedule.limit import MemoryLimit, fits
+from megatron_ext.schedule.problem import Problem, Recompute
+from megatron_ext.schedule.schedule import Schedule, bitwise_order
+from megatron_ext.schedule.schedule_csv import from_csv, to_csv
+from megatron_ext.search import disk_cache
+from megatron_ext.search.again import search_again
+from megatron_ext.search.bounds import lower_bound
+from megatron_ext.search.effort import LARGE, Effort, effort
+from megatron_ext.search.extension import plans_from, with_middle
+from megatron_ext.search.improve import first_plans, search
+from megatron_ext.search.pack import Packed
+from megatron_ext.search.shop import (
+    Rows,
+    Shop,
+    Starts,
+    again_in,
+    end_of,
+    rows_of,
+    shop_of,
+    starts_of,
+    timed,
+)
+
+
+def best_schedule(name: str, problem: Problem) -> Schedule:
+    """Return the best schedule found for ``problem``, as one of the family ``name``.
+
+    Without a memory limit of its own it has 1F1B's peak as its limit.
+
+    Raises:
+        ValueError: not even one microbatch at a time fits into the limit, or bytes are not known.
+    """
+    problem = _limited(problem)
+    _check_limit(name, problem)
+    # A search with numba tries more: what it has stored is the better schedule.
+    stored = _stored(name, problem, LARGE)
+    if stored is not None:
+        return stored
+    how = effort()
+    stored = None if how.name == LARGE else _stored(name, problem, how.name)
+    if stored is not None:
+        return stored
+    best = searched(name, problem, how)
+    disk_cache.store(name, _key(problem, how.name), to_csv(best))
+    return best
+
+
+def best_known(name: str, problem: Problem) -> Schedule:
+    """The best without a search: some plans packed. Raises as `best_schedule`."""
+    problem = _limited(problem)
+    _check_limit(name, problem)
+    if problem.extras.recompute.fit:
+        candidates = _recompute_candidates(_known_with_recompute(problem), problem)
+    else:
+        shop, known = shop_of(problem), _known(problem)
+        starts = _starts_of_each(known, shop)
+        candidates = _candidates(known, starts, shop)
+        if shop.fits:
+            candidates += _packed_candidates(first_plans(shop, starts), shop, problem)
+            candidates.sort(key=lambda candidate: candidate.seconds)
+    best = _best_of(name, candidates, problem)
+    assert best is not None  # one microbatch at a time
+    return _passes(name, best.program)
+
+
+def _limited(problem: Problem) -> Problem:
+    """Return ``problem`` with a memory limit, 1F1B's peak by default, for training. An evaluation
+    runs the forwards of the training schedule, so its search is the same."""
+    limit = problem.memory_limit or MemoryLimit(microbatches=problem.held_by_1f1b)
+    return replace(problem, memory_limit=limit, forward_only=False)
+
+
+def _key(problem: Problem, effort_name: str) -> str:
+    """All that the schedule depends on."""
+    return f"{effort_name}\n{problem!r}"
+
+
+def _stored(name: str, problem: Problem, effort_name: str) -> Schedule | None:
+    """Return the stored result of an earlier search, if it is sound."""
+    text = disk_cache.load(name, _key(problem, effort_name))
+    if text is None:
+        return None
+    try:
+        rows = cut_as_in(problem, from_csv(text, name)).rows
+    except ValueError:
+        return None
+    program = _proved(Schedule(name, problem.placement, rows), problem)
+    return None if program is None else _passes(name, program)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """Candidate of a search: its rows, made on demand, and the seconds of a step if messages hold
+    nothing up."""
+
+    rows: Callable[[], Rows]  # of a long step they take a while, and few are looked at
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    program: Program
+    seconds: float  # of a step, simulated
+    place: int  # among the candidates
+
+
+def searched(name: str, problem: Problem, how: Effort) -> Schedule:
+    """Return the result of `best_schedule` by a new search. The limit must hold a microbatch."""
+    return _passes(name, _searched(name, problem, how).program)
+
+
+def _searched(name: str, problem: Problem, how: Effort) -> _Chosen:
+    shop, least = shop_of(problem), lower_bound(problem, splits_backward=True) * (1 + 1e-9)
+    if problem.extras.recompute.fit:
+        return _searched_with_recompute(name, problem, how, shop, least)
+    known = _known(problem)
+    starts = _starts_of_each(known, shop)
+    candidates = _candidates(known, starts, shop)
+    there = _best_of(name, _at_most(least, candidates, problem), problem)
+    if there is not None and there.seconds <= least:
+        return there
+    if shop.fits:
+        enough, of_shorter = int(least / shop.tick) + max(shop.tails), None
+        if problem.microbatches > with_middle(problem):
+            how = how.halved  # the other half goes to the shorter step
+            of_shorter = partial(_of_shorter, problem, how)
+        packed = search(shop, starts, enough, how, of_shorter)
+        candidates += _packed_candidates(packed, shop, problem)
+    best = _best_of(name, candidates, problem)
+    assert best is not None  # one microbatch at a time
+    return best
+
+
+def _searched_with_recompute(
+    name: str, problem: Problem, how: Effort, shop: Shop, least: float
+) -> _Chosen:
+    """Search as `_searched` does, with recompute allowed."""
+    without = _searched(name, problem.with_extras(recompute=Recompute()), how)
+    if without.seconds <= least:
+        return without
+    passes = without.program.schedule.compute_rows
+    known = list(dict.fromkeys([passes, *_known_with_recompute(problem)]))
+    found = search_again(problem, known, least, how) if shop.fits else []
+    best = _best_of(name, _recompute_candidates([*known, *found], problem), problem)
+    assert best is not None  # one microbatch at a time
+    return best
+
+
+def _at_most(
+    seconds: float, candidates: Sequence[_Candidate], problem: Problem
+) -> Sequence[_Candidate]:
+    """Return the candidates that may take no more than ``seconds``."""
+    if _may_take_less(problem):
+        return candidates
+    return [candidate for candidate in candidates if candidate.seconds <= seconds * _ROUNDED]
+
+
+_ROUNDED = 1.001  # what costs may be rounded to whole ticks by, at the most
+
+
+def _of_shorter(problem: Problem, how: Effort) -> Iterator[Starts]:
+    """Plans that repeat the middle of what a search finds for as few microbatches as have one: it
+    packs more plans of them for the same effort."""
+    fewer = replace(problem, microbatches=with_middle(problem))
+    best, *_ = search(shop_of(fewer), how=how)
+    yield from plans_from(best.starts, problem.pieces, problem.slices.count)
+
+
+def _passes(name: str, program: Program) -> Schedule:
+    """Its schedule without messages."""
+    return replace(program.schedule, name=name, rows=program.schedule.compute_rows)
+
+
+def _known_with_recompute(problem: Problem) -> list[Rows]:
+    """Return the schedules that need no search, with R if they exceed the limit without."""
+    alone = problem.with_extras(recompute=Recompute())
+    rows = dict.fromkeys([*_known(alone), *_known(replace(alone, memory_limit=None))])
+    schedules = (Schedule("", problem.placement, of_ranks) for of_ranks in rows)
+    return list(dict.fromkeys(recompute(schedule, problem).rows for schedule in schedules))
+
+
+def _known(problem: Problem) -> list[Rows]:
+    """Return the schedules that need no search, some of them over the limit."""
+    rows = [_one_at_a_time(problem)]
+    for choice in on_placement(problem.placement):
+        if problem.slices.count > 1 and not choice.traits.takes_slices:
+            continue
+        for variant in (problem, replace(problem, memory_limit=None)):
+            try:
+                schedule = choice.build(variant)
+            except ValueError:
+                continue  # it has no schedule for this problem
+            if bitwise_order(schedule):
+                rows.append(schedule.rows)
+            break
+    return rows
+
+
+def _starts_of_each(all_rows: Sequence[Rows], shop: Shop) -> list[Starts]:
+    return [starts_of(rows, shop) for rows in all_rows]
+
+
+def _candidates(
+    all_rows: Sequence[Rows], all_starts: Sequence[Starts], shop: Shop
+) -> list[_Candidate]:
+    """Return a candidate for each of ``all_rows``, which start at ``all_starts``, the shortest
+    first."""
+    both = zip(all_rows, all_starts, strict=True)
+    candidates = [_Candidate(partial(_same, rows), _seconds(s, shop)) for rows, s in both]
+    return sorted(candidates, key=lambda candidate: candidate.seconds)
+
+
+def _same(rows: Rows) -> Rows:
+    return rows
+
+
+def _packed_candidates(packed: Sequence[Packed], shop: Shop, problem: Problem) -> list[_Candidate]:
+    """Return a candidate for each of ``packed``, the shortest first."""
+    candidates = [
+        _Candidate(
+            partial(rows_of, result.starts, problem.placement, orders=problem.orders),
+            _seconds(timed(result.starts, shop), shop),
+        )
+        for result in packed
+    ]
+    return sorted(candidates, key=lambda candidate: candidate.seconds)
+
+
+def _seconds(starts: Starts, shop: Shop) -> float:
+    """Return the seconds of a step whose passes start at ``starts``."""
+    return (end_of(starts, shop) - max(shop.tails)) * shop.tick
+
+
+def _recompute_candidates(all_rows: Sequence[Rows], problem: Problem) -> list[_Candidate]:
+    """Return a candidate for each of ``all_rows``, which may have R, in their order."""
+    placement, m = problem.placement, problem.microbatches
+    candidates = []
+    for rows in all_rows:
+        shop = shop_of(problem, again_in(rows, placement.stages, m))
+        candidates.append(_Candidate(partial(_same, rows), _seconds(starts_of(rows, shop), shop)))
+    return candidates
+
+
+def _best_of(name: str, candidates: Sequence[_Candidate], problem: Problem) -> _Chosen | None:
+    """The sound one of least cost; of equals the first.
+
+    Messages cost time, so who is no quicker without them need not be looked at. (But where steps
+    overlap, a rank that idles in the middle of its span may begin its step later; and a W right
+    behind its I may take less than what plans count.)
+    """
+    best: _Chosen | None = None
+    may_take_less = _may_take_less(problem)
+    for place, candidate in sorted(enumerate(candidates), key=lambda entry: entry[1].seconds):
+        is_known_worse = best and (candidate.seconds, place) > (best.seconds, best.place)
+        if is_known_worse and not may_take_less:
+            continue
+        schedule = Schedule(name, problem.placement, candidate.rows())
+        program = _proved(schedule, problem) if _is_within_limit(schedule, problem) else None
+        if program is not None:
+            seconds = step_seconds(program, problem.costs)
+            if best is None or (seconds, place) < (best.seconds, best.place):
+                best = _Chosen(program, seconds, place)
+    return best
+
+
+def _may_take_less(problem: Problem) -> bool:
+    """Whether a step may cost less than what it takes where messages hold nothing up."""
+    return problem.extras.post_validation or any(problem.costs.passes.spared)
+
+
+def _is_within_limit(schedule: Schedule, problem: Problem) -> bool:
+    assert problem.memory_limit is not None
+    amount, allowed = amount_of(problem.memory_limit, schedule, problem.costs)
+    return all(fits(peak, allowed) for peak in peaks(schedule, amount))
+
+
+def _proved(schedule: Schedule, problem: Problem) -> Program | None:
+    """The program of ``schedule``; None if it is not sound or not within the limit."""
+    try:
+        program = complete(schedule, problem)
+    except ValueError:
+        return None
+    return program if bitwise_order(schedule) else None
+
+
+def _one_at_a_time(problem: Problem) -> Rows:
+    """No schedule needs less memory."""
+
+    def passes(stages: Sequence[int], k: int) -> Iterator[Action]:
+        parts = problem.parts(k)
+        yield from (Action(stage, Kind.FORWARD, part) for stage in stages for part in parts)
+        for stage in reversed(stages):
+            for part in reversed(parts):
+                yield Action(stage, Kind.BACKWARD_INPUT, part)
+                yield Action(stage, Kind.BACKWARD_WEIGHT, part)
+
+    return tuple(
+        tuple(action for k in range(problem.microbatches) for action in passes(stages, k))
+        for stages in problem.placement.stages_of
+    )
+
+
+def _check_limit(name: str, problem: Problem) -> None:
+    """Raises ValueError if not even one microbatch at a time fits, or bytes are not known."""
+    limit, placement = problem.memory_limit, problem.placement
+    assert limit is not None
+    if limit.bytes is None:
+        assert limit.microbatches is not None
+        least, allowed = 1.0, limit.microbatches
+    elif problem.slices.count > 1:
+        bytes_for(limit, problem.costs)
+        alone = Schedule(name, placement, _one_at_a_time(problem))
+        least, allowed = max(peaks(alone, in_bytes(problem.costs))), float(limit.bytes)
+    else:
+        held, allowed = bytes_for(limit, problem.costs), float(limit.bytes)
+        activation, rest = held[Held.ACTIVATION], held[Held.WEIGHT_INPUTS]
+        least = max(
+            math.fsum(activation[stage] for stage in stages[: chunk + whole])
+            + (0.0 if whole else rest[last])
+            for stages in placement.stages_of
+            for chunk, last in enumerate(stages)
+            for whole in (0, 1)
+        )
+    if not fits(least, allowed):
+        raise ValueError(
+            f"{name}: the memory limit of {limit} does not hold even one microbatch; "
+            f"the least feasible limit is {limit.at_least(least)}"
+        )

@@ -1,0 +1,169 @@
+"""How short a step can be at all, on a placement: bounds that need no search.
+
+Microbatches are alike, so each stage may be taken to run each kind in microbatch order: the k-th
+pass of a kind can always be given to microbatch k without moving it in time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.kinds import Held
+from megatron_ext.schedule.placement import Neighbour
+from megatron_ext.schedule.problem import Offload, Problem, Recompute
+from megatron_ext.search.weight_gradient_filling import Memory, memory_of
+
+
+def lower_bound(problem: Problem, splits_backward: bool) -> float:
+    """No schedule on ``problem``'s placement, within its memory limit, has a smaller makespan; nor,
+    where steps overlap, a shorter step.
+
+    A rank is idle at these times:
+
+    - before its first I. The first microbatch has to reach it, and to come back to it from the last
+      stage; until then there is nothing to do but F, of as many microbatches as memory holds.
+    - after its last I. That gradient has to travel to the first stage, whose W comes last of all;
+      the rank has nothing left to do but W, of as many microbatches as memory holds (none, unless
+      the backward is split).
+
+    Where steps overlap only what a rank idles between its own first pass and its own last counts.
+
+    And however well a rank is busy, each microbatch is in its memory until it has been to the last
+    stage and back (`_least_held`).
+
+    With offload or recompute the memory limit adds nothing to the bound. With slices the bound is
+    only that the first slice has to reach each rank.
+    """
+    if problem.slices.count > 1:
+        return _of_slices(problem)
+    placement, costs, m = problem.placement, problem.costs, problem.microbatches
+    memory = _memory(problem)
+    forward = costs.seconds[Kind.FORWARD]
+    input_gradient = costs.seconds[Kind.BACKWARD_INPUT]
+    weight_gradient = costs.seconds[Kind.BACKWARD_WEIGHT]
+    stages = range(placement.stages)
+    hop = [
+        costs.hop_behind(stage - 1) if placement.is_remote(stage, Neighbour.PREVIOUS) else 0.0
+        for stage in stages
+    ]
+    spared = [costs.spared_on(stage) for stage in stages]
+    backward = [
+        i if splits_backward else i + w - less
+        for i, w, less in zip(input_gradient, weight_gradient, spared, strict=True)
+    ]
+    last_weight = weight_gradient[0] - spared[0] if splits_backward else 0.0
+
+    way_out = sum(forward) + sum(hop)
+    bound = way_out + sum(backward) + sum(hop) + last_weight  # one microbatch
+    for rank, row in enumerate(placement.stages_of):
+        first, last = row[0], row[-1]
+        arrival = sum(forward[:first]) + sum(hop[: first + 1])
+        way_back = sum(backward[last + 1 :]) + sum(hop[last + 1 :])
+        return_trip = sum(backward[:first]) + sum(hop[: first + 1]) + last_weight
+        ahead = _most_work(forward, Held.ACTIVATION, rank, problem, memory)
+        left = 0.0
+        if splits_backward:
+            left = _most_work(weight_gradient, Held.WEIGHT_INPUTS, rank, problem, memory)
+        work = m * sum(forward[s] + input_gradient[s] + weight_gradient[s] - spared[s] for s in row)
+        idle_before = max(arrival, way_out + way_back - ahead)
+        if problem.extras.post_validation:
+            idle_before, return_trip = max(0.0, way_out + way_back - ahead - arrival), 0.0
+        bound = max(bound, idle_before + work + max(0.0, return_trip - left))
+        first_pass = 0.0 if problem.extras.post_validation else arrival
+        bound = max(
+            bound, first_pass + _least_held(rank, backward, problem, memory, splits_backward)
+        )
+    return bound
+
+
+def _of_slices(problem: Problem) -> float:
+    placement, costs, part = problem.placement, problem.costs, problem.parts(0)[0]
+    arrival, arrivals = 0.0, []
+    for stage in range(placement.stages):
+        if placement.is_remote(stage, Neighbour.PREVIOUS):
+            arrival += costs.of(Action(stage - 1, Kind.SEND_F, part))
+        arrivals.append(0.0 if problem.extras.post_validation else arrival)
+        arrival += costs.of(Action(stage, Kind.FORWARD, part))
+    works = [problem.microbatches * costs.least_on(stages) for stages in placement.stages_of]
+    return max(
+        arrivals[row[0]] + work for row, work in zip(placement.stages_of, works, strict=True)
+    )
+
+
+def _memory(problem: Problem) -> Memory:
+    """Return the memory limits of the ranks; none with offload or recompute, which free memory."""
+    stays = problem.with_extras(activation_offload=Offload.NONE, recompute=Recompute())
+    return memory_of(problem if stays == problem else replace(stays, memory_limit=None))
+
+
+def _most_work(
+    seconds: tuple[float, ...], held: Held, rank: int, problem: Problem, memory: Memory
+) -> float:
+    """The most seconds of passes whose ``held`` fits into the memory of ``rank`` together."""
+    room, most = memory.allowed[rank], 0.0
+    needs = {stage: memory.amount(held, stage) for stage in problem.placement.stages_of[rank]}
+    best_first = sorted(needs, key=lambda s: seconds[s] / needs[s] if needs[s] else math.inf)
+    for stage in reversed(best_first):
+        fit = min(room / needs[stage] if needs[stage] else math.inf, problem.microbatches)
+        room -= fit * needs[stage]
+        most += fit * seconds[stage]
+    return most
+
+
+def _least_held(
+    rank: int, backward: Sequence[float], problem: Problem, memory: Memory, splits_backward: bool
+) -> float:
+    """Seconds that ``rank`` takes at least from its first pass to its last, to have held all that
+    it must for as long as it must.
+
+    What a stage holds of a microbatch it holds from the start of F until the microbatch has been
+    from there to the last stage and back, and what W needs until W is done, too. Where the stage
+    before is on the same rank, as at the turn of a V, its I and this W cannot both come at once:
+    one of the stages holds what it has for longer. All that, summed over stages and microbatches,
+    is no more than what the rank may hold, times the seconds to be found.
+
+    Nor is a rank full at once. Passes of a rank come one after the other, so that t seconds after
+    its first start it has started at most 1 + t/f forwards, the shortest taking f; and t seconds
+    before its last end at most 1 + t/w of the passes by which it frees memory are still to end. The
+    memory that is empty by that is added, as far as the forwards and those passes of all
+    microbatches together take as long: so long the two times do not overlap.
+    """
+    allowed, m = memory.allowed[rank], problem.microbatches
+    if math.isinf(allowed):
+        return 0.0
+    costs, row = problem.costs, problem.placement.stages_of[rank]
+    forward = costs.seconds[Kind.FORWARD]
+    weight = [
+        figure - costs.spared_on(stage) if splits_backward else 0.0
+        for stage, figure in enumerate(costs.seconds[Kind.BACKWARD_WEIGHT])
+    ]
+    activation = {stage: memory.amount(Held.ACTIVATION, stage) for stage in row}
+    held = 0.0
+    for stage in row:
+        rest = min(memory.amount(Held.WEIGHT_INPUTS, stage), activation[stage])
+        held += activation[stage] * _there_and_back(stage, backward, problem) + rest * weight[stage]
+        if stage - 1 in row:
+            held += min(rest * backward[stage - 1], activation[stage - 1] * weight[stage])
+    frees = weight if splits_backward else backward
+    most, empty = max(map(memory.of, row)), 0.0
+    passes = min(int(allowed / most), m * len(row)) if most else 0
+    for shortest in (min(forward[s] for s in row), min(frees[s] for s in row)):
+        empty += shortest * sum(allowed - n * most for n in range(1, passes + 1))
+    return (m * held + empty) / allowed
+
+
+def _there_and_back(stage: int, backward: Sequence[float], problem: Problem) -> float:
+    """Seconds from the start of F on ``stage`` to the end of I there."""
+    placement, costs = problem.placement, problem.costs
+    after = range(stage + 1, placement.stages)
+    remote = [s for s in after if placement.is_remote(s, Neighbour.PREVIOUS)]
+    way = (
+        sum(costs.hop_behind(s - 1) for s in remote)
+        if costs.links.hops
+        else costs.links.hop * len(remote)
+    )
+    forward = costs.seconds[Kind.FORWARD]
+    return sum(forward[stage:]) + sum(backward[stage:]) + 2 * way

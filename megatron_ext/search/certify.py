@@ -1,0 +1,173 @@
+"""How far a schedule is from the best there can be: analytic bounds, then CP-SAT.
+
+The model is the simulator's, without the order of messages on a channel (which can only make the
+bound lower): passes of a rank do not overlap, what a pass needs has ended a hop earlier, a rank
+holds no more than the limit between F and W. Microbatch order costs nothing (`bounds`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ext.compile.program.graph import needed
+from megatron_ext.compile.program.pass_graph import senders
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.progress import task
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.kinds import RULES
+from megatron_ext.schedule.problem import Offload, VocabularyParallel
+from megatron_ext.search.bounds import lower_bound
+from megatron_ext.search.ticks import common_tick
+from megatron_ext.search.v_patterns import excluded_period
+
+_TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """``lower_bound`` holds for every schedule of the placement within the memory limit (whose
+    backward is whole, if the schedule's is).
+
+    ``excluded_period`` does not: it is about steady states that repeat one microbatch's passes,
+    none of which takes so little time or less; None where that is not known.
+    """
+
+    makespan: float
+    lower_bound: float
+    excluded_period: float | None = None
+
+    @property
+    def gap(self) -> float:
+        """Difference between makespan and bound, as a share of the makespan."""
+        return max(0.0, 1 - self.lower_bound / self.makespan)
+
+    @property
+    def optimal(self) -> bool:
+        """Proved: no schedule of this placement within the limit is shorter."""
+        return self.lower_bound >= self.makespan * (1 - _TOLERANCE)
+
+
+def certify(program: Program, seconds: float) -> Certificate:
+    """Bound the makespan from below. If analysis leaves a gap, search for about ``seconds``, and
+    for about as long for steady states.
+
+    Raises:
+        ValueError: the program is vocabulary parallel, offloads or recomputes, or OR-tools is
+            needed and not installed.
+    """
+    problem = program.problem
+    extras = problem.extras
+    if extras.vocab_parallel is not VocabularyParallel.NONE:
+        raise ValueError(
+            f"--certify knows no bound with vocabulary parallelism {extras.vocab_parallel}: leave "
+            f"one of them out"
+        )
+    if extras.activation_offload is not Offload.NONE:
+        raise ValueError(
+            f"--certify knows no bound with offload {extras.activation_offload}: leave one of "
+            f"them out"
+        )
+    if problem.slices.count > 1:
+        raise ValueError("--certify knows no bound with slices: leave one of them out")
+    kinds = {kind for _, kind in program.schedule.columns.pairs}
+    if any(RULES[kind].repeats for kind in kinds):
+        raise ValueError("--certify knows no bound with recompute: leave one of them out")
+    splits = any(
+        RULES[a.kind].covers == (Kind.BACKWARD_WEIGHT,)
+        for row in program.schedule.rows
+        for a in row
+    )
+    makespan = simulate(program, problem.costs).makespan
+    certificate = Certificate(makespan, lower_bound(problem, splits))
+    if certificate.optimal:
+        return certificate
+    bound = max(certificate.lower_bound, _search(program, makespan, seconds))
+    with task("looking for steady states", seconds=seconds):
+        return Certificate(makespan, bound, excluded_period(problem, seconds) if splits else None)
+
+
+def _search(program: Program, makespan: float, seconds: float) -> float:
+    """CP-SAT's bound, in the unit of the costs. No duration is rounded up, so it holds."""
+    try:
+        from ortools.sat.python import cp_model
+    except ImportError:
+        raise ValueError(
+            "--certify needs OR-tools here: pip install 'megatron_ext[certify]'"
+        ) from None
+    costs = program.problem.costs
+    tick = common_tick((costs.of(a) for a in program.graph.actions), makespan)
+    horizon = round(makespan / tick)
+    model: Any = cp_model.CpModel()
+    starts: dict[Action, Any] = {}
+    ends: dict[Action, Any] = {}
+    timeline = simulate(program, costs)
+    for rank, row in enumerate(program.schedule.compute_rows):
+        intervals = []
+        for action, event in zip(row, timeline.compute[rank], strict=True):
+            is_w = action.kind is Kind.BACKWARD_WEIGHT
+            least = costs.of(action) - (costs.spared_on(action.stage) if is_w else 0.0)
+            ticks = _ticks(least, tick)
+            starts[action] = model.new_int_var(0, horizon, "")
+            ends[action] = starts[action] + ticks
+            intervals.append(model.new_fixed_size_interval_var(starts[action], ticks, ""))
+            model.add_hint(starts[action], _ticks(event.start, tick))
+        model.add_no_overlap(intervals)
+    for action in starts:
+        for needed_action, hop in _producers(action, program, starts):
+            model.add(starts[action] >= ends[needed_action] + _ticks(hop, tick))
+        following = action._replace(microbatch=action.microbatch + 1)
+        if following in starts:
+            model.add(starts[following] >= ends[action])
+    _add_memory_limit(model, program, starts, ends, horizon)
+    end = model.new_int_var(0, horizon, "makespan")
+    for action in ends:
+        model.add(ends[action] <= end)
+    model.minimize(end)
+    solver: Any = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = seconds
+    with task("searching for a shorter schedule", seconds=seconds):
+        solver.solve(model)
+    return float(solver.best_objective_bound) * tick
+
+
+def _producers(
+    action: Action, program: Program, passes: Container[Action]
+) -> Iterator[tuple[Action, float]]:
+    """The passes whose results ``action`` uses, and the seconds of the message between the two."""
+    placement, costs = program.schedule.placement, program.problem.costs
+    for _, choices in needed(action, placement):
+        yield from ((choice, 0.0) for choice in choices if choice in passes)
+    for sender, send in senders(action, placement):
+        if sender in passes:
+            yield sender, costs.of(send)
+
+
+def _ticks(figure: float, tick: float) -> int:
+    """``figure`` in ticks, rounded down; what is a multiple but for rounding stays one."""
+    return int(figure / tick + 1e-6)
+
+
+def _add_memory_limit(model: Any, program: Program, starts: Any, ends: Any, horizon: int) -> None:
+    """A chunk counts 1/v of a microbatch from the start of its F to the end of its W or B."""
+    limit = program.problem.memory_limit
+    if limit is None or limit.microbatches is None:
+        return
+    placement = program.schedule.placement
+    for row in program.schedule.compute_rows:
+        first = [a for a in row if Kind.FORWARD in RULES[a.kind].covers]
+        last = {
+            (a.stage, a.microbatch): a for a in row if Kind.BACKWARD_WEIGHT in RULES[a.kind].covers
+        }
+        held = [
+            model.new_interval_var(
+                starts[f],
+                model.new_int_var(0, horizon, ""),
+                ends[last[f.stage, f.microbatch]],
+                "",
+            )
+            for f in first
+        ]
+        model.add_cumulative(held, [1] * len(held), int(limit.microbatches * placement.chunks))

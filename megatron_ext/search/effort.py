@@ -1,0 +1,75 @@
+"""Effort of a search: how much it tries, and the packer of its plans.
+
+It is counted in passes packed, so that a slow machine finds what a fast one does. With numba it
+packs some thirty times as many in the same time, and so tries more: where that is installed a
+search finds another, better schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from megatron_ext.progress import remark
+from megatron_ext.search import pack
+from megatron_ext.search.pack import Pack
+from megatron_ext.search.shop import Shop
+
+SMALL, LARGE = "small", "large"
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Effort that a search may spend to improve the best of its plans.
+
+    Attributes:
+        name: `SMALL` or `LARGE`.
+        packer: that packs the plans of a shop.
+        by_square: passes packed, times the square of the ranks ...
+        least: ... but no less,
+        most: ... and no more.
+        patience: passes packed without a gain, after which a search ends; or a ``share``th of all,
+            where that is more.
+        steps: in which a plan is improved at the most: a small problem has few plans.
+    """
+
+    name: str
+    packer: Callable[[Shop], Pack]
+    by_square: int
+    least: int
+    most: int
+    patience: int
+    steps: int
+    share: int = 3
+
+    def passes(self, ranks: int) -> int:
+        return min(max(self.by_square * ranks**2, self.least), self.most)
+
+    def passes_without_gain(self, ranks: int) -> int:
+        """Passes packed since the last gain, after which a search ends."""
+        return max(self.passes(ranks) // self.share, self.patience)
+
+    @property
+    def halved(self) -> Effort:
+        """Return the effort for a step so long that another search, or a known pattern, gives its
+        middle: half the passes."""
+        by_square, least, most = self.by_square // 2, self.least // 2, self.most // 2
+        return replace(self, by_square=by_square, least=least, most=most, share=5)
+
+
+def small_effort(packer: Callable[[Shop], Pack] = pack.packer) -> Effort:
+    """Seconds to minutes in plain Python."""
+    return Effort(SMALL, packer, 33_000, 1_500_000, 10_000_000, 2_500_000, 2_000)
+
+
+def effort() -> Effort:
+    """The most that this machine allows."""
+    try:
+        from megatron_ext.search import compiled
+    except Exception as error:  # a numba that does not go with its numpy may raise anything
+        remark(
+            f"the search makes its small effort, without numba ({error}): with "
+            f"pip install 'megatron_ext[search]' it finds better schedules in less time"
+        )
+        return small_effort()
+    return Effort(LARGE, compiled.packer, 400_000, 6_000_000, 300_000_000, 30_000_000, 16_000)

@@ -1,0 +1,129 @@
+"""A user's file, read or written."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.words import bytes_text, shown
+
+_CHUNK = 2**16  # bytes
+LARGEST = 2**28  # bytes; far more than any table or description of a model has
+
+_STREAMS = {"stdout": 1, "stderr": 2}
+_OPENED = re.compile(rf"/dev/({'|'.join(_STREAMS)})|/(?:dev|proc/self)/fd/([0-9]+)")
+
+_PATH = 200  # characters of a path that an error repeats
+
+
+def read_text_file(path: Path, what: str, largest: int = LARGEST) -> str:
+    """Return the text of ``path``: UTF-8, with or without a byte order mark, newlines as ``\\n``.
+
+    Errors call the file ``what``, such as "costs file".
+
+    Raises:
+        ValueError: it cannot be read, has more than ``largest`` bytes, or is not UTF-8.
+    """
+    try:
+        data = bytearray()
+        with path.open("rb") as file:
+            while len(data) <= largest and (more := file.read(_CHUNK)):
+                data += more
+    except FileNotFoundError:
+        where = "" if path.is_absolute() else f" in {Path.cwd()}, where a relative path starts"
+        raise ValueError(
+            f"{what} {shown(path, _PATH)} cannot be read: no such file{where}"
+        ) from None
+    except OSError as error:
+        raise ValueError(f"{what} {shown(path, _PATH)} cannot be read: {error.strerror}") from None
+    except ValueError as error:  # a path with a null character
+        raise ValueError(f"{what} {shown(path)} cannot be read: {error}") from None
+    if len(data) > largest:
+        raise ValueError(
+            f"{what} {path} has more than {bytes_text(largest)}, which none needs: is it the "
+            f"right file?"
+        )
+    try:
+        return data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{what} {path} is not UTF-8 text (byte {error.object[error.start]:#04x} at position "
+            f"{error.start}): save it as UTF-8"
+        ) from None
+
+
+def parse_json(text: str) -> Any:
+    """Return the value that the JSON document ``text`` holds.
+
+    Raises:
+        ValueError: ``text`` is not JSON, too deeply nested, or has an integer of too many digits.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Give the block another path to write to, whose content then becomes that of ``path``.
+
+    If the block fails, ``path`` stays as it was. So there is no half file after a full disk, nor
+    a mixture of what two processes write. A device, such as /dev/null, is written to as it is.
+    /dev/stdout and its like get the content as if it was printed: a file that the shell has opened
+    for it must not be replaced.
+
+    Raises:
+        OSError: the file cannot be written. ``filename`` is ``path``.
+    """
+    try:
+        if (opened := _OPENED.fullmatch(str(path))) is not None:
+            name, number = opened.groups()
+            with tempfile.TemporaryDirectory() as folder:
+                yield (begun := Path(folder, path.name))
+                _print(begun, int(number) if name is None else _STREAMS[name])
+            return
+        if path.exists() and not path.is_file():  # a device, or a folder, which says so
+            yield path
+            return
+        whole = Path(os.path.realpath(path))  # of a link, the file that it leads to
+        if whole.exists() and not os.access(whole, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        begun = whole.with_name(f"{whole.name}.{uuid.uuid4().hex[:8]}.begun")
+        try:
+            yield begun
+            if whole.exists():
+                shutil.copymode(whole, begun)
+            begun.replace(whole)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                begun.unlink()
+            raise
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
+
+
+def _print(file: Path, number: int) -> None:
+    """Write what ``file`` holds to this process's open file ``number``, after what was printed."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with file.open("rb") as content, open(os.dup(number), "wb") as printed:
+        shutil.copyfileobj(content, printed)
+
+
+def write_text_file(path: Path, text: str) -> None:
+    """Write ``text`` to ``path`` as a whole, or leave what is there (`whole_file`)."""
+    with whole_file(path) as begun:
+        begun.write_text(text, encoding="utf-8")

@@ -1,0 +1,275 @@
+"""Pictures: timelines (ranks as rows, kinds by colour, bubbles shaded, memory), and bars."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron_ext.compile.program.memory import Amount, in_bytes, in_microbatches, memory_curve
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.kinds import RULES, Lane
+from megatron_ext.schedule.schedule import Schedule
+from megatron_ext.schedule.timeline import Timeline
+from megatron_ext.viz.svg import save
+from megatron_ext.words import bytes_text, counted
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = {kind: RULES[kind].colour for kind in Kind if RULES[kind].lane is Lane.COMPUTE}
+MARKS = {kind: rule.mark for kind, rule in RULES.items() if rule.mark}
+PALER = 0.45
+BUBBLE = "#E8E8E8"
+
+WIDTH = 12  # of the timelines' figure, in inches
+LABEL = 7  # of a pass, in points
+
+Pair = tuple[float, float]
+Box = tuple[float, float, float, float]  # middle (a rank), half of its height, start, end
+_HALF = 0.43  # of a box's height
+
+
+def draw(timelines: Sequence[Timeline], path: Path) -> None:
+    """Write ``timelines`` one above the other, on one time axis, as SVG or PNG by ``path``'s name.
+
+    Later chunks of a rank are drawn hatched. Beneath each, the microbatches a rank holds.
+
+    Raises:
+        ValueError: another file type, or matplotlib is not installed.
+    """
+    draw_steps([[timeline] for timeline in timelines], path)
+
+
+def draw_steps(
+    runs: Sequence[Sequence[Timeline]], path: Path, costs: Sequence[Costs] | None = None
+) -> None:
+    """`draw` of ``runs``, each of one or more consecutive steps: every second step is paler, and
+    the optimizer's steps and the waits for their verdicts are marked.
+
+    Args:
+        costs: of each run; where they have bytes, memory is drawn in GiB.
+    """
+    heights = [size for run in runs for size in (len(run[0].compute) * 0.38 + 0.3, 1.1)]
+    figure = new_figure(path, width=WIDTH, height=sum(heights) + 1.1)
+    axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    longest = max(_length(run) for run in runs)
+    readable = LABEL / (72 * WIDTH) * longest
+    for index, run in enumerate(runs):
+        measure = _measure(run[0].schedule, None if costs is None else costs[index])
+        _draw_passes(axes[2 * index], run, readable, measure)
+        _draw_memory(axes[2 * index + 1], run, measure)
+    axes[-1].set_xlim(0, longest)
+    axes[-1].set_xlabel("time")
+    events = [event for run in runs for timeline in run for event in timeline.events]
+    used = {e.action.kind for e in events if e.end > e.start or e.action.kind in MARKS}
+    figure.legend(handles=_legend(used), loc="outside lower center", ncols=5, frameon=False)
+    save(figure, path)
+
+
+def draw_bars(names: Sequence[str], ideal_and_measured: Sequence[Pair], path: Path) -> None:
+    """Write a bar of measured seconds for each of ``names``, and how long the ideal step is.
+
+    Raises:
+        ValueError: as `draw`.
+    """
+    figure = new_figure(path, width=8, height=0.3 * len(names) + 1)
+    axes = figure.subplots()
+    places = range(len(names))
+    ideal, measured = zip(*ideal_and_measured, strict=True)
+    axes.barh(places, measured, color="#E69F00", label="measured", clip_on=False)
+    axes.barh(places, ideal, color="#56B4E9", label="ideal", clip_on=False)
+    axes.set_yticks(places, names)
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds of a step")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    save(figure, path)
+
+
+def check_picture(path: Path) -> None:
+    """Raise ValueError if no picture can be written to ``path``, before work is done for it."""
+    if path.suffix not in (".svg", ".png"):
+        raise ValueError(f"{path}: pictures are written as .svg or .png")
+    if not path.parent.is_dir():
+        raise ValueError(f"{path}: there is no folder {path.parent}")
+    try:
+        import matplotlib.figure  # noqa: F401 (only whether it is there)
+    except ImportError:
+        raise ValueError(
+            "pictures need matplotlib: pip install 'megatron_ext[plot]', or leave --plot out"
+        ) from None
+
+
+def new_figure(path: Path, width: float, height: float) -> Figure:
+    check_picture(path)
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+@dataclass(frozen=True)
+class _Measure:
+    """Unit in which a picture counts memory."""
+
+    amount: Amount
+    unit: float
+    name: str
+
+    def curve(self, row: tuple[Action, ...]) -> list[float]:
+        return [held / self.unit for held in memory_curve(row, self.amount)]
+
+    def told(self, held: float) -> str:
+        return bytes_text(held * self.unit) if self.unit > 1 else counted(held, "microbatch")
+
+
+def _measure(schedule: Schedule, costs: Costs | None) -> _Measure:
+    if costs is None or costs.held_bytes is None:
+        return _Measure(in_microbatches(schedule), 1, "microbatches")
+    return _Measure(in_bytes(costs), 2**30, "GiB")
+
+
+def _length(run: Sequence[Timeline]) -> float:
+    return max(row[-1].end for row in run[-1].compute if row) - run[0].start
+
+
+def _draw_passes(axes: Axes, run: Sequence[Timeline], readable: float, measure: _Measure) -> None:
+    """Passes as boxes, one shape a kind; ``readable``: what a digit in a box takes of the time."""
+    schedule, first = run[0].schedule, run[0].start
+    chunk = {s: c for stages in schedule.placement.stages_of for c, s in enumerate(stages)}
+    digits = len(str(max(event.action.microbatch for event in run[0].events)))
+    boxes: dict[tuple[Kind, bool, bool], list[Box]] = defaultdict(list)
+    marks: dict[Kind, list[Pair]] = defaultdict(list)
+    for number, timeline in enumerate(run):
+        in_pairs = _places_in_pairs(timeline)
+        for event in timeline.events:
+            place = in_pairs.get(event.action, (event.rank, _HALF, event.start, event.end))
+            kind, middle, half = event.action.kind, place[0], place[1]
+            start, end = place[2] - first, place[3] - first
+            if kind in MARKS:
+                marks[kind].append((end, event.rank - _HALF))
+            if kind not in COLOURS or start == end:
+                continue
+            in_later_chunk = bool(chunk[event.action.stage] % 2)
+            boxes[kind, bool(number % 2), in_later_chunk].append((middle, half, start, end))
+            if end - start >= digits * readable:
+                axes.text(
+                    (start + end) / 2,
+                    middle,
+                    str(event.action.microbatch),
+                    ha="center",
+                    va="center",
+                    fontsize=LABEL,
+                )
+    whole = [(rank, _HALF, 0, _length(run)) for rank in range(len(schedule.rows))]
+    _add_boxes(axes, whole, facecolor=BUBBLE, edgecolor="none")
+    for (kind, in_later_step, in_later_chunk), places in boxes.items():
+        _add_boxes(
+            axes,
+            places,
+            facecolor=COLOURS[kind],
+            alpha=PALER if in_later_step else None,
+            edgecolor="white",
+            linewidth=0.6,
+            hatch="///" if in_later_chunk else None,
+        )
+    for kind, points in marks.items():
+        marker = MARKS[kind]
+        axes.plot(*np.transpose(points), marker, color="black", markersize=4, clip_on=False)
+    axes.set_yticks(range(len(schedule.rows)), [f"rank {r}" for r in range(len(schedule.rows))])
+    axes.set_ylim(len(schedule.rows) - 0.5, -0.5)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    figure = f"bubble {run[0].bubble_share_makespan:.1%} of the makespan"
+    if len(run) > 1:
+        apart = (_length(run) - _length(run[:1])) / (len(run) - 1)
+        figure = f"{len(run)} steps, one every {apart:.4g}"
+        if any(event.action.kind is Kind.STEP for event in run[0].events):
+            figure = f"post-validation, {figure}"
+    peak = measure.told(max(max(measure.curve(row)) for row in schedule.rows))
+    axes.set_title(f"{_named(schedule)}: {figure}, peak {peak}", loc="left", fontsize=10)
+
+
+def _places_in_pairs(timeline: Timeline) -> dict[Action, Box]:
+    """Return the box of each pass that runs in a pair: as long as the pair, F above."""
+    in_pairs = timeline.schedule.beside
+    events = {event.action: event for event in timeline.events if event.action in in_pairs}
+    quarter = _HALF / 2
+    places: dict[Action, Box] = {}
+    for forward, backward in timeline.schedule.pairs:
+        rank, _, start, _ = events[forward]
+        end = events[backward].end
+        places[forward] = rank - quarter, quarter, start, end
+        places[backward] = rank + quarter, quarter, start, end
+    return places
+
+
+def _named(schedule: Schedule) -> str:
+    slices = schedule.columns.slices
+    return schedule.name if slices == 1 else f"{schedule.name}, {counted(slices, 'slice')}"
+
+
+def _add_boxes(axes: Axes, boxes: Sequence[Box], **look: Any) -> None:
+    """Draw ``boxes`` as one shape."""
+    import matplotlib
+    from matplotlib import patches, path
+
+    corners = [
+        [(start, y - half), (end, y - half), (end, y + half), (start, y + half)]
+        for y, half, start, end in boxes
+    ]
+    shape = path.Path.make_compound_path_from_polys(np.array(corners))
+    with matplotlib.rc_context({"hatch.linewidth": 0.5}):  # numbers stand on it
+        axes.add_patch(patches.PathPatch(shape, clip_on=False, **look))
+
+
+def _draw_memory(axes: Axes, run: Sequence[Timeline], measure: _Measure) -> None:
+    schedule, first = run[0].schedule, run[0].start
+    curves = [measure.curve(row) for row in schedule.rows]
+    for rank, curve in enumerate(curves):
+        times, held = [], []
+        for row in (timeline.compute[rank] for timeline in run):
+            times += [event.start - first for event in row] + [row[-1].end - first]
+            held += [*curve, 0]
+        axes.step(
+            times,
+            held,
+            where="post",
+            linewidth=1,
+            color=str(0.7 * rank / max(len(curves) - 1, 1)),
+            clip_on=False,
+        )
+    axes.set_ylabel(f"{measure.name}\nheld", fontsize=8)
+    axes.set_ylim(0, None)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _legend(used: set[Kind]) -> list[Any]:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    kinds = [
+        Patch(color=colour, label=f"{kind}  {RULES[kind].label}")
+        for kind, colour in COLOURS.items()
+        if kind in used
+    ]
+    marks = [
+        Line2D(
+            [],
+            [],
+            marker=marker,
+            label=RULES[kind].label,
+            color="black",
+            linestyle="none",
+            markersize=4,
+        )
+        for kind, marker in MARKS.items()
+        if kind in used
+    ]
+    return [*kinds, Patch(color=BUBBLE, label="bubble"), *marks]

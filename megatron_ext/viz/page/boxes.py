@@ -1,0 +1,87 @@
+"""Contents of a page: boxes on the tracks of ranks."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+LEFT_OUT = "left out"  # in the place of a kind, for passes that `cut` has merged
+
+
+class TrackGroup(enum.StrEnum):
+    """Tracks that fold away together."""
+
+    PASSES = "passes"
+    MESSAGES = "messages"  # and collectives, and reductions of gradients
+    COPIES = "copies"  # to the host and back
+
+
+@dataclass(frozen=True)
+class Track:
+    """A row of a rank, on which one thing follows the other."""
+
+    rank: int
+    group: TrackGroup
+    title: str
+
+    @property
+    def place(self) -> tuple[int, int, str]:
+        """Sort key of tracks: rank by rank, passes first."""
+        return self.rank, list(TrackGroup).index(self.group), self.title
+
+
+@dataclass(frozen=True)
+class Box:
+    """An action, and when it ran. A mark, such as an optimizer step's, takes no time.
+
+    Attributes:
+        kind: an action's; "reduction"; or `LEFT_OUT`.
+        step: which of the steps in a row, from 0.
+        start, end: after the start of the first step.
+        cost: what it is said to take: by the costs, or of a measured one by the prediction.
+        needs: the places in the list of boxes of those whose end it had to wait for, in addition to
+            the one before it on its track.
+        held, held_bytes: what the rank holds of activations while a pass runs, in microbatches and
+            in bytes; None of what is no pass, or where bytes are not known.
+        passes: for how many it stands.
+        slice: which of its microbatch's, where those are cut.
+        half: of a pass that runs in a pair: 0 is its forward pass, 1 the backward pass, which is
+            the next box. They are drawn above one another, each as long as both.
+    """
+
+    track: Track
+    kind: str
+    stage: int
+    microbatch: int
+    step: int
+    start: float
+    end: float
+    cost: float
+    needs: tuple[int, ...] = ()
+    held: float | None = None
+    held_bytes: float | None = None
+    passes: int = 1
+    slice: int | None = None
+    half: int | None = None
+
+
+def before(boxes: Sequence[Box], place: int) -> list[int]:
+    """Return the numbers of the boxes that box ``place`` waited for: first the one before it on its
+    track."""
+    is_first = place == 0 or boxes[place - 1].track != boxes[place].track
+    return [*([] if is_first else [place - 1]), *boxes[place].needs]
+
+
+def critical_path(boxes: Sequence[Box]) -> tuple[int, ...]:
+    """Return the critical path, by numbers of boxes in order of time.
+
+    It leads to the pass that ends last; before each box comes the last to end of those it waited
+    for.
+    No part of it can be shorter without the whole being so, or another path taking its place.
+    """
+    passes = [place for place, box in enumerate(boxes) if box.track.group is TrackGroup.PASSES]
+    path = [max(passes, key=lambda place: boxes[place].end)]
+    while earlier := before(boxes, path[-1]):
+        path.append(max(earlier, key=lambda place: boxes[place].end))
+    return tuple(path[::-1])

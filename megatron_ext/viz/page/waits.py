@@ -1,0 +1,67 @@
+"""Waits between the boxes of a page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_ext.compile.program.graph import Graph
+from megatron_ext.schedule.kinds import RULES, Lane
+from megatron_ext.schedule.timeline import Event, Timeline
+from megatron_ext.viz.replay import Replay
+
+Nodes = tuple[int, ...]  # of a step's events, by their numbers
+
+
+def waits_of_program(
+    graph: Graph, events: Sequence[Event], is_shown: Sequence[bool]
+) -> list[Nodes]:
+    """For each of ``events``, a simulated step's, those that are shown and that it waited for.
+
+    What is not shown (waits, receives, messages that take no time) stands for what it waited for
+    longest itself, and a message also for the pass that it is of.
+    """
+    waits: list[Nodes] = [()] * len(events)
+    stands_for: list[Nodes] = [()] * len(events)
+    partners = graph.partners.tolist()
+    for node in graph.order.tolist():
+        earlier = graph.before[node]
+        seen = tuple(dict.fromkeys(n for early in earlier for n in stands_for[early]))
+        rank = events[node].rank
+        # An earlier pass of its rank is waited for by way of the one before, unless it is needed.
+        waits[node] = tuple(
+            n for n in seen if n in earlier or events[n].rank != rank or not _is_pass(events[n])
+        )
+        if is_shown[node]:
+            stands_for[node] = (node,)
+            continue
+        lane = RULES[events[node].action.kind].lane
+        source: Nodes = ()
+        if lane is Lane.RECEIVE:
+            source = stands_for[partners[node]]
+        elif lane is Lane.SEND:
+            source = tuple(n for n in seen if _same_microbatch(events[n], events[node]))
+        latest = sorted(seen, key=lambda n: (-events[n].end, events[n].rank == rank))
+        stands_for[node] = tuple(dict.fromkeys([*source, *latest[:1]]))
+    return waits
+
+
+def _is_pass(event: Event) -> bool:
+    return RULES[event.action.kind].lane is Lane.COMPUTE
+
+
+def _same_microbatch(event: Event, other: Event) -> bool:
+    action, another = event.action, other.action
+    return (action.stage, action.microbatch) == (another.stage, another.microbatch)
+
+
+def waits_of_passes(timeline: Timeline) -> list[Nodes]:
+    """Return, for each pass of ``timeline``, those that make what it needs.
+
+    For a step of which the passes alone are known, such as a measured one.
+    """
+    inputs = Replay(timeline.schedule).inputs
+    place = {event.action: number for number, event in enumerate(timeline.events)}
+    return [
+        tuple(dict.fromkeys(place[m] for m in inputs.get(event.action, ()) if m in place))
+        for event in timeline.events
+    ]

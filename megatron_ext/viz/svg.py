@@ -1,0 +1,149 @@
+"""A figure as a file: SVG that is small, has text that is text, and is the same every time."""
+
+from __future__ import annotations
+
+import io
+import re
+import xml.etree.ElementTree as ElementTree
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+from xml.etree.ElementTree import Element
+
+from megatron_ext.text_file import whole_file, write_text_file
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SVG, XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
+ElementTree.register_namespace("", SVG)
+ElementTree.register_namespace("xlink", XLINK)
+GROUP, PATH, TEXT, USE = (f"{{{SVG}}}{name}" for name in ("g", "path", "text", "use"))
+METADATA, HREF = f"{{{SVG}}}metadata", f"{{{XLINK}}}href"
+
+# Places are computed for matplotlib's own font. Verdana, on other machines, is about as wide.
+FONTS = ("DejaVu Sans", "Verdana")
+FAMILY = ", ".join((*(f"'{font}'" for font in FONTS), "sans-serif"))
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write ``figure`` as SVG or PNG, by ``path``'s name."""
+    import matplotlib
+
+    with matplotlib.rc_context(
+        {
+            "font.sans-serif": FONTS,
+            "svg.fonttype": "none",
+            "svg.hashsalt": "megatron_ext",  # or names of patterns are drawn by lot
+        }
+    ):
+        if path.suffix == ".png":
+            with whole_file(path) as begun:
+                figure.savefig(begun, format="png", dpi=150)
+            return
+        written = io.StringIO()
+        figure.savefig(written, format="svg", metadata={"Date": None})
+    write_text_file(path, smaller(written.getvalue()))
+
+
+def smaller(svg: str) -> str:
+    """Return ``svg``, as matplotlib writes it, to a tenth of a point and an element a line, without
+    what is said twice or not seen: comments, metadata, names and groups that nothing refers to.
+    """
+    root = ElementTree.fromstring(svg)
+    for metadata in root.findall(METADATA):
+        root.remove(metadata)
+    markers = {f"#{path.get('id')}": path.get("style", "") for path in root.iter(PATH)}
+    for element in root.iter():
+        _shorten(element)
+        if element.tag == TEXT:
+            _drop_style(element, f"font-family: {FAMILY}")
+        elif element.tag == USE:
+            _drop_style(element, markers.get(element.get(HREF, ""), ""))
+    root.set("font-family", FAMILY)
+    _dissolve_groups(root)
+    for parent in (root, *root.iter(GROUP)):
+        _group_texts(parent)
+    _break_lines(root)
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def shorter_path(path: str) -> str:
+    """Return ``path``, a list of M, L, C, Q and z, to a tenth of a point, with H and V along the
+    axes."""
+    commands = []
+    x = y = ""
+    for command, numbers in re.findall(r"([MLCQz])([^MLCQz]*)", path):
+        places = [_tenths(number) for number in numbers.split()]
+        if command == "L" and places[1] == y:
+            commands.append(f"H{places[0]}")
+        elif command == "L" and places[0] == x:
+            commands.append(f"V{places[1]}")
+        else:
+            commands.append(command + " ".join(places))
+        if places:
+            x, y = places[-2:]
+    return "".join(commands)
+
+
+def _tenths(number: str) -> str:
+    return f"{round(float(number), 1) + 0.0:g}"  # + 0.0: not -0
+
+
+def _shorten(element: Element) -> None:
+    """Shorten ``element``'s own attributes."""
+    if element.tag == GROUP:
+        element.attrib.pop("id", None)
+    for name in element.attrib.keys() & {"x", "y"}:
+        element.set(name, _tenths(element.attrib[name]))
+    if "d" in element.attrib:
+        element.set("d", shorter_path(element.attrib["d"]))
+    if "transform" in element.attrib:
+        transform = element.attrib.pop("transform")
+        if not transform.startswith("rotate(-0 "):
+            element.set("transform", re.sub(r"-?\d+\.\d+", lambda n: _tenths(n[0]), transform))
+
+
+def _drop_style(element: Element, inherited: str) -> None:
+    """Remove from ``element``'s style the declarations of ``inherited``."""
+    style = element.attrib.pop("style", "").split("; ")
+    own = [declaration for declaration in style if declaration not in inherited.split("; ")]
+    if any(own):
+        element.set("style", "; ".join(own))
+
+
+def _dissolve_groups(parent: Element) -> None:
+    """Put the members of groups that say nothing of them in their groups' places."""
+    children: list[Element] = []
+    for child in parent:
+        _dissolve_groups(child)
+        children += child if child.tag == GROUP and not child.attrib else [child]
+    parent[:] = children
+
+
+def _group_texts(parent: Element) -> None:
+    """Say the style of texts that follow each other once."""
+    children: list[Element] = []
+    for style, members in groupby(parent, _style_of_text):
+        run = list(members)
+        if style and len(run) > 1:
+            group = Element(GROUP, style=style)
+            for text in run:
+                del text.attrib["style"]
+            group.extend(run)
+            run = [group]
+        children += run
+    parent[:] = children
+
+
+def _style_of_text(element: Element) -> str:
+    return element.get("style", "") if element.tag == TEXT else ""
+
+
+def _break_lines(parent: Element) -> None:
+    """Begin a line with every element, and have no other space."""
+    parent.tail = "\n"
+    if len(parent):
+        parent.text = "\n"
+    for child in parent:
+        _break_lines(child)

@@ -1,0 +1,455 @@
+"""Timelines as a trace file that Perfetto (ui.perfetto.dev) and chrome://tracing open, and back.
+
+A process is a pipeline rank. Its tracks: the passes as measured (or as simulated, where nothing is
+measured), the reductions of its chunks, the passes and messages as predicted. What may overlap has
+tracks of its own, since a track shows slices one after the other.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.compile.program.graph import channel_of
+from megatron_ext.compile.program.memory import in_microbatches, memory_curve
+from megatron_ext.schedule.action import Action, Kind, Pair, Slice, parse, slices_named, whole_of
+from megatron_ext.schedule.kinds import HOST_LANES, RULES, Lane, Where
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.schedule import Schedule
+from megatron_ext.schedule.timeline import Event, GradientReduction, Timeline
+from megatron_ext.text_file import parse_json, read_text_file, whole_file, write_text_file
+from megatron_ext.viz.json_record import Record
+
+NAME = "trace.json"  # in the folder that a training run is given
+_END = "\n]}\n"
+_LARGEST = 2**31  # bytes of a trace that is read
+
+
+_PASS, _PREDICTED_PASS, _REDUCTION = "compute", "predicted compute", "reduction"  # categories
+_STOCK = "a step of Megatron's own"  # the event that says so
+_RESERVED = "reserved beyond allocated"  # the event that has it
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """A measured step and its prediction.
+
+    Attributes:
+        iteration: as Megatron's log counts.
+        predicted: simulated, with costs ``cost_factor`` times those of the program: so that its
+            passes take as long as the measured ones, all together. It starts with ``measured``.
+        clock_error: seconds by which a rank's clock may be off rank 0's, at most.
+        weight_shares: of a step of Megatron's own, which part of each stage's backward pass W would
+            be, as estimated; None of a step of ours.
+        reserved: bytes of each rank that its allocator had reserved beyond the most that it had
+            handed out; None where there is none, as on a CPU.
+    """
+
+    iteration: int
+    measured: Timeline
+    predicted: Timeline
+    cost_factor: float
+    clock_error: float
+    weight_shares: tuple[float, ...] | None = None
+    reserved: tuple[float, ...] | None = None
+
+
+def beside(
+    iteration: int, measured: Timeline, simulated: Timeline, clock_error: float
+) -> TracedStep:
+    """Return ``measured`` with its prediction, scaled to the same work and moved to the same
+    start."""
+    (step,) = beside_all([iteration], [measured], [simulated], clock_error)
+    return step
+
+
+def beside_all(
+    iterations: Sequence[int],
+    measured: Sequence[Timeline],
+    simulated: Sequence[Timeline],
+    clock_error: float,
+) -> list[TracedStep]:
+    """Return the traced steps of consecutive iterations, ``measured`` and ``simulated``.
+
+    The predicted steps are scaled to the same work in all. They overlap as they were simulated
+    (`simulate_steps`), and begin with the first that was measured.
+    """
+    factor = sum(step.work for step in measured) / sum(step.work for step in simulated)
+    start, first = measured[0].start, simulated[0].start
+    return [
+        TracedStep(
+            iteration,
+            measured_step,
+            step.moved(start + (step.start - first) * factor, factor),
+            factor,
+            clock_error,
+        )
+        for iteration, measured_step, step in zip(iterations, measured, simulated, strict=True)
+    ]
+
+
+class TraceFile:
+    """A trace file being written: whole, and good JSON, after each step."""
+
+    def __init__(self, path: Path) -> None:
+        """Start ``path`` afresh; its folder is made if there is none."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text_file(path, '{"displayTimeUnit": "ms", "traceEvents": [' + _END)
+        self._path = path
+        self._is_empty = True
+        self._origin: float | None = None  # what time 0 of the trace is
+        self._tracks: dict[tuple[int, str], int] = {}  # their numbers, by rank and title
+
+    def add(self, step: TracedStep) -> None:
+        """Write ``step``: its passes and reductions, and the predicted passes."""
+        origin = step.measured.start if self._origin is None else self._origin
+        about = {
+            "iteration": step.iteration,
+            "schedule": step.measured.schedule.name,
+            "cost_factor": step.cost_factor,
+            "clock_error_us": step.clock_error * 1e6,
+        }
+        events = [
+            *_slices(step.measured, "", about),
+            *_reductions(step.measured, about),
+            *_slices(step.predicted, "predicted ", about),
+            *_held(step.measured),
+            *_step_metadata(step),
+        ]
+        self._write(events, origin, 1.0)
+        self._origin = origin
+
+    def add_simulated(self, steps: Sequence[Timeline], seconds_per_unit: float) -> None:
+        """Write consecutive ``steps`` alone."""
+        for number, timeline in enumerate(steps):
+            events = [*_slices(timeline, "", {"step": number}), *_held(timeline)]
+            self._write(events, 0.0, seconds_per_unit)
+
+    def _write(self, events: Sequence[dict[str, Any]], origin: float, scale: float) -> None:
+        lines: list[str] = []
+        tracks = dict(self._tracks)
+        for event in events:
+            placed = {"ts": (event["ts"] - origin) * scale * 1e6}
+            if "dur" in event:
+                placed["dur"] = event["dur"] * scale * 1e6
+            if "track" in event:
+                rank, title = event["pid"], event.pop("track")
+                if (rank, title) not in tracks:
+                    tracks[rank, title] = len(tracks)
+                    lines += map(json.dumps, _names(rank, title, tracks[rank, title]))
+                placed["tid"] = tracks[rank, title]
+            lines.append(json.dumps(event | placed))
+        text = ("\n" if self._is_empty else ",\n") + ",\n".join(lines) + _END
+        with self._path.open("r+b", buffering=0) as file:
+            end = file.seek(-len(_END), os.SEEK_END)
+            try:
+                _write_all(file, text.encode())
+            except OSError as error:  # a full disk, perhaps
+                file.seek(end)
+                file.write(_END.encode())  # on what was the file's already
+                file.truncate()
+                raise OSError(error.errno, error.strerror, str(self._path)) from error
+        self._is_empty, self._tracks = False, tracks
+
+
+def _write_all(file: io.RawIOBase, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
+
+
+def write_trace(steps: Sequence[Timeline], path: Path, seconds_per_unit: float = 1e-3) -> None:
+    """Write simulated ``steps``, one after the other on one clock: a process per rank with its
+    passes, its messages and what it holds.
+
+    Args:
+        seconds_per_unit: what one unit of the costs is in the trace; the default shows costs in
+            milliseconds.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as begun:
+        TraceFile(begun).add_simulated(steps, seconds_per_unit)
+
+
+def read_trace(path: Path) -> list[TracedStep]:
+    """The steps that a training run has written to ``path``, or to `NAME` in that folder.
+
+    Raises:
+        ValueError: there is no such file, it is not JSON, it has no measured step, or a step of it
+            is not as `TraceFile` writes one.
+    """
+    file = path / NAME if path.is_dir() else path
+    try:
+        text = read_text_file(file, "trace", _LARGEST)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; --pipeline-trace DIR --pipeline-trace-iters A:B writes a trace while it "
+            f"trains"
+        ) from None
+    try:
+        data = parse_json(text)
+    except ValueError as error:
+        raise ValueError(
+            f"{file} is no whole JSON file: {error}; a trace that was cut off has to be written "
+            f"again"
+        ) from None
+    events = data.get("traceEvents") if isinstance(data, dict) else None
+    if not isinstance(events, list):
+        raise ValueError(f"{file} is no trace: it has no list 'traceEvents' at the top")
+    iterations: dict[int, list[_Slice]] = {}
+    of_stock: dict[int, tuple[float, ...]] = {}  # `weight_shares`, by iteration
+    reserved: dict[int, tuple[float, ...]] = {}
+    for number, event in enumerate(events):
+        where = f"{file}, event {number}"
+        if _is_of_a_step(event):
+            slice_ = _read_slice(event, where)
+            iterations.setdefault(slice_.args.count("iteration"), []).append(slice_)
+        elif _has_args(event) and event.get("name") == _STOCK:
+            about = Record(event["args"], f"{where}, args")
+            of_stock[about.count("iteration")] = about.shares("weight_shares")
+        elif _has_args(event) and event.get("name") == _RESERVED:
+            about = Record(event["args"], f"{where}, args")
+            reserved[about.count("iteration")] = about.amounts("bytes")
+    if not iterations:
+        raise ValueError(f"{file} has no measured step: it is not of a training run")
+    return [
+        replace(
+            _step(iteration, slices, of_stock.get(iteration), f"{file}, iteration {iteration}"),
+            reserved=reserved.get(iteration),
+        )
+        for iteration, slices in iterations.items()
+    ]
+
+
+def reserved_in(path: Path) -> float:
+    """The most bytes that the allocator of a rank had reserved beyond what it had handed out, in
+    the trace ``path``.
+
+    Raises:
+        ValueError: as `read_trace`, or the trace was not made on GPUs.
+    """
+    latest = read_trace(path)[-1].reserved
+    if not latest:
+        raise ValueError(
+            f"{path} does not say what an allocator reserves: a trace that is made on GPUs does"
+        )
+    return max(latest)
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """One slice of a step, as it was read."""
+
+    rank: int
+    name: str
+    category: str
+    start: float
+    end: float
+    args: Record
+
+
+def _is_of_a_step(event: Any) -> bool:
+    return _has_args(event) and event.get("ph") == "X" and "iteration" in event["args"]
+
+
+def _has_args(event: Any) -> bool:
+    return isinstance(event, dict) and isinstance(event.get("args"), dict)
+
+
+def _read_slice(event: dict[str, Any], where: str) -> _Slice:
+    record = Record(event, where)
+    start, seconds = record.number("ts") / 1e6, record.number("dur") / 1e6
+    if seconds < 0:
+        raise ValueError(f"{where}: dur is {seconds * 1e6:g}; none is negative")
+    args = Record(event["args"], f"{where}, args")
+    rank, name, category = record.count("pid"), record.text("name"), record.text("cat")
+    return _Slice(rank, name, category, start, start + seconds, args)
+
+
+def _step(
+    iteration: int, slices: Sequence[_Slice], shares: tuple[float, ...] | None, where: str
+) -> TracedStep:
+    about = slices[0].args
+    measured = _timeline(slices, _PASS, f"{where}, measured")
+    predicted = _timeline(slices, _PREDICTED_PASS, f"{where}, predicted")
+    if measured.schedule.rows != predicted.schedule.rows:
+        raise ValueError(f"{where}: the predicted passes are not the measured ones")
+    stages = measured.schedule.placement.stages
+    if shares is not None and len(shares) != stages:
+        raise ValueError(f"{where}: weight_shares has {len(shares)} figures for {stages} stages")
+    return TracedStep(
+        iteration,
+        measured,
+        predicted,
+        about.number("cost_factor"),
+        about.number("clock_error_us") / 1e6,
+        shares,
+    )
+
+
+def _timeline(slices: Sequence[_Slice], category: str, where: str) -> Timeline:
+    """The passes of ``category``, and with them the reductions of a measured step."""
+    of_rank: dict[int, list[Event]] = {}
+    reductions, pairs = [], list[Pair]()
+    try:
+        parts = slices_named(" ".join(s.name for s in slices if s.category == category))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    for slice_ in slices:
+        if slice_.category == category:
+            try:
+                event = Event(slice_.rank, parse(slice_.name, parts), slice_.start, slice_.end)
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from None
+            of_rank.setdefault(slice_.rank, []).append(event)
+            if event.action.kind is Kind.FORWARD and "beside" in slice_.args.data:
+                pairs.append(Pair(event.action, _paired_with(slice_.args, where)))
+        elif slice_.category == _REDUCTION and category == _PASS:
+            stage, is_exact = slice_.args.count("stage"), slice_.args.truth("is_exact")
+            reductions.append(
+                GradientReduction(slice_.rank, stage, slice_.start, slice_.end, is_exact)
+            )
+    rows = [tuple(of_rank[rank]) for rank in sorted(of_rank)]
+    _check_rows(rows, where)
+    rank_of = {event.action.stage: event.rank for row in rows for event in row}
+    placement = Placement("trace", tuple(rank_of[stage] for stage in range(len(rank_of))))
+    actions = tuple(tuple(event.action for event in row) for row in rows)
+    schedule = Schedule(slices[0].args.text("schedule"), placement, actions, frozenset(pairs))
+    return Timeline(schedule, tuple(event for row in rows for event in row), tuple(reductions))
+
+
+def _paired_with(args: Record, where: str) -> Action:
+    try:
+        return parse(args.text("beside"))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _check_rows(rows: Sequence[tuple[Event, ...]], where: str) -> None:
+    """Raise ValueError unless all ranks and stages have passes, one after the other, each once."""
+    events = [event for row in rows for event in row]
+    for what, numbers in (
+        ("rank", {event.rank for event in events}),
+        ("stage", {event.action.stage for event in events}),
+    ):
+        missing = next(n for n in range(len(numbers) + 1) if n not in numbers)
+        if missing < len(numbers) or not numbers:
+            raise ValueError(f"{where}: {what} {missing} has no pass")
+    if len({event.action for event in events}) < len(events):
+        raise ValueError(f"{where}: a pass is there twice")
+    for row in rows:
+        if any(later.start < event.start for event, later in pairwise(row)):
+            raise ValueError(f"{where}: the passes of rank {row[0].rank} are not in order")
+        if not any(event.end > event.start for event in row):
+            raise ValueError(f"{where}: the passes of rank {row[0].rank} take no time")
+
+
+def track_of(action: Action, placement: Placement) -> str | None:
+    """The title of the track of its rank that ``action`` is on; None if it takes no time on any."""
+    rule = RULES[action.kind]
+    if rule.lane is Lane.COMPUTE:
+        return "passes"
+    if rule.where is Where.RANK:
+        return None  # messages of a few bytes, and marks
+    if rule.lane is Lane.SEND:
+        return f"{action.kind} to rank {channel_of(action, placement).receiver}"
+    if rule.lane is Lane.COLLECTIVE:
+        return action.kind.value
+    return rule.lane.value if rule.lane in HOST_LANES else None
+
+
+def _slices(timeline: Timeline, prefix: str, about: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Passes and messages, and when the optimizer stepped and when the verdict on the last step
+    was there; ``prefix`` goes before the names of their tracks and categories."""
+    placement, beside = timeline.schedule.placement, timeline.schedule.beside
+    for event in timeline.events:
+        action, rule = event.action, RULES[event.action.kind]
+        category, title = prefix + rule.lane.value, track_of(action, placement)
+        if title is not None:
+            args = {"stage": action.stage, "microbatch": whole_of(action.microbatch)} | about
+            if isinstance(action.microbatch, Slice):
+                args["slice"] = action.microbatch.slice
+            if action in beside:
+                args["beside"] = str(beside[action])
+            yield _slice(event, str(action), prefix + title, category, args)
+        elif rule.where is Where.RANK and not rule.is_message:
+            yield _mark(event, str(action), prefix + "passes", category, about)
+
+
+def _reductions(timeline: Timeline, about: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for reduction in timeline.reductions:
+        name = f"reduction of stage {reduction.stage}"
+        args = {"stage": reduction.stage, "is_exact": reduction.is_exact} | about
+        doubt = "" if reduction.is_exact else " (at the latest)"
+        yield _slice(reduction, name + doubt, name, _REDUCTION, args)
+
+
+def _held(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    for rank, row in enumerate(timeline.compute):
+        curve = memory_curve(timeline.schedule.rows[rank], in_microbatches(timeline.schedule))
+        for event, held in zip(row, curve, strict=True):
+            yield _counter(rank, event.start, held)
+        if row:
+            yield _counter(rank, row[-1].end, 0.0)
+
+
+def _step_metadata(step: TracedStep) -> Iterator[dict[str, Any]]:
+    """Yield metadata events of ``step`` with the figures that no slice of the trace has."""
+    for name, key, figures in (
+        (_STOCK, "weight_shares", step.weight_shares),
+        (_RESERVED, "bytes", step.reserved),
+    ):
+        if figures is not None:
+            args = {"iteration": step.iteration, key: figures}
+            yield {"ph": "M", "pid": 0, "name": name, "ts": step.measured.start, "args": args}
+
+
+def _slice(
+    what: Event | GradientReduction, name: str, track: str, category: str, args: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "pid": what.rank,
+        "track": track,
+        "name": name,
+        "cat": category,
+        "ts": what.start,
+        "dur": what.end - what.start,
+        "args": args,
+    }
+
+
+def _mark(
+    event: Event, name: str, track: str, category: str, args: dict[str, Any]
+) -> dict[str, Any]:
+    """The end of ``event``, as an instant on its rank's track."""
+    return {
+        "ph": "i",
+        "s": "t",
+        "pid": event.rank,
+        "track": track,
+        "name": name,
+        "cat": category,
+        "ts": event.end,
+        "args": args,
+    }
+
+
+def _counter(rank: int, ts: float, held: float) -> dict[str, Any]:
+    return {"ph": "C", "pid": rank, "name": "held", "ts": ts, "args": {"microbatches": held}}
+
+
+def _names(rank: int, title: str, number: int) -> Iterator[dict[str, Any]]:
+    """Yield the metadata events that must precede the first slice of a track."""
+    for what, args in (
+        ("process_name", {"name": f"rank {rank}"}),
+        ("thread_name", {"name": title}),
+        ("thread_sort_index", {"sort_index": number}),
+    ):
+        yield {"ph": "M", "pid": rank, "tid": number, "name": what, "args": args}

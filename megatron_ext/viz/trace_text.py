@@ -1,0 +1,101 @@
+"""Texts on a trace of Megatron's own step: for its log, and for `megatron-ext trace`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megatron_ext.observe.what_if import SHARES, Prospect, WhatIf
+from megatron_ext.viz.trace_report import TraceReport
+from megatron_ext.words import counted
+
+_WORTH_SAYING = 0.005  # of the makespan
+
+
+def name_of(report: TraceReport) -> str:
+    """The schedule, and whose it is."""
+    whose = "" if report.what_if is None else "Megatron's own "
+    return f"{whose}{report.schedule}"
+
+
+def summary(report: TraceReport, folder: Path) -> Iterator[str]:
+    """Lines for the log of a training whose steps are Megatron's own."""
+    measured, assumed = report.measured, report.what_if
+    assert assumed is not None
+    yield (
+        f"{name_of(report)} on {counted(report.pp, 'rank')}, "
+        f"{counted(report.microbatches, 'microbatch')}: "
+        f"{measured.bubble_share_makespan:.1%} of a step is bubble; a step takes "
+        f"{milliseconds(measured.makespan)} (iteration {report.iteration}, the median of "
+        f"{len(report.iterations)})"
+    )
+    shares = [
+        f"{part} {seconds / measured.makespan:.1%}"
+        for part, seconds in report.parts.items()
+        if abs(seconds) > _WORTH_SAYING * measured.makespan
+    ]
+    yield f"where the step went: {', '.join(shares)}"
+    for title, prospects in sections(assumed):
+        yield title
+        yield from _table(prospect_rows(prospects))
+    yield from remarks(assumed)
+    yield f"megatron-ext trace {folder} says more, and {folder}/trace.json is for ui.perfetto.dev"
+
+
+def sections(assumed: WhatIf) -> Iterator[tuple[str, list[Prospect]]]:
+    """The two tables of ``assumed``, with what is over them. Megatron's own schedule begins the
+    first."""
+    peak = counted(assumed.stock.peak, "microbatch")
+    title = f"what schedules would take with these costs, in no more memory (peak {peak})"
+    yield title, [assumed.stock, *assumed.within]
+    if assumed.with_more:
+        yield "and in more", list(assumed.with_more)
+
+
+def prospect_rows(prospects: Sequence[Prospect]) -> list[dict[str, str]]:
+    """A row for each, by column."""
+    return [
+        {
+            "schedule": prospect.schedule,
+            "step, ms": _between(f"{prospect.low * 1e3:.4g}", f"{prospect.high * 1e3:.4g}"),
+            "of Megatron's": _between(*(f"{part:.3f}" for part in prospect.of_stock)),
+            "bubble": f"{prospect.bubble_share:.1%}",
+            "peak": f"{prospect.peak:.3g}",
+            "stages of a rank": str(prospect.vpp),
+        }
+        for prospect in prospects
+    ]
+
+
+def remarks(assumed: WhatIf) -> Iterator[str]:
+    """Yield the assumptions behind the tables, a line each."""
+    least, most = SHARES
+    yield (
+        f"W is assumed to take {least:g} to {most:g} of a backward pass, which Megatron runs whole"
+    )
+    chunks = assumed.stock.vpp
+    if any(prospect.vpp != chunks for prospect in (*assumed.within, *assumed.with_more)):
+        yield (
+            f"where a rank has another number of stages than {chunks}, the same layers are taken "
+            f"to be cut evenly"
+        )
+    if assumed.left_out:
+        reasons = (f"{name} ({why})" for name, why in assumed.left_out.items())
+        yield f"left out: {'; '.join(reasons)}"
+
+
+def _between(low: str, high: str) -> str:
+    return low if low == high else f"{low} to {high}"
+
+
+def _table(rows: Sequence[dict[str, str]]) -> Iterator[str]:
+    """Return ``rows`` beneath their keys, as lines."""
+    lines = [list(rows[0]), *(list(row.values()) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        yield f"  {'  '.join(cells)}".rstrip()
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.4g} ms"

@@ -1,0 +1,76 @@
+"""Measure what the start of a large job adds on each rank, without a GPU.
+
+    python scripts/benchmark_start.py [--ranks 1000] [--pp 8] [-m 64]
+
+It compares the settings of so many ranks at one store, as a launch does before process groups are
+made (the ranks are threads of this process, each with a connection of its own), and builds and
+proves programs as every rank does at the first step. NCCL's communicators need GPUs and are not in
+it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.registry import choose
+from megatron_ext.runtime.store.agreement import Fact, agree
+from megatron_ext.schedule.costs import uniform
+from megatron_ext.schedule.problem import Problem
+
+SPECS = ("zb-h1", "interleaved-zb", "zb-v")
+COSTS = (10, 12, 8, 1)  # F, I and W of a rank for a microbatch, and a message
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--ranks", type=int, default=1000, help="ranks that compare their settings")
+    parser.add_argument("--pp", type=int, default=8, help="pipeline ranks")
+    parser.add_argument("-m", type=int, default=64, help="microbatches")
+    arguments = parser.parse_args(words)
+    seconds = comparison_seconds(arguments.ranks)
+    print(f"{arguments.ranks} ranks compare their settings in {seconds:.2f} s")
+    for spec in SPECS:
+        seconds = program_seconds(spec, arguments.pp, arguments.m)
+        print(f"{spec}, p = {arguments.pp}, m = {arguments.m}: built and proved in {seconds:.2f} s")
+
+
+def comparison_seconds(ranks: int) -> float:
+    """Return the seconds until all ``ranks`` know that their settings are the same."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    connections = [
+        dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+        for _ in range(ranks)
+    ]
+    facts = {"flags": Fact("--pipeline-schedule zb-v", "digest"), "versions": Fact("the same")}
+    patience = timedelta(minutes=5)
+    threads = [
+        threading.Thread(target=agree, args=(store, rank, ranks, facts, patience))
+        for rank, store in enumerate(connections)
+    ]
+    start = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return time.perf_counter() - start
+
+
+def program_seconds(spec: str, ranks: int, microbatches: int) -> float:
+    """Return the seconds for the program of ``spec``, with messages, waits and proof."""
+    choice = choose(spec)
+    placement = choice.place(ranks)
+    problem = Problem(placement, microbatches, uniform(placement, *COSTS))
+    start = time.perf_counter()
+    build_program(choice, problem)
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()
