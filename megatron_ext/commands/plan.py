@@ -45,6 +45,7 @@ from megatron_ext.patches.engine import PatchError
 from megatron_ext.planner.figures import as_data
 from megatron_ext.planner.half_pipeline import Halves, compare_halves
 from megatron_ext.planner.job_plan import JobPlan, plan_training
+from megatron_ext.planner.planning_time import planning
 from megatron_ext.planner.training import TrainedModel, Training
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import parse_limit
@@ -173,7 +174,7 @@ def plan(
             pictures.refuse("--half-pipeline")
             _show_halves(job, as_json)
             return
-        with showing_progress():
+        with showing_progress(), planning() as time:
             made = job.plan(with_curves=pictures.plot is not None)
         pictures.draw(made.plan, made.curves, is_estimate=made.is_estimate)
     except (ValueError, OSError, PatchError) as error:
@@ -182,6 +183,8 @@ def plan(
         _echo(made)
     else:
         _print(made, show_all)
+    if time.is_short:
+        typer.echo(f"{time.why_short}: some alternatives were not compared", err=True)
     if made.verdict.taken is None:
         fail(ValueError(_why_nothing_fits(made, job)))
 

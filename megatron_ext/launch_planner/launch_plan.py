@@ -19,18 +19,23 @@ from megatron_ext.launch_planner.alternatives.without_full_recompute import (
 from megatron_ext.launch_planner.command_line import command_with
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest, ParsedLaunch, with_launch
 from megatron_ext.planner.candidate import Candidate, Plan, VocabMethod
+from megatron_ext.planner.confirmation import confirmed_verdict
 from megatron_ext.planner.curves import curves_of
 from megatron_ext.planner.fitting import consider, keeping_candidates
 from megatron_ext.planner.half_pipeline import Halves
 from megatron_ext.planner.job_plan import JobPlan
 from megatron_ext.planner.long_sequences import LongSequences
-from megatron_ext.planner.verdict import NOTHING, WORTH, Alternative, Written, verdict
+from megatron_ext.planner.planning_time import begin, until_end, within
+from megatron_ext.planner.verdict import NOTHING, WORTH, Alternative, Written
 from megatron_ext.words import bytes_text
 
 if TYPE_CHECKING:
     from megatron_ext.launch_planner.variants import LineVariants
     from megatron_ext.planner.layouts.lines import Lines
 
+# Shares of the planning time after which the comparison of schedules, layouts and changes ends. The
+# rest is for what is built whole.
+_SCHEDULES, _LAYOUTS, _CHANGES = 0.5, 0.75, 0.9
 
 _ON_PAIRS = (
     f"{FLAG}: that half of the time of experts' messages is hidden so is assumed; what is "
@@ -68,16 +73,21 @@ def plan_halves(request: LaunchRequest) -> Halves:
 def _plan(request: LaunchRequest, parsed: ParsedLaunch) -> JobPlan:
     line, free = parsed.variants, parsed.room
     assert line.own is not None
+    begin()
     first = first_answer(parsed)
-    layouts = _layouts(parsed)  # of which something can be said in seconds
-    plan = whole_plan(parsed, first)
+    with within(_SCHEDULES):
+        plan = whole_plan(parsed, first)
+    with within(_LAYOUTS):
+        layouts = until_end(partial(_layouts, parsed), None)
     own = _baseline(parsed, plan)
     is_measured = parsed.measured is not None or not line.config.costs.is_estimate
     changes: list[Changed | None] = []
-    if not is_measured:
-        changes.append(without_full_recompute(line, plan, free))
-        changes.append(other_pairs(line, plan, free, is_long=first is not None))
-    long_sequences = _long_sequences(parsed, plan)
+    with within(_CHANGES):
+        if not is_measured:
+            in_pairs = partial(other_pairs, line, plan, free, is_long=first is not None)
+            changes.append(until_end(partial(without_full_recompute, line, plan, free), None))
+            changes.append(until_end(in_pairs, None))
+        long_sequences = until_end(partial(_long_sequences, parsed, plan), None)
     pool = _Pool(parsed)
     others = [one for changed in changes if changed is not None for one in pool.of(changed)]
     others += [] if layouts is None else pool.of_layouts(layouts)
@@ -86,10 +96,11 @@ def _plan(request: LaunchRequest, parsed: ParsedLaunch) -> JobPlan:
         others.append(pool.with_seconds(long_sequences.best, lambda: written_for_slices))
     of_plan = pool.of(Changed(line, tuple(made for made in plan.candidates if made is not own)))
     baseline = None if own is None else pool.with_seconds(own, lambda: NOTHING)
-    found = verdict(baseline, [*of_plan, *others], free)
+    found, plan = confirmed_verdict(plan, baseline, [*of_plan, *others], free)
     fallbacks: tuple[str, ...] = ()
     if found.taken is None:
-        fallbacks = *_what_slices_would(long_sequences), *what_would_fit(line, free)
+        fitting = until_end(lambda: tuple(what_would_fit(line, free)), fallbacks)
+        fallbacks = *_what_slices_would(long_sequences), *fitting
     remarks = (*parsed.remarks, *_on_barred(layouts))
     made = JobPlan(
         plan,

@@ -98,6 +98,7 @@ class Candidate:
         variant: what it was made of.
         limit: the memory limit that it was made for.
         memory: of each rank; None if not known.
+        is_whole: whether all microbatches were built, and none told by the repeating part.
     """
 
     method: VocabMethod
@@ -105,6 +106,7 @@ class Candidate:
     variant: Variant
     limit: MemoryLimit | None = None
     memory: tuple[RankMemory, ...] | None = None
+    is_whole: bool = True
 
     def program(self) -> Program:
         """It once more: a plan keeps none, they are large. What was searched for is known."""

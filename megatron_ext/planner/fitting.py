@@ -9,8 +9,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 
 from megatron_ext.compile.build import keeping_proofs
-from megatron_ext.compile.program.memory import in_bytes, peaks
-from megatron_ext.compile.report import report
+from megatron_ext.compile.long_step import simulate_step
 from megatron_ext.planner.candidate import (
     Candidate,
     RankMemory,
@@ -165,10 +164,25 @@ def _candidate(variant: Variant, method: VocabMethod) -> Candidate:
     return replace(kept[key], variant=variant)
 
 
-def _made(variant: Variant, method: VocabMethod) -> Candidate:
-    program, made = report(variant.choice, variant.problem, variant.build)
+def _made(variant: Variant, method: VocabMethod, *, whole: bool = False) -> Candidate:
+    step = simulate_step(variant.choice, variant.problem, variant.build, whole=whole)
     memory = None
-    if variant.model is not None and program.problem.costs.held_bytes is not None:
-        held = peaks(program.schedule, in_bytes(program.problem.costs))
-        memory = tuple(map(RankMemory, variant.model, held))
-    return Candidate(method, made, variant, variant.problem.memory_limit, memory)
+    if variant.model is not None and step.held_bytes is not None:
+        memory = tuple(map(RankMemory, variant.model, step.held_bytes))
+    limit = variant.problem.memory_limit
+    return Candidate(method, step.report, variant, limit, memory, step.is_whole)
+
+
+def built_whole(candidate: Candidate, room: float | None = None) -> Candidate:
+    """Return ``candidate`` with the figures of all its microbatches, which its repeating part may
+    have told.
+
+    Raises:
+        ValueError: its schedule cannot be made after all, or takes more than ``room`` bytes.
+    """
+    if candidate.is_whole:
+        return candidate
+    with keeping_proofs():
+        whole = _made(candidate.variant, candidate.method, whole=True)
+    _check_room(whole, room)
+    return whole

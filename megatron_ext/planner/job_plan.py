@@ -9,6 +9,7 @@ from megatron_ext.cost_model.assumptions import not_checked
 from megatron_ext.cost_model.estimate import waiting_shares
 from megatron_ext.cost_model.gpus import FreeMemory
 from megatron_ext.planner.candidate import Candidate, Plan, VocabMethod
+from megatron_ext.planner.confirmation import confirmed_verdict
 from megatron_ext.planner.curves import Curves, curves_of
 from megatron_ext.planner.figures import flags_of
 from megatron_ext.planner.long_sequences import LongSequences, long_sequences
@@ -20,7 +21,6 @@ from megatron_ext.planner.verdict import (
     Verdict,
     Written,
     is_stock,
-    verdict,
 )
 
 _BASELINE = "1f1b"  # Megatron's own where nothing else is asked for
@@ -75,7 +75,8 @@ def plan_training(
     made = [candidate for candidate in plan.candidates if candidate is not own]
     if slices is not None and slices.best is not None:
         made.append(slices.best)
-    found = verdict(None if own is None else _alternative(own), map(_alternative, made), room)
+    baseline = None if own is None else _alternative(own)
+    found, plan = confirmed_verdict(plan, baseline, [*map(_alternative, made)], room)
     waits: dict[str, dict[str, float]] = {}
     if trained is not None and training.is_estimate and trained.execution.tensor_parallel > 1:
         shares = waiting_shares(trained.model, trained.execution, trained.rates)

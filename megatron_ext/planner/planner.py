@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from megatron_ext.compile.auto_spec import SEARCHES
-from megatron_ext.compile.registry import entries, entry_of
+from megatron_ext.compile.registry import Mark, entries, entry_of
 from megatron_ext.planner.candidate import (
     Candidate,
     Plan,
@@ -17,21 +17,20 @@ from megatron_ext.planner.candidate import (
     by_time,
     stable_of,
 )
-from megatron_ext.planner.fitting import TooFull, consider
+from megatron_ext.planner.fitting import consider
 from megatron_ext.planner.limits import is_close, least_time
+from megatron_ext.planner.planning_time import until_end
 from megatron_ext.progress import Task, task
 from megatron_ext.schedule.limit import MemoryLimit
 
 # A spec's problem with one method, None if it cannot be told; raises ValueError if it has none.
 VariantOf = Callable[[str, VocabMethod], Variant | None]
-# About what a step of a variant takes at least, in so many bytes of a rank; 0: not known. Raises
-# TooFull if it does not fit.
-AboutOf = Callable[[Variant, VocabMethod, float | None], float]
 Pair = tuple[str, VocabMethod]  # a spec, and what is done about the vocabulary
 
+_MARKS = tuple(Mark)  # the stable ones are compared first
 SEARCHED = 2  # with each method, of all that search
 _WHATEVER = ", whatever its order"  # so ends a refusal of what a bound proves to take longer
-_BY_SHORTER = ", as a shorter step tells"
+NO_TIME = "not compared: the time of the plan was over"
 
 
 def make_plan(
@@ -42,12 +41,12 @@ def make_plan(
     better_than: Candidate | None = None,
     specs: Sequence[str] | None = None,
     known: Sequence[Candidate] = (),
-    about_of: AboutOf | None = None,
+    is_long: bool = False,
 ) -> Plan:
     """Build and simulate every family with every method, what searches last.
 
     Of those that search, the `SEARCHED` that are best without it are searched for, with each
-    method.
+    method. Schedules of the laboratory are not made to fit: others fit in less time.
 
     Args:
         room: bytes that a rank has for everything; None: as much as it takes.
@@ -58,25 +57,32 @@ def make_plan(
         specs: what is compared; None: every family, and those that search with each number of
             chunks (`SEARCHES`).
         known: what has been made already of ``variant_of`` in ``room``, which is not made again.
-        about_of: tells about what a step takes, where steps are so long that not all can be made:
-            what takes longer than another by that is left out, too, and what is `CLOSE` to what it
-            has to take is not searched for.
+        is_long: whether steps are so long that searches take minutes: what takes longer than
+            another is not made to fit, and what is `CLOSE` to what it has to take is not searched
+            for.
+
+    Where the time of the plan ends before (`planning_time`), it has what was compared by then.
     """
     comparison = _Comparison(
-        variant_of, room, only_promising, may_offload, better_than, known, about_of
+        variant_of, room, only_promising, may_offload, better_than, known, is_long
     )
     pairs = [(spec, method) for spec in specs or all_specs() for method in VocabMethod]
     searched = [pair for pair in pairs if entry_of(pair[0]).traits.searches]
     at_once = [pair for pair in pairs if pair not in searched]
-    with task("comparing schedules", len(pairs)) as work:
-        if about_of is not None:
-            at_once.sort(key=comparison.about)
-        for pair in at_once:
-            comparison.add(pair)
-            work.done += 1
-            work.found = comparison.found
-        for method in VocabMethod:
-            comparison.add_searched([pair for pair in searched if pair[1] is method], work)
+    at_once.sort(key=lambda pair: _MARKS.index(entry_of(pair[0]).mark))
+
+    def compare() -> bool:
+        with task("comparing schedules", len(pairs)) as work:
+            for pair in at_once:
+                comparison.add(pair)
+                work.done += 1
+                work.found = comparison.found
+            for method in VocabMethod:
+                comparison.add_searched([pair for pair in searched if pair[1] is method], work)
+        return True
+
+    if not until_end(compare, otherwise=False):
+        comparison.leave_out(pairs)
     return Plan(tuple(sorted(comparison.candidates, key=by_time)), comparison.refusals)
 
 
@@ -100,14 +106,13 @@ class _Comparison:
         may_offload: bool,
         better_than: Candidate | None,
         known: Sequence[Candidate],
-        about_of: AboutOf | None,
+        is_long: bool,
     ) -> None:
         self.candidates: list[Candidate] = []
         self.refusals: dict[Pair, str] = {}
         self._variant_of, self._better_than = variant_of, better_than
         self._known = {(made.schedule, made.method): made for made in known}
-        self._about_of, self._is_long = about_of, about_of is not None
-        self._abouts: dict[Pair, float] = {}
+        self._is_long = is_long
         self._room, self._may_offload = room, may_offload
         self._only_promising = only_promising
 
@@ -161,13 +166,13 @@ class _Comparison:
                 _check_promising(variant, method, self._room, best)
             if best is not None and self._is_long and variant.choice.traits.searches:
                 _check_on_stages_of(best, variant)
-            elif self._is_long:
-                self._check_about(pair, best)
             if without_search:
                 variant = replace(variant, choice=variant.choice.without_search)
             elif variant.choice.traits.searches:
                 variant = self._within_the_best(variant)
             at_most = best.step if best is not None and self._is_long else math.inf
+            if entry_of(spec).mark is Mark.LABORATORY:
+                at_most = 0.0
             return consider(variant, method, self._room, self._may_offload, at_most)
         except ValueError as error:
             self.refusals[pair] = str(error)
@@ -193,37 +198,14 @@ class _Comparison:
         known = (*stable_of(there), *better) if self._only_promising else ()
         return min(known, key=by_time, default=None)
 
-    def about(self, pair: Pair) -> float:
-        """About what ``pair`` takes at least; 0 if that is not known."""
-        if pair not in self._abouts:
-            try:
-                self._abouts[pair] = self._told(pair)
-            except TooFull as error:
-                self._abouts[pair], self.refusals[pair] = math.inf, str(error)
-            except ValueError:
-                self._abouts[pair] = 0.0
-        return self._abouts[pair]
-
-    def _check_about(self, pair: Pair, best: Candidate | None) -> None:
-        """Raise ValueError if ``pair`` does not fit, or takes more time than ``best``."""
-        about = self.about(pair)
-        if math.isinf(about):
-            raise ValueError(self.refusals[pair])
-        if best is not None and about > best.step:
-            more = f"{about / best.step - 1:.1%} more time than {best.schedule}"
-            raise ValueError(f"takes about {more}{_BY_SHORTER}")
-
-    def _told(self, pair: Pair) -> float:
-        """Raises ValueError if there is no such schedule."""
-        assert self._about_of is not None
-        spec, method = pair
-        variant, best = self._variant_of(spec, method), self._best
-        if variant is None or (variant.choice.spec, method) in self._known:
-            return 0.0
-        variant.check_launch()
-        if best is not None:
-            _check_promising(variant, method, self._room, best)
-        return self._about_of(variant, method, self._room)
+    def leave_out(self, pairs: Sequence[Pair]) -> None:
+        """Keep what is known already, and say of schedules that none of ``pairs`` has told of that
+        there was no time for them."""
+        there = {(made.schedule, made.method) for made in self.candidates}
+        self.candidates += [made for pair, made in self._known.items() if pair not in there]
+        told = {made.schedule for made in self.candidates} | {spec for spec, _ in self.refusals}
+        for spec in dict.fromkeys(spec for spec, _ in pairs if spec not in told):
+            self.refusals[spec, VocabMethod.NAIVE] = NO_TIME
 
 
 def _check_promising(
@@ -256,5 +238,4 @@ def _check_on_stages_of(best: Candidate, variant: Variant) -> None:
 
 def without_figures(why: str) -> str:
     """``why`` a schedule is refused, the same for all that take longer than another."""
-    endings = (end for end in (_WHATEVER, _BY_SHORTER) if why.endswith(end))
-    return next((f"takes more time than another{end}" for end in endings), why)
+    return f"takes more time than another{_WHATEVER}" if why.endswith(_WHATEVER) else why

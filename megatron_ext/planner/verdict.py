@@ -113,7 +113,7 @@ def verdict(
         free: bytes that a rank may take; None: not known. ``others`` fit into that.
     """
     pool = list(others)
-    stable = [other for other in pool if stable_of([other.candidate])] or pool
+    stable = eligible(pool)
     excess = 0.0
     if baseline is not None and free is not None and baseline.candidate.fullest is not None:
         excess = max(baseline.candidate.fullest - free, 0.0)
@@ -130,6 +130,11 @@ def verdict(
     if taken is None:
         return found
     return replace(found, keeps=taken is baseline, gain=found.saved_by(taken))
+
+
+def eligible(pool: Sequence[Alternative]) -> list[Alternative]:
+    """Return what may be recommended of ``pool``: its stable schedules, or all if there is none."""
+    return [one for one in pool if stable_of([one.candidate])] or list(pool)
 
 
 def _adds(taken: Alternative | None, stock: Alternative) -> bool:

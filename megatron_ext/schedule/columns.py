@@ -132,10 +132,10 @@ class Columns:
             is_there = (number >= 0) & (number < self.slices)
             pair = np.where(is_there, pair, np.int32(-1))
             microbatch = np.where(is_there, microbatch + shift, microbatch)
-        return np.where(pair < 0, np.int32(-1), self._table[pair, microbatch])
+        return np.where(pair < 0, np.int32(-1), self.table[pair, microbatch])
 
     @cached_property
-    def _table(self) -> Ints:
+    def table(self) -> Ints:
         """Numbers of the actions, an array of pairs x microbatches; -1 if there is none."""
         microbatches = self.microbatch.max(initial=0) + 1
         table = np.full((max(len(self.pairs), 1), microbatches), -1, dtype=np.int32)

@@ -289,6 +289,15 @@ def _arguments(recipe: Recipe, settings: Mapping[str, Value]) -> Any:
     return args
 
 
+def argument_values(recipe: Recipe) -> dict[str, Value]:
+    """Megatron's arguments of ``recipe`` under its own schedule that are not its defaults, as
+    ``megatron-ext plan --config`` takes them."""
+    args, defaults = vars(_arguments(recipe, recipe.settings)), vars(_defaults())
+    values = {name: args[name] for name, value in defaults.items() if args[name] != value}
+    vocabulary = recipe.dimensions.get("vocab_size")
+    return values | ({"padded_vocab_size": -(-vocabulary // 1024) * 1024} if vocabulary else {})
+
+
 _DTYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
 
 

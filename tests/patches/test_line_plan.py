@@ -14,6 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from megatron_ext import progress
 from megatron_ext.adapter.arguments import problems
 from megatron_ext.adapter.dimensions import execution
 from megatron_ext.adapter.pairs.overlap_setting import FLAG
@@ -46,6 +47,7 @@ from megatron_ext.planner import planner
 from megatron_ext.planner.candidate import Candidate, VocabMethod
 from megatron_ext.planner.job_plan import JobPlan
 from megatron_ext.planner.layouts.layout import Layout
+from megatron_ext.planner.planning_time import planning
 from megatron_ext.progress import reporting
 from megatron_ext.schedule import placement
 from megatron_ext.schedule.costs import uniform
@@ -120,19 +122,35 @@ def test_a_line_with_virtual_stages() -> None:
     assert not plan.remarks and not plan.fallbacks
 
 
-def test_long_comparison_gives_a_first_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On 16 ranks with 128 microbatches it took minutes until anything was said."""
+def heard_of(gpu: str, monkeypatch: pytest.MonkeyPatch) -> tuple[JobPlan, str]:
+    """Return the plan, and its first answer, which is noted as such."""
+    monkeypatch.setattr(progress, "_REMARKS", set())
     heard: list[str] = []
-    progress: list[str] = []
-    with reporting(progress.append, heard.append):
-        whole = made()
-    assert not heard, "it takes seconds"
-    monkeypatch.setattr(first_answer, "LONG", 8)
-    with reporting(progress.append, heard.append):
-        plan = made()
-    (first,) = heard
+    with planning() as time, reporting(lambda text: None, heard.append):
+        plan = made(gpu)
+    assert time.first_answer is not None and not time.is_short
+    (first,) = (text for text in heard if text.startswith("a first answer: "))
+    return plan, first
+
+
+@pytest.mark.parametrize(
+    ("memory", "answer"),
+    [("2.376GiB", "--pipeline-recompute fit, as estimated"), ("1.6GiB", "nothing fits so far")],
+)
+def test_first_answer_is_given_where_nothing_fits_as_it_is(
+    memory: str, answer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, first = heard_of(f"operations=400e12,bytes=40e9,memory={memory}", monkeypatch)
+    assert answer in first
+
+
+def test_comparison_gives_a_first_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 16 ranks with 128 microbatches it took minutes until anything was said."""
+    whole, first = heard_of("h100", monkeypatch)
     assert first.startswith("a first answer: --pipeline-schedule zb-v")
     assert " shorter, as estimated; others are compared now" in first
+    monkeypatch.setattr(first_answer, "LONG", 8)
+    plan = made()
     assert plan.written == whole.written and own_of(plan).step == own_of(whole).step
     whys = plan.plan.refusals.values()
     assert any("whatever its order" in why for why in whys)

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from megatron_ext.cli import app
 from megatron_ext.doctor.check import check_launch
 from megatron_ext.doctor.words import read_launch
-from megatron_ext.launch_planner import launch_plan, parsed_launch
+from megatron_ext.launch_planner import parsed_launch
 from megatron_ext.launch_planner.alternatives import (
     first_answer,
     layouts,
@@ -26,7 +26,7 @@ from megatron_ext.launch_planner.alternatives import (
     without_full_recompute,
 )
 from megatron_ext.launch_planner.command_line import command_with
-from megatron_ext.planner import planner, verdict
+from megatron_ext.planner import confirmation, planner, verdict
 from megatron_ext.planner.candidate import VocabMethod
 from megatron_ext.planner.verdict import Written
 from tests.helpers.megatron_runs import SCRIPT, model_flags
@@ -62,7 +62,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         layouts, "lay_out", lambda *given, **more: lay_out(*given, **more, search=False)
     )
     monkeypatch.setattr(verdict, "WORTH", 0.0)
-    assert launch_plan.verdict is verdict.verdict
+    assert confirmation.verdict is verdict.verdict
 
 
 @pytest.mark.parametrize("name", JOBS)

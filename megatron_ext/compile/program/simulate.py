@@ -69,7 +69,7 @@ def step_seconds(program: Program, costs: Costs) -> float:
 
 def _makespan(program: Program, costs: Costs) -> float:
     """`Timeline.makespan`, without the events: of a search's many schedules nothing else counts."""
-    starts, ends = map(np.array, _times(program.graph, program.schedule, costs))
+    starts, ends = map(np.array, times(program.graph, program.schedule, costs))
     is_pass = IS_PASS[program.schedule.columns.kind]
     return float(ends[is_pass].max() - starts[is_pass].min())
 
@@ -106,12 +106,12 @@ def _run(
     graph: Graph, schedule: Schedule, costs: Costs, free: Sequence[float] | None = None
 ) -> Timeline:
     """Return the timeline of ``graph``. ``free``: the start of each rank, if not 0."""
-    starts, ends = _times(graph, schedule, costs, free)
+    starts, ends = times(graph, schedule, costs, free)
     events = zip(graph.ranks.tolist(), graph.actions, starts, ends, strict=True)
     return Timeline(schedule, tuple(map(_event, events)))
 
 
-def _times(
+def times(
     graph: Graph, schedule: Schedule, costs: Costs, free: Sequence[float] | None = None
 ) -> tuple[list[float], list[float]]:
     """Return the start and the end of each node."""

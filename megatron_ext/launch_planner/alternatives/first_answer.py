@@ -1,4 +1,4 @@
-"""A first answer for a launch line, where to compare all schedules takes minutes."""
+"""A first answer for a launch line: to compare all schedules takes up to a minute."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from megatron_ext.compile.registry import Mark, entry_of
 from megatron_ext.planner.candidate import Candidate, Plan, VocabMethod
 from megatron_ext.planner.figures import flags_of
-from megatron_ext.planner.planner import all_specs, make_plan
-from megatron_ext.planner.shorter_steps import seconds_by_shorter
+from megatron_ext.planner.planner import NO_TIME, all_specs, make_plan
+from megatron_ext.planner.planning_time import answered
 from megatron_ext.progress import remark
 
 if TYPE_CHECKING:
@@ -23,25 +23,39 @@ _FIRST = ("zb-v",)
 
 
 def first_answer(parsed: ParsedLaunch) -> Plan | None:
-    """What a few schedules that take no search would gain, and say so. None where the whole plan
-    takes no longer."""
+    """Compare the schedule of the command with few others that take no search, and say which is
+    the best. If none of them fits, the same with recompute is tried.
+
+    Returns:
+        the plan without recompute; None: steps are short, and `whole_plan` may search at leisure.
+    """
     args, own = parsed.validated, parsed.variants.own
     assert own is not None
+    specs = tuple(dict.fromkeys((own, *_FIRST)))
+    line = replace(parsed.variants, methods=frozenset([VocabMethod.NAIVE]))
+    simple = replace(line, tries_recompute=False)
+    plan = make_plan(simple.variant, parsed.room, specs=specs)
+    fitting = plan
+    if plan.best is None and line.tries_recompute:
+        fitting = make_plan(line.variant, parsed.room, specs=specs)
+    if NO_TIME not in fitting.refusals.values():
+        remark(f"a first answer: {_in_words(fitting, line)}; others are compared now")
+        answered()
     microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
-    if args.pipeline_model_parallel_size * microbatches < LONG:
-        return None
-    methods = frozenset([VocabMethod.NAIVE])
-    line = replace(parsed.variants, methods=methods, tries_recompute=False)
-    plan = make_plan(line.variant, parsed.room, specs=tuple(dict.fromkeys((own, *_FIRST))))
-    of_line, best = _of_line(plan, line), plan.best
-    if best is not None:
-        words = shlex.join((*flags_of(best), *line.rewritten(best.schedule).added))
-        if best is of_line:
-            words = "the line as it is"
-        elif of_line is not None:
-            words += f", a step {1 - best.step / of_line.step:.1%} shorter"
-        remark(f"a first answer: {words}, as estimated; others are compared now")
-    return plan
+    is_long = args.pipeline_model_parallel_size * microbatches >= LONG
+    return plan if is_long else None
+
+
+def _in_words(plan: Plan, line: LineVariants) -> str:
+    best, of_line = plan.best, _of_line(plan, line)
+    if best is None:
+        return "nothing fits so far"
+    if best is of_line:
+        return "the command as it is, as estimated"
+    words = shlex.join((*flags_of(best), *line.rewritten(best.schedule).added))
+    if of_line is not None:
+        words += f", a step {1 - best.step / of_line.step:.1%} shorter"
+    return f"{words}, as estimated"
 
 
 def whole_plan(parsed: ParsedLaunch, first: Plan | None) -> Plan:
@@ -60,7 +74,7 @@ def whole_plan(parsed: ParsedLaunch, first: Plan | None) -> Plan:
         only_promising=True,
         may_offload=True,
         known=first.candidates,
-        about_of=seconds_by_shorter,
+        is_long=True,
     )
     plan = compare(specs=stable)
     if plan.candidates:

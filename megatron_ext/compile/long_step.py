@@ -1,0 +1,174 @@
+"""A long step of equal microbatches, timed by the repeating part of a shorter one.
+
+A schedule that is made for many microbatches repeats itself. So the schedule of the same family for
+a few microbatches, whose number leaves the same rest when divided by the family's period, has the
+same beginning, period and ending, and its `repeating_part` tells the figures of the long step
+exactly, up to rounding. What is not known is whether the family really makes that schedule for the
+long step: families that place W by the costs need not. So whoever recommends a long step builds it
+whole first (`Simulated.is_whole`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.program.memory import Amount, held_during, in_bytes, in_microbatches
+from megatron_ext.compile.program.repeating_part import SAME, RepeatingPart, repeating_part
+from megatron_ext.compile.program.verify import InvalidSchedule, Program
+from megatron_ext.compile.registry import Choice
+from megatron_ext.compile.report import ScheduleReport, report
+from megatron_ext.compile.size import check_size
+from megatron_ext.schedule.columns import KINDS, by_kind
+from megatron_ext.schedule.kinds import RULES
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.schedule import Schedule
+
+_PERIODS = 5  # of the shortest step that is tried; each next one has about twice as many
+_MADE_AGAIN = by_kind(lambda rule: rule.repeats is not None)
+_REPEATED = {rule.repeats for rule in RULES.values()}
+_MADE = np.array([kind in _REPEATED for kind in KINDS])
+_LONG = 1.5  # times a shorter step's microbatches: below that the long step itself is built
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """Figures of a schedule.
+
+    Attributes:
+        held_bytes: the peak of each rank; None if the costs have no bytes.
+        is_whole: whether the schedule was built whole, and not told by its repeating part.
+    """
+
+    report: ScheduleReport
+    held_bytes: tuple[float, ...] | None
+    is_whole: bool
+
+
+def simulate_step(
+    choice: Choice,
+    problem: Problem,
+    build: Callable[[Choice, Problem], Program] = build_program,
+    *,
+    whole: bool = False,
+) -> Simulated:
+    """Report on ``choice`` for ``problem``, by the repeating part of a shorter step if it has one.
+
+    Args:
+        whole: build all microbatches.
+
+    Raises:
+        InvalidSchedule: as `report`; a shorter step that exceeds the memory limit tells that all of
+            them do.
+        ValueError: ``choice`` has no schedule for ``problem``.
+    """
+    check_size(problem)
+    is_fixed = choice.traits.searches or choice.microbatches is not None
+    if not (whole or is_fixed):
+        for number in _fewer(choice, problem):
+            shorter = _shorter(choice, problem, number, build)
+            if shorter is None:
+                break
+            found = _by_repeating_part(*shorter, problem.microbatches, _period(choice, problem))
+            if found is not None:
+                return found
+    program, made = report(choice, problem, build)
+    return Simulated(made, _held_bytes(program), is_whole=True)
+
+
+def _fewer(choice: Choice, problem: Problem) -> Iterator[int]:
+    """Numbers of microbatches to try, the fewest first."""
+    period = _period(choice, problem)
+    number = _PERIODS * period + problem.microbatches % period
+    while _LONG * number <= problem.microbatches:
+        yield number
+        number += number // period * period
+
+
+def _period(choice: Choice, problem: Problem) -> int:
+    """After how many microbatches a schedule of the family may repeat itself: a group of them."""
+    group = re.search(r"\bgroup=(\d+)", choice.spec)
+    if group is not None and int(group[1]):
+        return int(group[1])
+    return math.ceil(problem.ranks / 2) if choice.spec.startswith("gis-h") else problem.ranks
+
+
+def _shorter(
+    choice: Choice, problem: Problem, number: int, build: Callable[[Choice, Problem], Program]
+) -> tuple[Program, ScheduleReport] | None:
+    """The step of so many microbatches; None: it is refused in words that may name the number.
+
+    Raises:
+        InvalidSchedule: as `report`.
+    """
+    try:
+        return report(choice, replace(problem, microbatches=number), build)
+    except InvalidSchedule:
+        raise
+    except ValueError:
+        return None
+
+
+def _by_repeating_part(
+    program: Program, made: ScheduleReport, microbatches: int, period: int
+) -> Simulated | None:
+    """The figures of a step of ``microbatches``; None: ``program`` does not tell them."""
+    part = repeating_part(program, (1, period))
+    if part is None:
+        return None
+    schedule, costs = program.schedule, program.problem.costs
+    amounts = [in_microbatches(schedule)]
+    if costs.held_bytes is not None:
+        amounts.append(in_bytes(costs))
+    if not all(_holds_as_much(schedule, part, amount) for amount in amounts):
+        return None
+    times = (microbatches - made.microbatches) // part.microbatches
+    return Simulated(_with_periods(made, program, part, times), _held_bytes(program), False)
+
+
+def _with_periods(
+    made: ScheduleReport, program: Program, part: RepeatingPart, times: int
+) -> ScheduleReport:
+    """``made`` of ``program`` with its period ``times`` more."""
+    more = times * part.seconds
+    makespan, span = made.makespan + more, made.span + more
+    work = made.work + times * part.work / made.pp
+    schedule = program.schedule
+    again, once = (flags[schedule.columns.kind] for flags in (_MADE_AGAIN, _MADE))
+    counts = [
+        int(flags.sum() + times * (flags & part.is_in_period).sum()) for flags in (again, once)
+    ]
+    return replace(
+        made,
+        microbatches=made.microbatches + times * part.microbatches,
+        makespan=makespan,
+        span=span,
+        step=makespan,
+        work=work,
+        bubble_share_makespan=1 - work / makespan,
+        bubble_share_span=1 - work / span,
+        made_again=counts[0] / counts[1],
+        pairs=made.pairs + times * int(part.is_in_period[schedule.paired].sum()),
+    )
+
+
+def _holds_as_much(schedule: Schedule, part: RepeatingPart, amount: Amount) -> bool:
+    """Whether every rank holds the same at both cuts: what it holds during the actions before."""
+    for row, (begin, end) in zip(schedule.rows, part.cuts, strict=True):
+        before = list(held_during(row[:end], amount))
+        if begin and abs(before[begin - 1] - before[-1]) > SAME * max(before):
+            return False
+    return True
+
+
+def _held_bytes(program: Program) -> tuple[float, ...] | None:
+    costs = program.problem.costs
+    if costs.held_bytes is None:
+        return None
+    amount = in_bytes(costs)
+    return tuple(max(held_during(row, amount), default=0.0) for row in program.schedule.rows)

@@ -1,0 +1,163 @@
+"""The repeating part of a schedule with equal microbatches: it tells what a longer step takes.
+
+Cut a schedule into three on every rank, with a period of L microbatches between the two cuts::
+
+    beginning | period | ending
+
+A longer step's schedule has the period once more, for microbatches L later, and its ending for
+microbatches L later. Each further period takes the same seconds d if what the parts wait for of one
+another fits: what the period and the ending wait for of the beginning happens d later before the
+second cut, and what the beginning and the period wait for of the ending happened d earlier behind
+the first cut. Start times are a maximum of sums, so all starts behind the cuts are d later
+(Baccelli et al., Synchronization and Linearity, 1992, section 3.7). The peak of a rank stays as it
+is if the rank holds as much at both cuts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from megatron_ext.compile.program.simulate import links_of, times
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.columns import IS_PASS, KINDS, Flags, Ints
+
+SAME = 1e-9  # of the step's seconds: differences that rounding makes
+_FORWARD = KINDS.index(Kind.FORWARD)
+
+
+@dataclass(frozen=True, eq=False)
+class RepeatingPart:
+    """The period of a program.
+
+    Attributes:
+        microbatches: L.
+        seconds: by which one more period makes the step longer.
+        cuts: for each rank, the places in its row at which the period begins and ends.
+        is_in_period: for each action, whether it is in the period.
+        work: seconds of the passes in the period, of all ranks.
+    """
+
+    microbatches: int
+    seconds: float
+    cuts: tuple[tuple[int, int], ...]
+    is_in_period: Flags
+    work: float
+
+
+def repeating_part(program: Program, periods: Sequence[int]) -> RepeatingPart | None:
+    """Return the repeating part of ``program`` with the first of ``periods`` (microbatches) that it
+    has; None if it has none of them, or this account does not apply: to steps that overlap, and to
+    a link to the host that several ranks share.
+    """
+    problem = program.problem
+    if problem.extras.post_validation or links_of(program.graph, problem.costs):
+        return None
+    cuts = _Cuts(program)
+    last = problem.microbatches - 1
+    for period in periods:
+        for second in (last, last - (period + 1) // 2):
+            found = cuts.at(second - period, period) if second > period else None
+            if found is not None:
+                return found
+    return None
+
+
+class _Cuts:
+    """The actions of a program and their times, to try cuts."""
+
+    def __init__(self, program: Program) -> None:
+        self._problem, self._graph = program.problem, program.graph
+        self._columns = program.schedule.columns
+        starts, ends = times(program.graph, program.schedule, program.problem.costs)
+        self._starts, self._ends = np.array(starts), np.array(ends)
+        self._rounding = SAME * float(self._ends.max())
+        place = {pair: number for number, pair in enumerate(self._columns.pairs)}
+        self._first_forwards = [
+            place[min(row), Kind.FORWARD] for row in self._problem.placement.stages_of
+        ]
+
+    def at(self, microbatch: int, period: int) -> RepeatingPart | None:
+        """The repeating part between F of ``microbatch`` and F of the one ``period`` later; None:
+        they are no cuts."""
+        columns, numbers = self._columns, self._columns.table
+        microbatches, first = period, microbatch * columns.slices
+        period = microbatches * columns.slices  # an action is of a slice, where there are any
+        begins = numbers[self._first_forwards, first]
+        ends = numbers[self._first_forwards, first + period]
+        is_early = columns.numbers < begins[columns.rank]
+        is_late = columns.numbers >= ends[columns.rank]
+        if not (
+            self._is_done_alike(is_early, ~is_late, period)
+            and self._follows_the_same(begins, ends, period)
+        ):
+            return None
+        moved = self._moved(period)
+        of_beginning = self._crossing(is_early, ~is_early)
+        of_ending = self._crossing(is_late, ~is_late)
+        earlier = np.concatenate([of_beginning, self._moved(-period)[of_ending]])
+        later = np.concatenate([moved[of_beginning], of_ending])
+        if min(earlier.min(), later.min()) < 0:
+            return None
+        is_placed = ~is_late[later[: len(of_beginning)]], ~is_early[earlier[len(of_beginning) :]]
+        if not all(flags.all() for flags in is_placed):
+            return None
+        differences = self._ends[later] - self._ends[earlier]
+        if np.ptp(differences) > self._rounding:
+            return None
+        is_in_period = ~is_early & ~is_late
+        passes = is_in_period & IS_PASS[columns.kind]
+        rows = zip(begins - columns.first[begins], ends - columns.first[ends], strict=True)
+        return RepeatingPart(
+            microbatches,
+            float(differences.mean()),
+            tuple((int(begin), int(end)) for begin, end in rows),
+            is_in_period,
+            float((self._ends - self._starts)[passes].sum()),
+        )
+
+    def _is_done_alike(self, is_early: Flags, is_done: Flags, period: int) -> bool:
+        """Whether what ``is_done`` before the second cut is what ``is_early``, before the first,
+        for microbatches a ``period`` later, and all that the first microbatches have."""
+        numbers = self._columns.table
+        is_there = numbers >= 0
+        early, done = (flags[numbers] & is_there for flags in (is_early, is_done))
+        is_twice = is_there[:, period:] & is_there[:, :-period]
+        is_alike = (done[:, period:] == early[:, :-period]) | ~is_twice
+        return bool(is_alike.all() and (done | ~is_there)[:, :period].all())
+
+    def _follows_the_same(self, begins: Ints, ends: Ints, period: int) -> bool:
+        """Whether each rank does the same right before both cuts, as many actions long as one
+        microbatch, or slice, of the ``period``."""
+        columns = self._columns
+        for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
+            length = min(-((begin - end) // period), begin - int(columns.first[begin]))
+            here, there = slice(begin - length, begin), slice(end - length, end)
+            is_same = (columns.pair[here] == columns.pair[there]) & (
+                columns.microbatch[here] + period == columns.microbatch[there]
+            )
+            if not is_same.all():
+                return False
+        return True
+
+    def _crossing(self, is_source: Flags, is_waiting: Flags) -> Ints:
+        """The actions of one part that actions of another wait for."""
+        sources, waiting = self._graph.before.nodes, self._owners
+        return np.unique(sources[is_source[sources] & is_waiting[waiting]])
+
+    @cached_property
+    def _owners(self) -> Ints:
+        return self._graph.before.owners
+
+    def _moved(self, period: int) -> Ints:
+        """For each action, the number of that of the microbatch ``period`` later; -1 if there is
+        none."""
+        columns = self._columns
+        microbatch = columns.microbatch + np.int32(period)
+        is_there = (microbatch >= 0) & (microbatch < columns.table.shape[1])
+        found = columns.table[columns.pair, np.where(is_there, microbatch, 0)]
+        return np.where(is_there, found, np.int32(-1))

@@ -1,0 +1,146 @@
+"""CPU seconds of a plan, counted from the validated launch command, and the end of it.
+
+A driver opens `planning`, and calls `begin` when Megatron has validated the launch command. From
+then on the end of the time, or Ctrl-C, raises `PlanningEnd` in whatever runs. Code that has a
+partial result runs its work by `until_end`, which takes the exception, and returns what it has.
+Outside `planning` nothing is limited: a launch, whose ranks have to find the same, has no clock.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import FrameType
+
+LIMIT = 50.0  # CPU seconds of the comparison: the winner is built whole after it
+_AGAIN = 0.5  # CPU seconds: an exception that a destructor has swallowed is raised again
+
+
+class PlanningEnd(BaseException):
+    """The time of a plan, or of a part of it, is over. No ValueError: a candidate that was under
+    way is not refused, it is unknown."""
+
+
+@dataclass
+class PlanningTime:
+    """The time of one plan.
+
+    Attributes:
+        limit: CPU seconds.
+        began: CPU seconds of the process when the launch command had been validated; None: it has
+            not been.
+        first_answer: CPU seconds from then to the first answer; None: there is none yet.
+        is_interrupted: whether Ctrl-C ended it.
+        is_short: whether some of the comparison was ignored for want of time.
+        share: of the limit, after which work ends now.
+    """
+
+    limit: float
+    began: float | None = None
+    first_answer: float | None = None
+    is_interrupted: bool = False
+    is_short: bool = False
+    share: float = 1.0
+
+    @property
+    def seconds(self) -> float:
+        """CPU seconds since `began`."""
+        return 0.0 if self.began is None else time.process_time() - self.began
+
+    @property
+    def why_short(self) -> str:
+        """Reason, in words, why the comparison ended early."""
+        if self.is_interrupted:
+            return "the comparison was interrupted"
+        return f"the comparison had taken its {self.limit:g} CPU seconds"
+
+
+_TIME: ContextVar[PlanningTime | None] = ContextVar("planning_time", default=None)
+
+
+@contextmanager
+def planning(limit: float = LIMIT) -> Iterator[PlanningTime]:
+    """Give the plan that is made in the block ``limit`` CPU seconds.
+
+    Signals reach only the main thread: a plan that another thread makes has no end.
+    """
+    plan = PlanningTime(limit)
+    token = _TIME.set(plan)
+    try:
+        yield plan
+    finally:
+        _TIME.reset(token)
+
+
+def begin() -> None:
+    """Start the time of the plan: its launch command has been validated."""
+    plan = _TIME.get()
+    if plan is not None:
+        plan.began = time.process_time()
+
+
+def answered() -> None:
+    """Note that the plan has its first answer."""
+    plan = _TIME.get()
+    if plan is not None and plan.first_answer is None:
+        plan.first_answer = plan.seconds
+
+
+@contextmanager
+def within(share: float) -> Iterator[None]:
+    """End work of the block when so large a ``share`` of the plan's time is over."""
+    plan = _TIME.get()
+    if plan is None:
+        yield
+        return
+    before, plan.share = plan.share, share
+    try:
+        yield
+    finally:
+        plan.share = before
+
+
+def until_end[T](work: Callable[[], T], otherwise: T) -> T:
+    """Return what ``work`` returns, or ``otherwise`` if it has not ended when the time is over, or
+    at Ctrl-C. Work around other work that has ended early goes on, with what that one returned.
+
+    A second Ctrl-C is a KeyboardInterrupt.
+    """
+    plan = _TIME.get()
+    is_main = threading.current_thread() is threading.main_thread()
+    if plan is None or plan.began is None or not is_main:
+        return work()
+    around, _ = signal.getitimer(signal.ITIMER_PROF)
+    left = 0.0 if plan.is_interrupted else plan.share * plan.limit - plan.seconds
+    if left <= 0:
+        plan.is_short = True
+        return otherwise
+    is_running = True
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            plan.is_interrupted = True
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if is_running:
+            raise PlanningEnd
+
+    handlers = {name: signal.signal(name, end) for name in (signal.SIGPROF, signal.SIGINT)}
+    try:
+        signal.setitimer(signal.ITIMER_PROF, left, _AGAIN)
+        return work()
+    except PlanningEnd:
+        plan.is_short, around = True, 0.0
+        return otherwise
+    finally:
+        is_running = False
+        if plan.is_interrupted:
+            handlers[signal.SIGINT] = signal.default_int_handler
+        left = plan.share * plan.limit - plan.seconds if around else 0.0
+        signal.setitimer(signal.ITIMER_PROF, max(left, 0.0), _AGAIN)
+        for name, handler in handlers.items():
+            signal.signal(name, handler)

@@ -1,0 +1,137 @@
+"""The end of a plan's time: after CPU seconds, and at Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from megatron_ext.planner import planner
+from megatron_ext.planner.candidate import Candidate, Variant, VocabMethod
+from megatron_ext.planner.planner import NO_TIME, make_plan
+from megatron_ext.planner.planning_time import answered, begin, planning, until_end, within
+from megatron_ext.planner.training import Training
+from megatron_ext.schedule.costs import uniform
+
+
+@pytest.fixture(autouse=True)
+def unchanged_handlers() -> Iterator[None]:
+    before = [signal.getsignal(name) for name in (signal.SIGPROF, signal.SIGINT)]
+    yield
+    assert [signal.getsignal(name) for name in (signal.SIGPROF, signal.SIGINT)] == before
+    assert signal.getitimer(signal.ITIMER_PROF)[0] == 0
+
+
+def work_for(seconds: float) -> str:
+    """Work so many CPU seconds."""
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+    return "done"
+
+
+def test_work_ends_after_its_cpu_seconds() -> None:
+    with planning(limit=0.5) as plan:
+        begin()
+        assert until_end(lambda: work_for(60), "ended") == "ended"
+        assert 0.25 <= plan.seconds < 10  # a timer counts in ticks
+        assert plan.is_short
+        assert "0.5 CPU seconds" in plan.why_short
+        work_for(0.05)
+        assert until_end(lambda: work_for(0), "ended") == "ended", "nothing begins after the end"
+
+
+def test_work_that_is_soon_done_is_not_ended() -> None:
+    with planning(limit=60) as plan:
+        begin()
+        assert until_end(lambda: work_for(0.01), "ended") == "done"
+    assert not plan.is_short
+
+
+def test_time_before_the_launch_command_is_validated_is_not_counted() -> None:
+    with planning(limit=0.05) as plan:
+        assert until_end(lambda: work_for(0.1), "ended") == "done"
+        assert plan.seconds == 0
+
+
+def test_first_answer_is_that_of_the_first_call() -> None:
+    with planning() as plan:
+        begin()
+        answered()
+        first = plan.first_answer
+        work_for(0.02)
+        answered()
+    assert first is not None
+    assert plan.first_answer == first
+
+
+def test_work_around_goes_on_with_what_ended_work_has() -> None:
+    def around() -> str:
+        return f"around, {until_end(lambda: work_for(60), 'ended')}"
+
+    with planning(limit=0.1):
+        begin()
+        assert until_end(around, "nothing") == "around, ended"
+
+
+def test_part_of_the_time_leaves_the_rest_to_other_work() -> None:
+    with planning(limit=20) as plan:
+        begin()
+        with within(0.005):
+            assert until_end(lambda: work_for(60), "ended") == "ended"
+        assert plan.seconds < 10
+        assert until_end(lambda: work_for(0.01), "ended") == "done"
+
+
+def test_ctrl_c_ends_all_work_and_a_second_one_the_command() -> None:
+    def interrupted() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        work_for(60)
+
+    with planning(limit=60) as plan:
+        begin()
+        before = signal.getsignal(signal.SIGINT)
+        assert until_end(interrupted, None) is None
+        assert plan.is_interrupted
+        assert plan.why_short == "the comparison was interrupted"
+        assert until_end(lambda: work_for(0), "ended") == "ended"
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()
+        signal.signal(signal.SIGINT, before)
+
+
+def test_plan_of_another_thread_has_no_end() -> None:
+    """Only the main thread is given signals."""
+    found: list[str] = []
+
+    def plan() -> None:
+        with planning(limit=0.01):
+            begin()
+            found.append(until_end(lambda: work_for(0.05), "ended"))
+
+    thread = threading.Thread(target=plan)
+    thread.start()
+    thread.join()
+    assert found == ["done"]
+
+
+def test_plan_has_what_was_compared_when_its_time_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    variant_of = Training(2, 8, costs=lambda placement: uniform(placement, 10, 12, 8)).variant
+    real = planner.consider
+
+    def slow(variant: Variant, *given: object) -> Candidate:
+        if variant.choice.spec == "zb-v":
+            work_for(60)
+        return real(variant, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(planner, "consider", slow)
+    with planning(limit=1.0) as plan:
+        begin()
+        made = make_plan(variant_of, specs=("1f1b", "zb-v", "v-half"))
+    assert plan.is_short
+    assert [candidate.schedule for candidate in made.candidates] == ["1f1b"]
+    assert made.refusals["v-half", VocabMethod.NAIVE] == NO_TIME

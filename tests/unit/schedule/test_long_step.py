@@ -1,0 +1,191 @@
+"""A long step told by its repeating part has the figures of the step built whole."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.long_step import Simulated, simulate_step
+from megatron_ext.compile.program.repeating_part import repeating_part
+from megatron_ext.compile.registry import choose, entries
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.costs import Costs, uniform
+from megatron_ext.schedule.kinds import Held
+from megatron_ext.schedule.limit import MemoryLimit
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.problem import Problem, Recompute, VocabularyParallel
+from megatron_ext.schedule.slices import Slices
+from tests.helpers.combinations import IS_NIGHT
+
+ROUNDING = 1e-9  # of a figure
+NEARLY = 0.01  # of a figure: where W is placed by the costs, another number may place it otherwise
+PROBLEMS = 12 if IS_NIGHT else 2  # random ones of each family
+
+FAMILIES = [name for name, entry in entries().items() if not entry.traits.searches]
+# Some rank holds all microbatches, or a share of them, until the end.
+GROW = ("gpipe", "breadth-first", "2bp", "hanayo")
+# Other costs give another order of W, and another number of microbatches may, too.
+BY_COSTS = [name for name in FAMILIES if entries()[name].traits.uses_costs]
+
+
+def random_costs(rng: random.Random, placement: Placement, *, is_equal: bool) -> Costs:
+    """Costs of stages that are equal, or not, with messages that take time, or none."""
+    costs = uniform(placement, 10, 12, 8, comm=rng.choice([0.0, 0.5, 2.0]))
+    factors = [rng.choice([1.0, 1.0, rng.uniform(0.8, 1.2)]) for _ in range(placement.stages)]
+    if is_equal:
+        factors = [1.0] * placement.stages
+
+    def scaled(figures: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(a * b for a, b in zip(figures, factors, strict=True))
+
+    seconds = {kind: scaled(figures) for kind, figures in costs.seconds.items()}
+    held = {
+        Held.ACTIVATION: scaled((7e9,) * placement.stages),
+        Held.WEIGHT_INPUTS: scaled((3e9,) * placement.stages),
+        Held.LOGITS: (0.0,) * placement.stages,
+    }
+    return costs.with_passes(seconds=seconds, held_bytes=held)
+
+
+def random_problems(name: str, count: int = PROBLEMS) -> list[Problem]:
+    """Steps of many microbatches, whose number the ranks seldom divide; some ranks are odd. The
+    first one has equal stages, which show their period soon."""
+    rng = random.Random(f"a long step of {name}")
+    choice = choose(name)
+    problems: list[Problem] = []
+    while len(problems) < count:
+        try:
+            placement = choice.place(rng.choice([2, 3, 4, 5, 7]))
+        except ValueError:
+            continue
+        microbatches = rng.randint(16, 24) * placement.ranks + rng.randint(0, placement.ranks)
+        if name in ("chimera", "bitpipe"):
+            microbatches -= microbatches % 2
+        problems.append(
+            Problem(placement, microbatches, random_costs(rng, placement, is_equal=not problems))
+        )
+    return problems
+
+
+def both(name: str, problem: Problem) -> tuple[Simulated, Simulated] | None:
+    """Return the step as told and as built whole; None if both are refused in the same words."""
+    made: list[Simulated | str] = []
+    for whole in (False, True):
+        try:
+            made.append(simulate_step(choose(name), problem, whole=whole))
+        except ValueError as error:
+            made.append(str(error))
+    told, whole_step = made
+    if isinstance(told, str) or isinstance(whole_step, str):
+        assert told == whole_step
+        return None
+    assert whole_step.is_whole
+    return told, whole_step
+
+
+def figures(step: Simulated) -> dict[str, Any]:
+    data = asdict(step.report) | {"held_bytes": step.held_bytes}
+    del data["generation_seconds"]
+    return data
+
+
+def assert_same(told: Simulated, whole: Simulated, rounding: float = ROUNDING) -> None:
+    expected = figures(whole)
+    for name, figure in figures(told).items():
+        if isinstance(figure, float | tuple):
+            same = pytest.approx(expected[name], rel=rounding, abs=rounding)
+            assert figure == same, name
+        else:
+            assert figure == expected[name], name
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in (*GROW, *BY_COSTS)])
+def test_repeating_part_tells_the_long_step_exactly(name: str) -> None:
+    pairs = [pair for pair in (both(name, problem) for problem in random_problems(name)) if pair]
+    for told, whole in pairs:
+        assert_same(told, whole)
+    assert any(not told.is_whole for told, _ in pairs), "nothing is told by a repeating part"
+
+
+@pytest.mark.parametrize("name", [name for name in BY_COSTS if name not in (*GROW, "zb-auto")])
+def test_repeating_part_tells_nearly_what_families_do_that_place_w_by_costs(name: str) -> None:
+    """Such a family takes the best of several orders, and for more microbatches another one may be
+    the best: `confirmed_verdict` builds the recommended one whole."""
+    pairs = [pair for pair in (both(name, problem) for problem in random_problems(name)) if pair]
+    for told, whole in pairs:
+        assert told.report.makespan == pytest.approx(whole.report.makespan, rel=NEARLY)
+    assert any(not told.is_whole for told, _ in pairs), "nothing is told by a repeating part"
+
+
+@pytest.mark.parametrize("name", GROW)
+def test_step_is_built_whole_where_nothing_repeats_itself(name: str) -> None:
+    for problem in random_problems(name, 1):
+        pair = both(name, problem)
+        assert pair is None or pair[0].is_whole
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-v", "v-half"])
+@pytest.mark.parametrize(
+    "extras",
+    [
+        {"vocab_parallel": VocabularyParallel.ONE},
+        {"recompute": Recompute(first=2)},
+        {"slices": Slices(3)},
+    ],
+    ids=["vocabulary", "recompute", "slices"],
+)
+def test_options_beside_the_order_give_the_same_figures(name: str, extras: dict[str, Any]) -> None:
+    pair = both(name, random_problems(name, 1)[0].with_extras(**extras))
+    if pair is not None:
+        assert_same(*pair)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "v-half"])
+def test_slices_repeat_themselves_too(name: str) -> None:
+    pair = both(name, random_problems(name, 1)[0].with_extras(slices=Slices(3)))
+    assert pair is not None and not pair[0].is_whole
+    assert_same(*pair)
+
+
+def test_schedule_within_a_memory_limit_is_told_too() -> None:
+    (problem,) = random_problems("v-half", 1)
+    pair = both("v-half", replace(problem, memory_limit=MemoryLimit(microbatches=problem.ranks)))
+    assert pair is not None and not pair[0].is_whole
+    assert_same(*pair)
+
+
+def test_slow_rank_needs_a_longer_step_to_show_its_period() -> None:
+    """Ranks that are nearly as slow as the slowest one take long until they wait for it: until then
+    the differences between two microbatches are not the same on all ranks."""
+    placement = choose("zb-h2").place(4)
+    costs = uniform(placement, 10, 12, 8, comm=1.0)
+    slow = (1.0, 1.0, 1.1, 1.05)
+    seconds = {
+        kind: tuple(a * b for a, b in zip(figures, slow, strict=True))
+        for kind, figures in costs.seconds.items()
+    }
+    problem = Problem(placement, 200, costs.with_passes(seconds=seconds))
+    short = build_program(choose("zb-h2"), replace(problem, microbatches=24))
+    assert repeating_part(short, (1, 4)) is None
+    pair = both("zb-h2", problem)
+    assert pair is not None and not pair[0].is_whole
+    assert_same(*pair)
+
+
+def test_period_is_as_long_as_the_busiest_rank_works() -> None:
+    """1F1B without messages is held up by its slowest stage alone."""
+    placement = choose("1f1b").place(3)
+    costs = uniform(placement, 10, 12, 8)
+    seconds = {kind: (a, b, 1.5 * c) for kind, (a, b, c) in costs.seconds.items()}
+    program = build_program(
+        choose("1f1b"), Problem(placement, 12, costs.with_passes(seconds=seconds))
+    )
+    part = repeating_part(program, (1, 3))
+    assert part is not None
+    assert part.microbatches == 1
+    assert part.seconds == pytest.approx(45)
+    assert Kind.FORWARD in {action.kind for action in program.schedule.rows[0]}
