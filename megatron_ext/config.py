@@ -161,10 +161,10 @@ class PipelineConfig:
             _as_given,
             "SPEC",
             "Pipeline schedule: NAME[:key=value,...] (see 'megatron-ext schedules'), a CSV file "
-            "of compute actions, a row per rank, a Python file with a family, 'auto', which finds "
-            "placement, chunks and order for this launch (auto:placement=v,chunks=2 names them), "
-            "or 'plan', which compares all schedules and divides the vocabulary, too. Default: "
-            "Megatron's own, untouched.",
+            "of compute actions with a row per rank, a Python file with a family, 'auto' or "
+            "'plan'. auto finds placement, chunks and order for this launch "
+            "(auto:placement=v,chunks=2 names them). plan compares all schedules, with a "
+            "whole and with a split vocabulary. Default: Megatron's own, untouched.",
         ),
     )
     memory_limit: str | None = field(
@@ -181,10 +181,10 @@ class PipelineConfig:
         metadata=_setting(
             _source,
             "COSTS",
-            "What passes cost: a JSON file, f=10,i=12,w=8,comm=1 (per microbatch of a rank; comm "
-            "per hop), 'estimate' from the model's dimensions (the default), or 'profile' or "
-            "'profile:FILE' to measure them in the first iterations, write them to FILE "
-            "(costs.json) and use them.",
+            "Costs of passes: a JSON file, f=10,i=12,w=8,comm=1 (per microbatch of a rank; comm "
+            "per hop), 'estimate' from the model's dimensions (the default), 'profile' or "
+            "'profile:FILE'. profile measures them in the first iterations, writes them to FILE "
+            "(costs.json) and uses them.",
         ),
     )
     p2p: P2P = field(
@@ -209,7 +209,7 @@ class PipelineConfig:
         default=Offload.NONE,
         metadata=_one_of(
             Offload,
-            "Copy activations to host memory until they are needed, on the schedule's own time: "
+            "Copy activations to host memory until they are needed, on the schedule's own time. "
             "half copies those of the half of a rank's chunks that waits longest, full all that "
             "the link to the host is fast enough for, fit as few as meet "
             "--pipeline-memory-limit. Default: none.",
@@ -220,9 +220,9 @@ class PipelineConfig:
         metadata=_setting(
             _recompute,
             "{none,fit,first:N}",
-            "Give activations up after the forward pass, but for their stage's input, and make "
-            "them again on the schedule's own time, in a bubble before the backward pass where "
-            "there is one: fit as few as meet --pipeline-memory-limit, first:N those of the "
+            "Free activations after the forward pass, except their stage's input, and recompute "
+            "them on the schedule's own time, in a bubble before the backward pass if there is "
+            "one. fit recomputes as few as meet --pipeline-memory-limit, first:N those of the "
             "model's first N stages, which wait the longest. Default: none.",
         ),
     )
@@ -232,8 +232,8 @@ class PipelineConfig:
             _count,
             "K",
             "Cut each sequence into K slices, which go through the pipeline one behind the other "
-            "and attend to those before them: of long sequences in few microbatches, bubbles and "
-            "what is held fall by about K. Default: 1, sequences stay whole.",
+            "and attend to those before them. With long sequences in few microbatches, bubbles "
+            "and activation memory fall by a factor of about K. Default: 1, sequences stay whole.",
         ),
     )
     slice_lengths: SliceLengths = field(
@@ -241,8 +241,8 @@ class PipelineConfig:
         metadata=_setting(
             _slice_lengths,
             "{even,balanced,N,N,...}",
-            "How long the slices are: even (the default), balanced, so that all have as much to do "
-            "though later ones attend to more, or the tokens of each, as 4096,2048,1024,1024.",
+            "Lengths of the slices: even (the default), balanced (equal work, though later slices "
+            "attend to more), or token counts such as 4096,2048,1024,1024.",
         ),
     )
     post_validation: bool = field(
@@ -278,9 +278,9 @@ class PipelineConfig:
             _folder,
             "DIR",
             "Write DIR/trace.json for Perfetto: when each pass ran on each rank of the last "
-            "pipeline, beside the prediction. Without --pipeline-schedule it is Megatron's own "
-            "step that is traced, and the log says what our schedules would take. See "
-            "'megatron-ext trace DIR'.",
+            "pipeline, and when it was predicted to run. Without --pipeline-schedule it "
+            "is Megatron's own step that is traced, and the log says what our schedules would "
+            "take. See 'megatron-ext trace DIR'.",
         ),
     )
     trace_iters: range | None = field(
@@ -299,10 +299,9 @@ class PipelineConfig:
             _schedules,
             "SPECS",
             "Time schedules of one placement against one another in turns of a few iterations of "
-            'this training, which stays the same to the last bit: "zb-h1 zb-1p" beside 1f1b, '
-            "stock's order; likewise of interleaved, V's beside 1f1b-v, waves beside hanayo. Ends "
-            "with a row to show to others. Takes the place of --pipeline-schedule, or races it "
-            "too.",
+            'this training, which stays the same to the last bit: "zb-h1 zb-1p" race 1f1b, '
+            "stock's order. Loops race interleaved, V's 1f1b-v, waves hanayo. Ends with a row to "
+            "show to others. Takes the place of --pipeline-schedule, or races it too.",
         ),
     )
     race_then: RaceThen = field(

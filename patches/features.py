@@ -104,7 +104,7 @@ FEATURES = (
         lambda choice: True,
     ),
     Feature(
-        "CUDA graphs captured beside the watchdog",
+        "CUDA graphs captured while the watchdog runs",
         ("torch.cuda.graphs",),
         lambda choice: True,
     ),
@@ -197,7 +197,7 @@ FEATURES = (
         asked_for=lambda config: config.slices > 1,
     ),
     Feature(
-        "passes that run again",
+        "recomputed passes",
         (
             "megatron.core.transformer.moe.moe_utils",
             "megatron.core.transformer.multi_token_prediction.logging",

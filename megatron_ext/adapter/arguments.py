@@ -239,7 +239,7 @@ def check_trace(args: Any, config: PipelineConfig) -> None:
         )
     if traced is not None and last is not None and traced[-1] > last:
         raise ValueError(
-            f"--pipeline-trace-iters {traced.start}:{traced.stop} asks for iteration {traced[-1]}, "
+            f"--pipeline-trace-iters {traced.start}:{traced.stop} includes iteration {traced[-1]}, "
             f"and the last one is {last} (--train-iters): trace earlier ones, or train longer"
         )
     try:
@@ -306,7 +306,7 @@ def pad_vocabulary(args: Any) -> None:
         return
     if args.vocab_size is not None and args.vocab_size < shards:
         raise ValueError(
-            f"--vocab-size {args.vocab_size} cannot be divided over {shards} ranks (pipeline x "
+            f"--vocab-size {args.vocab_size} cannot be split over {shards} ranks (pipeline x "
             f"tensor parallel): drop --pipeline-vocab-parallel"
         )
     before = args.make_vocab_size_divisible_by

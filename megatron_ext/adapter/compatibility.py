@@ -33,7 +33,7 @@ def refuse(settings: Any, choice: Choice, extras: Extras = _NO_EXTRAS) -> None:
     if chunks != placement.chunks:
         raise ValueError(
             f"--pipeline-schedule {choice.spec} puts {counted(placement.chunks, 'stage')} on each "
-            f"rank, and Megatron's virtual-stage flags or the layout ask for {chunks}: remove the "
+            f"rank, and Megatron's virtual-stage flags or the layout set {chunks}: remove the "
             f"flags, which the schedule does not need, or give the layout "
             f"{len(placement.rank_of)} stages"
             + (f"; or write {_with_chunks(choice, chunks)}" if placement.name == "loop" else "")
@@ -169,8 +169,8 @@ def _refuse_placement(choice: Choice, placement: Placement) -> None:
     counts = [len(stages) for stages in placement.stages_of]
     if len(set(counts)) > 1:
         raise ValueError(
-            f"--pipeline-schedule {choice.spec} puts {counts} stages on its ranks: Megatron wants "
-            f"the same number on every rank; divide them evenly in the file"
+            f"--pipeline-schedule {choice.spec} puts {counts} stages on its ranks: Megatron "
+            f"requires the same number on every rank; give each rank as many in the file"
         )
     if placement.rank_of[-1] != placement.ranks - 1:
         raise ValueError(

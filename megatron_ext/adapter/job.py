@@ -219,8 +219,8 @@ def _estimated(job: Job, measured: Rates | None = None, tell: Tell | None = None
     if job.other_shares and tell is not None:
         beside = ", ".join(f"{share:.0%} of stage {stage}" for stage, share in job.other_shares)
         tell(
-            f"the costs of {job.name} are estimated from its language model, without the "
-            f"parameters beside it ({beside}); {_REMEDY}"
+            f"the costs of {job.name} are estimated from its language model, and ignore the "
+            f"parameters outside it ({beside}); {_REMEDY}"
         )
     reached = measured or rates(layers.execution.precision)
     costs = estimate(layers.model, layers.stages, layers.execution, reached)

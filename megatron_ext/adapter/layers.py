@@ -52,8 +52,8 @@ def layers_of_stages(settings: Any, placement: Placement) -> list[int]:
         uneven = "".join(f", stage {stage} has {layers}" for stage, layers in given.items())
         uneven += ", the embedding counts as one" * embedding + ", the loss counts as one" * loss
         raise ValueError(
-            f"{settings.num_layers} layers do not divide over {stages} stages{uneven}; say which "
-            f"stage has which: --pipeline-model-parallel-layout "
+            f"{settings.num_layers} layers cannot be split evenly over {stages} stages{uneven}; "
+            f"say which stage has which: --pipeline-model-parallel-layout "
             f"'{even_layout(settings.num_layers, stages, prediction_depths(settings))}'"
         )
     layers = [given.get(stage, per_stage) for stage in range(stages)]

@@ -108,7 +108,7 @@ SCHEDULE_REFUSALS = (
     ),
     _drop(
         "use_transformer_engine_op_fuser",
-        "its operations have no weight gradient of their own to put off",
+        "its operations have no weight gradient of their own to defer",
         by=_splits,
     ),
     RefusedSetting(
@@ -118,20 +118,21 @@ SCHEDULE_REFUSALS = (
         by=_splits,
     ),
     *(
-        _drop(name, "the experts' weight gradients are put off weight by weight", by=_splits)
+        _drop(name, "the experts' weight gradients are deferred weight by weight", by=_splits)
         for name in ("moe_single_grouped_weight", "moe_single_grouped_bias")
     ),
     _drop(
         "use_grouped_gemm_for_shared_expert",
-        "its operations are Transformer Engine's fused ones, whose weight gradients cannot be put "
-        "off",
+        "its operations are Transformer Engine's fused ones, whose weight gradients cannot be "
+        "deferred",
         by=_splits,
     ),
     RefusedSetting(
         "overlap_moe_expert_parallel_comm",
         bool,
-        "with one stage on a rank no forward pass runs beside a backward pass: choose interleaved, "
-        "interleaved-zb, zb-v or dualpipe-v, or drop --overlap-moe-expert-parallel-comm",
+        "with one stage on a rank no forward pass can overlap a backward pass: choose "
+        "interleaved, interleaved-zb, zb-v or dualpipe-v, or drop "
+        "--overlap-moe-expert-parallel-comm",
         by=_has_one_stage,
     ),
     _drop("hybrid_context_parallel"),
@@ -395,7 +396,7 @@ SLICES_REFUSALS = (
 )
 
 _WITHOUT_RECOMPUTE = "drop --pipeline-recompute"
-_COUNTED_IN_ORDER = "its sum over microbatches is counted in another order where some run again"
+_COUNTED_IN_ORDER = "its sum over microbatches is counted in another order if some are recomputed"
 
 
 def _draws(settings: Any) -> bool:

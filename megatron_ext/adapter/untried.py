@@ -38,7 +38,7 @@ UNTRIED = (
         "cuda_graph_impl",
         lambda value: value == "transformer_engine",
         "capture and replay of CUDA graphs are untried: their order and their memory are tested on "
-        "the CPU, with layers that run again in their place",
+        "the CPU, with layers that are executed in place of each replay",
     ),
     Untried(
         "experimental_attention_variant",

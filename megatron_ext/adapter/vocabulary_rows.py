@@ -53,8 +53,8 @@ def check_divisible(vocabulary: int, parts: int) -> None:
     """Raise ValueError unless a vocabulary of that size, padded, divides over the ranks."""
     if vocabulary % parts:
         raise ValueError(
-            f"a vocabulary of {vocabulary} does not divide over {parts} ranks (pipeline x tensor "
-            f"parallel): pad it to {-(-vocabulary // parts) * parts}, or drop "
+            f"a vocabulary of {vocabulary} cannot be split evenly over {parts} ranks (pipeline x "
+            f"tensor parallel): pad it to {-(-vocabulary // parts) * parts}, or drop "
             f"--pipeline-vocab-parallel"
         )
 

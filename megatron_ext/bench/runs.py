@@ -91,8 +91,8 @@ class Setting:
             raise ValueError("bad verdicts without post-validation: add --post-validation")
         if self.memory_limit is not None and not self._recompute.fit:
             raise ValueError(
-                f"--memory-limit {self.memory_limit} is for what is made again to fit into: add "
-                f"--recompute fit"
+                f"--memory-limit {self.memory_limit} has no effect without --recompute fit, "
+                f"which recomputes activations until the rest fit: add --recompute fit"
             )
 
     @property
@@ -178,7 +178,7 @@ class BenchReport:
         if not self.real_time:
             doubts.append("ranks may not run before everything else here (SCHED_RR needs root)")
         if self.late > NOISY:
-            doubts.append(f"passes lasted up to {self.late:.1%} longer than asked")
+            doubts.append(f"passes lasted up to {self.late:.1%} longer than requested")
         if spread > NOISY:
             doubts.append(f"launches differ by up to {spread:.1%}")
         return doubts

@@ -50,7 +50,7 @@ def bench(
         str,
         typer.Option(
             metavar="{none,fit,first:N}",
-            help="Measure ours with passes made again too; they take r= in COSTS, or what F does.",
+            help="Measure ours with recompute too; R takes r= in COSTS, or as long as F.",
         ),
     ] = "none",
     memory_limit: Annotated[
@@ -106,7 +106,7 @@ def bench(
         if plot is not None:
             draw_report(measured, plot)
         if page is not None:
-            title = "schedules on emulated clocks, beside what is ideal"
+            title = "schedules on emulated clocks, compared with the ideal"
             write_page(Page(title, measured.shown, command_line(), SECONDS), page)
     except (ValueError, OSError) as error:
         fail(error)

@@ -24,8 +24,8 @@ CostsText = Annotated[
     str,
     typer.Option(
         help="Times of passes, in any unit: f=10,i=12,w=8,comm=1 per microbatch of a rank, "
-        "head=5/6/4,embedding=1/1 for all of the output layer and of the embedding beside them; "
-        "or a JSON file."
+        "in addition head=5/6/4,embedding=1/1 for the whole output layer and embedding; or a JSON "
+        "file."
     ),
 ]
 UNIT = "f=1,i=1,w=1,comm=0"
@@ -43,16 +43,16 @@ SliceLengths = Annotated[
     str,
     typer.Option(
         metavar="{even,balanced,TOKENS,...}",
-        help="How long they are: even, balanced (as much to do each; give attention= in COSTS), or "
-        "the tokens of each, as in 4096,2048,1024,1024.",
+        help="Lengths of the slices: even, balanced (equal work; give attention= in COSTS), or "
+        "token counts such as 4096,2048,1024,1024.",
     ),
 ]
 InPairs = Annotated[
     bool,
     typer.Option(
         "--pairs",
-        help="Forward passes run beside backward passes, as one, and hide each other's all-to-all; "
-        "give hidden= in COSTS.",
+        help="Run forward and backward passes overlapped, so that they hide each other's "
+        "all-to-all; give hidden= in COSTS.",
     ),
 ]
 PostValidation = Annotated[

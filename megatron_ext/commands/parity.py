@@ -74,7 +74,7 @@ def lines(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Run the lines here, A twice, and compare them. The word 'lines' may be left out."""
+    """Run the lines here, A twice, and compare them. The word 'lines' may be omitted."""
     try:
         a, b, is_stock = _two_lines(context.args)
         if not is_stock or b.value("--pipeline-slices") is not None:

@@ -392,8 +392,8 @@ def _machine(
 
 
 _HALVES_ARE_WHOLE = (
-    "--half-pipeline compares whole microbatches, one pass after the other: leave --slices and "
-    "--pairs out"
+    "--half-pipeline compares whole microbatches, one pass after the other: drop --slices and "
+    "--pairs"
 )
 _WITHOUT_MODEL = (
     "--gpu, --tp, --dp and --distributed-optimizer say how a model is trained: add --model"
@@ -403,11 +403,12 @@ _NEEDED = (
     "megatron-ext plan --gpu h100 -- torchrun ... pretrain_gpt.py ARGS"
 )
 _OF_A_LINE = (
-    "--trace is of a launch line, which its GPUs have run: give that behind --, or leave it out"
+    "--trace is for a launch line, which its GPUs have run: give the line behind --, or drop "
+    "--trace"
 )
 _BESIDE_A_LINE = (
     "a launch line, --megatron-args or --config says by itself what --pp, -m, --model, --layers, "
-    "--tp, --dp and --distributed-optimizer would: leave these, --slices and --pairs out"
+    "--tp, --dp and --distributed-optimizer would: drop these, --slices and --pairs"
 )
 _NOTHING_FITS = (
     "no schedule fits, for the reasons above. A rank holds less with more --tp or --pp, with "

@@ -32,7 +32,7 @@ class PlanPictures:
         """Raise ValueError if one is asked for beside the flag ``beside``."""
         for name, path in (("--plot", self.plot), ("--html", self.page)):
             if path is not None:
-                raise ValueError(f"{beside} draws no picture: leave out {name}")
+                raise ValueError(f"{beside} draws no picture: drop {name}")
 
     def draw(self, plan: Plan, curves: Curves | None, *, is_estimate: bool) -> None:
         """``curves``: of ``plan``, for its plot. ``is_estimate``: its times are seconds.

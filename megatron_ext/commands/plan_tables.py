@@ -180,10 +180,11 @@ def _reserve_text(free: FreeMemory | None) -> str:
     )
     if free is None:
         return (
-            f"beside that comes what the allocator reserves and does not hand out: not measured "
+            f"in addition the allocator reserves memory that it does not hand out: not measured "
             f"({measured_by})"
         )
-    text = f"beside that the allocator reserves {bytes_text(free.reserved)}, for which room is left"
+    reserved = bytes_text(free.reserved)
+    text = f"in addition the allocator reserves {reserved}, which the plan leaves free"
     modelled = f"{text}: by a model of it, not measured ({measured_by})"
     return modelled if free.is_modelled else text
 

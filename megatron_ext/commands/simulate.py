@@ -85,7 +85,7 @@ def simulate(
     p2p: Annotated[P2P, typer.Option(help="How messages share communicators.")] = P2P.ASYNC,
     vocab_parallel: Annotated[
         VocabularyParallel,
-        typer.Option(help="How embedding and output layer are divided over the ranks."),
+        typer.Option(help="How embedding and output layer are split over the ranks."),
     ] = VocabularyParallel.NONE,
     offload: Annotated[
         Offload, typer.Option(help="What leaves for host memory; give d2h= (and h2d=) in COSTS.")
@@ -94,8 +94,8 @@ def simulate(
         str,
         typer.Option(
             metavar="{none,fit,first:N}",
-            help="Which activations are given up and made again: fit as few as meet the memory "
-            "limit, first:N those of the first N stages.",
+            help="Activations to recompute: fit as few as meet the memory limit, first:N those of "
+            "the first N stages.",
         ),
     ] = "none",
     slices: SliceCount = 1,

@@ -56,7 +56,7 @@ def trace(
 
 
 def _write_page(step: TracedStep, report: TraceReport, path: Path) -> None:
-    title = f"{name_of(report)}: a measured step beside its prediction"
+    title = f"{name_of(report)}: a measured step compared with its prediction"
     write_page(Page(title, traced(step), command_line(), SECONDS), path)
 
 

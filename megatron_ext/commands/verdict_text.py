@@ -118,7 +118,7 @@ def _memory_of_rank(made: JobPlan, taken: Alternative) -> str:
         return text
     return (
         f"{text}, which may take {bytes_text(made.free.allocated)}; its allocator reserves "
-        f"{bytes_text(made.free.reserved)} beside"
+        f"{bytes_text(made.free.reserved)} more"
     )
 
 

@@ -108,7 +108,7 @@ class CheckedFamily:
         again = next((action for action in actions if RULES[action.kind].repeats), None)
         if again is not None:
             raise self._error(
-                f"{self.name} makes {again}, a {RULES[again.kind].does}; leave those out, "
+                f"{self.name} makes {again}, a {RULES[again.kind].does}; omit such passes, "
                 f"--pipeline-recompute inserts them"
             )
         late = next((action for action in actions if action.kind in _SPLIT), None)

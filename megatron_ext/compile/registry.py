@@ -338,7 +338,7 @@ def _from_csv_file(path: Path) -> Choice:
         if problem.slices.count != slices:
             raise ValueError(
                 f"schedule file {path} has {_counted_slices(slices)} of a microbatch, and this "
-                f"step {_counted_slices(problem.slices.count)}: ask for {_counted_slices(slices)}, "
+                f"step {_counted_slices(problem.slices.count)}: request {_counted_slices(slices)}, "
                 f"or take another file"
             )
         return cut_as_in(problem, schedule)

@@ -66,7 +66,7 @@ def assumptions(settings: Any) -> str | None:
     named = list(_named(settings))
     unknown = describe(settings).unknown
     if unknown:
-        named.append(f"{', '.join(unknown)}: left out of times and memory")
+        named.append(f"{', '.join(unknown)}: ignored in times and memory")
     parts = [f"the estimate does not know {'; '.join(named)}"] if named else []
     parts += filter(None, [not_checked(execution_of(settings, sequence=1, micro_batch=1))])
     return ". ".join(parts) or None

@@ -111,7 +111,9 @@ class Model:
         """
         per_stage, remainder = divmod(len(self.layers), stages)
         if remainder:
-            raise ValueError(f"{len(self.layers)} layers do not divide over {stages} stages")
+            raise ValueError(
+                f"{len(self.layers)} layers cannot be split evenly over {stages} stages"
+            )
         return [per_stage] * stages
 
 

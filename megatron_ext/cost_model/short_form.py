@@ -111,7 +111,7 @@ def parse_model(text: str) -> Described:
     described = Described(**given)  # type: ignore[arg-type]
     if not described.head_width and described.hidden % described.heads:
         raise ValueError(
-            f"model {what!r}: hidden {described.hidden} does not divide over {described.heads} "
-            f"heads: give head-width"
+            f"model {what!r}: hidden {described.hidden} cannot be split evenly over "
+            f"{described.heads} heads: give head-width"
         )
     return described

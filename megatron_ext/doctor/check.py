@@ -82,7 +82,7 @@ def _say_what_is_left_out(report: Report, launch: Launch) -> None:
     for remark in launch.remarks:
         report.add(Verdict.REMARK, "log", remark)
     if launch.left_out:
-        text = f"left out, and not looked at: {shlex.join(launch.left_out)}"
+        text = f"ignored, and not looked at: {shlex.join(launch.left_out)}"
         report.add(Verdict.REMARK, "launch line", text)
     if launch.environment:
         names = ", ".join(launch.environment)
@@ -288,7 +288,7 @@ def _check_training(
             text = "{} samples to train on, {} to validate on, {} to test on".format(*samples)
             report.add(Verdict.RIGHT, "training", text)
     if report.attempt("model", lambda: launch_line.check_model(args, config)) is not None:
-        report.add(Verdict.RIGHT, "model", f"{args.num_layers} layers divide over the ranks")
+        report.add(Verdict.RIGHT, "model", f"{args.num_layers} layers can be split over the ranks")
     if microbatches is None:
         return None
     if config.schedule is None:
@@ -467,7 +467,7 @@ def _judge_memory(report: Report, totals: Sequence[float], room: int | None) -> 
     largest = max(totals)
     text = (
         f"pipeline rank {totals.index(largest)} takes the most, about {bytes_text(largest)}, "
-        f"beside what CUDA, NCCL and temporaries take"
+        f"beyond what CUDA, NCCL and temporaries take"
     )
     if room is None:
         report.add(

@@ -42,7 +42,7 @@ def check_communicators(
     """
     subject = "communicators"
     if program.problem.extras.p2p is P2P.BATCHED:
-        text = "none beside Megatron's own: all messages go over the pipeline's"
+        text = "none beyond Megatron's own: all messages go over the pipeline's"
         return Finding(Verdict.RIGHT, subject, text)
     of_ranks = communicators(program)
     busiest = max(of_ranks, key=lambda of_rank: of_rank.total)
@@ -51,10 +51,10 @@ def check_communicators(
     taken = ctas * busiest.total
     memory = max(of_rank.buffer_bytes(ctas) for of_rank in of_ranks)
     text = (
-        f"a rank has up to {busiest.total} beside Megatron's own ({busiest.channels} for messages, "
-        f"{busiest.collectives} for collectives), {ctas} CTAs each: they take {taken} of a GPU's "
-        f"{multiprocessors} multiprocessors when all wait, and about {bytes_text(memory)} of "
-        f"buffers over NVLink"
+        f"a rank has up to {busiest.total} beyond Megatron's own ({busiest.channels} for "
+        f"messages, {busiest.collectives} for collectives), {ctas} CTAs each: they take {taken} "
+        f"of a GPU's {multiprocessors} multiprocessors when all wait, and about "
+        f"{bytes_text(memory)} of buffers over NVLink"
     )
     batched = _batched(config, program, shapes_vary)
     if not is_within_share(taken, multiprocessors):

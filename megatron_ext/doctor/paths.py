@@ -45,12 +45,12 @@ def _check_dataset(args: Any, prefix: str) -> list[Finding]:
     wrong = [finding for finding in findings if finding.verdict is Verdict.WRONG]
     if wrong:
         if Path(prefix).is_file():
-            fix = "leave the ending out: a dataset is named without .bin and .idx"
+            fix = "drop the ending: a dataset is named without .bin and .idx"
             return [Finding(Verdict.WRONG, "datasets", f"{prefix} is no dataset's prefix", fix)]
         return wrong
     with open(f"{prefix}.idx", "rb") as index:
         if index.read(len(INDEX_HEADER)) != INDEX_HEADER:
-            fix = "make it again with Megatron's tools/preprocess_data.py"
+            fix = "write it anew with Megatron's tools/preprocess_data.py"
             text = f"{prefix}.idx is no index of Megatron's"
             return [Finding(Verdict.WRONG, "datasets", text, fix)]
     return [Finding(Verdict.RIGHT, "datasets", prefix)]

@@ -121,7 +121,7 @@ def _searches(args: Any, config: PipelineConfig) -> tuple[str, ...]:
     if not fitting:
         raise ValueError(
             f"{flag('schedule')} {asked} knows no schedule with {counted(chunks, 'stage')} on each "
-            f"rank, as the launch line's virtual stages, layout or pattern ask for: remove them, "
+            f"rank, as the launch line's virtual stages, layout or pattern require: remove them, "
             f"and they are added for what is chosen"
         )
     return fitting
@@ -281,7 +281,7 @@ class _Launch:
             if tie:
                 text += f"; {', '.join(tie)} as long within {ALIKE:.0%}, in no less memory"
         is_told = self.specs is not None and plan.refusals
-        return f"{text}; left out: {left_out(plan)}" if is_told else text
+        return f"{text}; not compared: {left_out(plan)}" if is_told else text
 
     def what_flags_hide(self, taken: Candidate, plan: Plan, bound: _Bound) -> str:
         """A better choice that is refused for flags which are about speed alone, in words."""
@@ -333,8 +333,8 @@ def _flags(candidate: Candidate, bound: _Bound) -> tuple[str, ...]:
 def _on_gpu(free: FreeMemory, memory: float) -> str:
     by = "a model of it" if free.is_modelled else "measurement"
     return (
-        f"in {bytes_text(free.allocated)} of a GPU's {bytes_text(memory)}, beside which its "
-        f"allocator reserves {bytes_text(free.reserved)} by {by}"
+        f"in {bytes_text(free.allocated)} of a GPU's {bytes_text(memory)}, in addition to which "
+        f"its allocator reserves {bytes_text(free.reserved)} by {by}"
     )
 
 

@@ -61,7 +61,7 @@ def in_words(plan: Plan, taken: Candidate, within: str = "") -> str:
     compared = counted(len(plan.best_of_each), "schedule")
     text = f"the shortest predicted step of {compared} {within}".rstrip()
     text += f"; then {', '.join(others)}" if others else ""
-    return f"{text}; left out: {left_out(plan)}" if plan.refusals else text
+    return f"{text}; not compared: {left_out(plan)}" if plan.refusals else text
 
 
 def left_out(plan: Plan) -> str:

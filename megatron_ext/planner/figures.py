@@ -151,4 +151,4 @@ def slower_by(candidate: Candidate, best: Candidate) -> float:
 def made_again(candidate: Candidate) -> str:
     """Behind other words, how much of its activations is made again; "" where nothing is."""
     share = candidate.report.made_again
-    return f", {share:.0%} made again in bubbles" if share else ""
+    return f", {share:.0%} recomputed in bubbles" if share else ""

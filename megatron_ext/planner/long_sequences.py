@@ -29,7 +29,7 @@ SPECS = (
 WHOLE, FULL_RECOMPUTE = "whole sequences", "--recompute-granularity full"
 EQUAL = 0.02  # of a step: what no estimate tells apart
 _SECONDS = 0.3  # to build a program that is compared here: others are said to take long
-_MADE_AGAIN = "it fits where some is made again"
+_MADE_AGAIN = "it fits if some activations are recomputed"
 
 
 @dataclass(frozen=True, eq=False)

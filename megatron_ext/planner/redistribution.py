@@ -25,8 +25,9 @@ def redistributed_layers(layers: int, stages: int) -> list[int]:
             break
     else:
         raise ValueError(
-            f"{layers} layers and the output layer do not divide over {stages} stages, nor with "
-            f"the embedding: Megatron redistributes {_numbers_that_divide(layers, stages)} layers"
+            f"{layers} layers and the output layer cannot be split evenly over {stages} stages, "
+            f"nor with the embedding: Megatron redistributes "
+            f"{_numbers_that_divide(layers, stages)} layers"
         )
     counts = [on_each] * stages
     counts[0] -= embeddings

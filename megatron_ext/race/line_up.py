@@ -81,8 +81,8 @@ def line_up(schedule: str | None, wanted: Sequence[str]) -> LineUp:
     candidates = [spec for spec in specs if spec != baseline]
     if not candidates:
         raise ValueError(
-            f"--pipeline-race {baseline} has nobody to race with: it is what others are compared "
-            f"with; name another schedule"
+            f"--pipeline-race {baseline} has no schedule to race with: it is what others are "
+            f"compared with; name another schedule"
         )
     return LineUp((baseline, *candidates))
 

@@ -32,7 +32,7 @@ def verdict(race: Race, keeps: bool) -> str:
         then = "and is kept" if keeps else f"the training goes on under {race.baseline}"
         return f"race is over: {closest}, {then}"
     why = f": {closest}" if closest else ""
-    return f"race is over: nobody is faster than {race.baseline}, which is kept{why}"
+    return f"race is over: no schedule is faster than {race.baseline}, which is kept{why}"
 
 
 def _pace(race: Race, spec: str) -> str:

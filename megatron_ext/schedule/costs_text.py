@@ -384,7 +384,7 @@ def read_costs_file(path: Path) -> dict[str, Any]:
     if not isinstance(data.get("origin", ""), str):
         raise ValueError(
             f"costs file {path}: origin is {shown(json.dumps(data['origin']))}; write a text that "
-            f"says how the costs came about, or leave it out"
+            f"says how the costs came about, or omit it"
         )
     return data
 

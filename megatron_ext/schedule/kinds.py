@@ -39,7 +39,7 @@ class Where(enum.Enum):
     """Stages on which a kind is found."""
 
     STAGE = "every stage"
-    SHARD = "the first stage of a rank, beside which its shard of the vocabulary lies"
+    SHARD = "the first stage of a rank, which has the rank's shard of the vocabulary"
     GIVER = "the first stage of a rank that gives to a collective and uses nothing of it"
     LOSS = "the first stage of the rank that has the last stage, and so the loss"
     RANK = "the first stage of a rank, once a step, as microbatch 0"

@@ -104,7 +104,7 @@ def parse_limit(text: str, ranks: int, microbatches: int) -> MemoryLimit:
     if match is None or not 0 < float(match[1]) < _LARGEST:
         raise ValueError(
             f"memory limit {shown(text)!r} is not understood: write microbatches of a rank (5), "
-            f"a share of 1F1B's peak (0.5x), or bytes (60GiB); leave it out for no limit"
+            f"a share of 1F1B's peak (0.5x), or bytes (60GiB); omit it for no limit"
         )
     number, unit = float(match[1]), match[2]
     if unit is None:

@@ -178,7 +178,7 @@ CONFLICTS = (
     ),
     Conflict(
         ("pairs", "post_validation"),
-        "a backward pass that runs beside a forward pass cannot be undone",
+        "a backward pass that overlaps a forward pass cannot be undone",
     ),
     Conflict(("pairs", "slices"), "a pair runs whole microbatches"),
 )

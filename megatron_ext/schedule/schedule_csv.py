@@ -163,13 +163,13 @@ def _row(cells: Sequence[str], where: str, slices: int) -> tuple[Action, ...]:
     for action in row:
         if not is_compute(action):
             raise ValueError(
-                f"{where}: {action} is no pass; leave messages and waits out, they are inserted "
+                f"{where}: {action} is no pass; omit messages and waits, they are inserted "
                 f"for you; the kinds in a file are {_KINDS}"
             )
         if action.kind not in KINDS_IN_FILES:
             raise ValueError(
-                f"{where}: {action} is a pass of vocabulary parallelism; leave those out, they are "
-                f"inserted for you; the kinds in a file are {_KINDS}"
+                f"{where}: {action} is a pass of vocabulary parallelism; omit such passes, they "
+                f"are inserted for you; the kinds in a file are {_KINDS}"
             )
     if not row:
         raise ValueError(

@@ -160,8 +160,8 @@ class _Step:
                 return self.seconds(action) / (slowness if is_slow else 1.0)
 
             yield self._cause(
-                f"rank {rank} is slow: beside other ranks its passes take {slowness:.2f} times "
-                f"what is predicted",
+                f"rank {rank} is slow: compared with other ranks its passes take "
+                f"{slowness:.2f} times what is predicted",
                 as_others,
                 self.delay,
             )

@@ -111,12 +111,12 @@ def _untrained_part(problem: Problem) -> str:
 def _paired_part(program: Program) -> str:
     pairs = len(program.schedule.pairs)
     forwards = program.problem.placement.stages * program.problem.pieces
-    return f"; {pairs} of {forwards} forward passes run beside a backward pass" if pairs else ""
+    return f"; {pairs} of {forwards} forward passes overlap a backward pass" if pairs else ""
 
 
 def _recomputed_part(program: Program) -> str:
     share = share_made_again(program.schedule)
-    return f"; {share:.0%} of the activations are made again" if share else ""
+    return f"; {share:.0%} of the activations are recomputed" if share else ""
 
 
 def _offloaded_part(program: Program) -> str:

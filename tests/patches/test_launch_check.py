@@ -173,7 +173,7 @@ def test_nothing_is_left_behind() -> None:
         ),
         ({"num_layers": "four"}, (), "flags", "--num-layers: invalid int value: 'four'"),
         ({"pipeline_schedule": "zb-h9"}, (), "flags", "did you mean zb-h1"),
-        ({"num_layers": 6}, (), "model", "6 layers do not divide over 8 stages"),
+        ({"num_layers": 6}, (), "model", "6 layers cannot be split evenly over 8 stages"),
         (
             {"pipeline_schedule": None, "num_layers": 6},
             (),
@@ -270,7 +270,7 @@ def test_what_slices_would_give_is_said() -> None:
 
 def test_what_communicators_take() -> None:
     (text,) = communicators_of(checked(), Verdict.RIGHT)
-    assert "up to 8 beside Megatron's own (8 for messages, 0 for collectives), 4 CTAs each" in text
+    assert "up to 8 beyond Megatron's own (8 for messages, 0 for collectives), 4 CTAs each" in text
     assert "they take 32 of a GPU's 132 multiprocessors" in text and "147 MiB" in text
     no_longer = (
         "--pipeline-p2p batched makes none of them, and a step is predicted to take no longer"
@@ -279,10 +279,10 @@ def test_what_communicators_take() -> None:
     (text,) = communicators_of(checked(pipeline_costs="f=10,i=12,w=8,comm=5"), Verdict.RIGHT)
     assert "--pipeline-p2p batched makes none of them, for a step predicted" in text
     (text,) = communicators_of(checked(pipeline_vocab_parallel=2), Verdict.RIGHT)
-    assert "15 beside Megatron's own (8 for messages, 7 for collectives), 2 CTAs each" in text
+    assert "15 beyond Megatron's own (8 for messages, 7 for collectives), 2 CTAs each" in text
     assert "batched" not in text, "it does not go with vocabulary parallelism"
     (text,) = communicators_of(checked(pipeline_p2p="batched"), Verdict.RIGHT)
-    assert "none beside Megatron's own" in text
+    assert "none beyond Megatron's own" in text
     assert not communicators_of(checked(pipeline_schedule=None), Verdict.RIGHT)
 
 
@@ -396,7 +396,7 @@ def test_what_is_left_out_of_a_line_is_said() -> None:
     flags: dict[str, Any] = {"tensor_model_parallel_size": 2, "num_attention_heads": 4}
     report = from_line(f"{line} {SCRIPT} --log-interval '$EVERY'", **flags)
     remarks = told(report, Verdict.REMARK)
-    assert any("left out, and not looked at: srun -N 2 env;" in text for text in remarks)
+    assert any("ignored, and not looked at: srun -N 2 env;" in text for text in remarks)
     assert any("nothing is expanded: '$EVERY' is taken as it stands" in text for text in remarks)
     assert not any("CUDA_DEVICE_MAX_CONNECTIONS" in text for text in remarks)
     assert any(

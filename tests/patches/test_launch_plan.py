@@ -171,7 +171,7 @@ def test_auto_says_what_it_has_left_out(monkeypatch: pytest.MonkeyPatch) -> None
     shorten_search(monkeypatch)
     _, choice = chosen(pipeline_schedule="auto", pipeline_memory_limit="1.5")
     assert {"zb-auto", "v-auto", "wave-auto"} <= set(re.findall(r"[\w-]+auto", str(choice)))
-    assert "within --pipeline-memory-limit 1.5" in choice.why and "; left out: " in choice.why
+    assert "within --pipeline-memory-limit 1.5" in choice.why and "; not compared: " in choice.why
 
 
 def test_what_does_not_fit_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def test_what_does_not_fit_is_made_again(monkeypatch: pytest.MonkeyPatch) -> Non
     fit = ("--pipeline-schedule", "zb-h2", "--pipeline-recompute", "fit")
     assert (
         choice.flags == fit
-        and "0.625x, 50% made again in bubbles; 1f1b as long within 1%" in choice.why
+        and "0.625x, 50% recomputed in bubbles; 1f1b as long within 1%" in choice.why
     )
     seconds = makespan(words, *choice.flags)
     full = {"granularity": "full", "method": "uniform", "num_layers": 1}
@@ -239,7 +239,7 @@ def test_a_choice_leaves_room_for_the_allocators_reserve(monkeypatch: pytest.Mon
     gpu = (1 + RESERVED_SHARE / 2) * of_1f1b / USABLE
     taken, findings = fullest("plan", f"{gpu / 2**20:.2f}MiB")
     assert (1 + RESERVED_SHARE) * taken <= USABLE * gpu
-    assert "beside which its allocator reserves" in finding_on("plan", findings).text
+    assert "in addition to which its allocator reserves" in finding_on("plan", findings).text
 
 
 @nightly("by day a limit is honoured")

@@ -308,7 +308,7 @@ def test_room_is_left_for_what_a_trace_has_measured_of_the_allocator(tmp_path: P
         ["--", str(SCRIPT), *model_flags(**FLAGS)],
     )
     output = command(*words, "--trace", str(tmp_path), *line_of_two).output
-    assert "beside that the allocator reserves 68 GiB, for which room is left" in output
+    assert "in addition the allocator reserves 68 GiB, which the plan leaves free" in output
     without = command(*words, *line_of_two).output
     limits = [
         set(re.findall(r"--pipeline-memory-limit [\d.]+([MG])iB", text))
@@ -320,7 +320,7 @@ def test_room_is_left_for_what_a_trace_has_measured_of_the_allocator(tmp_path: P
     on_cpu = command(*words, "--trace", str(tmp_path / "cpu.json"), *line_of_two)
     assert on_cpu.exit_code == 2 and "a trace that is made on GPUs does" in on_cpu.output
     alone = command("--pp", "4", "-m", "8", "--trace", str(tmp_path))
-    assert alone.exit_code == 2 and "--trace is of a launch line" in alone.output
+    assert alone.exit_code == 2 and "--trace is for a launch line" in alone.output
 
 
 def test_a_costs_file_of_before_has_costs_for_its_own_stages(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def test_costs_that_cannot_be_estimated_are_equal(
     ("per_stage", "told"),
     [
         ([size(2), size(2)], None),
-        ([size(2, beside=40), size(2)], "without the parameters beside it (40% of stage 0);"),
+        ([size(2, beside=40), size(2)], "ignore the parameters outside it (40% of stage 0);"),
         ([size(None), size(2)], "the costs of Llama cannot be estimated, and are taken as equal"),
     ],
 )

@@ -158,9 +158,9 @@ def test_who_is_killed_with_the_store_is_not_waited_for() -> None:
 @pytest.mark.parametrize(
     ("call", "rank", "words"),
     [
-        ("check", 1, "global rank 1 on .* asked for the search"),
-        ("compare_set", 1, "global rank 1 on .* asked for the search"),
-        ("get", 1, "global rank 1 on .* asked for the search"),
+        ("check", 1, "global rank 1 on .* requested the search"),
+        ("compare_set", 1, "global rank 1 on .* requested the search"),
+        ("get", 1, "global rank 1 on .* requested the search"),
         ("set", 0, "global rank 0 on .* was to tell the result of the search"),
     ],
 )

@@ -134,7 +134,7 @@ def test_a_search_says_what_runs_again(
     shorten_search(monkeypatch)
     ours: Flags = {"pipeline_memory_limit": 1.2, "pipeline_recompute": "fit"}
     training("bf16").start_as_stock(pipeline_schedule="v-auto", **ours)
-    assert "of the activations are made again" in capfd.readouterr().out
+    assert "of the activations are recomputed" in capfd.readouterr().out
 
 
 @nightly("test_placements.py has the setting")

@@ -43,7 +43,7 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
     ),
     "virtual stages": (
         {"num_layers": 8, "num_layers_per_virtual_pipeline_stage": 1},
-        "puts 1 stage on each rank, and Megatron's virtual-stage flags or the layout ask for 2",
+        "puts 1 stage on each rank, and Megatron's virtual-stage flags or the layout set 2",
     ),
     "virtual stages of a loop": (
         {
@@ -51,7 +51,7 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
             "num_layers": 12,
             "num_layers_per_virtual_pipeline_stage": 1,
         },
-        "ask for 3: remove the flags, which the schedule does not need, or give the layout 8 "
+        "set 3: remove the flags, which the schedule does not need, or give the layout 8 "
         "stages; or write interleaved:vpp=3",
     ),
     "segments of a hybrid model": (
@@ -80,13 +80,12 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
     ),
     "layers that do not divide": (
         {"pipeline_schedule": "zb-v", "num_layers": 12},
-        "12 layers do not divide over 8 stages; say which stage has which: "
+        "12 layers cannot be split evenly over 8 stages; say which stage has which: "
         "--pipeline-model-parallel-layout 'Ett|tt|tt|tt|t|t|t|tL'",
     ),
     "a layout for another number of stages": (
         {"pipeline_schedule": "zb-v", "pipeline_model_parallel_layout": "Et|t|t|tL"},
-        "zb-v puts 2 stages on each rank, and Megatron's virtual-stage flags or the layout ask for "
-        "1",
+        "zb-v puts 2 stages on each rank, and Megatron's virtual-stage flags or the layout set 1",
     ),
     "checkpoints that stay where they are": (
         {"pipeline_schedule": "zb-v", "num_layers": 8, "ckpt_format": "torch", "load": "here"},
@@ -94,7 +93,7 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
     ),
     "an iteration to trace that will not come": (
         {"pipeline_trace": "/dev/null/no", "pipeline_trace_iters": "5:7", "train_iters": 5},
-        "--pipeline-trace-iters 5:7 asks for iteration 6, and the last one is 5 (--train-iters)",
+        "--pipeline-trace-iters 5:7 includes iteration 6, and the last one is 5 (--train-iters)",
     ),
     "a trace that cannot be written": (
         {"pipeline_trace": "/dev/null/no", "pipeline_trace_iters": "5:6"},
@@ -174,12 +173,12 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
     ),
     "a vocabulary of fewer rows than ranks": (
         {"pipeline_vocab_parallel": 2, "vocab_size": 3},
-        "--vocab-size 3 cannot be divided over 4 ranks",
+        "--vocab-size 3 cannot be split over 4 ranks",
     ),
     "a given padding that does not divide": (
         {"pipeline_vocab_parallel": 2, "padded_vocab_size": 66},
-        "a vocabulary of 66 does not divide over 4 ranks (pipeline x tensor parallel): pad it to "
-        "68",
+        "a vocabulary of 66 cannot be split evenly over 4 ranks (pipeline x tensor parallel): pad "
+        "it to 68",
     ),
     "a divided vocabulary, another loss": (
         {"pipeline_vocab_parallel": 2, "fp16": True, "fp16_lm_cross_entropy": True},

@@ -196,7 +196,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "another model": (lambda: build(Custom), "Custom may use them in ways of its own"),
     "a vocabulary that does not divide": (
         lambda: build(vocabulary=33),
-        "33 does not divide over 2 ranks .*: pad it to 34",
+        "33 cannot be split evenly over 2 ranks .*: pad it to 34",
     ),
     "a frozen table": (lambda: step(frozen()), "frozen embedding or output layer"),
 }

@@ -236,7 +236,7 @@ def test_states_saved_rank_by_rank_fit_a_divided_vocabulary_only() -> None:
     results = train_or_fail(setting.ranks, words)
     for result in results:
         assert result.exit_code == 1 and result.error.endswith("SystemExit: 2\n"), result.error
-    text = "stages were on Megatron's own ranks with the vocabulary divided over all, and are on"
+    text = "stages were on Megatron's own ranks with the vocabulary split over all, and are on"
     assert text in results[0].stderr
 
 

@@ -33,9 +33,9 @@ def _say_that_nothing_hides(name: str) -> None:
     log_single_rank(
         logger,
         logging.WARNING,
-        f"{FLAG} hides nothing: {name} takes no {_WORD}, so all passes run as a whole, one after "
-        f"the other. Have it return model.build_schedule_plan(...) where it is asked to, as that "
-        f"of pretrain_gpt.py does",
+        f"{FLAG} hides nothing: {name} takes no {_WORD}, so all passes run whole and "
+        f"sequentially. Let it return model.build_schedule_plan(...) if {_WORD} is true, as the "
+        f"forward step of pretrain_gpt.py does",
     )
 
 

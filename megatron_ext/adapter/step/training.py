@@ -125,7 +125,7 @@ class PipelineTraining:
         assert connections is not None
         self._calls += 1
         connections.recorder.begin(current_iteration() or self._calls)
-        with connections.heard_if_it_fails("a step, beside its passes"):
+        with connections.heard_if_it_fails("a step, outside its passes"):
             step = self._step(call, connections, program, shape)
             return _evaluate(step) if call.forward_only else self._train(step)
 

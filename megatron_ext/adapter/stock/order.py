@@ -37,7 +37,7 @@ def why_unseen(ranks: int, settings: Any) -> str | None:
         )
     if settings.cuda_graph_impl == "full_iteration":
         return (
-            "with --cuda-graph-impl full_iteration a step is one CUDA graph, whose passes nobody "
-            "calls: to see its bubble, train some iterations without"
+            "with --cuda-graph-impl full_iteration a step is one CUDA graph, whose passes are "
+            "not called one by one: to see its bubble, train some iterations without"
         )
     return None

@@ -28,7 +28,7 @@ def what_is_wrong(schedule: Schedule) -> tuple[str, list[Action]] | None:
     for pair in pairs:
         forward, backward = pair
         if backward.kind not in RULES[forward.kind].beside:
-            return f"{pair} is no pair: one is F beside I or B", list(pair)
+            return f"{pair} is no pair: a pair is F with I or B", list(pair)
         choices = [choice for _, some in needed(backward, schedule.placement) for choice in some]
         if forward in choices:
             return f"{pair} cannot run as one: {backward} needs {forward}", list(pair)

@@ -308,7 +308,7 @@ def _belongs(kind: Kind, stage: int, problem: Problem) -> bool:
 def _why_not(kind: Kind, stage: int, problem: Problem) -> str:
     rule = RULES[kind]
     if rule.option and not problem.extras.requests(rule.option):
-        return f"belongs to {Extras.name_of(rule.option)}, which is not asked for"
+        return f"belongs to {Extras.name_of(rule.option)}, which is not requested"
     if problem.forward_only and not rule.in_evaluation:
         return "has no place in an evaluation"
     if problem.first_trained and has_place(kind, stage, problem.placement):
@@ -429,7 +429,7 @@ def _check_data_order(schedule: Schedule, problem: Problem, lanes: set[Lane]) ->
 def _check_pairs(schedule: Schedule, problem: Problem) -> None:
     if schedule.pairs and not problem.extras.pairs:
         pair = min(schedule.pairs)
-        _reject(schedule, f"it has {pair}, and pairs of passes are not asked for", list(pair))
+        _reject(schedule, f"it has {pair}, and pairs of passes are not requested", list(pair))
     wrong = what_is_wrong(schedule)
     if wrong is not None:
         _reject(schedule, *wrong)

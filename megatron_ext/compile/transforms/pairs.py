@@ -66,7 +66,7 @@ def pair_up(schedule: Schedule, problem: Problem) -> Schedule:
     paired = None if policy is None else _Playing(schedule, problem, policy).run()
     if paired is None or not paired.pairs:
         raise ValueError(
-            f"schedule {schedule.name} has no forward pass that could run beside a backward pass, "
+            f"schedule {schedule.name} has no forward pass that could overlap a backward pass, "
             f"with {problem.microbatches} microbatches on {problem.ranks} ranks; take another "
             f"schedule, more microbatches, or no pairs"
         )

@@ -89,7 +89,7 @@ class ValidationMessages:
     def pass_on(self, state: PartialState) -> None:
         """SEND_P: send ``state``, that of all ranks up to this one, to the next. A verdict will
         come back."""
-        assert not self.is_pending, "the verdict on the last step has not been asked for"
+        assert not self.is_pending, "the verdict on the last step has not been taken"
         group = self._open(self._up)
         numbers = _numbers(self._steps, state)
         if self._after is None:

@@ -46,7 +46,7 @@ def run_on_leader[T](store: dist.Store, rank: int, what: str, work: Callable[[],
         RuntimeError: on the waiting ranks, if ``work`` has failed otherwise or its rank has died.
     """
     here = f"global rank {rank} on {socket.gethostname()}"
-    with losing_the_store(f"{here} asked for {what}"):
+    with losing_the_store(f"{here} requested {what}"):
         for seconds in _looks():
             if rank == 0 or seconds > AHEAD_SECONDS or store.check([_WORKER]):
                 break

@@ -122,7 +122,7 @@ def _looks() -> Mapping[str, dict[str, Any]]:
         )
     for name, does, colour in (
         (REDUCTION, "reduction of a stage's gradients", COLOURS[Kind.BACKWARD_WEIGHT]),
-        (LEFT_OUT, "passes that are left out", "#BBBBBB"),
+        (LEFT_OUT, "passes that are omitted", "#BBBBBB"),
     ):
         looks[name] = _look(name, does, does, colour)
     return looks

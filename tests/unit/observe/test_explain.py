@@ -84,7 +84,7 @@ PAUSE = """
             SLOW_RANK,
             MakespanPart.SLOW_RANKS,
             9,
-            "rank 1 is slow: beside other ranks its passes take 2.00",
+            "rank 1 is slow: compared with other ranks its passes take 2.00",
         ),
         (
             PAUSE,

@@ -66,7 +66,7 @@ def test_it_says_whether_the_baseline_is_stocks(baseline: str, words: str) -> No
         ),
         ({"race": "zb-v", "schedule": "zb-h1"}, "race schedules of one placement"),
         ({"race": "gis gis:vpp=3"}, "loop with 2 stages on a rank and gis:vpp=3 has the placement"),
-        ({"race": "1f1b"}, "1f1b has nobody to race with"),
+        ({"race": "1f1b"}, "1f1b has no schedule to race with"),
         ({"race": ""}, "names no schedule"),
         ({"race": "zb-h1 zb-h1"}, "zb-h1 is in it twice"),
         ({"race": "zb-h3"}, "did you mean zb-h1"),
@@ -155,7 +155,7 @@ def test_a_gain_within_the_spread_is_none() -> None:
     ratio = race.ratio("b")
     assert ratio is not None and ratio.median > 1 > ratio.lower
     assert race.winner == "a"
-    assert "nobody is faster than a" in report.verdict(race, keeps=True)
+    assert "no schedule is faster than a" in report.verdict(race, keeps=True)
 
 
 def test_quartiles_leave_an_outlier_out() -> None:

@@ -143,7 +143,7 @@ def test_the_command(families: list[str]) -> None:
         (("--pp", "2"), "of 2 there is none; give an even number of them, 4 or more"),
         (("--pp", "5"), "of 5 there is none"),
         (("--pp", "4", "-m", "7"), "7 microbatches do not divide: give an even number"),
-        (("--pp", "4", "--plot", "plan.svg"), "draws no picture: leave out --plot"),
+        (("--pp", "4", "--plot", "plan.svg"), "draws no picture: drop --plot"),
     ],
 )
 def test_where_there_is_no_half(words: tuple[str, ...], why: str, families: list[str]) -> None:

@@ -513,7 +513,7 @@ def test_room_is_left_for_the_allocators_reserve() -> None:
     report = json.loads(command(*words, "--json"))
     assert taken(report)["fullest_rank"] + report["free"]["reserved"] <= usable
     assert report["free"]["is_modelled"]
-    assert "for which room is left: by a model of it, not measured" in command(*words, "--all")
+    assert "which the plan leaves free: by a model of it, not measured" in command(*words, "--all")
 
 
 @pytest.mark.parametrize(
@@ -535,7 +535,7 @@ def test_room_is_left_for_the_allocators_reserve() -> None:
         (("--model", f"{TEXT},ffn=0", "--gpu", "h100"), "ffn is 0; at least 1"),
         (
             ("--model", TEXT.replace("heads=8", "heads=7"), "--gpu", "h100"),
-            "hidden 1024 does not divide over 7 heads: give head-width",
+            "hidden 1024 cannot be split evenly over 7 heads: give head-width",
         ),
         (
             ("--model", TEXT, "--gpu", "operations=1e12,bytes=1e9,memory=1GiB"),

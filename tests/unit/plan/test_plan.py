@@ -109,7 +109,7 @@ def test_each_way_for_a_head_is_what_simulate_finds() -> None:
     assert (steps[VocabMethod.NAIVE], steps[VocabMethod.TWO]) == (naive, two)
     assert steps[VocabMethod.ONE] < naive and VocabMethod.REDISTRIBUTED not in steps
     why = made.refusals["zb-h1", VocabMethod.REDISTRIBUTED]
-    assert "do not divide over 4 stages" in why
+    assert "cannot be split evenly over 4 stages" in why
     assert plan().methods == (VocabMethod.NAIVE,)
 
 

@@ -315,7 +315,7 @@ def test_summary_tells_how_many_run_in_pairs() -> None:
     problem = Problem(placement, 8, uniform(placement, 1, 1, 1)).with_extras(pairs=True)
     made = program("zb-v", problem)
     pairs = len(made.schedule.pairs)
-    assert f"; {pairs} of 32 forward passes run beside a backward pass; costs" in summarize(made)
+    assert f"; {pairs} of 32 forward passes overlap a backward pass; costs" in summarize(made)
 
 
 def test_summary_compares_with_1f1b_of_the_same_work() -> None:

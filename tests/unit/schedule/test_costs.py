@@ -346,7 +346,7 @@ def test_bad_limits(text: str) -> None:
         parse_limit(text, ranks=8, microbatches=32)
     assert str(refusal.value) == (
         f"memory limit {shown(text)!r} is not understood: write microbatches of a rank (5), "
-        f"a share of 1F1B's peak (0.5x), or bytes (60GiB); leave it out for no limit"
+        f"a share of 1F1B's peak (0.5x), or bytes (60GiB); omit it for no limit"
     )
 
 

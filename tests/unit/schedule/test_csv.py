@@ -98,7 +98,7 @@ def test_placement_is_read_off_the_table() -> None:
         (",,\n", "x.csv, line 1 holds no action"),
         (
             "0F0,0SEND_F0,0B0\n1F0,1B0\n",
-            "x.csv, line 1: 0SEND_F0 is no pass; leave messages and waits out, they are inserted",
+            "x.csv, line 1: 0SEND_F0 is no pass; omit messages and waits, they are inserted",
         ),
         ("0F0,0S0,0B0\n1F0,1B0\n", "x.csv, line 1: 0S0 is a pass of vocabulary parallelism"),
     ],

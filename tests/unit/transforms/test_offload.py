@@ -174,7 +174,7 @@ def test_what_is_wrong_is_named(row: str, why: str) -> None:
 
 def test_a_problem_that_does_not_offload_has_no_copies() -> None:
     program = built("gis", problem_of("gis", 2, 0.1, FULL))
-    with pytest.raises(InvalidSchedule, match=r"belongs to offload, which is not asked for"):
+    with pytest.raises(InvalidSchedule, match=r"belongs to offload, which is not requested"):
         prove(program.schedule, program.problem.with_extras(activation_offload=NONE))
 
 

@@ -175,13 +175,13 @@ def test_what_is_no_pair_is_refused(pairs: list[str], there: str, instead: str, 
 
 def test_kinds_that_are_no_pair() -> None:
     schedule = replace(by_hand(), pairs=frozenset({Pair(parse("3I1"), parse("0I0"))}))
-    with pytest.raises(InvalidSchedule, match="is no pair: one is F beside I or B"):
+    with pytest.raises(InvalidSchedule, match="is no pair: a pair is F with I or B"):
         proved(schedule)
 
 
 def test_pairs_that_nobody_asked_for_are_refused() -> None:
     alone = PROBLEM.with_extras(pairs=False)
-    with pytest.raises(InvalidSchedule, match=r"\(3F1;3I0\)OVERLAP_F_B, and pairs .* not asked"):
+    with pytest.raises(InvalidSchedule, match=r"\(3F1;3I0\)OVERLAP_F_B, .* are not requested"):
         proved(by_hand(GOOD), alone)
 
 
@@ -272,7 +272,7 @@ def test_a_line_has_none_and_says_who_has(spec: str) -> None:
 
 
 def test_where_no_two_can_be_one_it_is_said() -> None:
-    with pytest.raises(ValueError, match="has no forward pass that could run beside a backward"):
+    with pytest.raises(ValueError, match="has no forward pass that could overlap a backward"):
         built("dualpipe-v", 4, 1)
 
 

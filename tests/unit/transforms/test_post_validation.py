@@ -178,7 +178,7 @@ def test_refused(what: str) -> None:
 
 def test_the_problem_has_to_want_it() -> None:
     wanted, text = small()
-    with pytest.raises(InvalidSchedule, match="belongs to post-validation, which is not asked for"):
+    with pytest.raises(InvalidSchedule, match="belongs to post-validation, which is not requested"):
         prove(written(text, (0, 1)), wanted.with_extras(post_validation=False))
 
 

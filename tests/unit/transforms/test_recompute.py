@@ -145,7 +145,7 @@ def test_a_table_with_r() -> None:
     assert again.rows == schedule.rows
     program = complete(again, problem_by_hand())
     assert share_made_again(program.schedule) == 0.5
-    assert "50% of the activations are made again" in summarize(program)
+    assert "50% of the activations are recomputed" in summarize(program)
 
 
 def test_a_table_with_r_needs_no_flag(tmp_path: Path) -> None:

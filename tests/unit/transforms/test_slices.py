@@ -359,7 +359,7 @@ def test_csv(tmp_path: Path) -> None:
     again = build_program(choice, made.problem)
     assert again.digest == made.digest and figures(again) == figures(made)
     with pytest.raises(
-        ValueError, match="has 2 slices of a microbatch, and this step 4 slices: ask for 2"
+        ValueError, match="has 2 slices of a microbatch, and this step 4 slices: request 2"
     ):
         build_program(choice, made.problem.with_extras(slices=Slices(4)))
 

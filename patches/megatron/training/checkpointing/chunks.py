@@ -51,7 +51,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             "megatron.training.checkpointing:_load_base_checkpoint",
             load_same_chunks,
-            reason="refuse to load ranks with other chunks, whose weights Megatron would leave out",
+            reason="refuse to load ranks with other chunks, whose weights Megatron would ignore",
         ),
     )
 

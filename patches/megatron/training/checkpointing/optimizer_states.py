@@ -87,4 +87,4 @@ def _compare(metadata: dict[str, Any], now: list[int] | None, divided: bool) -> 
 
 def _ranks(rank_of_stage: list[int] | None, divided: bool) -> str:
     ranks = "Megatron's own ranks" if rank_of_stage is None else f"ranks {rank_of_stage}"
-    return ranks + (" with the vocabulary divided over all" if divided else "")
+    return ranks + (" with the vocabulary split over all" if divided else "")

@@ -53,7 +53,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             "megatron.training.checkpointing:_load_base_checkpoint",
             load,
-            reason="a step that is run again for its results needs the stages that it had",
+            reason="a step that is repeated for its results needs the stages that it had",
         ),
     )
 
@@ -75,7 +75,7 @@ def _refuse_other_placement(
     if then != now:
         raise ValueError(
             f"--pipeline-schedule {schedule} puts {counted(now[1], 'stage')} on each rank, and "
-            f"this checkpoint has a step to be run again that ran with {then[1]} on "
+            f"this checkpoint has a step to be repeated that ran with {then[1]} on "
             f"{then[0] or 'ranks in order'}: Megatron compares its results rank by rank; resume "
             f"under the schedule that it was saved under "
             f"({getattr(saved, 'pipeline_schedule', None) or 'none'}), or add --rerun-mode "

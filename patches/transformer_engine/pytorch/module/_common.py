@@ -59,13 +59,13 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             f"{_MODULES}._common:WeightGradStore.delay_wgrad_compute",
             delays,
-            reason="weight gradients are put off while a schedule splits the backward",
+            reason="weight gradients are deferred while a schedule splits the backward",
             signature="(self)",
         ),
         wrap(
             f"{_MODULES}._common:WeightGradStore.put",
             put,
-            reason="put weight gradients off to their W pass",
+            reason="defer weight gradients to their W pass",
             signature="(self, tensor_list, func)",
         ),
         wrap(

@@ -25,7 +25,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             "megatron.core.optimizer.optimizer:"
             "Float16OptimizerWithFloat16Params.sharded_state_dict",
             without_empty_groups,
-            reason="a checkpoint has global rank 0's empty groups, and nobody can load it",
+            reason="a checkpoint has global rank 0's empty groups, and cannot be loaded",
             signature="(self, model_sharded_state_dict, is_loading=False, metadata=None)",
         ),
     )

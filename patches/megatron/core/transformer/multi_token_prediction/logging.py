@@ -27,7 +27,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         wrap(
             f"megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper.{name_here()}",
             log_once,
-            reason="a pass that runs again logs its losses the second time",
+            reason="a recomputed pass logs its losses the second time",
         ),
     )
 
