@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 
 import pytest
 
@@ -75,7 +76,8 @@ from megatron_ext.doctor.words import Launch, read_launch
     ],
 )
 def test_where_a_launch_line_begins(line: str, launch: Launch) -> None:
-    assert read_launch(shlex.split(line)) == launch
+    words = shlex.split(line)
+    assert read_launch(words) == replace(launch, words=tuple(words))
 
 
 @pytest.mark.parametrize(
@@ -111,5 +113,6 @@ def test_a_shell_script_is_not_run(line: str, script: str) -> None:
 
 
 def test_a_shell_script_before_the_launcher_is_left_out() -> None:
-    launch = read_launch(["./bind.sh", "python", "x.py", "--a"])
-    assert launch == Launch("x.py", False, ("--a",), installs=False, left_out=("./bind.sh",))
+    words = ("./bind.sh", "python", "x.py", "--a")
+    found = Launch("x.py", False, ("--a",), installs=False, left_out=("./bind.sh",), words=words)
+    assert read_launch(words) == found
