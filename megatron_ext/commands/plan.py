@@ -268,7 +268,7 @@ class _OfLaunch:
 
 @dataclass(frozen=True)
 class _Source:
-    """Where a launch is told: the words of a command, a file of arguments, or a log."""
+    """Source of a launch: the words of a command, a file of arguments, or a log."""
 
     words: Sequence[str]
     config: Path | None

@@ -1,4 +1,4 @@
-"""What the model of costs does not know of a training's settings, what it assumes instead, and for
+"""Settings of a training that the cost model does not know, its assumptions instead, and for
 which settings no measurement has checked it."""
 
 from __future__ import annotations

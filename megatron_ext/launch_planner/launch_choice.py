@@ -65,8 +65,8 @@ def choose_for(
     world_size: int,
     gpu_memory: float | None = None,
 ) -> Chosen:
-    """What to train under on the launch line with the arguments ``argv``: Megatron's own schedule
-    as it is there, or a stable one, or one that an ``auto`` leaves open, by the rules of `verdict`.
+    """Return the schedule for the launch command with the arguments ``argv``: Megatron's own as it
+    is there, or a stable one, or one that an ``auto`` leaves open, by the rules of `verdict`.
 
     A rank is given no more memory than the line takes as it is on the fullest rank, unless
     ``config`` has a memory limit; and no more than `free_memory` of a GPU, if any schedule fits.

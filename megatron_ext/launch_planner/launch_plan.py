@@ -146,7 +146,7 @@ class _Pool:
         return Alternative(made, made.step + beside, write)
 
     def of(self, changed: Changed) -> list[Alternative]:
-        """What ``changed`` could train under, where it lays its layers."""
+        """Return the alternatives of ``changed``, with the layouts that it needs."""
         from megatron_ext.launch_planner.alternatives.written import (
             layout_of_variant,
             written_for,
@@ -160,7 +160,7 @@ class _Pool:
         return [self.with_seconds(made, partial(write, made)) for made in changed.candidates]
 
     def of_layouts(self, lines: Lines) -> list[Alternative]:
-        """What other layouts gain, within what a rank may take."""
+        """Return the alternatives with other layouts that fit into the memory of a rank."""
         from megatron_ext.launch_planner.alternatives.layouts import written_of
 
         free, costs = self._parsed.room, self._parsed.costs
@@ -193,7 +193,7 @@ def _baseline(parsed: ParsedLaunch, plan: Plan) -> Candidate | None:
 
 
 def _layouts(parsed: ParsedLaunch) -> Lines | None:
-    """What other layouts would gain; None where nothing is known of single layers."""
+    """Compare other layouts; None if nothing is known of single layers."""
     from megatron_ext.launch_planner.alternatives.layouts import lay_out
 
     line = parsed.variants
@@ -219,7 +219,7 @@ def _long_sequences(parsed: ParsedLaunch, plan: Plan) -> LongSequences | None:
 
 
 def _on_barred(lines: Lines | None) -> Iterator[str]:
-    """Which better schedule our refusals bar, if they bar one."""
+    """Name the better schedule that a refusal of ours bars, if there is one."""
     if lines is None or lines.barred is None:
         return
     spec, more = lines.barred.schedule, 1 - lines.barred.seconds / lines.ours.seconds
@@ -229,7 +229,7 @@ def _on_barred(lines: Lines | None) -> Iterator[str]:
 
 
 def _what_slices_would(made: LongSequences | None) -> Iterator[str]:
-    """Where the line fits with slices alone, what to write for it."""
+    """Name the flags of slices, if the launch fits only with these."""
     if made is not None and made.best is not None and made.best.fullest is not None:
         fullest = bytes_text(made.best.fullest)
         flags = shlex.join(made.written.added)

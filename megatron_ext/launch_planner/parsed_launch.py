@@ -77,12 +77,12 @@ class ParsedLaunch:
 
     @property
     def facts(self) -> str:
-        """What the line trains, in words."""
+        """Model, ranks and microbatches of the launch, in words."""
         return _facts(self.validated, self.variants.world_size)
 
 
 def with_launch[T](request: LaunchRequest, work: Callable[[ParsedLaunch], T]) -> T:
-    """What ``work`` makes of the line, on a machine that answers as the launch's would.
+    """Return the result of ``work`` on the launch, on a machine that answers as the launch's would.
 
     Raises:
         ValueError, PatchError: as `plan_line`.
@@ -166,8 +166,8 @@ def _read(request: LaunchRequest, args: Any, launch_line: Any) -> ParsedLaunch:
 
 
 def _settings(request: LaunchRequest) -> PipelineConfig:
-    """Those of the line, and of the command: these count for all schedules, and so beside a line
-    that names none, too.
+    """Return the settings of the launch and of the plan command. The latter count for all
+    schedules, so also for a launch that names none.
 
     Raises:
         ValueError: they are not understood, or do not go together.
@@ -181,8 +181,7 @@ def _settings(request: LaunchRequest) -> PipelineConfig:
 
 
 def _rates(request: LaunchRequest) -> RatesOf | None:
-    """What a rank reaches: as it was measured, or as the GPU's data sheet has it; None: as an H100
-    does."""
+    """Return the rates of a rank: measured, or of the GPU's data sheet; None: those of an H100."""
     measured = _measured_layers(_settings(request))
     if measured is not None:
         return lambda precision: measured.rates
@@ -205,7 +204,7 @@ def _measured_layers(config: PipelineConfig) -> MeasuredFile | None:
 
 
 def _on_costs(args: Any, config: PipelineConfig, measured: MeasuredFile | None) -> Iterator[str]:
-    """What is not known of times and memory, and what was measured of them."""
+    """Say which parts of times and memory are not known, and which were measured."""
     unknown = assumptions(args)
     if unknown is not None:
         yield unknown

@@ -21,7 +21,7 @@ STOCK = ("1f1b", "interleaved")  # families that Megatron has itself
 
 @dataclass(frozen=True)
 class Written:
-    """What is written on a launch command, and Megatron's flags that go from it."""
+    """Flags added to a launch command, and Megatron's flags that are dropped from it."""
 
     added: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
@@ -158,12 +158,12 @@ def _taken(
 
 
 def tied[T](ways: Iterable[T], seconds: Callable[[T], float]) -> list[T]:
-    """Those of ``ways`` whose steps are within `ALIKE` of the shortest, shortest first."""
+    """Return the ``ways`` whose steps are within `ALIKE` of the shortest, shortest first."""
     ordered = sorted(ways, key=seconds)
     return [one for one in ordered if seconds(one) <= (1 + ALIKE) * seconds(ordered[0])]
 
 
 def leanest[T](tie: Sequence[T], seconds: Callable[[T], float], holds: Callable[[T], float]) -> T:
-    """What holds least of a ``tie``: of those within `ALIKE` of the least memory, the shortest."""
+    """Return the leanest of a ``tie``: the shortest of those within `ALIKE` of the least memory."""
     least = min(map(holds, tie))
     return min((one for one in tie if holds(one) <= (1 + ALIKE) * least), key=seconds)

@@ -269,8 +269,8 @@ def test_flag_that_hides_a_better_choice_is_named() -> None:
 
 
 def test_the_schedule_of_the_line_is_among_the_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a line with virtual stages a worse schedule than its own was taken: no schedule had more
-    memory than 1F1B, which interleaved takes."""
+    """A launch with virtual stages got a worse schedule than its own: no schedule had more memory
+    than 1F1B, and interleaved takes more."""
     shorten_search(monkeypatch)
     monkeypatch.setattr(planner, "all_specs", lambda: ["1f1b", "interleaved", "zb-1p"])
     stages = WIDE | {"num_virtual_stages_per_pipeline_rank": 4, "pipeline_vocab_parallel": "none"}

@@ -43,7 +43,7 @@ class MatrixProduct:
 
 @dataclass(frozen=True)
 class TensorCores:
-    """What a GPU's SMs reach together while they compute tiles.
+    """Rates that a GPU's SMs reach together while they compute tiles.
 
     Attributes:
         flops: floating-point operations per second.

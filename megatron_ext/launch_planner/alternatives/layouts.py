@@ -41,9 +41,9 @@ from megatron_ext.schedule.placement import Placement, line, loop
 
 
 def work_of(args: Any, config: PipelineConfig | None = None) -> Work:
-    """What ``args`` train, whatever the layout. They are validated, and have their vocabulary.
+    """Return the training of ``args`` (validated, with their vocabulary), for any layout.
 
-    ``config``: what is asked of schedules beside.
+    ``config``: settings of schedules.
     """
     model, run = describe(args), execution(args, args.seq_length, args.micro_batch_size)
     ranks = args.pipeline_model_parallel_size
@@ -135,7 +135,7 @@ def lay_out(
     search: bool = True,
     tries_recompute: bool = True,
 ) -> Lines:
-    """What other layouts would gain on ``line``, which trains under the schedule ``own``.
+    """Compare layouts for ``line``, which trains under the schedule ``own``.
 
     Args:
         args: of the line, validated, with their vocabulary.

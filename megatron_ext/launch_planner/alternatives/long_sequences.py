@@ -39,8 +39,8 @@ _SIMPLE = ("zb-h1", "zb-v")
 
 
 def long_sequences(parsed: ParsedLaunch, plan: Plan) -> LongSequences | None:
-    """What can be done about the sequences of a line, whose ``plan`` this is; None where they are
-    short."""
+    """Return the alternatives for long sequences of the launch with this ``plan``; None if its
+    sequences are short."""
     args, line, room = parsed.validated, parsed.variants, parsed.room
     if args.seq_length < LONG:
         return None

@@ -1,4 +1,4 @@
-"""What a launch line's experts could hide of their messages, or hide no longer."""
+"""Gain of a launch command if its experts' messages are hidden, and loss if they no longer are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a launch line that asks for Megatron's full recompute could train under without it."""
+"""Schedules for a launch command with Megatron's full recompute, without that."""
 
 from __future__ import annotations
 

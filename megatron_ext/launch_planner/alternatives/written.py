@@ -73,7 +73,7 @@ def _kind(spec: str) -> tuple[str, int]:
 
 
 def _words(args: Any, made: Candidate, layout: Layout) -> tuple[str, ...]:
-    """Which layers are on which stage, as short as it can be said."""
+    """Return the flag and the value that put layers on stages, in the shortest form."""
     pattern, chunks = getattr(args, PATTERN, None), made.report.vpp
     if pattern is not None:
         return argument_flag(PATTERN), layout.cut(pattern)

@@ -64,7 +64,7 @@ def test_shapes_of_passes() -> None:
 
 
 def test_more_tokens_are_no_less_efficient() -> None:
-    """Of a few hundred tokens an SM has next to nothing to do."""
+    """An SM has next to nothing to do for a few hundred tokens."""
     efficiency = []
     for tokens in (64, 512, 4096, 32768):
         (operation,) = linear("fc", tokens, 5120, 13824, Execution(tokens))

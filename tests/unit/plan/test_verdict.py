@@ -50,7 +50,7 @@ def way(
 
 
 def told(found: Verdict, of_stock: Written = NOTHING, free: float = 72.0) -> list[str]:
-    """What is printed of ``found``."""
+    """Return the printed lines of ``found``."""
     taken = found.taken
     written = Written() if taken is None or found.keeps else taken.write()
     memory = FreeMemory(free * GIB, 5 * GIB, True)
@@ -81,7 +81,7 @@ def test_a_tie_takes_the_least_memory() -> None:
 
 
 def test_memory_that_is_alike_does_not_cost_time() -> None:
-    """Of two that take the same memory to 1 % the shorter one is taken."""
+    """The shorter of two that take the same memory to 1 % is taken."""
     shorter, leaner = way("zb-v", 25.26, 63.4), way("zb-h1", 25.45, 63.3)
     assert verdict(way("1f1b", 26.1, 62), [shorter, leaner]).taken is shorter
 
