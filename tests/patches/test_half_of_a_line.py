@@ -137,4 +137,4 @@ def test_the_command() -> None:
     data = json.loads(CliRunner().invoke(app, [*words, "--json", *line]).stdout)
     assert data["written"]["added"][1] == "2" and data["half"]["division"]["ranks"] == 2
     given = CliRunner().invoke(app, [*words, "--costs", "f=1,i=1,w=1", *line, *OURS])
-    assert given.exit_code == 2 and "leave out --costs" in given.output
+    assert given.exit_code == 2 and "drop --costs" in given.output

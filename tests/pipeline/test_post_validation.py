@@ -191,7 +191,7 @@ def test_nothing_is_expected_where_nothing_is_pending() -> None:
             with pytest.raises(AssertionError, match="no step is pending"):
                 messages.verdict()
             messages.pass_on(messages.partial())
-            with pytest.raises(AssertionError, match="has not been asked for"):
+            with pytest.raises(AssertionError, match="has not been taken"):
                 messages.pass_on(PartialState())
             messages.verdict()
 
