@@ -21,7 +21,7 @@ fi
 
 nvidia-smi --query-gpu=index,name,memory.total,driver_version --format=csv || true
 "$python" -m megatron_ext doctor | sed '/^$/,$d' || true # the versions, without the patches
-"$python" -c 'import torch; print("NCCL", ".".join(map(str, torch.cuda.nccl.version())))'
+"$python" -c 'from tests.gpu.one_gpu.machine import nccl_version as v; print("NCCL", *v())'
 
 export COLUMNS=200 # or the reasons in the summary are cut off
 ran=0 failed=0

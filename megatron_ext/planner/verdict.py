@@ -148,22 +148,13 @@ def _adds(taken: Alternative | None, stock: Alternative) -> bool:
 def _taken(
     own: Alternative | None, others: Sequence[Alternative]
 ) -> tuple[Alternative | None, tuple[Alternative, ...]]:
-    """The one that is recommended, and those that it ties with."""
+    """Return the recommended one, and those that it ties with: their steps are within `ALIKE` of
+    the shortest. Of a tie it is the shortest of those within `ALIKE` of the least memory."""
     worth = [one for one in others if own is None or one.seconds <= (1 - WORTH) * own.seconds]
     if not worth:
         return own, ()
-    alike = tied(worth, lambda one: one.seconds)
-    taken = leanest(alike, lambda one: one.seconds, lambda one: one.holds)
+    worth.sort(key=lambda one: one.seconds)
+    alike = [one for one in worth if one.seconds <= (1 + ALIKE) * worth[0].seconds]
+    least = min(one.holds for one in alike)
+    taken = next(one for one in alike if one.holds <= (1 + ALIKE) * least)
     return taken, tuple(one for one in alike if one is not taken)
-
-
-def tied[T](ways: Iterable[T], seconds: Callable[[T], float]) -> list[T]:
-    """Return the ``ways`` whose steps are within `ALIKE` of the shortest, shortest first."""
-    ordered = sorted(ways, key=seconds)
-    return [one for one in ordered if seconds(one) <= (1 + ALIKE) * seconds(ordered[0])]
-
-
-def leanest[T](tie: Sequence[T], seconds: Callable[[T], float], holds: Callable[[T], float]) -> T:
-    """Return the leanest of a ``tie``: the shortest of those within `ALIKE` of the least memory."""
-    least = min(map(holds, tie))
-    return min((one for one in tie if holds(one) <= (1 + ALIKE) * least), key=seconds)

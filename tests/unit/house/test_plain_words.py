@@ -170,18 +170,14 @@ def test_strings_of_tests_are_not_read() -> None:
 
 
 def test_an_exception_is_for_its_own_place() -> None:
-    text = '''\
-        """What torch calls a stage."""  # plain words: quotes torch's documentation
-
-
-        class Stage:  # plain words: torch's own name
-            """What it is."""
-
-
-        # plain words: Megatron's text
-        raise ValueError("what was asked for is there")
-    '''
-    assert rules_of(text) == [OPENINGS]
+    lines = [
+        '"""What torch calls a stage."""  # plain words: quotes torch documentation',
+        "class Stage:  # plain words: torch names it so",
+        '    """What it is."""',
+        "# plain words: the text of Megatron",
+        'raise ValueError("what was asked for is there")',
+    ]
+    assert rules_of("\n".join(lines)) == [OPENINGS]
 
 
 @pytest.mark.parametrize("comment", ["# plain words:", "# plain words: not needed here"])
