@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 
 from megatron_ext import __version__
-from megatron_ext.commands.bench import bench
 from megatron_ext.commands.doctor import doctor
 from megatron_ext.commands.parity import app as parity
 from megatron_ext.commands.plan import plan
@@ -60,7 +59,7 @@ def main(
     pass
 
 
-for command in (schedules, simulate, verify, bench, trace):
+for command in (schedules, simulate, verify, trace):
     app.command()(command)
 app.command(
     context_settings={"allow_extra_args": True},

@@ -40,7 +40,6 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
-from megatron_ext.bench.emulated import AutogradStage
 from megatron_ext.compile.build import build_program
 from megatron_ext.compile.program.graph import Channel, channels
 from megatron_ext.compile.program.verify import InvalidSchedule, Program
@@ -55,6 +54,7 @@ from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
+from scripts.benchmarks.emulated import AutogradStage
 
 WIDTH = 16
 SAMPLES = 3

@@ -49,13 +49,6 @@ _SETTINGS = (  # of which each has other patches
     "--pipeline-schedule zb-v --pipeline-post-validation",
 )
 _OF_THE_CLOCK = frozenset({"generation_seconds", "made in"})
-_MEASURED = frozenset(
-    {
-        *("measured", "efficiency", "speedup", "spread", "host_microseconds"),
-        *("autograd_microseconds", "doubts"),
-    }
-)
-_BENCH = "bench --pp 2 -m 2 --launches 1 --steps 1 --costs f=4,i=4,w=4 --schedules zb-h1 --json"
 
 
 def helps() -> Subject:
@@ -82,7 +75,6 @@ def outputs() -> Subject:
         **patches,
         "verify mine.csv": partial(run, "verify mine.csv"),
         "doctor --json": partial(_data, "doctor --json", {"environment"}),
-        _BENCH: partial(_data, _BENCH, _MEASURED),
     }
 
 

@@ -246,8 +246,6 @@ _COMMANDS = (
     "plan --pp 2 -m 4 --memory-limit 0.1",
     "trace none",
     "verify none.csv",
-    "bench --schedules zb-h9",
-    "bench --bad-every 2",
     "doctor --pipeline-memory-limit 4",
     "doctor -- nothing",
     "nothing",

@@ -6,21 +6,15 @@ import json
 
 import pytest
 
-from scripts import (
-    benchmark_metrics,
-    benchmark_schedules,
-    benchmark_split,
-    benchmark_start,
-    sweep_offload,
-    sweep_schedules,
-)
+from scripts import sweep_offload, sweep_schedules
+from scripts.benchmarks import metrics, schedules, split, start
 from tests.helpers.ranks import run_ranks, values
 
 
 def test_what_making_a_schedule_takes(capsys: pytest.CaptureFixture[str]) -> None:
     """It forgot to order the messages, and every proof refused."""
     words = ["--family", "zb-h1", "v-min", "--ranks", "4", "--microbatches", "8", "--json"]
-    assert benchmark_schedules.main(words) == 0
+    assert schedules.main(words) == 0
     results = json.loads(capsys.readouterr().out)["results"]
     assert {(row["family"], row["ranks"], row["microbatches"]) for row in results} == {
         (family, *size) for family in ("zb-h1", "v-min") for size in ((4, 32), (8, 8))
@@ -36,7 +30,7 @@ def test_every_setting_of_a_family_is_swept(capsys: pytest.CaptureFixture[str]) 
 def test_what_a_split_costs() -> None:
     """In a rank: it patches Megatron, and leaves it so."""
     words = ["--hidden", "64", "--sequence", "16", "--repetitions", "3"]
-    assert values(run_ranks(1, lambda rank: benchmark_split.main(words), connect=False)) == [0]
+    assert values(run_ranks(1, lambda rank: split.main(words), connect=False)) == [0]
 
 
 def test_what_offload_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,14 +42,14 @@ def test_what_offload_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_metrics_cost(capfd: pytest.CaptureFixture[str]) -> None:
     words = ["--pp", "2", "-m", "2", "--costs", "f=1,i=1,w=1", "--schedules", "zb-h1"]
-    assert benchmark_metrics.main([*words, "--pairs", "1", "--json"]) == 0
+    assert metrics.main([*words, "--pairs", "1", "--json"]) == 0
     (result,) = json.loads(capfd.readouterr().out)
     assert result["passes"] == 6 and result["step"] > 6e-3
     assert result["ratio"] > 0
 
 
 def test_what_a_start_costs(capsys: pytest.CaptureFixture[str]) -> None:
-    benchmark_start.main(["--ranks", "20", "--pp", "2", "-m", "2"])
+    start.main(["--ranks", "20", "--pp", "2", "-m", "2"])
     compared, *built = capsys.readouterr().out.splitlines()
     assert compared.startswith("20 ranks compare their settings in ")
-    assert [line.partition(",")[0] for line in built] == list(benchmark_start.SPECS)
+    assert [line.partition(",")[0] for line in built] == list(start.SPECS)

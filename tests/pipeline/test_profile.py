@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 import megatron_ext
 from megatron_ext.adapter import programs as programs_module
 from megatron_ext.adapter.programs import Programs
-from megatron_ext.bench.contestants import in_seconds
 from megatron_ext.cli import app
 from megatron_ext.compile.output_layer import place_output_layer
 from megatron_ext.compile.program.graph import channels
@@ -39,7 +38,8 @@ from megatron_ext.schedule.costs_text import load_costs, parse_costs
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.problem import P2P, Extras, Problem, Recompute
 from megatron_ext.viz.trace import read_trace
-from scripts import benchmark_prediction
+from scripts.benchmarks import prediction
+from scripts.benchmarks.contestants import in_seconds
 from tests.helpers.combinations import at_night
 from tests.helpers.held_bytes import measure_steps, read_steps
 from tests.helpers.megatron_runs import (
@@ -516,7 +516,7 @@ def test_messages_are_timed_between_all_neighbours(spec: str, p2p: P2P) -> None:
 @pytest.mark.parametrize("spec", ["1f1b", "zb-auto", "zb-v"])
 def test_the_measured_costs_are_those_of_the_passes(spec: str) -> None:
     """A sleep never ends early. (How well steps are predicted, a benchmark tells.)"""
-    result = benchmark_prediction.measure(spec, 2, 4, "f=6,i=8,w=4")
+    result = prediction.measure(spec, 2, 4, "f=6,i=8,w=4")
     placement = choose(spec).place(2)
     asked = in_seconds("f=6,i=8,w=4", placement)
     measured = parse_costs(result.measured, placement)

@@ -16,8 +16,6 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 from torch.futures import Future  # noqa: E402
 
-from megatron_ext.bench.contestants import EmulatedStage, program_of  # noqa: E402
-from megatron_ext.bench.emulated import DTYPE, SHAPE, EmulatedChunk  # noqa: E402
 from megatron_ext.compile.program.graph import channels  # noqa: E402
 from megatron_ext.compile.program.simulate import simulate  # noqa: E402
 from megatron_ext.compile.program.verify import Program  # noqa: E402
@@ -34,6 +32,8 @@ from megatron_ext.schedule.action import Action, Kind, Pair  # noqa: E402
 from megatron_ext.schedule.problem import P2P  # noqa: E402
 from megatron_ext.schedule.timeline import Event, GradientReduction, Timeline  # noqa: E402
 from megatron_ext.viz.trace import beside  # noqa: E402
+from scripts.benchmarks.contestants import EmulatedStage, program_of  # noqa: E402
+from scripts.benchmarks.emulated import DTYPE, SHAPE, EmulatedChunk  # noqa: E402
 from tests.helpers.ranks import run_ranks, values  # noqa: E402
 from tests.helpers.stages import CPU, Pipeline, program_for, world  # noqa: E402
 

@@ -125,8 +125,6 @@ def test_whatever_ends_the_block_leaves_nothing(tmp_path: Path) -> None:
 
 # What writes files that are no user's, or cannot be written as a whole, and says so itself.
 _OTHERS = {
-    "bench/emulated_copies.py",  # a lock
-    "bench/runs.py",  # from one process to another
     "recordings/writing.py",  # a recording grows with its run, and its last line is its end
     "parity/runs.py",  # the output of a run
     "search/disk_cache.py",  # a cache, as a whole

@@ -15,7 +15,7 @@ ANEW = "where that is meant, write it anew: python -m tests.behaviour write test
 # Of how many entries of a subject one is compared here.
 EVERY = {"programs": 25, "help": 1, "outputs": 2, "refusals": 25, "files": 5, "names": 2}
 # What takes Megatron or seconds, or changes with the library that formats it.
-ELSEWHERE = ("bench", "doctor", "megatron-ext", "plan", "simulate 1f1b --pp 4")
+ELSEWHERE = ("doctor", "megatron-ext", "plan", "simulate 1f1b --pp 4")
 
 
 @pytest.mark.parametrize("subject", EVERY)

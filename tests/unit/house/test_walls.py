@@ -1,6 +1,6 @@
 """The walls of the architecture, held on the syntax trees, so that no import runs the wrong way.
 
-    commands, bench, doctor -> launch -> patches -> adapter -> runtime
+    commands, doctor -> launch -> patches -> adapter -> runtime
       -> viz -> planner -> observe, race, cost_model -> schedule_families -> search -> compile
       -> schedule
 
@@ -133,7 +133,7 @@ ROOMS = (
     ("megatron_ext.cli",),
     ("megatron_ext.commands",),
     ("megatron_ext.parity",),
-    ("megatron_ext.bench", "megatron_ext.doctor", "megatron_ext.launch_planner"),
+    ("megatron_ext.doctor", "megatron_ext.launch_planner"),
     ("megatron_ext.launch", "megatron_ext.auto"),
     ("megatron_ext",),  # `install`
     ("megatron_ext.installation",),
@@ -178,7 +178,7 @@ def runs_one_way(module: str, use: Use) -> bool:
 
 
 def in_base(module: str) -> bool:
-    inner = ("runtime", "patches", "adapter", "bench", "doctor", "launch_planner")
+    inner = ("runtime", "patches", "adapter", "doctor", "launch_planner")
     names = (*PURE, *(f"megatron_ext.{name}" for name in inner))
     return in_package(module) and not within(module, *names)
 
@@ -249,7 +249,7 @@ WALLS = {
         no_sibling,
     ),
     "megatron": Wall(
-        "only adapter/, patches/, doctor/ and bench/ name Megatron's modules, and scripts/ "
+        "only adapter/, patches/ and doctor/ name Megatron's modules, and scripts/ "
         "and examples/; features.py, engine.py and installation.py in strings only",
         in_package,
         only_in(
@@ -258,7 +258,6 @@ WALLS = {
             "megatron_ext.patches.cpu",
             "megatron_ext.doctor",
             "megatron_ext.launch_planner",
-            "megatron_ext.bench",
             names="megatron",
             strings_in=STRINGS,
         ),

@@ -24,8 +24,8 @@ from megatron_ext.schedule.problem import P2P, Offload, Problem, VocabularyParal
 from megatron_ext.schedule.schedule import Schedule, is_compute
 from megatron_ext.viz.noise_text import noise_of, parse_noise
 from megatron_ext.viz.trace import TraceFile, beside
-from scripts import benchmark_noise
-from scripts.benchmark_noise import Ranks, WeightGradients
+from scripts.benchmarks import noise
+from scripts.benchmarks.noise import Ranks, WeightGradients
 from tests.helpers.schedules import line_problem, rows_of
 from tests.unit.commands.test_cli import run
 
@@ -200,7 +200,7 @@ def test_w_runs_while_a_message_is_late() -> None:
 
 def test_the_table_of_noise(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--pp", "2", "-m", "4", "--schedules", "1f1b", "zb-h1@2", "--samples", "20"]
-    assert benchmark_noise.main([*words, "--noise", "0.1", "--json"]) == 0
+    assert noise.main([*words, "--noise", "0.1", "--json"]) == 0
     plain, split = json.loads(capsys.readouterr().out)
     assert plain["whole"] is None and plain["fixed"]["median"] <= plain["fixed"]["p90"]
     assert split["schedule"] == "zb-h1, limit 2"

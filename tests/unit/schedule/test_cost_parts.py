@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_ext.bench.contestants import in_seconds
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import (
     Costs,
@@ -25,6 +24,7 @@ from megatron_ext.schedule.costs import (
 )
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import line, loop, v
+from scripts.benchmarks.contestants import in_seconds
 
 F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
 _PLAIN = Costs(PassCosts({F: (1.0,) * 4, I: (1.0,) * 4, W: (1.0,) * 4}))

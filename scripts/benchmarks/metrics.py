@@ -1,9 +1,9 @@
 """Measure what --pipeline-metrics costs: steps with it and without it, in turn, in one run.
 
-    python scripts/benchmark_metrics.py
-    python scripts/benchmark_metrics.py --pp 2 -m 16 --costs f=2,i=2,w=2 --pairs 20 --json
+    python -m scripts.benchmarks.metrics
+    python -m scripts.benchmarks.metrics --pp 2 -m 16 --costs f=2,i=2,w=2 --pairs 20 --json
 
-Ranks whose passes sleep (as in `megatron-ext bench`) run turns of ten steps. With metrics passes
+Ranks whose passes sleep (as in `executors`) run turns of ten steps. With metrics passes
 are recorded and read, and the ranks exchange their figures once in a turn. Turns of a pair follow
 one another at once, in the order on, off and off, on; the ratio is of their seconds. Beside the
 median over the pairs stands how far the middle half of them is spread.
@@ -33,9 +33,6 @@ from rich.table import Table
 from megatron_ext.adapter.observers.metrics import StepMetrics
 from megatron_ext.adapter.observers.observer import ObservedStep
 from megatron_ext.adapter.training_globals import line_interval
-from megatron_ext.bench.contestants import EmulatedStage, in_seconds
-from megatron_ext.bench.emulated import DTYPE, SHAPE, EmulatedChunk
-from megatron_ext.bench.runs import before_everything_else
 from megatron_ext.compile.output_layer import place_output_layer
 from megatron_ext.compile.program.graph import channels
 from megatron_ext.compile.registry import choose
@@ -48,6 +45,9 @@ from megatron_ext.runtime.messages.transport import Boundary, Transport
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.problem import Problem
+from scripts.benchmarks.contestants import EmulatedStage, in_seconds
+from scripts.benchmarks.emulated import DTYPE, SHAPE, EmulatedChunk
+from scripts.benchmarks.runs import before_everything_else
 
 CPU = torch.device("cpu")
 SCHEDULES = "1f1b zb-h1 zb-v"

@@ -1,6 +1,6 @@
 """Where units of microbatches win: when a chunk's parameters have to be gathered before it runs.
 
-    python scripts/benchmark_units.py [--pp 4 8] [--vpp 2 4] [--gathers 0 10 50] [-m 4]
+    python -m scripts.benchmarks.units [--pp 4 8] [--vpp 2 4] [--gathers 0 10 50] [-m 4]
 
 A rank keeps the parameters of the chunk that it last ran forward, and of the one that it last ran
 backward, and gathers others before their pass (W needs none). Nothing hides a gather here: a pass

@@ -1,7 +1,7 @@
 """Measure what making and proving a schedule takes, and how that grows.
 
-    python scripts/benchmark_schedules.py
-    python scripts/benchmark_schedules.py --family zb-auto --ranks 8 16 --microbatches
+    python -m scripts.benchmarks.schedules
+    python -m scripts.benchmarks.schedules --family zb-auto --ranks 8 16 --microbatches
 
 Two series for each family: p = 8 with m from 16 to 512, and p from 8 to 64 with m = 8p. Times are
 CPU seconds, taken once. The exponent e is that of a power law fitted to them in log-log: seconds

@@ -12,18 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import pipelining
 
-from megatron_ext.bench.emulated import (
-    DTYPE,
-    SHAPE,
-    AutogradStage,
-    Contender,
-    EmulatedChunk,
-    as_one,
-    data,
-)
-from megatron_ext.bench.emulated_copies import EmulatedCopies
-from megatron_ext.bench.emulated_validation import EmulatedValidation
-from megatron_ext.bench.emulated_vocabulary import EmulatedVocabulary
 from megatron_ext.compile.build import build_program, complete
 from megatron_ext.compile.program.graph import channels
 from megatron_ext.compile.program.simulate import simulate, simulate_steps, step_seconds
@@ -49,6 +37,18 @@ from megatron_ext.schedule.problem import (
     VocabularyParallel,
 )
 from megatron_ext.schedule.schedule_csv import from_csv
+from scripts.benchmarks.emulated import (
+    DTYPE,
+    SHAPE,
+    AutogradStage,
+    Contender,
+    EmulatedChunk,
+    as_one,
+    data,
+)
+from scripts.benchmarks.emulated_copies import EmulatedCopies
+from scripts.benchmarks.emulated_validation import EmulatedValidation
+from scripts.benchmarks.emulated_vocabulary import EmulatedVocabulary
 
 NO_EXTRAS = Extras()
 TORCH = {

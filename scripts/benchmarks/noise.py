@@ -1,7 +1,7 @@
 """What noise costs each schedule, and what W would win if it could run earlier than planned.
 
-    python scripts/benchmark_noise.py
-    python scripts/benchmark_noise.py --pp 4 -m 16 --noise 0.1,ranks=0.05 --schedules v-auto@3
+    python -m scripts.benchmarks.noise
+    python -m scripts.benchmarks.noise --pp 4 -m 16 --noise 0.1,ranks=0.05 --schedules v-auto@3
 
 Passes vary as with `megatron-ext simulate --noise`, and their order stays, which is what training
 does. Beside that: a rank whose next message is late runs the next W in the meantime, if its I is

@@ -1,8 +1,8 @@
 """Measure how soon `megatron-ext plan` answers for launch commands made from public recipes.
 
-    python scripts/benchmark_plan.py         thirty recipes, from small to large steps
-    python scripts/benchmark_plan.py --all   each model, pipeline and number of microbatches
-    python scripts/benchmark_plan.py --lines 4 --profile
+    python -m scripts.benchmarks.plan         thirty recipes, from small to large steps
+    python -m scripts.benchmarks.plan --all   each model, pipeline and number of microbatches
+    python -m scripts.benchmarks.plan --lines 4 --profile
 
 CPU seconds count from the moment at which Megatron has validated the launch command, in a process
 of its own that has imported Megatron, to the first answer and to the last one. Results that other
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from megatron_ext.cost_model.gpus import GPUS, parse_gpu  # noqa: E402

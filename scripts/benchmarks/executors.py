@@ -1,15 +1,24 @@
-"""``megatron-ext bench``: executors on emulated clocks."""
+"""Benchmark of executors on emulated clocks: ours, Megatron's own and torch's.
+
+python -m scripts.benchmarks.executors --pp 4 -m 8 --schedules "zb-h1 zb-v"
+"""
 
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from megatron_ext.bench.runs import (
+from megatron_ext.commands.options import HtmlPage, Json, Microbatches, Ranks
+from megatron_ext.commands.output import fail, print_table
+from megatron_ext.schedule.problem import Offload, VocabularyParallel
+from megatron_ext.viz.page.write import SECONDS, Page, check_page, write_page
+from scripts.benchmarks.runs import (
     DEFAULT_SCHEDULES,
     STEPS,
     STEPS_IN_A_ROW,
@@ -18,13 +27,12 @@ from megatron_ext.bench.runs import (
     draw_report,
     measure,
 )
-from megatron_ext.commands.options import HtmlPage, Json, Microbatches, Ranks
-from megatron_ext.commands.output import command_line, fail, print_table
-from megatron_ext.schedule.problem import Offload, VocabularyParallel
-from megatron_ext.viz.page.write import SECONDS, Page, check_page, write_page
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-def bench(
+@app.command()
+def main(
     pp: Ranks = 4,
     microbatches: Microbatches = 8,
     costs: Annotated[
@@ -107,7 +115,8 @@ def bench(
             draw_report(measured, plot)
         if page is not None:
             title = "schedules on emulated clocks, compared with the ideal"
-            write_page(Page(title, measured.shown, command_line(), SECONDS), page)
+            command = shlex.join(["python", "-m", "scripts.benchmarks.executors", *sys.argv[1:]])
+            write_page(Page(title, measured.shown, command, SECONDS), page)
     except (ValueError, OSError) as error:
         fail(error)
     if as_json:
@@ -149,3 +158,7 @@ def _bench_row(row: BenchResult) -> dict[str, Any]:
         "spread": f"{row.spread:.1%}",
         "host, us a pass": f"{row.host_microseconds:.0f}",
     }
+
+
+if __name__ == "__main__":
+    app()

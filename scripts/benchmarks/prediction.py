@@ -1,9 +1,9 @@
 """Measure how far a step is from what was predicted with costs measured in the same run.
 
-    python scripts/benchmark_prediction.py
-    python scripts/benchmark_prediction.py --schedules zb-v --costs f=60,i=70,w=50 --json
+    python -m scripts.benchmarks.prediction
+    python -m scripts.benchmarks.prediction --schedules zb-v --costs f=60,i=70,w=50 --json
 
-Ranks whose passes sleep (as in `megatron-ext bench`) begin with a schedule made for wrong costs, F,
+Ranks whose passes sleep (as in `executors`) begin with a schedule made for wrong costs, F,
 I and W alike. They measure what their passes cost as `--pipeline-costs profile` does, make the
 schedule anew, and run some more steps, of which the median makespan is compared with the
 prediction. Sleeping takes no core, so a pipeline of four runs on two; what the host does beside
@@ -27,9 +27,6 @@ import torch.multiprocessing
 from rich.console import Console
 from rich.table import Table
 
-from megatron_ext.bench.contestants import EmulatedStage, in_seconds
-from megatron_ext.bench.emulated import DTYPE, SHAPE, EmulatedChunk
-from megatron_ext.bench.runs import before_everything_else
 from megatron_ext.compile.output_layer import place_output_layer
 from megatron_ext.compile.program.graph import channels
 from megatron_ext.compile.program.verify import Program
@@ -49,6 +46,9 @@ from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.costs_text import format_costs
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.viz.prediction import Comparison
+from scripts.benchmarks.contestants import EmulatedStage, in_seconds
+from scripts.benchmarks.emulated import DTYPE, SHAPE, EmulatedChunk
+from scripts.benchmarks.runs import before_everything_else
 
 CPU = torch.device("cpu")
 SCHEDULES = "1f1b zb-h1 zb-auto interleaved-zb zb-v v-half"

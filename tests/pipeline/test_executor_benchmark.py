@@ -10,12 +10,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from megatron_ext.bench import emulated
-from megatron_ext.bench.contestants import EmulatedStage, ideal_of, program_of
-from megatron_ext.bench.emulated import EmulatedChunk
-from megatron_ext.bench.emulated_copies import EmulatedCopies
-from megatron_ext.bench.runs import Setting
-from megatron_ext.cli import app
 from megatron_ext.compile.registry import choose
 from megatron_ext.runtime.stage import Backward
 from megatron_ext.runtime.weight_gradients import queue
@@ -23,10 +17,16 @@ from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Extras, Recompute
+from scripts.benchmarks import emulated
+from scripts.benchmarks.contestants import EmulatedStage, ideal_of, program_of
+from scripts.benchmarks.emulated import EmulatedChunk
+from scripts.benchmarks.emulated_copies import EmulatedCopies
+from scripts.benchmarks.executors import app
+from scripts.benchmarks.runs import Setting
 from tests.helpers.combinations import nightly
 from tests.helpers.pages import data_in
 
-ARGUMENTS = ["bench", "--pp", "2", "-m", "4", "--costs", "f=4,i=4,w=4", "--launches", "1"]
+ARGUMENTS = ["--pp", "2", "-m", "4", "--costs", "f=4,i=4,w=4", "--launches", "1"]
 
 
 def test_every_contender_takes_at_least_its_ideal_time(tmp_path: Path) -> None:

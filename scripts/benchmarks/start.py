@@ -1,6 +1,6 @@
 """Measure what the start of a large job adds on each rank, without a GPU.
 
-    python scripts/benchmark_start.py [--ranks 1000] [--pp 8] [-m 64]
+    python -m scripts.benchmarks.start [--ranks 1000] [--pp 8] [-m 64]
 
 It compares the settings of so many ranks at one store, as a launch does before process groups are
 made (the ranks are threads of this process, each with a connection of its own), and builds and

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ext.bench.emulated import DTYPE, SHAPE, take
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.runtime.messages.collectives import Collectives
 from megatron_ext.runtime.messages.transport import Boundary
@@ -21,6 +20,7 @@ from megatron_ext.runtime.vocabulary.shard import VocabularyShard
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.schedule import is_compute
+from scripts.benchmarks.emulated import DTYPE, SHAPE, take
 
 _TOKENS = (1, 1)  # batch, sequence: as many as `SHAPE` has hidden states
 

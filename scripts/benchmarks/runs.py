@@ -1,4 +1,4 @@
-"""``megatron-ext bench``: real executors on ranks whose passes sleep as long as they cost.
+"""Real executors on ranks whose passes sleep as long as they cost.
 
 One launch forks the ranks and times every contender in turn, so that what disturbs one disturbs
 all; the median over launches is reported. Ranks run before everything else (SCHED_RR) where the
@@ -32,8 +32,8 @@ from megatron_ext.schedule.problem import (
 )
 
 if TYPE_CHECKING:
-    from megatron_ext.bench.emulated import Contender
     from megatron_ext.viz.page.run import Run
+    from scripts.benchmarks.emulated import Contender
 
 STEPS = 3  # timed, after one that is not
 STEPS_IN_A_ROW = 10  # the same, where steps may overlap
@@ -216,12 +216,12 @@ def measure(
     Raises:
         ValueError: a schedule that these sizes do not allow.
     """
-    from megatron_ext.bench.contestants import program_of
+    from scripts.benchmarks.contestants import program_of
 
     sizes = setting.ranks, setting.microbatches, setting.costs
     for spec, extras in setting.ours:  # said here, not by a rank
         program_of(choose(spec), *sizes, extras, setting.memory_limit)
-    importlib.import_module("megatron_ext.bench.stock")  # once, before forking
+    importlib.import_module("scripts.benchmarks.stock")  # once, before forking
     launches = []
     for number in range(setting.launches):
         progress(f"launch {number + 1} of {setting.launches}")
@@ -285,8 +285,8 @@ def _rank(rank: int, setting: Setting, folder: str, shows: bool) -> None:
     import torch
     import torch.distributed as dist
 
-    from megatron_ext.bench.recorded import recorded
     from megatron_ext.patches.engine import apply
+    from scripts.benchmarks.recorded import recorded
 
     cpu = importlib.import_module(CPU_PLATFORM)
     os.environ |= cpu.environment({})
@@ -343,8 +343,8 @@ def _median_of(contender: Contender, steps: int) -> float:
 
 
 def _contenders(setting: Setting, costs: str, folder: Path) -> Iterator[Contender]:
-    from megatron_ext.bench import contestants as runtime
-    from megatron_ext.bench import stock as megatron
+    from scripts.benchmarks import contestants as runtime
+    from scripts.benchmarks import stock as megatron
 
     yield from megatron.contenders(setting.ranks, setting.microbatches, costs)
     if not setting.post_validation:
@@ -379,7 +379,7 @@ def _in_a_row(contender: Contender, setting: Setting) -> tuple[float, float | No
     import torch
     import torch.distributed as dist
 
-    from megatron_ext.bench.emulated_validation import is_bad_step, synchronise
+    from scripts.benchmarks.emulated_validation import is_bad_step, synchronise
 
     dist.barrier()
     ends = []
@@ -400,7 +400,7 @@ def _in_a_row(contender: Contender, setting: Setting) -> tuple[float, float | No
 
 def _lateness() -> float:
     """Return by which share an emulated pass lasts too long here: the second worst of `SLEEPS`."""
-    from megatron_ext.bench.emulated import take
+    from scripts.benchmarks.emulated import take
 
     seconds = 0.02
     lasted = []
@@ -413,9 +413,9 @@ def _lateness() -> float:
 
 def _autograd(sleep: float) -> float:
     """Seconds that a forward or backward pass of no length takes on this rank, after ``sleep``."""
-    from megatron_ext.bench.emulated import EmulatedChunk, data
     from megatron_ext.schedule.costs import uniform
     from megatron_ext.schedule.placement import line
+    from scripts.benchmarks.emulated import EmulatedChunk, data
 
     chunk = EmulatedChunk(0, uniform(line(1), 1e-9, 1e-9, 1e-9))
     lasted = []

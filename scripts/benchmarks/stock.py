@@ -12,9 +12,9 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megatron_ext.bench.contestants import ideal_of, program_of
-from megatron_ext.bench.emulated import DTYPE, SHAPE, Contender, EmulatedChunk, data
 from megatron_ext.compile.registry import choose
+from scripts.benchmarks.contestants import ideal_of, program_of
+from scripts.benchmarks.emulated import DTYPE, SHAPE, Contender, EmulatedChunk, data
 
 
 class _Chunk(torch.nn.Module):

@@ -1,7 +1,7 @@
 """Measure what splitting the backward costs: I and W of a transformer layer, beside its whole B.
 
-    python scripts/benchmark_split.py
-    python scripts/benchmark_split.py --hidden 1024 --sequence 1024 --json
+    python -m scripts.benchmarks.split
+    python -m scripts.benchmarks.split --hidden 1024 --sequence 1024 --json
 
 One process, one layer of Megatron's local kind, on a GPU if there is one. Whole and split backward
 take turns, so that what disturbs one disturbs the other; the ratio is that of their medians.

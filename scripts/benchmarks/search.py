@@ -1,7 +1,7 @@
 """Measure what the search finds on a V, and in which time.
 
-    python scripts/benchmark_search.py
-    python scripts/benchmark_search.py --cells 8:4 16:9 --millions 10 100
+    python -m scripts.benchmarks.search
+    python -m scripts.benchmarks.search --cells 8:4 16:9 --millions 10 100
 
 Costs are 10:12:8 for a rank's F, I and W, and 1 for a hop; m = 4p (--microbatches-per-rank).
 A cell is p:limit, the limit in microbatches. For each and each number of passes packed, in

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from megatron_ext.bench.emulated import Contender
 from megatron_ext.runtime.recording import HostClock
 from megatron_ext.schedule.schedule import is_compute
 from megatron_ext.schedule.timeline import Event, Timeline
 from megatron_ext.viz.page.run import Run, of_passes, simulated
+from scripts.benchmarks.emulated import Contender
 
 
 def recorded(contender: Contender) -> tuple[Run, ...]:

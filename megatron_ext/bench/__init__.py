@@ -1,1 +1,0 @@
-"""``megatron-ext bench``: executors on emulated clocks, ours, torch's and Megatron's."""
