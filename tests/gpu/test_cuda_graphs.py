@@ -1,5 +1,5 @@
 """Per-layer CUDA graphs, captured by Transformer Engine and replayed beside layers that are split.
-Written without a GPU, and not run yet.
+Trainings have not run yet, and rows not since their gradients are added as they come.
 
 pytest tests/gpu            # a rank's row on one GPU, trainings on two or more
 """

@@ -1,4 +1,4 @@
-"""Metrics of steps that a device still runs. Written without a GPU, and not run yet."""
+"""Metrics of steps that a device still runs."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
     pytest -rP tests/gpu/test_one_gpu.py    # by itself: ranks are forked, and CUDA wants that the
                                             # process they come from has not used it
 
-The CPU's cases run everywhere and show that the test itself works; those on a GPU have not been run
-yet. They count all that the allocator has given at any moment of a step, also within a pass.
+The CPU's cases run everywhere and show that the test itself works. Those on a GPU count all
+that the allocator has given at any moment of a step, also within a pass.
 """
 
 from __future__ import annotations

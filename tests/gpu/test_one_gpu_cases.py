@@ -1,5 +1,4 @@
-"""Cases of scripts/gpu_tests.sh --one-gpu, rehearsed on the CPU: those on a GPU have not been run
-yet."""
+"""Cases of scripts/gpu_tests.sh --one-gpu, rehearsed on the CPU."""
 
 from __future__ import annotations
 

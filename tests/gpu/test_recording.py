@@ -1,4 +1,4 @@
-"""Passes timed by device events. Written without a GPU, and not run yet."""
+"""Passes timed by device events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Transformer Engine's real kernels, in BF16, FP8 and FP4. Written without a GPU, and not run yet.
+"""Transformer Engine's real kernels, in BF16, FP8 and FP4. Trainings, which need two GPUs,
+have not run yet.
 
 pytest tests/gpu            # layers on one GPU, trainings on two or more
 """

@@ -36,7 +36,11 @@ def test_copies_of_a_step_are_those_of_the_formula(precision: str, recipe: str) 
     if lacks := missing(precision):
         pytest.skip(lacks)
     te = importlib.import_module("transformer_engine.pytorch")
-    layer = te.Linear(WIDTH, WIDTH, bias=False, params_dtype=torch.bfloat16, device="cuda")
+    layer, another = (
+        te.Linear(WIDTH, WIDTH, bias=False, params_dtype=torch.bfloat16, device="cuda")
+        for _ in range(2)
+    )
+    another(torch.ones(TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16))  # cuBLAS's workspace
     layer.weight.grad = torch.zeros_like(layer.weight)
     before = torch.cuda.memory_allocated()
     with te.fp8_autocast(enabled=True, fp8_recipe=RECIPES[precision].make()):

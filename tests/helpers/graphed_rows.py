@@ -6,6 +6,7 @@ On the CPU graphs have a stand-in, on a GPU they are Transformer Engine's.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -97,8 +98,14 @@ def gradients(
     if graphs is not None:
         graphs.begin(row, stages, chunks)
         _capture(make, chunks, graphs.order(len(stages), microbatches), device, dtype)
+    captured = [p for chunk in chunks for layer in chunk for p in layer.captured.parameters()]
+    sums: dict[nn.Parameter, Tensor] = {}
+    if graphs is not None:
+        for parameter in captured:
+            parameter.register_post_accumulate_grad_hook(partial(_add_at_once, sums))
     found: list[Tensor] = []
     for _ in range(2):
+        sums.clear()
         for parameter in (p for chunk in chunks for p in chunk.parameters()):
             parameter.grad = None
         if graphs is not None:
@@ -108,9 +115,22 @@ def gradients(
             dx = _run(row, dict(zip(stages, chunks, strict=True)), data)
         finally:
             queue.clear()
-        found = [p.grad for chunk in chunks for p in chunk.parameters() if p.grad is not None]
+        parameters = [p for chunk in chunks for p in chunk.parameters()]
+        made = [sums.get(parameter, parameter.grad) for parameter in parameters]
+        found = [gradient for gradient in made if gradient is not None]
         found += [dx[key] for key in sorted(dx)]
     return found
+
+
+def _add_at_once(sums: dict[nn.Parameter, Tensor], parameter: nn.Parameter) -> None:
+    """Add what a graph left for ``parameter``, as Megatron's hook does: autograd takes the graph's
+    own memory for ``.grad``, which the next replay overwrites."""
+    assert parameter.grad is not None
+    if parameter in sums:
+        sums[parameter].add_(parameter.grad)
+    else:
+        sums[parameter] = parameter.grad.clone()
+    parameter.grad = None
 
 
 def _capture(
