@@ -10,7 +10,6 @@ from typing import Any
 import typer
 
 from megatron_ext.commands.output import print_table
-from megatron_ext.commands.verdict_text import name_of
 from megatron_ext.compile.registry import Mark
 from megatron_ext.cost_model.gpus import FreeMemory
 from megatron_ext.planner.candidate import Candidate, Plan, VocabMethod
@@ -18,6 +17,7 @@ from megatron_ext.planner.figures import bytes_of, slower_by
 from megatron_ext.planner.job_plan import JobPlan
 from megatron_ext.planner.long_sequences import LongSequences, shortest_slice
 from megatron_ext.planner.planner import without_figures
+from megatron_ext.planner.verdict import name_of
 from megatron_ext.schedule.problem import Offload, Problem
 from megatron_ext.schedule.slices import LONG_ENOUGH
 from megatron_ext.words import bytes_text

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_ext.planner.candidate import Candidate, VocabMethod
 from megatron_ext.planner.job_plan import JobPlan
-from megatron_ext.planner.verdict import ALIKE, WORTH, Alternative, is_stock
+from megatron_ext.planner.verdict import (
+    ALIKE,
+    WORTH,
+    Alternative,
+    Verdict,
+    is_stock,
+    name_of,
+    shortest_of_others,
+)
 from megatron_ext.words import bytes_text, counted
 
 _SHOWN = 3  # names of a tie
@@ -20,7 +27,7 @@ def verdict_lines(made: JobPlan) -> Iterator[str]:
     if taken is None:
         return
     if found.keeps:
-        yield f"verdict:   keep it: {_no_gain(made)}"
+        yield f"verdict:   keep it: {_no_gain(found)}"
         return
     if stock is not None and stock is not taken and _is_most(made, stock):
         yield (
@@ -39,23 +46,6 @@ def verdict_lines(made: JobPlan) -> Iterator[str]:
         yield f"write:\n{made.command}"
 
 
-def name_of(candidate: Candidate) -> str:
-    """Return the schedule of ``candidate`` with what is done beside its order."""
-    made = candidate.report
-    words = [made.schedule]
-    if candidate.method is VocabMethod.REDISTRIBUTED:
-        words.append("layers moved")
-    elif candidate.method is not VocabMethod.NAIVE:
-        words.append("vocabulary divided")
-    if made.slices > 1:
-        words.append(counted(made.slices, "slice"))
-    if made.pairs:
-        words.append("passes in pairs")
-    if made.made_again:
-        words.append(f"{made.made_again:.0%} recomputed")
-    return " with ".join([words[0], " and ".join(words[1:])]) if len(words) > 1 else words[0]
-
-
 def _baseline(made: JobPlan) -> str:
     own = made.verdict.baseline
     if own is None:
@@ -67,14 +57,11 @@ def _baseline(made: JobPlan) -> str:
     return text
 
 
-def _no_gain(made: JobPlan) -> str:
-    shortest = made.verdict.shortest
-    if shortest is None or made.verdict.saved_by(shortest) <= 0:
+def _no_gain(found: Verdict) -> str:
+    runner_up = shortest_of_others(found)
+    if not runner_up:
         return "nothing that fits takes less time"
-    return (
-        f"nothing that fits saves {WORTH:.0%} of a step (the shortest, "
-        f"{name_of(shortest.candidate)}, {made.verdict.saved_by(shortest):.1%})"
-    )
+    return f"nothing that fits saves {WORTH:.0%} of a step{runner_up}"
 
 
 def _is_most(made: JobPlan, stock: Alternative) -> bool:

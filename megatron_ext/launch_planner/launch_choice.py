@@ -41,6 +41,7 @@ from megatron_ext.planner.verdict import (
     Alternative,
     Verdict,
     is_stock,
+    shortest_of_others,
     verdict,
 )
 from megatron_ext.schedule.limit import MemoryLimit
@@ -268,10 +269,7 @@ class _Launch:
         taken, compared = found.taken.candidate, counted(len(plan.best_of_each), "schedule")
         if found.keeps:
             text = f"it is kept: of {compared} {within} none saves {WORTH:.0%} of a step"
-            shortest = found.shortest
-            if shortest is not None and found.saved_by(shortest) > 0:
-                name = shortest.candidate.schedule
-                text += f" (the shortest, {name}, {found.saved_by(shortest):.1%})"
+            text += shortest_of_others(found)
         else:
             text = f"the best of {compared} {within}"
             if found.baseline is not None:

@@ -19,6 +19,9 @@ from types import FrameType
 
 LIMIT = 50.0  # CPU seconds of the comparison: the winner is built whole after it
 _AGAIN = 0.5  # CPU seconds: an exception that a destructor has swallowed is raised again
+# numba's compiler calls back from C++, which would print an exception and go on.
+_COMPILER = "llvmlite"
+_SOON = 0.01  # CPU seconds
 
 
 class PlanningEnd(BaseException):
@@ -126,7 +129,9 @@ def until_end[T](work: Callable[[], T], otherwise: T) -> T:
         if number == signal.SIGINT:
             plan.is_interrupted = True
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        if is_running:
+        if frame is not None and _COMPILER in frame.f_code.co_filename:
+            signal.setitimer(signal.ITIMER_PROF, _SOON, _AGAIN)
+        elif is_running:
             raise PlanningEnd
 
     handlers = {name: signal.signal(name, end) for name in (signal.SIGPROF, signal.SIGINT)}

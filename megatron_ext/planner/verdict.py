@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from megatron_ext.planner.candidate import Candidate, VocabMethod, stable_of
 from megatron_ext.schedule.problem import Offload, Recompute
+from megatron_ext.words import counted
 
 ALIKE = 0.01  # of a step, or of a rank's bytes: two estimates that differ by less are a tie
 WORTH = 0.02  # of a step: less is below what an estimate can tell
@@ -130,6 +131,32 @@ def verdict(
     if taken is None:
         return found
     return replace(found, keeps=taken is baseline, gain=found.saved_by(taken))
+
+
+def name_of(candidate: Candidate) -> str:
+    """Return the schedule of ``candidate`` with what is done beside its order."""
+    made = candidate.report
+    words = [made.schedule]
+    if candidate.method is VocabMethod.REDISTRIBUTED:
+        words.append("layers moved")
+    elif candidate.method is not VocabMethod.NAIVE:
+        words.append("vocabulary divided")
+    if made.slices > 1:
+        words.append(counted(made.slices, "slice"))
+    if made.pairs:
+        words.append("passes in pairs")
+    if made.made_again:
+        words.append(f"{made.made_again:.0%} recomputed")
+    return " with ".join([words[0], " and ".join(words[1:])]) if len(words) > 1 else words[0]
+
+
+def shortest_of_others(found: Verdict) -> str:
+    """Name, in brackets, the shortest step of all others and the share of a step that it saves;
+    return "" if it saves nothing."""
+    shortest = found.shortest
+    if shortest is None or found.saved_by(shortest) <= 0:
+        return ""
+    return f" (the shortest, {name_of(shortest.candidate)}, {found.saved_by(shortest):.1%})"
 
 
 def eligible(pool: Sequence[Alternative]) -> list[Alternative]:

@@ -1,8 +1,9 @@
 """Measure how soon `megatron-ext plan` answers for launch commands made from public recipes.
 
-    python -m scripts.benchmarks.plan         thirty recipes, from small to large steps
+    python -m scripts.benchmarks.plan         thirty recipes and Megatron's examples
     python -m scripts.benchmarks.plan --all   each model, pipeline and number of microbatches
     python -m scripts.benchmarks.plan --lines 4 --profile
+    python -m scripts.benchmarks.plan --lines 0     the examples alone
 
 CPU seconds count from the moment at which Megatron has validated the launch command, in a process
 of its own that has imported Megatron, to the first answer and to the last one. Results that other
@@ -20,8 +21,9 @@ import pstats
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from megatron_ext.cost_model.gpus import GPUS, parse_gpu  # noqa: E402
+from megatron_ext.doctor.words import read_launch  # noqa: E402
 from megatron_ext.launch_planner.launch_plan import plan_line  # noqa: E402
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest  # noqa: E402
 from megatron_ext.planner.planning_time import LIMIT, planning  # noqa: E402
@@ -36,6 +39,41 @@ from scripts.recipes.accepting import argument_values, as_on_gpus, others  # noq
 from scripts.recipes.public_form import read_recipes  # noqa: E402
 from scripts.recipes.recipe import RECIPES, Recipe, read_models, resolve  # noqa: E402
 
+# Of a launch, which models have in common.
+_LAUNCH = """--train-iters 1000 --lr 1e-4 --eval-interval 1000 --eval-iters 0 --mock-data --bf16
+--tokenizer-type NullTokenizer --use-distributed-optimizer --sequence-parallel"""
+# Sizes of Megatron's examples and of users' commands, by name; GPUs, all H100.
+EXAMPLES = {
+    "GPT-3 175B": (
+        1024,
+        """--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048
+        --max-position-embeddings 2048 --vocab-size 51199 --micro-batch-size 1
+        --global-batch-size 12288 --tensor-model-parallel-size 8
+        --pipeline-model-parallel-size 16""",
+    ),
+    "Mixtral 8x22B": (
+        256,
+        """--num-layers 56 --hidden-size 6144 --num-attention-heads 48 --group-query-attention
+        --num-query-groups 8 --ffn-hidden-size 16384 --swiglu --disable-bias-linear --num-experts 8
+        --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-grouped-gemm
+        --expert-model-parallel-size 8 --seq-length 4096 --max-position-embeddings 4096
+        --vocab-size 31999 --untie-embeddings-and-output-weights --position-embedding-type rope
+        --micro-batch-size 1 --global-batch-size 256 --tensor-model-parallel-size 4
+        --pipeline-model-parallel-size 8""",
+    ),
+    **{
+        f"Llama-3 8B, PP {ranks}": (
+            32,
+            f"""--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --group-query-attention
+            --num-query-groups 8 --ffn-hidden-size 14336 --swiglu --disable-bias-linear
+            --seq-length 8192 --max-position-embeddings 8192 --vocab-size 128255
+            --untie-embeddings-and-output-weights --position-embedding-type rope
+            --micro-batch-size 1 --global-batch-size 128 --tensor-model-parallel-size 2
+            --pipeline-model-parallel-size {ranks}""",
+        )
+        for ranks in (2, 4)
+    },
+}
 FIRST, LAST = 10.0, 60.0  # CPU seconds that an answer may take
 LINES = 30
 
@@ -66,15 +104,16 @@ def main(words: Sequence[str] | None = None) -> int:
         recipes = spread(recipes, arguments.lines)
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
     made: list[Answers] = []
-    print(f"{'recipe':64} pp     m   first    last  verdict", flush=True)
-    for recipe in recipes:
-        answers = _in_a_process(recipe, arguments.limit, arguments.profile)
-        name = recipe.name.partition(":")[2].removesuffix("_config")
+    print(f"{'launch command':64}    first    last  verdict", flush=True)
+    jobs = [
+        *((recipe.name.partition(":")[2], partial(_of_recipe, recipe)) for recipe in recipes),
+        *((name, partial(_of_example, *example)) for name, example in EXAMPLES.items()),
+    ]
+    for name, request in jobs:
+        answers = _in_a_process(request, arguments.limit, arguments.profile)
         figures = f"{answers.first:6.1f}s {answers.last:6.1f}s"
         found = answers.why_none or answers.schedule + ", time was over" * answers.is_short
-        print(
-            f"{name:64} {recipe.ranks:2} {microbatches(recipe):5}  {figures}  {found}", flush=True
-        )
+        print(f"{name.removesuffix('_config'):64}  {figures}  {found}", flush=True)
         if not answers.why_none:
             made.append(answers)
     for what, most in (("first", FIRST), ("last", LAST)):
@@ -112,7 +151,21 @@ def microbatches(recipe: Recipe) -> int:
     return int(recipe.settings["global_batch_size"] // at_once)
 
 
-def _in_a_process(recipe: Recipe, limit: float, profile: bool) -> Answers:
+def _of_recipe(recipe: Recipe) -> LaunchRequest:
+    assert recipe.gpu is not None
+    with as_on_gpus():
+        values: dict[str, Any] = argument_values(recipe)
+    return LaunchRequest(values=values, world_size=recipe.gpus, gpu=parse_gpu(recipe.gpu))
+
+
+def _of_example(gpus: int, flags: str) -> LaunchRequest:
+    script = str(ROOT / "scripts" / "pretrain_gpt.py")
+    nodes = ["torchrun", "--nnodes", str(gpus // 8), "--nproc-per-node", "8"]
+    launch = read_launch([*nodes, script, *_LAUNCH.split(), *flags.split()])
+    return LaunchRequest(launch=launch, gpu=parse_gpu("h100"))
+
+
+def _in_a_process(request: Callable[[], LaunchRequest], limit: float, profile: bool) -> Answers:
     """Plan in a process that nothing of another plan has warmed."""
     reading, writing = os.pipe()
     child = os.fork()
@@ -121,7 +174,7 @@ def _in_a_process(recipe: Recipe, limit: float, profile: bool) -> Answers:
         try:
             os.close(reading)
             with open(writing, "w") as pipe:
-                json.dump(vars(_answers(recipe, limit, profile)), pipe)
+                json.dump(vars(_answers(request(), limit, profile)), pipe)
             status = 0
         finally:
             sys.stdout.flush()
@@ -133,11 +186,7 @@ def _in_a_process(recipe: Recipe, limit: float, profile: bool) -> Answers:
     return Answers(**json.loads(text)) if text else Answers(why_none="its process died")
 
 
-def _answers(recipe: Recipe, limit: float, profile: bool) -> Answers:
-    assert recipe.gpu is not None
-    with as_on_gpus():
-        values: dict[str, Any] = argument_values(recipe)
-    request = LaunchRequest(values=values, world_size=recipe.gpus, gpu=parse_gpu(recipe.gpu))
+def _answers(request: LaunchRequest, limit: float, profile: bool) -> Answers:
     profiler = cProfile.Profile()
     if profile:
         profiler.enable()

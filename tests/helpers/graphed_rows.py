@@ -98,7 +98,8 @@ def gradients(
     if graphs is not None:
         graphs.begin(row, stages, chunks)
         _capture(make, chunks, graphs.order(len(stages), microbatches), device, dtype)
-    captured = [p for chunk in chunks for layer in chunk for p in layer.captured.parameters()]
+    layers: list[Any] = [layer for chunk in chunks for layer in chunk]
+    captured = [parameter for layer in layers for parameter in layer.captured.parameters()]
     sums: dict[nn.Parameter, Tensor] = {}
     if graphs is not None:
         for parameter in captured:

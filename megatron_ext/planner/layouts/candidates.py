@@ -46,6 +46,7 @@ class Candidates:
     """Schedules, layouts, and what is run again of layers, within ``bound`` bytes of a rank.
 
     Attributes:
+        made: all that was evaluated, in the order in which it was.
         about: seconds of a step, by schedule, whether it fits or not.
         refused: why schedules cannot be made.
         barred: why schedules are not permitted.
@@ -71,6 +72,7 @@ class Candidates:
         self._figures = sorted(map(StageFigures, works), key=_least_work)
         self._orders: dict[str, Timed] = {}
         self._dividing: list[tuple[str, LayerRecompute]] = []
+        self.made: list[Evaluated] = []
         self.about: dict[str, float] = {}
         self.refused: dict[str, str] = {}
         self.barred: dict[str, str] = {}
@@ -331,9 +333,11 @@ class Candidates:
     ) -> Evaluated:
         self._progress.done += 1
         search = self._search if search is None else search
-        return evaluate(
+        made = evaluate(
             work, spec, layout, method, self._bound, search=search, better_than=better_than
         )
+        self.made.append(made)
+        return made
 
     @contextlib.contextmanager
     def _refusing(self, spec: str) -> Iterator[None]:

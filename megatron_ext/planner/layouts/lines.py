@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 
 from megatron_ext.compile.registry import with_option
@@ -16,6 +17,7 @@ from megatron_ext.planner.candidate import VocabMethod
 from megatron_ext.planner.layouts.candidates import Candidates, Permits, Rule
 from megatron_ext.planner.layouts.layout import Layout
 from megatron_ext.planner.layouts.work import Evaluated, Work, evaluate
+from megatron_ext.planner.planning_time import until_end
 from megatron_ext.progress import task
 
 _MOST_CHUNKS = 8
@@ -70,6 +72,8 @@ def compare_layouts(
 ) -> Lines:
     """The four lines of a training, of which ``own`` is the schedule and the layout as it stands.
 
+    Where the time of the plan ends before (`planning_time`), they are the best so far.
+
     Args:
         works: the training as it stands, and with what else Megatron could run again of layers.
         rule: the layout that Megatron makes by itself.
@@ -89,15 +93,26 @@ def compare_layouts(
         candidates = Candidates(works, bound, rule, permits, search, progress)
         loops = _with_chunks("interleaved", work, of_own)
         specs = ["1f1b", *loops]
-        chunks = _best(of_own, *candidates.by_rule(specs))
-        stock = _best(chunks, *candidates.by_layout([[spec] for spec in specs], [of_own, chunks]))
+        nothing: list[Evaluated] = []
+        until_end(partial(candidates.by_rule, specs), nothing)
+        chunks = _best(of_own, *candidates.made)
+        until_end(
+            partial(candidates.by_layout, [[spec] for spec in specs], [of_own, chunks]), nothing
+        )
+        stock = _best(chunks, *candidates.made)
         ladders = _ladders(work, sorted(loops, key=lambda spec: candidates.about.get(spec, inf)))
-        made = candidates.by_layout(ladders, [of_own, stock])
-        ours = _best(stock, *made, *candidates.further(made, of_own))
+
+        def of_ours() -> None:
+            made = candidates.by_layout(ladders, [of_own, stock])
+            candidates.further(made, of_own)
+
+        until_end(of_ours, None)
+        ours = _best(stock, *candidates.made)
         barred = None
         if candidates.barred:
             others = Candidates(works, bound, rule, permit_all, search, progress)
-            barred = _best(ours, *others.by_layout(ladders, [of_own, stock]))
+            until_end(partial(others.by_layout, ladders, [of_own, stock]), nothing)
+            barred = _best(ours, *others.made)
     return Lines(
         of_own,
         chunks,

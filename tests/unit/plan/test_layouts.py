@@ -33,6 +33,7 @@ from megatron_ext.planner.layouts.lines import Lines, compare_layouts, permit_al
 from megatron_ext.planner.layouts.minimax import least_slowest_stage, with_even_ranks
 from megatron_ext.planner.layouts.order import Order
 from megatron_ext.planner.layouts.work import Work, evaluate
+from megatron_ext.planner.planning_time import PlanningEnd, begin, planning
 from megatron_ext.progress import Task
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.placement import Placement, line, loop
@@ -235,6 +236,26 @@ def test_four_lines() -> None:
     assert made.gain(made.stock) > 0.02
     assert made.ours.schedule not in ("1f1b", "interleaved") and not made.refused
     assert sum(made.stock.layout.layers) == sum(made.ours.layout.layers) == 16
+
+
+@pytest.mark.parametrize(("ended", "is_better"), [("by_rule", "own"), ("further", "stock")])
+def test_a_comparison_that_its_time_ends_has_the_best_so_far(
+    ended: str, is_better: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it was lost, whatever had been found."""
+    whole = getattr(Candidates, ended)
+
+    def end(*arguments: Any) -> None:
+        whole(*arguments)
+        raise PlanningEnd
+
+    monkeypatch.setattr(Candidates, ended, end)
+    with planning() as time:
+        begin()
+        made = lines(work(**SMALL))
+    assert time.is_short
+    assert made.ours.seconds < getattr(made, is_better).seconds
+    assert made.ours.seconds == pytest.approx(four_lines().ours.seconds)
 
 
 def test_nothing_is_slower_than_the_line_itself() -> None:

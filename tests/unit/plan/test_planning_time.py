@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -43,6 +44,29 @@ def test_work_ends_after_its_cpu_seconds() -> None:
         assert "0.5 CPU seconds" in plan.why_short
         work_for(0.05)
         assert until_end(lambda: work_for(0), "ended") == "ended", "nothing begins after the end"
+
+
+def test_a_compiler_is_left_to_end() -> None:
+    """In its callback from C++ the exception was printed, and went no further."""
+    source = """
+def call_back(ended):
+    end = time.process_time() + 0.4
+    while time.process_time() < end:
+        pass
+    ended.append(True)
+"""
+    found: dict[str, Any] = {"time": time}
+    exec(compile(source, "site-packages/llvmlite/binding/executionengine.py", "exec"), found)
+    ended: list[bool] = []
+
+    def work() -> str:
+        found["call_back"](ended)
+        return work_for(60)
+
+    with planning(limit=0.1) as plan:
+        begin()
+        assert until_end(work, "ended") == "ended"
+        assert ended and plan.seconds < 10
 
 
 def test_work_that_is_soon_done_is_not_ended() -> None:
