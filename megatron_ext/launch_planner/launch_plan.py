@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron_ext.adapter.pairs.overlap_setting import FLAG
+from megatron_ext.doctor.words import read_launch
 from megatron_ext.launch_planner.alternatives.changed import Changed
 from megatron_ext.launch_planner.alternatives.first_answer import first_answer, whole_plan
 from megatron_ext.launch_planner.alternatives.less_memory import what_would_fit
@@ -28,6 +29,7 @@ from megatron_ext.planner.long_sequences import LongSequences
 from megatron_ext.planner.planning_time import begin, until_end, within
 from megatron_ext.planner.verdict import NOTHING, WORTH, Alternative, Written
 from megatron_ext.words import bytes_text
+from megatron_ext.written_settings import from_argv
 
 if TYPE_CHECKING:
     from megatron_ext.launch_planner.variants import LineVariants
@@ -96,7 +98,8 @@ def _plan(request: LaunchRequest, parsed: ParsedLaunch) -> JobPlan:
         others.append(pool.with_seconds(long_sequences.best, lambda: written_for_slices))
     of_plan = pool.of(Changed(line, tuple(made for made in plan.candidates if made is not own)))
     baseline = None if own is None else pool.with_seconds(own, lambda: NOTHING)
-    found, plan = confirmed_verdict(plan, baseline, [*of_plan, *others], free)
+    refusal = partial(refusal_of, request, parsed)
+    found, plan = confirmed_verdict(plan, baseline, [*of_plan, *others], free, refusal)
     fallbacks: tuple[str, ...] = ()
     if found.taken is None:
         fitting = until_end(lambda: tuple(what_would_fit(line, free)), fallbacks)
@@ -127,6 +130,27 @@ def _plan(request: LaunchRequest, parsed: ParsedLaunch) -> JobPlan:
         of_stock=NOTHING if found.stock is None else found.stock.write(),
         command="" if request.launch is None else command_with(request.launch, written),
     )
+
+
+def refusal_of(request: LaunchRequest, parsed: ParsedLaunch, one: Alternative) -> str | None:
+    """Return the reason why a training by the command for ``one`` would be refused, if it would:
+    by Megatron's validation of arguments and model, or by ours."""
+    from megatron_ext.adapter.arguments import check, prove_without_search
+    from megatron_ext.doctor import line as launch_line
+
+    if request.launch is None:
+        return None
+    words = read_launch(shlex.split(command_with(request.launch, one.write()))).arguments
+    config = from_argv(words)
+    try:
+        args = launch_line.parse(words).args
+        args = launch_line.validate(args, config, parsed.variants.world_size)
+        launch_line.check_model(args, config)
+        if config.schedule is not None:
+            check(args, config, prove_without_search)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 class _Pool:

@@ -7,7 +7,8 @@ schedules that could be recommended are built whole, and ranked by their true ti
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import shlex
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -26,6 +27,7 @@ def confirmed_verdict(
     baseline: Alternative | None,
     others: Sequence[Alternative],
     free: float | None = None,
+    refusal: Callable[[Alternative], str | None] = lambda one: None,
 ) -> tuple[Verdict, Plan]:
     """Return the `verdict` on ``baseline`` and ``others``, and ``plan`` with true figures.
 
@@ -35,24 +37,38 @@ def confirmed_verdict(
 
     Args:
         free: bytes that a rank may take; None: not known.
+        refusal: reason why a job could not start under an alternative, if it could not. Only what
+            is recommended is checked.
     """
     pool = list(others)
+    can_start: list[Alternative] = []
+    has_time = True
     while True:
         found = verdict(baseline, pool, free)
         recommended = [one for one in (found.taken, found.stock) if one in pool]
-        told = next(_told([*recommended, *_close(pool)]), None)
-        if told is None:
+        told = next(_told([*recommended, *(_close(pool) if has_time else [])]), None)
+        if told is not None:
+            whole: Alternative | None = told
+            if told in recommended:
+                whole = _built(told, free)
+            else:
+                whole = until_end(partial(_built, told, free), whole)
+            if whole is told:
+                has_time = False
+                continue
+            at = pool.index(told)
+            pool[at : at + 1] = [] if whole is None else [whole]
+            plan = _with_whole(plan, told.candidate, None if whole is None else whole.candidate)
+            continue
+        doubtful = next((one for one in recommended if one not in can_start), None)
+        if doubtful is None:
             return found, plan
-        whole: Alternative | None = told
-        if told in recommended:
-            whole = _built(told, free)
-        else:
-            whole = until_end(partial(_built, told, free), whole)
-        if whole is told:  # the time is over
-            return found, plan
-        at = pool.index(told)
-        pool[at : at + 1] = [] if whole is None else [whole]
-        plan = _with_whole(plan, told.candidate, None if whole is None else whole.candidate)
+        why = refusal(doubtful)
+        if why is None:
+            can_start.append(doubtful)
+            continue
+        remark(f"{shlex.join(doubtful.write().added)} is ignored: {why}")
+        pool.remove(doubtful)
 
 
 def _told(alternatives: Sequence[Alternative]) -> Iterator[Alternative]:

@@ -6,9 +6,11 @@ of Megatron's left on the line that do not go with them.
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +18,12 @@ import torch
 from typer.testing import CliRunner
 
 from megatron_ext.cli import app
+from megatron_ext.config import PipelineConfig
+from megatron_ext.cost_model.gpus import GPUS
+from megatron_ext.doctor import line as launch_line
 from megatron_ext.doctor.check import check_launch
-from megatron_ext.doctor.words import read_launch
+from megatron_ext.doctor.log.unparse import unparse
+from megatron_ext.doctor.words import Launch, read_launch
 from megatron_ext.launch_planner import parsed_launch
 from megatron_ext.launch_planner.alternatives import (
     first_answer,
@@ -26,9 +32,15 @@ from megatron_ext.launch_planner.alternatives import (
     without_full_recompute,
 )
 from megatron_ext.launch_planner.command_line import command_with
+from megatron_ext.launch_planner.launch_plan import refusal_of
+from megatron_ext.launch_planner.parsed_launch import LaunchRequest, with_launch
 from megatron_ext.planner import confirmation, planner, verdict
-from megatron_ext.planner.candidate import VocabMethod
+from megatron_ext.planner.candidate import Plan, VocabMethod
 from megatron_ext.planner.verdict import Written
+from scripts.recipes.accepting import argument_values, as_on_gpus, others
+from scripts.recipes.public_form import read_recipes
+from scripts.recipes.recipe import RECIPES, Recipe, read_models, resolve
+from tests.helpers.combinations import IS_NIGHT
 from tests.helpers.megatron_runs import SCRIPT, model_flags
 from tests.patches.test_layouts import FLAGS, LINES, ROUTED
 
@@ -38,6 +50,12 @@ PAIRS: dict[str, Any] = {
     "num_virtual_stages_per_pipeline_rank": 2,
     "overlap_moe_expert_parallel_comm": True,
 }
+# Of a launch, and no recipe says them.
+OF_A_LAUNCH = (
+    *("--train-iters", "1000", "--lr", "1e-4", "--eval-interval", "1000", "--eval-iters", "0"),
+    *("--mock-data", "--tokenizer-type", "NullTokenizer"),
+)
+DAILY = "llama3_8b_pretrain_16gpu_h100_bf16_16k"
 JOBS: dict[str, dict[str, Any]] = {
     **LINES,
     "experts": ROUTED,
@@ -75,8 +93,89 @@ def test_doctor_accepts_what_plan_prints(name: str) -> None:
     _check_what_plan_prints(command)
 
 
-def _check_what_plan_prints(command: list[str]) -> None:
-    result = CliRunner().invoke(app, ["plan", "--gpu", "h100", "--", *command])
+SHARED: dict[str, Any] = {
+    **{name: value for name, value in PAIRS.items() if not name.startswith("overlap_moe")},
+    "moe_shared_expert_intermediate_size": 1024,
+    "moe_shared_expert_overlap": True,
+}
+IN_PAIRS = "--overlap-moe-expert-parallel-comm"
+
+
+@pytest.mark.parametrize(
+    ("flags", "written", "why"),
+    [
+        (SHARED, Written((IN_PAIRS,)), "disable moe_shared_expert_overlap"),
+        (SHARED, Written((IN_PAIRS,), ("--moe-shared-expert-overlap",)), None),
+        (
+            {"fp8_format": "hybrid", "transformer_impl": "transformer_engine"},
+            Written(("--pipeline-schedule", "zb-v", "--pipeline-activation-offload", "full")),
+            "quantised",
+        ),
+    ],
+)
+def test_what_megatron_or_we_would_refuse_is_not_recommended(
+    flags: dict[str, Any], written: Written, why: str | None
+) -> None:
+    """Commands for public recipes were printed with such flags, and the ranks would have ended."""
+    words = tuple(model_flags(**(FLAGS | flags)))
+    request = LaunchRequest(Launch(str(SCRIPT), False, words, world_size=4))
+    alternative: Any = SimpleNamespace(write=lambda: written)
+    told = with_launch(request, lambda parsed: refusal_of(request, parsed, alternative))
+    assert told is None if why is None else told is not None and why in told
+
+
+def test_pairs_drop_what_megatron_refuses_beside_them() -> None:
+    words = tuple(model_flags(**(FLAGS | SHARED)))
+    request = LaunchRequest(Launch(str(SCRIPT), False, words, world_size=4), gpu=GPUS["h100"])
+    changed = with_launch(request, lambda parsed: pairs.other_pairs(parsed.variants, NO_PLAN, None))
+    assert changed is not None and changed.dropped == ("--moe-shared-expert-overlap",)
+    assert changed.candidates
+
+
+NO_PLAN = Plan((), {})
+
+
+def _recipes() -> list[str]:
+    """Public recipes whose GPU is known: all at night, by day one that is soon planned."""
+    names = [name for name, recipe in _understood().items() if recipe.gpu in GPUS]
+    return names if IS_NIGHT else [next(name for name in names if DAILY in name)]
+
+
+@functools.cache
+def _understood() -> dict[str, Recipe]:
+    models = read_models()
+    with as_on_gpus():
+        return {
+            name: resolve(name, raw, models, others())
+            for name, raw in read_recipes(RECIPES).items()
+        }
+
+
+@pytest.mark.parametrize("name", _recipes())
+def test_doctor_accepts_what_plan_prints_for_a_recipe(name: str) -> None:
+    recipe = _understood()[name]
+    assert recipe.gpu is not None and recipe.gpus is not None
+    try:
+        with as_on_gpus():
+            args = launch_line.parse_values(argument_values(recipe)).args
+            args = launch_line.validate(args, PipelineConfig(), recipe.gpus)
+    except ValueError as error:
+        pytest.skip(f"stock Megatron refuses the recipe: {error}")
+    unparsed = unparse({key: str(value) for key, value in vars(args).items()})
+    nodes, of_node = divmod(recipe.gpus, 8) if recipe.gpus % 8 == 0 else (recipe.gpus, 1)
+    command = ["torchrun", "--nnodes", str(nodes), "--nproc-per-node", str(of_node or 8)]
+    command += [str(SCRIPT), *unparsed.words, *OF_A_LAUNCH]
+    given = check_launch(read_launch(command), None, None)
+    if not given.is_right:
+        wrong = [finding.text for finding in given.findings if finding.verdict == "wrong"]
+        pytest.skip(f"doctor refuses the recipe's own command: {wrong}")
+    _check_what_plan_prints(command, recipe.gpu)
+
+
+def _check_what_plan_prints(command: list[str], gpu: str = "h100") -> None:
+    result = CliRunner().invoke(app, ["plan", "--gpu", gpu, "--", *command])
+    if "no schedule fits" in result.stderr:
+        return
     assert result.exit_code == 0, result.output
     text = result.stdout.splitlines()
     assert any(row.startswith("verdict:") for row in text[:4])

@@ -16,6 +16,7 @@ from megatron_ext.planner.planner import make_plan
 if TYPE_CHECKING:
     from megatron_ext.launch_planner.variants import LineVariants
 
+SHARED = "moe_shared_expert_overlap"
 _STOCK = "interleaved"
 
 
@@ -30,7 +31,11 @@ def other_pairs(
     if not args.num_experts or (args.expert_model_parallel_size or 1) == 1:
         return None
     is_asked = requests_pairs(args)
-    other = line.with_values({SETTING: not is_asked, DELAY: False})
+    changes = {SETTING: not is_asked, DELAY: False}
+    has_shared = not is_asked and args.moe_shared_expert_overlap
+    if has_shared:  # Megatron takes one of the two
+        changes[SHARED] = False
+    other = line.with_values(changes)
     if is_long:
         other = replace(other, marks=frozenset([Mark.STABLE]), tries_recompute=False)
     if room is None and plan.best is not None:
@@ -39,7 +44,8 @@ def other_pairs(
     made = make_plan(other.variant, room, only_promising=is_asked, specs=specs)
     best = () if made.best is None else (made.best,)
     stock = () if is_asked else (c for c in made.candidates if c.family == _STOCK)
-    return Changed(other, tuple(dict.fromkeys((*islice(stock, 1), *best))))
+    dropped = (f"--{SHARED.replace('_', '-')}",) if has_shared else ()
+    return Changed(other, tuple(dict.fromkeys((*islice(stock, 1), *best))), dropped)
 
 
 def _specs(*, with_pairs: bool) -> Iterator[str]:

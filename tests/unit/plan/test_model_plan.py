@@ -376,6 +376,24 @@ def test_true_figures_correct_the_ranking(place: int, factor: float) -> None:
     assert any(line.startswith(f"{wrong.schedule} takes") for line in said)
 
 
+def test_what_could_not_start_is_not_recommended() -> None:
+    """Megatron refused the model of a command that was printed to be pasted."""
+    plan = long_plan("1f1b", "zb-v")
+    best, other = plan.candidates
+    checked: list[str] = []
+
+    def refusal(one: Alternative) -> str | None:
+        checked.append(one.candidate.schedule)
+        return "two flags do not go together" if one.candidate.schedule == best.schedule else None
+
+    said: list[str] = []
+    with reporting(said.append):
+        found, _ = confirmed_verdict(plan, None, alternatives(plan), None, refusal)
+    assert found.taken is not None and found.taken.candidate.schedule == other.schedule
+    assert checked == [best.schedule, other.schedule], "each is checked once"
+    assert any("two flags do not go together" in line for line in said)
+
+
 def test_schedule_that_cannot_be_built_whole_is_not_recommended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
