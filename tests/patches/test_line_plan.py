@@ -44,10 +44,10 @@ from megatron_ext.launch_planner.alternatives.written import written_for
 from megatron_ext.launch_planner.launch_plan import plan_halves, plan_line
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest
 from megatron_ext.planner import planner
-from megatron_ext.planner.candidate import Candidate, VocabMethod
+from megatron_ext.planner.candidate import Candidate, Plan, VocabMethod
 from megatron_ext.planner.job_plan import JobPlan
 from megatron_ext.planner.layouts.layout import Layout
-from megatron_ext.planner.planning_time import planning
+from megatron_ext.planner.planning_time import planning, until_end
 from megatron_ext.progress import reporting
 from megatron_ext.schedule import placement
 from megatron_ext.schedule.costs import uniform
@@ -142,6 +142,30 @@ def test_first_answer_is_given_where_nothing_fits_as_it_is(
 ) -> None:
     _, first = heard_of(f"operations=400e12,bytes=40e9,memory={memory}", monkeypatch)
     assert answer in first
+
+
+def test_first_answer_does_not_wait_for_what_recompute_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 405 billion parameters on 16 ranks none fits, which was first said after 52 seconds."""
+
+    def make_plan(variant_of: Any, *arguments: Any, **more: Any) -> Plan:
+        if not variant_of.__self__.tries_recompute:
+            return planner.make_plan(variant_of, *arguments, **more)
+        return until_end(wait, Plan((), {("zb-v", VocabMethod.NAIVE): planner.NO_TIME}))
+
+    def wait() -> Plan:
+        while True:
+            pass
+
+    monkeypatch.setattr(first_answer, "make_plan", make_plan)
+    monkeypatch.setattr(progress, "_REMARKS", set())
+    heard: list[str] = []
+    with planning(20) as time, reporting(lambda text: None, heard.append):
+        made("operations=400e12,bytes=40e9,memory=1.6GiB")
+    assert time.first_answer is not None and time.first_answer < 0.5 * time.limit
+    (first,) = (text for text in heard if text.startswith("a first answer: "))
+    assert "how much recompute would fit is not known yet" in first
 
 
 def test_comparison_gives_a_first_answer(monkeypatch: pytest.MonkeyPatch) -> None:

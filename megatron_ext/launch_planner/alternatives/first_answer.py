@@ -11,7 +11,7 @@ from megatron_ext.compile.registry import Mark, entry_of
 from megatron_ext.planner.candidate import Candidate, Plan, VocabMethod
 from megatron_ext.planner.figures import flags_of
 from megatron_ext.planner.planner import NO_TIME, all_specs, make_plan
-from megatron_ext.planner.planning_time import answered
+from megatron_ext.planner.planning_time import answered, within
 from megatron_ext.progress import remark
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 LONG = 1_024  # pipeline ranks times microbatches, from which on it takes so long
 _FIRST = ("zb-v",)
+_RECOMPUTE = 0.15  # of the planning time, after which the first answer comes without recompute
 
 
 def first_answer(parsed: ParsedLaunch) -> Plan | None:
@@ -37,9 +38,13 @@ def first_answer(parsed: ParsedLaunch) -> Plan | None:
     plan = make_plan(simple.variant, parsed.room, specs=specs)
     fitting = plan
     if plan.best is None and line.tries_recompute:
-        fitting = make_plan(line.variant, parsed.room, specs=specs)
-    if NO_TIME not in fitting.refusals.values():
-        remark(f"a first answer: {_in_words(fitting, line)}; others are compared now")
+        with within(_RECOMPUTE):
+            fitting = make_plan(line.variant, parsed.room, specs=specs)
+    words = _in_words(fitting, line)
+    if NO_TIME in fitting.refusals.values():
+        words += ", and how much recompute would fit is not known yet"
+    if NO_TIME not in plan.refusals.values():
+        remark(f"a first answer: {words}; others are compared now")
         answered()
     microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
     is_long = args.pipeline_model_parallel_size * microbatches >= LONG
