@@ -29,6 +29,7 @@ from scripts.recipes.accepting import as_on_gpus, judge, judge_on_v, others  # n
 from scripts.recipes.configured import configuration_of  # noqa: E402
 from scripts.recipes.counting import as_json, count, rows  # noqa: E402
 from scripts.recipes.gains import Configuration, Found, all_gains  # noqa: E402
+from scripts.recipes.gains_page import TABLE, gains_table  # noqa: E402
 from scripts.recipes.markers import collect  # noqa: E402
 from scripts.recipes.page import own, page, plans_of, summary  # noqa: E402
 from scripts.recipes.prospects import Prospect, prospects_of  # noqa: E402
@@ -75,6 +76,8 @@ def main(words: Sequence[str]) -> int:
     if output is not None:
         kept = plans_of(output.read_text()) if arguments.keep_plans else None
         output.write_text(page(made, evidence, prospects, kept))
+        if prospects:
+            output.with_name(TABLE).write_text(gains_table(prospects, made))
     if arguments.json is not None:
         of_recipes = {prospect.recipe.name: prospect.as_data() for prospect in prospects}
         data = [{**as_json(row), "plan": of_recipes.get(row.name)} for row in made]

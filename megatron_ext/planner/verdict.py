@@ -134,7 +134,7 @@ def verdict(
 
 
 def name_of(candidate: Candidate) -> str:
-    """Return the schedule of ``candidate`` with what is done beside its order."""
+    """Return the schedule of ``candidate`` with its other settings, as a verdict names it."""
     made = candidate.report
     words = [made.schedule]
     if candidate.method is VocabMethod.REDISTRIBUTED:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
 
 from scripts.recipes.counting import Row
@@ -23,7 +25,7 @@ measured:
   and the GPU's data sheet. The optimizer's step, and what passes do not hide of reductions, are
   charged to all alike. A gain below 5% is within what a formula can tell.
 - Within one memory bound: the larger of 0.95 of the GPU's memory, and what the fullest rank of the
-  own line takes. A gain that is gone with 2 GiB less has a \\*.
+  own line takes. A gain that is gone with 2 GiB less has an asterisk.
 - Schedules that search are told by what they know before; with their search they may gain more.
   The vocabulary is divided where that is faster. Of its layers Megatron runs again what is best:
   nothing, modules, or all, as it stands behind a schedule where the recipe has other words.
@@ -42,22 +44,27 @@ _CLASSES = (
     ("m > 8p", 8, float("inf")),
 )
 _LEVELS = (1.03, 1.1, 1.3)
+_COLUMNS = (
+    *("recipe", "ranks", "microbatches", "own line", "seconds", "GiB"),
+    *("stock's best", "stock's gain", "stock's GiB"),
+    *("best of all", "gain of all", "GiB of all"),
+)
 
 
-def gains_section(prospects: Sequence[Prospect], made: Iterable[Row]) -> str:
-    """The text of it; "" where nothing was planned."""
+TABLE = "recipe-gains.csv"  # next to the page
+
+
+def gains_section(prospects: Sequence[Prospect]) -> str:
+    """Return the text of it; "" if nothing was planned."""
     planned = [prospect for prospect in prospects if isinstance(prospect.gains, Gains)]
     if not planned:
         return ""
-    rows = {row.name: row for row in made}
     parts = [
         _HEAD,
         _summary(planned),
         "### Predicted over published throughput\n",
         _throughput(planned),
-        "### By recipe\n",
-        "p ranks, m microbatches; seconds of a step, and GiB of the fullest rank.\n",
-        _by_recipe(planned, rows),
+        f"[{TABLE}]({TABLE}) has each recipe: seconds of a step, and GiB of the fullest rank.\n",
         "### What is not planned\n",
         _without(prospects),
     ]
@@ -117,13 +124,18 @@ def _throughput(planned: Sequence[Prospect]) -> str:
     )
 
 
-def _by_recipe(planned: Sequence[Prospect], rows: Mapping[str, Row]) -> str:
-    lines = []
+def gains_table(prospects: Sequence[Prospect], made: Iterable[Row]) -> str:
+    """Return what each recipe would gain, as CSV, the largest gain first."""
+    rows = {row.name: row for row in made}
+    planned = [prospect for prospect in prospects if isinstance(prospect.gains, Gains)]
+    text = io.StringIO()
+    lines = csv.writer(text, lineterminator="\n")
+    lines.writerow(_COLUMNS)
     for prospect in sorted(planned, key=_by_gain):
         gains, configuration = prospect.gains, prospect.configuration
         assert isinstance(gains, Gains) and configuration is not None
         own = gains.own
-        lines.append(
+        lines.writerow(
             [
                 name_of(prospect.recipe.name),
                 configuration.ranks,
@@ -135,12 +147,7 @@ def _by_recipe(planned: Sequence[Prospect], rows: Mapping[str, Row]) -> str:
                 *_cells(gains.ours, gains.stock, _barred(gains.ours, rows[prospect.recipe.name])),
             ]
         )
-    head = [
-        *("recipe", "p", "m", "own line", "s", "GiB"),
-        *("stock's best", "gain", "GiB"),
-        *("best of all", "gain", "GiB"),
-    ]
-    return table(head, lines)
+    return text.getvalue()
 
 
 def _by_gain(prospect: Prospect) -> tuple[float, str]:
@@ -157,7 +164,7 @@ def _cells(option: Option, before: Option, barred: str = "") -> list[str]:
         name += f", vocabulary {option.vocabulary}"
     if option.recompute:
         name += f", run again: {option.recompute}"
-    gain = f"{option.gain:.3f}" + "\\*" * option.is_tight
+    gain = f"{option.gain:.3f}" + "*" * option.is_tight
     return [name + barred, gain, _gib(option)]
 
 

@@ -57,7 +57,7 @@ def page(
         _totals(made),
         "## By model\n",
         _by_model(made),
-        *filter(None, [plans or gains_section(prospects, made)]),
+        *filter(None, [plans or gains_section(prospects)]),
         _REFUSED,
         _refusals(made),
         "## What no test shows\n",

@@ -147,7 +147,7 @@ def test_first_answer_is_given_where_nothing_fits_as_it_is(
 def test_first_answer_does_not_wait_for_what_recompute_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of 405 billion parameters on 16 ranks none fits, which was first said after 52 seconds."""
+    """For 405 billion parameters on 16 ranks nothing fits: the first word came after 52 seconds."""
 
     def make_plan(variant_of: Any, *arguments: Any, **more: Any) -> Plan:
         if not variant_of.__self__.tries_recompute:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,7 +17,7 @@ from megatron_ext.planner.layouts.recompute import LayerRecompute
 from scripts.recipes import gains
 from scripts.recipes.counting import Row, Under
 from scripts.recipes.gains import MARGIN, Configuration, Gains, Option, gains_of
-from scripts.recipes.gains_page import gains_section
+from scripts.recipes.gains_page import gains_section, gains_table
 from scripts.recipes.prospects import Prospect, prospects_of
 from scripts.recipes.public_form import read_recipes
 from scripts.recipes.recipe import RECIPES, Recipe, read_models, resolve
@@ -117,16 +119,16 @@ def row(name: str, verdict: Verdict) -> Row:
 def test_the_section_of_the_page() -> None:
     refused = Verdict("zb-h1", why="no", without=("tp_comm_overlap",))
     best = replace(option(1.2, "zb-v", is_tight=True), recompute="none")
-    text = gains_section([prospect(best)], [row(LLAMA, refused)])
-    assert "| zb-v, run again: none (without tp_comm_overlap) | 1.200\\* | 60.0 |" in text
+    text, rows = gains_section([prospect(best)]), [row(LLAMA, refused)]
+    (line,) = csv.DictReader(io.StringIO(gains_table([prospect(best)], rows)))
+    assert line["best of all"] == "zb-v, run again: none (without tp_comm_overlap)"
+    assert (line["gain of all"], line["GiB of all"]) == ("1.200*", "60.0")
     assert "| m <= 2p | 1 | 1.050 [1.05] | 1.200 [1.20] | 1 | 1 | 0 |" in text
     tokens = 256 * 8192 / 6 / 64
     assert f"| 26.04.01 | {tokens:.0f} | 1664 | {tokens / 1664:.2f} |" in text
     unknown = Prospect(recipe(), None, "nothing is known of its GPU: vr200")
-    assert "| 1 | nothing is known of its GPU: vr200 |" in gains_section(
-        [prospect(best), unknown], [row(LLAMA, refused)]
-    )
-    assert gains_section([unknown], []) == ""
+    assert "| 1 | nothing is known of its GPU: vr200 |" in gains_section([prospect(best), unknown])
+    assert gains_section([unknown]) == ""
 
 
 def test_what_is_alike_is_planned_once() -> None:
