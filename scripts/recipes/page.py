@@ -218,7 +218,11 @@ def _features(made: Sequence[Row], evidence: Evidence) -> str:
         return [evidence.grade(kind, (feature,)) or "-" for kind in KINDS]
 
     lines = [[feature, used[feature], *grades(feature)] for feature in sorted(used)]
-    return table(["", "recipes", *KINDS], lines)
+    others = [line for line in lines if set(line[2:]) != {"A"}]
+    return (
+        f"{len(lines) - len(others)} of {len(lines)} settings have A under each. The others:\n\n"
+        f"{table(['', 'recipes', *KINDS], others)}"
+    )
 
 
 def rules() -> str:
