@@ -29,6 +29,7 @@ from megatron_ext.runtime.messages.channels import Channels
 from megatron_ext.runtime.messages.transport import Boundary, Transport
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.stage_io import Messages
+from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Pair
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.kinds import Held
@@ -107,6 +108,7 @@ class DeepStage(LinearStage):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._whole: int | None = None  # microbatch whose B runs
         draw = torch.Generator().manual_seed(self.number)
         width = self.shape[1]
         drawn = torch.randn(LAYERS, width, width, generator=draw) / width**0.5
@@ -121,7 +123,21 @@ class DeepStage(LinearStage):
     def output(self, x: Tensor) -> Tensor:
         for weight in self.weights:
             x = SplitLinear.apply(self.activate(x), weight)
+            if x.requires_grad:
+                x.register_hook(self._behind_a_layer)
         return x
+
+    def backward(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
+        """Run B as Megatron's layers do, each with its weight's gradient at once. (With all weight
+        gradients at the end, B held another microbatch, which no prediction knew.)"""
+        self._whole = microbatch
+        dx = super().backward(microbatch, dy)
+        self._whole = None
+        return dx
+
+    def _behind_a_layer(self, gradient: Tensor) -> None:
+        if self._whole is not None:
+            queue.run_so_far(self.number, self._whole)
 
     def sample(self, microbatch: int) -> Tensor:
         draw = torch.Generator().manual_seed(microbatch)
