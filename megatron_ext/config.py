@@ -24,6 +24,7 @@ from megatron_ext.schedule.problem import (
     VocabularyParallel,
     parse_recompute,
 )
+from megatron_ext.schedule.rank_speeds import RankSpeeds, parse_rank_speeds
 from megatron_ext.schedule.slices import Lengths, Slices, parse_lengths
 
 ESTIMATE = "estimate"
@@ -123,6 +124,10 @@ def _slice_lengths(name: str, text: str) -> SliceLengths:
     return parse_lengths(text, flag(name))
 
 
+def _rank_speeds(name: str, text: str) -> RankSpeeds:
+    return parse_rank_speeds(text, flag(name))
+
+
 def _schedules(name: str, text: str) -> LineUp:
     return LineUp(tuple(text.split()))
 
@@ -185,6 +190,16 @@ class PipelineConfig:
             "per hop), 'estimate' from the model's dimensions (the default), 'profile' or "
             "'profile:FILE'. profile measures them in the first iterations, writes them to FILE "
             "(costs.json) and uses them.",
+        ),
+    )
+    rank_speeds: RankSpeeds | None = field(
+        default=None,
+        metadata=_setting(
+            _rank_speeds,
+            "S,S,...",
+            "Speed of each pipeline rank relative to the costs: 1,1,0.77,1 has rank 2 take 1.3 "
+            "times as long. Schedules that go by costs are made for these ranks. Default: all "
+            "ranks are alike.",
         ),
     )
     p2p: P2P = field(
@@ -410,6 +425,12 @@ class PipelineConfig:
                 "costs",
                 "steps that overlap cannot be measured one by one; profile without it, and give "
                 "it the file that was written",
+            )
+        if self.rank_speeds is not None and self.costs.profile is not None:
+            self._refuse(
+                "rank_speeds",
+                "costs",
+                "what is measured has the speeds of the ranks in it; drop one of them",
             )
         if self.slices > 1 and self.costs.profile is not None:
             self._refuse(

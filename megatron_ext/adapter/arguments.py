@@ -200,7 +200,8 @@ def problems(args: Any, config: PipelineConfig) -> list[Problem]:
         ValueError: as `programs`, as far as no program is needed to tell.
     """
     placement = config.choice.place(args.pipeline_model_parallel_size)
-    costs = job_costs(config.costs, of_arguments(args, placement), config.slices)
+    job, speeds = of_arguments(args, placement), config.rank_speeds
+    costs = job_costs(config.costs, job, config.slices, speeds=speeds)
     pairs = requests_pairs(args)
     return [config.problem(placement, m, costs, pairs=pairs) for m in _microbatches_of_steps(args)]
 

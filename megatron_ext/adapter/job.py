@@ -29,6 +29,7 @@ from megatron_ext.cost_model.rates import Rates
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.rank_speeds import RankSpeeds, at_speeds
 
 _REMEDY = "--pipeline-costs profile measures them (of install: costs='profile')"
 _FEW = 0.005  # share of a stage's parameters below which they are not mentioned
@@ -113,11 +114,14 @@ def of_arguments(args: Any, placement: Placement, stages: Sequence[Stage] | None
     if args.use_tp_pp_dp_mapping:
         stride = args.tensor_model_parallel_size * args.context_parallel_size
     is_tied = not args.untie_embeddings_and_output_weights
+    trained = Trained((1.0,) * placement.stages)
+    if getattr(args, "freeze_language_model", False):  # of a wrapper around it
+        trained = Trained((0.0,) * placement.stages, head=False)
     return Job(
         placement,
         tuple(counts),
         layers,
-        Trained((1.0,) * placement.stages),
+        trained,
         args.context_parallel_size,
         args.world_size,
         stride,
@@ -164,16 +168,23 @@ def of_built(
     )
 
 
-def job_costs(source: CostsSource, job: Job, slices: int, tell: Tell | None = None) -> Costs:
+def job_costs(
+    source: CostsSource,
+    job: Job,
+    slices: int,
+    tell: Tell | None = None,
+    speeds: RankSpeeds | None = None,
+) -> Costs:
     """Return the costs of a microbatch of ``job``: measured, given or estimated, according to
     ``source``.
 
     Args:
         slices: the number of slices of a sequence.
         tell: receives a line about what the estimate ignores.
+        speeds: of the pipeline ranks; None if they are alike.
 
     Raises:
-        ValueError: ``source`` cannot be parsed.
+        ValueError: ``source`` cannot be parsed, or there are more or fewer ``speeds`` than ranks.
     """
     measured = None if source.file is None else rates_in_file(source.file, job.counts)
     if source.is_estimate or measured is not None:
@@ -190,6 +201,9 @@ def job_costs(source: CostsSource, job: Job, slices: int, tell: Tell | None = No
                 )
     if slices > 1:
         costs = costs.with_slices_shared_by(job.context_parallel)
+    if speeds is not None:
+        ranks = speeds.of_ranks(job.placement.ranks, flag("rank_speeds"))
+        costs = at_speeds(costs, job.placement, ranks)
     return with_input_gradient(costs) if job.is_looked_up else costs
 
 
@@ -197,13 +211,18 @@ def basis_of(job: Job) -> Basis | None:
     """Return the basis of `job_costs`' estimate, if measured stages can tell the time of each
     layer.
 
-    They cannot if a model has frozen parts, or parts outside its language model.
+    They cannot if the language model has frozen parts, or if there are others outside of it than an
+    encoder on the first stage.
     """
     layers = job.layers
-    if layers is None or not job.trained.is_all or job.other_shares or job.is_looked_up:
+    if layers is None or not job.trained.is_all or job.is_looked_up:
+        return None
+    with_others = [stage for stage, _ in job.other_shares]
+    if with_others not in ([], [0]):
         return None
     run = layers.execution
-    return Basis(layers.model, layers.stages, run, rates(run.precision))
+    has_tower = with_others == [0]
+    return Basis(layers.model, layers.stages, run, rates(run.precision), has_tower)
 
 
 def _estimated(job: Job, measured: Rates | None = None, tell: Tell | None = None) -> Costs:

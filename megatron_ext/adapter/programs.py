@@ -122,7 +122,8 @@ class Programs:
         )
 
         def work() -> Costs:
-            return job_costs(source, described(), slices, None if self.costs else logger.info)
+            tell = None if self.costs else logger.info
+            return job_costs(source, described(), slices, tell, self._config.rank_speeds)
 
         if not self.costs or not (forward_only or self._searched_for):
             of_rank_0, microbatches, costs = self._told_by_rank_0(shape, microbatches, work)

@@ -24,8 +24,8 @@ CostsText = Annotated[
     str,
     typer.Option(
         help="Times of passes, in any unit: f=10,i=12,w=8,comm=1 per microbatch of a rank, "
-        "in addition head=5/6/4,embedding=1/1 for the whole output layer and embedding; or a JSON "
-        "file."
+        "in addition head=5/6/4,embedding=1/1 for the whole output layer and embedding, "
+        "tower=8/9/6 for an encoder on the first stage; or a JSON file."
     ),
 ]
 UNIT = "f=1,i=1,w=1,comm=0"
@@ -34,6 +34,32 @@ Limit = Annotated[
     typer.Option(
         help="What a rank's activations may take: 5 (microbatches), 0.5x (of 1F1B's peak) or "
         "60GiB. Without it there is no limit."
+    ),
+]
+Speeds = Annotated[
+    str | None,
+    typer.Option(
+        "--rank-speeds",
+        metavar="S,S,...",
+        help="Speed of each pipeline rank relative to the costs: 1,1,0.77,1 has rank 2 take 1.3 "
+        "times as long. Without it all ranks are alike.",
+    ),
+]
+Vision = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME|SIZES",
+        help="Vision tower on the first stage: clip, siglip, internvit, radio and so on, or "
+        "layers=27,hidden=1152,heads=16,ffn=4304; trained=projector or trained=none behind it if "
+        "it is frozen.",
+    ),
+]
+VisionTokens = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Tokens of the vision tower for each sample. Without it as many as the language model "
+        "has.",
     ),
 ]
 SliceCount = Annotated[

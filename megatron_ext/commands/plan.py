@@ -22,6 +22,9 @@ from megatron_ext.commands.options import (
     PostValidation,
     SliceCount,
     SliceLengths,
+    Speeds,
+    Vision,
+    VisionTokens,
 )
 from megatron_ext.commands.output import fail
 from megatron_ext.commands.plan_pictures import PlanPictures
@@ -33,26 +36,33 @@ from megatron_ext.cost_model.execution import Precision
 from megatron_ext.cost_model.gpus import (
     USABLE,
     FreeMemory,
+    Gpu,
     assumed_rates,
     free_memory,
-    parse_gpu,
+    parse_gpus,
 )
 from megatron_ext.cost_model.measured.file import load_measured
+from megatron_ext.cost_model.model import Model
 from megatron_ext.cost_model.model_memory import TrainingState
 from megatron_ext.cost_model.rates import Rates
-from megatron_ext.cost_model.short_form import parse_model
+from megatron_ext.cost_model.short_form import Described, parse_model
+from megatron_ext.cost_model.tower import parse_tower, tower_of
 from megatron_ext.patches.engine import PatchError
 from megatron_ext.planner.figures import as_data
 from megatron_ext.planner.half_pipeline import Halves, compare_halves
 from megatron_ext.planner.job_plan import JobPlan, plan_training
+from megatron_ext.planner.mixed_gpus import product_of, reference_of, speeds_of_gpus
 from megatron_ext.planner.planning_time import planning
 from megatron_ext.planner.training import TrainedModel, Training
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.problem import Extras
+from megatron_ext.schedule.rank_speeds import RankSpeeds, parse_rank_speeds
 from megatron_ext.schedule.slices import Lengths, Slices, parse_lengths
 from megatron_ext.text_file import parse_json, read_text_file
+from megatron_ext.viz.slow_ranks import speeds_in
 from megatron_ext.viz.trace import reserved_in
+from megatron_ext.words import counted
 
 if TYPE_CHECKING:
     from megatron_ext.launch_planner.parsed_launch import LaunchRequest
@@ -71,6 +81,7 @@ def plan(
         typer.Option(help="As of simulate. With --model they are its times, as measured."),
     ] = None,
     memory_limit: Limit = None,
+    rank_speeds: Speeds = None,
     as_json: Json = False,
     show_all: Annotated[
         bool, typer.Option("--all", help="Print every schedule that was compared, in tables.")
@@ -83,7 +94,8 @@ def plan(
         int | None,
         typer.Option(
             min=1,
-            help="Of the model: compare with Megatron's redistribution, where costs have a head.",
+            help="Of the model, all equal: compare layouts, and Megatron's redistribution where "
+            "costs have a head.",
         ),
     ] = None,
     model: Annotated[
@@ -100,9 +112,12 @@ def plan(
         typer.Option(
             help="Name of a GPU whose data sheet is known, such as h100 (an unknown name is "
             "answered with all), or operations=400e12,bytes=40e9,memory=80GiB, as achieved. "
+            "h100:6,a100:2 has six pipeline ranks of one type, and the last two of another. "
             f"A rank's tensors and its allocator's reserve may take {USABLE:.0%} of the memory."
         ),
     ] = None,
+    vision: Vision = None,
+    vision_tokens: VisionTokens = None,
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
     dp: Annotated[int, typer.Option(min=1, help="Data-parallel ranks.")] = 1,
     distributed_optimizer: Annotated[
@@ -132,8 +147,9 @@ def plan(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Of a launch line: what --pipeline-trace wrote on GPUs. Room is left for what "
-            "their allocators reserve.",
+            help="Directory written by --pipeline-trace under this launch command. The plan "
+            "reserves as much memory as allocators of GPUs reserved there beyond their "
+            "allocations, and takes ranks that were slow there as slow.",
         ),
     ] = None,
     world_size: Annotated[
@@ -157,19 +173,20 @@ def plan(
         if context.args or config is not None or megatron_args is not None:
             if any((*sizes, slices > 1, pairs)):
                 raise ValueError(_BESIDE_A_LINE)
-            settings = {"costs": costs, "memory_limit": memory_limit}
+            settings = {"costs": costs, "memory_limit": memory_limit, "rank_speeds": rank_speeds}
             source = _source(context.args, config, megatron_args)
-            job = _of_launch(source, world_size, gpu, trace, _words(extras, settings))
+            tower = vision, vision_tokens
+            job = _of_launch(source, world_size, gpu, trace, _words(extras, settings), tower)
         else:
-            if half_pipeline and (slices > 1 or pairs):
+            if half_pipeline and (slices > 1 or pairs or rank_speeds is not None):
                 raise ValueError(_HALVES_ARE_WHOLE)
             if trace is not None:
                 raise ValueError(_OF_A_LINE)
-            training = _training(pp, microbatches, memory_limit, extras, layers)
+            training = _training(pp, microbatches, memory_limit, extras, layers, rank_speeds)
             state = TrainingState(
                 distributed=distributed_optimizer, data_parallel=dp, expert_data_parallel=dp
             )
-            job = _of_model(training, model, state, tp, gpu, costs)
+            job = _of_model(training, model, state, tp, gpu, costs, (vision, vision_tokens))
         if half_pipeline:
             pictures.refuse("--half-pipeline")
             _show_halves(job, as_json)
@@ -289,6 +306,7 @@ def _of_launch(
     gpu: str | None,
     trace: Path | None,
     settings: Sequence[str],
+    tower: tuple[str | None, int | None],
 ) -> _OfLaunch:
     """Raises ValueError or OSError where that is not understood."""
     from megatron_ext.doctor.log.megatron_log import launch_from
@@ -299,16 +317,34 @@ def _of_launch(
     launch = launch_from(source.words, source.log) if source.config is None else None
     if launch is not None:
         gpu = gpu or launch.gpu
+    gpus = None if gpu is None else parse_gpus(gpu)
+    reserved, seen_speeds = (None, None) if trace is None else _seen_in(trace)
     return _OfLaunch(
         LaunchRequest(
             launch=launch,
             values=values,
             world_size=world_size,
-            gpu=None if gpu is None else parse_gpu(gpu),
+            gpu=None if gpus is None else reference_of(gpus),
             settings=tuple(settings),
-            reserved=None if trace is None else reserved_in(trace),
+            reserved=reserved,
+            gpus=() if gpus is None or len(gpus) == 1 else gpus,
+            seen_speeds=seen_speeds,
+            vision=tower[0],
+            vision_tokens=tower[1],
         )
     )
+
+
+def _seen_in(trace: Path) -> tuple[float | None, RankSpeeds | None]:
+    """Return the bytes that allocators reserve and the speeds of ranks in ``trace``. Raises
+    ValueError if it tells neither."""
+    reserved, speeds = reserved_in(trace), speeds_in(trace)
+    if reserved is None and speeds is None:
+        raise ValueError(
+            f"--trace {trace} tells nothing for a plan: no rank is slow there, and only a trace "
+            f"that is made on GPUs says what an allocator reserves"
+        )
+    return reserved, speeds
 
 
 def _words(extras: Extras, settings: Mapping[str, str | None]) -> list[str]:
@@ -336,12 +372,19 @@ def _training(
     limit: str | None,
     extras: Extras,
     layers: int | None,
+    speeds: str | None,
 ) -> Training:
-    """Raises ValueError if it is not told how large the pipeline is."""
+    """Raises ValueError if it is not told how large the pipeline is, or for speeds of other
+    ranks."""
     if ranks is None or microbatches is None:
         raise ValueError(_NEEDED)
     within = None if limit is None else parse_limit(limit, ranks, microbatches)
-    return Training(ranks, microbatches, limit=within, extras=extras, layers=layers)
+    of_ranks = None if speeds is None else parse_rank_speeds(speeds)
+    training = Training(
+        ranks, microbatches, limit=within, extras=extras, layers=layers, speeds=of_ranks
+    )
+    _ = training.rank_speeds
+    return training
 
 
 def _of_model(
@@ -351,6 +394,7 @@ def _of_model(
     tp: int,
     gpu: str | None,
     costs: str | None,
+    tower: tuple[str | None, int | None],
 ) -> _OfTraining:
     """Return ``training`` of the ``model``, or by its ``costs`` alone.
 
@@ -358,6 +402,8 @@ def _of_model(
         ValueError: the model or the GPU is not understood, or nothing tells its speed.
     """
     if model is None:
+        if tower != (None, None):
+            raise ValueError(_TOWER_WITHOUT_MODEL)
         if gpu is not None or tp > 1 or state != TrainingState():
             raise ValueError(_WITHOUT_MODEL)
         return _OfTraining(replace(training, costs=partial(parse_costs, costs or UNIT)))
@@ -369,20 +415,41 @@ def _of_model(
     if gpu is None and costs is None:
         raise ValueError("--model does not say how fast it runs: add --gpu, or --costs")
     described = parse_model(model)
+    described_model = _with_tower(described, *tower)
     execution = described.execution(tp)
-    rates, free = _machine(gpu, execution.precision, costs)
-    trained = TrainedModel(described.model, execution, state, rates)
+    gpus = () if gpu is None else parse_gpus(gpu)
+    rates, free = _machine(gpus, execution.precision, costs)
+    if len(gpus) > 1:
+        if len(gpus) != training.ranks:
+            raise ValueError(
+                f"--gpu {gpu} names {counted(len(gpus), 'pipeline rank')}, and --pp is "
+                f"{training.ranks}"
+            )
+        of_gpus = speeds_of_gpus(gpus, described_model, execution)
+        speeds = product_of([training.speeds, of_gpus], training.ranks)
+        training = replace(training, speeds=speeds)
+    trained = TrainedModel(described_model, execution, state, rates)
     given = None if costs is None else partial(parse_costs, costs)
     return _OfTraining(replace(training, trained=trained, costs=given), free)
 
 
+def _with_tower(described: Described, text: str | None, tokens: int | None) -> Model:
+    """Return the model, with the vision tower that ``text`` names. Raises ValueError."""
+    if text is None:
+        if tokens is not None:
+            raise ValueError("--vision-tokens is for a vision tower: name it with --vision")
+        return described.model
+    tower = tower_of(parse_tower(text), described.hidden, tokens or described.sequence)
+    return replace(described.model, tower=tower)
+
+
 def _machine(
-    gpu: str | None, precision: Precision, costs: str | None
+    gpus: Sequence[Gpu], precision: Precision, costs: str | None
 ) -> tuple[Rates, FreeMemory | None]:
     """Return the rates of a rank, and the memory that it may take. Raises ValueError."""
-    if gpu is None:
+    if not gpus:
         return assumed_rates(precision), None
-    machine = parse_gpu(gpu)
+    machine = reference_of(gpus)
     free = None
     if machine.memory is not None:
         file = None if costs is None else CostsSource(costs).file
@@ -392,8 +459,12 @@ def _machine(
 
 
 _HALVES_ARE_WHOLE = (
-    "--half-pipeline compares whole microbatches, one pass after the other: drop --slices and "
-    "--pairs"
+    "--half-pipeline compares whole microbatches, one pass after the other, on ranks that are all "
+    "alike: drop --slices, --pairs and --rank-speeds"
+)
+_TOWER_WITHOUT_MODEL = (
+    "--vision names the tower of a model: add --model, give a launch line behind --, or write what "
+    "the tower takes into --costs as tower=F/I/W"
 )
 _WITHOUT_MODEL = (
     "--gpu, --tp, --dp and --distributed-optimizer say how a model is trained: add --model"

@@ -23,6 +23,7 @@ from megatron_ext.commands.options import (
     Schedule,
     SliceCount,
     SliceLengths,
+    Speeds,
 )
 from megatron_ext.commands.output import command_line, fail, print_table
 from megatron_ext.commands.progress import showing_progress
@@ -49,6 +50,7 @@ from megatron_ext.schedule.problem import (
     VocabularyParallel,
     parse_recompute,
 )
+from megatron_ext.schedule.rank_speeds import at_speeds, parse_rank_speeds
 from megatron_ext.schedule.schedule_csv import to_csv, to_torch_csv
 from megatron_ext.schedule.slices import Lengths, Slices, parse_lengths
 from megatron_ext.schedule.timeline import Timeline
@@ -80,6 +82,7 @@ def simulate(
     microbatches: Microbatches,
     costs: CostsText = UNIT,
     memory_limit: Limit = None,
+    rank_speeds: Speeds = None,
     as_json: Json = False,
     vpp: Annotated[int | None, typer.Option(help="Stages of a rank, for loops and auto.")] = None,
     p2p: Annotated[P2P, typer.Option(help="How messages share communicators.")] = P2P.ASYNC,
@@ -178,7 +181,8 @@ def simulate(
             pairs=pairs,
         )
         with showing_progress():
-            request = _Request(pp, microbatches, costs, memory_limit, extras)
+            speeds = () if rank_speeds is None else parse_rank_speeds(rank_speeds).of_ranks(pp)
+            request = _Request(pp, microbatches, costs, memory_limit, extras, speeds)
             choice, problem, why = request.choice(_with_chunks(spec, vpp))
             program, made = report(choice, problem)
             evened = None
@@ -222,6 +226,7 @@ class _Request:
     costs: str
     limit: str | None
     extras: Extras
+    speeds: tuple[float, ...] = ()
 
     def choice(self, spec: str) -> tuple[Choice, Problem, str]:
         """Return the schedule that ``spec`` names, its problem, and why it was taken of several.
@@ -246,7 +251,7 @@ class _Request:
         limit = None
         if self.limit is not None:
             limit = parse_limit(self.limit, self.ranks, self.microbatches)
-        costs = parse_costs(self.costs, placement)
+        costs = at_speeds(parse_costs(self.costs, placement), placement, self.speeds)
         return Problem(placement, self.microbatches, costs, limit, extras=self.extras)
 
 

@@ -12,8 +12,10 @@ import typer
 from megatron_ext.commands.options import HtmlPage, Json
 from megatron_ext.commands.output import command_line, fail, print_table
 from megatron_ext.commands.progress import showing_progress
+from megatron_ext.schedule.rank_speeds import RankSpeeds
 from megatron_ext.viz.page.run import traced
 from megatron_ext.viz.page.write import SECONDS, Page, check_page, write_page
+from megatron_ext.viz.slow_ranks import SLOW
 from megatron_ext.viz.trace import TracedStep, read_trace
 from megatron_ext.viz.trace_report import TraceReport, median_step, trace_report
 from megatron_ext.viz.trace_text import (
@@ -50,7 +52,7 @@ def trace(
     if as_json:
         typer.echo(json.dumps(asdict(report), indent=2))
         return
-    _print_trace(report)
+    _print_trace(report, folder)
     if page is not None:
         typer.echo(f"\npage: {page}")
 
@@ -60,7 +62,7 @@ def _write_page(step: TracedStep, report: TraceReport, path: Path) -> None:
     write_page(Page(title, traced(step), command_line(), SECONDS), path)
 
 
-def _print_trace(report: TraceReport) -> None:
+def _print_trace(report: TraceReport, folder: Path) -> None:
     of_several = f", the median of {len(report.iterations)} by its makespan"
     typer.echo(
         f"{name_of(report)} on {counted(report.pp, 'rank')}, "
@@ -95,6 +97,13 @@ def _print_trace(report: TraceReport) -> None:
         )
     if not report.causes:
         typer.echo("none stands out")
+    if report.rank_speeds is not None:
+        speeds = RankSpeeds(report.rank_speeds)
+        typer.echo(
+            f"\nranks differ by more than {SLOW:.0%} from the costs of their stages (speeds "
+            f"{speeds}): megatron-ext plan --trace {folder} -- and the launch command tells a "
+            f"layout for them"
+        )
     if report.what_if is not None:
         for title, prospects in sections(report.what_if):
             typer.echo(f"\n{title}")

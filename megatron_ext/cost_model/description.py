@@ -6,11 +6,13 @@ or what a file says. What they leave out has Megatron's defaults.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron_ext.cost_model.execution import Execution, Precision
 from megatron_ext.cost_model.model import SYMBOLS, Model
+from megatron_ext.cost_model.tower import Tower, TowerTraining, tower_of
 
 _Get = Callable[..., Any]
 _BEFORE_DEPTHS, _SEGMENT_END = "/", "|"  # in a hybrid model's pattern
@@ -22,7 +24,6 @@ _NOT_DESCRIBED = {
     "enable_hyper_connections": "hyper connections",
     "head_wise_attn_gate": "gates of attention's heads",
     "sliding_attention_setting": "other heads in sliding windows",
-    "vision": "a vision tower",
 }
 
 
@@ -79,6 +80,7 @@ def describe(settings: Any, vocabulary: int | None = None) -> Model:
         mtp_num_layers=_depths(get),
         mtp_use_repeated_layer=bool(get("mtp_use_repeated_layer")),
         mtp_layer=_layer_of_depths(get, layers),
+        tower=_tower(get, hidden),
         unknown=_unknown(get, layers),
     )
 
@@ -171,7 +173,20 @@ def _reader(settings: Any) -> _Get:
     return get
 
 
-def _numbers(get: _Get, *names: str) -> dict[str, int]:
+def _tower(get: _Get, hidden: int) -> Tower | None:
+    """Return the vision tower; None without one, or if its sizes or its tokens are not known."""
+    sizes, patches = get("vision"), get("vision_tokens") or get("seq_length")
+    if not isinstance(sizes, Mapping) or not patches:
+        return None
+    tower = tower_of(sizes, hidden, patches)
+    if not get("freeze_vision_model"):
+        return tower
+    is_whole = bool(get("freeze_vision_projection"))
+    trained = TowerTraining.NOTHING if is_whole else TowerTraining.PROJECTOR
+    return replace(tower, trained=trained)
+
+
+def _numbers(get: _Get, *names: str) -> dict[str, Any]:
     return {name: get(name) or 0 for name in names}
 
 
@@ -226,6 +241,8 @@ def _whole_in_userbuffers(get: _Get) -> frozenset[str]:
 
 def _unknown(get: _Get, layers: Sequence[str]) -> tuple[str, ...]:
     words = [word for name, word in _NOT_DESCRIBED.items() if get(name)]
+    if get("vision") and not isinstance(get("vision"), Mapping):
+        words.append("a vision tower")
     variant = get("experimental_attention_variant")
     if variant not in (None, "gated_delta_net"):
         words.append(f"attention of the kind {variant}")

@@ -21,6 +21,7 @@ from megatron_ext.cost_model.stage_seconds import (
     seconds_of_layers,
     seconds_of_output_layer,
 )
+from megatron_ext.cost_model.tower_costs import tower_costs
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import (
     Costs,
@@ -36,7 +37,7 @@ from megatron_ext.schedule.kinds import RULES, Held
 def estimate(model: Model, stages: Sequence[Stage], execution: Execution, rates: Rates) -> Costs:
     """Seconds and bytes of a microbatch on each of ``stages``, at ``rates``.
 
-    The embedding is to be on the first of them, the output layer on the last.
+    The embedding and the vision tower are to be on the first of them, the output layer on the last.
     """
     layers = [seconds_of_layers(model, stage, execution, rates) for stage in stages]
     forward, input_gradient, weight_gradient = zip(*(stage.totals for stage in layers), strict=True)
@@ -70,6 +71,11 @@ def estimate(model: Model, stages: Sequence[Stage], execution: Execution, rates:
     if hides and any(stage.forward.get(Group.TENSOR) for stage in layers):
         costs = _with_hidden_exchanges(costs, layers, execution)
     costs = costs.with_vocabulary(_vocabulary(model, stages[-1], execution, rates))
+    tower = None if measured is None else measured.tower
+    if tower is None and model.tower is not None:
+        tower = tower_costs(model.tower, execution, rates)
+    if tower is not None:
+        costs = costs.with_tower(tower)
     assert costs.held_bytes is not None
     copies = [figure / rates.host for figure in costs.held_bytes[Held.ACTIVATION]]
     return costs.with_host(copies, copies)

@@ -28,7 +28,7 @@ def without_frozen(costs: Costs, matrices: Sequence[float], *, reached: float, h
     def shared(figures: tuple[float, ...]) -> tuple[float, ...]:
         return tuple(figure * share for figure, share in zip(figures, matrices, strict=True))
 
-    layers = costs.without_vocabulary()
+    layers = costs.without_vocabulary().without_tower()
     seconds = dict(layers.seconds)
     seconds[Kind.BACKWARD_WEIGHT] = shared(seconds[Kind.BACKWARD_WEIGHT])
     first, *later = seconds[Kind.BACKWARD_INPUT]
@@ -48,4 +48,6 @@ def without_frozen(costs: Costs, matrices: Sequence[float], *, reached: float, h
         forward, input_gradient, weight_gradient = vocabulary.head
         of_head = (forward, input_gradient, weight_gradient if head else 0.0)
         changed = changed.with_vocabulary(replace(vocabulary, head=of_head))
+    if costs.tower is not None:
+        changed = changed.with_tower(costs.tower)
     return changed.with_copies_of(costs)

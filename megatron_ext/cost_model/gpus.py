@@ -198,6 +198,8 @@ def free_memory(memory: float, reserved: float | None = None) -> FreeMemory:
     return FreeMemory(usable - reserved, reserved, is_modelled)
 
 
+_MOST_RANKS = 100_000
+
 _EXAMPLE = (
     f"write one of {', '.join(GPUS)}, or what yours reaches: operations=400e12,bytes=40e9,"
     f"memory=80GiB (floating-point operations and bytes of messages per second), and host=25e9, "
@@ -226,6 +228,27 @@ def name_of_gpu(name: str) -> str | None:
     them."""
     words = name.lower().replace("-", " ").split()
     return next((word for word in words if word in GPUS), None)
+
+
+def parse_gpus(text: str) -> tuple[Gpu, ...]:
+    """Return the GPU of each pipeline rank that ``h100:6,a100:2`` names, or the one GPU that
+    `parse_gpu` reads.
+
+    Raises:
+        ValueError: as `parse_gpu`, or a number of ranks is none.
+    """
+    parts = [part.partition(":") for part in text.split(",")]
+    if not all(colon and "=" not in name for name, colon, _ in parts):
+        return (parse_gpu(text),)
+    gpus: list[Gpu] = []
+    for name, _, count in parts:
+        if not (count.isdecimal() and 0 < int(count) <= _MOST_RANKS):
+            raise ValueError(
+                f"--gpu {shown(text)}: {shown(count)} is no number of pipeline ranks; write "
+                f"h100:6,a100:2 for six ranks on one type and two on another"
+            )
+        gpus += [parse_gpu(name)] * int(count)
+    return tuple(gpus)
 
 
 def parse_gpu(text: str) -> Gpu:

@@ -37,6 +37,8 @@ class RankFigures:
         host: the name of its node.
         reserved: bytes that its allocator has reserved beyond the most that was allocated; None:
             it has no such allocator.
+        forwards: seconds of the forward passes of the first stage in the last step, by microbatch;
+            () on ranks without that stage.
     """
 
     seconds: _Passes
@@ -45,6 +47,7 @@ class RankFigures:
     neighbours: Sequence[int] = ()
     host: str = ""
     reserved: float | None = None
+    forwards: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,14 @@ def medians(events: Iterable[Event]) -> dict[tuple[int, Kind], float]:
     for event in events:
         groups[event.action.stage, event.action.kind].append(event.end - event.start)
     return {key: statistics.median(group) for key, group in groups.items()}
+
+
+def forwards_of_first_stage(events: Iterable[Event]) -> tuple[float, ...]:
+    """Return the seconds of the forward passes of the first stage among ``events``, by
+    microbatch."""
+    own = [e for e in events if (e.action.stage, e.action.kind) == (0, Kind.FORWARD)]
+    own.sort(key=lambda event: event.action.microbatch)
+    return tuple(event.end - event.start for event in own)
 
 
 def measured_costs(

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from megatron_ext.cost_model.tower import Tower
+
 SYMBOLS = frozenset("*w+GM-E")  # of parts whose costs are known
 ATTENTION = frozenset("*w+")
 
@@ -34,6 +36,8 @@ class Model:
         is_rotary: whether queries and keys are turned by their positions.
         q_lora_rank: of latent attention; 0: queries are not compressed.
         mtp_layer: the parts of a layer of multi-token prediction.
+        is_causal: whether a token attends to those before it only.
+        tower: the vision tower in front of the language model, on its first stage.
         unknown: what of its arguments is not in this description, in words.
     """
 
@@ -85,6 +89,9 @@ class Model:
     mtp_num_layers: int = 0
     mtp_use_repeated_layer: bool = False
     mtp_layer: str = "*-"
+
+    is_causal: bool = True
+    tower: Tower | None = None
 
     unknown: tuple[str, ...] = ()
 

@@ -136,7 +136,9 @@ def _bytes_of_chunk(
     bucket: int,
 ) -> ModelBytes:
     parameters = parameters_of_chunk(model, stage, execution, final_norm=final_norm, tables=tables)
-    parts = []
+    frozen = sum(p.elements for p in parameters if p.is_frozen) * state.weight_bytes
+    parameters = [p for p in parameters if not p.is_frozen]
+    parts = [ModelBytes(frozen, 0.0, 0.0)]
     for of_experts, ranks in ((False, state.data_parallel), (True, state.expert_data_parallel)):
         own = [p for p in parameters if p.of_experts is of_experts]
         in_buffer, shared = _elements(own, state, ranks, bucket)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from megatron_ext.cost_model.execution import Execution
 from megatron_ext.cost_model.model import Model, Stage
+from megatron_ext.cost_model.tower_costs import tower_matrices
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Parameter:
         of_experts: whether only those data-parallel ranks that have the same experts reduce it.
         is_table: whether it is an embedding or an output layer.
         is_alone: whether its gradient has a bucket of its own: tables that two stages have.
+        is_frozen: whether it is not trained, and has neither gradient nor optimizer state.
     """
 
     elements: int
@@ -29,6 +31,7 @@ class Parameter:
     of_experts: bool = False
     is_table: bool = False
     is_alone: bool = False
+    is_frozen: bool = False
 
 
 def parameters_of_stage(
@@ -43,6 +46,11 @@ def parameters_of_stage(
     is_shared = (is_tied or model.mtp_num_layers > 0) and not has_both
     elements = table_elements(model) // execution.tensor_parallel
     table = Parameter(elements, is_table=True, is_alone=is_shared)
+    if stage.embedding and model.tower is not None:
+        for matrices, others, is_trained in tower_matrices(model.tower):
+            share = matrices // execution.tensor_parallel
+            yield Parameter(share, is_matrix=True, is_frozen=not is_trained)
+            yield Parameter(others, is_frozen=not is_trained)
     if stage.embedding or stage.depths:
         yield table
         if model.max_position_embeddings:

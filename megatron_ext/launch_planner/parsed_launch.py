@@ -15,8 +15,11 @@ from megatron_ext.cost_model.gpus import FreeMemory, Gpu, free_memory
 from megatron_ext.cost_model.measured.file import MeasuredFile, load_measured
 from megatron_ext.doctor.importing import as_on, quickly, silently
 from megatron_ext.doctor.words import Launch
+from megatron_ext.launch_planner.vision import take_vision, vision_of_launch
 from megatron_ext.patches.engine import PatchError
 from megatron_ext.planner.candidate import VocabMethod
+from megatron_ext.planner.mixed_gpus import product_of, speeds_of_gpus
+from megatron_ext.schedule.rank_speeds import RankSpeeds
 from megatron_ext.words import counted
 from megatron_ext.written_settings import from_argv, says
 
@@ -39,6 +42,11 @@ class LaunchRequest:
         with_curves: whether the plan is drawn, and so what less memory and other microbatches do.
         reserved: bytes that the allocator of a rank reserves beyond what it hands out; None: as the
             file of costs has it.
+        gpus: of the pipeline ranks, if they are of several types; ``gpu`` is their reference then.
+        seen_speeds: of the ranks, as a trace has shown them; None: none is slow.
+        vision: sizes of a vision tower on the first stage, as text; None: as the launch says.
+        vision_tokens: tokens of the tower for each sample; None: as the launch says, or as many as
+            the language model has.
     """
 
     launch: Launch | None = None
@@ -48,6 +56,10 @@ class LaunchRequest:
     settings: tuple[str, ...] = ()
     with_curves: bool = False
     reserved: float | None = None
+    gpus: tuple[Gpu, ...] = ()
+    seen_speeds: RankSpeeds | None = None
+    vision: str | None = None
+    vision_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -98,11 +110,17 @@ def with_launch[T](request: LaunchRequest, work: Callable[[ParsedLaunch], T]) ->
                 from megatron_ext.doctor import line as launch_line
         except ImportError as error:
             raise PatchError(f"no Megatron is here to plan with: {error}") from error
+        values = dict(request.values)
+        given = take_vision(values)
         line = (
-            launch_line.parse_values(request.values)
+            launch_line.parse_values(values)
             if launch is None
             else launch_line.parse(launch.arguments)
         )
+        of_tower = vision_of_launch(
+            line.args, line.unknown, given, request.vision, request.vision_tokens
+        )
+        vars(line.args).update(of_tower)
         rates = _rates(request)
         with launch_line.on_gpus(line.args, rates):
             return work(_read(request, line.args, launch_line))
@@ -154,7 +172,12 @@ def _read(request: LaunchRequest, args: Any, launch_line: Any) -> ParsedLaunch:
     validated, _ = variants.validated(own, VocabMethod.NAIVE)  # Megatron's refusal comes alone
     remarks += _on_costs(validated, given, measured)
     is_written = measured is None or str(given.costs) in words
-    costs = () if is_written else (flag("costs"), str(given.costs))
+    costs: tuple[str, ...] = () if is_written else (flag("costs"), str(given.costs))
+    speeds = _speeds(request, validated, config)
+    if speeds is not None:
+        variants = replace(variants, config=replace(config, rank_speeds=speeds))
+        costs += (flag("rank_speeds"), str(speeds))
+        remarks.append(f"speeds of the pipeline ranks are taken as {speeds}")
     return ParsedLaunch(
         variants,
         validated,
@@ -163,6 +186,24 @@ def _read(request: LaunchRequest, args: Any, launch_line: Any) -> ParsedLaunch:
         measured,
         costs,
     )
+
+
+def _speeds(request: LaunchRequest, args: Any, config: PipelineConfig) -> RankSpeeds | None:
+    """Return the speeds of the pipeline ranks of validated ``args``: given, seen in a trace, and
+    those of their GPUs; None if all are alike."""
+    of_gpus = None
+    ranks = args.pipeline_model_parallel_size
+    if request.gpus:
+        if len(request.gpus) != ranks:
+            raise ValueError(
+                f"--gpu names {counted(len(request.gpus), 'pipeline rank')}, and the launch has "
+                f"{ranks}"
+            )
+        from megatron_ext.adapter.dimensions import execution
+
+        run = execution(args, args.seq_length, args.micro_batch_size)
+        of_gpus = speeds_of_gpus(request.gpus, describe(args), run)
+    return product_of([config.rank_speeds, request.seen_speeds, of_gpus], ranks)
 
 
 def _settings(request: LaunchRequest) -> PipelineConfig:
@@ -205,6 +246,11 @@ def _measured_layers(config: PipelineConfig) -> MeasuredFile | None:
 
 def _on_costs(args: Any, config: PipelineConfig, measured: MeasuredFile | None) -> Iterator[str]:
     """Say which parts of times and memory are not known, and which were measured."""
+    tower = describe(args).tower
+    if tower is not None:
+        tokens = f"{tower.patches:,} vision tokens a sample in {counted(tower.images, 'image')}"
+        assumed = "" if getattr(args, "vision_tokens", None) else ", as many as the model's own"
+        yield f"vision tower on the first stage, {tower.trained}: {tokens}{assumed}"
     unknown = assumptions(args)
     if unknown is not None:
         yield unknown

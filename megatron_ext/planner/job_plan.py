@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from megatron_ext.cost_model.assumptions import not_checked
 from megatron_ext.cost_model.estimate import waiting_shares
@@ -12,8 +13,14 @@ from megatron_ext.planner.candidate import Candidate, Plan, VocabMethod
 from megatron_ext.planner.confirmation import confirmed_verdict
 from megatron_ext.planner.curves import Curves, curves_of
 from megatron_ext.planner.figures import flags_of
+from megatron_ext.planner.layouts.estimated import estimated_work
+from megatron_ext.planner.layouts.given import given_work
+from megatron_ext.planner.layouts.layout import Layout, evenly
+from megatron_ext.planner.layouts.lines import compare_layouts
+from megatron_ext.planner.layouts.work import Work
 from megatron_ext.planner.long_sequences import LongSequences, long_sequences
 from megatron_ext.planner.planner import make_plan
+from megatron_ext.planner.planning_time import until_end
 from megatron_ext.planner.training import Training
 from megatron_ext.planner.verdict import (
     NOTHING,
@@ -22,6 +29,7 @@ from megatron_ext.planner.verdict import (
     Written,
     is_stock,
 )
+from megatron_ext.schedule.placement import line
 
 _BASELINE = "1f1b"  # Megatron's own where nothing else is asked for
 
@@ -75,8 +83,12 @@ def plan_training(
     made = [candidate for candidate in plan.candidates if candidate is not own]
     if slices is not None and slices.best is not None:
         made.append(slices.best)
-    baseline = None if own is None else _alternative(own)
-    found, plan = confirmed_verdict(plan, baseline, [*map(_alternative, made)], room)
+    alternative = partial(_alternative, training)
+    baseline = None if own is None else alternative(own)
+    none: list[Alternative] = []
+    laid_out = until_end(partial(_layouts, training, room), none)
+    others = [*map(alternative, made), *laid_out]
+    found, plan = confirmed_verdict(plan, baseline, others, room)
     waits: dict[str, dict[str, float]] = {}
     if trained is not None and training.is_estimate and trained.execution.tensor_parallel > 1:
         shares = waiting_shares(trained.model, trained.execution, trained.rates)
@@ -90,6 +102,7 @@ def plan_training(
         why_not="" if own else plan.refusals.get((_BASELINE, VocabMethod.NAIVE), ""),
         free=free,
         is_estimate=training.is_estimate,
+        others=tuple(laid_out),
         remarks=_unchecked(training),
         long_sequences=slices,
         waits=waits,
@@ -110,14 +123,77 @@ def _is_baseline(candidate: Candidate) -> bool:
     return candidate.schedule == _BASELINE and is_naive
 
 
-def _alternative(candidate: Candidate) -> Alternative:
-    return Alternative(candidate, candidate.step, lambda: _written(candidate))
+def _alternative(training: Training, candidate: Candidate) -> Alternative:
+    return Alternative(candidate, candidate.step, lambda: _written(training, candidate))
 
 
-def _written(candidate: Candidate) -> Written:
+def _layouts(training: Training, room: float | None) -> list[Alternative]:
+    """Return the alternatives with other layouts; none if stages are alike, as far as is known, or
+    if nothing is known of single layers."""
+    work = _work_of(training)
+    if work is None:
+        return []
+    layers = len(work.model.layers)
+
+    def rule(stages: int) -> Layout:
+        if layers % stages:
+            raise ValueError(f"{layers} layers cannot be split evenly over {stages} stages")
+        return evenly(layers, stages)
+
+    lines = compare_layouts([work], (_BASELINE, evenly(layers, training.ranks)), rule, room)
+    return [
+        Alternative(
+            made.candidate,
+            made.candidate.step,
+            partial(_written, training, made.candidate, made.layout),
+            made.layout.text(),
+        )
+        for made in dict.fromkeys(lines.others.values())
+        if made is not lines.own and (room is None or made.fullest <= room)
+    ]
+
+
+def _work_of(training: Training) -> Work | None:
+    trained, extras = training.trained, training.extras
+    if extras.slices.count > 1 or extras.pairs:
+        return None
+    if training.costs is not None:
+        costs = training.costs(line(training.ranks))
+        layers = training.layers if trained is None else len(trained.model.layers)
+        if layers is None or layers < training.ranks or costs.host is not None:
+            return None
+        if trained is not None and not (training.speeds or costs.tower):
+            return None
+        work = given_work(costs, layers, ranks=training.ranks, microbatches=training.microbatches)
+    elif trained is not None and (training.speeds or trained.model.tower):
+        work = estimated_work(
+            trained.model,
+            trained.execution,
+            trained.state,
+            trained.rates,
+            ranks=training.ranks,
+            microbatches=training.microbatches,
+        )
+    else:
+        return None
+    return replace(
+        work,
+        limit=training.limit,
+        post_validation=extras.post_validation,
+        speeds=training.rank_speeds,
+    )
+
+
+def _written(training: Training, candidate: Candidate, layout: Layout | None = None) -> Written:
     """Return the flags for ``candidate`` of a job without a launch command."""
+    placed: tuple[str, ...] = ()
+    if layout is not None and not layout.is_even:
+        placed = ("--pipeline-model-parallel-layout", layout.text())
     if not is_stock(candidate):
-        return Written(flags_of(candidate))
+        speeds = () if training.speeds is None else ("--pipeline-rank-speeds", str(training.speeds))
+        return Written((*flags_of(candidate), *speeds, *placed))
+    if placed:
+        return Written(placed)
     chunks = candidate.report.vpp
     words = tuple(word for word in flags_of(candidate) if word.startswith("--account-for"))
     if chunks > 1:

@@ -43,7 +43,7 @@ def redistribute(costs: Costs, layers: int) -> Costs:
         ValueError: they do not divide.
     """
     counts = redistributed_layers(layers, costs.stages)
-    alone = costs.without_vocabulary()
+    alone = costs.without_vocabulary().without_tower()
 
     def spread(figures: tuple[float, ...]) -> tuple[float, ...]:
         return tuple(sum(figures) / layers * count for count in counts)
@@ -54,6 +54,8 @@ def redistribute(costs: Costs, layers: int) -> Costs:
     seconds = {kind: spread(figures) for kind, figures in alone.seconds.items()}
     again = alone.passes.recompute and spread(alone.passes.recompute)
     moved = alone.with_passes(seconds=seconds, held_bytes=held, recompute=again)
+    if costs.tower is not None:
+        moved = moved.with_tower(costs.tower)
     return moved if costs.vocabulary is None else moved.with_vocabulary(costs.vocabulary)
 
 

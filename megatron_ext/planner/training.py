@@ -28,6 +28,7 @@ from megatron_ext.schedule.costs import Costs, VocabularyCosts
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Extras, Problem
+from megatron_ext.schedule.rank_speeds import RankSpeeds, at_speeds
 
 _NO_EXTRAS = Extras()
 
@@ -74,6 +75,7 @@ class Training:
         limit: of activations; None: none.
         extras: the options that are asked for. Pairs are kept by the schedules that can.
         layers: of the model, where ``trained`` does not tell.
+        speeds: of the ranks, relative to those of the costs; None: all are alike.
     """
 
     ranks: int
@@ -83,6 +85,12 @@ class Training:
     limit: MemoryLimit | None = None
     extras: Extras = _NO_EXTRAS
     layers: int | None = None
+    speeds: RankSpeeds | None = None
+
+    @property
+    def rank_speeds(self) -> tuple[float, ...]:
+        """The speed of each rank; () if all are alike."""
+        return () if self.speeds is None else self.speeds.of_ranks(self.ranks)
 
     @property
     def is_estimate(self) -> bool:
@@ -103,6 +111,7 @@ class Training:
         costs = self._costs(placement, method)
         if costs is None:
             return None
+        costs = at_speeds(costs, placement, self.rank_speeds)
         pairs = self.extras.pairs and keeps_pairs(choice, method.vocabulary)
         extras = replace(self.extras, vocab_parallel=method.vocabulary, pairs=pairs)
         problem = Problem(placement, self.microbatches, costs, self.limit, extras=extras)

@@ -46,6 +46,20 @@ class VocabularyCosts:
         }
 
 
+@dataclass(frozen=True)
+class TowerCosts:
+    """Costs of a microbatch in an encoder on the first stage, such as a vision tower.
+
+    Attributes:
+        seconds: of F, I and W, on the rank that the costs were made for.
+        activation: bytes that it stores from F to I. What it stores from I to W is in proportion to
+            that of the layers.
+    """
+
+    seconds: tuple[float, float, float]
+    activation: float = 0.0
+
+
 class CostPart:
     """A part of `Costs`. Each of its tuples has a figure per stage unless it says otherwise."""
 
@@ -233,6 +247,10 @@ class Costs:
             output layer's; None when that is not known.
         overlap: what passes save side by side.
         whole: of costs whose vocabulary is shared by the ranks, what they were before.
+        slowness: by stage, how many times as long its rank takes as the rank that these costs were
+            made for; it is in all seconds of passes. () if all ranks are alike.
+        tower: the part of the first stage's figures that is an encoder's in front of the language
+            model; None if there is none, or it is not known.
         origin: how these figures came about, for people to read.
     """
 
@@ -243,6 +261,8 @@ class Costs:
     vocabulary: VocabularyCosts | None = None
     overlap: OverlapCosts = OverlapCosts()
     whole: Costs | None = None
+    slowness: tuple[float, ...] = ()
+    tower: TowerCosts | None = None
     origin: str = "given"
 
     @property
@@ -434,6 +454,74 @@ class Costs:
         """Seconds of the two, side by side."""
         return self.of(forward) + self.of(backward) - self.saved_by(forward, backward)
 
+    def slowed(self, slowness: tuple[float, ...]) -> Costs:
+        """Return these costs on ranks that take so many times as long for the passes of each
+        stage."""
+
+        def slower(figures: tuple[float, ...]) -> tuple[float, ...]:
+            return figures and tuple(f * s for f, s in zip(figures, slowness, strict=True))
+
+        vocabulary = self.vocabulary
+        if vocabulary is not None:
+            (f, i, w), (lookup, table_gradient) = vocabulary.head, vocabulary.embedding
+            first, last = slowness[0], slowness[-1]
+            vocabulary = replace(
+                vocabulary,
+                head=(f * last, i * last, w * last),
+                embedding=(lookup * first, table_gradient * first),
+            )
+        hidden = {
+            kind: tuple(tuple(f * s for f in row) for row, s in zip(table, slowness, strict=True))
+            for kind, table in self.overlap.hidden.items()
+        }
+        return replace(
+            self.with_slices(launch=slower(self.slices.launch)).with_passes(
+                seconds={kind: slower(figures) for kind, figures in self.seconds.items()},
+                recompute=slower(self.passes.recompute),
+                spared=slower(self.passes.spared),
+            ),
+            vocabulary=vocabulary,
+            overlap=OverlapCosts(hidden),
+            slowness=slowness,
+        )
+
+    def with_tower(self, tower: TowerCosts) -> Costs:
+        """Return these costs with ``tower`` on the first stage."""
+        assert self.tower is None and not self.slowness
+        return replace(self._with_first_stage(tower, +1), tower=tower)
+
+    def without_tower(self) -> Costs:
+        """Return the costs of the language model alone."""
+        if self.tower is None:
+            return self
+        assert not self.slowness
+        return replace(self._with_first_stage(self.tower, -1), tower=None)
+
+    def _with_first_stage(self, tower: TowerCosts, sign: int) -> Costs:
+        def added(figures: tuple[float, ...], more: float) -> tuple[float, ...]:
+            return (max(figures[0] + sign * more, 0.0), *figures[1:])  # less than 0 by rounding
+
+        kinds = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
+        more = dict(zip(kinds, tower.seconds, strict=True))
+        seconds = {
+            kind: added(figures, more.get(kind, 0.0)) for kind, figures in self.seconds.items()
+        }
+        held = self.held_bytes
+        if held is not None:
+            activation = added(held[Held.ACTIVATION], tower.activation)
+            inputs = held[Held.WEIGHT_INPUTS]  # in the same proportion as those of the layers
+            growth = activation[0] / (held[Held.ACTIVATION][0] or 1.0)
+            inputs = (inputs[0] * growth, *inputs[1:])
+            held = {**held, Held.ACTIVATION: activation, Held.WEIGHT_INPUTS: inputs}
+        recompute = self.passes.recompute
+        recompute = recompute and added(recompute, tower.seconds[0])  # R repeats the tower too
+        changed = self.with_passes(seconds=seconds, held_bytes=held, recompute=recompute)
+        attention = self.slices.attention
+        if attention and seconds[Kind.FORWARD][0]:
+            share = attention[0] * self.seconds[Kind.FORWARD][0] / seconds[Kind.FORWARD][0]
+            changed = changed.with_slices(attention=(share, *attention[1:]))
+        return changed
+
     def per_rank(self, placement: Placement) -> Costs:
         """Return the costs of the same work with each rank's chunks in one stage, as on a line."""
         return self._joined(placement.stages_of)
@@ -456,7 +544,10 @@ class Costs:
             return value.joined(rows, costs) if isinstance(value, CostPart) else value
 
         named = {part.name: joined(getattr(costs, part.name)) for part in fields(costs)}
-        made = replace(costs, **named | {"vocabulary": None})  # type: ignore[arg-type]
+        slowness = self.slowness and tuple(self.slowness[row[0]] for row in rows)
+        tower = self.tower if 0 in rows[0] else None
+        named |= {"vocabulary": None, "slowness": slowness, "tower": tower}
+        made = replace(costs, **named)  # type: ignore[arg-type]
         if self.vocabulary is None or not stays:
             return made
         return made.with_vocabulary(self.vocabulary)

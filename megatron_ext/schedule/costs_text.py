@@ -16,6 +16,7 @@ from megatron_ext.schedule.costs import (
     OverlapCosts,
     PassCosts,
     SliceCosts,
+    TowerCosts,
     VocabularyCosts,
 )
 from megatron_ext.schedule.kinds import Held
@@ -30,6 +31,7 @@ FILE_VERSION = 1
 _PASSES = {"f": Kind.FORWARD, "i": Kind.BACKWARD_INPUT, "w": Kind.BACKWARD_WEIGHT}
 _RECOMPUTE = "r"  # what R takes, where that is not what F does
 _PARTS = {"head": "F, I and W", "embedding": "the lookup and the weight gradient"}
+_TOWER = "tower"  # F, I and W of an encoder on the first stage; in a file its bytes too
 _COPIES = ("d2h", "h2d")
 _LINK = ("link", "duplex")
 # What a training adds that measures: model/measured/file.py reads it.
@@ -45,7 +47,8 @@ _TABLES = {"i": Kind.BACKWARD_INPUT, "b": Kind.FULL_BACKWARD}
 _MOST_RANKS = 1_000_000  # that can share a link
 MOST = 1e18  # of any figure, so that no sum of them is infinite
 
-_SINGLE = (Held.LOGITS.value, Held.MESSAGE.value)  # bytes that are one figure, of no stage
+# Bytes that are one figure, of no stage.
+_SINGLE = (Held.LOGITS.value, Held.MESSAGE.value, _TOWER)
 
 _EXAMPLE = "write f=10,i=12,w=8,comm=1 (one microbatch of a full rank; comm per hop) or a file"
 
@@ -54,7 +57,7 @@ def format_costs(costs: Costs) -> str:
     """Return ``costs`` as text for `parse_costs`, with four digits."""
     if costs.whole is not None:
         return format_costs(costs.whole)
-    layers = costs.without_vocabulary()
+    layers = costs.without_vocabulary().without_tower()
     parts = [f"{key}={_joined(layers.seconds[kind])}" for key, kind in _PASSES.items()]
     if layers.passes.recompute:
         parts.append(f"{_RECOMPUTE}={_joined(layers.passes.recompute)}")
@@ -70,6 +73,8 @@ def format_costs(costs: Costs) -> str:
     if costs.vocabulary is not None:
         given = {"head": costs.vocabulary.head, "embedding": costs.vocabulary.embedding}
         parts += [f"{key}={_joined(figures)}" for key, figures in given.items() if any(figures)]
+    if costs.tower is not None:
+        parts.append(f"{_TOWER}={_joined(costs.tower.seconds)}")
     if costs.host is not None:
         parts += [f"{key}={_joined(figures)}" for key, figures in _copies(costs.host).items()]
         if costs.host.ranks_per_link > 1:
@@ -125,6 +130,7 @@ def parse_costs(text: str, placement: Placement) -> Costs:
     ``f=5/5/5/8`` gives one figure per stage, ``r=9`` what R takes where that is not what F does.
     ``head=5/6/4`` are F, I and W of the whole output layer, ``embedding=1/1`` the whole embedding's
     lookup and weight gradient: what the last and the first stage take in addition to their layers.
+    ``tower=8/9.6/6.4`` are F, I and W of an encoder, which the first stage takes in addition.
     ``d2h=6,h2d=6`` are the copies of all that a microbatch of a full rank leaves for its backward
     pass to the host and back (one figure, or one per stage; h2d is d2h by default), ``link=2`` is
     how many ranks in a row share a link to the host, and ``duplex=0`` that a link carries one
@@ -154,7 +160,8 @@ def parse_costs(text: str, placement: Placement) -> Costs:
             figures[key] = [float(figure) for figure in value.split("/")]
         except ValueError:
             raise ValueError(f"costs {what!r}: {shown(part)!r} is no figure; {_EXAMPLE}") from None
-    known = {*_PASSES, _RECOMPUTE, "comm", *_PARTS, *_COPIES, *_LINK, *_SLICES, _HIDDEN}
+    known = {*_PASSES, _RECOMPUTE, "comm", *_PARTS, _TOWER, *_COPIES, *_LINK}
+    known |= {*_SLICES, _HIDDEN}
     unknown = figures.keys() - known
     missing = _PASSES.keys() - figures.keys()
     if unknown or missing:
@@ -170,7 +177,7 @@ def parse_costs(text: str, placement: Placement) -> Costs:
         Costs(PassCosts(seconds, recompute=again), LinkCosts(hops[0])), figures, what
     )
     costs = _with_hidden(costs, figures, placement, what)
-    costs = _with_vocabulary(costs, figures, 0.0, what)
+    costs = _with_tower(_with_vocabulary(costs, figures, 0.0, what), figures, 0.0, what)
     return _with_host(costs, figures, placement, what)
 
 
@@ -263,6 +270,21 @@ def _with_vocabulary(
     return costs.with_vocabulary(VocabularyCosts(**parts, logits_bytes=logits_bytes))
 
 
+def _with_tower(costs: Costs, figures: Mapping[str, Any], activation: float, what: str) -> Costs:
+    """Return ``costs`` with the encoder of ``figures``, if they have one."""
+    if _TOWER not in figures:
+        return costs
+    tower = figures[_TOWER] if isinstance(figures[_TOWER], list) else [figures[_TOWER]]
+    if len(tower) != 3:
+        raise ValueError(
+            f"costs {what}: {_TOWER} is 3 figures, F, I and W of a microbatch in an encoder on the "
+            f"first stage, not {len(tower)}"
+        )
+    _check_figures(f"{what}, {_TOWER}", tower)
+    forward, input_gradient, weight_gradient = map(float, tower)
+    return costs.with_tower(TowerCosts((forward, input_gradient, weight_gradient), activation))
+
+
 def _with_host(costs: Costs, given: Mapping[str, Any], placement: Placement, what: str) -> Costs:
     """Return ``costs``, and what ``given`` has under the keys of `_COPIES` and `_LINK`, if
     anything."""
@@ -300,10 +322,11 @@ def load_costs(path: Path, placement: Placement) -> Costs:
     ``f``, ``i`` and ``w`` are one figure per microbatch of a full rank, or a list of one figure per
     stage; so is ``r``, if there. ``bytes``, if there, maps ``activation`` and ``weight inputs``
     likewise. ``head`` and ``embedding`` are lists as in `parse_costs`, and ``bytes`` may have
-    ``logits``, one figure: what the last stage holds in addition to its layers, ``message``: what
-    goes from stage to stage, and ``keys and values``, given like ``activation``, whose part they
-    are. ``hidden`` may also map ``i`` and ``b``, the kind of the overlapped backward pass, each to
-    a table: a row per stage of F, a figure in it per stage of the backward pass.
+    ``logits``, one figure: what the last stage holds in addition to its layers, ``tower``: what an
+    encoder on the first one stores, ``message``: what goes from stage to stage, and ``keys and
+    values``, given like ``activation``, whose part they are. ``hidden`` may also map ``i`` and
+    ``b``, the kind of the overlapped backward pass, each to a table: a row per stage of F, a figure
+    in it per stage of the backward pass.
     ``attention``, ``latency``, ``launch``, ``d2h``, ``h2d``, ``link`` and ``duplex`` are those of
     `parse_costs`, and ``origin`` is a text for people.
 
@@ -355,6 +378,7 @@ def load_costs(path: Path, placement: Placement) -> Costs:
     costs = _with_slices(costs, data, str(path))
     costs = _with_hidden(costs, data, placement, str(path))
     costs = _with_vocabulary(costs, data, float(single[Held.LOGITS.value]), str(path))
+    costs = _with_tower(costs, data, float(single[_TOWER]), str(path))
     return _with_host(costs, data, placement, str(path))
 
 
@@ -374,8 +398,8 @@ def read_costs_file(path: Path) -> dict[str, Any]:
     missing = _PASSES.keys() - data.keys()
     if missing:
         raise ValueError(f"costs file {path} lacks {_listed(missing)}; {_EXAMPLE}")
-    known = ["version", "origin", *_PASSES, _RECOMPUTE, "comm", "bytes", *_PARTS, *_COPIES, *_LINK]
-    known += [*_SLICES, _HIDDEN, *_MEASURED]
+    known = ["version", "origin", *_PASSES, _RECOMPUTE, "comm", "bytes", *_PARTS, _TOWER, *_COPIES]
+    known += [*_LINK, *_SLICES, _HIDDEN, *_MEASURED]
     unknown = data.keys() - set(known)
     if unknown:
         raise ValueError(
@@ -403,7 +427,8 @@ def save_costs(costs: Costs, path: Path, measured: Mapping[str, Any] | None = No
         OSError: the file cannot be written.
     """
     assert costs.whole is None
-    layers, vocabulary = costs.without_vocabulary(), costs.vocabulary or VocabularyCosts()
+    layers = costs.without_vocabulary().without_tower()
+    vocabulary = costs.vocabulary or VocabularyCosts()
     data: dict[str, Any] = {"version": FILE_VERSION, "origin": costs.origin}
     data |= {key: rounded(layers.seconds[kind]) for key, kind in _PASSES.items()}
     if layers.passes.recompute:
@@ -424,20 +449,29 @@ def save_costs(costs: Costs, path: Path, measured: Mapping[str, Any] | None = No
     for key in _PARTS:
         if any(figures := getattr(vocabulary, key)):
             data[key] = rounded(figures)
+    if costs.tower is not None:
+        data[_TOWER] = rounded(costs.tower.seconds)
     if costs.host is not None:
         data |= {key: rounded(figures) for key, figures in _copies(costs.host).items()}
         data |= {"link": costs.host.ranks_per_link, "duplex": int(costs.host.duplex)}
     if layers.held_bytes is not None:
-        data["bytes"] = {
-            held.value: _integers(figures) for held, figures in layers.held_bytes.items()
-        }
-        if costs.slices.keys_values:
-            data["bytes"][Held.KEYS_VALUES.value] = _integers(costs.slices.keys_values)
-        data["bytes"][Held.LOGITS.value] = round(vocabulary.logits_bytes)
-        data["bytes"][Held.MESSAGE.value] = round(costs.links.message_bytes)
+        data["bytes"] = _bytes_of(costs, layers.held_bytes)
     data |= measured or {}
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in data.items()]
     write_text_file(path, "{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def _bytes_of(costs: Costs, held: Mapping[Held, tuple[float, ...]]) -> dict[str, Any]:
+    """Return the entry ``bytes``; ``held`` is what layers alone store."""
+    data: dict[str, Any] = {what.value: _integers(figures) for what, figures in held.items()}
+    if costs.slices.keys_values:
+        data[Held.KEYS_VALUES.value] = _integers(costs.slices.keys_values)
+    logits = 0.0 if costs.vocabulary is None else costs.vocabulary.logits_bytes
+    data[Held.LOGITS.value] = round(logits)
+    data[Held.MESSAGE.value] = round(costs.links.message_bytes)
+    if costs.tower is not None:
+        data[_TOWER] = round(costs.tower.activation)
+    return data
 
 
 def rounded(figures: Sequence[float]) -> list[float]:

@@ -87,6 +87,11 @@ def explain(measured: Timeline, predicted: Timeline) -> Explanation:
     return Explanation({part: parts[part] for part in MakespanPart}, tuple(worth[:TOP]))
 
 
+def seconds_over_predicted(measured: Timeline, predicted: Timeline) -> list[float]:
+    """Return, by rank, the ratio of its passes' median seconds to their predicted seconds."""
+    return _Step(measured, predicted).ratios
+
+
 def _no_delay(action: Action) -> float:
     return 0.0
 

@@ -105,6 +105,8 @@ class Metrics:
         overlap: steps overlap.
         slowest: the rank whose passes take longest, compared with the prediction for each rank.
         slower: than the other ranks', by this share.
+        ratios: by rank, seconds of its passes over the predicted ones.
+        busy: by rank, seconds of its passes in a step.
         allocated, reserved: the most bytes, and the rank; None where that is not measured.
     """
 
@@ -115,6 +117,8 @@ class Metrics:
     slower: float
     allocated: tuple[int, int] | None
     reserved: tuple[int, int] | None
+    ratios: tuple[float, ...] = ()
+    busy: tuple[float, ...] = ()
 
     @property
     def above_predicted(self) -> float:
@@ -170,15 +174,18 @@ def metrics_of(ranks: Sequence[RankSums], predicted: Timeline, *, overlap: bool)
         seconds = max(map(operator.add, begins, ends)) - min(begins)
         unscaled = predicted.makespan
     work = sum(busy) / len(busy)
-    slowest, slower = _slowest(busy, predicted)
+    ratios = _ratios(busy, predicted)
+    slowest = max(range(len(ratios)), key=ratios.__getitem__)
     return Metrics(
         (1 - predicted.work / unscaled, 1 - work / seconds),
         (unscaled * work / predicted.work, seconds),
         overlap,
         slowest,
-        slower,
+        ratios[slowest] / statistics.median_low(ratios) - 1,
         _most([rank.allocated for rank in ranks]),
         _most([rank.reserved for rank in ranks]),
+        tuple(ratios),
+        tuple(busy),
     )
 
 
@@ -221,13 +228,11 @@ def _begins(schedule: Schedule, ranks: Sequence[RankSums]) -> list[float]:
     return [begins[number] for number in range(placement.ranks)]
 
 
-def _slowest(busy: Sequence[float], predicted: Timeline) -> tuple[int, float]:
-    ratios = [
+def _ratios(busy: Sequence[float], predicted: Timeline) -> list[float]:
+    return [
         seconds / (sum(event.end - event.start for event in row) or 1.0)
         for seconds, row in zip(busy, predicted.compute, strict=True)
     ]
-    slowest = max(range(len(ratios)), key=ratios.__getitem__)
-    return slowest, ratios[slowest] / statistics.median_low(ratios) - 1
 
 
 def _most(figures: Sequence[float]) -> tuple[int, int] | None:

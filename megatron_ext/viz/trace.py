@@ -227,19 +227,15 @@ def read_trace(path: Path) -> list[TracedStep]:
     ]
 
 
-def reserved_in(path: Path) -> float:
-    """The most bytes that the allocator of a rank had reserved beyond what it had handed out, in
-    the trace ``path``.
+def reserved_in(path: Path) -> float | None:
+    """Return the most bytes that the allocator of a rank had reserved beyond its allocations, in
+    the trace ``path``; None if the trace was not made on GPUs.
 
     Raises:
-        ValueError: as `read_trace`, or the trace was not made on GPUs.
+        ValueError: as `read_trace`.
     """
     latest = read_trace(path)[-1].reserved
-    if not latest:
-        raise ValueError(
-            f"{path} does not say what an allocator reserves: a trace that is made on GPUs does"
-        )
-    return max(latest)
+    return max(latest) if latest else None
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,14 @@ from dataclasses import dataclass
 
 from megatron_ext.observe.what_if import SECONDS, WhatIf, what_if
 from megatron_ext.schedule.timeline import Timeline
-from megatron_ext.viz.explain import Cause, MakespanPart, explain
+from megatron_ext.viz.explain import (
+    Cause,
+    MakespanPart,
+    explain,
+    seconds_over_predicted,
+)
 from megatron_ext.viz.seen_costs import seen_costs
+from megatron_ext.viz.slow_ranks import speeds_of
 from megatron_ext.viz.trace import TracedStep
 
 
@@ -40,6 +46,7 @@ class TraceReport:
         parts, causes: as `Explanation` has them.
         iterations: all traced steps.
         what_if: what our schedules would take, where the steps are Megatron's own.
+        rank_speeds: of the ranks if some are slow, as --rank-speeds takes them; None: none is.
     """
 
     schedule: str
@@ -54,6 +61,7 @@ class TraceReport:
     causes: tuple[Cause, ...]
     iterations: tuple[IterationFigures, ...]
     what_if: WhatIf | None = None
+    rank_speeds: tuple[float, ...] | None = None
 
 
 def median_step(steps: Sequence[TracedStep]) -> TracedStep:
@@ -71,6 +79,7 @@ def trace_report(steps: Sequence[TracedStep], seconds: float = SECONDS) -> Trace
     schedule = median.measured.schedule
     explanation = explain(median.measured, median.predicted)
     seen = seen_costs(steps)
+    speeds = speeds_of(seconds_over_predicted(median.measured, median.predicted))
     return TraceReport(
         schedule=schedule.name,
         pp=schedule.placement.ranks,
@@ -87,6 +96,7 @@ def trace_report(steps: Sequence[TracedStep], seconds: float = SECONDS) -> Trace
             for step in steps
         ),
         what_if=None if seen is None else what_if(seen, seconds),
+        rank_speeds=None if speeds is None else speeds.values,
     )
 
 

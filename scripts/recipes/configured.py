@@ -28,6 +28,9 @@ def configuration_of(recipe: Recipe) -> Configuration:
     for name, value in recipe.dimensions.items():
         if not hasattr(args, name):
             setattr(args, name, value)
+    args.vision = recipe.dimensions.get("vision")
+    for name in ("freeze_vision_model", "freeze_vision_projection"):
+        setattr(args, name, recipe.settings.get(name))
     model = describe(args)
     if not model.is_known or set(model.unknown) & _TOO_MUCH:
         raise ValueError(f"its layers are not known: {', '.join(model.unknown)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from scripts.recipes.counting import LARGE_BUBBLE, Count, Row, Under, count
 from scripts.recipes.feature import Feature
 from scripts.recipes.gains_page import gains_section
 from scripts.recipes.prospects import Prospect
+from scripts.recipes.recipe import HERE
 from scripts.recipes.tables import name_of, table
 from scripts.recipes.tested import Evidence, Wanted, by_frequency, text_of
 from scripts.recipes.vocabulary import GRADES, KINDS, OTHER_NAMES, SETTINGS
@@ -41,6 +43,13 @@ Settings, dimensions and their sources are in `scripts/recipes/`.
 
 
 _REFUSED = "## What is refused\n"
+_TOWERS = "## Vision towers\n"
+_ON_TOWERS = """One recipe of each public model with a [vision tower](uneven-stages.md#towers),
+with the tower and the language model trained, and with nothing but the projector trained. The tower
+sees as many patches as the language model tokens. Gains are those of the section above, with the
+recipe's own recompute. Written by `python -m scripts.recipes.towers`.
+"""
+_PLANS = rf"^## What a plan would gain\n.*?(?=\n(?:{_TOWERS}|{_REFUSED}))"
 
 
 def page(
@@ -58,6 +67,7 @@ def page(
         "## By model\n",
         _by_model(made),
         *filter(None, [plans or gains_section(prospects)]),
+        *_towers(made),
         _REFUSED,
         _refusals(made),
         "## What no test shows\n",
@@ -74,9 +84,21 @@ def page(
     return "\n".join(parts)
 
 
+def _towers(made: Sequence[Row]) -> list[str]:
+    """Return the section on towers, of the models that recipes of ``made`` train; nothing if there
+    are none."""
+    names = {row.name.rpartition(":")[2].removesuffix("_config") for row in made}
+    with (HERE / "towers.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["recipe"] in names]
+    if not rows:
+        return []
+    columns = list(rows[0])
+    return [_TOWERS, _ON_TOWERS, table(columns, [list(row.values()) for row in rows])]
+
+
 def plans_of(text: str) -> str | None:
     """The part of a page's ``text`` that says what plans would gain; None if it has none."""
-    found = re.search(rf"^## What a plan would gain\n.*?(?=\n{_REFUSED})", text, re.M | re.S)
+    found = re.search(_PLANS, text, re.M | re.S)
     return found[0] if found else None
 
 

@@ -52,6 +52,7 @@ from megatron_ext.progress import reporting
 from megatron_ext.schedule import placement
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.costs_text import save_costs
+from megatron_ext.schedule.rank_speeds import RankSpeeds
 from megatron_ext.viz.trace import TraceFile, beside
 from tests.helpers.megatron_runs import SCRIPT, model_flags
 from tests.helpers.schedules import line_problem, program
@@ -342,7 +343,7 @@ def test_room_is_left_for_what_a_trace_has_measured_of_the_allocator(tmp_path: P
     assert "--trace DIR" in without and "by a model of it, not measured" in without
     TraceFile(tmp_path / "cpu.json").add(step)
     on_cpu = command(*words, "--trace", str(tmp_path / "cpu.json"), *line_of_two)
-    assert on_cpu.exit_code == 2 and "a trace that is made on GPUs does" in on_cpu.output
+    assert on_cpu.exit_code == 2 and "tells nothing for a plan" in on_cpu.output
     alone = command("--pp", "4", "-m", "8", "--trace", str(tmp_path))
     assert alone.exit_code == 2 and "--trace is for a launch line" in alone.output
 
@@ -532,3 +533,62 @@ def test_slices_have_attention_estimated_where_costs_do_not_tell_it(tmp_path: Pa
         first, *_, last = lengths_in(problem, args, args.seq_length)
     assert "attention in estimated proportions" in problem.costs.origin
     assert first > 1.3 * last
+
+
+# ---- Stages and ranks that differ
+
+
+EXAMPLE_OF_MULTIMODAL = (
+    *("--vision-model-type", "siglip", "--freeze-ViT", "--img-h", "448", "--img-w", "448"),
+    *("--patch-dim", "14", "--max-num-tiles", "6", "--use-thumbnail"),
+)
+
+
+def test_the_tower_of_megatrons_example_is_read_from_its_flags() -> None:
+    words = launch()
+    plan = plan_line(
+        LaunchRequest(replace(words, arguments=(*words.arguments, *EXAMPLE_OF_MULTIMODAL)))
+    )
+    tokens = 7 * (32 * 32 + 1)  # six tiles and a thumbnail, each with a class token
+    told = f"frozen, its projector trained: {tokens:,} vision tokens a sample in 7 images"
+    assert any(told in remark for remark in plan.remarks)
+    without = made()
+    assert own_of(plan).step > 1.1 * own_of(without).step
+
+
+def test_a_tower_is_named_on_the_command_or_in_a_file_of_arguments() -> None:
+    sizes = {"layers": 4, "hidden": 512, "heads": 8, "ffn": 2048}
+    values = {
+        **{k: v for k, v in FLAGS.items() if k != "num_virtual_stages_per_pipeline_rank"},
+        **{"micro_batch_size": 1, "global_batch_size": 8, "train_iters": 1, "lr": 1e-3},
+    }
+    settings = {"vision": sizes, "vision_tokens": 2048}
+    in_file = plan_line(LaunchRequest(values=values | settings, world_size=2))
+    text = ",".join(f"{name}={size}" for name, size in sizes.items())
+    named = plan_line(LaunchRequest(values=values, world_size=2, vision=text, vision_tokens=2048))
+    assert own_of(in_file).step == pytest.approx(own_of(named).step)
+    fewer = plan_line(LaunchRequest(values=values, world_size=2, vision=text, vision_tokens=256))
+    plain = plan_line(LaunchRequest(values=values, world_size=2))
+    assert own_of(named).step > own_of(fewer).step > own_of(plain).step
+    with pytest.raises(ValueError, match="--vision-tokens says how many tokens"):
+        plan_line(LaunchRequest(values=values, world_size=2, vision_tokens=256))
+
+
+def test_ranks_are_slow_as_told_and_as_seen() -> None:
+    even = made()
+    slow = plan_line(
+        LaunchRequest(launch(), gpu=parse_gpu("h100"), seen_speeds=RankSpeeds((1.0, 0.5)))
+    )
+    assert own_of(slow).step > 1.5 * own_of(even).step
+    assert any("taken as 1,0.5" in remark for remark in slow.remarks)
+    assert "--pipeline-rank-speeds 1,0.5" in slow.command or slow.verdict.keeps
+    with pytest.raises(ValueError, match="3 speeds for 2 pipeline ranks"):
+        plan_line(LaunchRequest(launch(), seen_speeds=RankSpeeds((1.0, 1.0, 1.0))))
+
+
+def test_gpus_of_two_types() -> None:
+    gpus = (GPUS["h100"], GPUS["a100"])
+    mixed = plan_line(LaunchRequest(launch(), gpu=GPUS["h100"], gpus=gpus))
+    assert own_of(mixed).step > 1.5 * own_of(made()).step
+    with pytest.raises(ValueError, match="--gpu names 3 pipeline ranks, and the launch has 2"):
+        plan_line(LaunchRequest(launch(), gpu=GPUS["h100"], gpus=(*gpus, GPUS["a100"])))

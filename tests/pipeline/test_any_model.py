@@ -7,6 +7,7 @@ their losses and gradients are those of stock's schedules to the last bit.
 from __future__ import annotations
 
 import copy
+import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -15,13 +16,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core import ModelParallelConfig, parallel_state
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.multimodal.llava_model import LLaVAModel
 from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    model_parallel_cuda_manual_seed,
+)
 from megatron.core.transformer import MegatronModule, TransformerConfig
 from megatron.core.transformer.mlp import MLPSubmodules
 
@@ -29,9 +35,12 @@ import megatron_ext
 from megatron_ext.compile.registry import Choice, choose
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
+from megatron_ext.runtime.measure.profile import STEPS
 from megatron_ext.runtime.weight_gradients import queue
+from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs_text import parse_costs
-from megatron_ext.schedule.placement import line
+from megatron_ext.schedule.placement import line, v
+from scripts.recipes.recipe import expanded
 from tests.helpers import callers
 from tests.helpers.callers import (
     assert_same,
@@ -307,9 +316,12 @@ def images_and_tokens() -> list[tuple[torch.Tensor, torch.Tensor]]:
 TOKEN_OF_IMAGE = -200
 
 
-def llava(vp_stage: int, chunks: int | None) -> torch.nn.Module:
+def llava(vp_stage: int, chunks: int | None, layout: str | None = None) -> torch.nn.Module:
     language = transformer_config(chunks)
+    if layout is not None:
+        language = laid_out_config(layout)
     tower, projection = copy.deepcopy(language), copy.deepcopy(language)
+    tower.pipeline_model_parallel_layout = projection.pipeline_model_parallel_layout = None
     tower.num_layers = 2
     tower.vision_model_type = "internvit"  # others have norms of Transformer Engine's alone
     tower.pipeline_model_parallel_size = projection.pipeline_model_parallel_size = 1
@@ -332,6 +344,15 @@ def llava(vp_stage: int, chunks: int | None) -> torch.nn.Module:
         patch_dim=4,
         vp_stage=vp_stage,
         **ends,
+    )
+
+
+def laid_out_config(layout: str) -> TransformerConfig:
+    return small_config(
+        expanded(layout).count("t"),
+        dist.get_world_size(),
+        hidden_size=WIDTH,
+        pipeline_model_parallel_layout=layout,
     )
 
 
@@ -374,13 +395,18 @@ MODELS = {
 
 
 def model_step(
-    name: str, chunks: int | None, is_frozen: Callable[[str], bool], **call: Any
+    name: str,
+    chunks: int | None,
+    is_frozen: Callable[[str], bool],
+    layout: str | None = None,
+    **call: Any,
 ) -> tuple[list[Any], callers.Gradients]:
     """A step of that model, on so many chunks a rank, without gradients of what is frozen."""
     make, forward_step, data = MODELS[name]
 
     def build() -> list[torch.nn.Module]:
-        made = [make(number, chunks) for number in range(chunks or 1)]
+        settings = {} if layout is None else {"layout": layout}
+        made = [make(number, chunks, **settings) for number in range(chunks or 1)]
         for chunk in made:
             draw_by_name(names_of_model(chunk))
             for parameter, weight in chunk.named_parameters():
@@ -445,7 +471,7 @@ def test_a_tower_on_the_first_stage(name: str, trained: str, schedules: tuple[st
     def on_rank(rank: int) -> None:
         with apply(cpu.patches()):
             # As stock's callers say it on a line: the image's embeddings, and all of them.
-            lengths = {"seq_length": 5, "decoder_seq_length": SEQUENCE}
+            lengths: dict[str, Any] = {"seq_length": 5, "decoder_seq_length": SEQUENCE}
             expected = model_step(name, None, is_frozen, **lengths)
             for schedule in schedules:
                 chunks = choose(schedule).example.chunks
@@ -458,6 +484,71 @@ def test_a_tower_on_the_first_stage(name: str, trained: str, schedules: tuple[st
                     check_put_off(choose(schedule), put_off, rank, is_frozen("tower.norm"))
 
     values(run_ranks(RANKS, on_rank))
+
+
+# Layouts as plan writes them: fewer layers behind the tower. Stock's own first.
+LAID_OUT: dict[int, dict[str, str]] = {
+    2: {
+        "1f1b": "Ett|t*5L",
+        "zb-h1": "Ett|t*5L",
+        "interleaved-zb": "Et|tt|tt|ttL",
+        "zb-v": "Et|tt|tt|ttL",
+    },
+    4: {
+        "1f1b": "Et|ttt|ttt|ttL",
+        "zb-h1": "Et|ttt|ttt|ttL",
+        "interleaved-zb": "Et|t|t|t|tt|t|t|tL",
+        "zb-v": "Et|t|t|tt|t|t|t|tL",
+    },
+}
+
+
+@pytest.mark.parametrize("ranks", LAID_OUT)
+def test_a_layout_balanced_to_the_tower(ranks: int) -> None:
+    def on_rank(rank: int) -> None:
+        with apply(cpu.patches()):
+            lengths: dict[str, Any] = {"seq_length": 5, "decoder_seq_length": SEQUENCE}
+            (_, stocks), *ours = LAID_OUT[ranks].items()
+            expected = model_step("LLaVAModel", None, TRAINED["all"], stocks, **lengths)
+            for schedule, layout in ours:
+                chunks = choose(schedule).example.chunks
+                own = chunks if chunks > 1 else None
+                with megatron_ext.install(schedule=schedule):
+                    assert_same(model_step("LLaVAModel", own, TRAINED["all"], layout), expected)
+
+    values(run_ranks(ranks, on_rank))
+
+
+def test_the_tower_is_measured(tmp_path: Path) -> None:
+    """Nothing was written for models with parts outside the language model."""
+    path = tmp_path / "costs.json"
+
+    def on_rank(rank: int) -> None:
+        with (
+            apply(cpu.patches()),
+            megatron_ext.install(schedule="zb-v", costs=f"profile:{path}"),
+        ):
+            parallel_state.initialize_model_parallel(
+                pipeline_model_parallel_size=RANKS, virtual_pipeline_model_parallel_size=2
+            )
+            model_parallel_cuda_manual_seed(0)
+            model = [llava(number, 2) for number in range(2)]
+            for _ in range(STEPS):
+                megatron_ext_step()(
+                    forward_step_func=llava_step,
+                    model=model,
+                    data_iterator=[iter(images_in_tokens()) for _ in model],
+                )
+
+    values(run_ranks(RANKS, on_rank))
+    costs = parse_costs(str(path), v(RANKS))
+    tower = json.loads(path.read_text())["layers"]["tower"]
+    assert costs.tower is not None and all(costs.tower.seconds)
+    assert costs.tower.seconds == pytest.approx(tower["seconds"])
+    assert len(tower["forward by microbatch"]) == MICROBATCHES
+    # Two layers as wide as the language model's, of which each stage has one.
+    alone = costs.without_tower()
+    assert costs.seconds[Kind.FORWARD][0] > 1.5 * alone.seconds[Kind.FORWARD][1]
 
 
 def check_put_off(choice: Choice, put_off: set[torch.Tensor], rank: int, is_frozen: bool) -> None:

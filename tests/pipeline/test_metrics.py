@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_ext.adapter.observers.metrics import _Log
+from megatron_ext.adapter.observers.pipelines import Pipelines
 from megatron_ext.compile.registry import choose
 from megatron_ext.logger import logger
 from megatron_ext.runtime.measure.exchange import AsyncAllGather
@@ -181,6 +182,22 @@ def test_off_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Recorder, "record", refuse)
     run(2, {"train_iters": 2})
+
+
+def test_pipelines_know_the_times_of_one_another() -> None:
+    """Each of these ranks is the last of a pipeline of its own; one of them has no step yet."""
+
+    def on_rank(rank: int) -> list[tuple[int, tuple[float, ...]]]:
+        pipelines = Pipelines()
+        for step in range(2):  # the latest count
+            if rank < 2:
+                pipelines.publish([1.0 + rank, 2.0 + step])
+        dist.barrier()
+        return sorted((one.last, one.busy) for one in pipelines.others())
+
+    told = values(run_ranks(3, on_rank))
+    first, second = (0, (1.0, 3.0)), (1, (2.0, 3.0))
+    assert told == [[second], [first], [first, second]]
 
 
 SLEEP = 0.3

@@ -1,5 +1,6 @@
 """Metrics of training steps (``--pipeline-metrics``), for the pipeline of the last global rank,
-which has Megatron's log and its TensorBoard and W&B writers.
+which has Megatron's log and its TensorBoard and W&B writers. The other pipelines tell only how long
+their ranks' passes take, so that a slow GPU is told from a slow stage.
 
 Nothing waits for metrics. Passes are recorded as for a trace, and finished records are read before
 the next step. If an iteration's figures are logged, the ranks start to exchange a few numbers
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.adapter.observers.observer import ObservedStep, StepObserver
+from megatron_ext.adapter.observers.pipelines import Pipelines
 from megatron_ext.adapter.observers.writers import log_step
 from megatron_ext.adapter.training_globals import (
     current_iteration,
@@ -29,6 +31,7 @@ from megatron_ext.runtime.measure.exchange import AsyncAllGather
 from megatron_ext.runtime.measure.step_sums import StepSums
 from megatron_ext.schedule.timeline import Timeline
 from megatron_ext.viz.metrics import Departure, RankSums, metrics_of
+from megatron_ext.viz.slow_ranks import PipelineTimes, SlowRanks
 
 WARM_UP = 1  # steps that are not measured: kernels load, caches fill
 
@@ -50,7 +53,8 @@ class StepMetrics(StepObserver[ObservedStep]):
         device = torch.device(torch.cuda.current_device())
         self._stream = torch.cuda.Stream() if device.type == "cuda" else None
         self._steps = StepSums(device)
-        self._log = _Log(overlap)
+        self._pipelines = Pipelines()
+        self._log = _Log(overlap, self._pipelines)
         self._calls = 0
         self._iteration = 0  # of the latest step
         self._first = 0  # first iteration whose figures have not been exchanged
@@ -61,8 +65,6 @@ class StepMetrics(StepObserver[ObservedStep]):
         """Record the step. Starts an exchange over the pipeline if the previous one's is due."""
         self._calls += 1
         iteration = current_iteration() or self._calls
-        if dist.get_world_size() - 1 not in dist.get_process_group_ranks(step.pipeline):
-            return
         self._pipeline = step.pipeline
         self._steps.add_up()
         if iteration != self._iteration:  # Megatron can rerun an iteration
@@ -91,6 +93,10 @@ class StepMetrics(StepObserver[ObservedStep]):
             due.exchange.wait()
         self._log_what_has_come()
 
+    def _last_rank(self) -> int:
+        assert self._pipeline is not None
+        return dist.get_process_group_ranks(self._pipeline)[-1]
+
     def _exchange_if_due(self) -> None:
         program, at = self._steps.program, self._iteration
         if program is None or at < self._first or not _is_logged(at):
@@ -104,17 +110,21 @@ class StepMetrics(StepObserver[ObservedStep]):
     def _log_what_has_come(self) -> None:
         while self._due and self._due[0].exchange.has_come():
             due = self._due.popleft()
+            ranks = [RankSums.of(numbers) for numbers in due.exchange.rows()]
             if dist.get_rank() == dist.get_world_size() - 1:
-                ranks = [RankSums.of(numbers) for numbers in due.exchange.rows()]
                 self._log.add(ranks, due.program, due.first, due.last)
+            elif dist.get_rank() == self._last_rank() and all(rank.steps for rank in ranks):
+                self._pipelines.publish([rank.busy / rank.steps for rank in ranks])
 
 
 class _Log:
     """Destination of the figures, at Megatron's own intervals."""
 
-    def __init__(self, overlap: bool) -> None:
+    def __init__(self, overlap: bool, pipelines: Pipelines | None = None) -> None:
         self._overlap = overlap
+        self._pipelines = pipelines
         self._departure = Departure()
+        self._slow_ranks = SlowRanks()
         self._program: Program | None = None
         self._predicted: Timeline | None = None  # of that program
         self._first = 0  # first iteration that no line includes yet
@@ -148,9 +158,13 @@ class _Log:
             self._say_that_nothing_is_known(last)
             return
         logger.info(metrics.line(self._first, last))
-        warning = self._departure.see(metrics, last - self._first + 1)
-        if warning is not None:
-            logger.warning(warning)
+        iterations = last - self._first + 1
+        others = [] if self._pipelines is None else self._pipelines.others()
+        own = PipelineTimes(dist.get_rank(), metrics.busy)
+        slow = self._slow_ranks.see(metrics.ratios, self._predicted, iterations, own, others)
+        for warning in (self._departure.see(metrics, iterations), slow):
+            if warning is not None:
+                logger.warning(warning)
 
     def _say_that_nothing_is_known(self, last: int) -> None:
         assert self._program is not None

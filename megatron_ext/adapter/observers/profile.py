@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +122,10 @@ class StepProfile(StepObserver[Step]):
         self._measured.add(shape)
         if dist.get_rank() == 0:
             layers = self._layers(own.program, shape, costs)
-            self._write(costs, as_data(layers, Machine.of(ranks)))
+            tower = None if layers is None else layers.tower
+            forwards = next((rank.forwards for rank in ranks if rank.forwards), ())
+            measured = as_data(layers, Machine.of(ranks), forwards)
+            self._write(replace(costs, tower=tower), measured)
         try:
             now = self._programs.rebuild(step.pipeline, step.call.config, shape, costs, own.program)
         except ValueError as error:

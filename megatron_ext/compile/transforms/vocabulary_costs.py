@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
 
 from megatron_ext.schedule.action import Kind
@@ -20,8 +21,9 @@ def share_vocabulary(costs: Costs, placement: Placement, how: VocabularyParallel
     assert how is not VocabularyParallel.NONE and costs.whole is None
     layers, vocabulary = costs.without_vocabulary(), costs.vocabulary or VocabularyCosts()
     layers = layers.with_copies_of(costs)
-    forward, input_gradient, weight_gradient = vocabulary.head
-    lookup, table_gradient = vocabulary.embedding
+    slowness = costs.slowness or (1.0,) * costs.stages
+    forward, input_gradient, weight_gradient = (part / slowness[-1] for part in vocabulary.head)
+    lookup, table_gradient = (part / slowness[0] for part in vocabulary.embedding)
     early = how is VocabularyParallel.TWO  # the input gradient's product is made with the logits
     shards = {
         Kind.LOGITS: forward + (input_gradient if early else 0.0),
@@ -31,7 +33,10 @@ def share_vocabulary(costs: Costs, placement: Placement, how: VocabularyParallel
         Kind.EMBEDDING: lookup,
         Kind.EMBEDDING_WEIGHT: table_gradient,
     }
-    divided = {kind: _divided(whole, placement) for kind, whole in shards.items()}
+    divided = {
+        kind: tuple(map(operator.mul, _divided(whole, placement), slowness))
+        for kind, whole in shards.items()
+    }
     held = layers.held_bytes
     if held is not None:
         held = {**held, Held.LOGITS: _divided(vocabulary.logits_bytes, placement)}

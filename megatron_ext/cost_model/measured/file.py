@@ -4,7 +4,8 @@ reserves; and the rates that estimates are made with then."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from megatron_ext.cost_model.measured.scale import Links, Measured
 from megatron_ext.cost_model.measured_costs import Machine
 from megatron_ext.cost_model.model import Model
 from megatron_ext.cost_model.rates import Rates
+from megatron_ext.schedule.costs import TowerCosts
 from megatron_ext.schedule.costs_text import MOST, read_costs_file, rounded
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.words import shown
@@ -51,14 +53,26 @@ class MeasuredFile:
         assert measured is not None
         yield f"costs are {measured.origin}"
         yield from map(not_told_apart, self.alike)
+        if measured.tower is not None and model.tower is None:
+            yield (
+                "the encoder on the first stage counts as measured, and its weights, gradients and "
+                "optimizer states not at all: name it with --vision"
+            )
         types = dict.fromkeys(model.layers)
         missing = [layer for layer in types if layer not in dict(measured.scales)]
         if missing:
             yield f"not measured, and scaled as all layers together: {', '.join(missing)}"
 
 
-def as_data(layers: LayerCosts | None, machine: Machine) -> dict[str, Any]:
-    """Entries of a costs file, for `load_measured`. ``layers``: None where they are not known."""
+def as_data(
+    layers: LayerCosts | None, machine: Machine, forwards: Sequence[float] = ()
+) -> dict[str, Any]:
+    """Return the entries of a costs file, for `load_measured`.
+
+    Args:
+        layers: None if they are not known.
+        forwards: seconds of the forward passes of the first stage, by microbatch of one step.
+    """
     data: dict[str, Any] = {}
     if machine.links:
         names = {False: _WITHIN, True: _BETWEEN}
@@ -77,7 +91,19 @@ def as_data(layers: LayerCosts | None, machine: Machine) -> dict[str, Any]:
             "alike": [list(group) for group in layers.alike],
             "stages": list(layers.stages),
         }
+        if layers.tower is not None:
+            data[_LAYERS]["tower"] = _tower_as_data(layers.tower, forwards)
     return data
+
+
+def _tower_as_data(tower: TowerCosts, forwards: Sequence[float]) -> dict[str, Any]:
+    """Return the entry of an encoder; its images make microbatches differ, so each is written."""
+    of_layers = statistics.median(forwards) - tower.seconds[0] if forwards else 0.0
+    return {
+        "seconds": rounded(tower.seconds),
+        "activation": round(tower.activation),
+        "forward by microbatch": rounded([max(f - of_layers, 0.0) for f in forwards]),
+    }
 
 
 def _written(components: Mapping[str, Figures]) -> dict[str, dict[str, float]]:
@@ -115,7 +141,9 @@ def load_measured(path: Path) -> MeasuredFile | None:
             f"({shown(repr(error), 200)}): measure again, or take it out"
         ) from None
     origin = f"{path}, by layer type ({shown(data.get('origin', 'given'), 300)})"
-    measured = Measured(scales=scales, others=others, links=links, origin=origin)
+    measured = Measured(
+        scales=scales, others=others, links=links, tower=layers.tower, origin=origin
+    )
     rates = replace(layers.rates, measured=measured)
     return MeasuredFile(rates, layers.alike, layers.stages, reserved)
 
@@ -140,7 +168,13 @@ def _layers(data: Mapping[str, Any]) -> LayerCosts:
         rates=Rates(**rates),
         alike=tuple(map(tuple, data["alike"])),
         stages=tuple(map(int, data["stages"])),
+        tower=_tower(data["tower"]) if "tower" in data else None,
     )
+
+
+def _tower(data: Mapping[str, Any]) -> TowerCosts:
+    forward, backward, weights = map(_number, data["seconds"])
+    return TowerCosts((forward, backward, weights), _number(data["activation"]))
 
 
 def _read(figures: Mapping[str, float]) -> Figures:

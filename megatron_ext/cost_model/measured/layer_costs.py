@@ -26,7 +26,7 @@ from megatron_ext.cost_model.stage_seconds import (
     seconds_of_output_layer,
 )
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.costs import Costs, TowerCosts
 from megatron_ext.schedule.kinds import Held
 
 Figure = Kind | Held
@@ -43,12 +43,17 @@ Figures = Mapping[Figure, float]
 
 @dataclass(frozen=True)
 class Basis:
-    """What costs were estimated by."""
+    """What costs were estimated by.
+
+    Attributes:
+        has_tower: whether the first stage runs an encoder, of which nothing is estimated.
+    """
 
     model: Model
     stages: tuple[Stage, ...]
     execution: Execution
     rates: Rates
+    has_tower: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,7 @@ class LayerCosts:
         alike: components which no stage tells apart, and which keep the estimate's proportions, in
             groups.
         stages: how many layers each stage had.
+        tower: of a microbatch in an encoder on the first stage; None: there was none.
     """
 
     measured: Mapping[str, Figures]
@@ -68,6 +74,7 @@ class LayerCosts:
     rates: Rates
     alike: tuple[tuple[str, ...], ...]
     stages: tuple[int, ...]
+    tower: TowerCosts | None = None
 
     def scales(self) -> tuple[tuple[str, Scale], ...]:
         """What was measured of each component over what is estimated."""
@@ -111,20 +118,31 @@ def layer_costs(costs: Costs, basis: Basis, *, is_divided: bool) -> LayerCosts:
     measured: dict[str, dict[Figure, float]] = {name: {} for name in totals}
     estimated: dict[str, dict[Figure, float]] = {name: {} for name in totals}
     alike: list[set[str]] = []
+    tower: dict[Figure, float] = {}
     for figure in FIGURES:
         if isinstance(figure, Held) and costs.held_bytes is None:
             continue
         names = [name for name, figures in totals.items() if figures[figure]]
         rows, sums = _sums_of(costs, stages, totals, figure, is_divided)
         columns = [[row[name][figure] if name in row else 0.0 for name in names] for row in rows]
-        fit = fit_scales(np.array(columns), np.array(sums))
+        # With an encoder there, the first stage tells nothing of its layers.
+        first = int(basis.has_tower)
+        fit = fit_scales(np.array(columns[first:]), np.array(sums[first:]))
+        if basis.has_tower:
+            of_layers = float(np.dot(columns[0], fit.scales))
+            tower[figure] = max(sums[0] - of_layers, 0.0)
         for name, scale in zip(names, fit.scales, strict=True):
             estimated[name][figure] = totals[name][figure] / numbers[name]
             measured[name][figure] = scale * estimated[name][figure]
         if isinstance(figure, Kind):
             alike += [{names[part] for part in group} for group in fit.alike]
     counts = tuple(len(stage.layers) for stage in basis.stages)
-    return LayerCosts(measured, estimated, basis.rates, _joined(alike, list(totals)), counts)
+    of_tower = None
+    if basis.has_tower:
+        forward, backward, weights = (tower[kind] for kind in _SECONDS)
+        of_tower = TowerCosts((forward, backward, weights), tower.get(Held.ACTIVATION, 0.0))
+    groups = _joined(alike, list(totals))
+    return LayerCosts(measured, estimated, basis.rates, groups, counts, of_tower)
 
 
 def _joined(groups: Sequence[set[str]], order: Sequence[str]) -> tuple[tuple[str, ...], ...]:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_ext.schedule.costs import TowerCosts
+
 DEPTH = "depth"  # of multi-token prediction: its projection and its layer
 EMBEDDING = "embedding"
 OUTPUT_LAYER = "output layer"  # one run of it, with the loss
@@ -46,12 +48,14 @@ class Measured:
         scales: of each component that was there.
         others: of one that was not: that of all of them together.
         links: to pipeline neighbours.
+        tower: of an encoder on the first stage; None: there was none.
         origin: when and on what, for people to read.
     """
 
     scales: tuple[tuple[str, Scale], ...]
     others: Scale
     links: Links = Links()
+    tower: TowerCosts | None = None
     origin: str = "measured"
 
     def of(self, component: str) -> Scale:

@@ -105,7 +105,7 @@ def _core(
     """Of fused attention the backward pass makes the scores once more, which is half of F."""
     tokens = execution.tokens
     window = model.window_size if is_sliding else 0
-    seen = looked_at(execution.sequence, window)
+    seen = looked_at(execution.sequence, window) if model.is_causal else execution.sequence
     flops = 2 * tokens * seen * (query + output)
     size = tokens * (query + key + value + output) * execution.element_bytes
     again = 2 * tokens * seen * query if execution.transformer_engine else 0.0

@@ -65,7 +65,8 @@ def work_of(args: Any, config: PipelineConfig | None = None) -> Work:
         limit=limit,
         post_validation=config is not None and config.post_validation,
     )
-    return replace(work, costs_of=costs_of, pairs=requests_pairs(args))
+    speeds = () if config is None or config.rank_speeds is None else config.rank_speeds.values
+    return replace(work, costs_of=costs_of, pairs=requests_pairs(args), speeds=speeds)
 
 
 def own_layout(args: Any, spec: str) -> tuple[str, Layout]:

@@ -99,7 +99,7 @@ class Candidates:
             layers, microbatches = len(self._work.model.layers), self._work.microbatches
             made: list[Layout] = []
             for balanced_by in dict.fromkeys([figures, figures.after_overlap]):
-                balanced = least_slowest_stage(layers, placement.stages, balanced_by)
+                balanced = least_slowest_stage(layers, placement, balanced_by)
                 even = with_even_ranks(balanced, placement, microbatches, balanced_by)
                 made += [even, balanced]
             of_known = [
@@ -182,11 +182,11 @@ class Candidates:
         placement, figures = choose(spec).place(self._work.ranks), self._of(recompute)
         layers = len(self._work.model.layers)
         whole = figures.piece(0, layers, is_first=True, is_last=True)
-        share = self._work.microbatches * busy(whole) / placement.ranks
+        share = self._work.microbatches * busy(whole) / sum(self._work.speeds or [placement.ranks])
         way = (placement.ranks - 1) * whole[Figure.FORWARD] / placement.stages
         if not is_line_or_v(placement) or share + way > (1 - _WORTH) * best:
             return []
-        layout = least_slowest_stage(layers, placement.stages, figures, with_ends=False)
+        layout = least_slowest_stage(layers, placement, figures, with_ends=False)
         made = []
         for method in (VocabMethod.ONE, VocabMethod.TWO):
             with contextlib.suppress(ValueError):

@@ -142,11 +142,15 @@ class Timed:
 
     def fullest_bytes(self, counts: Counts) -> Floats:
         """What the fullest rank holds, by layout."""
-        return np.asarray(self._order.rank_bytes(self._figures.of(counts)).max(axis=1))
+        return np.asarray(self._order.rank_bytes(self._of(counts)).max(axis=1))
+
+    def _of(self, counts: Counts) -> Floats:
+        """Return the figures of stages, by layout."""
+        return self._figures.of(counts, self._placement)
 
     def _figured(self, counts: Counts) -> tuple[Floats, Floats]:
         """Seconds of a step, and what the fullest rank holds of what it may, by layout."""
-        figures = self._figures.of(counts)
+        figures = self._of(counts)
         work, stages_of = busy(figures), self._placement.stages_of
         ranks = np.stack([work[:, list(stages)].sum(axis=1) for stages in stages_of], axis=1)
         seconds = self.seconds(counts)
@@ -160,7 +164,7 @@ class Timed:
         if len(moved) <= _TIMED:
             return moved
         if is_over:
-            promises = self._order.rank_bytes(self._figures.of(moved)).max(axis=1)
+            promises = self._order.rank_bytes(self._of(moved)).max(axis=1)
         else:
             figures = self._figures.after_overlap
             promises = least_seconds(moved, self._placement, self._microbatches, figures)

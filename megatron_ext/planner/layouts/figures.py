@@ -14,7 +14,7 @@ from megatron_ext.planner.layouts.work import Work
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import VocabularyCosts
 from megatron_ext.schedule.kinds import Held
-from megatron_ext.schedule.placement import line
+from megatron_ext.schedule.placement import Placement, line
 from megatron_ext.schedule.problem import VocabularyParallel
 
 Floats = NDArray[np.float64]
@@ -31,6 +31,9 @@ class Figure(IntEnum):
     ACTIVATION = 4  # held from F to I
     LEFT = 5  # held from I to W
     MODEL = 6  # of parameters, gradients and optimizer states
+
+
+_SECONDS = Figure.SPARED + 1  # so many figures are seconds
 
 
 class StageFigures:
@@ -58,10 +61,23 @@ class StageFigures:
         self.hidden = Hidden(work, self._stages)
         self._table = np.empty((0, len(Figure)))
 
-    def of(self, counts: Counts) -> Floats:
-        """By layout, stage and `Figure`."""
+    def of(self, counts: Counts, placement: Placement) -> Floats:
+        """Return the figures by layout, stage and `Figure`, at the speeds of the ranks that hold
+        the stages by ``placement``."""
         rows = self.rows(counts)  # which may make some
-        return np.asarray(self._table[rows])
+        figures = np.asarray(self._table[rows])
+        slowness = self.slowness(placement)
+        if slowness is not None:
+            figures[..., :_SECONDS] *= slowness[:, None]
+        return figures
+
+    def slowness(self, placement: Placement) -> Floats | None:
+        """Return how many times as long each stage of ``placement`` takes on its rank; None if all
+        ranks are alike."""
+        speeds = self.work.speeds
+        if not speeds:
+            return None
+        return np.array([1 / speeds[rank] for rank in placement.rank_of])
 
     def rows(self, counts: Counts) -> Counts:
         """By layout and stage: the same for stages alike."""
@@ -108,7 +124,7 @@ class StageFigures:
         companion = Stage(self.work.model.layers[:1])  # costs of nothing at all are none
         costs = self.work.costs_of((companion, stage), line(2))
         ends = costs.vocabulary or VocabularyCosts()
-        layers = costs.without_vocabulary()
+        layers = costs.without_vocabulary().without_tower()
         figures = np.zeros(len(Figure))
         figures[Figure.FORWARD] = layers.seconds[Kind.FORWARD][1]
         figures[Figure.INPUT] = layers.seconds[Kind.BACKWARD_INPUT][1]
@@ -121,6 +137,9 @@ class StageFigures:
             lookup, table_gradient = ends.embedding
             figures[Figure.FORWARD] += lookup
             figures[Figure.WEIGHT] += table_gradient
+        if stage.embedding and costs.tower is not None:
+            figures[[Figure.FORWARD, Figure.INPUT, Figure.WEIGHT]] += costs.tower.seconds
+            figures[Figure.ACTIVATION] += costs.tower.activation
         if stage.head:
             forward, input_gradient, weight_gradient = ends.head
             figures[Figure.FORWARD] += forward

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from megatron_ext.planner.layouts.figures import Counts, Figure, Floats, StageFigures, busy
@@ -14,12 +16,12 @@ _SAME = 1e-9
 
 
 def least_slowest_stage(
-    layers: int, stages: int, figures: StageFigures, *, with_ends: bool = True
+    layers: int, placement: Placement, figures: StageFigures, *, with_ends: bool = True
 ) -> Layout:
-    """The layout whose slowest stage takes least, by dynamic programming over the stages. Each has
-    a layer at least, the last one perhaps none.
+    """Return the layout whose slowest stage takes least, by dynamic programming over the stages.
+    Each stage has a layer at least, the last one perhaps none.
 
-    Layers add up here: what tensor-parallel ranks hide in a stage as a whole is left out.
+    Layers add up here: time that tensor-parallel ranks hide in a stage as a whole is ignored.
 
     Args:
         with_ends: whether the first and the last stage have the embedding and the output layer.
@@ -35,27 +37,30 @@ def least_slowest_stage(
     upto = np.concatenate([[0.0], np.cumsum(np.array(alone) - of_stage)])
     starts, ends = np.ogrid[: layers + 1, : layers + 1]
     work = np.where(ends > starts, of_stage + upto[ends] - upto[starts], np.inf)
-    parts = work[0] + first, work, of_stage + upto[-1] - upto + last
-    least, _ = _partition(parts, stages, np.maximum)
+    of_last = of_stage + upto[-1] - upto + last
+    parts = [work[0] + first, *[work] * (placement.stages - 2), of_last]
+    slowness = figures.slowness(placement)
+    if slowness is not None:
+        parts = [part * slower for part, slower in zip(parts, slowness, strict=True)]
+    least, _ = _partition(parts, np.maximum)
     # Of all with that, the one where the others are most alike.
     squares = [np.where(part <= least * (1 + _SAME), part**2, np.inf) for part in parts]
-    _, counts = _partition((squares[0], squares[1], squares[2]), stages, np.add)
+    _, counts = _partition(squares, np.add)
     return Layout(counts)
 
 
-def _partition(
-    parts: tuple[Floats, Floats, Floats], stages: int, joined: np.ufunc
-) -> tuple[float, tuple[int, ...]]:
-    """The least that ``joined`` makes of what stages take, and how many layers each then has.
+def _partition(parts: Sequence[Floats], joined: np.ufunc) -> tuple[float, tuple[int, ...]]:
+    """Return the least that ``joined`` makes of the times of stages, and the layers that each stage
+    then has.
 
     Args:
-        parts: what the first stage takes by where it ends, those between by where they start and
-            end, and the last one by where it starts.
+        parts: the times by stage: of the first by where it ends, of those between by where they
+            start and end, of the last by where it starts.
     """
-    best, between, of_last = parts
+    best, *between, of_last = parts
     cuts = []
-    for _ in range(stages - 2):
-        made = joined(best[:, None], between)
+    for of_stage in between:
+        made = joined(best[:, None], of_stage)
         cuts.append(made.argmin(axis=0))
         best = made.min(axis=0)
     whole = joined(best, of_last)
@@ -135,7 +140,7 @@ def _scores(
 def _by_rank(
     counts: Counts, placement: Placement, microbatches: int, figures: StageFigures
 ) -> Floats:
-    of_stages = figures.of(counts)
+    of_stages = figures.of(counts, placement)
     forward = of_stages[..., Figure.FORWARD]
     back = of_stages[..., Figure.INPUT]
     work = busy(of_stages)

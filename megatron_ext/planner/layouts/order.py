@@ -64,11 +64,14 @@ class Order:
         Args:
             counts: layers of each stage, by layout.
         """
-        of_passes = _seconds_of_passes(of_stages.of(counts))
+        of_passes = _seconds_of_passes(of_stages.of(counts, self._placement))
         times = of_passes[self._codes]
         if self._pairs:
             places, codes = self._seconds
             hidden = of_stages.hidden.by_layout(self._pairs, of_stages.rows(counts))
+            slowness = of_stages.slowness(self._placement)
+            if slowness is not None:
+                hidden = hidden * slowness[[there for there, _, _ in self._pairs], None]
             times[places] = times[places] + of_passes[codes] - hidden[self._pair_of]
         self._times.run(times)
         whole = np.asarray(times.max(axis=0))

@@ -20,6 +20,7 @@ from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Extras, Problem, VocabularyParallel
+from megatron_ext.schedule.rank_speeds import at_speeds
 
 CostsOf = Callable[[Sequence[Stage], Placement], Costs]
 BytesOf = Callable[[Sequence[Stage], Placement, VocabularyParallel], Sequence[ModelBytes]]
@@ -38,6 +39,7 @@ class Work:
         limit: of activations, as the user has it; None: none.
         recompute: what Megatron runs again of layers, which is in ``costs_of``.
         pairs: whether forward and backward passes run in pairs, where a rank has several stages.
+        speeds: of the ranks, relative to those that ``costs_of`` is for; () if all are alike.
     """
 
     model: Model
@@ -50,6 +52,7 @@ class Work:
     post_validation: bool = False
     recompute: LayerRecompute = NO_RECOMPUTE
     pairs: bool = False
+    speeds: tuple[float, ...] = ()
 
     def variant(
         self, spec: str, layout: Layout, method: VocabMethod = VocabMethod.NAIVE
@@ -70,7 +73,7 @@ class Work:
         problem = Problem(
             placement,
             self.microbatches,
-            self.costs_of(stages, placement),
+            at_speeds(self.costs_of(stages, placement), placement, self.speeds),
             self.limit,
             extras=Extras(
                 vocab_parallel=method.vocabulary,

@@ -13,7 +13,11 @@ import torch.distributed as dist
 
 from megatron_ext.compile.program.graph import channels
 from megatron_ext.compile.program.verify import Program
-from megatron_ext.cost_model.measured_costs import RankFigures, medians
+from megatron_ext.cost_model.measured_costs import (
+    RankFigures,
+    forwards_of_first_stage,
+    medians,
+)
 from megatron_ext.runtime.held_bytes import HeldBytes, reserved_beyond_allocated
 from megatron_ext.runtime.measure.message_time import message_seconds
 from megatron_ext.runtime.messages.batched import PipelineGroup
@@ -80,11 +84,13 @@ class Profile:
         assert boundary.shape is not None
         ways = channels(self.program.schedule)
         hops = message_seconds(connection, ways, boundary.shape, boundary.dtype, self._clock)
+        steps = [recording.read()[0] for recording in self._recordings]
         return RankFigures(
-            medians(event for recording in self._recordings for event in recording.read()[0]),
+            medians(event for events in steps for event in events),
             self._counting.per_microbatch(),
             list(hops.values()),
             [dist.get_global_rank(pipeline, rank) for rank in hops],
             socket.gethostname(),
             reserved_beyond_allocated(connection.device),
+            forwards_of_first_stage(steps[-1]),
         )

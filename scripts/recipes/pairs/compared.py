@@ -190,7 +190,7 @@ class Comparison:
     def _balanced(self, spec: str) -> Iterator[Layout]:
         placement, layers = choose(spec).place(self._work.ranks), len(self._work.model.layers)
         for balanced_by in dict.fromkeys([self._figures, self._figures.after_overlap]):
-            balanced = least_slowest_stage(layers, placement.stages, balanced_by)
+            balanced = least_slowest_stage(layers, placement, balanced_by)
             yield balanced
             yield with_even_ranks(balanced, placement, self._work.microbatches, balanced_by)
         yield evenly(layers, placement.stages)

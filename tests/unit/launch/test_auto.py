@@ -14,6 +14,7 @@ from megatron_ext.written_settings import from_argv, from_environment
 
 VALUES = {
     "schedule": "zb-h1",
+    "rank_speeds": "1,0.5",
     "p2p": "async",
     "trace_iters": "1:3",
     "vocab_parallel": "2",

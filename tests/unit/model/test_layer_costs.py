@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,7 @@ from megatron_ext.cost_model.measured_costs import Machine, RankFigures
 from megatron_ext.cost_model.model import Model, stages_of
 from megatron_ext.cost_model.rates import Rates
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.costs import Costs, uniform
+from megatron_ext.schedule.costs import Costs, TowerCosts, uniform
 from megatron_ext.schedule.costs_text import load_costs, save_costs
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import line, loop, v
@@ -149,6 +150,39 @@ def test_layers_that_were_measured_in_one_layout_tell_of_another(
         true.held_bytes[Held.ACTIVATION], rel=0.01
     )
     assert "by layer type" in told.origin
+
+
+TOWER = TowerCosts((3e-3, 4e-3, 2e-3), 2e9)
+
+
+@pytest.mark.parametrize("is_divided", [False, True])
+def test_an_encoder_is_what_the_first_stage_takes_beyond_its_layers(
+    is_divided: bool, tmp_path: Path
+) -> None:
+    """Nothing was written for such models. Layers are told by the other stages alone."""
+    counts = [2, 1, 2, 2, 1, 1, 2, 1]
+    measured = replace(TRUE, tower=TOWER)
+    costs = costs_of(counts, replace(RATES, measured=measured))
+    layers = layer_costs(costs, replace(basis(counts), has_tower=True), is_divided=is_divided)
+    assert layers.tower is not None
+    assert layers.tower.seconds == pytest.approx(TOWER.seconds, rel=0.05)
+    assert layers.tower.activation == pytest.approx(TOWER.activation, rel=0.05)
+    forwards = [9e-3, 10e-3, 14e-3]  # of microbatches with fewer and with more images
+    path = tmp_path / "costs.json"
+    save_costs(replace(costs, tower=layers.tower), path, as_data(layers, NOTHING, forwards))
+    read = load_measured(path)
+    assert read is not None and read.rates.measured is not None
+    of_file = read.rates.measured.tower
+    assert of_file is not None and of_file.seconds == pytest.approx(layers.tower.seconds, rel=1e-5)
+    told = json.loads(path.read_text())["layers"]["tower"]["forward by microbatch"]
+    differences = [later - earlier for earlier, later in itertools.pairwise(told)]
+    assert differences == pytest.approx([1e-3, 4e-3], rel=1e-3)
+    assert told[1] == pytest.approx(layers.tower.seconds[0], rel=1e-3)
+    stages = load_costs(path, line(8))
+    assert stages.seconds[Kind.FORWARD] == pytest.approx(costs.seconds[Kind.FORWARD], rel=1e-4)
+    elsewhere = costs_of([4, 5, 3], read.rates)
+    assert elsewhere.tower == of_file
+    assert "name it with --vision" in " ".join(read.remarks(MODEL))
 
 
 def test_layers_in_the_same_mixture_everywhere_keep_the_estimates_proportions() -> None:

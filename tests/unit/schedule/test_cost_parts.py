@@ -20,6 +20,7 @@ from megatron_ext.schedule.costs import (
     OverlapCosts,
     PassCosts,
     SliceCosts,
+    TowerCosts,
     VocabularyCosts,
 )
 from megatron_ext.schedule.kinds import Held
@@ -67,6 +68,8 @@ FULL = Costs(
         }
     ),
     whole=_PLAIN,
+    slowness=(1.0, 1.0, 2.0, 2.0),
+    tower=TowerCosts((3.0, 2.0, 1.0), 2.0),
     origin="here",
 )
 
@@ -123,6 +126,8 @@ def test_a_loop_has_one_link_between_two_ranks() -> None:
     assert costs.per_rank(loop(2, vpp=2)).links.hops == (1.0,)
 
 
+_TOWER = FULL.tower or TowerCosts((0.0, 0.0, 0.0))
+_OF_TOWER = {"passes.seconds", "passes.held_bytes", "passes.recompute", "slices.attention"}
 _CHANGES: dict[str, tuple[Callable[[Costs], Costs], set[str]]] = {
     "with_passes": (lambda costs: costs.with_passes(spared=(9.0,) * 4), {"passes.spared"}),
     "with_links": (lambda costs: costs.with_links(hop=9.0), {"links.hop"}),
@@ -152,6 +157,14 @@ _CHANGES: dict[str, tuple[Callable[[Costs], Costs], set[str]]] = {
     "with_vocabulary": (
         lambda costs: replace(costs, vocabulary=None).with_vocabulary(FULL.vocabulary),  # type: ignore[arg-type]
         {"passes.seconds", "passes.held_bytes", "passes.recompute"},
+    ),
+    "with_tower": (
+        lambda costs: replace(costs, tower=None, slowness=()).with_tower(_TOWER),
+        {*_OF_TOWER, "slowness"},
+    ),
+    "without_tower": (
+        lambda costs: replace(costs, slowness=()).without_tower(),
+        {*_OF_TOWER, "tower", "slowness"},
     ),
 }
 

@@ -1,0 +1,145 @@
+"""A vision tower in front of a language model, as public configurations describe it.
+
+The tower and its projector run inside the forward pass of the first stage. A projector joins
+`merged` patches to one token of the language model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from megatron_ext.words import shown
+
+
+class TowerTraining(StrEnum):
+    """The trained part of a tower with its projector."""
+
+    ALL = "trained"
+    PROJECTOR = "frozen, its projector trained"
+    NOTHING = "frozen"
+
+
+@dataclass(frozen=True)
+class Tower:
+    """A vision tower with its projector.
+
+    Attributes:
+        patches: tokens of the tower for each sample, class tokens included.
+        image: the most tokens of an image, which attend to one another.
+        output_size: width of the language model's tokens.
+        merged: patches that the projector joins to one token of the language model.
+        projectors: the main one, and those that feed later layers (DeepStack).
+        trained: its trained part.
+    """
+
+    layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    ffn_hidden_size: int
+    gated_linear_unit: bool
+    patches: int
+    image: int
+    output_size: int
+    merged: int = 4
+    projectors: int = 1
+    trained: TowerTraining = TowerTraining.ALL
+
+    @property
+    def images(self) -> int:
+        """Images of a sample: as many as its patches need."""
+        return max(-(-self.patches // self.image), 1)
+
+    @property
+    def patches_of_image(self) -> int:
+        """Tokens of each image, all of one size."""
+        return -(-self.patches // self.images)
+
+
+# Tokens of an image where nothing tells: 448 x 448 pixels in patches of 14.
+IMAGE = 1024
+
+# Sizes by the value of --vision-model-type, from examples/multimodal/config.py of Megatron-LM
+# core_v0.19.0 (InternViT's 25th head is padding).
+_TYPES: dict[str, dict[str, Any]] = {
+    "clip": {"layers": 24, "hidden": 1024, "heads": 16, "ffn": 4096},
+    "siglip": {"layers": 27, "hidden": 1152, "heads": 16, "ffn": 4304},
+    "internvit": {"layers": 45, "hidden": 3200, "heads": 25, "ffn": 12800},
+    "internvit300M": {"layers": 24, "hidden": 1024, "heads": 16, "ffn": 4096},
+    "radio": {"layers": 32, "hidden": 1280, "heads": 16, "ffn": 5120},
+    "radio-g": {"layers": 40, "hidden": 1536, "heads": 24, "ffn": 4096, "gated": True},
+    "cradio-g": {"layers": 40, "hidden": 1536, "heads": 24, "ffn": 6144},
+}
+_NEEDED = ("layers", "hidden", "heads", "ffn")
+_SIZES = (
+    *_NEEDED,
+    *("query_groups", "gated", "patch", "out_hidden", "deepstack_mergers", "image", "merged"),
+)
+_TRAINED = {
+    "all": TowerTraining.ALL,
+    "projector": TowerTraining.PROJECTOR,
+    "none": TowerTraining.NOTHING,
+}
+_EXAMPLE = (
+    f"write one of {', '.join(_TYPES)}, or layers=27,hidden=1152,heads=16,ffn=4304, and "
+    f"trained=projector or trained=none behind it if the tower is frozen"
+)
+
+
+def parse_tower(text: str) -> dict[str, Any]:
+    """Return the sizes of the tower that ``text`` names or lists, for `tower_of`.
+
+    Raises:
+        ValueError: an unknown name, or a size that is unknown or no number from 1.
+    """
+    first, *parts = text.split(",")
+    sizes: dict[str, Any] = {}
+    if "=" in first:
+        parts = [first, *parts]
+    elif first in _TYPES:
+        sizes = dict(_TYPES[first])
+    else:
+        raise ValueError(f"--vision {shown(text)} is not known; {_EXAMPLE}")
+    for part in parts:
+        key, _, value = part.strip().partition("=")
+        if key == "trained" and value in _TRAINED:
+            sizes[key] = _TRAINED[value]
+        elif key == "gated" and value in ("true", "false"):
+            sizes[key] = value == "true"
+        elif key in _SIZES and value.isdecimal() and 0 < int(value) < 10**6:
+            sizes[key] = int(value)
+        else:
+            raise ValueError(f"--vision {shown(text)}: {shown(part)} is not understood; {_EXAMPLE}")
+    return sizes
+
+
+def tower_of(sizes: Mapping[str, Any], hidden: int, patches: int) -> Tower:
+    """Return the tower of these ``sizes``, as models.json and `parse_tower` have them.
+
+    Args:
+        hidden: width of the language model.
+        patches: tokens of the tower for each sample.
+
+    Raises:
+        ValueError: a size is missing.
+    """
+    missing = [name for name in _NEEDED if not sizes.get(name)]
+    if missing:
+        raise ValueError(f"the vision tower lacks {', '.join(missing)}; {_EXAMPLE}")
+    return Tower(
+        layers=sizes["layers"],
+        hidden_size=sizes["hidden"],
+        num_attention_heads=sizes["heads"],
+        num_query_groups=sizes.get("query_groups") or sizes["heads"],
+        ffn_hidden_size=sizes["ffn"],
+        gated_linear_unit=bool(sizes.get("gated")),
+        patches=patches,
+        image=min(sizes.get("image") or IMAGE, patches),
+        output_size=sizes.get("out_hidden") or hidden,
+        merged=sizes.get("merged") or 4,
+        projectors=1 + (sizes.get("deepstack_mergers") or 0),
+        trained=sizes.get("trained") or TowerTraining.ALL,
+    )

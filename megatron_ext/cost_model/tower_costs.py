@@ -1,0 +1,122 @@
+"""Seconds, bytes and parameters of a vision tower, estimated from its sizes.
+
+A tower counts as Megatron runs it: whole on each context-parallel rank, divided by tensor-parallel
+ranks without sequence parallelism, nothing of it recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatron_ext.cost_model.activations import held_of_stage
+from megatron_ext.cost_model.execution import Execution
+from megatron_ext.cost_model.measured.scale import PASS
+from megatron_ext.cost_model.model import Model, Stage
+from megatron_ext.cost_model.operations.operation import Operation, linear
+from megatron_ext.cost_model.rates import Rates
+from megatron_ext.cost_model.stage_seconds import seconds_by_component
+from megatron_ext.cost_model.tower import Tower, TowerTraining
+from megatron_ext.schedule.costs import TowerCosts
+
+
+def tower_costs(tower: Tower, execution: Execution, rates: Rates) -> TowerCosts:
+    """Return the seconds of F, I and W of a microbatch in ``tower``, and the bytes that it stores.
+
+    Frozen layers have neither I nor W and store nothing.
+    """
+    run = tower_execution(tower, execution)
+    rates = replace(rates, measured=None)  # of the language model's layers
+    model, trained = layers_of(tower), tower.trained
+    totals = [0.0, 0.0, 0.0]
+    for name, seconds in seconds_by_component(model, Stage(model.layers), run, rates):
+        if name != PASS:  # the tower is a part of the first stage's pass
+            of_layer = seconds.totals if trained is TowerTraining.ALL else (seconds.totals[0], 0, 0)
+            totals = [total + more for total, more in zip(totals, of_layer, strict=True)]
+    first, last = _projector(tower, run)
+    for operation in (first, last):
+        forward, backward, weights = rates.seconds_of(operation)
+        if trained is TowerTraining.NOTHING:
+            backward = weights = 0.0
+        elif trained is TowerTraining.PROJECTOR and operation is first:
+            backward = 0.0  # nothing before it is trained
+        for at, more in enumerate((forward, backward, weights)):
+            totals[at] += tower.projectors * more
+    held = 0.0
+    if trained is TowerTraining.ALL:
+        held, _ = held_of_stage(model, Stage(model.layers), run)
+    if trained is not TowerTraining.NOTHING:
+        width = 2 * tower.merged * tower.hidden_size  # what enters both matrices
+        held += tower.projectors * _joined_tokens(tower, run) * width * run.element_bytes
+    return TowerCosts((totals[0], totals[1], totals[2]), held)
+
+
+def layers_of(tower: Tower) -> Model:
+    """Return the transformer layers of ``tower`` as a model."""
+    return Model(
+        layers=("*-",) * tower.layers,
+        hidden_size=tower.hidden_size,
+        num_attention_heads=tower.num_attention_heads,
+        num_query_groups=tower.num_query_groups,
+        kv_channels=tower.hidden_size // tower.num_attention_heads,
+        ffn_hidden_size=tower.ffn_hidden_size,
+        vocabulary=0,
+        gated_linear_unit=tower.gated_linear_unit,
+        add_bias_linear=True,
+        is_rotary=False,
+        is_causal=False,
+    )
+
+
+def tower_execution(tower: Tower, execution: Execution) -> Execution:
+    """Return how the images of a microbatch run through ``tower``."""
+    return replace(
+        execution,
+        sequence=tower.patches_of_image,
+        micro_batch=execution.micro_batch * tower.images,
+        context_parallel=1,
+        sequence_parallel=False,
+        recompute=False,
+        recompute_modules=frozenset(),
+        captured=frozenset(),
+        userbuffers=frozenset(),
+        unkept=frozenset(),
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        overlap=0.0,
+    )
+
+
+def tower_matrices(tower: Tower) -> Iterator[tuple[int, int, bool]]:
+    """Yield the elements of the tower's matrices and of its other parameters on all tensor-parallel
+    ranks together, and whether they are trained: the layers', then the projectors'."""
+    hidden, width = tower.hidden_size, tower.merged * tower.hidden_size
+    groups = tower.num_query_groups / tower.num_attention_heads
+    attention = int(hidden * hidden * (2 + 2 * groups))
+    mlp = (3 if tower.gated_linear_unit else 2) * hidden * tower.ffn_hidden_size
+    beside = int(hidden * (2 + 2 * groups)) + tower.ffn_hidden_size + 6 * hidden
+    trained = tower.trained
+    yield (
+        tower.layers * (attention + mlp),
+        tower.layers * beside,
+        trained is TowerTraining.ALL,
+    )
+    matrices = width * width + width * tower.output_size
+    yield (
+        tower.projectors * matrices,
+        tower.projectors * (width + tower.output_size),
+        trained is not TowerTraining.NOTHING,
+    )
+
+
+def _projector(tower: Tower, run: Execution) -> tuple[Operation, Operation]:
+    """Return the two products of a projector: within the joined width, and to the model's."""
+    tokens, width = _joined_tokens(tower, run), tower.merged * tower.hidden_size
+    own = width / run.tensor_parallel
+    first, *_ = linear("projector's fc1", tokens, width, own, run)
+    last, *_ = linear("projector's fc2", tokens, own, tower.output_size, run)
+    return first, last
+
+
+def _joined_tokens(tower: Tower, run: Execution) -> float:
+    return run.tokens / tower.merged

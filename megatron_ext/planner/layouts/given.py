@@ -1,0 +1,75 @@
+"""The work of equal layers whose costs are given, for any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_ext.cost_model.model import Model, Stage
+from megatron_ext.cost_model.model_memory import ModelBytes
+from megatron_ext.planner.layouts.work import Work
+from megatron_ext.schedule.costs import Costs, LinkCosts, PassCosts, VocabularyCosts
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.problem import VocabularyParallel
+
+_NO_BYTES = ModelBytes(0.0, 0.0, 0.0)
+
+
+def given_work(
+    costs: Costs,
+    layers: int,
+    *,
+    ranks: int,
+    microbatches: int,
+) -> Work:
+    """Return the work of so many equal ``layers``, which together cost what all stages of ``costs``
+    do without embedding, output layer and encoder. Bytes of the model are not known.
+
+    Args:
+        costs: on ranks that are all alike.
+    """
+    alone = costs.without_vocabulary().without_tower()
+    ends = costs.vocabulary or VocabularyCosts()
+
+    def spread(figures: tuple[float, ...], counts: Sequence[int]) -> tuple[float, ...]:
+        return figures and tuple(sum(figures) / layers * count for count in counts)
+
+    def costs_of(stages: Sequence[Stage], placement: Placement) -> Costs:
+        counts = [len(stage.layers) for stage in stages]
+        held = alone.held_bytes
+        passes = PassCosts(
+            {kind: spread(figures, counts) for kind, figures in alone.seconds.items()},
+            None if held is None else {what: spread(of, counts) for what, of in held.items()},
+            spread(alone.passes.recompute, counts),
+            spread(alone.passes.spared, counts),
+        )
+        links = alone.links
+        links = LinkCosts(links.hop, links.latency, message_bytes=links.message_bytes)
+        made = Costs(passes, links, origin=costs.origin).with_vocabulary(ends)
+        return made if costs.tower is None else made.with_tower(costs.tower)
+
+    def bytes_of(
+        stages: Sequence[Stage], placement: Placement, vocabulary: VocabularyParallel
+    ) -> list[ModelBytes]:
+        return [_NO_BYTES] * placement.ranks
+
+    return Work(
+        _model(layers),
+        ranks,
+        microbatches,
+        costs_of,
+        bytes_of,
+        seconds_beside=lambda model: 0.0,
+    )
+
+
+def _model(layers: int) -> Model:
+    """Return a model of which only the number of layers is known."""
+    return Model(
+        layers=("*-",) * layers,
+        hidden_size=0,
+        num_attention_heads=0,
+        num_query_groups=0,
+        kv_channels=0,
+        ffn_hidden_size=0,
+        vocabulary=0,
+    )

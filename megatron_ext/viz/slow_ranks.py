@@ -1,0 +1,172 @@
+"""Ranks that are slower than the costs of their stages: which they are, what they cost, what helps.
+
+The time of a rank's passes is compared with the costs of its stages, and with the same rank of
+other pipelines (data-parallel replicas and tensor-parallel ranks), which have the same stages:
+
+    slow here, not in other pipelines     a slow GPU
+    slow in all pipelines                 the stage takes longer than its cost
+    all ranks of one pipeline slow        a slow replica, which no layout helps
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ext.schedule.action import Action
+from megatron_ext.schedule.rank_speeds import RankSpeeds
+from megatron_ext.schedule.timeline import Timeline
+from megatron_ext.viz.explain import seconds_over_predicted
+from megatron_ext.viz.replay import Replay
+from megatron_ext.viz.trace import read_trace
+
+SLOW = 0.05  # from which share more than the others' a rank is slow; less is noise
+PATIENCE = 100  # iterations, after which somebody should look
+
+
+@dataclass(frozen=True)
+class PipelineTimes:
+    """Seconds of the passes of a step on each rank of a pipeline.
+
+    Attributes:
+        last: global rank of its last pipeline rank, which names the pipeline.
+        busy: by pipeline rank.
+    """
+
+    last: int
+    busy: tuple[float, ...]
+
+
+def slow_ranks(ratios: Sequence[float]) -> dict[int, float]:
+    """Return how many times as slow as the others each slow rank is, by its number.
+
+    ``ratios``: by rank, the seconds of its passes over those of the costs of its stages.
+    """
+    par = statistics.median_low(ratios)
+    slowness = {rank: ratio / par for rank, ratio in enumerate(ratios)}
+    return {rank: times for rank, times in slowness.items() if times > 1 + SLOW}
+
+
+def speeds_of(ratios: Sequence[float]) -> RankSpeeds | None:
+    """Return the speeds of ranks with these ``ratios``, 1 for each that is not slow; None if none
+    is."""
+    slow = slow_ranks(ratios)
+    if not slow:
+        return None
+    return RankSpeeds(tuple(round(1 / slow.get(rank, 1.0), 4) for rank in range(len(ratios))))
+
+
+def speeds_in(path: Path) -> RankSpeeds | None:
+    """Return the speeds of ranks that the steps of the trace ``path`` show; None if none is slow.
+
+    Raises:
+        ValueError: as `read_trace`.
+    """
+    of_steps = [seconds_over_predicted(s.measured, s.predicted) for s in read_trace(path)]
+    return speeds_of([statistics.median(ratios) for ratios in zip(*of_steps, strict=True)])
+
+
+def share_lost(predicted: Timeline, slow: Mapping[int, float]) -> float:
+    """Return how much longer the step is that has these ``slow`` ranks, as a share of the
+    ``predicted`` one: both replayed, with messages that take no time."""
+    events = {event.action: event for row in predicted.compute for event in row}
+
+    def seconds(action: Action) -> float:
+        return events[action].end - events[action].start
+
+    def slowed(action: Action) -> float:
+        return seconds(action) * slow.get(events[action].rank, 1.0)
+
+    replay = Replay(predicted.schedule)
+    return replay.run(slowed).makespan / replay.run(seconds).makespan - 1
+
+
+class SlowRanks:
+    """Says once when the same ranks have been slow for `PATIENCE` iterations."""
+
+    def __init__(self) -> None:
+        self._iterations: dict[int, int] = {}  # by rank, for which it has been slow up to now
+        self._told: set[int] = set()
+
+    def see(
+        self,
+        ratios: Sequence[float],
+        predicted: Timeline,
+        iterations: int,
+        own: PipelineTimes,
+        others: Sequence[PipelineTimes],
+    ) -> str | None:
+        """Return the remark due after ``iterations`` more with these ``ratios``, if any is.
+
+        Args:
+            own: times of the pipeline that ``ratios`` are of.
+            others: times of the other pipelines, as far as they are known.
+        """
+        pipelines = [own, *(one for one in others if len(one.busy) == len(own.busy))]
+        slow = dict(slow_ranks(ratios))
+        for one in pipelines[1:]:
+            for rank, times in slow_in(one, pipelines).items():
+                slow[rank] = max(slow.get(rank, 1.0), times)
+        self._iterations = {rank: self._iterations.get(rank, 0) + iterations for rank in slow}
+        due = [rank for rank, seen in self._iterations.items() if seen >= PATIENCE]
+        if not set(due) - self._told:
+            return None
+        self._told |= set(due)
+        of_due = {rank: slow[rank] for rank in sorted(due)}
+        since = f"for {min(self._iterations[rank] for rank in due)} iterations"
+        replicas = _slow_replicas(pipelines)
+        if replicas and not slow_ranks(ratios) and all(map(_is_in(replicas, pipelines), due)):
+            listed = ", ".join(str(one.last) for one in replicas)
+            return (
+                f"{since} all ranks of the pipeline that ends on global rank {listed} have been "
+                f"slow, up to {max(of_due.values()):.2f} times: a slow replica, which "
+                f"no layout helps"
+            )
+        speeds = RankSpeeds(
+            tuple(round(1 / of_due.get(rank, 1.0), 2) for rank in range(len(ratios)))
+        )
+        told = "; ".join(_words(rank, times, pipelines) for rank, times in of_due.items())
+        lost = share_lost(predicted, of_due)
+        return (
+            f"{since} {told}: the step is {lost:.0%} longer by it. A layout for these ranks: "
+            f"megatron-ext plan --rank-speeds {speeds} -- and this launch command"
+        )
+
+
+def slow_in(one: PipelineTimes, pipelines: Sequence[PipelineTimes]) -> dict[int, float]:
+    """Return how many times as long as in the other ``pipelines`` the slow ranks of ``one`` take,
+    by their numbers."""
+    slow = {}
+    for rank, busy in enumerate(one.busy):
+        others = [other.busy[rank] for other in pipelines if other is not one]
+        if others and busy > (1 + SLOW) * statistics.median_low(others):
+            slow[rank] = busy / statistics.median_low(others)
+    return slow
+
+
+def _words(rank: int, times: float, pipelines: Sequence[PipelineTimes]) -> str:
+    name = f"pipeline rank {rank} has been {times:.2f} times as slow as its stage's cost"
+    if len(pipelines) == 1:
+        return f"{name} (its GPU is slow, or the cost is wrong: --pipeline-costs profile measures)"
+    where = [one.last for one in pipelines if rank in slow_in(one, pipelines)]
+    if not where:
+        return f"{name} in all {len(pipelines)} pipelines: its stage takes longer, not one GPU"
+    listed = ", ".join(map(str, where))
+    return (
+        f"pipeline rank {rank} has been {times:.2f} times as slow as in other pipelines, in the "
+        f"one that ends on global rank {listed}: a slow GPU"
+    )
+
+
+def _slow_replicas(pipelines: Sequence[PipelineTimes]) -> list[PipelineTimes]:
+    return [one for one in pipelines if len(slow_in(one, pipelines)) == len(one.busy)]
+
+
+def _is_in(
+    replicas: Sequence[PipelineTimes], pipelines: Sequence[PipelineTimes]
+) -> Callable[[int], bool]:
+    """Return a test for ranks that are slow in none but the ``replicas``."""
+    others = [one for one in pipelines if one not in replicas]
+    return lambda rank: not any(rank in slow_in(one, pipelines) for one in others)

@@ -1,0 +1,123 @@
+"""Steps of a model whose first stage has a vision tower, and of pipelines with a slow rank.
+
+    python -m scripts.benchmarks.uneven            both tables, about four minutes
+    python -m scripts.benchmarks.uneven --ranks 0 4
+
+80 equal layers take F : I : W = 10 : 12 : 8 on each of 8 ranks, and a message 1. All schedules are
+within 1F1B's memory, in microbatches. A step is compared with one that has no bubble and, for the
+slow rank, with the same schedule on ranks that are all alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_ext.planner.layouts.candidates import Candidates
+from megatron_ext.planner.layouts.given import given_work
+from megatron_ext.planner.layouts.layout import Layout, evenly
+from megatron_ext.planner.layouts.lines import permit_all
+from megatron_ext.planner.layouts.work import Evaluated, Work, evaluate
+from megatron_ext.progress import task
+from megatron_ext.schedule.costs_text import parse_costs
+from megatron_ext.schedule.limit import parse_limit
+from megatron_ext.schedule.placement import line
+
+LAYERS, RANKS = 80, 8
+COSTS = "f=10,i=12,w=8,comm=1"
+# Seconds of a tower of 10 % of the language model: 0.1 x 8 ranks x 10, 12 and 8.
+TOWERS = {"trained": "tower=8/9.6/6.4", "frozen": "tower=8/0/0"}
+SLOW = 1.3
+LINE, V = "zb-h1", "v-auto"
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Steps over a reference: with even layers, and with the best layout found."""
+
+    even: float
+    laid_out: float
+    layout: Layout
+
+
+def work_of(costs: str, microbatches: int, speeds: tuple[float, ...] = ()) -> Work:
+    """Return the work of the layers at these ``costs`` of a rank, within 1F1B's memory."""
+    work = given_work(
+        parse_costs(costs, line(RANKS)), LAYERS, ranks=RANKS, microbatches=microbatches
+    )
+    return replace(work, limit=parse_limit("1x", RANKS, microbatches), speeds=speeds)
+
+
+def best_layout(work: Work, spec: str, *, search: bool = True) -> Evaluated:
+    """Return the shortest step of ``work`` that the planner finds under ``spec``."""
+    started_from = "zb-v" if spec == V else spec
+    with task("laying out stages") as progress:
+        candidates = Candidates([work], None, _even, permit_all, search, progress)
+        made = candidates.by_layout([[started_from]], [])
+        if search and spec == V:
+            own = evaluate(work, started_from, _even(2 * RANKS))
+            made = sorted([*made, *candidates.further(made, own)], key=lambda one: one.seconds)
+    return made[0]
+
+
+def with_tower(trained: str, spec: str, microbatches: int = 16, *, search: bool = True) -> Steps:
+    """Return steps with the tower ``trained`` over a step without any bubble."""
+    costs = f"{COSTS},{TOWERS[trained]}"
+    seconds = parse_costs(costs, line(RANKS)).seconds.values()
+    ideal = microbatches * sum(map(sum, seconds)) / RANKS
+    return _steps(work_of(costs, microbatches), spec, ideal, search)
+
+
+def with_slow_rank(rank: int, spec: str, microbatches: int = 32, *, search: bool = True) -> Steps:
+    """Return steps with ``rank`` slow over the step of ``spec`` on ranks that are all alike."""
+    speeds = tuple(1 / SLOW if number == rank else 1.0 for number in range(RANKS))
+    alike = _on_even_layers(work_of(COSTS, microbatches), spec, search)
+    return _steps(work_of(COSTS, microbatches, speeds), spec, alike, search)
+
+
+def _steps(work: Work, spec: str, reference: float, search: bool) -> Steps:
+    made = best_layout(work, spec, search=search)
+    even = _on_even_layers(work, spec, search)
+    return Steps(even / reference, made.seconds / reference, made.layout)
+
+
+def _on_even_layers(work: Work, spec: str, search: bool) -> float:
+    tried = ("zb-v", V) if spec == V else (spec,)
+    stages = (2 if spec == V else 1) * RANKS
+    return min(evaluate(work, one, _even(stages), search=search).seconds for one in tried)
+
+
+def _even(stages: int) -> Layout:
+    if LAYERS % stages:
+        raise ValueError(f"{LAYERS} layers cannot be split evenly over {stages} stages")
+    return evenly(LAYERS, stages)
+
+
+def main(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--ranks", type=int, nargs="*", default=list(range(RANKS)))
+    ranks = parser.parse_args(words).ranks
+    table = Table("", "schedule", "even layers", "laid out", "layers of the stages")
+    for trained in TOWERS:
+        for spec in (LINE, V):
+            _add(table, f"tower of 10 %, {trained}, m = 16", spec, with_tower(trained, spec))
+    for rank in ranks:
+        for spec in (LINE, V):
+            name = f"rank {rank} takes {SLOW} times as long, m = 32"
+            _add(table, name, spec, with_slow_rank(rank, spec))
+    Console(width=120).print(table)
+    return 0
+
+
+def _add(table: Table, name: str, spec: str, steps: Steps) -> None:
+    layers = " ".join(map(str, steps.layout.layers))
+    table.add_row(name, spec, f"{steps.even:.3f}", f"{steps.laid_out:.3f}", layers)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,102 @@
+"""Gains of layouts for public models with a vision tower.
+
+    python -m scripts.recipes.towers          writes scripts/recipes/towers.csv, ten minutes
+
+One recipe of each model, with the tower and the language model trained, and with nothing but the
+projector trained. The tower sees as many patches as the language model tokens.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_ext.cost_model.tower import TowerTraining
+from megatron_ext.planner.planning_time import begin, planning
+from scripts.recipes.accepting import as_on_gpus, others
+from scripts.recipes.configured import configuration_of
+from scripts.recipes.gains import PROCESSES, Configuration, Gains, gains_of
+from scripts.recipes.public_form import read_recipes
+from scripts.recipes.recipe import RECIPES, read_models, resolve
+
+TABLE = Path(__file__).with_name("towers.csv")
+_SECONDS = 120.0  # CPU seconds for each case
+_COLUMNS = (
+    *("model", "recipe", "trained", "own line"),
+    *("stock's best", "stock's gain", "best of all", "gain of all"),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe with its tower trained in one way."""
+
+    model: str
+    recipe: str
+    trained: str
+    configuration: Configuration
+
+
+def cases() -> Iterator[Case]:
+    """Yield two cases for each public model with a tower that a recipe trains in a pipeline."""
+    models, seen = read_models(), set()
+    with as_on_gpus():
+        defaults = others()
+        for name, raw in read_recipes(RECIPES).items():
+            try:
+                recipe = resolve(name, raw, models, defaults)
+                if recipe.model in seen or not isinstance(recipe.dimensions.get("vision"), dict):
+                    continue
+                configuration = configuration_of(recipe)
+            except ValueError:  # the next recipe of the model may do
+                continue
+            tower = configuration.model.tower
+            if tower is None or configuration.ranks == 1 or recipe.model is None:
+                continue
+            seen.add(recipe.model)
+            short = name.rpartition(":")[2].removesuffix("_config")
+            for trained, is_frozen in (("all", False), ("the projector", True)):
+                part = TowerTraining.PROJECTOR if is_frozen else TowerTraining.ALL
+                model = replace(configuration.model, tower=replace(tower, trained=part))
+                changed = replace(configuration, model=model, is_frozen=is_frozen, recompute=())
+                yield Case(recipe.model, short, trained, changed)
+
+
+def _row(case: Case) -> list[str]:
+    with planning(_SECONDS):
+        begin()
+        try:
+            gains: Gains | str = gains_of(case.configuration)
+        except ValueError as error:
+            gains = str(error)
+    start = [case.model.rpartition("/")[2], case.recipe, case.trained]
+    if isinstance(gains, str):
+        return [*start, gains, "", "", "", ""]
+    row = [*start, gains.own.schedule]
+    for option in (gains.stock, gains.ours):
+        layers = " ".join(map(str, option.layers))
+        row += [f"{option.schedule}: {layers}", f"{option.gain:.3f}"]
+    return row
+
+
+def main() -> int:
+    console = Console(stderr=True)
+    made = list(cases())
+    rows = []
+    with get_context("spawn").Pool(PROCESSES) as pool:
+        for row in pool.imap(_row, made):
+            rows.append(row)
+            console.print(row[0], row[2], *row[3:], markup=False)
+    with TABLE.open("w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([_COLUMNS, *rows])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

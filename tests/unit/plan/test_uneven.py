@@ -1,0 +1,97 @@
+"""Layouts for a first stage with a tower and for a slow rank, as the issue of 80 equal layers has
+them: F : I : W = 10 : 12 : 8 on 8 ranks, a message 1, within 1F1B's memory."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_ext.cli import app
+from megatron_ext.cost_model.gpus import GPUS, parse_gpus
+from megatron_ext.cost_model.short_form import parse_model
+from megatron_ext.planner.mixed_gpus import product_of, speeds_of_gpus
+from megatron_ext.schedule.rank_speeds import RankSpeeds
+from scripts.benchmarks import uneven
+from tests.helpers.combinations import at_night
+
+TOWERS = {  # over a step without a bubble: even layers, and the most that a layout may take
+    ("trained", uneven.LINE): (1.716, 1.26),
+    ("trained", uneven.V): (1.636, 1.18),
+    ("frozen", uneven.LINE): (1.367, 1.29),  # the least of all with whole layers (exhaustive)
+    ("frozen", uneven.V): (1.226, 1.20),
+}
+
+
+@pytest.mark.parametrize(
+    ("trained", "spec"),
+    [
+        *[case for case in TOWERS if case[1] == uneven.LINE],
+        *at_night(*[case for case in TOWERS if case[1] == uneven.V]),
+    ],
+)
+def test_layers_are_balanced_to_a_tower(trained: str, spec: str) -> None:
+    even, most = TOWERS[trained, spec]
+    steps = uneven.with_tower(trained, spec)
+    assert steps.even == pytest.approx(even, abs=0.001)
+    assert steps.laid_out <= most
+    assert steps.layout.layers[0] < uneven.LAYERS / steps.layout.stages
+
+
+@pytest.mark.parametrize(
+    ("rank", "spec"),
+    [(4, uneven.LINE), *at_night(*[(r, s) for r in range(8) for s in (uneven.LINE, uneven.V)])],
+)
+def test_layers_are_balanced_to_a_slow_rank(rank: int, spec: str) -> None:
+    steps = uneven.with_slow_rank(rank, spec)
+    assert steps.even > 1.2 and steps.laid_out <= 1.09
+
+
+def plan(*words: str, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, ["plan", *words, "--json"])
+    assert result.exit_code == code, result.output
+    return json.loads(result.stdout) if code == 0 else result.output
+
+
+SMALL = ("--pp", "2", "-m", "6", "--memory-limit", "1x", "--layers", "8")
+
+
+def test_plan_writes_the_layout_for_a_tower() -> None:
+    made = plan(*SMALL, "--costs", "f=10,i=12,w=8,comm=1,tower=5/6/4")
+    added = made["written"]["added"]
+    layout = added[added.index("--pipeline-model-parallel-layout") + 1]
+    assert layout.startswith(("Et|", "Ett|", "Ettt|"))
+    even = plan(*SMALL[:-2], "--costs", "f=10,i=12,w=8,comm=1,tower=5/6/4")
+    assert made["verdict"]["taken"]["seconds"] < even["verdict"]["taken"]["seconds"]
+
+
+def test_plan_writes_the_layout_and_the_speeds_for_a_slow_rank() -> None:
+    words = (*SMALL, "--costs", "f=10,i=12,w=8,comm=1", "--rank-speeds", "1,0.6")
+    added = plan(*words)["written"]["added"]
+    assert added[added.index("--pipeline-rank-speeds") + 1] == "1,0.6"
+    assert "--pipeline-model-parallel-layout" in added
+
+
+def test_what_cannot_be_is_said() -> None:
+    costs = ("--costs", "f=10,i=12,w=8")
+    assert "3 speeds for 2 pipeline ranks" in plan(*SMALL, *costs, "--rank-speeds", "1,1,1", code=2)
+    assert "--vision names the tower of a model" in plan(
+        *SMALL, *costs, "--vision", "siglip", code=2
+    )
+
+
+def test_gpus_of_several_types_have_speeds() -> None:
+    described = parse_model("layers=8,hidden=4096,heads=32,sequence=4096,vocabulary=32000")
+    gpus = parse_gpus("h100:2,a100:1")
+    speeds = speeds_of_gpus(gpus, described.model, described.execution())
+    assert speeds is not None and speeds.values[:2] == (1.0, 1.0)
+    peaks = GPUS["a100"].rates().linear / GPUS["h100"].rates().linear
+    assert 0.8 * peaks < speeds.values[2] < 1.3 * peaks
+    assert speeds_of_gpus(parse_gpus("h100:3"), described.model, described.execution()) is None
+    assert parse_gpus("h100") == (GPUS["h100"],)
+    with pytest.raises(ValueError, match="0 is no number of pipeline ranks"):
+        parse_gpus("h100:0,a100:2")
+    both = product_of([RankSpeeds((1.0, 0.5)), None, RankSpeeds((2.0, 1.0))], 2)
+    assert both == RankSpeeds((2.0, 0.5)) and product_of([None], 2) is None
