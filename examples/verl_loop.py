@@ -5,9 +5,13 @@
     torchrun --nproc-per-node 2 -m megatron_ext examples/verl_loop.py  # without a GPU
 
 `import verl` imports the modules in that variable, in every process, before anything of Megatron
-is made. So does this script, which has no line of ours. Then it does what verl's actor does: it
-evaluates the log-probabilities of sampled sequences, and trains on them with PPO's clipped loss.
+is made. So does this script, which has no line of ours for that. Then it does what verl's actor
+does: it evaluates the log-probabilities of sampled sequences, and trains on them with PPO's clipped
+loss.
 Without the variables it trains under Megatron's 1F1B.
+
+ORDER=1 orders the microbatches of each training step by their tokens, which takes two lines. verl's
+own trainers have ordered theirs already.
 """
 
 import importlib
@@ -26,6 +30,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
+import megatron_ext
+
+ORDER = bool(os.environ.get("ORDER"))
 VOCABULARY, LONGEST, MICRO_BATCH, STEPS, EPOCHS = 32, 16, 2, 5, 2
 
 
@@ -65,6 +72,10 @@ def log_probs_of(losses, batch):
     return losses.sum(), {"log_probs": -losses.detach()}
 
 
+def tokens_of(batch):
+    return batch["tokens"].numel()
+
+
 def ppo_loss(losses, batch):
     ratio = torch.exp(-losses - batch["log_probs"])
     clipped = ratio.clamp(0.8, 1.2)
@@ -80,7 +91,9 @@ def forward_backward(model, microbatches, loss_function, forward_only):
         losses = chunk(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
         return losses, partial(loss_function, batch=batch)
 
-    return get_forward_backward_func()(
+    schedule = get_forward_backward_func()
+    schedule = megatron_ext.order_microbatches(schedule, tokens_of) if ORDER else schedule
+    return schedule(
         forward_step_func=forward_step,
         data_iterator=[iter(microbatches) for _ in model],
         model=model,

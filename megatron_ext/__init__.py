@@ -16,9 +16,12 @@ if sys.version_info < (3, 12):  # noqa: UP036  (older ones run this much of a ch
 from megatron_ext import logger  # noqa: F401  (sets it up before anybody logs)
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
     from megatron_ext.patches.engine import Handle
 
-__all__ = ["__version__", "install"]
+__all__ = ["__version__", "install", "order_microbatches"]
 __version__ = "0.2.0"
 
 
@@ -45,3 +48,22 @@ def install(schedule: str | None = None, **settings: str | bool | None) -> "Hand
     from megatron_ext.installation import install as install_config
 
     return install_config(PipelineConfig.parse(schedule=schedule, **settings))
+
+
+def order_microbatches(
+    forward_backward: "Callable[..., Any]", cost: "Callable[[Any], float]"
+) -> "Callable[..., Any]":
+    """Return ``forward_backward``, Megatron's schedule function, with the most costly microbatches
+    of each training step in the middle, under any schedule.
+
+    For callers whose batches Megatron does not make; ``--pipeline-microbatch-order`` serves others.
+    A call reads its ``num_microbatches`` items from each iterator before its first pass, and no
+    more. Results come back in the order of arrival; with ``forward_only`` nothing changes. The
+    ranks of a replica take part together, and follow the first one that has data.
+
+    Args:
+        cost: of an item of the data iterator, in any unit.
+    """
+    from megatron_ext.adapter.batches.ordered_calls import order_microbatches as ordered
+
+    return ordered(forward_backward, cost)

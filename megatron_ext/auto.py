@@ -22,6 +22,7 @@ handle = install(_config)
 
 if os.environ.get("RANK", "0") == "0":
     if _config.schedule is None:
-        logger.info("Megatron's own schedule runs, and is watched")
+        what = "is watched" if _config.watches_stock else "its microbatches are arranged"
+        logger.info(f"Megatron's own schedule runs, and {what}")
     else:
         logger.info(f"schedule {_config.schedule} is installed")

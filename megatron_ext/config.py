@@ -13,6 +13,7 @@ from megatron_ext.compile.auto_spec import is_open
 from megatron_ext.compile.registry import Choice, choose
 from megatron_ext.race.line_up import LineUp, RaceThen, line_up
 from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.dealing import MicrobatchOrder
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import (
@@ -268,6 +269,26 @@ class PipelineConfig:
             "clipped or skipped is taken back then and done again, exactly."
         ),
     )
+    microbatch_order: MicrobatchOrder = field(
+        default=MicrobatchOrder.ARRIVAL,
+        metadata=_ON_STOCK
+        | _one_of(
+            MicrobatchOrder,
+            "Order of a step's microbatches: arrival (the default), or small-ends, with the most "
+            "costly ones in the middle, which shortens the waits of all schedules, Megatron's too. "
+            "Costs are the squared lengths of documents: needs "
+            "--dataloader-inter-document-masking.",
+        ),
+    )
+    deal_microbatches: bool = field(
+        default=False,
+        metadata=_ON_STOCK
+        | _switch(
+            "Deal the microbatches of the global batch to data-parallel replicas by their cost, as "
+            "many to each as without, so that all replicas take about as long. Needs "
+            "--dataloader-inter-document-masking."
+        ),
+    )
     report_split: bool = field(
         default=False,
         metadata=_switch(
@@ -466,10 +487,17 @@ class PipelineConfig:
     @property
     def watches_stock(self) -> bool:
         """Whether Megatron's own pipeline runs and is observed."""
-        settings = (setting for setting in fields(self) if is_on_stock(setting))
-        return self.schedule is None and any(
-            getattr(self, setting.name) != setting.default for setting in settings
-        )
+        return self.schedule is None and (self.metrics or self.trace is not None)
+
+    @property
+    def changes_launch(self) -> bool:
+        """Whether a launch with these settings is patched."""
+        return self.schedule is not None or self.watches_stock or self.arranges_microbatches
+
+    @property
+    def arranges_microbatches(self) -> bool:
+        """Whether microbatches are read in another order, or on another replica, than stock's."""
+        return self.deal_microbatches or self.microbatch_order is not MicrobatchOrder.ARRIVAL
 
     @property
     def is_chosen_later(self) -> bool:

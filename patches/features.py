@@ -145,6 +145,12 @@ FEATURES = (
         lambda choice: choice.moves_first_stage,
     ),
     Feature(
+        "microbatches ordered and dealt by their cost",
+        ("megatron.training.datasets.data_samplers",),
+        None,
+        asked_for=lambda config: config.arranges_microbatches,
+    ),
+    Feature(
         "Megatron's own step, watched",
         ("megatron.core.pipeline_parallel.schedules.stock",),
         None,
@@ -156,7 +162,7 @@ FEATURES = (
         "ranks that are launched alike",
         ("megatron.core.parallel_state.agreement",),
         None,
-        asked_for=lambda config: config.schedule is not None or config.watches_stock,
+        asked_for=lambda config: config.changes_launch,
     ),
     Feature(
         "the end of what is measured",

@@ -47,7 +47,8 @@ def file_of(item: pytest.Item) -> str:
 
 
 def known_seconds(config: pytest.Config) -> dict[str, float]:
-    return config.cache.get(SECONDS, {}) if config.cache else {}
+    cache = getattr(config, "cache", None)  # none with -p no:cacheprovider
+    return cache.get(SECONDS, {}) if cache else {}
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -56,7 +57,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Remember how long files took; a run of a few of a file's tests does not shorten it."""
-    cache = session.config.cache
+    cache = getattr(session.config, "cache", None)
     if cache and _seconds and not hasattr(session.config, "workerinput"):
         known = known_seconds(session.config)
         longest = {file: max(took, known.get(file, 0.0)) for file, took in _seconds.items()}

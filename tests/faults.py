@@ -31,6 +31,7 @@ RUNTIME = "megatron_ext/runtime"
 ADAPTER = "megatron_ext/adapter"
 MEGATRON = "patches/megatron"
 
+ORDER = "tests/pipeline/test_microbatch_order.py"
 PREDICTION = "tests/pipeline/test_multi_token_prediction.py::test_it_is_stock_to_the_last_bit"
 
 
@@ -375,6 +376,49 @@ FAULTS = (
         "self._optimizer.step(keep=messages.is_last)",
         ("tests/patches/test_post_validation.py",),
     ),
+    # ---- Microbatches in another order, stages and ranks that differ
+    Fault(
+        "ranks-that-order-microbatches-differently",
+        f"{ADAPTER}/batches/arranged_batches.py",
+        "        if found != own:\n",
+        "        if False:\n",
+        (f"{ORDER}::test_ranks_that_order_differently_end_the_training",),
+    ),
+    Fault(
+        "microbatches-in-order-of-arrival",
+        f"{ADAPTER}/batches/arranged_batches.py",
+        "for number in rows[replica].tolist():",
+        "for number in np.sort(rows[replica]).tolist():",
+        (ORDER,),
+    ),
+    Fault(
+        "results-in-the-order-of-the-step",
+        f"{ADAPTER}/batches/ordered_calls.py",
+        "return [by_arrival[place] for place in range(number)]",
+        "return results",
+        (f"{ORDER}::test_a_caller_orders_its_own_microbatches",),
+    ),
+    Fault(
+        "a-tower-that-costs-nothing",
+        "megatron_ext/cost_model/estimate.py",
+        "        costs = costs.with_tower(tower)\n",
+        "        pass\n",
+        ("tests/unit/model/test_tower.py",),
+    ),
+    Fault(
+        "rank-speeds-that-do-nothing",
+        f"{ADAPTER}/job.py",
+        "costs = at_speeds(costs, job.placement, ranks)",
+        "assert ranks",
+        ("tests/pipeline/test_rank_speeds.py",),
+    ),
+    Fault(
+        "speeds-applied-twice",
+        "megatron_ext/planner/layouts/figures.py",
+        "            figures[..., :_SECONDS] *= slowness[:, None]\n",
+        "            figures[..., :_SECONDS] *= slowness[:, None] ** 2\n",
+        ("tests/unit/plan/test_layouts.py::test_an_order_is_timed_as_it_is_simulated",),
+    ),
 )
 
 
@@ -411,9 +455,12 @@ def failed(folder: Path, tests: tuple[str, ...]) -> Iterator[str]:
     )
     if ended.returncode not in (0, 1):
         raise RuntimeError(f"pytest has not run the tests:\n{ended.stdout[-3000:]}")
-    for line in ended.stdout.splitlines():
-        if line.startswith(("FAILED ", "ERROR ")):
-            yield line.split(" - ")[0]
+    lines = ended.stdout.splitlines()
+    yield from (line.split(" - ")[0] for line in lines if line.startswith("FAILED "))
+    # A fixture that fails, whatever was seeded, would catch every fault.
+    for line in lines:
+        if line.startswith("ERROR "):
+            raise RuntimeError(f"a test did not run: {line}\n{ended.stdout[-3000:]}")
 
 
 def main(arguments: list[str]) -> int:

@@ -83,6 +83,8 @@ def _print_summary(diagnosis: Diagnosis, config: PipelineConfig) -> None:
         what = f"that {flag('schedule')} {config.schedule} needs"
     elif config.watches_stock:
         what = "that watch Megatron's own step"
+    elif config.arranges_microbatches:
+        what = "that order and deal microbatches"
     misfits = diagnosis.misfits
     if not misfits:
         typer.echo(f"\nall {len(wanted)} patches {what} fit this Megatron")

@@ -187,7 +187,7 @@ def _planned(
 
 
 def _check_patches(report: Report, config: PipelineConfig) -> None:
-    if config.schedule is None and not config.watches_stock:
+    if not config.changes_launch:
         text = f"without {flag('schedule')} nothing is patched: this is Megatron's own pipeline"
         report.add(Verdict.RIGHT, "patches", text)
         return
@@ -291,6 +291,7 @@ def _check_training(
         report.add(Verdict.RIGHT, "model", f"{args.num_layers} layers can be split over the ranks")
     if microbatches is None:
         return None
+    _check_arrangement(report, args, config)
     if config.schedule is None:
         _check_watching(report, args, config)
         spec = PipelineConfig(schedule=_megatrons_own(args))
@@ -387,6 +388,13 @@ def _check_communicators(
             args.variable_seq_lengths,
         )
     )
+
+
+def _check_arrangement(report: Report, args: Any, config: PipelineConfig) -> None:
+    """Whether microbatches can be ordered and dealt, if that is requested."""
+    from megatron_ext.adapter.batches.refusals import check_arrangement
+
+    report.attempt("microbatches", lambda: check_arrangement(args, config))
 
 
 def _check_watching(report: Report, args: Any, config: PipelineConfig) -> None:

@@ -142,7 +142,7 @@ def _versions() -> list[dict[str, str]]:
 
 def _patches(config: PipelineConfig) -> Iterator[PatchState]:
     example = config if config.schedule else _WITH_ALL_PATCHES
-    is_asked = config.schedule is not None or config.watches_stock
+    is_asked = config.changes_launch
     in_force = {patch.target for patch in applied()}
     for feature in FEATURES:
         wanted = not is_asked or feature.is_wanted(config)

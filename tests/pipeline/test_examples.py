@@ -51,7 +51,7 @@ class Example:
 
 PLAIN_LOOP = Example("plain_loop.py", "zb-v", our_lines=2)
 BRIDGE_GROUPS = Example("bridge_groups.py", "zb-h1", our_lines=2)
-VERL_LOOP = Example("verl_loop.py", "", our_lines=0)
+VERL_LOOP = Example("verl_loop.py", "", our_lines=2)
 
 
 def draw_weights_by_name(model: GPTModel) -> None:
@@ -135,3 +135,19 @@ def test_variables_change_the_schedule_and_no_loss(schedule: str) -> None:
     assert steps(ours) == stock_steps(VERL_LOOP)
     stand_ins = [line for line in ours if "no step waits for a search" in line]
     assert len(stand_ins) == (schedule == "zb-auto")  # its steps differ in microbatches
+
+
+def test_a_caller_orders_its_microbatches_under_any_schedule() -> None:
+    """The same order under Megatron's schedule and ours: the same losses to the last digit; and the
+    same as in order of arrival to rounding, so that nothing is read twice or left."""
+    stock = steps(run(VERL_LOOP.source, ORDER="1"))
+    ours = run(
+        VERL_LOOP.source,
+        ORDER="1",
+        VERL_USE_EXTERNAL_MODULES="megatron_ext.auto",
+        MEGATRON_EXT_SCHEDULE="zb-v",
+    )
+    assert schedules(ours) == {"zb-v"} and steps(ours) == stock
+    assert stock != stock_steps(VERL_LOOP)
+    for line, expected in zip(stock, stock_steps(VERL_LOOP), strict=True):
+        assert float(line.split()[-1]) == pytest.approx(float(expected.split()[-1]), rel=1e-3)

@@ -25,10 +25,11 @@ def own_cache(
             patch.setenv("MPLCONFIGDIR", str(Path(users) / "matplotlib"))
         cache = tmp_path_factory.mktemp("cache")
         patch.setenv("XDG_CACHE_HOME", str(cache))
-        if pytestconfig.cache:
+        provider = getattr(pytestconfig, "cache", None)  # none with -p no:cacheprovider
+        if provider:
             compiled = cache / "megatron_ext" / "numba"
             compiled.parent.mkdir()
-            compiled.symlink_to(pytestconfig.cache.mkdir("numba"))
+            compiled.symlink_to(provider.mkdir("numba"))
         yield
 
 

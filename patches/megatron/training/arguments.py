@@ -19,6 +19,7 @@ from megatron_ext.adapter.arguments import (
     pad_vocabulary,
     prove_without_search,
 )
+from megatron_ext.adapter.batches.refusals import check_arrangement
 from megatron_ext.adapter.handled_settings.settings import apply_handled_settings
 from megatron_ext.adapter.post_validation.commit_points import warn_if_steps_cannot_overlap
 from megatron_ext.config import PipelineConfig
@@ -42,6 +43,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             args = original(args, defaults)
             try:
                 check_trace(args, config)
+                check_arrangement(args, config)
             except ValueError as error:
                 exit_for(error)
             return args
@@ -52,6 +54,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             # Every rank runs this; at the first step one of them searches for all.
             check(args, config, prove_without_search)
             check_race(args, config, prove_without_search)
+            check_arrangement(args, config)
             if config.vocab_parallel is not VocabularyParallel.NONE:
                 pad_vocabulary(args)
             if config.post_validation:

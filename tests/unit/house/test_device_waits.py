@@ -54,6 +54,35 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
         ),
         ("megatron_ext/adapter/tied.py", "copies_differ", "torch.equal(*tied)"),
     },
+    "of numbers in numpy's arrays, which no device has": {
+        (
+            "megatron_ext/adapter/batches/arranged_batches.py",
+            "ArrangedBatches.__iter__",
+            "rows[replica].tolist()",
+        ),
+        (
+            "megatron_ext/adapter/batches/document_lengths.py",
+            "_of_blend",
+            "np.unique(of_dataset)",
+        ),
+        (
+            "megatron_ext/adapter/batches/ordered_calls.py",
+            "order_microbatches.call",
+            "small_ends(np.array(agreed)).tolist()",
+        ),
+    },
+    "before the first pass of a step, where a caller orders its microbatches": {
+        (
+            "megatron_ext/adapter/batches/ordered_calls.py",
+            "_of_first",
+            "dist.all_gather_object(told, costs, group=group)",
+        ),
+        (
+            "megatron_ext/adapter/batches/ordered_calls.py",
+            "order_microbatches.call",
+            "float(cost(item))",
+        ),
+    },
     "between steps, or after a row's last action": {
         ("megatron_ext/runtime/host/copies.py", "_Event.finish", "self.event.synchronize()"),
         (

@@ -162,7 +162,7 @@ def test_a_release_links_to_where_it_is_published(tree: Path, tmp_path: Path) ->
 def test_what_a_star_brings() -> None:
     brought: dict[str, object] = {}
     exec("from megatron_ext import *", brought)
-    assert {"__version__", "install"} == brought.keys() - {"__builtins__"}
+    assert {"__version__", "install", "order_microbatches"} == brought.keys() - {"__builtins__"}
 
 
 def test_the_image_keeps_what_nvidia_put_in_it_and_asks_doctor() -> None:

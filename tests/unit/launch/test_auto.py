@@ -15,6 +15,7 @@ from megatron_ext.written_settings import from_argv, from_environment
 VALUES = {
     "schedule": "zb-h1",
     "rank_speeds": "1,0.5",
+    "microbatch_order": "small-ends",
     "p2p": "async",
     "trace_iters": "1:3",
     "vocab_parallel": "2",

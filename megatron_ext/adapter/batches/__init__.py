@@ -1,0 +1,1 @@
+"""Microbatches of a step, ordered and dealt before they are read."""

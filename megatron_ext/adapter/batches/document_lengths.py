@@ -1,0 +1,60 @@
+"""Cost of samples whose attention stays inside documents, from the index of Megatron's dataset.
+
+Every sample has the same number of tokens, so what differs is attention: the sum of the squared
+lengths of its documents (``--dataloader-inter-document-masking``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.gpt_dataset import GPTDataset
+from numpy.typing import NDArray
+
+Ids = NDArray[np.int64]
+
+
+def squared_lengths(dataset: Any, samples: Ids) -> NDArray[np.float64]:
+    """Return the sum of the squared document lengths of each of ``samples``, in tokens squared.
+
+    Raises:
+        ValueError: lengths of samples of such a dataset are not known.
+    """
+    if isinstance(dataset, BlendedDataset):
+        return _of_blend(dataset, samples)
+    if not isinstance(dataset, GPTDataset):
+        raise ValueError(
+            f"--pipeline-microbatch-order, --pipeline-deal-microbatches: the documents in samples "
+            f"of {type(dataset).__name__} are not known; drop the flags, or order the microbatches "
+            f"where they are made"
+        )
+    if dataset.shuffle_index is None:  # it is mapped into memory at the first sample
+        dataset._query_document_sample_shuffle_indices(0)
+    places = dataset.shuffle_index[samples]
+    (first, offset), (last, end) = (
+        np.asarray(dataset.sample_index[at], dtype=np.int64).T for at in (places, places + 1)
+    )
+    numbers = last - first + 1  # documents of each sample
+    starts = np.cumsum(numbers) - numbers
+    within = np.arange(numbers.sum()) - np.repeat(starts, numbers)
+    documents = dataset.document_index[np.repeat(first, numbers) + within]
+    lengths = np.asarray(dataset.dataset.sequence_lengths[documents], dtype=np.int64)
+    lengths[starts + numbers - 1] = end  # the last is cut, and the first may begin later
+    lengths[starts] -= offset
+    short = dataset.config.sequence_length - np.add.reduceat(lengths, starts)
+    lengths[starts + numbers - 1] += short  # padding belongs to the last document
+    return np.asarray(np.add.reduceat(lengths.astype(np.float64) ** 2, starts))
+
+
+def _of_blend(dataset: Any, samples: Ids) -> NDArray[np.float64]:
+    if dataset.dataset_index is None:
+        dataset[0]
+    of_dataset = np.asarray(dataset.dataset_index[samples])
+    inside = np.asarray(dataset.dataset_sample_index[samples])
+    squares = np.zeros(len(samples))
+    for number in np.unique(of_dataset):
+        own = of_dataset == number
+        squares[own] = squared_lengths(dataset.datasets[number], inside[own])
+    return squares

@@ -1,0 +1,75 @@
+"""Microbatches in another order within one call of a schedule, for callers with own batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_ext.schedule.dealing import small_ends
+
+Step = Callable[..., Any]
+Cost = Callable[[Any], float]
+
+
+def order_microbatches(forward_backward: Step, cost: Cost) -> Step:
+    """Return ``forward_backward``, a schedule function of Megatron's, with the most costly
+    microbatches of each training step in the middle.
+
+    A call reads its ``num_microbatches`` items from each iterator before its first pass, and holds
+    them in host memory. The ranks of a replica agree on one order, collectively: of the first rank
+    that has data. Results come back in the order of arrival. With ``forward_only`` nothing changes.
+
+    Args:
+        cost: of an item of the iterator, in any unit: tokens, or squared lengths.
+    """
+
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        if arguments or keywords.get("forward_only"):
+            return forward_backward(*arguments, **keywords)
+        given = keywords["data_iterator"]
+        iterators = given if isinstance(given, list) else [given]
+        number: int = keywords["num_microbatches"]
+        read = [
+            None if iterator is None else [next(iterator) for _ in range(number)]
+            for iterator in iterators
+        ]
+        own = next((items for items in read if items is not None), None)
+        costs = None if own is None else [float(cost(item)) for item in own]
+        agreed = _of_first(costs, keywords.get("pg_collection"))
+        if agreed is None:  # nothing is read on any rank
+            return forward_backward(**keywords)
+        order = small_ends(np.array(agreed)).tolist()
+        arranged = [
+            None if items is None else iter([items[place] for place in order]) for items in read
+        ]
+        results = forward_backward(
+            **keywords | {"data_iterator": arranged if isinstance(given, list) else arranged[0]}
+        )
+        if not isinstance(results, list) or len(results) != number:
+            return results  # of a stage without loss
+        by_arrival = dict(zip(order, results, strict=True))
+        return [by_arrival[place] for place in range(number)]
+
+    return call
+
+
+def _of_first(costs: list[float] | None, groups: Any) -> list[float] | None:
+    """Return the ``costs`` of the first rank of this replica that has some. Collective over the
+    pipeline, then over the ranks that share its stages."""
+    if groups is None:
+        members = [
+            parallel_state.get_pipeline_model_parallel_group(),
+            parallel_state.get_tensor_and_context_parallel_group(),
+        ]
+    else:
+        members = [groups.pp, groups.tp, groups.cp]
+    for group in members:
+        if group.size() > 1:
+            told: list[Any] = [None] * group.size()
+            dist.all_gather_object(told, costs, group=group)
+            costs = next((one for one in told if one is not None), None)
+    return costs

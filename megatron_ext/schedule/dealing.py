@@ -1,0 +1,54 @@
+"""Order of a step's microbatches, and their deal to data-parallel replicas, by what they cost.
+
+Pipelines wait at the ends of a step: with small microbatches first and last the waits are short.
+Dealt like a snake over the sorted microbatches, all replicas take about as long:
+
+    costs  9 8 7 6 5 4 3 2    to two replicas:  9 6 5 2  and  8 7 4 3
+    in order, small ends:     2 6 9 5           3 7 8 4
+
+A microbatch stays whole, and each replica gets as many as without: the loss has the same terms.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+Numbers = NDArray[np.intp]
+Costs = NDArray[np.float64]
+
+
+class MicrobatchOrder(StrEnum):
+    """Order of the microbatches of a step on a replica."""
+
+    ARRIVAL = "arrival"
+    SMALL_ENDS = "small-ends"
+
+
+def small_ends(costs: Costs) -> Numbers:
+    """Return the numbers of microbatches with these ``costs``, the largest in the middle."""
+    descending = np.argsort(-costs, kind="stable")
+    return np.concatenate([descending[::2][::-1], descending[1::2]])
+
+
+def arranged(
+    costs: Costs, replicas: int, order: MicrobatchOrder = MicrobatchOrder.ARRIVAL, *, deal: bool
+) -> Numbers:
+    """Return the numbers of the microbatches of each replica, in order: a row per replica.
+
+    Args:
+        costs: of all microbatches of a step, as the sampler counts them: the k-th of replica d is
+            number k x replicas + d.
+        deal: whether replicas exchange microbatches, so that each takes about as long.
+    """
+    numbers = np.arange(len(costs)).reshape(-1, replicas)
+    if deal:
+        numbers = np.argsort(-costs, kind="stable").reshape(-1, replicas)
+        numbers[1::2] = numbers[1::2, ::-1].copy()
+        numbers = np.sort(numbers, axis=0)  # of each replica in order of arrival
+    rows = numbers.T
+    if order is MicrobatchOrder.SMALL_ENDS:
+        rows = np.stack([row[small_ends(costs[row])] for row in rows])
+    return np.ascontiguousarray(rows)

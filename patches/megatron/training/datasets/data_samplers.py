@@ -1,0 +1,51 @@
+"""Microbatches in another order than that of arrival, dealt to replicas by their cost.
+
+The loader of the training split has the dataset, its split and the consumed samples, which no
+sampler has: samplers also serve evaluation.
+
+Not patched: the samplers; loaders of validation and test data; ``cyclic`` and ``external`` loaders,
+which are refused (`check_arrangement`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from megatron.core import num_microbatches_calculator
+from megatron.core.datasets.utils import Split
+
+from megatron_ext.adapter.batches.arranged_batches import ArrangedBatches
+from megatron_ext.adapter.batches.document_lengths import squared_lengths
+from megatron_ext.config import PipelineConfig
+from megatron_ext.patches.engine import Patch, wrap
+
+
+def patches(config: PipelineConfig) -> tuple[Patch, ...]:
+    """Return the patch that arranges the batches of the training split."""
+
+    def build(original: Callable[..., Any], dataset: Any, consumed_samples: int) -> Any:
+        loader = original(dataset, consumed_samples)
+        split = getattr(dataset, "split", getattr(dataset, "index_split", None))
+        if loader is None or split is not Split.train:
+            return loader
+        batches = ArrangedBatches(
+            loader.batch_sampler,
+            partial(squared_lengths, dataset),
+            config.microbatch_order,
+            num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR,
+            deal=config.deal_microbatches,
+        )
+        # torch refuses another sampler of a loader, which has begun nothing yet.
+        object.__setattr__(loader, "batch_sampler", batches)
+        return loader
+
+    return (
+        wrap(
+            "megatron.training.datasets.data_samplers:build_pretraining_data_loader",
+            build,
+            reason="order microbatches by their cost, and deal them to data-parallel replicas",
+            signature="(dataset, consumed_samples)",
+        ),
+    )
