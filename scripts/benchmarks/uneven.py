@@ -1,11 +1,11 @@
-"""Steps of a model whose first stage has a vision tower, and of pipelines with a slow rank.
+"""Steps of a model whose first stage has a vision tower, and of pipelines with a slow rank or link.
 
-    python -m scripts.benchmarks.uneven            both tables, about four minutes
+    python -m scripts.benchmarks.uneven            all tables, about two minutes
     python -m scripts.benchmarks.uneven --ranks 0 4
 
 80 equal layers take F : I : W = 10 : 12 : 8 on each of 8 ranks, and a message 1. All schedules are
 within 1F1B's memory, in microbatches. A step is compared with one that has no bubble and, for the
-slow rank, with the same schedule on ranks that are all alike.
+slow rank or link, with the same schedule on ranks and links that are all alike.
 """
 
 from __future__ import annotations
@@ -14,19 +14,25 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from rich.console import Console
 from rich.table import Table
 
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.compile.registry import choose
 from megatron_ext.planner.layouts.candidates import Candidates
 from megatron_ext.planner.layouts.given import given_work
 from megatron_ext.planner.layouts.layout import Layout, evenly
 from megatron_ext.planner.layouts.lines import permit_all
 from megatron_ext.planner.layouts.work import Evaluated, Work, evaluate
 from megatron_ext.progress import task
+from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.placement import line
+from megatron_ext.schedule.problem import Problem
 
 LAYERS, RANKS = 80, 8
 COSTS = "f=10,i=12,w=8,comm=1"
@@ -80,6 +86,27 @@ def with_slow_rank(rank: int, spec: str, microbatches: int = 32, *, search: bool
     return _steps(work_of(COSTS, microbatches, speeds), spec, alike, search)
 
 
+def with_slow_link(
+    link: int, hop: float, spec: str, microbatches: int = 32, ranks: int = RANKS
+) -> tuple[float, float]:
+    """Return steps of the searching ``spec`` whose messages between rank ``link`` and the next take
+    ``hop``: in the order that was found for equal links, and in one that is found for these."""
+    choice = choose(spec)
+    placement = choice.place(ranks)
+    alike = uniform(placement, 10, 12, 8, 1)
+    between = [sorted(pair) for pair in pairwise(placement.rank_of)]
+    hops = tuple(0.0 if a == b else hop if a == link else 1.0 for a, b in between)
+    slow = alike.with_links(hops=hops, hop=sum(hops) / len(hops))
+    limit = parse_limit("1x", ranks, microbatches)
+    before, after = (
+        build_program(choice, Problem(placement, microbatches, costs, limit))
+        for costs in (alike, slow)
+    )
+    reference = simulate(before, alike).makespan
+    fixed, found = (simulate(program, slow).makespan for program in (before, after))
+    return fixed / reference, min(fixed, found) / reference
+
+
 def _steps(work: Work, spec: str, reference: float, search: bool) -> Steps:
     made = best_layout(work, spec, search=search)
     even = _on_even_layers(work, spec, search)
@@ -110,7 +137,18 @@ def main(words: Sequence[str]) -> int:
         for spec in (LINE, V):
             name = f"rank {rank} takes {SLOW} times as long, m = 32"
             _add(table, name, spec, with_slow_rank(rank, spec))
-    Console(width=120).print(table)
+    console = Console(width=120)
+    console.print(table)
+    links = Table(
+        "slow link", "its message takes", "schedule", "order for equal links", "new order"
+    )
+    for link in (0, RANKS // 2 - 1, RANKS - 2):
+        for hop in (5.0, 10.0, 20.0):
+            for spec in ("zb-auto", V):
+                fixed, found = with_slow_link(link, hop, spec)
+                name = f"ranks {link} and {link + 1}"
+                links.add_row(name, f"{hop:g}", spec, f"{fixed:.3f}", f"{found:.3f}")
+    console.print(links)
     return 0
 
 

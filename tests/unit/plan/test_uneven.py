@@ -95,3 +95,8 @@ def test_gpus_of_several_types_have_speeds() -> None:
         parse_gpus("h100:0,a100:2")
     both = product_of([RankSpeeds((1.0, 0.5)), None, RankSpeeds((2.0, 1.0))], 2)
     assert both == RankSpeeds((2.0, 0.5)) and product_of([None], 2) is None
+
+
+def test_a_new_order_makes_up_for_a_slow_link() -> None:
+    fixed, found = uneven.with_slow_link(1, 15.0, "zb-auto", microbatches=12, ranks=4)
+    assert fixed > 1.2 and found < fixed - 0.05

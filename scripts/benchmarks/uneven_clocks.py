@@ -1,0 +1,93 @@
+"""Gain of a layout for a slow rank, on emulated clocks, compared with its prediction.
+
+    python -m scripts.benchmarks.uneven_clocks
+
+Four ranks whose passes sleep as long as they cost, one of them 1.3 times as long: with as many of
+40 equal layers on each stage, and with the layers that the planner puts there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_ext.compile.registry import choose
+from megatron_ext.planner.layouts.candidates import Candidates
+from megatron_ext.planner.layouts.given import given_work
+from megatron_ext.planner.layouts.layout import Layout, evenly
+from megatron_ext.planner.layouts.lines import permit_all
+from megatron_ext.planner.layouts.work import Evaluated, Work, evaluate
+from megatron_ext.progress import task
+from megatron_ext.schedule.costs_text import parse_costs
+from megatron_ext.schedule.placement import line
+from scripts.benchmarks.prediction import measure
+
+RANKS, MICROBATCHES, LAYERS, SLOW = 4, 8, 40, 1.3
+PER_LAYER = {"f": 4.0, "i": 4.8, "w": 3.2}  # milliseconds
+SPECS = ("1f1b", "zb-h1", "zb-v")
+
+
+def costs_of(spec: str, layout: Layout, slow_rank: int) -> str:
+    """Return the milliseconds of each stage, as text."""
+    placement = choose(spec).place(RANKS)
+    slowness = [SLOW if rank == slow_rank else 1.0 for rank in placement.rank_of]
+    parts = []
+    for key, per_layer in PER_LAYER.items():
+        stages = zip(layout.layers, slowness, strict=True)
+        figures = [per_layer * count * slow for count, slow in stages]
+        parts.append(f"{key}={'/'.join(f'{figure:.6g}' for figure in figures)}")
+    return ",".join(parts)
+
+
+def work_of(slow_rank: int) -> Work:
+    of_rank = {key: LAYERS / RANKS * per_layer for key, per_layer in PER_LAYER.items()}
+    text = ",".join(f"{key}={figure:g}" for key, figure in of_rank.items())
+    costs = parse_costs(text, line(RANKS))
+    work = given_work(costs, LAYERS, ranks=RANKS, microbatches=MICROBATCHES)
+    speeds = tuple(1 / SLOW if rank == slow_rank else 1.0 for rank in range(RANKS))
+    return replace(work, speeds=speeds)
+
+
+def laid_out(spec: str, work: Work) -> Evaluated:
+    """Return ``work`` under ``spec`` with the layout that the planner finds."""
+    with task("laying out stages") as progress:
+        candidates = Candidates([work], None, _rule, permit_all, False, progress)
+        return candidates.by_layout([[spec]], [])[0]
+
+
+def _rule(stages: int) -> Layout:
+    return evenly(LAYERS, stages)
+
+
+def took(spec: str, layout: Layout, slow_rank: int) -> float:
+    """Return the seconds of a step on the emulated clocks."""
+    costs = costs_of(spec, layout, slow_rank)
+    return measure(spec, RANKS, MICROBATCHES, costs).comparison.measured
+
+
+def main(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--ranks", type=int, nargs="*", default=[0, 2, 3])
+    table = Table("slow rank", "schedule", "layers", "predicted", "took")
+    for rank in parser.parse_args(words).ranks:
+        work = work_of(rank)
+        for spec in SPECS:
+            even = _rule(choose(spec).place(RANKS).stages)
+            made = laid_out(spec, work)
+            predicted = made.seconds / evaluate(work, spec, even).seconds
+            measured = took(spec, made.layout, rank) / took(spec, even, rank)
+            layers = " ".join(map(str, made.layout.layers))
+            table.add_row(str(rank), spec, layers, f"{predicted:.3f}", f"{measured:.3f}")
+    console = Console()
+    console.print("steps with the layout over those with as many layers on each stage")
+    console.print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
