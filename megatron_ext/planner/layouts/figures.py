@@ -97,6 +97,14 @@ class StageFigures:
         """To balance layers by: the same, or where passes run in pairs, with what these hide."""
         return StageFigures(self.work, is_after_overlap=True) if self.work.pairs else self
 
+    @cached_property
+    def tower_seconds(self) -> float:
+        """Seconds of a microbatch in the encoder on the first stage; 0 without one."""
+        layers = self.work.model.layers
+        stages = Stage(layers[:1], embedding=True), Stage(layers[:1], head=True)
+        tower = self.work.costs_of(stages, line(2)).tower
+        return 0.0 if tower is None else sum(tower.seconds)
+
     def piece(
         self, start: int, end: int, *, is_first: bool = False, is_last: bool = False
     ) -> Floats:

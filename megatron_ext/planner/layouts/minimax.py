@@ -24,13 +24,14 @@ def least_slowest_stage(
     Layers add up here: time that tensor-parallel ranks hide in a stage as a whole is ignored.
 
     Args:
-        with_ends: whether the first and the last stage have the embedding and the output layer.
+        with_ends: whether the first and the last stage have the embedding and the output layer. An
+            encoder is on the first stage in any case.
     """
     alone = [busy(figures.piece(n, n + 1)) for n in range(layers)]
     of_stage = 0.0  # whatever its layers
     if layers > 1:
         of_stage = float(alone[0] + alone[1] - busy(figures.piece(0, 2)))
-    first = last = 0.0
+    first, last = figures.tower_seconds, 0.0
     if with_ends:
         first = float(busy(figures.piece(0, 1, is_first=True)) - alone[0])
         last = float(busy(figures.piece(layers - 1, layers, is_last=True)) - alone[-1])

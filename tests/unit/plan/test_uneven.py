@@ -12,7 +12,12 @@ from typer.testing import CliRunner
 from megatron_ext.cli import app
 from megatron_ext.cost_model.gpus import GPUS, parse_gpus
 from megatron_ext.cost_model.short_form import parse_model
+from megatron_ext.planner.layouts.figures import StageFigures
+from megatron_ext.planner.layouts.given import given_work
+from megatron_ext.planner.layouts.minimax import least_slowest_stage
 from megatron_ext.planner.mixed_gpus import product_of, speeds_of_gpus
+from megatron_ext.schedule.costs_text import parse_costs
+from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.rank_speeds import RankSpeeds
 from scripts.benchmarks import uneven
 from tests.helpers.combinations import at_night
@@ -100,3 +105,12 @@ def test_gpus_of_several_types_have_speeds() -> None:
 def test_a_new_order_makes_up_for_a_slow_link() -> None:
     fixed, found = uneven.with_slow_link(1, 15.0, "zb-auto", microbatches=12, ranks=4)
     assert fixed > 1.2 and found < fixed - 0.05
+
+
+def test_a_divided_vocabulary_leaves_the_tower_on_the_first_stage() -> None:
+    """Layers were balanced as if it took nothing, where the vocabulary is divided."""
+    costs = parse_costs("f=10,i=12,w=8,head=20/24/16,tower=5/6/4", line(2))
+    figures = StageFigures(given_work(costs, 8, ranks=2, microbatches=6))
+    assert figures.tower_seconds == 15
+    found = least_slowest_stage(8, line(2), figures, with_ends=False)
+    assert found.layers == (3, 5)
