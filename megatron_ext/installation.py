@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Sequence
 
 from megatron_ext.config import PipelineConfig
+from megatron_ext.logger import logger
 from megatron_ext.patches.engine import Handle, Patch, PatchError, apply, stale_references
 from megatron_ext.patches.features import wanted_patches
 
@@ -18,6 +20,11 @@ def install(config: PipelineConfig) -> Handle:
         PatchError: a model exists already, a patched function is referenced where it cannot be
             replaced, or a patch does not fit. Nothing is changed.
     """
+    if config.arranges_microbatches and os.environ.get("RANK", "0") == "0":
+        logger.info(
+            "microbatches are ordered and dealt where Megatron's own loader reads them; batches of "
+            "other loaders are ordered by megatron_ext.order_microbatches"
+        )
     patches = wanted_patches(config)
     problem = _too_late(patches)
     if problem is not None:

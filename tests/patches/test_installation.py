@@ -35,6 +35,7 @@ TOGETHER: tuple[dict[str, Any], ...] = (
     {"post_validation": True},
     {"recompute": "first:1"},
     {"slices": "4"},
+    {"microbatch_order": "small-ends"},
 )
 
 
