@@ -145,10 +145,10 @@ def noting_proofs(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
 def noting_jobs(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
     """Have each job whose costs are made leave a line in ``file``."""
 
-    def noted(source: CostsSource, described: Job, slices: int, *tell: Any) -> Costs:
+    def noted(source: CostsSource, described: Job, slices: int, *more: Any, **named: Any) -> Costs:
         with file.open("a") as lines:
             lines.write(f"{replace(described, name='')}\n")
-        return job_costs(source, described, slices, *tell)
+        return job_costs(source, described, slices, *more, **named)
 
     for module in (arguments, programs):
         monkeypatch.setattr(module, "job_costs", noted)
