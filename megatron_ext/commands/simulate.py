@@ -25,23 +25,24 @@ from megatron_ext.commands.options import (
     SliceLengths,
     Speeds,
 )
-from megatron_ext.commands.output import command_line, fail, print_table
+from megatron_ext.commands.output import fail, print_table
 from megatron_ext.commands.progress import showing_progress
+from megatron_ext.commands.simulation_files import SimulationFiles
 from megatron_ext.compile.auto_spec import auto_searches
-from megatron_ext.compile.build import build_program
 from megatron_ext.compile.exchange import AttentionExchange, exchange
 from megatron_ext.compile.overlap import what_overlapping_gains
 from megatron_ext.compile.program.graph import Device
 from megatron_ext.compile.program.noise import Spread, spread
 from megatron_ext.compile.program.simulate import simulate as simulate_program
-from megatron_ext.compile.program.simulate import simulate_steps
-from megatron_ext.compile.program.verify import Program
+from megatron_ext.compile.program.unequal import UnequalMicrobatches, with_unequal_microbatches
 from megatron_ext.compile.registry import Choice, choose, with_option
 from megatron_ext.compile.report import ScheduleReport, report
 from megatron_ext.planner.auto import AS_1F1B, take
 from megatron_ext.progress import task
 from megatron_ext.schedule.costs_text import parse_costs
+from megatron_ext.schedule.dealing import Costs
 from megatron_ext.schedule.limit import parse_limit
+from megatron_ext.schedule.microbatch_costs import parse_microbatch_costs
 from megatron_ext.schedule.problem import (
     P2P,
     Extras,
@@ -51,19 +52,10 @@ from megatron_ext.schedule.problem import (
     parse_recompute,
 )
 from megatron_ext.schedule.rank_speeds import at_speeds, parse_rank_speeds
-from megatron_ext.schedule.schedule_csv import to_csv, to_torch_csv
 from megatron_ext.schedule.slices import Lengths, Slices, parse_lengths
-from megatron_ext.schedule.timeline import Timeline
 from megatron_ext.search.certify import Certificate
 from megatron_ext.search.certify import certify as certify_program
-from megatron_ext.text_file import write_text_file
-from megatron_ext.viz.draw import check_picture, draw_steps
 from megatron_ext.viz.noise_text import parse_noise, rows_of_spread
-from megatron_ext.viz.page.run import Run, simulated, title_of
-from megatron_ext.viz.page.write import Page, check_page, write_page
-from megatron_ext.viz.program_summary import program_of_1f1b
-from megatron_ext.viz.torchtitan import for_torchtitan
-from megatron_ext.viz.trace import write_trace
 from megatron_ext.words import bytes_text, counted
 
 LONGEST = 86400.0  # seconds that may be requested: a day
@@ -132,6 +124,19 @@ def simulate(
             "0.1,ranks=0.05 (and of what a rank takes throughout a step), or a training's trace."
         ),
     ] = None,
+    microbatch_costs: Annotated[
+        str | None,
+        typer.Option(
+            metavar="lognormal:DEVIATION|FILE",
+            help="Microbatches that differ: 20 drawn steps (0.5 is the standard deviation of a "
+            "cost, as a share of the mean), or a file with a cost per line, step after step. Says "
+            "what ordering them, and dealing them to the replicas, gains.",
+        ),
+    ] = None,
+    deal: Annotated[
+        int,
+        typer.Option(min=1, metavar="REPLICAS", help="Data-parallel replicas, for that."),
+    ] = 1,
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -168,9 +173,10 @@ def simulate(
         _check_options(csv, vocab_parallel, certify, post_validation, pairs)
         if torch_csv is not None:
             _check_for_torch(vocab_parallel, offload, recompute, post_validation)
-        files = _Files(csv, torch_csv, program_file, trace, plot, page)
+        files = SimulationFiles(csv, torch_csv, program_file, trace, plot, page)
         files.check()
         varying = None if noise is None else parse_noise(noise)
+        differing = _differing(microbatch_costs, microbatches, deal)
         extras = Extras(
             p2p=p2p,
             vocab_parallel=vocab_parallel,
@@ -185,36 +191,55 @@ def simulate(
             request = _Request(pp, microbatches, costs, memory_limit, extras, speeds)
             choice, problem, why = request.choice(_with_chunks(spec, vpp))
             program, made = report(choice, problem)
-            evened = None
-            if exchange_attention is not None:
-                evened = exchange(choice, problem, exchange_attention)
             with task("simulating a device that waits at passes"):
                 waiting = simulate_program(program, program.problem.costs, Device.WAITS_AT_PASSES)
-            certificate = certify_program(program, seconds) if certify else None
-            varied = None if varying is None else spread(program, varying)
+            group = exchange_attention
+            more = _More(
+                certificate=certify_program(program, seconds) if certify else None,
+                noise=None if varying is None else spread(program, varying),
+                exchange=None if group is None else exchange(choice, problem, group),
+                unequal_microbatches=None
+                if differing is None
+                else with_unequal_microbatches(program, differing, deal),
+            )
         files.write(choice, problem, program, steps)
     except (ValueError, OSError) as error:
         fail(error)
     if as_json:
         figures = asdict(made) | {"makespan_if_passes_wait": waiting.makespan}
-        typer.echo(
-            json.dumps(
-                figures | _certified(certificate) | _varied(varied) | _exchanged(evened), indent=2
-            )
-        )
+        typer.echo(json.dumps(figures | more.as_data(), indent=2))
         return
     if why:
         typer.echo(f"{spec} takes {choice.spec}: {why}")
-    rows = {**_of_schedule(made), "makespan if passes wait": waiting.makespan}
-    rows |= {} if varied is None else rows_of_spread(varied)
-    rows |= _of_exchange(evened)
+    rows = {**_of_schedule(made), "makespan if passes wait": waiting.makespan, **more.rows()}
     print_table([{"": name, choice.spec: value} for name, value in rows.items()])
     typer.echo(f"times are in the unit of the costs ({costs})")
-    if certificate is not None:
-        typer.echo(_bound(certificate, made))
+    if more.certificate is not None:
+        typer.echo(_bound(more.certificate, made))
     if post_validation:
         typer.echo(what_overlapping_gains(program))
     files.name(program)
+
+
+@dataclass(frozen=True)
+class _More:
+    """What options add to the report; None for what was not requested."""
+
+    certificate: Certificate | None
+    noise: Spread | None
+    exchange: AttentionExchange | None
+    unequal_microbatches: UnequalMicrobatches | None
+
+    def as_data(self) -> dict[str, Any]:
+        others = (self.noise, self.exchange, self.unequal_microbatches)
+        names = ("noise", "exchange", "unequal_microbatches")
+        made = {name: asdict(one) for name, one in zip(names, others, strict=True) if one}
+        return _certified(self.certificate) | made
+
+    def rows(self) -> dict[str, Any]:
+        """Return the printed rows, by name."""
+        rows = {} if self.noise is None else rows_of_spread(self.noise)
+        return rows | _of_exchange(self.exchange) | _of_unequal(self.unequal_microbatches)
 
 
 @dataclass(frozen=True)
@@ -374,78 +399,6 @@ def _check_for_torch(
         )
 
 
-@dataclass(frozen=True)
-class _Files:
-    """Files to write; None for one that was not requested."""
-
-    csv: Path | None
-    torch_csv: Path | None
-    program: Path | None
-    trace: Path | None
-    plot: Path | None
-    page: Path | None
-
-    def check(self) -> None:
-        """Raise ValueError for a file that cannot be written, before anything is made for it."""
-        for file in (self.csv, self.torch_csv, self.program):
-            if file is not None and not file.parent.is_dir():
-                raise ValueError(f"{file}: there is no folder {file.parent}")
-        if self.plot is not None:
-            check_picture(self.plot)
-        if self.page is not None:
-            check_page(self.page)
-
-    def write(self, choice: Choice, problem: Problem, program: Program, steps: int) -> None:
-        """Write the requested files about ``program``, pictures with so many ``steps`` of it.
-
-        The pictures compare ``program`` with a reference of ``choice`` and ``problem``.
-
-        Raises:
-            OSError: a file cannot be written.
-        """
-        if self.csv is not None:
-            write_text_file(self.csv, to_csv(program.schedule))
-        if self.torch_csv is not None:
-            write_text_file(self.torch_csv, to_torch_csv(program.schedule))
-        if self.program is not None:
-            write_text_file(self.program, program.text)
-        if self.trace is not None:
-            write_trace(_steps(program, steps), self.trace)
-        if self.plot is None and self.page is None:
-            return
-        reference = _reference_program(choice, problem)
-        if self.plot is not None:
-            draw_steps(
-                [_steps(reference, steps), _steps(program, steps)],
-                self.plot,
-                [reference.problem.costs, program.problem.costs],
-            )
-        if self.page is not None:
-            runs = _runs(choice, reference, program, steps)
-            ranks, microbatches = problem.ranks, problem.microbatches
-            on = f"{counted(ranks, 'rank')}, {counted(microbatches, 'microbatch')}"
-            write_page(Page(f"{choice.spec} on {on}", runs, command_line()), self.page)
-
-    def name(self, program: Program) -> None:
-        """Say where there is something to look at, or what to do with it."""
-        if self.torch_csv is not None:
-            problem = program.problem
-            typer.echo(for_torchtitan(problem.placement, problem.microbatches, self.torch_csv))
-        if self.plot is not None:
-            typer.echo(f"picture: {self.plot}")
-        if self.page is not None:
-            typer.echo(f"page: {self.page}")
-
-
-def _runs(choice: Choice, reference: Program, program: Program, steps: int) -> tuple[Run, ...]:
-    """Return the runs of a page: ``program`` beneath ``reference``, if the two differ."""
-    run = simulated(title_of(choice.spec, program.problem.extras), program, steps)
-    if reference.digest == program.digest:
-        return (run,)
-    title = title_of(reference.schedule.name, reference.problem.extras)
-    return simulated(title, reference, steps), run
-
-
 def _certified(certificate: Certificate | None) -> dict[str, float | None]:
     if certificate is None:
         return {}
@@ -457,12 +410,13 @@ def _certified(certificate: Certificate | None) -> dict[str, float | None]:
     }
 
 
-def _varied(varied: Spread | None) -> dict[str, Any]:
-    return {} if varied is None else {"noise": asdict(varied)}
-
-
-def _exchanged(evened: AttentionExchange | None) -> dict[str, Any]:
-    return {} if evened is None else {"exchange": asdict(evened)}
+def _differing(text: str | None, microbatches: int, replicas: int) -> Costs | None:
+    """Return the costs of the microbatches that ``text`` says; None if it is None."""
+    if text is None:
+        if replicas > 1:
+            raise ValueError(f"--deal {replicas} deals unequal ones: give --microbatch-costs")
+        return None
+    return parse_microbatch_costs(text, microbatches * replicas)
 
 
 def _of_exchange(evened: AttentionExchange | None) -> dict[str, Any]:
@@ -478,14 +432,19 @@ def _of_exchange(evened: AttentionExchange | None) -> dict[str, Any]:
     return {"makespan, attention evened out": evened.makespan, "sent for that by a rank": sent}
 
 
-def _reference_program(choice: Choice, problem: Problem) -> Program:
-    """The program that is drawn above the schedule's, to compare with."""
-    if problem.extras.post_validation:
-        return build_program(choice, problem.with_extras(post_validation=False))
-    if problem.extras.pairs:
-        return build_program(choice, problem.with_extras(pairs=False))
-    return program_of_1f1b(problem)
+def _of_unequal(unequal: UnequalMicrobatches | None) -> dict[str, Any]:
+    """Return the printed rows of ``unequal``, by name; none if it is None."""
+    if unequal is None:
+        return {}
+    own = {
+        "makespan, unequal microbatches": f"{unequal.arrival:.6g}, median of "
+        f"{counted(unequal.steps, 'step')}",
+        "ordered, small ends": _of_arrival(unequal.ordered, unequal),
+    }
+    if unequal.replicas > 1:
+        own["and dealt"] = _of_arrival(unequal.dealt, unequal)
+    return own
 
 
-def _steps(program: Program, steps: int) -> tuple[Timeline, ...]:
-    return simulate_steps(program, program.problem.costs, steps)
+def _of_arrival(makespan: float, unequal: UnequalMicrobatches) -> str:
+    return f"{makespan:.6g}, {makespan / unequal.arrival:.3f} of that"

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,16 +22,14 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_ext.compile.build import build_program
-from megatron_ext.compile.program.longest_paths import BatchedTimes
-from megatron_ext.compile.program.pass_graph import pass_graph
+from megatron_ext.compile.program.unequal import UnequalSteps
+from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import choose
 from megatron_ext.schedule.action import Kind
-from megatron_ext.schedule.columns import KINDS as CODES
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.dealing import MicrobatchOrder, arranged
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.schedule import Schedule
 from scripts.benchmarks.unequal_loads import KINDS, Load, batch
 
 REPLICAS, STEPS, FIRST_SEED = 4, 20, 700
@@ -50,61 +48,39 @@ class Gain:
     dealt: float
 
 
-class Step:
-    """The program of ``spec`` for equal microbatches, timed with unequal ones."""
-
-    def __init__(self, spec: str, ranks: int, microbatches: int) -> None:
-        choice = choose(spec)
-        placement = choice.place(ranks)
-        limit = None if spec == "1f1b" else parse_limit("1x", ranks, microbatches)
-        costs = uniform(placement, F, I, W, HOP)
-        problem = Problem(placement, microbatches, costs, limit)
-        passes: Schedule = build_program(choice, problem).schedule
-        passes = replace(passes, rows=passes.compute_rows)
-        self._chunks = placement.chunks
-        self._columns = passes.columns
-        graph = pass_graph(passes, costs)
-        self._times = BatchedTimes(graph, graph.lags)
-
-    def seconds(self, load: Load, attention: float, rows: NDArray[np.intp]) -> float:
-        """Return the makespan of the slowest replica, whose microbatches are a row of ``rows``."""
-        seconds = _seconds(load, attention)  # by kind and microbatch
-        columns = self._columns
-        own = rows[:, columns.microbatch]  # by replica and pass
-        of_passes = np.empty(own.shape)
-        for code, kind in enumerate(CODES):
-            if kind in seconds:
-                chosen = columns.kind == code
-                of_passes[:, chosen] = seconds[kind][own[:, chosen]] / self._chunks
-        times = np.ascontiguousarray(of_passes.T[self._times.order])
-        self._times.run(times)
-        return float(times.max())
+def _program(spec: str, ranks: int, microbatches: int) -> Program:
+    """Return the program of ``spec`` for equal microbatches."""
+    choice = choose(spec)
+    placement = choice.place(ranks)
+    limit = None if spec == "1f1b" else parse_limit("1x", ranks, microbatches)
+    costs = uniform(placement, F, I, W, HOP)
+    return build_program(choice, Problem(placement, microbatches, costs, limit))
 
 
-def _seconds(load: Load, attention: float) -> dict[Kind, Floats]:
+def _costs(load: Load, attention: float) -> dict[Kind, Floats]:
+    """Return the cost of each microbatch over that of a mean one, by kind of pass."""
     tokens, squares = load.tokens, load.squares
-    inputs = (I - attention * (I + W)) * tokens + attention * (I + W) * squares
+    backward = attention * (I + W)
+    inputs = (I - backward) * tokens + backward * squares
     return {
-        Kind.FORWARD: F * ((1 - attention) * tokens + attention * squares),
-        Kind.BACKWARD_INPUT: inputs,
-        Kind.BACKWARD_WEIGHT: W * tokens,
-        Kind.FULL_BACKWARD: inputs + W * tokens,
+        Kind.FORWARD: (1 - attention) * tokens + attention * squares,
+        Kind.BACKWARD_INPUT: inputs / I,
+        Kind.BACKWARD_WEIGHT: tokens,
+        Kind.FULL_BACKWARD: (inputs + W * tokens) / (I + W),
     }
 
 
 def gain(spec: str, ranks: int, microbatches: int, name: str) -> Gain:
     """Return the medians over `STEPS` steps of the kind of load ``name``."""
-    step, attention = Step(spec, ranks, microbatches), KINDS[name].attention
+    steps, attention = UnequalSteps(_program(spec, ranks, microbatches)), KINDS[name].attention
     ordered, dealt = [], []
     for number in range(STEPS):
         load = batch(name, REPLICAS * microbatches, FIRST_SEED + number)
-        costs = _seconds(load, attention)[Kind.FORWARD]
+        costs = _costs(load, attention)
 
-        def taken(
-            order: MicrobatchOrder, deal: bool, load: Load = load, costs: Floats = costs
-        ) -> float:
-            rows = arranged(costs, REPLICAS, order, deal=deal)
-            return step.seconds(load, attention, rows)
+        def taken(order: MicrobatchOrder, deal: bool, costs: dict[Kind, Floats] = costs) -> float:
+            rows = arranged(costs[Kind.FORWARD], REPLICAS, order, deal=deal)
+            return steps.makespan(costs, rows)
 
         today = taken(MicrobatchOrder.ARRIVAL, False)
         ordered.append(taken(MicrobatchOrder.SMALL_ENDS, False) / today)

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_ext.compile.program.longest_paths import BatchedTimes, Floats
-from megatron_ext.compile.program.simulate import links_of, seconds_of, take_turns
+from megatron_ext.compile.program.longest_paths import Floats
+from megatron_ext.compile.program.rank_times import RankTimes
+from megatron_ext.compile.program.simulate import seconds_of
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.schedule.columns import IS_PASS, Columns
 
@@ -62,10 +63,10 @@ def spread(program: Program, noise: Noise, samples: int = SAMPLES) -> Spread:
     """The spread over ``samples`` steps of ``program`` with its own costs under ``noise``."""
     columns = program.schedule.columns
     seconds = np.array(seconds_of(program.graph, program.schedule, program.problem.costs))
-    paths = _Paths(program)
+    times = RankTimes(program)
     makespans, spans = [], []
     for factors in factors_of(columns, noise, samples):
-        starts, ends = paths.of(seconds * factors)
+        starts, ends = times.of(seconds * factors)
         makespans.append(ends.max(axis=1) - starts.min(axis=1))
         spans.append((ends - starts).max(axis=1))
     return Spread(samples, _quantiles(makespans), _quantiles(spans))
@@ -104,34 +105,3 @@ def _lognormal(rng: np.random.Generator, deviation: float, size: tuple[int, int]
     """Numbers whose mean is 1 and whose standard deviation is ``deviation``."""
     variance = math.log1p(deviation**2)
     return np.exp(rng.standard_normal(size) * math.sqrt(variance) - variance / 2)
-
-
-class _Paths:
-    """Start and end of each rank in samples of a program's step."""
-
-    def __init__(self, program: Program) -> None:
-        self._graph = program.graph
-        self._links = links_of(program.graph, program.problem.costs)
-        self._times = None if self._links else BatchedTimes(program.graph)
-        columns = program.schedule.columns
-        passes = columns.numbers[IS_PASS[columns.kind]]
-        _, self._first = np.unique(columns.rank[passes], return_index=True)
-        self._last = np.append(self._first[1:], len(passes)) - 1
-        self._passes = passes
-
-    def of(self, seconds: Floats) -> tuple[Floats, Floats]:
-        """By sample and rank, when its first pass starts and its last one ends.
-
-        Args:
-            seconds: by sample and node.
-        """
-        first, last = self._passes[self._first], self._passes[self._last]
-        starting = seconds[:, first]
-        if self._times is None:  # whose turn it is on a link depends on the sample
-            zeros = [0.0] * seconds.shape[1]
-            runs = (take_turns(self._graph, row, self._links, zeros) for row in seconds.tolist())
-            ends = np.array([end for _, end in runs])
-            return ends[:, first] - starting, ends[:, last]
-        place, times = self._times.place, np.ascontiguousarray(seconds.T[self._times.order])
-        self._times.run(times)
-        return times[place[first]].T - starting, times[place[last]].T

@@ -1,0 +1,110 @@
+"""Files that ``megatron-ext simulate`` writes: tables, programs, traces, pictures and pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+
+from megatron_ext.commands.output import command_line
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.program.simulate import simulate_steps
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.compile.registry import Choice
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.schedule_csv import to_csv, to_torch_csv
+from megatron_ext.schedule.timeline import Timeline
+from megatron_ext.text_file import write_text_file
+from megatron_ext.viz.draw import check_picture, draw_steps
+from megatron_ext.viz.page.run import Run, simulated, title_of
+from megatron_ext.viz.page.write import Page, check_page, write_page
+from megatron_ext.viz.program_summary import program_of_1f1b
+from megatron_ext.viz.torchtitan import for_torchtitan
+from megatron_ext.viz.trace import write_trace
+from megatron_ext.words import counted
+
+
+@dataclass(frozen=True)
+class SimulationFiles:
+    """Files to write; None for one that was not requested."""
+
+    csv: Path | None
+    torch_csv: Path | None
+    program: Path | None
+    trace: Path | None
+    plot: Path | None
+    page: Path | None
+
+    def check(self) -> None:
+        """Raise ValueError for a file that cannot be written, before anything is made for it."""
+        for file in (self.csv, self.torch_csv, self.program):
+            if file is not None and not file.parent.is_dir():
+                raise ValueError(f"{file}: there is no folder {file.parent}")
+        if self.plot is not None:
+            check_picture(self.plot)
+        if self.page is not None:
+            check_page(self.page)
+
+    def write(self, choice: Choice, problem: Problem, program: Program, steps: int) -> None:
+        """Write the requested files about ``program``, pictures with so many ``steps`` of it.
+
+        The pictures compare ``program`` with a reference of ``choice`` and ``problem``.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        if self.csv is not None:
+            write_text_file(self.csv, to_csv(program.schedule))
+        if self.torch_csv is not None:
+            write_text_file(self.torch_csv, to_torch_csv(program.schedule))
+        if self.program is not None:
+            write_text_file(self.program, program.text)
+        if self.trace is not None:
+            write_trace(_steps(program, steps), self.trace)
+        if self.plot is None and self.page is None:
+            return
+        reference = _reference_program(choice, problem)
+        if self.plot is not None:
+            draw_steps(
+                [_steps(reference, steps), _steps(program, steps)],
+                self.plot,
+                [reference.problem.costs, program.problem.costs],
+            )
+        if self.page is not None:
+            runs = _runs(choice, reference, program, steps)
+            ranks, microbatches = problem.ranks, problem.microbatches
+            on = f"{counted(ranks, 'rank')}, {counted(microbatches, 'microbatch')}"
+            write_page(Page(f"{choice.spec} on {on}", runs, command_line()), self.page)
+
+    def name(self, program: Program) -> None:
+        """Say where there is something to look at, or what to do with it."""
+        if self.torch_csv is not None:
+            problem = program.problem
+            typer.echo(for_torchtitan(problem.placement, problem.microbatches, self.torch_csv))
+        if self.plot is not None:
+            typer.echo(f"picture: {self.plot}")
+        if self.page is not None:
+            typer.echo(f"page: {self.page}")
+
+
+def _runs(choice: Choice, reference: Program, program: Program, steps: int) -> tuple[Run, ...]:
+    """Return the runs of a page: ``program`` beneath ``reference``, if the two differ."""
+    run = simulated(title_of(choice.spec, program.problem.extras), program, steps)
+    if reference.digest == program.digest:
+        return (run,)
+    title = title_of(reference.schedule.name, reference.problem.extras)
+    return simulated(title, reference, steps), run
+
+
+def _reference_program(choice: Choice, problem: Problem) -> Program:
+    """The program that is drawn above the schedule's, to compare with."""
+    if problem.extras.post_validation:
+        return build_program(choice, problem.with_extras(post_validation=False))
+    if problem.extras.pairs:
+        return build_program(choice, problem.with_extras(pairs=False))
+    return program_of_1f1b(problem)
+
+
+def _steps(program: Program, steps: int) -> tuple[Timeline, ...]:
+    return simulate_steps(program, program.problem.costs, steps)

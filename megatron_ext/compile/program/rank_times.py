@@ -1,0 +1,41 @@
+"""Start and end of each rank in many samples of a step whose passes take different times."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_ext.compile.program.longest_paths import BatchedTimes, Floats
+from megatron_ext.compile.program.simulate import links_of, take_turns
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.schedule.columns import IS_PASS
+
+
+class RankTimes:
+    """Start and end of each rank in samples of a program's step."""
+
+    def __init__(self, program: Program) -> None:
+        self._graph = program.graph
+        self._links = links_of(program.graph, program.problem.costs)
+        self._times = None if self._links else BatchedTimes(program.graph)
+        columns = program.schedule.columns
+        passes = columns.numbers[IS_PASS[columns.kind]]
+        _, self._first = np.unique(columns.rank[passes], return_index=True)
+        self._last = np.append(self._first[1:], len(passes)) - 1
+        self._passes = passes
+
+    def of(self, seconds: Floats) -> tuple[Floats, Floats]:
+        """By sample and rank, when its first pass starts and its last one ends.
+
+        Args:
+            seconds: by sample and node.
+        """
+        first, last = self._passes[self._first], self._passes[self._last]
+        starting = seconds[:, first]
+        if self._times is None:  # whose turn it is on a link depends on the sample
+            zeros = [0.0] * seconds.shape[1]
+            runs = (take_turns(self._graph, row, self._links, zeros) for row in seconds.tolist())
+            ends = np.array([end for _, end in runs])
+            return ends[:, first] - starting, ends[:, last]
+        place, times = self._times.place, np.ascontiguousarray(seconds.T[self._times.order])
+        self._times.run(times)
+        return times[place[first]].T - starting, times[place[last]].T

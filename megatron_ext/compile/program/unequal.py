@@ -1,0 +1,97 @@
+"""Steps whose microbatches differ, under a program that was made for equal ones.
+
+The order of passes stays. All passes of a microbatch take its cost times what they take by the
+costs; messages and copies take what they do. Of the data-parallel replicas the slowest counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ext.compile.program.longest_paths import Floats
+from megatron_ext.compile.program.rank_times import RankTimes
+from megatron_ext.compile.program.simulate import seconds_of
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.progress import task
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.columns import IS_PASS, KINDS
+from megatron_ext.schedule.dealing import MicrobatchOrder, arranged
+
+PASSES = tuple(kind for kind, is_pass in zip(KINDS, IS_PASS, strict=True) if is_pass)
+
+
+@dataclass(frozen=True)
+class UnequalMicrobatches:
+    """Medians of the makespan over several steps; ``--json`` prints these names.
+
+    Attributes:
+        steps: how many there were.
+        replicas: data-parallel replicas, of which the slowest counts.
+        arrival: with the microbatches in order of arrival.
+        ordered: with those of each replica in order, the largest in the middle.
+        dealt: with all of them dealt to the replicas by cost, too; that of ``ordered`` for one.
+    """
+
+    steps: int
+    replicas: int
+    arrival: float
+    ordered: float
+    dealt: float
+
+
+class UnequalSteps:
+    """Steps of ``program`` with unequal microbatches."""
+
+    def __init__(self, program: Program) -> None:
+        columns = program.schedule.columns
+        self._seconds = np.array(seconds_of(program.graph, program.schedule, program.problem.costs))
+        self._microbatch = columns.microbatch // columns.slices
+        self._kind = columns.kind
+        self._times = RankTimes(program)
+
+    def makespan(self, costs: Mapping[Kind, Floats], rows: NDArray[np.intp]) -> float:
+        """Return the makespan of the slowest replica.
+
+        Args:
+            costs: of each microbatch of the step, over those for which the program was made, by
+                kind of pass; kinds that are not in it take what they do.
+            rows: numbers of the microbatches of each replica, in order: a row per replica.
+        """
+        factors = np.ones((len(rows), len(self._seconds)))
+        for code, kind in enumerate(KINDS):
+            if kind in costs:
+                chosen = self._kind == code
+                factors[:, chosen] = costs[kind][rows[:, self._microbatch[chosen]]]
+        starts, ends = self._times.of(self._seconds * factors)
+        return float((ends.max(axis=1) - starts.min(axis=1)).max())
+
+
+def with_unequal_microbatches(
+    program: Program, costs: Floats, replicas: int
+) -> UnequalMicrobatches:
+    """Return what steps of ``program`` take whose microbatches cost ``costs``.
+
+    Args:
+        costs: a row per step, with the costs of the microbatches of all replicas as the sampler
+            counts them: the k-th of replica d is number k x replicas + d.
+    """
+    steps = UnequalSteps(program)
+    ways = (
+        (MicrobatchOrder.ARRIVAL, False),
+        (MicrobatchOrder.SMALL_ENDS, False),
+        (MicrobatchOrder.SMALL_ENDS, True),
+    )
+    makespans = np.empty((len(costs), len(ways)))
+    with task("simulating unequal microbatches", len(costs), alike=True) as simulated:
+        for number, row in enumerate(costs):
+            of_passes = dict.fromkeys(PASSES, row)
+            for column, (order, deal) in enumerate(ways):
+                rows = arranged(row, replicas, order, deal=deal)
+                makespans[number, column] = steps.makespan(of_passes, rows)
+            simulated.done += 1
+    arrival, ordered, dealt = np.median(makespans, axis=0).tolist()
+    return UnequalMicrobatches(len(costs), replicas, arrival, ordered, dealt)

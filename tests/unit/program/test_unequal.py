@@ -1,0 +1,112 @@
+"""Steps of unequal microbatches: what the simulator says of the same passes, one by one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_ext.compile.program.simulate import seconds_of, simulate
+from megatron_ext.compile.program.unequal import (
+    PASSES,
+    UnequalSteps,
+    with_unequal_microbatches,
+)
+from megatron_ext.schedule.columns import IS_PASS
+from megatron_ext.schedule.dealing import arranged
+from megatron_ext.schedule.microbatch_costs import DRAWN_STEPS, parse_microbatch_costs
+from megatron_ext.schedule.slices import Lengths, Slices
+from tests.unit.commands.test_cli import run
+from tests.unit.program.test_noise import COSTS, program
+
+
+@pytest.mark.parametrize("spec", ["1f1b", "zb-h1", "zb-v"])
+def test_equal_microbatches_take_what_the_simulator_says(spec: str) -> None:
+    here = program(spec, 4, 8)
+    made = with_unequal_microbatches(here, np.ones((2, 24)), 3)
+    expected = simulate(here, here.problem.costs).makespan
+    assert made.arrival == made.ordered == made.dealt == pytest.approx(expected)
+    assert (made.steps, made.replicas) == (2, 3)
+
+
+@pytest.mark.parametrize(("spec", "slices"), [("1f1b", 1), ("zb-v", 1), ("1f1b", 2)])
+def test_every_pass_of_a_microbatch_takes_its_cost(spec: str, slices: int) -> None:
+    """Against a loop over actions, for each of the replicas, of which the slowest counts."""
+    here = program(spec, 4, 8, slices=Slices(slices, Lengths.EVEN))
+    costs = np.random.default_rng(1).lognormal(0, 0.5, 16)
+    rows = arranged(costs, 2, deal=True)
+    own = seconds_of(here.graph, here.schedule, here.problem.costs)
+    columns, ends = here.schedule.columns, []
+    for row in rows:
+        seconds = [
+            lasts * costs[row[microbatch // slices]] if IS_PASS[kind] else lasts
+            for lasts, microbatch, kind in zip(
+                own, columns.microbatch.tolist(), columns.kind.tolist(), strict=True
+            )
+        ]
+        ends.append(max(here.graph.longest_paths(seconds)[1]))
+    steps = UnequalSteps(here)
+    assert steps.makespan(dict.fromkeys(PASSES, costs), rows) == pytest.approx(max(ends))
+    assert max(ends) > min(ends)
+
+
+def test_on_one_rank_a_step_takes_the_sum_of_the_slowest_replica() -> None:
+    costs = np.array([[9.0, 1, 8, 2, 7, 3, 6, 4]])  # in order of arrival 30 and 10
+    made = with_unequal_microbatches(program("1f1b", 1, 4), costs, 2)
+    assert (made.arrival, made.ordered) == (30 * 30, 30 * 30)
+    assert made.dealt == 30 * 20
+
+
+def test_kinds_of_their_own_costs() -> None:
+    """Only what is given is stretched: with twice the forward passes, f once more each."""
+    steps = UnequalSteps(program("1f1b", 1, 4))
+    kind = next(kind for kind in PASSES if kind.name == "FORWARD")
+    assert steps.makespan({kind: np.full(4, 2.0)}, np.arange(4)[None]) == 4 * (2 * 10 + 20)
+
+
+def test_drawn_costs_have_the_deviation_that_is_written() -> None:
+    drawn = parse_microbatch_costs("lognormal:0.5", 1000)
+    assert drawn.shape == (DRAWN_STEPS, 1000)
+    assert drawn.mean() == pytest.approx(1, abs=0.02) and drawn.std() == pytest.approx(0.5, rel=0.1)
+    assert (parse_microbatch_costs("lognormal:0", 4) == 1).all()
+
+
+def test_a_file_has_costs_step_after_step(tmp_path: Path) -> None:
+    file = tmp_path / "costs.txt"
+    file.write_text("2\n4\n6\n8\n\n100\n")
+    assert parse_microbatch_costs(str(file), 2).tolist() == [[0.4, 0.8], [1.2, 1.6]]
+
+
+@pytest.mark.parametrize(
+    ("text", "lines", "fault"),
+    [
+        ("lognormal:", "", "'' is no number from 0 to 10"),
+        ("lognormal:-1", "", "'-1' is no number"),
+        ("lognormal:nan", "", "'nan' is no number"),
+        ("missing.txt", "", "'missing.txt' are no file"),
+        ("", "1\n", "1 cost, and the replicas of one step have 2 microbatches"),
+        ("", "1\nx\n", "line 2: 'x' is no positive number"),
+        ("", "1\n0\n", "line 2: '0' is no positive number"),
+        ("", "1\ninf\n", "line 2: 'inf' is no positive number"),
+    ],
+)
+def test_faults_of_costs(text: str, lines: str, fault: str, tmp_path: Path) -> None:
+    file = tmp_path / "costs.txt"
+    file.write_text(lines)
+    with pytest.raises(ValueError, match=fault):
+        parse_microbatch_costs(text or str(file), 2)
+
+
+def test_the_command_says_what_ordering_and_dealing_gain() -> None:
+    line = ["simulate", "zb-h1", "--pp", "4", "-m", "8", "--costs", COSTS]
+    line += ["--microbatch-costs", "lognormal:0.5"]
+    alone = run(*line)
+    assert "ordered, small ends" in alone and "and dealt" not in alone
+    assert "and dealt" in run(*line, "--deal", "4")
+    figures = json.loads(run(*line, "--deal", "4", "--json"))["unequal_microbatches"]
+    assert figures["dealt"] < figures["ordered"] < figures["arrival"]
+    assert (figures["steps"], figures["replicas"]) == (DRAWN_STEPS, 4)
+    assert "unequal_microbatches" not in json.loads(run(*line[:-2], "--json"))
+    assert "give --microbatch-costs" in run(*line[:-2], "--deal", "4", code=2)
