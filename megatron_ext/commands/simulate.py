@@ -223,7 +223,7 @@ def simulate(
 
 @dataclass(frozen=True)
 class _More:
-    """What options add to the report; None for what was not requested."""
+    """Figures that options add to the report; None for those that were not requested."""
 
     certificate: Certificate | None
     noise: Spread | None

@@ -21,7 +21,7 @@ def parse_microbatch_costs(text: str, per_step: int) -> Costs:
     Args:
         text: ``lognormal:0.5`` draws the costs of 20 steps, with this standard deviation as a share
             of their mean; a file has them, a cost per line, step after step. Those behind the last
-            whole step are left out.
+            whole step are ignored.
 
     Raises:
         ValueError: it is neither; a cost is no positive number; they are fewer than one step's.
