@@ -49,9 +49,13 @@ def _drawn(text: str, per_step: int) -> Costs:
             f"microbatch costs {shown(text)!r}: {shown(figure)!r} is no number from 0 to 10; "
             f"{_EXAMPLE}"
         )
+    return lognormal(np.random.default_rng(0), deviation, (DRAWN_STEPS, per_step))
+
+
+def lognormal(rng: np.random.Generator, deviation: float, size: tuple[int, int]) -> Costs:
+    """Return random numbers whose mean is 1 and whose standard deviation is ``deviation``."""
     variance = math.log1p(deviation**2)
-    normal = np.random.default_rng(0).standard_normal((DRAWN_STEPS, per_step))
-    return np.exp(normal * math.sqrt(variance) - variance / 2)
+    return np.exp(rng.standard_normal(size) * math.sqrt(variance) - variance / 2)
 
 
 def _read(file: Path) -> list[float]:

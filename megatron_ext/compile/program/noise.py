@@ -10,7 +10,6 @@ microbatch: schedules of one placement with the same passes get the same factors
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -21,6 +20,7 @@ from megatron_ext.compile.program.rank_times import RankTimes
 from megatron_ext.compile.program.simulate import seconds_of
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.schedule.columns import IS_PASS, Columns
+from megatron_ext.schedule.microbatch_costs import lognormal
 
 SAMPLES = 1000
 _QUANTILES = (0.5, 0.9)
@@ -95,13 +95,7 @@ def factors_of(columns: Columns, noise: Noise, samples: int) -> Iterator[Floats]
         if noise.seen:
             drawn = np.array(noise.seen)[of_passes.integers(len(noise.seen), size=size)]
         else:
-            drawn = _lognormal(of_passes, noise.passes, size)
-        rank_wide = _lognormal(of_ranks, noise.ranks, (count, ranks))
+            drawn = lognormal(of_passes, noise.passes, size)
+        rank_wide = lognormal(of_ranks, noise.ranks, (count, ranks))
         factors[:, passes] = drawn * rank_wide[:, columns.rank[passes]]
         yield factors
-
-
-def _lognormal(rng: np.random.Generator, deviation: float, size: tuple[int, int]) -> Floats:
-    """Numbers whose mean is 1 and whose standard deviation is ``deviation``."""
-    variance = math.log1p(deviation**2)
-    return np.exp(rng.standard_normal(size) * math.sqrt(variance) - variance / 2)
