@@ -61,7 +61,7 @@ from megatron_ext.schedule.rank_speeds import RankSpeeds, parse_rank_speeds
 from megatron_ext.schedule.slices import Lengths, Slices, parse_lengths
 from megatron_ext.text_file import parse_json, read_text_file
 from megatron_ext.viz.slow_ranks import speeds_in
-from megatron_ext.viz.trace import reserved_in
+from megatron_ext.viz.trace import read_trace, reserved_in
 from megatron_ext.words import counted
 
 if TYPE_CHECKING:
@@ -94,8 +94,8 @@ def plan(
         int | None,
         typer.Option(
             min=1,
-            help="Of the model, all equal: compare layouts, and Megatron's redistribution where "
-            "costs have a head.",
+            help="Layers of the model, all equal, to compare layouts, and Megatron's "
+            "redistribution if costs have a head.",
         ),
     ] = None,
     model: Annotated[
@@ -338,7 +338,8 @@ def _of_launch(
 def _seen_in(trace: Path) -> tuple[float | None, RankSpeeds | None]:
     """Return the bytes that allocators reserve and the speeds of ranks in ``trace``. Raises
     ValueError if it tells neither."""
-    reserved, speeds = reserved_in(trace), speeds_in(trace)
+    steps = read_trace(trace)
+    reserved, speeds = reserved_in(steps), speeds_in(steps)
     if reserved is None and speeds is None:
         raise ValueError(
             f"--trace {trace} tells nothing for a plan: no rank is slow there, and only a trace "

@@ -135,7 +135,11 @@ def simulate(
     ] = None,
     deal: Annotated[
         int,
-        typer.Option(min=1, metavar="REPLICAS", help="Data-parallel replicas, for that."),
+        typer.Option(
+            min=1,
+            metavar="REPLICAS",
+            help="Data-parallel replicas to which unequal microbatches are dealt.",
+        ),
     ] = 1,
     plot: Annotated[
         Path | None,

@@ -28,7 +28,7 @@ def without_frozen(costs: Costs, matrices: Sequence[float], *, reached: float, h
     def shared(figures: tuple[float, ...]) -> tuple[float, ...]:
         return tuple(figure * share for figure, share in zip(figures, matrices, strict=True))
 
-    layers = costs.without_vocabulary().without_tower()
+    layers = costs.layers_alone
     seconds = dict(layers.seconds)
     seconds[Kind.BACKWARD_WEIGHT] = shared(seconds[Kind.BACKWARD_WEIGHT])
     first, *later = seconds[Kind.BACKWARD_INPUT]

@@ -15,7 +15,7 @@ from megatron_ext.planner.curves import Curves, curves_of
 from megatron_ext.planner.figures import flags_of
 from megatron_ext.planner.layouts.estimated import estimated_work
 from megatron_ext.planner.layouts.given import given_work
-from megatron_ext.planner.layouts.layout import Layout, evenly
+from megatron_ext.planner.layouts.layout import Layout, even_layout, evenly
 from megatron_ext.planner.layouts.lines import compare_layouts
 from megatron_ext.planner.layouts.work import Work
 from megatron_ext.planner.long_sequences import LongSequences, long_sequences
@@ -133,14 +133,9 @@ def _layouts(training: Training, room: float | None) -> list[Alternative]:
     work = _work_of(training)
     if work is None:
         return []
-    layers = len(work.model.layers)
-
-    def rule(stages: int) -> Layout:
-        if layers % stages:
-            raise ValueError(f"{layers} layers cannot be split evenly over {stages} stages")
-        return evenly(layers, stages)
-
-    lines = compare_layouts([work], (_BASELINE, evenly(layers, training.ranks)), rule, room)
+    rule = partial(even_layout, work.model)
+    own = evenly(len(work.model.layers), training.ranks)
+    lines = compare_layouts([work], (_BASELINE, own), rule, room)
     return [
         Alternative(
             made.candidate,

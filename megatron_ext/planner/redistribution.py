@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_ext.schedule.costs import Costs
 
 
@@ -43,17 +45,8 @@ def redistribute(costs: Costs, layers: int) -> Costs:
         ValueError: they do not divide.
     """
     counts = redistributed_layers(layers, costs.stages)
-    alone = costs.without_vocabulary().without_tower()
-
-    def spread(figures: tuple[float, ...]) -> tuple[float, ...]:
-        return tuple(sum(figures) / layers * count for count in counts)
-
-    held = alone.held_bytes
-    if held is not None:
-        held = {kind: spread(figures) for kind, figures in held.items()}
-    seconds = {kind: spread(figures) for kind, figures in alone.seconds.items()}
-    again = alone.passes.recompute and spread(alone.passes.recompute)
-    moved = alone.with_passes(seconds=seconds, held_bytes=held, recompute=again)
+    alone = costs.layers_alone
+    moved = replace(alone, passes=alone.passes.spread(layers, counts))
     if costs.tower is not None:
         moved = moved.with_tower(costs.tower)
     return moved if costs.vocabulary is None else moved.with_vocabulary(costs.vocabulary)

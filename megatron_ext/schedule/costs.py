@@ -107,6 +107,21 @@ class PassCosts(CostPart):
         if not any(map(any, self.seconds.values())):
             raise ValueError("costs: all passes cost nothing; at least one must cost something")
 
+    def spread(self, layers: int, counts: Sequence[int]) -> PassCosts:
+        """Return the costs of stages with these ``counts`` of equal layers, if so many ``layers``
+        together cost what all stages here do."""
+
+        def of_stages(figures: tuple[float, ...]) -> tuple[float, ...]:
+            return figures and tuple(sum(figures) / layers * count for count in counts)
+
+        held = self.held_bytes
+        return PassCosts(
+            {kind: of_stages(figures) for kind, figures in self.seconds.items()},
+            None if held is None else {what: of_stages(of) for what, of in held.items()},
+            of_stages(self.recompute),
+            of_stages(self.spared),
+        )
+
 
 @dataclass(frozen=True)
 class LinkCosts(CostPart):
@@ -496,6 +511,11 @@ class Costs:
             return self
         assert not self.slowness
         return replace(self._with_first_stage(self.tower, -1), tower=None)
+
+    @cached_property
+    def layers_alone(self) -> Costs:
+        """Costs without those of the embedding, the output layer and the encoder."""
+        return self.without_vocabulary().without_tower()
 
     def _with_first_stage(self, tower: TowerCosts, sign: int) -> Costs:
         def added(figures: tuple[float, ...], more: float) -> tuple[float, ...]:

@@ -57,7 +57,7 @@ def format_costs(costs: Costs) -> str:
     """Return ``costs`` as text for `parse_costs`, with four digits."""
     if costs.whole is not None:
         return format_costs(costs.whole)
-    layers = costs.without_vocabulary().without_tower()
+    layers = costs.layers_alone
     parts = [f"{key}={_joined(layers.seconds[kind])}" for key, kind in _PASSES.items()]
     if layers.passes.recompute:
         parts.append(f"{_RECOMPUTE}={_joined(layers.passes.recompute)}")
@@ -427,7 +427,7 @@ def save_costs(costs: Costs, path: Path, measured: Mapping[str, Any] | None = No
         OSError: the file cannot be written.
     """
     assert costs.whole is None
-    layers = costs.without_vocabulary().without_tower()
+    layers = costs.layers_alone
     vocabulary = costs.vocabulary or VocabularyCosts()
     data: dict[str, Any] = {"version": FILE_VERSION, "origin": costs.origin}
     data |= {key: rounded(layers.seconds[kind]) for key, kind in _PASSES.items()}

@@ -4,7 +4,7 @@ Pipelines wait at the ends of a step: with small microbatches first and last the
 Dealt like a snake over the sorted microbatches, all replicas take about as long:
 
     costs  9 8 7 6 5 4 3 2    to two replicas:  9 6 5 2  and  8 7 4 3
-    in order, small ends:     2 6 9 5           3 7 8 4
+    in order, small ends:     5 9 6 2           4 8 7 3
 
 A microbatch stays whole, and each replica gets as many as without: the loss has the same terms.
 """

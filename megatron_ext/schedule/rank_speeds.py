@@ -67,4 +67,10 @@ def at_speeds(costs: Costs, placement: Placement, speeds: Sequence[float]) -> Co
     if all(speed == 1 for speed in speeds):
         return costs
     assert not costs.slowness and costs.whole is None
-    return costs.slowed(tuple(1 / speeds[rank] for rank in placement.rank_of))
+    return costs.slowed(slowness_of(placement, speeds))
+
+
+def slowness_of(placement: Placement, speeds: Sequence[float]) -> tuple[float, ...]:
+    """Return how many times as long each stage of ``placement`` takes on ranks of these
+    ``speeds``."""
+    return tuple(1 / speeds[rank] for rank in placement.rank_of)

@@ -13,14 +13,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.rank_speeds import RankSpeeds
 from megatron_ext.schedule.timeline import Timeline
 from megatron_ext.viz.explain import seconds_over_predicted
 from megatron_ext.viz.replay import Replay
-from megatron_ext.viz.trace import read_trace
+from megatron_ext.viz.trace import TracedStep
 
 SLOW = 0.05  # from which share more than the others' a rank is slow; less is noise
 PATIENCE = 100  # iterations, after which somebody should look
@@ -55,16 +54,16 @@ def speeds_of(ratios: Sequence[float]) -> RankSpeeds | None:
     slow = slow_ranks(ratios)
     if not slow:
         return None
-    return RankSpeeds(tuple(round(1 / slow.get(rank, 1.0), 4) for rank in range(len(ratios))))
+    return _speeds(slow, len(ratios), digits=4)
 
 
-def speeds_in(path: Path) -> RankSpeeds | None:
-    """Return the speeds of ranks that the steps of the trace ``path`` show; None if none is slow.
+def _speeds(slow: Mapping[int, float], ranks: int, digits: int) -> RankSpeeds:
+    return RankSpeeds(tuple(round(1 / slow.get(rank, 1.0), digits) for rank in range(ranks)))
 
-    Raises:
-        ValueError: as `read_trace`.
-    """
-    of_steps = [seconds_over_predicted(s.measured, s.predicted) for s in read_trace(path)]
+
+def speeds_in(steps: Sequence[TracedStep]) -> RankSpeeds | None:
+    """Return the speeds of ranks that traced ``steps`` show; None if none is slow."""
+    of_steps = [seconds_over_predicted(step.measured, step.predicted) for step in steps]
     return speeds_of([statistics.median(ratios) for ratios in zip(*of_steps, strict=True)])
 
 
@@ -124,9 +123,7 @@ class SlowRanks:
                 f"slow, up to {max(of_due.values()):.2f} times: a slow replica, which "
                 f"no layout helps"
             )
-        speeds = RankSpeeds(
-            tuple(round(1 / of_due.get(rank, 1.0), 2) for rank in range(len(ratios)))
-        )
+        speeds = _speeds(of_due, len(ratios), digits=2)
         told = "; ".join(_words(rank, times, pipelines) for rank, times in of_due.items())
         lost = share_lost(predicted, of_due)
         return (

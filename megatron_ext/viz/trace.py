@@ -227,14 +227,10 @@ def read_trace(path: Path) -> list[TracedStep]:
     ]
 
 
-def reserved_in(path: Path) -> float | None:
-    """Return the most bytes that the allocator of a rank had reserved beyond its allocations, in
-    the trace ``path``; None if the trace was not made on GPUs.
-
-    Raises:
-        ValueError: as `read_trace`.
-    """
-    latest = read_trace(path)[-1].reserved
+def reserved_in(steps: Sequence[TracedStep]) -> float | None:
+    """Return the most bytes that the allocator of a rank had reserved beyond its allocations in the
+    last of ``steps``; None if they were not traced on GPUs."""
+    latest = steps[-1].reserved
     return max(latest) if latest else None
 
 

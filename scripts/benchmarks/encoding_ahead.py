@@ -21,10 +21,8 @@ from megatron_ext.compile.program.verify import Program
 from megatron_ext.planner.layouts.layout import Layout, evenly
 from megatron_ext.planner.layouts.work import Work
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.costs_text import parse_costs
-from megatron_ext.schedule.placement import line
 from megatron_ext.viz.replay import Replay
-from scripts.benchmarks.uneven import COSTS, LAYERS, RANKS, best_layout, work_of
+from scripts.benchmarks.uneven import COSTS, LAYERS, RANKS, best_layout, without_bubble, work_of
 
 SHARES = (0.05, 0.1, 0.2)  # of the language model's F
 MICROBATCHES = 16
@@ -81,8 +79,7 @@ def main(words: Sequence[str]) -> int:
     for share in SHARES:
         encode = share * 10 * RANKS
         costs = f"{COSTS},tower={encode:g}/0/0"
-        seconds = parse_costs(costs, line(RANKS)).seconds.values()
-        ideal = MICROBATCHES * sum(map(sum, seconds)) / RANKS
+        ideal = without_bubble(costs, MICROBATCHES)
         with_tower, without = work_of(costs, MICROBATCHES), work_of(COSTS, MICROBATCHES)
         for spec, stages in SPECS.items():
             even = evenly(LAYERS, stages)

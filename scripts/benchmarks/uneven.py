@@ -14,6 +14,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 from rich.console import Console
@@ -24,7 +25,7 @@ from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.registry import choose
 from megatron_ext.planner.layouts.candidates import Candidates
 from megatron_ext.planner.layouts.given import given_work
-from megatron_ext.planner.layouts.layout import Layout, evenly
+from megatron_ext.planner.layouts.layout import Layout, even_layout
 from megatron_ext.planner.layouts.lines import permit_all
 from megatron_ext.planner.layouts.work import Evaluated, Work, evaluate
 from megatron_ext.progress import task
@@ -59,14 +60,21 @@ def work_of(costs: str, microbatches: int, speeds: tuple[float, ...] = ()) -> Wo
     return replace(work, limit=parse_limit("1x", RANKS, microbatches), speeds=speeds)
 
 
+def without_bubble(costs: str, microbatches: int) -> float:
+    """Return the seconds of a step whose ranks all work from its start to its end."""
+    seconds = parse_costs(costs, line(RANKS)).seconds.values()
+    return microbatches * sum(map(sum, seconds)) / RANKS
+
+
 def best_layout(work: Work, spec: str, *, search: bool = True) -> Evaluated:
     """Return the shortest step of ``work`` that the planner finds under ``spec``."""
     started_from = "zb-v" if spec == V else spec
+    even = partial(even_layout, work.model)
     with task("laying out stages") as progress:
-        candidates = Candidates([work], None, _even, permit_all, search, progress)
+        candidates = Candidates([work], None, even, permit_all, search, progress)
         made = candidates.by_layout([[started_from]], [])
         if search and spec == V:
-            own = evaluate(work, started_from, _even(2 * RANKS))
+            own = evaluate(work, started_from, even(2 * RANKS))
             made = sorted([*made, *candidates.further(made, own)], key=lambda one: one.seconds)
     return made[0]
 
@@ -74,8 +82,7 @@ def best_layout(work: Work, spec: str, *, search: bool = True) -> Evaluated:
 def with_tower(trained: str, spec: str, microbatches: int = 16, *, search: bool = True) -> Steps:
     """Return steps with the tower ``trained`` over a step without any bubble."""
     costs = f"{COSTS},{TOWERS[trained]}"
-    seconds = parse_costs(costs, line(RANKS)).seconds.values()
-    ideal = microbatches * sum(map(sum, seconds)) / RANKS
+    ideal = without_bubble(costs, microbatches)
     return _steps(work_of(costs, microbatches), spec, ideal, search)
 
 
@@ -116,13 +123,8 @@ def _steps(work: Work, spec: str, reference: float, search: bool) -> Steps:
 def _on_even_layers(work: Work, spec: str, search: bool) -> float:
     tried = ("zb-v", V) if spec == V else (spec,)
     stages = (2 if spec == V else 1) * RANKS
-    return min(evaluate(work, one, _even(stages), search=search).seconds for one in tried)
-
-
-def _even(stages: int) -> Layout:
-    if LAYERS % stages:
-        raise ValueError(f"{LAYERS} layers cannot be split evenly over {stages} stages")
-    return evenly(LAYERS, stages)
+    even = even_layout(work.model, stages)
+    return min(evaluate(work, one, even, search=search).seconds for one in tried)
 
 
 def main(words: Sequence[str]) -> int:

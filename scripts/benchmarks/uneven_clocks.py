@@ -12,6 +12,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from rich.console import Console
 from rich.table import Table
@@ -19,7 +20,7 @@ from rich.table import Table
 from megatron_ext.compile.registry import choose
 from megatron_ext.planner.layouts.candidates import Candidates
 from megatron_ext.planner.layouts.given import given_work
-from megatron_ext.planner.layouts.layout import Layout, evenly
+from megatron_ext.planner.layouts.layout import Layout, even_layout
 from megatron_ext.planner.layouts.lines import permit_all
 from megatron_ext.planner.layouts.work import Evaluated, Work, evaluate
 from megatron_ext.progress import task
@@ -56,12 +57,10 @@ def work_of(slow_rank: int) -> Work:
 def laid_out(spec: str, work: Work) -> Evaluated:
     """Return ``work`` under ``spec`` with the layout that the planner finds."""
     with task("laying out stages") as progress:
-        candidates = Candidates([work], None, _rule, permit_all, False, progress)
+        candidates = Candidates(
+            [work], None, partial(even_layout, work.model), permit_all, False, progress
+        )
         return candidates.by_layout([[spec]], [])[0]
-
-
-def _rule(stages: int) -> Layout:
-    return evenly(LAYERS, stages)
 
 
 def took(spec: str, layout: Layout, slow_rank: int) -> float:
@@ -77,7 +76,7 @@ def main(words: Sequence[str]) -> int:
     for rank in parser.parse_args(words).ranks:
         work = work_of(rank)
         for spec in SPECS:
-            even = _rule(choose(spec).place(RANKS).stages)
+            even = even_layout(work.model, choose(spec).place(RANKS).stages)
             made = laid_out(spec, work)
             predicted = made.seconds / evaluate(work, spec, even).seconds
             measured = took(spec, made.layout, rank) / took(spec, even, rank)

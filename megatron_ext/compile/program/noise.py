@@ -17,7 +17,6 @@ import numpy as np
 
 from megatron_ext.compile.program.longest_paths import Floats
 from megatron_ext.compile.program.rank_times import RankTimes
-from megatron_ext.compile.program.simulate import seconds_of
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.schedule.columns import IS_PASS, Columns
 from megatron_ext.schedule.microbatch_costs import lognormal
@@ -62,11 +61,10 @@ class Spread:
 def spread(program: Program, noise: Noise, samples: int = SAMPLES) -> Spread:
     """The spread over ``samples`` steps of ``program`` with its own costs under ``noise``."""
     columns = program.schedule.columns
-    seconds = np.array(seconds_of(program.graph, program.schedule, program.problem.costs))
     times = RankTimes(program)
     makespans, spans = [], []
     for factors in factors_of(columns, noise, samples):
-        starts, ends = times.of(seconds * factors)
+        starts, ends = times.of(factors)
         makespans.append(ends.max(axis=1) - starts.min(axis=1))
         spans.append((ends - starts).max(axis=1))
     return Spread(samples, _quantiles(makespans), _quantiles(spans))

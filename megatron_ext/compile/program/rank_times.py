@@ -1,20 +1,24 @@
-"""Start and end of each rank in many samples of a step whose passes take different times."""
+"""Start and end of each rank in many samples of a step whose passes take different times.
+
+Samples differ by the factors of their passes; a factor of 1 leaves a pass as the costs have it.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
 from megatron_ext.compile.program.longest_paths import BatchedTimes, Floats
-from megatron_ext.compile.program.simulate import links_of, take_turns
+from megatron_ext.compile.program.simulate import links_of, seconds_of, take_turns
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.schedule.columns import IS_PASS
 
 
 class RankTimes:
-    """Start and end of each rank in samples of a program's step."""
+    """Start and end of each rank in samples of a step of ``program``, under its own costs."""
 
     def __init__(self, program: Program) -> None:
         self._graph = program.graph
+        self._seconds = np.array(seconds_of(program.graph, program.schedule, program.problem.costs))
         self._links = links_of(program.graph, program.problem.costs)
         self._times = None if self._links else BatchedTimes(program.graph)
         columns = program.schedule.columns
@@ -23,12 +27,13 @@ class RankTimes:
         self._last = np.append(self._first[1:], len(passes)) - 1
         self._passes = passes
 
-    def of(self, seconds: Floats) -> tuple[Floats, Floats]:
-        """By sample and rank, when its first pass starts and its last one ends.
+    def of(self, factors: Floats) -> tuple[Floats, Floats]:
+        """Return, by sample and rank, the start of its first pass and the end of its last one.
 
         Args:
-            seconds: by sample and node.
+            factors: of the seconds of each action, by sample and action.
         """
+        seconds = self._seconds * factors
         first, last = self._passes[self._first], self._passes[self._last]
         starting = seconds[:, first]
         if self._times is None:  # whose turn it is on a link depends on the sample

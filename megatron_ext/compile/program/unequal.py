@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from megatron_ext.compile.program.longest_paths import Floats
 from megatron_ext.compile.program.rank_times import RankTimes
-from megatron_ext.compile.program.simulate import seconds_of
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.progress import task
 from megatron_ext.schedule.action import Kind
@@ -48,9 +47,12 @@ class UnequalSteps:
 
     def __init__(self, program: Program) -> None:
         columns = program.schedule.columns
-        self._seconds = np.array(seconds_of(program.graph, program.schedule, program.problem.costs))
         self._microbatch = columns.microbatch // columns.slices
-        self._kind = columns.kind
+        self._of_kind = {
+            kind: np.flatnonzero(columns.kind == code)
+            for code, kind in enumerate(KINDS)
+            if IS_PASS[code]
+        }
         self._times = RankTimes(program)
 
     def makespan(self, costs: Mapping[Kind, Floats], rows: NDArray[np.intp]) -> float:
@@ -61,12 +63,11 @@ class UnequalSteps:
                 kind of pass; kinds that are not in it take what they do.
             rows: numbers of the microbatches of each replica, in order: a row per replica.
         """
-        factors = np.ones((len(rows), len(self._seconds)))
-        for code, kind in enumerate(KINDS):
-            if kind in costs:
-                chosen = self._kind == code
-                factors[:, chosen] = costs[kind][rows[:, self._microbatch[chosen]]]
-        starts, ends = self._times.of(self._seconds * factors)
+        factors = np.ones((len(rows), len(self._microbatch)))
+        for kind, own in costs.items():
+            passes = self._of_kind[kind]
+            factors[:, passes] = own[rows[:, self._microbatch[passes]]]
+        starts, ends = self._times.of(factors)
         return float((ends.max(axis=1) - starts.min(axis=1)).max())
 
 

@@ -43,7 +43,7 @@ Figures = Mapping[Figure, float]
 
 @dataclass(frozen=True)
 class Basis:
-    """What costs were estimated by.
+    """Basis of an estimate of costs, with which measured ones are compared.
 
     Attributes:
         has_tower: whether the first stage runs an encoder, of which nothing is estimated.

@@ -16,6 +16,7 @@ from megatron_ext.schedule.costs import VocabularyCosts
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import Placement, line
 from megatron_ext.schedule.problem import VocabularyParallel
+from megatron_ext.schedule.rank_speeds import slowness_of
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]  # layers of each stage; by layout where there are several
@@ -75,9 +76,7 @@ class StageFigures:
         """Return how many times as long each stage of ``placement`` takes on its rank; None if all
         ranks are alike."""
         speeds = self.work.speeds
-        if not speeds:
-            return None
-        return np.array([1 / speeds[rank] for rank in placement.rank_of])
+        return np.array(slowness_of(placement, speeds)) if speeds else None
 
     def rows(self, counts: Counts) -> Counts:
         """By layout and stage: the same for stages alike."""
@@ -132,7 +131,7 @@ class StageFigures:
         companion = Stage(self.work.model.layers[:1])  # costs of nothing at all are none
         costs = self.work.costs_of((companion, stage), line(2))
         ends = costs.vocabulary or VocabularyCosts()
-        layers = costs.without_vocabulary().without_tower()
+        layers = costs.layers_alone
         figures = np.zeros(len(Figure))
         figures[Figure.FORWARD] = layers.seconds[Kind.FORWARD][1]
         figures[Figure.INPUT] = layers.seconds[Kind.BACKWARD_INPUT][1]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from megatron_ext.cost_model.model import Model, Stage
 from megatron_ext.cost_model.model_memory import ModelBytes
 from megatron_ext.planner.layouts.work import Work
-from megatron_ext.schedule.costs import Costs, LinkCosts, PassCosts, VocabularyCosts
+from megatron_ext.schedule.costs import Costs, LinkCosts, VocabularyCosts
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import VocabularyParallel
 
@@ -27,21 +27,11 @@ def given_work(
     Args:
         costs: on ranks that are all alike.
     """
-    alone = costs.without_vocabulary().without_tower()
+    alone = costs.layers_alone
     ends = costs.vocabulary or VocabularyCosts()
 
-    def spread(figures: tuple[float, ...], counts: Sequence[int]) -> tuple[float, ...]:
-        return figures and tuple(sum(figures) / layers * count for count in counts)
-
     def costs_of(stages: Sequence[Stage], placement: Placement) -> Costs:
-        counts = [len(stage.layers) for stage in stages]
-        held = alone.held_bytes
-        passes = PassCosts(
-            {kind: spread(figures, counts) for kind, figures in alone.seconds.items()},
-            None if held is None else {what: spread(of, counts) for what, of in held.items()},
-            spread(alone.passes.recompute, counts),
-            spread(alone.passes.spared, counts),
-        )
+        passes = alone.passes.spread(layers, [len(stage.layers) for stage in stages])
         links = alone.links
         links = LinkCosts(links.hop, links.latency, message_bytes=links.message_bytes)
         made = Costs(passes, links, origin=costs.origin).with_vocabulary(ends)

@@ -71,3 +71,12 @@ def evenly(layers: int, stages: int) -> Layout:
     """As evenly as it goes: the first ones have one more."""
     per_stage, more = divmod(layers, stages)
     return Layout(tuple(per_stage + (stage < more) for stage in range(stages)))
+
+
+def even_layout(model: Model, stages: int) -> Layout:
+    """Return the layout of ``model`` with the same number of layers on each stage.
+
+    Raises:
+        ValueError: they do not divide.
+    """
+    return Layout(tuple(model.evenly(stages)))

@@ -101,7 +101,7 @@ def test_what_allocators_reserve_is_kept(tmp_path: Path) -> None:
     step = beside(7, measured(1000.0), SIMULATED, 0.0)
     TraceFile(tmp_path / NAME).add(replace(step, reserved=(3.0, 5.0, 4.0)))
     (read,) = read_trace(tmp_path)
-    assert read.reserved == (3.0, 5.0, 4.0) and reserved_in(tmp_path) == 5.0
+    assert read.reserved == (3.0, 5.0, 4.0) and reserved_in([read]) == 5.0
     text = (tmp_path / NAME).read_text()
     (tmp_path / NAME).write_text(text.replace("[3.0, 5.0, 4.0]", "[-3.0]"))
     with pytest.raises(ValueError, match=r"bytes is .* a list of numbers from 0 is expected"):
