@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
@@ -141,7 +142,7 @@ def fill_once(
         DoesNotFit: ``orders`` need more memory.
         Hangs: ``orders`` cannot run, with whatever memory.
     """
-    return _Filling(orders, problem, memory, deadline, span).run()
+    return _Orders(orders, problem, memory).fill(deadline, span).timed
 
 
 def time(rows: Sequence[Sequence[Action]], problem: Problem) -> TimedOrder:
@@ -179,16 +180,19 @@ def fill_best(
     Raises:
         DoesNotFit, Hangs: as `fill_once`.
     """
-    quick = fill_once(orders, problem, memory)
-    work, start = max(_work(problem)), _last_start(problem)
-    fills = [quick]
+    prepared = _Orders(orders, problem, memory)
+    fills = [prepared.fill(math.inf, math.inf)]
+    quick = fills[0].timed
+    work, start = max(prepared.work), _last_start(problem)
     for step in range(trials // 2):
         share = (step / (trials // 2)) ** 2
         deadline = work + start + share * max(quick.makespan - work - start, 0)
-        fills.append(fill_once(orders, problem, memory, deadline=deadline))
+        if not any(fill.ends.covers(deadline) for fill in fills):
+            fills.append(prepared.fill(deadline, math.inf))
         span = work + share * max(quick.span - work, 0)
-        fills.append(fill_once(orders, problem, memory, span=span))
-    return min(fills, key=lambda filled: filled.order(by_span))
+        if not any(fill.spans.covers(span) for fill in fills):
+            fills.append(prepared.fill(math.inf, span))
+    return min((fill.timed for fill in fills), key=lambda timed: timed.order(by_span))
 
 
 def makespan(schedule: Schedule, problem: Problem) -> float:
@@ -217,155 +221,234 @@ def _last_start(problem: Problem) -> float:
     return max(seen.values())
 
 
+@dataclass
+class _Bounds:
+    """Deadlines, or spans, that lead to one and the same filling.
+
+    A deadline decides only whether a rank may idle, so every deadline between two neighbouring
+    decisions places all W alike.
+
+    Attributes:
+        least: the latest deadline that some idling of this filling required.
+        most: the earliest deadline that would have allowed one more idling.
+    """
+
+    least: float = -math.inf
+    most: float = math.inf
+
+    def note(self, required: float, idles: bool) -> None:
+        """Account for a decision to idle, or not to idle, for which ``required`` is enough."""
+        if idles:
+            self.least = max(self.least, required)
+        else:
+            self.most = min(self.most, required)
+
+    def covers(self, limit: float) -> bool:
+        """Whether ``limit`` leads to this filling; False if it is within rounding of a bound."""
+        margin = _TOLERANCE * (1 + limit)
+        return self.least + margin < limit < self.most - margin
+
+
+@dataclass(frozen=True)
+class _Filled:
+    """A filling, with the deadlines and the spans that lead to it."""
+
+    timed: TimedOrder
+    ends: _Bounds
+    spans: _Bounds
+
+
+class _WeightGradient(NamedTuple):
+    action: Action
+    seconds: float
+    memory: float  # held until it has run
+
+
+class _Pass(NamedTuple):
+    """A pass of the order with all figures that do not depend on when it runs.
+
+    Inputs are numbered over the whole step; ``output`` is the number of the input that the pass
+    makes for a neighbouring stage, or -1.
+    """
+
+    action: Action
+    seconds: float
+    input: int
+    output: int
+    to: int  # rank of the neighbouring stage; -1: none
+    link: tuple[int, int, Kind] | None  # None: the neighbouring stage is on the same rank
+    hop: float  # seconds of the message
+    needs: float  # memory that must be free when the pass starts
+    change: float  # memory held after the pass, less the memory held before it
+    weight_gradient: _WeightGradient | None  # the W that the pass defers
+
+
+class _Orders:
+    """F and I of each rank, prepared once for fillings with several deadlines."""
+
+    def __init__(
+        self, orders: Sequence[Sequence[Action]], problem: Problem, memory: Memory | None
+    ) -> None:
+        self.problem, self.memory = problem, memory
+        self.work = _work(problem)
+        self.passes = self._prepare(orders)
+
+    def _prepare(self, orders: Sequence[Sequence[Action]]) -> list[list[_Pass]]:
+        placement, of = self.problem.placement, self.problem.costs.of
+        parts, stages = self.problem.parts(0), range(placement.stages)
+        # By kind, stage and slice; by the stage before the link, and slice.
+        seconds = {
+            kind: [[of(Action(s, kind, part)) for part in parts] for s in stages]
+            for kind in _COMPUTE
+        }
+        hops = [[of(Action(s, Kind.SEND_F, part)) for part in parts] for s in stages[:-1]]
+        tokens = [tokens_of(part) for part in parts]
+        memory, pieces = self.memory, self.problem.pieces
+        share = [memory.of(stage) if memory else 0.0 for stage in stages]
+        left_for_w = [
+            memory.amount(Held.WEIGHT_INPUTS, stage) if memory else 0.0 for stage in stages
+        ]
+
+        def prepared(action: Action) -> _Pass:
+            stage, kind, k = action
+            part, is_forward = k % len(parts), kind is Kind.FORWARD
+            other = placement.next(stage) if is_forward else placement.previous(stage)
+            output, to, link, hop = -1, -1, None, 0.0
+            if other is not None:
+                output = (other if is_forward else len(stages) + other) * pieces + k
+                rank, to = placement.rank_of[stage], placement.rank_of[other]
+                if to != rank:
+                    link, hop = (rank, to, kind), hops[min(stage, other)][part]
+            taken = share[stage] * tokens[part]
+            change, weight_gradient = taken if is_forward else -taken, None
+            if kind is Kind.BACKWARD_INPUT:
+                change = -(share[stage] - left_for_w[stage]) * tokens[part]
+                w, kept = Action(stage, Kind.BACKWARD_WEIGHT, k), left_for_w[stage] * tokens[part]
+                weight_gradient = _WeightGradient(w, seconds[w.kind][stage][part], kept)
+            return _Pass(
+                action=action,
+                seconds=seconds[kind][stage][part],
+                input=(stage if is_forward else len(stages) + stage) * pieces + k,
+                output=output,
+                to=to,
+                link=link,
+                hop=hop,
+                needs=taken if is_forward else 0.0,
+                change=change,
+                weight_gradient=weight_gradient,
+            )
+
+        return [[prepared(action) for action in order] for order in orders]
+
+    def fill(self, deadline: float, span: float) -> _Filled:
+        """Return the filling for ``deadline`` and ``span``.
+
+        Raises:
+            DoesNotFit, Hangs: as `fill_once`.
+        """
+        return _Filling(self, deadline, span).run()
+
+
 class _Filling:
     """The state of one call. A pass is placed once its input has been; so W see the true gap."""
 
-    def __init__(
-        self,
-        orders: Sequence[Sequence[Action]],
-        problem: Problem,
-        memory: Memory | None,
-        deadline: float,
-        span: float,
-    ) -> None:
-        placement, costs, m = problem.placement, problem.costs, problem.pieces
-        stages, ranks = range(placement.stages), placement.ranks
-        parts = problem.parts(0)
-        self.orders, self.placement, self.slices = orders, placement, len(parts)
-        self.memory, self.deadline, self.span = memory, deadline, span
-        # By kind, stage and slice; by the stage before the link, and slice.
-        self.seconds = {
-            kind: [[costs.of(Action(s, kind, part)) for part in parts] for s in stages]
-            for kind in _COMPUTE
-        }
-        self.hops = [
-            [costs.of(Action(s, Kind.SEND_F, part)) for part in parts] for s in stages[:-1]
-        ]
-        self.tokens = [tokens_of(part) for part in parts]
-        self.work = _work(problem)
-        self.forward_at: list[list[float | None]] = [[None] * m for _ in stages]
-        self.forward_at[0] = [0.0] * m
-        self.gradient_at: list[list[float | None]] = [[None] * m for _ in stages]
-        self.gradient_at[-1] = [0.0] * m
-        self.arrived: dict[tuple[int, int, Kind], float] = {}  # from rank, to rank, sent after
-        self.rows: list[list[Action]] = [[] for _ in range(ranks)]
-        self.pending: list[deque[Action]] = [deque() for _ in range(ranks)]
-        self.free = [0.0] * ranks
-        self.started: list[float | None] = [None] * ranks
-        self.idle = [0.0] * ranks
-        self.held = [0.0] * ranks
-        if memory is not None:
-            self.share = [memory.of(stage) for stage in stages]
-            self.left_for_w = [memory.amount(Held.WEIGHT_INPUTS, stage) for stage in stages]
+    def __init__(self, orders: _Orders, deadline: float, span: float) -> None:
+        self.passes, self.work, self.memory = orders.passes, orders.work, orders.memory
+        self.deadline, self.span = deadline, span
+        self.slack = [_TOLERANCE * (1 + seconds) for seconds in orders.work]
+        # When the input of each number comes: microbatches and their losses are there already.
+        stages, pieces = orders.problem.placement.stages, orders.problem.pieces
+        self.ready: list[float | None] = [None] * (2 * stages * pieces)
+        self.ready[:pieces] = self.ready[-pieces:] = [0.0] * pieces
+        self.arrived: dict[tuple[int, int, Kind], float] = {}  # by link: its last message
+        ranks = range(len(orders.passes))
+        self.rows: list[list[Action]] = [[] for _ in ranks]
+        self.pending: list[deque[_WeightGradient]] = [deque() for _ in ranks]
+        self.free, self.idle, self.held = (
+            [0.0 for _ in ranks],
+            [0.0 for _ in ranks],
+            [0.0 for _ in ranks],
+        )
+        self.started: list[float | None] = [None for _ in ranks]
+        self.ends, self.spans = _Bounds(), _Bounds()
 
-    def run(self) -> TimedOrder:
-        at = [0] * len(self.orders)
+    def run(self) -> _Filled:
+        at = [0] * len(self.passes)
         todo, queued = deque(range(len(at))), [True] * len(at)
         while todo:
             rank = todo.popleft()
             queued[rank] = False
-            order = self.orders[rank]
-            while at[rank] < len(order):
-                woken = self.place(rank, order[at[rank]])
-                if woken is None:
+            passes = self.passes[rank]
+            while at[rank] < len(passes):
+                placed = passes[at[rank]]
+                ready = self.ready[placed.input]
+                if ready is None:
                     break
+                self.place(rank, placed, ready)
                 at[rank] += 1
-                if woken >= 0 and not queued[woken]:
-                    queued[woken] = True
-                    todo.append(woken)
-        stuck = [order[n] for n, order in zip(at, self.orders, strict=True) if n < len(order)]
+                if placed.to >= 0 and not queued[placed.to]:
+                    queued[placed.to] = True
+                    todo.append(placed.to)
+        stuck = [row[n].action for n, row in zip(at, self.passes, strict=True) if n < len(row)]
         if stuck:
             raise Hangs(f"the order would hang at {', '.join(map(str, stuck))}")
         for rank, waiting in enumerate(self.pending):
             while waiting:
-                self.do_w(rank)
+                self.do_weight_gradient(rank)
         starts = [start or 0.0 for start in self.started]
         spans = [end - start for end, start in zip(self.free, starts, strict=True)]
         rows = tuple(map(tuple, self.rows))
-        return TimedOrder(rows, max(self.free) - min(starts), max(spans))
+        timed = TimedOrder(rows, max(self.free) - min(starts), max(spans))
+        return _Filled(timed, self.ends, self.spans)
 
-    def place(self, rank: int, action: Action) -> int | None:
-        """Do ``action``. The rank that may go on for it (-1: none), or None: its input is not
-        there yet."""
-        stage, kind, k = action
-        is_forward = kind is Kind.FORWARD
-        ready = (self.forward_at if is_forward else self.gradient_at)[stage][k]
-        if ready is None:
-            return None
-        if self.started[rank] is not None:
+    def place(self, rank: int, placed: _Pass, ready: float) -> None:
+        """Do ``placed``, whose input comes at ``ready``, and pass on what it makes."""
+        if self.pending[rank] and ready - self.free[rank] > self.slack[rank]:
             self.fill_gap(rank, ready)
-        if is_forward:
-            self.make_room(rank, action)
+        if placed.needs and self.memory is not None:
+            self.make_room(rank, placed)
         start = max(self.free[rank], ready)
         if self.started[rank] is None:
             self.started[rank] = start
         else:
             self.idle[rank] += start - self.free[rank]
-        self.do(rank, action, start)
-        if self.memory is not None:
-            self.account(rank, action)
-        if kind is Kind.BACKWARD_INPUT:
-            self.pending[rank].append(Action(stage, Kind.BACKWARD_WEIGHT, k))
-        return self.pass_on(rank, action)
+        self.rows[rank].append(placed.action)
+        self.free[rank] = end = start + placed.seconds
+        self.held[rank] += placed.change
+        if placed.weight_gradient is not None:
+            self.pending[rank].append(placed.weight_gradient)
+        if placed.to >= 0:
+            if placed.link is not None:
+                end = max(end, self.arrived.get(placed.link, 0.0)) + placed.hop
+                self.arrived[placed.link] = end
+            self.ready[placed.output] = end
 
     def fill_gap(self, rank: int, ready: float) -> None:
-        waiting = self.pending[rank]
+        waiting, slack, work = self.pending[rank], self.slack[rank], self.work[rank]
         start = self.started[rank] or 0.0
-        may_idle = min(self.deadline - start, self.span) - self.work[rank]
-        slack = _TOLERANCE * (1 + self.work[rank])
+        may_idle = min(self.deadline - start, self.span) - work
         while waiting and (gap := ready - self.free[rank]) > slack:
-            stage, kind, k = waiting[0]
-            fits = self.seconds[kind][stage][k % self.slices] <= gap + slack
-            if not fits and self.idle[rank] + gap <= may_idle + slack:
-                return
-            self.do_w(rank)
+            if waiting[0].seconds > gap + slack:
+                idle = self.idle[rank] + gap - slack
+                may_wait = self.idle[rank] + gap <= may_idle + slack
+                self.ends.note(idle + work + start, may_wait)
+                self.spans.note(idle + work, may_wait)
+                if may_wait:
+                    return
+            self.do_weight_gradient(rank)
 
-    def make_room(self, rank: int, action: Action) -> None:
-        if self.memory is None:
-            return
-        more = self.share[action.stage] * self.tokens[action.microbatch % self.slices]
-        while not self.memory.fits(rank, self.held[rank] + more):
+    def make_room(self, rank: int, placed: _Pass) -> None:
+        assert self.memory is not None
+        while not self.memory.fits(rank, self.held[rank] + placed.needs):
             if not self.pending[rank]:
-                raise DoesNotFit(f"{action} exceeds the memory of rank {rank}")
-            self.do_w(rank)
+                raise DoesNotFit(f"{placed.action} exceeds the memory of rank {rank}")
+            self.do_weight_gradient(rank)
 
-    def account(self, rank: int, action: Action) -> None:
-        stage, kind, k = action
-        tokens = self.tokens[k % self.slices]
-        match kind:
-            case Kind.FORWARD:
-                self.held[rank] += self.share[stage] * tokens
-            case Kind.BACKWARD_INPUT:
-                self.held[rank] -= (self.share[stage] - self.left_for_w[stage]) * tokens
-            case Kind.FULL_BACKWARD:
-                self.held[rank] -= self.share[stage] * tokens
-
-    def do_w(self, rank: int) -> None:
-        action = self.pending[rank].popleft()
-        self.do(rank, action, self.free[rank])
-        if self.memory is not None:
-            tokens = self.tokens[action.microbatch % self.slices]
-            self.held[rank] -= self.left_for_w[action.stage] * tokens
-
-    def do(self, rank: int, action: Action, start: float) -> None:
+    def do_weight_gradient(self, rank: int) -> None:
+        action, seconds, memory = self.pending[rank].popleft()
         self.rows[rank].append(action)
-        stage, kind, k = action
-        self.free[rank] = start + self.seconds[kind][stage][k % self.slices]
-
-    def pass_on(self, rank: int, action: Action) -> int:
-        """Send what ``action`` made to the neighbouring stage; the rank of that, -1: no stage."""
-        stage, kind, k = action
-        is_forward = kind is Kind.FORWARD
-        other = self.placement.next(stage) if is_forward else self.placement.previous(stage)
-        if other is None:
-            return -1
-        to, at = self.placement.rank_of[other], self.free[rank]
-        if to != rank:
-            hop = self.hops[min(stage, other)][k % self.slices]
-            at = max(at, self.arrived.get((rank, to, kind), 0.0)) + hop
-            self.arrived[rank, to, kind] = at
-        (self.forward_at if is_forward else self.gradient_at)[other][k] = at
-        return to
+        self.free[rank] += seconds
+        self.held[rank] -= memory
 
 
 _COMPUTE: tuple[Kind, ...] = (
