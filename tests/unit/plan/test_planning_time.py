@@ -39,10 +39,10 @@ def test_work_ends_after_its_cpu_seconds() -> None:
     with planning(limit=0.5) as plan:
         begin()
         assert until_end(lambda: work_for(60), "ended") == "ended"
-        assert 0.25 <= plan.seconds < 10  # a timer counts in ticks
+        assert 0.25 <= plan.seconds < 10  # a timer counts in ticks, and too many on a busy machine
         assert plan.is_short
         assert "0.5 CPU seconds" in plan.why_short
-        work_for(0.05)
+        work_for(0.5)
         assert until_end(lambda: work_for(0), "ended") == "ended", "nothing begins after the end"
 
 
