@@ -1,4 +1,4 @@
-"""MLPs, and experts in their place."""
+"""Operations of MLPs, and of experts in their place."""
 
 from __future__ import annotations
 
@@ -24,16 +24,18 @@ _ROUTING_BYTES = 16  # of a token's score for an expert, in fp32: softmax, the b
 
 
 def mlp(model: Model, execution: Execution) -> Part:
-    """Two matrices, or three with a gate, and the norm before them."""
+    """Return the operations of two matrices, or three with a gate, and of the norm before them."""
     products = _products(model, execution, model.ffn_hidden_size, ["mlp"])
     operations = [*beside(model.hidden_size, execution), *products]
     return divided(operations, 2 * model.hidden_size, execution, modules=["mlp"])
 
 
 def experts(model: Model, execution: Execution) -> Part:
-    """Experts, to some of which a token goes, and one that all tokens meet, if there is one.
+    """Return the operations of routed experts, and of one shared by all tokens if there is one.
 
-    The router's gradient comes with its input's: no linear of a layer makes it."""
+    The router's weight gradient comes with its input's gradient, because the router is not one of
+    the layers' linear modules that defer it.
+    """
     hidden, tokens = model.hidden_size, execution.split_tokens
     again = ["moe"]
     operations = [
@@ -78,7 +80,8 @@ def experts(model: Model, execution: Execution) -> Part:
 def _products(
     model: Model, execution: Execution, width: int, again: Sequence[str]
 ) -> list[Operation]:
-    """An MLP of ``width``, divided by tensor-parallel ranks."""
+    """Return the operations of an MLP of ``width`` that is partitioned over tensor-parallel
+    ranks."""
     tokens, own = execution.tokens, width / execution.tensor_parallel
     gates = 2 if model.gated_linear_unit else 1
     hidden = model.hidden_size
@@ -99,7 +102,8 @@ def _activation(
 
 
 def _routed(model: Model, execution: Execution) -> list[Operation]:
-    """Tokens sorted by experts, their products, and back. Routing is taken to be even."""
+    """Return the operations that sort tokens by experts, the experts' products, and the sorting
+    back. Routing is assumed to be even."""
     hidden, latent = model.hidden_size, model.moe_latent_size
     inner = latent or hidden
     tokens, routed = execution.split_tokens, model.moe_router_topk
@@ -109,8 +113,8 @@ def _routed(model: Model, execution: Execution) -> list[Operation]:
     local = model.num_experts / execution.expert_parallel
     gates = 2 if model.gated_linear_unit else 1
     again = ["moe"]
-    # Sorted for the ranks and back; and, where tokens of several ranks meet several experts, once
-    # more for them.
+    # Tokens are sorted for the ranks and back. If tokens of several ranks meet several experts,
+    # they are sorted once more for the experts.
     copies = 2 * (1 + routed)
     if execution.dispatcher == "alltoall" and local > 1 and execution.expert_parallel > 1:
         copies += 4 * routed
@@ -140,7 +144,7 @@ def _routed(model: Model, execution: Execution) -> list[Operation]:
 
 
 def _to_experts(model: Model, execution: Execution) -> list[Exchange]:
-    """What goes to the ranks of experts and back: both in F, and both in I."""
+    """Return the exchanges with the ranks of experts: there and back in F, and again in I."""
     ranks, divides = execution.expert_parallel, execution.expert_tensor_parallel
     inner = model.moe_latent_size or model.hidden_size
     size = execution.split_tokens * inner * execution.element_bytes
