@@ -72,7 +72,7 @@ class CachingAllocator:
 
     Attributes:
         reserved, max_reserved: bytes of segments, now and at most.
-        requested, max_requested: bytes that were asked for and not given back.
+        requested, max_requested: bytes that were requested and not freed, now and at most.
         retries: how often segments went back to the driver because it had no more.
     """
 
@@ -190,8 +190,8 @@ class CachingAllocator:
         self.max_reserved = max(self.max_reserved, self.reserved)
 
     def _release(self) -> None:
-        """Give segments without a used block back. (Of an expandable one, free pages anywhere go;
-        here the free end does.)"""
+        """Free segments without a used block. (Of an expandable segment, torch frees pages
+        anywhere; here only the free end is freed.)"""
         for pool in self._pools.values():
             for block in list(pool.free):
                 if block.next is None and (block.previous is None or self._is_expandable):

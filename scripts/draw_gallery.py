@@ -68,7 +68,8 @@ def stable() -> tuple[str, ...]:
 
 
 def runs_of(names: Sequence[str], ranks: int, microbatches: int, costs: str) -> Iterator[Run]:
-    """Those of ``names`` that there are for these sizes, each with the command for it alone."""
+    """Yield a run of each of ``names`` at these sizes, each with the command that draws it
+    alone."""
     for name in names:
         words = [name, "--pp", str(ranks), "-m", str(microbatches), "--costs", costs]
         command = shlex.join(["megatron-ext", "simulate", *words, "--html", f"{name}.html"])

@@ -313,7 +313,7 @@ def run_rank(rank: int, model: str, row: str, folder: str) -> None:
 
 @contextlib.contextmanager
 def _on_meta(noted: Allocations) -> Iterator[None]:
-    """Have tensors of the device on meta, messages of them left out, and copies too."""
+    """Context in which the device's tensors are on meta, and messages and copies are replaced."""
     resize = torch.UntypedStorage.resize_
 
     def noted_resize(storage: torch.UntypedStorage, size: int) -> Any:

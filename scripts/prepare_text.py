@@ -38,7 +38,7 @@ VOCABULARY = 257
 
 @dataclass(frozen=True)
 class Summary:
-    """What was written."""
+    """Files and counts of a written dataset."""
 
     prefix: str
     documents: int
@@ -47,7 +47,8 @@ class Summary:
 
 
 def text_files(folder: Path, suffixes: Sequence[str]) -> list[Path]:
-    """The files under ``folder`` to read, in an order that does not depend on the machine."""
+    """Return the files under ``folder`` to read, in an order that does not depend on the
+    machine."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder")
     files = [

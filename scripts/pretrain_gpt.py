@@ -135,7 +135,7 @@ def get_batch(data_iterator: Iterator[Batch], model: GPTModel) -> Batch:
 
 
 def packed_sequences(batch: Batch) -> PackedSeqParams | None:
-    """Where the sequences of a microbatch begin and end; None where it is not packed."""
+    """Return the boundaries of the sequences of a microbatch; None if it is not packed."""
     if batch.get("cu_seqlens") is None:
         return None
     cu_seqlens, padded = batch["cu_seqlens"].squeeze(0), batch.get("cu_seqlens_padded")
@@ -181,8 +181,9 @@ def loss_func(
 def forward_step(
     data_iterator: Iterator[Batch], model: GPTModel, return_schedule_plan: bool = False
 ) -> tuple[Any, Callable[[torch.Tensor], Any]]:
-    """Run this rank's chunk on the next microbatch; the schedule calls the loss where it is. With
-    --overlap-moe-expert-parallel-comm it asks for a plan of the chunk's parts, and runs that."""
+    """Run this rank's chunk on the next microbatch; the schedule calls the loss function where
+    needed. With --overlap-moe-expert-parallel-comm the schedule requests a plan of the chunk's
+    parts, and runs that."""
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     batch = get_batch(data_iterator, model)
@@ -206,7 +207,8 @@ def needs_data(vp_stage: int | None) -> bool:
 
 
 def datasets(samples: list[int], vp_stage: int | None = None) -> Any:
-    """The train, validation and test datasets; ``samples`` is how many of each are wanted."""
+    """Return the train, validation and test datasets; ``samples`` is the number of samples of
+    each."""
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     masking = {}

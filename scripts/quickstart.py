@@ -173,16 +173,16 @@ def train(command: list[str], log: Path) -> tuple[list[Iteration], re.Match[str]
 
 
 def seconds_left(done: Sequence[Iteration]) -> float:
-    """What the iterations to come will take, at the pace of the last ten.
+    """Return the seconds of the remaining iterations, at the pace of the last ten.
 
-    The first is left out where there are others: it starts what all of them use.
+    The first iteration is ignored if there are others: it includes one-time work.
     """
     recent = done[1:][-10:] or done
     return (done[-1].of - done[-1].number) * sum(step.seconds for step in recent) / len(recent)
 
 
 def run(command: list[str], log: Path) -> Iterator[str]:
-    """The lines that ``command`` prints, kept in ``log`` too."""
+    """Yield the lines that ``command`` prints, and write them to ``log`` too."""
     started = time.monotonic()
     with log.open("w") as file:
         process = subprocess.Popen(
@@ -237,7 +237,8 @@ def summarise(
     ranks: int,
     sequence: int,
 ) -> None:
-    """What was trained, how fast, and what the schedule promises on GPUs of equal costs."""
+    """Print the loss, the speed, and the bubble that the schedule promises on GPUs of equal
+    costs."""
     steady = done[len(done) // 5 :]
     tokens = sum(step.batch * sequence for step in steady) / sum(step.seconds for step in steady)
     console.print(f"\nloss              {done[0].loss:.3f} -> {done[-1].loss:.3f}")

@@ -66,7 +66,7 @@ LONG_COSTS = (10.0, 12.0, 8.0, 1.0)
 
 @dataclass(frozen=True)
 class Iteration:
-    """What one iteration came to, on one rank. ``resident`` is in bytes."""
+    """Result of one iteration on one rank. ``resident`` is in bytes."""
 
     number: int
     drawn: str
@@ -186,7 +186,8 @@ def run(program: Program, ways: Channels, recorder: Recorder) -> None:
 
 
 def all_channels(ranks: int) -> set[Channel]:
-    """Those of every family: each has messages for every neighbour that it has."""
+    """Return the channels of all families together. Each has messages to every neighbour that it
+    has."""
     union: set[Channel] = set()
     for name in entries():
         if name not in SEARCHES_LONG:  # placed as others are
@@ -195,7 +196,7 @@ def all_channels(ranks: int) -> set[Channel]:
 
 
 def resident() -> int:
-    """Bytes of this process that are in memory."""
+    """Return the bytes of this process that are in memory."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize()
 

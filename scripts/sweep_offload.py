@@ -1,4 +1,4 @@
-"""What offload leaves of a schedule's peak, by how slow copies are; and what it does to the time.
+"""Peaks of schedules with offload, and its effect on the makespan, by the speed of copies.
 
     python scripts/sweep_offload.py [--plot FILE]
 

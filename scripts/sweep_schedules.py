@@ -78,7 +78,7 @@ class Case:
 
 @dataclass
 class Tally:
-    """What became of a family's cases."""
+    """Outcome of a family's cases."""
 
     proved: int = 0
     refused: Counter[str] = field(default_factory=Counter)

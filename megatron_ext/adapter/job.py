@@ -100,7 +100,7 @@ def of_arguments(args: Any, placement: Placement, stages: Sequence[Stage] | None
         stages: the layers of each stage; None splits the layers as Megatron's options do.
 
     Raises:
-        ValueError: the layers do not divide over the stages.
+        ValueError: the layers cannot be split over the stages.
     """
     model, layers = describe(args), None
     if stages is None:

@@ -1,14 +1,14 @@
-"""What noise costs each schedule, and what W would win if it could run earlier than planned.
+"""Cost of noise for each schedule, and gain of W passes that run earlier than planned.
 
     python -m scripts.benchmarks.noise
     python -m scripts.benchmarks.noise --pp 4 -m 16 --noise 0.1,ranks=0.05 --schedules v-auto@3
 
-Passes vary as with `megatron-ext simulate --noise`, and their order stays, which is what training
-does. Beside that: a rank whose next message is late runs the next W in the meantime, if its I is
-done. It runs no W later than planned, and all other passes in their order, so that it never holds
-more. Two ways are simulated. `whole`: a W that has begun ends before anything else runs, even if
-the message comes. `in parts`: W stops when the message comes, and goes on later; a W is one product
-a layer, so that the truth of a rank that looks between them is close to this.
+Passes vary as with `megatron-ext simulate --noise`, and their order is fixed, as in training. In
+addition, a rank whose next message is late runs the next W in the meantime, if its I is done. It
+runs no W later than planned, and all other passes in their order, so it never holds more memory.
+Two variants are simulated. `whole`: a W that has begun ends before anything else runs, even if the
+message comes. `in parts`: W stops when the message comes, and continues later. A W is one product a
+layer, so a rank that checks for messages between products is close to this.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ class Ranks:
         self.rows = [_Row(row, number) for row in schedule.compute_rows]
 
     def makespan(self, seconds: Sequence[float], early: WeightGradients) -> float:
-        """That of one step, whose passes take ``seconds``, in the order of the rows."""
+        """Return the makespan of one step whose passes take ``seconds``, in the order of the
+        rows."""
         return _Step(self, seconds, early).run()
 
 

@@ -110,7 +110,7 @@ def measure(hidden: int, sequence: int, repetitions: int) -> dict[str, float]:
 
 
 class Cost(NamedTuple):
-    """Of one pass."""
+    """Seconds and page faults of one pass."""
 
     seconds: float
     page_faults: float

@@ -1,4 +1,5 @@
-"""Where units of microbatches win: when a chunk's parameters have to be gathered before it runs.
+"""Cases in which units of microbatches win: a chunk's parameters have to be gathered before it
+runs.
 
     python -m scripts.benchmarks.units [--pp 4 8] [--vpp 2 4] [--gathers 0 10 50] [-m 4]
 

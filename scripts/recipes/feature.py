@@ -41,7 +41,7 @@ class Setting:
     why: str = ""
 
     def features(self, value: Value) -> tuple[Feature, ...]:
-        """What ``value`` switches on.
+        """Return the features that ``value`` switches on.
 
         Raises:
             ValueError: it is not a value of the setting.

@@ -169,7 +169,7 @@ def _cells(option: Option, before: Option, barred: str = "") -> list[str]:
 
 
 def _barred(option: Option, row: Row) -> str:
-    """What would have to be dropped for ``option``, which is not stock's."""
+    """Return the settings to drop for ``option``, in words; empty for stock's schedules."""
     is_stock = option.schedule.partition(":")[0] in ("1f1b", "interleaved")
     if is_stock or row.own is None or row.own.verdict.why is None:
         return ""

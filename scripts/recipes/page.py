@@ -248,7 +248,7 @@ def _features(made: Sequence[Row], evidence: Evidence) -> str:
 
 
 def rules() -> str:
-    """Which values stand for others, and of what nothing has to be shown."""
+    """Return the table of values that stand for others, and of settings that need no test."""
     lines = [[f"`{setting.name}`", setting.why] for setting in SETTINGS if setting.why]
     lines += [[f"`{name}`", f"is `{setting}`"] for name, setting in OTHER_NAMES.items()]
     return table(["setting", ""], lines)

@@ -98,7 +98,7 @@ class Recipe:
 
     @property
     def ranks(self) -> int:
-        """Of a pipeline."""
+        """Ranks of a pipeline."""
         return int(self.settings["pipeline_model_parallel_size"])
 
     @property
@@ -107,14 +107,14 @@ class Recipe:
 
     @cached_property
     def chunks(self) -> int:
-        """On a rank: as it says, or as many as its layout has."""
+        """Chunks of a rank: given by the recipe, or by its layout."""
         if self.layout is not None:
             return max(len(expanded(self.layout).split("|")) // self.ranks, 1)
         return int(self.settings.get("virtual_pipeline_model_parallel_size") or 1)
 
     @property
     def schedule(self) -> str:
-        """The schedule that takes the place of stock's: that with the same stages."""
+        """The schedule that replaces stock's: the one with the same stages."""
         if self.chunks == 1:
             return "zb-h1"
         group = self.settings.get("microbatch_group_size_per_vp_stage")
@@ -126,13 +126,13 @@ class Recipe:
 
     @cached_property
     def features(self) -> frozenset[Feature]:
-        """What it switches on, and a test has to show."""
+        """Features that it switches on, and that a test has to show."""
         named = {name: value for name, value in self.settings.items() if name not in self.others}
         return features(named) | {Feature(name) for name in self.others}
 
     @property
     def parallel_copies(self) -> int | None:
-        """Its data-parallel size; None where that is not known or no whole number."""
+        """Its data-parallel size; None if it is not known or no whole number."""
         names = ("tensor", "pipeline", "context")
         of_a_copy = 1
         for name in names:
@@ -172,10 +172,10 @@ def read_models(path: Path = MODELS) -> dict[str, Settings]:
 def resolve(
     name: str, raw: Any, models: Mapping[str, Settings], others: Settings | None = None
 ) -> Recipe:
-    """The recipe ``name`` with the settings ``raw``, in a public form, understood.
+    """Return the recipe ``name`` with the settings ``raw``, which may have any public form.
 
     Args:
-        others: the defaults of the settings that Megatron has, beside those of the vocabulary.
+        others: the defaults of Megatron's settings in addition to the vocabulary's.
 
     Raises:
         ValueError: a key, a value or the model is unknown, or something is missing.
@@ -359,7 +359,8 @@ def _precision(name: str, mixed: Value, settings: dict[str, Value]) -> str:
 
 
 def _depths(name: str, settings: Settings, dimensions: Settings) -> int | None:
-    """Of multi-token prediction: its own; its layout's; its model's, as Bridge has it of that."""
+    """Return the depths of multi-token prediction: the recipe's, else its layout's, else its
+    model's, as Bridge has them."""
     if settings.get("mtp_num_layers") or "_no_mtp_" in name:
         return settings.get("mtp_num_layers")
     layout = settings.get("pipeline_model_parallel_layout")
@@ -369,7 +370,7 @@ def _depths(name: str, settings: Settings, dimensions: Settings) -> int | None:
 
 
 def in_effect(given: Settings) -> dict[str, Value]:
-    """``given`` as Megatron and Bridge have them take effect: some switches need others."""
+    """Return ``given`` as it takes effect in Megatron and Bridge: some switches need others."""
     settings = dict(given)
     on = settings.get
 

@@ -312,7 +312,7 @@ def setting(name: str) -> Setting:
 
 
 def features(settings: Mapping[str, Value]) -> frozenset[Feature]:
-    """What ``settings`` switch on, by their names.
+    """Return the features that ``settings`` switch on, by their names.
 
     Raises:
         ValueError: a name or a value is unknown.
@@ -321,7 +321,7 @@ def features(settings: Mapping[str, Value]) -> frozenset[Feature]:
 
 
 def features_of_flags(settings: Mapping[str, Value]) -> frozenset[Feature]:
-    """As `features`, of a test: among its settings may be flags that no recipe has."""
+    """Return `features` for a test, whose settings may include flags that no recipe has."""
     return _switched_on(settings, lambda name: _OF_FLAGS.get(name) or setting(name))
 
 

@@ -1,4 +1,5 @@
-"""The recipes that let experts' messages go on beside other microbatches, and what pairs give."""
+"""Recipes that overlap experts' messages with other microbatches, and the gain of pairs for
+them."""
 
 from __future__ import annotations
 
@@ -74,8 +75,8 @@ class Found:
 
 @dataclass(frozen=True)
 class Result:
-    """Of a recipe: steps with pairs, and the best without any, of stock and of ours. Within
-    ``bound`` bytes of a rank."""
+    """Result for a recipe: steps with pairs, and the best without pairs, of stock and of ours,
+    within ``bound`` bytes of a rank."""
 
     candidate: Candidate
     found: tuple[Found, ...]
@@ -84,7 +85,7 @@ class Result:
     bound: float
 
     def as_data(self) -> dict[str, Any]:
-        """For other programs."""
+        """Return the result as data for other programs."""
         return {
             "recipe": self.candidate.name,
             "mended": self.candidate.mended,
@@ -96,8 +97,8 @@ class Result:
 
 
 def candidates_of(recipes: Iterable[Recipe]) -> tuple[list[Candidate], list[str]]:
-    """Those of ``recipes`` with the flag and without graphs of whole iterations, and the names of
-    those among them that cannot be compared."""
+    """Return those of ``recipes`` with the flag and without graphs of whole iterations, and the
+    names of the ones among them that cannot be compared."""
     made, left = [], []
     for recipe in recipes:
         settings = recipe.settings
@@ -195,7 +196,7 @@ def _search(compared: Sequence[Sequence[Comparison]], own: Layout) -> None:
 
 
 def _crossed(in_pairs: Comparison, alone: Comparison) -> Crossed | None:
-    """Of the schedule that is the best ``in_pairs``."""
+    """Return the comparison of the best schedule ``in_pairs``."""
     best = in_pairs.best
     of_alone = best and alone.of(best.schedule, Layout(best.layers))
     if best is None or of_alone is None:
