@@ -73,7 +73,7 @@ class Slices:
             )
 
     def __str__(self) -> str:
-        """The lengths, as `parse_lengths` reads them."""
+        """Return the lengths as text for `parse_lengths`."""
         if isinstance(self.lengths, tuple):
             return ",".join(map(str, self.lengths))
         return str(self.lengths)

@@ -51,7 +51,8 @@ class Communicators:
         return self.channels + self.collectives
 
     def buffer_bytes(self, ctas: int) -> int:
-        """Bytes on the device if all incoming channels use NVLink and each has ``ctas`` CTAs."""
+        """Return the bytes on the device if all incoming channels use NVLink and each has ``ctas``
+        CTAs."""
         return (self.incoming + self.collectives) * ctas * BUFFER_BYTES
 
 

@@ -71,7 +71,7 @@ def write_page(page: Page, path: Path) -> None:
 
 
 def text_of(page: Page) -> str:
-    """The file of ``page``."""
+    """Return the HTML of ``page``."""
     text = _own("page.html")
     script = "\n".join(map(_own, SCRIPTS))
     data = json.dumps(data_of(page), separators=(",", ":")).replace("<", "\\u003c")
@@ -86,7 +86,7 @@ def text_of(page: Page) -> str:
 
 
 def _own(name: str) -> str:
-    """The text of one of the page's own files."""
+    """Return the text of one of the page's own files."""
     return (BROWSER / name).read_text(encoding="utf-8")
 
 
