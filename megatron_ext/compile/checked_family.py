@@ -106,10 +106,10 @@ class CheckedFamily:
                 f"{self.name} has {shown(repr(stranger))} in its rows, which is no Action(stage, "
                 f"kind, microbatch) of kind {', '.join(KINDS_IN_FILES)}"
             )
-        again = next((action for action in actions if RULES[action.kind].repeats), None)
-        if again is not None:
+        recompute = next((action for action in actions if RULES[action.kind].repeats), None)
+        if recompute is not None:
             raise self._error(
-                f"{self.name} makes {again}, a {RULES[again.kind].does}; omit such passes, "
+                f"{self.name} makes {recompute}, a {RULES[recompute.kind].does}; omit such passes, "
                 f"--pipeline-recompute inserts them"
             )
         late = next((action for action in actions if action.kind in _SPLIT), None)

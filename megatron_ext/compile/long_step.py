@@ -30,7 +30,7 @@ from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
 
 _PERIODS = 5  # in the shortest step that is tried; each next one has about twice as many
-_MADE_AGAIN = by_kind(lambda rule: rule.repeats is not None)
+_RECOMPUTES = by_kind(lambda rule: rule.repeats is not None)
 _REPEATED = {rule.repeats for rule in RULES.values()}
 _MADE = np.array([kind in _REPEATED for kind in KINDS])
 _LONG = 1.5  # times a shorter step's microbatches: below that the long step itself is built
@@ -144,9 +144,10 @@ def _with_periods(
     makespan, span = made.makespan + more, made.span + more
     work = made.work + times * part.work / made.pp
     schedule = program.schedule
-    again, once = (flags[schedule.columns.kind] for flags in (_MADE_AGAIN, _MADE))
+    recomputes, originals = (flags[schedule.columns.kind] for flags in (_RECOMPUTES, _MADE))
     counts = [
-        int(flags.sum() + times * (flags & part.is_in_period).sum()) for flags in (again, once)
+        int(flags.sum() + times * (flags & part.is_in_period).sum())
+        for flags in (recomputes, originals)
     ]
     return replace(
         made,

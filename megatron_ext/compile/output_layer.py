@@ -53,10 +53,10 @@ def better_of(now: Program, before: Program, choice: Choice, problem: Problem) -
         return now  # the rows of ``before`` lack passes
     passes = replace(before.schedule, rows=before.schedule.compute_rows)
     try:
-        again = _better_placed(partial(complete, passes), problem, choice.traits.splits_backward)
+        rebuilt = _better_placed(partial(complete, passes), problem, choice.traits.splits_backward)
     except InvalidSchedule:
         return now
-    return again if _seconds(again) < _seconds(now) else now
+    return rebuilt if _seconds(rebuilt) < _seconds(now) else now
 
 
 def _better_placed(build: Callable[[Problem], Program], problem: Problem, splits: bool) -> Program:

@@ -72,8 +72,8 @@ def held_by_component(
     if stage.depths:
         # The projection's input, and the inputs of the norms before and after it and of the layer;
         # only the embeddings if the rest is recomputed.
-        beside = boundary if execution.recompute else 4 * split
-        yield DEPTH, stage.depths * beside, stage.depths * 3 * split
+        projection = boundary if execution.recompute else 4 * split
+        yield DEPTH, stage.depths * projection, stage.depths * 3 * split
     if stage.head:  # the final norm's, and what enters the output layer
         yield OUTPUT_LAYER, _norms(model, execution) * split, split
     layers = [(layer, layer) for layer in stage.layers] + [(DEPTH, model.mtp_layer)] * stage.depths
@@ -167,9 +167,9 @@ def _around(
     of its local layers, and those of Transformer Engine's that are not fused into the matrix behind
     them (``is_alone``).
     """
-    may_be_again = is_alone or not execution.transformer_engine
-    is_again = may_be_again and "layernorm" in execution.recompute_modules
-    norms = 1 if is_again else _norms(model, execution) - (matrix in execution.unkept)
+    may_be_recomputed = is_alone or not execution.transformer_engine
+    is_recomputed = may_be_recomputed and "layernorm" in execution.recompute_modules
+    norms = 1 if is_recomputed else _norms(model, execution) - (matrix in execution.unkept)
     masks = model.hidden_size if execution.hidden_dropout else 0
     return Kept(between=norms * model.hidden_size, masks=masks)
 
@@ -246,18 +246,18 @@ def _matrices(model: Model) -> int:
 def _experts(model: Model, execution: Execution) -> Kept:
     """Return what experts keep. A shared expert's input is the norm's output; routed experts have
     copies of it."""
-    latent, again = model.moe_latent_size, execution.recompute_modules
+    latent, recomputed = model.moe_latent_size, execution.recompute_modules
     shared, routed = model.moe_shared_expert_intermediate_size, model.moe_router_topk
     inner = latent or model.hidden_size
     matrices, width = _matrices(model), model.moe_ffn_hidden_size
-    elements = routed * (inner + (matrices - ("moe_act" in again)) * width) + latent
-    if "shared_experts" not in again:
+    elements = routed * (inner + (matrices - ("moe_act" in recomputed)) * width) + latent
+    if "shared_experts" not in recomputed:
         elements += matrices * shared
     entering = routed * inner + (model.hidden_size if shared else 0)
     widths = 2 * entering + matrices * (routed * width + shared)
     if latent:
         widths += 2 * (model.hidden_size + latent)
-    kept = Kept(elements=0 if "moe" in again else elements, widths=widths)
+    kept = Kept(elements=0 if "moe" in recomputed else elements, widths=widths)
     return kept + _around(model, execution, is_alone=True)
 
 

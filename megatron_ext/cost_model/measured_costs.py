@@ -123,7 +123,7 @@ def measured_costs(
         PassCosts(
             {kind: seconds[kind] for kind in _OF_STAGES},
             held_bytes=_held_bytes(held, in_passes),
-            recompute=_again(passes, seconds[Kind.FORWARD]),
+            recompute=_recompute_seconds(passes, seconds[Kind.FORWARD]),
         ),
         LinkCosts(hop, latency=min(estimate.links.latency, hop)),
         slices=estimate.slices,
@@ -162,7 +162,7 @@ def _seconds(kind: Kind, stage: int, passes: _Passes, in_passes: Costs) -> float
     return passes[stage, shortest] * share
 
 
-def _again(passes: _Passes, forward: Sequence[float]) -> tuple[float, ...]:
+def _recompute_seconds(passes: _Passes, forward: Sequence[float]) -> tuple[float, ...]:
     """Return the seconds of R on each stage: those of F if no R was measured there; () if no stage
     measured any."""
     if not any(kind is Kind.RECOMPUTE for _, kind in passes):

@@ -60,8 +60,8 @@ class PassSeconds:
 
     def run_again(self) -> PassSeconds:
         """Return these seconds with F recomputed in I."""
-        again = PassSeconds(input_gradient=self.forward, squared=(0.0, self.squared[0]))
-        return summed([self, again])
+        recomputed = PassSeconds(input_gradient=self.forward, squared=(0.0, self.squared[0]))
+        return summed([self, recomputed])
 
     def scaled(self, scale: Scale) -> PassSeconds:
         """Return these seconds scaled to measured ones."""
@@ -142,10 +142,10 @@ def _measured(estimated: PassSeconds, component: str, rates: Rates) -> PassSecon
 
 @lru_cache(maxsize=1024)
 def _of_layer(
-    layer: str, is_again: bool, model: Model, execution: Execution, rates: Rates
+    layer: str, is_recomputed: bool, model: Model, execution: Execution, rates: Rates
 ) -> PassSeconds:
     parts = [_of_part(part_of(symbol, model, execution), execution, rates) for symbol in layer]
-    return summed(parts).run_again() if is_again else summed(parts)
+    return summed(parts).run_again() if is_recomputed else summed(parts)
 
 
 def _of_depth(model: Model, execution: Execution, rates: Rates) -> PassSeconds:
@@ -162,16 +162,16 @@ def _of_part(part: Part, execution: Execution, rates: Rates) -> PassSeconds:
     passes = []
     for operation in part.operations:
         f, i, w = rates.seconds_of(operation)
-        again = f if operation.modules & modules else 0.0
+        recomputed = f if operation.modules & modules else 0.0
         term = operation.engine
         rows = w if operation.is_row else 0.0
-        squared = f * operation.squared, (i + again) * operation.squared
-        passes.append(PassSeconds({term: f}, {term: i + again}, {term: w}, rows, squared))
+        squared = f * operation.squared, (i + recomputed) * operation.squared
+        passes.append(PassSeconds({term: f}, {term: i + recomputed}, {term: w}, rows, squared))
     computed = summed(passes)
     for exchange in part.exchanges:
         f, i = _waited(exchange, computed, rates)
-        again = f if exchange.modules & modules else 0.0
-        passes.append(PassSeconds({exchange.group: f}, {exchange.group: i + again}))
+        recomputed = f if exchange.modules & modules else 0.0
+        passes.append(PassSeconds({exchange.group: f}, {exchange.group: i + recomputed}))
     return summed(passes)
 
 

@@ -94,11 +94,11 @@ def tower_matrices(tower: Tower) -> Iterator[tuple[int, int, bool]]:
     groups = tower.num_query_groups / tower.num_attention_heads
     attention = int(hidden * hidden * (2 + 2 * groups))
     mlp = (3 if tower.gated_linear_unit else 2) * hidden * tower.ffn_hidden_size
-    beside = int(hidden * (2 + 2 * groups)) + tower.ffn_hidden_size + 6 * hidden
+    others = int(hidden * (2 + 2 * groups)) + tower.ffn_hidden_size + 6 * hidden
     trained = tower.trained
     yield (
         tower.layers * (attention + mlp),
-        tower.layers * beside,
+        tower.layers * others,
         trained is TowerTraining.ALL,
     )
     matrices = width * width + width * tower.output_size

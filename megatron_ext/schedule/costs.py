@@ -319,7 +319,7 @@ class Costs:
                 return seconds - (self.spared_by(action) if len(rule.covers) > 1 else 0.0)
             case Cost.REPEATED_PASS:
                 assert rule.repeats is not None
-                return self._of_again(rule.repeats, action)
+                return self._of_recompute(rule.repeats, action)
             case Cost.HOP:
                 return self._of_message(action)
             case Cost.COLLECTIVE:
@@ -381,16 +381,16 @@ class Costs:
         is_launched = kind in (Kind.FORWARD, Kind.BACKWARD_INPUT)  # W runs behind I
         return self.slices.launch[stage] if self.slices.launch and is_launched else 0.0
 
-    def _of_again(self, repeats: Kind, action: Action) -> float:
+    def _of_recompute(self, repeats: Kind, action: Action) -> float:
         """Return the seconds of R: those of the pass that it repeats, unless they are given.
 
         A slice takes the same share of R as of the pass that R repeats."""
         if not self.passes.recompute:
             return self._of_pass(repeats, action)
-        whole, again = self.seconds[repeats][action.stage], self.passes.recompute[action.stage]
+        whole, recompute = self.seconds[repeats][action.stage], self.passes.recompute[action.stage]
         if not isinstance(action.microbatch, Slice):
-            return again
-        return again * (self._of_pass(repeats, action) / whole if whole else 1.0)
+            return recompute
+        return recompute * (self._of_pass(repeats, action) / whole if whole else 1.0)
 
     def of_attention(self, kind: Kind, stage: int) -> float:
         """Return the seconds of ``kind`` on ``stage`` that grow with the square of the sequence."""
@@ -645,9 +645,9 @@ class Costs:
             held = {what: added(figures, 0.0, logits) for what, figures in held.items()}
         ends = vocabulary.of_ends.items()
         seconds = {kind: added(self.seconds[kind], *end) for kind, end in ends}
-        again = self.passes.recompute
-        again = again and added(again, *vocabulary.of_ends[Kind.FORWARD])
-        return self.with_passes(seconds=seconds, held_bytes=held, recompute=again)
+        recompute = self.passes.recompute
+        recompute = recompute and added(recompute, *vocabulary.of_ends[Kind.FORWARD])
+        return self.with_passes(seconds=seconds, held_bytes=held, recompute=recompute)
 
 
 def _part_of_hop(hop: float, latency: float, part: int) -> float:

@@ -178,9 +178,9 @@ def parse_costs(text: str, placement: Placement) -> Costs:
     if len(hops) > 1:
         raise ValueError(f"costs {what!r}: comm is one figure; {_EXAMPLE}")
     _check_figures(what, hops)
-    again = _per_stage(figures[_RECOMPUTE], placement, what) if _RECOMPUTE in figures else ()
+    recompute = _per_stage(figures[_RECOMPUTE], placement, what) if _RECOMPUTE in figures else ()
     costs = _with_slices(
-        Costs(PassCosts(seconds, recompute=again), LinkCosts(hops[0])), figures, what
+        Costs(PassCosts(seconds, recompute=recompute), LinkCosts(hops[0])), figures, what
     )
     costs = _with_hidden(costs, figures, placement, what)
     costs = _with_tower(_with_vocabulary(costs, figures, 0.0, what), figures, 0.0, what)

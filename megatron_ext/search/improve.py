@@ -202,11 +202,11 @@ def _is_busy(packed: Packed, shop: Shop) -> bool:
 
 def _promising(sides: Sides, schedules: Sequence[Packed], work: Task) -> list[Packed]:
     """Return the best of ``schedules``, repacked until that gains nothing; best first."""
-    again = []
+    repacked = []
     for packed in sorted(schedules, key=_makespan)[:_PROMISING]:
-        again.append(sides.justified(packed.starts, _ROUNDS))
+        repacked.append(sides.justified(packed.starts, _ROUNDS))
         work.done += _ROUNDS
-    return sorted(again, key=_makespan)[:_RESULTS]
+    return sorted(repacked, key=_makespan)[:_RESULTS]
 
 
 def _improved(

@@ -58,7 +58,7 @@ def held_during(row: tuple[Action, ...], amount: Amount) -> Iterator[float]:
         return amount(Held.KEYS_VALUES, stage)
 
     used = {(action.stage, kind) for action in row for kind in RULES[action.kind].releases}
-    again = {(stage, _RECOMPUTES[kind], k) for stage, kind, k in row if kind in _RECOMPUTES}
+    recomputed = {(stage, _RECOMPUTES[kind], k) for stage, kind, k in row if kind in _RECOMPUTES}
 
     are_cut = bool(row) and isinstance(row[0].microbatch, Slice)
 
@@ -91,9 +91,9 @@ def held_during(row: tuple[Action, ...], amount: Amount) -> Iterator[float]:
         elif message is not None and (used_now := (stage, message, microbatch)) in received:
             received.remove(used_now)
             held -= amount(Held.MESSAGE, stage) * tokens
-        if again and (stage, kind, microbatch) in again:
+        if recomputed and (stage, kind, microbatch) in recomputed:
             gained = kept_for_again(stage, microbatch, amount)
-        elif again and kind in _RECOMPUTES:
+        elif recomputed and kind in _RECOMPUTES:
             gained -= kept_for_again(stage, microbatch, amount)
         held += taken
         yield held + (gained * tokens if not lost else 0.0)

@@ -271,8 +271,8 @@ class _Playing:
             self.offer(other)
 
     def is_time_for_w(self, rank: _Rank, start: float, passes: Row) -> bool:
-        """Return whether the next W comes before ``passes``: if there is time for it, if there is
-        no memory without it, or if a later W of its stage is among them."""
+        """Return whether the next W comes before ``passes``. It does if there is time for it, if
+        memory does not suffice without it, or if a later W of its stage is among them."""
         w = rank.pending[0]
         if rank.free + self.seconds(w.stage, _W) <= start + self.slack:
             return True

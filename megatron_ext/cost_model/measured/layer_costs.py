@@ -87,8 +87,8 @@ class LayerCosts:
     @property
     def of_others(self) -> Scale:
         """Ratio of measured to estimated figures of layers of all types together."""
-        beside = (DEPTH, EMBEDDING, OUTPUT_LAYER, PASS)
-        layers = [name for name in self.measured if name not in beside]
+        not_layers = (DEPTH, EMBEDDING, OUTPUT_LAYER, PASS)
+        layers = [name for name in self.measured if name not in not_layers]
         return _scale_of([(self.measured[name], self.estimated[name]) for name in layers])
 
 

@@ -75,8 +75,8 @@ def hidden_by_pairs(
 
     @cache
     def hidden(there: int, back: int, with_weights: bool) -> float:
-        beside = zip(layers[there], reversed(layers[back]), strict=False)
-        return sum(f.hidden_beside(b, share, with_weights=with_weights) for f, b in beside)
+        side_by_side = zip(layers[there], reversed(layers[back]), strict=False)
+        return sum(f.hidden_beside(b, share, with_weights=with_weights) for f, b in side_by_side)
 
     def table(with_weights: bool) -> Table:
         numbers = range(len(stages))

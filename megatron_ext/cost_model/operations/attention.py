@@ -54,20 +54,20 @@ def latent_attention(model: Model, execution: Execution, *, is_sliding: bool) ->
     heads = model.num_attention_heads / execution.tensor_parallel
     tokens, split = execution.tokens, execution.split_tokens
     keys, values = heads * (model.qk_head_dim + rotary), heads * model.v_head_dim
-    again = ["mla_up_proj"]
+    modules = ["mla_up_proj"]
     operations = beside(hidden, execution, is_alone=True)
     if rank:
         operations += linear("q down", split, hidden, rank, execution)
-        operations.append(passing_over("norm of q", split * rank, (2, 3), execution, again))
-        operations += linear("q up", tokens, rank, keys, execution, modules=again)
+        operations.append(passing_over("norm of q", split * rank, (2, 3), execution, modules))
+        operations += linear("q up", tokens, rank, keys, execution, modules=modules)
     else:
         operations += linear("q", tokens, hidden, keys, execution)
     latent = model.kv_lora_rank
     operations += linear("kv down", split, hidden, latent + rotary, execution)
-    operations.append(passing_over("norm of kv", split * latent, (2, 3), execution, again))
+    operations.append(passing_over("norm of kv", split * latent, (2, 3), execution, modules))
     made = heads * (model.qk_head_dim + model.v_head_dim)
-    operations += linear("kv up", tokens, latent, made, execution, modules=again)
-    operations.append(passing_over("rotary", tokens * 2 * keys, (2, 2), execution, again))
+    operations += linear("kv up", tokens, latent, made, execution, modules=modules)
+    operations.append(passing_over("rotary", tokens * 2 * keys, (2, 2), execution, modules))
     operations.append(_core(model, execution, keys, values, keys, values, is_sliding))
     operations += linear("projection", tokens, values, hidden, execution, is_row=True)
     exchanges = _of_samples(execution, keys, keys + values)

@@ -37,7 +37,7 @@ def experts(model: Model, execution: Execution) -> Part:
     the layers' linear modules that defer it.
     """
     hidden, tokens = model.hidden_size, execution.split_tokens
-    again = ["moe"]
+    modules = ["moe"]
     operations = [
         *beside(hidden, execution, is_alone=True),
         *linear(
@@ -46,7 +46,7 @@ def experts(model: Model, execution: Execution) -> Part:
             hidden,
             model.num_experts,
             execution,
-            modules=again,
+            modules=modules,
             engine=Engine.MATRIX,
             is_whole=True,
         ),
@@ -55,7 +55,7 @@ def experts(model: Model, execution: Execution) -> Part:
             tokens * model.num_experts,
             _ROUTING_BYTES,
             tokens * model.num_experts * _ROUTING_BYTES,
-            again,
+            modules,
         ),
         *_routed(model, execution),
     ]
@@ -63,7 +63,7 @@ def experts(model: Model, execution: Execution) -> Part:
     shared = model.moe_shared_expert_intermediate_size
     if not shared:
         return Part(tuple(operations), tuple(exchanges))
-    operations += _products(model, execution, shared, [*again, "shared_experts"])
+    operations += _products(model, execution, shared, [*modules, "shared_experts"])
     if model.moe_shared_expert_gate:
         operations += linear(
             "gate",
@@ -74,11 +74,11 @@ def experts(model: Model, execution: Execution) -> Part:
             engine=Engine.MATRIX,
             is_whole=True,
         )
-    return divided(operations, 2 * hidden, execution, exchanges, modules=again)
+    return divided(operations, 2 * hidden, execution, exchanges, modules=modules)
 
 
 def _products(
-    model: Model, execution: Execution, width: int, again: Sequence[str]
+    model: Model, execution: Execution, width: int, modules: Sequence[str]
 ) -> list[Operation]:
     """Return the operations of an MLP of ``width`` that is partitioned over tensor-parallel
     ranks."""
@@ -86,19 +86,19 @@ def _products(
     gates = 2 if model.gated_linear_unit else 1
     hidden = model.hidden_size
     return [
-        *linear("fc1", tokens, hidden, gates * own, execution, modules=again),
-        _activation(model, execution, tokens * own, again),
-        *linear("fc2", tokens, own, hidden, execution, modules=again, is_row=True),
+        *linear("fc1", tokens, hidden, gates * own, execution, modules=modules),
+        _activation(model, execution, tokens * own, modules),
+        *linear("fc2", tokens, own, hidden, execution, modules=modules, is_row=True),
     ]
 
 
 def _activation(
-    model: Model, execution: Execution, elements: float, again: Sequence[str]
+    model: Model, execution: Execution, elements: float, modules: Sequence[str]
 ) -> Operation:
     times = (3, 5) if model.gated_linear_unit else (2, 3)
     if execution.framework is Framework.PYTORCH and model.gated_linear_unit:
         times = (5, 9)  # silu and its product with the gate, one after the other
-    return passing_over("activation", elements, times, execution, again)
+    return passing_over("activation", elements, times, execution, modules)
 
 
 def _routed(model: Model, execution: Execution) -> list[Operation]:
@@ -112,18 +112,18 @@ def _routed(model: Model, execution: Execution) -> list[Operation]:
     own = model.moe_ffn_hidden_size / divides
     local = model.num_experts / execution.expert_parallel
     gates = 2 if model.gated_linear_unit else 1
-    again = ["moe"]
+    modules = ["moe"]
     # Tokens are sorted for the ranks and back. If tokens of several ranks meet several experts,
     # they are sorted once more for the experts.
     copies = 2 * (1 + routed)
     if execution.dispatcher == "alltoall" and local > 1 and execution.expert_parallel > 1:
         copies += 4 * routed
     operations = [
-        passing_over("sorting by experts", tokens * inner, (copies, copies), execution, again)
+        passing_over("sorting by experts", tokens * inner, (copies, copies), execution, modules)
     ]
     for name, widths in (("latent down", (hidden, latent)), ("latent up", (latent, hidden))):
         if latent:
-            operations += linear(name, tokens, *widths, execution, modules=again)
+            operations += linear(name, tokens, *widths, execution, modules=modules)
 
     def product(name: str, entering: float, leaving: float) -> list[Operation]:
         return linear(
@@ -132,13 +132,13 @@ def _routed(model: Model, execution: Execution) -> list[Operation]:
             entering,
             leaving,
             execution,
-            modules=again,
+            modules=modules,
             engine=Engine.GROUPED,
             weights=local,
         )
 
     operations += product("experts' fc1", inner, gates * own)
-    operations.append(_activation(model, execution, rows * own, [*again, "moe_act"]))
+    operations.append(_activation(model, execution, rows * own, [*modules, "moe_act"]))
     operations += product("experts' fc2", own, inner)
     return operations
 
