@@ -145,7 +145,7 @@ def plot(command: Sequence[str], path: Path) -> None:
 
 
 def draw_two_copies(path: Path) -> None:
-    """Chimera as it was published, and its fold beneath."""
+    """Draw Chimera as published, and its fold below."""
     choice = choose("chimera")
     placement = choice.place(4)
     problem = Problem(placement, 4, parse_costs("f=2,i=2,w=2", placement))
@@ -203,7 +203,8 @@ def draw_vocabulary_sizes(path: Path) -> None:
 def share_of_work(
     spec: str, layers: Sequence[int], vocabulary: int, how: VocabularyParallel
 ) -> float:
-    """The share of a step of 128 microbatches in which a rank works, on average over 8 ranks."""
+    """Return the share of a step of 128 microbatches in which a rank works, on average over 8
+    ranks."""
     gpt = Described(sum(layers), hidden=3072, heads=24, sequence=2048, vocabulary=vocabulary)
     choice = choose(spec)
     costs = estimate(gpt.model, stages_of(gpt.model, layers), gpt.execution(), GPU)

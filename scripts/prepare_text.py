@@ -65,10 +65,8 @@ def text_files(folder: Path, suffixes: Sequence[str]) -> list[Path]:
 
 
 def documents(files: Sequence[Path], enough: int | None = None) -> Iterator[np.ndarray]:
-    """The tokens of each file that is text and not empty, its end-of-document token included.
-
-    No further file is read once there are ``enough`` tokens.
-    """
+    """Yield the tokens of each file that is text and not empty, including its end-of-document
+    token."""
     from tqdm import tqdm
 
     tokens_so_far = 0

@@ -103,7 +103,7 @@ def main() -> None:
 
 
 def prepare_text() -> None:
-    """The dataset, made once: who comes while it is made waits."""
+    """Make the dataset once. A process that comes while it is being made waits."""
     with TEXT.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if TEXT.with_suffix(".idx").exists():
@@ -126,7 +126,7 @@ def prepare_text() -> None:
 
 
 def launch_line(ranks: int, flags: Sequence[str]) -> list[str]:
-    """The command a user of one machine would type."""
+    """Return the command that a user of one machine would type."""
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
     script = str(REPOSITORY / "scripts" / "pretrain_gpt.py")
     return [
@@ -225,7 +225,7 @@ def fail(log: Path) -> None:
 
 
 def sequence_length(words: list[str]) -> int:
-    """The last --seq-length on the command line, as argparse takes it."""
+    """Return the last --seq-length on the command line, as argparse takes it."""
     last = max(index for index, word in enumerate(words) if word.startswith("--seq-length"))
     return int(words[last].partition("=")[2] or words[last + 1])
 

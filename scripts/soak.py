@@ -114,7 +114,7 @@ class LinearStage(AutogradStage):
 
 
 def draw(dice: random.Random, ranks: int) -> tuple[str, Program]:
-    """A program, the same on every rank: what it is of, and itself."""
+    """Return a random program, the same on every rank, and its description."""
     while True:
         name = dice.choice(list(entries()))
         microbatches = dice.randint(1, MICROBATCHES)
@@ -142,7 +142,8 @@ def build(
 
 
 def reference(program: Program, number: int) -> Tensor:
-    """The weight gradient of stage ``number``, in one process, added up in the program's order."""
+    """Return the weight gradient of stage ``number``, computed in one process and added up in the
+    program's order."""
     placement = program.schedule.placement
     per_microbatch = {}
     for microbatch in range(program.problem.microbatches):
@@ -166,7 +167,7 @@ def reference(program: Program, number: int) -> Tensor:
 
 
 def run(program: Program, ways: Channels, recorder: Recorder) -> None:
-    """One step of ``program``; raises AssertionError unless it came out as it should."""
+    """Run one step of ``program``; raise AssertionError unless its result is right."""
     placement: Placement = program.schedule.placement
     stages = {
         number: LinearStage(number, placement.is_last(number))
@@ -202,7 +203,7 @@ def resident() -> int:
 
 
 def iterate(rank: int, arguments: argparse.Namespace, folder: str) -> Iterator[Iteration]:
-    """On one rank: all iterations."""
+    """Yield all iterations of one rank."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -231,7 +232,8 @@ def on_rank(
 def gather(
     arguments: argparse.Namespace,
 ) -> tuple[list[list[Iteration]], str | None]:
-    """All iterations by rank, and what went wrong, if anything did; no rank outlives this."""
+    """Return all iterations by rank, and the first failure, if there is one. No rank outlives this
+    call."""
     fork = get_context("fork")
     ranks = range(arguments.ranks)
     done: list[list[Iteration]] = [[] for _ in ranks]
@@ -286,7 +288,7 @@ def follow(
 
 
 def growth(iterations: Sequence[Iteration]) -> float:
-    """MiB by which a rank has grown since a fifth of its iterations."""
+    """Return the MiB by which a rank has grown since the first fifth of its iterations."""
     warm = iterations[len(iterations) // 5]
     return (iterations[-1].resident - warm.resident) / 2**20
 

@@ -74,14 +74,14 @@ def main(words: Sequence[str]) -> None:
 
 
 def blocks(page: str) -> Iterator[Block]:
-    """The marked blocks of a page's text."""
+    """Yield the marked blocks of a page's text."""
     for found in _BLOCK.finditer(page):
         commands = tuple(_COMMAND.findall(found["text"]))
         yield Block(commands, found["text"], found["slow"] is not None, found["filter"])
 
 
 def with_outputs(page: str, *, quick: bool) -> str:
-    """A page's text with its outputs as they are now; if ``quick``, slow ones as they stand.
+    """Return a page's text with its outputs updated. If ``quick``, slow ones are not updated.
 
     Raises:
         ValueError: a command cannot run (exit status 2 or more; 1 says that something is wrong).

@@ -327,14 +327,14 @@ def load_costs(path: Path, placement: Placement) -> Costs:
 
     ``f``, ``i`` and ``w`` are one figure per microbatch of a full rank, or a list of one figure per
     stage; so is ``r``, if there. ``bytes``, if there, maps ``activation`` and ``weight inputs``
-    likewise. ``head`` and ``embedding`` are lists as in `parse_costs`, and ``bytes`` may have
-    ``logits``, one figure: what the last stage holds in addition to its layers, ``tower``: what an
-    encoder on the first one stores, ``message``: what goes from stage to stage, and ``keys and
-    values``, given like ``activation``, whose part they are. ``hidden`` may also map ``i`` and
-    ``b``, the kind of the overlapped backward pass, each to a table: a row per stage of F, a figure
-    in it per stage of the backward pass.
-    ``attention``, ``latency``, ``launch``, ``d2h``, ``h2d``, ``link`` and ``duplex`` are those of
-    `parse_costs`, and ``origin`` is a text for people.
+    likewise. ``head`` and ``embedding`` are lists as in `parse_costs`, and ``bytes`` may have three
+    single figures: ``logits``, which the last stage holds in addition to its layers, ``tower``,
+    which an encoder on the first stage stores, and ``message``, of each message from stage to
+    stage. It may also have ``keys and values``, a part of ``activation`` that is given like it.
+    ``hidden`` may also map ``i`` and ``b``, the kind of the overlapped backward pass, each to a
+    table: a row per stage of F, a figure in it per stage of the backward pass. ``attention``,
+    ``latency``, ``launch``, ``d2h``, ``h2d``, ``link`` and ``duplex`` are those of `parse_costs`,
+    and ``origin`` is a text for people.
 
     Raises:
         ValueError: no such file, not JSON, another version, lists of another length, or keys that

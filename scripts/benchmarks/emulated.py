@@ -52,7 +52,7 @@ _clock = _Clock()
 
 @contextlib.contextmanager
 def as_one(seconds: float) -> Iterator[None]:
-    """Passes within take ``seconds`` together."""
+    """Context whose passes take ``seconds`` together."""
     _clock.runs = False
     try:
         yield
@@ -185,5 +185,6 @@ class Contender:
 
 
 def data() -> Tensor:
-    """Input tensor of the first stage. It requires a gradient: without it autograd skips I."""
+    """Return the input tensor of the first stage. It requires a gradient: without it autograd skips
+    I."""
     return torch.ones(SHAPE, dtype=DTYPE, requires_grad=True)

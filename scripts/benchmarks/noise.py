@@ -56,7 +56,7 @@ SAMPLES = 200
 
 
 class WeightGradients(enum.Enum):
-    """When W runs while its rank waits for a message."""
+    """Times at which W may run while its rank waits for a message."""
 
     AS_PLANNED = "not"
     WHOLE = "whole"
@@ -65,7 +65,7 @@ class WeightGradients(enum.Enum):
 
 @dataclass(frozen=True)
 class Row:
-    """Makespans in the unit of the costs; ``whole`` and ``in_parts``: with W early."""
+    """Makespans in the unit of the costs; ``whole`` and ``in_parts`` are those with early W."""
 
     schedule: str
     noise: str
@@ -96,8 +96,9 @@ class Ranks:
 
 
 class _Row:
-    """A rank's passes: ``others`` in order, ``due[i]`` the number of W that are planned before the
-    i-th of them; ``weights`` in order, ``after[w]`` the number of others that must have run."""
+    """The passes of a rank. ``others`` are in order, and ``due[i]`` is the number of W that are
+    planned before the i-th of them. ``weights`` are in order, and ``after[w]`` is the number of
+    others that must have run before."""
 
     def __init__(self, row: Sequence[Action], number: dict[Action, int]) -> None:
         self.others: list[int] = []
@@ -157,7 +158,7 @@ class _Step:
             heapq.heappush(self.turns, (arrival, rank))
 
     def _arrival(self, here: int, rank: int) -> float:
-        """When all is there that pass ``here`` needs, whose makers have begun."""
+        """Return when all inputs of pass ``here`` have arrived, whose makers have begun."""
         arrival = 0.0
         for maker in self.ranks.makers[here]:
             end = self.end[maker]
@@ -228,7 +229,7 @@ def _quantiles(makespans: Sequence[float]) -> Quantiles:
 
 
 def _scaled(fixed: Quantiles, before: Quantiles, after: Quantiles) -> Quantiles:
-    """``fixed`` by as much less as ``after`` is than ``before``."""
+    """Return ``fixed`` scaled by the ratio of ``after`` to ``before``."""
     return Quantiles(
         fixed.median * after.median / before.median, fixed.p90 * after.p90 / before.p90
     )

@@ -129,7 +129,7 @@ def _compared(
 
 
 def _rule(configuration: Configuration) -> Callable[[int], Layout]:
-    """The layout that Megatron makes of so many stages."""
+    """Return the function that gives the layout that Megatron makes of a number of stages."""
     layers, (embedding, loss) = len(configuration.model.layers), configuration.counted
 
     def layout(stages: int) -> Layout:
@@ -165,7 +165,7 @@ def work_of(configuration: Configuration, execution: Execution) -> Work:
 
 
 def _frozen(work: Work) -> Work:
-    """``work`` without what is not done, and not kept, for frozen weights."""
+    """Return ``work`` without what frozen weights neither need nor keep."""
 
     def costs_of(stages: Sequence[Stage], placement: Placement) -> Costs:
         costs = work.costs_of(stages, placement)

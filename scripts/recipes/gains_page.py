@@ -72,7 +72,7 @@ def gains_section(prospects: Sequence[Prospect]) -> str:
 
 
 def _summary(planned: Sequence[Prospect]) -> str:
-    """By microbatches a rank, of distinct configurations."""
+    """Return the table of gains of distinct configurations, by microbatches a rank."""
     distinct = {prospect.configuration: prospect.gains for prospect in planned}
     lines = []
     for words, above, up_to in (*_CLASSES, ("all", 0, float("inf"))):
@@ -156,7 +156,7 @@ def _by_gain(prospect: Prospect) -> tuple[float, str]:
 
 
 def _cells(option: Option, before: Option, barred: str = "") -> list[str]:
-    """A gain's three; nothing where it is the one ``before``."""
+    """Return the three cells of a gain; empty ones if it equals the one ``before``."""
     if option.seconds == before.seconds:
         return ["", "", ""]
     name = option.schedule

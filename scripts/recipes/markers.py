@@ -82,7 +82,7 @@ def read_mark(
 
 
 def collect(tests: Sequence[str] = ("tests",)) -> list[Shown]:
-    """All marks of the tests that pytest collects at night, without those that are skipped here.
+    """Return all marks of the tests that pytest collects at night, without the skipped ones.
 
     A test for GPUs counts though there is none.
 

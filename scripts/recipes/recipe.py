@@ -154,7 +154,8 @@ class Recipe:
 
 
 def expanded(layout: str) -> str:
-    """A layout without its short forms: ``Et*2|(t|)*2L`` is ``Ett|t|t|L``. Commas part nothing."""
+    """Return a layout without its short forms: ``Et*2|(t|)*2L`` is ``Ett|t|t|L``. Commas have no
+    effect."""
     text = layout.replace(",", "").replace(" ", "")
     while short := re.search(r"\(([^()]*)\)\*(\d+)", text):
         text = text.replace(short[0], short[1] * int(short[2]))
@@ -164,7 +165,8 @@ def expanded(layout: str) -> str:
 
 
 def read_models(path: Path = MODELS) -> dict[str, Settings]:
-    """The models by name. A ``recipe`` is that of a model which its recipe does not name."""
+    """Return the models by name. Their key ``recipe`` names a recipe that does not name its
+    model."""
     models: dict[str, Settings] = json.loads(path.read_text())
     return models
 
@@ -208,7 +210,7 @@ def resolve(
 
 
 def _by_name(raw: Settings, others: Container[str]) -> dict[str, Value]:
-    """``raw`` by the last word of its keys, whose configs have to agree."""
+    """Return ``raw`` by the last word of its keys. Configs that share one have to agree."""
     settings: dict[str, Value] = {}
     for key, value in raw.items():
         config, name = _named(key, value, others)
@@ -226,7 +228,7 @@ def _by_name(raw: Settings, others: Container[str]) -> dict[str, Value]:
 
 
 def _named(key: str, value: Value, others: Container[str]) -> tuple[str, str | None]:
-    """The config of ``key``, and the name of its setting; None where no schedule sees it.
+    """Return the config of ``key``, and the name of its setting; None if no schedule depends on it.
 
     Raises:
         ValueError: there is no such setting.
@@ -278,7 +280,8 @@ def _check_sizes(settings: Settings) -> None:
 def _model_of(
     name: str, settings: dict[str, Value], models: Mapping[str, Settings]
 ) -> tuple[str, Settings]:
-    """The name of a recipe's model, which is taken out of its ``settings``, with its dimensions.
+    """Return the name of a recipe's model and its dimensions. The name is removed from its
+    ``settings``.
 
     A recipe that names none has that of other recipes whose names begin alike, or its own settings
     are the dimensions.
@@ -307,18 +310,21 @@ _VARIANT = re.compile(
 
 
 def _without_variant(model: str) -> str:
-    """``model`` without its owner, and without what says how it was trained on or quantised."""
+    """Return ``model`` without its owner, and without the words on its training and
+    quantisation."""
     return _VARIANT.sub("", model.rpartition("/")[2]).lower().removeprefix("meta-")
 
 
 def _stem(name: str) -> str:
-    """The model in the name of a recipe: ``llama3_70b`` of ``...:llama3_70b_pretrain_..``."""
+    """Return the model in the name of a recipe: ``llama3_70b`` of
+    ``...:llama3_70b_pretrain_..``."""
     return re.split(r"_(?:pretrain|sft|peft|no_mtp)(?:_|$)", name.rpartition(":")[2])[0]
 
 
 @cache
 def _models_of_recipes() -> dict[str, str]:
-    """The models of the recipes here, by what their names begin with, where that is one."""
+    """Return the models of the recipes here by the beginning of the recipes' names, if it is
+    unique."""
     models: dict[str, set[str]] = {}
     for name, raw in read_recipes(RECIPES).items():
         if given := raw.get("model.HF"):

@@ -111,7 +111,7 @@ class Comparison:
         return min(self.found.values(), key=_seconds, default=None)
 
     def simulated(self) -> Step | None:
-        """The shortest of those found, as they would run: messages wait for one another."""
+        """The shortest of the steps found if messages wait for one another, as they do when run."""
         best: Step | None = None
         for step in sorted(self.found.values(), key=_seconds):
             if best is not None and best.seconds <= step.seconds:
@@ -137,8 +137,8 @@ class Comparison:
         return [Layout(step.layers) for step in self.found.values()]
 
     def start(self, known: Sequence[Layout]) -> None:
-        """Look at layouts that are balanced, and those that are ``known``; and go on from the best
-        of some schedules, those that take least with them."""
+        """Try balanced layouts and the ``known`` ones, and search on from the best of the schedules
+        that take least with them."""
         for spec in self._stages:
             with contextlib.suppress(ValueError):
                 options = [*self._balanced(spec), *self._of_stages(spec, known)]
@@ -149,7 +149,7 @@ class Comparison:
                 break
 
     def go_on_from(self, known: Sequence[Layout]) -> None:
-        """Look whether the layouts that are ``known`` lead to better ones of what is found."""
+        """Search on from ``known`` layouts that nearly reach the best ones found."""
         for spec, step in list(self.found.items()):
             layout = Layout(step.layers)
             timed = self._timed(spec, layout)
@@ -161,7 +161,7 @@ class Comparison:
                 self._descend(start)
 
     def of(self, spec: str, known: Layout) -> Step | None:
-        """The schedule ``spec`` with its best layout, also from one that is ``known``."""
+        """Return ``spec`` with its best layout, searched for also from a ``known`` one."""
         if spec not in self.found and spec in self._starts:
             self._descend(self._starts[spec])
             self.go_on_from([known])

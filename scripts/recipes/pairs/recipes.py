@@ -127,7 +127,8 @@ def _candidate(recipe: Recipe) -> Candidate:
 
 
 def compare_all(candidates: Sequence[Candidate], told: Callable[[], None]) -> list[Result]:
-    """In `PROCESSES` processes; ``told`` is called after each."""
+    """Return the results of all candidates, computed in `PROCESSES` processes; ``told`` is called
+    after each."""
     results = []
     with get_context("spawn").Pool(PROCESSES) as pool:
         for result in pool.imap(compare, candidates):
@@ -183,8 +184,9 @@ def compare(candidate: Candidate) -> Result:
 
 
 def _search(compared: Sequence[Sequence[Comparison]], own: Layout) -> None:
-    """All with the same care: each begins also with the recipe's ``own`` layout and those that have
-    been found before, and in the end goes on from what any other has found."""
+    """Search all comparisons with the same effort. Each begins also with the recipe's ``own``
+    layout and those found before, and in the end continues from the layouts that any other has
+    found."""
     known = [own]
     for sides in compared:
         for side in sides:
