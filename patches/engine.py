@@ -243,8 +243,8 @@ def mismatch(patch: Patch, original: Any) -> Misfit | None:
 
 
 def modules_with(ids: Set[int], modules: Iterable[Any]) -> list[types.ModuleType]:
-    """Return those of ``modules`` of which an attribute is an object with one of ``ids``. Nearly
-    none is: no loop in Python tells that."""
+    """Return those of ``modules`` that have an attribute with one of ``ids``. Nearly no module has
+    one, so the test of a module is a single call in C."""
     return [
         module
         for module in modules

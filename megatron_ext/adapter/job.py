@@ -181,7 +181,7 @@ def job_costs(
     Args:
         slices: the number of slices of a sequence.
         tell: receives a line about what the estimate ignores.
-        speeds: of the pipeline ranks; None if they are alike.
+        speeds: speeds of the pipeline ranks; None if they are alike.
 
     Raises:
         ValueError: ``source`` cannot be parsed, or there are more or fewer ``speeds`` than ranks.
@@ -208,8 +208,8 @@ def job_costs(
 
 
 def basis_of(job: Job) -> Basis | None:
-    """Return the basis of `job_costs`' estimate, if measured stages can tell the time of each
-    layer.
+    """Return the basis of `job_costs`' estimate, if the time of each layer can be derived from
+    measured stages.
 
     They cannot if the language model has frozen parts, or if there are others outside of it than an
     encoder on the first stage.

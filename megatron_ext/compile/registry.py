@@ -38,10 +38,11 @@ class Mark(enum.StrEnum):
     stock's bits.
 
     - stable: trained in tests together with other features of launches (checkpoints, tensor or
-    expert parallelism, vocabulary parallelism, offload); its time and memory are on its page, where
-    a test checks them; and it is the best for some launch. Two that are one search with different
-    limits count as one. - experimental: it may suit a launch, but has hardly been trained together
-    with other features. - laboratory: for comparison only. Others take less time in no more memory.
+      expert parallelism, vocabulary parallelism, offload); its time and memory are on its page,
+      where a test checks them; and it is the best for some launch. Two that are one search with
+      different limits count as one.
+    - experimental: it may suit a launch, but has hardly been trained together with other features.
+    - laboratory: for comparison only. Others take less time in no more memory.
     """
 
     STABLE = "stable"

@@ -24,9 +24,10 @@ def lower_bound(problem: Problem, splits_backward: bool) -> float:
     A rank is idle at these times:
 
     - before its first I. The first microbatch has to reach it, and to come back to it from the last
-    stage; until then the rank can only run F, of as many microbatches as memory holds. - after its
-    last I. That gradient has to travel to the first stage, whose W comes last of all; the rank can
-    only run W, of as many microbatches as memory holds (none, unless the backward is split).
+      stage; until then the rank can only run F, of as many microbatches as memory holds.
+    - after its last I. That gradient has to travel to the first stage, whose W comes last of all;
+      the rank can only run W, of as many microbatches as memory holds (none, unless the backward is
+      split).
 
     If steps overlap, only the idle time between a rank's own first and last pass counts.
 

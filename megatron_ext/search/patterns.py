@@ -11,8 +11,9 @@ after the one it waits for as its position on the circle allows. Two figures, in
 contain all of a rank that other ranks have to know:
 
 - the way within, from F of the outer chunk to F of the inner one and from I of the inner chunk to I
-of the outer one: the ranks nearer to the turn determine it; - the way without, from F of the inner
-chunk to its I: the ranks nearer to the open end determine it.
+  of the outer one: the ranks nearer to the turn determine it;
+- the way without, from F of the inner chunk to its I: the ranks nearer to the open end determine
+  it.
 
 The outer chunk is held for both ways together, the inner one for the way without. On the way from
 the turn outwards the way within is known. Of the way without, only the longest for which all ranks

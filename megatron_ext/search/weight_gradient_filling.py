@@ -3,10 +3,11 @@
 A family that splits the backward pass gives the order in which each rank does its F and I. The
 places of W follow from costs and memory. They are placed greedily, each rank's oldest first:
 
-- in a gap that is long enough, always; - before a pass that would exceed the memory limit, as many
-as necessary; - in a gap that is too short, delaying later passes, only if the rank cannot afford to
-idle. A rank that has to end by a deadline may idle for the time that its start and its work leave
-over, and no other rank gains if it idles less.
+- in a gap that is long enough, always;
+- before a pass that would exceed the memory limit, as many as necessary;
+- in a gap that is too short, delaying later passes, only if the rank cannot afford to idle. A rank
+  that has to end by a deadline may idle for the time that its start and its work leave over, and no
+  other rank gains if it idles less.
 
 Times are those of `simulate`, except that receives are always posted in time. An order therefore
 never takes less time than computed here.

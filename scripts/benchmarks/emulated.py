@@ -171,7 +171,7 @@ class Contender:
         step: runs one step.
         commit_or_rollback: with post-validation, waits for the verdict on the last step; else None.
         ideal_after_bad: with post-validation, as ``ideal``, of a step that follows a bad verdict.
-        program, recorder: of ours, what runs, and what knows when its passes do.
+        program, recorder: for our executor, its program, and the recorder of its passes.
     """
 
     name: str

@@ -154,13 +154,13 @@ class BenchResult:
 
 @dataclass(frozen=True)
 class BenchReport:
-    """Figures of all contenders, and the figures that tell whether to believe them.
+    """Figures of all contenders, and figures that show how reliable they are.
 
     Attributes:
-        late: by how much a pass lasted longer than requested, at the worst, as a share of it.
-        autograd_microseconds: what autograd alone takes for a pass, after a sleep of 20 ms, and
-            after none. Every executor adds this to its passes, and the caches of a rank that has
-            slept are cold.
+        late: the largest excess of a pass over its requested time, as a share of that.
+        autograd_microseconds: time of autograd alone for a pass, after a sleep of 20 ms, and after
+            none. Every executor adds this to its passes, and the caches of a rank that has slept
+            are cold.
         shown: a step of each of ours, ideal and measured, if that was requested.
     """
 

@@ -21,7 +21,7 @@ class Load:
     """Microbatches of one step, each array relative to the mean of its distribution.
 
     Attributes:
-        tokens: of each microbatch.
+        tokens: tokens of each microbatch.
         squares: the sum of the squared lengths of its documents.
     """
 

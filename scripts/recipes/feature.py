@@ -32,8 +32,9 @@ class Setting:
     """A setting of Megatron's, or of what builds its model and optimizer.
 
     Attributes:
-        classes: of a value; () where it is off. Raises ValueError for an unknown one.
-        why: what a class stands for, or why nothing has to be shown.
+        classes: returns the classes of a value; () if it is off. Raises ValueError for an unknown
+            value.
+        why: meaning of a class, or the reason why it needs no test.
     """
 
     name: str

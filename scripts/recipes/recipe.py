@@ -78,13 +78,13 @@ _OF_PRECISION_AWARE = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype",
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe of Megatron-Bridge's, understood.
+    """A recipe of Megatron-Bridge's, in resolved form.
 
     Attributes:
-        settings: by the vocabulary's names, as they take effect.
-        model: the name of its model, and ``dimensions`` by Megatron's arguments' names.
-        gpus, gpu: how many and which, of its name; None where it has none.
-        others: those of ``settings`` that are Megatron's and not the vocabulary's, and differ from
+        settings: settings by the vocabulary's names, as they take effect.
+        model: the name of its model; ``dimensions`` are by the names of Megatron's arguments.
+        gpus, gpu: number and type of GPUs in its name; None if it has none.
+        others: the ``settings`` that are Megatron's and not the vocabulary's, and differ from
             Megatron's defaults. No test shows them.
     """
 

@@ -298,7 +298,11 @@ _OF_FLAGS = {
 
 
 def setting(name: str) -> Setting:
-    """Return the setting that is called ``name``."""
+    """Return the setting that is called ``name``.
+
+    Raises:
+        ValueError: there is none.
+    """
     try:
         return _BY_NAME[OTHER_NAMES.get(name, name)]
     except KeyError:

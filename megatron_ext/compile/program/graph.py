@@ -2,11 +2,13 @@
 
 These are the rules of the executor, NCCL and gloo:
 
-- a rank issues its actions in order, and compute and waits block its later actions; - a channel
-processes its sends in order, and its receives; - a message moves when both its send and its receive
-have been issued (rendezvous); - an action starts when its dependencies are done; - a collective
-ends on all ranks together, once all have issued it; - copies to the host follow one another, and so
-do copies from it; - the two passes of a pair begin together and end together.
+- a rank issues its actions in order, and compute and waits block its later actions;
+- a channel processes its sends in order, and its receives;
+- a message moves when both its send and its receive have been issued (rendezvous);
+- an action starts when its dependencies are done;
+- a collective ends on all ranks together, once all have issued it;
+- copies to the host follow one another, and so do copies from it;
+- the two passes of a pair begin together and end together.
 
 A channel carries activations, or gradients, from one rank to another. Its k-th send meets its k-th
 receive. On a V both go from a rank to its neighbour, often not in the order in which the neighbour
@@ -14,9 +16,10 @@ uses them; with separate channels, neither waits behind the other.
 
 Batched messages (`P2P.BATCHED`) share one communicator, which runs its messages in order:
 
-- a send moves together with the receives directly before it, every other receive alone; - a rank's
-batches move one after the other, so that a message waits for the previous batch at either end; - a
-message has arrived when all of its batch has.
+- a send moves together with the receives directly before it, every other receive alone;
+- a rank's batches move one after the other, so that a message waits for the previous batch at
+  either end;
+- a message has arrived when all of its batch has.
 
 These rules describe a device whose streams run in parallel. `Device` has others too: parallel
 streams are not guaranteed, and a host call can wait for everything that has been posted.

@@ -8,8 +8,9 @@ follows it.
 
 The order is that of time, in a simulation in which no send waits for its receive to be posted:
 
-- a pass comes at its end; - a message, at both its ends, comes when the pass directly before its
-send ends; - a collective, on all ranks, comes when all ranks could begin it.
+- a pass comes at its end;
+- a message, at both its ends, comes when the pass directly before its send ends;
+- a collective, on all ranks, comes when all ranks could begin it.
 
 Times are whole ticks, and every pass takes at least one. Times therefore rise along every
 dependency, and equal times are exactly equal. Actions of one time have the same order everywhere:

@@ -12,9 +12,9 @@ rank therefore holds one microbatch more, or two.
 The transform works on any compute schedule. It takes the start times of the schedule's passes and
 
 - gives each backward pass the time of the same pass of the microbatch that is one (two) behind, so
-that the microbatches held are those of the schedule and one (two) more, whatever passes cost; -
-gives the new passes times between the passes that they need and the passes that need them; - orders
-each rank's actions by time.
+  that the microbatches held are those of the schedule and one (two) more, whatever passes cost;
+- gives the new passes times between the passes that they need and the passes that need them;
+- orders each rank's actions by time.
 
 Times rise along every dependency, so there is no cyclic wait.
 """

@@ -35,10 +35,10 @@ class Page:
     """Page of runs.
 
     Attributes:
-        title: of the page.
+        title: title of the page.
         runs: one under the other, on one axis. The others are compared with the first.
         command: the command that made the page, so that it can be repeated.
-        unit: of all times: `SECONDS`, or "" for that of the costs.
+        unit: unit of all times: `SECONDS`, or "" for the unit of the costs.
         open_at_first: number of runs that are open at first; None: all.
         most_passes: number of passes to which all runs together are cut.
     """

@@ -91,7 +91,7 @@ class Comparison:
     """Schedules for ``work``, each with its best layout within ``room`` bytes of a rank.
 
     Attributes:
-        found: of each of ``specs`` that fits so.
+        found: the step of each of ``specs`` that fits, by spec.
     """
 
     def __init__(self, work: Work, room: float | None, specs: Iterable[str]) -> None:

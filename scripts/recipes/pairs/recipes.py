@@ -27,7 +27,7 @@ class Candidate:
     """A recipe that is compared.
 
     Attributes:
-        mended: what had to change for Megatron to take it, in words; "" for nothing.
+        mended: changes that Megatron required to accept it, in words; "" if there are none.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Crossed:
     Attributes:
         serial: layers of each stage of the latter.
         in_pairs: seconds of a step with each, in pairs.
-        alone: and without any.
+        alone: seconds of a step with each, without pairs.
     """
 
     schedule: str
@@ -56,12 +56,12 @@ class Found:
     """Steps with pairs.
 
     Attributes:
-        share: of `SHARES`.
+        share: one of `SHARES`.
         own: the recipe as it stands.
         stock: Megatron's interleaved schedule with its own overlap, at its best.
         ours: our schedules with pairs, at their best.
-        each: of these, by itself.
-        stock_crossed, ours_crossed: these two with layouts that know nothing of pairs.
+        each: each of our schedules alone.
+        stock_crossed, ours_crossed: these two with layouts made without pairs.
     """
 
     share: float
