@@ -101,13 +101,11 @@ def replace(
         substitute: the new object; for a static or class method, the plain function.
         reason: one line for `megatron-ext doctor`.
         signature: text of ``inspect.signature`` of the original without annotations, or one such
-            text
-            for each version that differs; None skips the check (the original is no function, or its
-            signature does not matter).
+            text for each version that differs; None skips the check (the original is no function,
+            or its signature does not matter).
         digests: `source_digest` of each original that this patch was read against, by version
             (``{"0.18": ..., "0.19": ...}``); empty skips the check (the patch does not depend on
-            the
-            original's body).
+            the original's body).
     """
     return Patch(target, How.REPLACE, reason, substitute, _as_tuple(signature), digests)
 
