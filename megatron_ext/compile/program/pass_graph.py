@@ -37,7 +37,8 @@ class PassGraph(Precedence):
 
 
 def pass_graph(schedule: Schedule, costs: Costs) -> PassGraph:
-    """Return the passes of ``schedule``, with messages that do not wait for one another."""
+    """Return the graph of the passes of ``schedule``, with messages that do not wait for one
+    another."""
     columns = schedule.columns
     is_second = np.zeros(len(columns), dtype=bool)
     is_second[schedule.paired + 1] = True
