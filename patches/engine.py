@@ -101,13 +101,11 @@ def replace(
         substitute: the new object; for a static or class method, the plain function.
         reason: one line for `megatron-ext doctor`.
         signature: text of ``inspect.signature`` of the original without annotations, or one such
-            text
-            for each version that differs; None skips the check (the original is no function, or its
-            signature does not matter).
+            text for each version that differs; None skips the check (the original is no function,
+            or its signature does not matter).
         digests: `source_digest` of each original that this patch was read against, by version
             (``{"0.18": ..., "0.19": ...}``); empty skips the check (the patch does not depend on
-            the
-            original's body).
+            the original's body).
     """
     return Patch(target, How.REPLACE, reason, substitute, _as_tuple(signature), digests)
 
@@ -243,8 +241,8 @@ def mismatch(patch: Patch, original: Any) -> Misfit | None:
 
 
 def modules_with(ids: Set[int], modules: Iterable[Any]) -> list[types.ModuleType]:
-    """Return those of ``modules`` of which an attribute is an object with one of ``ids``. Nearly
-    none is: no loop in Python tells that."""
+    """Return those of ``modules`` that have an attribute with one of ``ids``. Nearly no module has
+    one, so the test of a module is a single call in C."""
     return [
         module
         for module in modules

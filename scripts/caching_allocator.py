@@ -72,7 +72,7 @@ class CachingAllocator:
 
     Attributes:
         reserved, max_reserved: bytes of segments, now and at most.
-        requested, max_requested: bytes that were asked for and not given back.
+        requested, max_requested: bytes that were requested and not freed, now and at most.
         retries: how often segments went back to the driver because it had no more.
     """
 
@@ -91,7 +91,7 @@ class CachingAllocator:
         self._segments = 0
 
     def allocate(self, storage: int, size: int, stream: int = 0) -> None:
-        """Serve a request of ``size`` bytes, which ``storage`` names from then on."""
+        """Serve a request of ``size`` bytes for ``storage``."""
         rounded = max(_ROUNDING, _round_up(size, _ROUNDING))
         is_small = rounded <= _LARGEST_SMALL
         pool = self._pools.setdefault((stream, is_small), _Pool(is_small))
@@ -106,7 +106,7 @@ class CachingAllocator:
         self.max_requested = max(self.max_requested, self.requested)
 
     def record_stream(self, storage: int) -> None:
-        """Another stream uses ``storage``, too."""
+        """Note that another stream uses ``storage``, too."""
         self._recorded.add(storage)
 
     def free(self, storage: int) -> None:
@@ -119,7 +119,8 @@ class CachingAllocator:
             self._free(block)
 
     def synchronize(self) -> None:
-        """All streams have done what they were given."""
+        """Free the blocks whose freeing waited for streams: all streams have finished their
+        work."""
         deferred, self._deferred = self._deferred, []
         for block in deferred:
             self._free(block)
@@ -190,8 +191,8 @@ class CachingAllocator:
         self.max_reserved = max(self.max_reserved, self.reserved)
 
     def _release(self) -> None:
-        """Give segments without a used block back. (Of an expandable one, free pages anywhere go;
-        here the free end does.)"""
+        """Free segments without a used block. (Of an expandable segment, torch frees pages
+        anywhere; here only the free end is freed.)"""
         for pool in self._pools.values():
             for block in list(pool.free):
                 if block.next is None and (block.previous is None or self._is_expandable):

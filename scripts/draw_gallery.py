@@ -52,7 +52,7 @@ def draw(
     into: Path,
     names: Sequence[str] | None = None,
 ) -> Path:
-    """The page of ``names``, by default of all stable schedules."""
+    """Write the page of ``names``, by default of all stable schedules, and return its path."""
     runs = tuple(runs_of(names or stable(), ranks, microbatches, COSTS[costs]))
     title = f"{ranks} ranks, {microbatches} microbatches, costs {COSTS[costs]}"
     path = into / f"p{ranks}-m{microbatches}-{costs}.html"
@@ -62,13 +62,14 @@ def draw(
 
 
 def stable() -> tuple[str, ...]:
-    """All stable schedules, those to be seen at `FIRST` before the others."""
+    """Return all stable schedules, with those of `FIRST` before the others."""
     names = [name for name, entry in entries().items() if entry.mark is Mark.STABLE]
     return (*FIRST, *(name for name in names if name not in FIRST))
 
 
 def runs_of(names: Sequence[str], ranks: int, microbatches: int, costs: str) -> Iterator[Run]:
-    """Those of ``names`` that there are for these sizes, each with the command for it alone."""
+    """Yield a run of each of ``names`` at these sizes, each with the command that draws it
+    alone."""
     for name in names:
         words = [name, "--pp", str(ranks), "-m", str(microbatches), "--costs", costs]
         command = shlex.join(["megatron-ext", "simulate", *words, "--html", f"{name}.html"])

@@ -93,7 +93,8 @@ def main(words: Sequence[str]) -> None:
 
 
 def pictures(own: Path) -> dict[str, Callable[[Path], None]]:
-    """What draws each picture into a file; ``own`` is a schedule of the reader's own."""
+    """Return, by name, the function that draws each picture into a file. ``own`` is a schedule file
+    of the reader."""
     commands = {}
     for name, (ranks, microbatches, costs, more) in FAMILIES.items():
         problem = ["--pp", str(ranks), "-m", str(microbatches), "--costs", costs, *more]
@@ -129,7 +130,7 @@ def pictures(own: Path) -> dict[str, Callable[[Path], None]]:
 
 
 def block(page: str, before: str, after: str) -> str:
-    """What stands on ``page`` between the first ``before`` and the next ``after``."""
+    """Return the text on ``page`` between the first ``before`` and the next ``after``."""
     return read(page).split(before)[1].split(after)[0]
 
 
@@ -138,13 +139,13 @@ def read(page: str) -> str:
 
 
 def plot(command: Sequence[str], path: Path) -> None:
-    """The picture that ``command`` of megatron-ext draws."""
+    """Draw the picture of a megatron-ext ``command``."""
     with redirect_stdout(io.StringIO()):
         app([*command, "--plot", str(path), "--json"], standalone_mode=False)
 
 
 def draw_two_copies(path: Path) -> None:
-    """Chimera as it was published, and its fold beneath."""
+    """Draw Chimera as published, and its fold below."""
     choice = choose("chimera")
     placement = choice.place(4)
     problem = Problem(placement, 4, parse_costs("f=2,i=2,w=2", placement))
@@ -153,13 +154,13 @@ def draw_two_copies(path: Path) -> None:
 
 
 def draw_offload(path: Path) -> None:
-    """What offload leaves of peaks, by how slow copies are."""
+    """Draw the peaks that remain with offload, by the speed of copies."""
     command = [sys.executable, str(SCRIPTS / "sweep_offload.py"), "--plot", str(path)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
 def draw_bench(path: Path) -> None:
-    """Measured beside ideal seconds, as the table on emulated clocks has them."""
+    """Draw measured and ideal seconds, from the table on emulated clocks."""
     table = block("measurements.md", "## Executors on emulated clocks", "](images/bench.svg)")
     rows = re.findall(r"^\| (\S+ \S+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) % ", table, re.MULTILINE)
     names = [f"{name} ({share}%)" for name, _, _, share in rows]
@@ -167,8 +168,8 @@ def draw_bench(path: Path) -> None:
 
 
 def draw_vocabulary_sizes(path: Path) -> None:
-    """How busy the ranks are, by vocabulary: a GPT of 4 billion parameters as in Yeung et al. 2024,
-    section 6, estimated."""
+    """Draw the busy share of ranks by vocabulary size: a GPT of 4 billion parameters as in Yeung et
+    al. 2024, section 6, estimated."""
     sizes = [2**k * 1024 for k in (5, 6, 7, 8)]
     line, v = (4,) * 8, (2,) * 16  # layers of each stage
     lines: dict[str, tuple[str, tuple[int, ...], VocabularyParallel]] = {
@@ -202,7 +203,8 @@ def draw_vocabulary_sizes(path: Path) -> None:
 def share_of_work(
     spec: str, layers: Sequence[int], vocabulary: int, how: VocabularyParallel
 ) -> float:
-    """The share of a step of 128 microbatches in which a rank works, on average over 8 ranks."""
+    """Return the share of a step of 128 microbatches in which a rank works, on average over 8
+    ranks."""
     gpt = Described(sum(layers), hidden=3072, heads=24, sequence=2048, vocabulary=vocabulary)
     choice = choose(spec)
     costs = estimate(gpt.model, stages_of(gpt.model, layers), gpt.execution(), GPU)

@@ -124,7 +124,7 @@ class Allocations(TorchDispatchMode):
             self._set_size(self._known[storage._cdata][1], size)
 
     def ignore(self, storage: torch.UntypedStorage) -> None:
-        """``storage`` lies on the host."""
+        """Note that ``storage`` is on the host."""
         key = storage._cdata
         self._known[key] = weakref.ref(storage, lambda ended: self._known.pop(key)), -1
 
@@ -313,7 +313,7 @@ def run_rank(rank: int, model: str, row: str, folder: str) -> None:
 
 @contextlib.contextmanager
 def _on_meta(noted: Allocations) -> Iterator[None]:
-    """Have tensors of the device on meta, messages of them left out, and copies too."""
+    """Context in which the device's tensors are on meta, and messages and copies are replaced."""
     resize = torch.UntypedStorage.resize_
 
     def noted_resize(storage: torch.UntypedStorage, size: int) -> Any:
@@ -338,7 +338,8 @@ def _on_meta(noted: Allocations) -> Iterator[None]:
 
 
 def _even(tokens_per_expert: Tensor) -> list[int]:
-    """`Tensor.tolist` of numbers that are not known: experts have as many tokens each."""
+    """Replacement of `Tensor.tolist` for unknown numbers: all experts have the same number of
+    tokens."""
     experts = len(tokens_per_expert)
     return experts * [SEQUENCE * MIXTRAL["moe_router_topk"] // experts]
 

@@ -53,7 +53,7 @@ class Configuration:
 
     Attributes:
         group: the set of configurations that it is compared within.
-        seconds: of a step; None if the configuration ran out of memory.
+        seconds: seconds of a step; None if the configuration ran out of memory.
     """
 
     group: str
@@ -212,11 +212,11 @@ class Bars:
 
     Attributes:
         over_2, over_10: pairs whose measured times differ by more than that per cent.
-        micro_batch: those that differ in the microbatch alone, by more than 2 %.
+        micro_batch: pairs that differ in the microbatch alone, and by more than 2 %.
         regret: by set, the share by which the chosen configuration takes longer than the best. The
             choice is the best of those that ran and are predicted within 2 % of the predicted best.
         fits: configurations that ran, and are predicted to fit.
-        best_ran: by set, whether the predicted best of what is predicted to fit ran.
+        best_ran: by set, whether the predicted best of those predicted to fit ran.
         ratios: predicted over measured seconds, by tensor-parallel ranks.
     """
 

@@ -38,7 +38,7 @@ VOCABULARY = 257
 
 @dataclass(frozen=True)
 class Summary:
-    """What was written."""
+    """Files and counts of a written dataset."""
 
     prefix: str
     documents: int
@@ -47,7 +47,8 @@ class Summary:
 
 
 def text_files(folder: Path, suffixes: Sequence[str]) -> list[Path]:
-    """The files under ``folder`` to read, in an order that does not depend on the machine."""
+    """Return the files under ``folder`` to read, in an order that does not depend on the
+    machine."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder")
     files = [
@@ -64,10 +65,8 @@ def text_files(folder: Path, suffixes: Sequence[str]) -> list[Path]:
 
 
 def documents(files: Sequence[Path], enough: int | None = None) -> Iterator[np.ndarray]:
-    """The tokens of each file that is text and not empty, its end-of-document token included.
-
-    No further file is read once there are ``enough`` tokens.
-    """
+    """Yield the tokens of each file that is text and not empty, including its end-of-document
+    token."""
     from tqdm import tqdm
 
     tokens_so_far = 0

@@ -93,8 +93,8 @@ def is_packed() -> bool:
 
 
 def get_batch(data_iterator: Iterator[Batch], model: GPTModel) -> Batch:
-    """The next microbatch, as far as this stage needs it: an inner stage gets the boundaries of
-    packed sequences alone. Of each sequence a rank gets its context-parallel part."""
+    """Return the part of the next microbatch that this stage needs: an inner stage gets only the
+    boundaries of packed sequences. A rank gets its context-parallel part of each sequence."""
     args = get_args()
     boundaries = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
     fields = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids", *boundaries)
@@ -135,7 +135,7 @@ def get_batch(data_iterator: Iterator[Batch], model: GPTModel) -> Batch:
 
 
 def packed_sequences(batch: Batch) -> PackedSeqParams | None:
-    """Where the sequences of a microbatch begin and end; None where it is not packed."""
+    """Return the boundaries of the sequences of a microbatch; None if it is not packed."""
     if batch.get("cu_seqlens") is None:
         return None
     cu_seqlens, padded = batch["cu_seqlens"].squeeze(0), batch.get("cu_seqlens_padded")
@@ -162,7 +162,7 @@ def not_finite(loss: torch.Tensor) -> bool:
 def loss_func(
     loss_mask: torch.Tensor, output_tensor: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """The summed loss of a microbatch, its number of tokens, and both for the log."""
+    """Return the summed loss of a microbatch, its number of tokens, and both for the log."""
     mask = loss_mask.reshape(-1).float()
     loss = (output_tensor.reshape(-1).float() * mask).sum()
     if get_args().check_for_nan_in_loss_and_grad:
@@ -181,8 +181,9 @@ def loss_func(
 def forward_step(
     data_iterator: Iterator[Batch], model: GPTModel, return_schedule_plan: bool = False
 ) -> tuple[Any, Callable[[torch.Tensor], Any]]:
-    """Run this rank's chunk on the next microbatch; the schedule calls the loss where it is. With
-    --overlap-moe-expert-parallel-comm it asks for a plan of the chunk's parts, and runs that."""
+    """Run this rank's chunk on the next microbatch; the schedule calls the loss function where
+    needed. With --overlap-moe-expert-parallel-comm the schedule requests a plan of the chunk's
+    parts, and runs that."""
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     batch = get_batch(data_iterator, model)
@@ -206,7 +207,8 @@ def needs_data(vp_stage: int | None) -> bool:
 
 
 def datasets(samples: list[int], vp_stage: int | None = None) -> Any:
-    """The train, validation and test datasets; ``samples`` is how many of each are wanted."""
+    """Return the train, validation and test datasets; ``samples`` is the number of samples of
+    each."""
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     masking = {}
@@ -250,7 +252,7 @@ def model_provider(
     config: TransformerConfig | None = None,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> GPTModel:
-    """A chunk of the model, where Megatron has no builder that makes it from a config."""
+    """Return a chunk of the model, for a Megatron without a builder that makes it from a config."""
     args = get_args()
     config = config or core_transformer_config_from_args(args)
     transformer_engine = args.transformer_impl == "transformer_engine"
@@ -281,8 +283,8 @@ def model_provider(
 
 
 def keep_compiled_helpers() -> None:
-    """Megatron runs make for its datasets' helpers at each start, and ends where that fails. Its
-    wheel has them compiled, and no Makefile."""
+    """Skip the compilation of Megatron's dataset helpers if they are compiled and there is no
+    Makefile, as in its wheel. Megatron runs make at each start, and ends if that fails."""
     has_makefile = Path(dataset_utils.__file__).with_name("Makefile").exists()
     if not has_makefile and find_spec("megatron.core.datasets.helpers_cpp"):
         dataset_utils.compile_helpers = lambda: None

@@ -103,7 +103,7 @@ def main() -> None:
 
 
 def prepare_text() -> None:
-    """The dataset, made once: who comes while it is made waits."""
+    """Make the dataset once. A process that comes while it is being made waits."""
     with TEXT.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if TEXT.with_suffix(".idx").exists():
@@ -126,7 +126,7 @@ def prepare_text() -> None:
 
 
 def launch_line(ranks: int, flags: Sequence[str]) -> list[str]:
-    """The command a user of one machine would type."""
+    """Return the command that a user of one machine would type."""
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
     script = str(REPOSITORY / "scripts" / "pretrain_gpt.py")
     return [
@@ -173,16 +173,16 @@ def train(command: list[str], log: Path) -> tuple[list[Iteration], re.Match[str]
 
 
 def seconds_left(done: Sequence[Iteration]) -> float:
-    """What the iterations to come will take, at the pace of the last ten.
+    """Return the seconds of the remaining iterations, at the pace of the last ten.
 
-    The first is left out where there are others: it starts what all of them use.
+    The first iteration is ignored if there are others: it includes one-time work.
     """
     recent = done[1:][-10:] or done
     return (done[-1].of - done[-1].number) * sum(step.seconds for step in recent) / len(recent)
 
 
 def run(command: list[str], log: Path) -> Iterator[str]:
-    """The lines that ``command`` prints, kept in ``log`` too."""
+    """Yield the lines that ``command`` prints, and write them to ``log`` too."""
     started = time.monotonic()
     with log.open("w") as file:
         process = subprocess.Popen(
@@ -225,7 +225,7 @@ def fail(log: Path) -> None:
 
 
 def sequence_length(words: list[str]) -> int:
-    """The last --seq-length on the command line, as argparse takes it."""
+    """Return the last --seq-length on the command line, as argparse takes it."""
     last = max(index for index, word in enumerate(words) if word.startswith("--seq-length"))
     return int(words[last].partition("=")[2] or words[last + 1])
 
@@ -237,7 +237,8 @@ def summarise(
     ranks: int,
     sequence: int,
 ) -> None:
-    """What was trained, how fast, and what the schedule promises on GPUs of equal costs."""
+    """Print the loss, the speed, and the bubble that the schedule promises on GPUs of equal
+    costs."""
     steady = done[len(done) // 5 :]
     tokens = sum(step.batch * sequence for step in steady) / sum(step.seconds for step in steady)
     console.print(f"\nloss              {done[0].loss:.3f} -> {done[-1].loss:.3f}")

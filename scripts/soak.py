@@ -66,7 +66,7 @@ LONG_COSTS = (10.0, 12.0, 8.0, 1.0)
 
 @dataclass(frozen=True)
 class Iteration:
-    """What one iteration came to, on one rank. ``resident`` is in bytes."""
+    """Result of one iteration on one rank. ``resident`` is in bytes."""
 
     number: int
     drawn: str
@@ -114,7 +114,7 @@ class LinearStage(AutogradStage):
 
 
 def draw(dice: random.Random, ranks: int) -> tuple[str, Program]:
-    """A program, the same on every rank: what it is of, and itself."""
+    """Return a random program, the same on every rank, and its description."""
     while True:
         name = dice.choice(list(entries()))
         microbatches = dice.randint(1, MICROBATCHES)
@@ -142,7 +142,8 @@ def build(
 
 
 def reference(program: Program, number: int) -> Tensor:
-    """The weight gradient of stage ``number``, in one process, added up in the program's order."""
+    """Return the weight gradient of stage ``number``, computed in one process and added up in the
+    program's order."""
     placement = program.schedule.placement
     per_microbatch = {}
     for microbatch in range(program.problem.microbatches):
@@ -166,7 +167,7 @@ def reference(program: Program, number: int) -> Tensor:
 
 
 def run(program: Program, ways: Channels, recorder: Recorder) -> None:
-    """One step of ``program``; raises AssertionError unless it came out as it should."""
+    """Run one step of ``program``; raise AssertionError unless its result is right."""
     placement: Placement = program.schedule.placement
     stages = {
         number: LinearStage(number, placement.is_last(number))
@@ -186,7 +187,8 @@ def run(program: Program, ways: Channels, recorder: Recorder) -> None:
 
 
 def all_channels(ranks: int) -> set[Channel]:
-    """Those of every family: each has messages for every neighbour that it has."""
+    """Return the channels of all families together. Each has messages to every neighbour that it
+    has."""
     union: set[Channel] = set()
     for name in entries():
         if name not in SEARCHES_LONG:  # placed as others are
@@ -195,13 +197,13 @@ def all_channels(ranks: int) -> set[Channel]:
 
 
 def resident() -> int:
-    """Bytes of this process that are in memory."""
+    """Return the bytes of this process that are in memory."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize()
 
 
 def iterate(rank: int, arguments: argparse.Namespace, folder: str) -> Iterator[Iteration]:
-    """On one rank: all iterations."""
+    """Yield all iterations of one rank."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -230,7 +232,8 @@ def on_rank(
 def gather(
     arguments: argparse.Namespace,
 ) -> tuple[list[list[Iteration]], str | None]:
-    """All iterations by rank, and what went wrong, if anything did; no rank outlives this."""
+    """Return all iterations by rank, and the first failure, if there is one. No rank outlives this
+    call."""
     fork = get_context("fork")
     ranks = range(arguments.ranks)
     done: list[list[Iteration]] = [[] for _ in ranks]
@@ -285,7 +288,7 @@ def follow(
 
 
 def growth(iterations: Sequence[Iteration]) -> float:
-    """MiB by which a rank has grown since a fifth of its iterations."""
+    """Return the MiB by which a rank has grown since the first fifth of its iterations."""
     warm = iterations[len(iterations) // 5]
     return (iterations[-1].resident - warm.resident) / 2**20
 

@@ -1,4 +1,4 @@
-"""What offload leaves of a schedule's peak, by how slow copies are; and what it does to the time.
+"""Peaks of schedules with offload, and its effect on the makespan, by the speed of copies.
 
     python scripts/sweep_offload.py [--plot FILE]
 
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def print_table(link: str, results: list[Row]) -> None:
-    """Peaks, and where it is not 1 the time, by schedule and k."""
+    """Print peaks, and times that differ from 1, by schedule and k."""
     table = Table(title=f"{link}: peak microbatches (and time, where it is longer)", box=None)
     columns = list(dict.fromkeys((row.spec, row.offload) for row in results))
     table.add_column("k")
@@ -99,7 +99,7 @@ def print_table(link: str, results: list[Row]) -> None:
 
 
 def draw(results: list[Row], path: Path) -> None:
-    """Peaks over k, a panel for each sort of link."""
+    """Draw peaks over k, with a panel for each sort of link."""
     from matplotlib.figure import Figure
 
     colours = dict(zip(SPECS, ("#000000", "#009E73", "#56B4E9", "#D55E00", "#CC79A7"), strict=True))

@@ -78,7 +78,7 @@ class Case:
 
 @dataclass
 class Tally:
-    """What became of a family's cases."""
+    """Outcome of a family's cases."""
 
     proved: int = 0
     refused: Counter[str] = field(default_factory=Counter)
@@ -145,7 +145,8 @@ def cases(entry: FamilyEntry, ranks: Sequence[int], everything: bool) -> Iterato
 
 
 def costs_of(case: Case, placement: Placement) -> Costs:
-    """Their bytes differ between stages: more on the first and last, W's inputs least or most."""
+    """Return costs whose bytes differ between stages: more on the first and last, and the inputs of
+    W smaller or larger than activations."""
     costs = uniform(placement, *COSTS[case.costs])
     share, last = BYTES / placement.chunks, placement.stages - 1
     stages = range(placement.stages)
@@ -162,7 +163,8 @@ def costs_of(case: Case, placement: Placement) -> Costs:
 
 
 def check_rows(rows: Sequence[Sequence[Action]], problem: Problem) -> None:
-    """Complete, each pass on its rank, each kind in microbatch order, F then I then W."""
+    """Check that rows are complete, with each pass on its rank, each kind in microbatch order, and
+    F before I before W."""
     placement, m = problem.placement, problem.microbatches
     order: dict[tuple[int, str], list[int]] = {}
     for rank, row in enumerate(rows):
@@ -181,7 +183,7 @@ def check_rows(rows: Sequence[Sequence[Action]], problem: Problem) -> None:
 
 
 def peak(rows: Sequence[Sequence[Action]], problem: Problem, unit: str) -> float:
-    """The most that a rank holds."""
+    """Return the most that a rank holds: microbatches, or bytes if ``unit`` is "bytes"."""
     share, held_bytes = 1 / problem.placement.chunks, problem.costs.held_bytes
     assert held_bytes is not None
     most = 0.0
@@ -201,7 +203,7 @@ def peak(rows: Sequence[Sequence[Action]], problem: Problem, unit: str) -> float
 
 
 def attempt(case: Case, limit: MemoryLimit | None, tally: Tally) -> tuple[float, str]:
-    """Peak of a sound program, or why there is none. Raises Problematic."""
+    """Return the peak of a sound program, or the reason of its refusal. Raises Problematic."""
     choice = choose(case.spec)
     placement = choice.place(case.ranks)
     problem = Problem(placement, case.microbatches, costs_of(case, placement), limit)
@@ -235,7 +237,7 @@ def attempt(case: Case, limit: MemoryLimit | None, tally: Tally) -> tuple[float,
 
 
 def kind_of(refusal: str) -> str:
-    """A refusal without its figures."""
+    """Return a refusal without its figures."""
     if "least feasible limit" in refusal:
         return "over the memory limit; the least feasible is named"
     return re.sub(r"\d+(\.\d+)?", "#", refusal)
@@ -251,7 +253,7 @@ def named_limit(refusal: str, case: Case) -> MemoryLimit:
 
 
 def run(case: Case, tally: Tally) -> None:
-    """All attempts at ``case``."""
+    """Make all attempts at ``case``."""
     limit: MemoryLimit | None = None
     try:
         most, refusal = attempt(case, None, tally)

@@ -74,14 +74,14 @@ def main(words: Sequence[str]) -> None:
 
 
 def blocks(page: str) -> Iterator[Block]:
-    """The marked blocks of a page's text."""
+    """Yield the marked blocks of a page's text."""
     for found in _BLOCK.finditer(page):
         commands = tuple(_COMMAND.findall(found["text"]))
         yield Block(commands, found["text"], found["slow"] is not None, found["filter"])
 
 
 def with_outputs(page: str, *, quick: bool) -> str:
-    """A page's text with its outputs as they are now; if ``quick``, slow ones as they stand.
+    """Return a page's text with its outputs updated. If ``quick``, slow ones are not updated.
 
     Raises:
         ValueError: a command cannot run (exit status 2 or more; 1 says that something is wrong).
@@ -98,7 +98,7 @@ def with_outputs(page: str, *, quick: bool) -> str:
 
 
 def outputs(commands: Sequence[str], page: str) -> list[str]:
-    """What each of a page's commands prints, one after the other in one shell."""
+    """Return the output of each of a page's commands, run one after the other in one shell."""
     status = f"printf '\\n{_END} %s\\n' ${{PIPESTATUS[0]}}"
     script = "\n".join([_MEGATRON_EXT, *(f"{command}\n{status}" for command in commands)])
     with tempfile.TemporaryDirectory() as folder:
@@ -119,8 +119,8 @@ def outputs(commands: Sequence[str], page: str) -> list[str]:
 
 
 def shortened(printed: str, command: str | None) -> str:
-    """What is shown of an output: its lines as ``command`` leaves them, without empty ones around
-    them and spaces at their ends."""
+    """Return the shown part of an output: its lines after the filter ``command``, without
+    surrounding empty lines and spaces at their ends."""
     if command is not None:
         printed = subprocess.run(
             ["bash", "-c", command], input=printed, capture_output=True, text=True, check=True
@@ -129,14 +129,14 @@ def shortened(printed: str, command: str | None) -> str:
 
 
 def write_files(page: str, folder: Path) -> None:
-    """Put what the page shows as files into ``folder``, and a script to train with."""
+    """Write the files that the page shows into ``folder``, and a script to train with."""
     for text, name in _FILE.findall(page):
         (folder / name).write_text(text)
     (folder / "pretrain_gpt.py").symlink_to(ROOT / "scripts" / "pretrain_gpt.py")
 
 
 def environment() -> dict[str, str]:
-    """That of a terminal without colours, on a machine without a GPU."""
+    """Return the environment of a terminal without colours, on a machine without a GPU."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     terminal = {"FORCE_COLOR": "1", "TERM": "dumb", "COLUMNS": str(COLUMNS), "LINES": "50"}
     ours = {"PATH": path, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}

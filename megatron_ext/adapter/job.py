@@ -100,7 +100,7 @@ def of_arguments(args: Any, placement: Placement, stages: Sequence[Stage] | None
         stages: the layers of each stage; None splits the layers as Megatron's options do.
 
     Raises:
-        ValueError: the layers do not divide over the stages.
+        ValueError: the layers cannot be split over the stages.
     """
     model, layers = describe(args), None
     if stages is None:
@@ -181,7 +181,7 @@ def job_costs(
     Args:
         slices: the number of slices of a sequence.
         tell: receives a line about what the estimate ignores.
-        speeds: of the pipeline ranks; None if they are alike.
+        speeds: speeds of the pipeline ranks; None if they are alike.
 
     Raises:
         ValueError: ``source`` cannot be parsed, or there are more or fewer ``speeds`` than ranks.
@@ -208,8 +208,8 @@ def job_costs(
 
 
 def basis_of(job: Job) -> Basis | None:
-    """Return the basis of `job_costs`' estimate, if measured stages can tell the time of each
-    layer.
+    """Return the basis of `job_costs`' estimate, if the time of each layer can be derived from
+    measured stages.
 
     They cannot if the language model has frozen parts, or if there are others outside of it than an
     encoder on the first stage.

@@ -39,7 +39,7 @@ def model_bytes_of_ranks(
     ``args`` are validated and have their padded vocabulary (None counts as no vocabulary).
 
     Raises:
-        ValueError: the layers do not divide over the stages.
+        ValueError: the layers cannot be split over the stages.
     """
     model = describe(args)
     if not model.is_known:

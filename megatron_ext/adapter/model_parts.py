@@ -22,6 +22,7 @@ _MATRICES = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 @dataclass(frozen=True)
 class ChunkSize:
+    # plain words: `beside` is a field
     """Size of a model chunk.
 
     Attributes:
@@ -34,8 +35,7 @@ class ChunkSize:
         head_is_looked_up: result of the function of that name.
         trained_matrices: trained share of its layers' matrices, from 0 to 1.
         reached: share of its layers that need gradients, from 0 to 1, if nothing before the chunk
-            is
-            trained: the layers from the first trained one on.
+            is trained: the layers from the first trained one on.
         head_is_trained: whether its output layer is trained, if it has one.
         unkept: names of its layers' matrices whose inputs are not saved.
         settings: Megatron's arguments that its language model has, but no TransformerConfig.

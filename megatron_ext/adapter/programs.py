@@ -63,7 +63,7 @@ class Programs:
         choice: the schedule that is followed now.
         costs: by shape.
         bases: basis of each shape's estimate, on global rank 0 of a training that measures; None if
-            measured costs cannot be told by layer type.
+            measured costs cannot be split by layer type.
     """
 
     def __init__(self, config: PipelineConfig) -> None:
@@ -389,7 +389,7 @@ class _Result:
     """Result of a search, for the ranks that have not searched.
 
     Attributes:
-        schedule: of the program, with its messages.
+        schedule: schedule of the program, with its messages.
         problem: solved by ``schedule``, with the costs of its passes.
         passes: rows from which other numbers of microbatches are built, as in `Programs._found`.
     """

@@ -1,1 +1,2 @@
-"""From a choice to a program: the families by name, their transforms, the output layer's W."""
+"""Construction of proved programs: families by name, transforms, proof, and where the output
+layer's W goes."""

@@ -1,8 +1,8 @@
-"""The spec ``auto``: which searches it leaves to choose from.
+"""The spec ``auto``, and the searches among which it chooses.
 
-``auto`` is any placement with any number of chunks, ``auto:placement=loop`` a loop of 2 to 6,
-``auto:chunks=2`` a V or a loop of two. Where one search is left, as of ``auto:placement=v``, it is
-that search by another name.
+``auto`` allows any placement with any number of chunks, ``auto:placement=loop`` a loop of 2 to 6,
+``auto:chunks=2`` a V or a loop of two. If only one search remains, as with ``auto:placement=v``,
+the spec is another name for that search.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ _PLACEMENTS = tuple(dict.fromkeys(search.placement for search in SEARCHES))
 
 
 def auto_searches(spec: str) -> tuple[str, ...] | None:
-    """The specs that ``spec`` stands for, one or several to choose from; None: it is no ``auto``.
+    """Return the specs that ``spec`` stands for, one or several to choose from; None if it is no
+    ``auto``.
 
     Raises:
-        ValueError: an option is not understood, or nothing is left to choose from.
+        ValueError: an option is not understood, or no search remains.
     """
     name, _, text = spec.partition(":")
     if name != AUTO:
@@ -46,7 +47,11 @@ def auto_searches(spec: str) -> tuple[str, ...] | None:
 
 
 def is_open(spec: str) -> bool:
-    """Whether ``spec`` is an ``auto`` that leaves anything to choose. Raises as `auto_searches`."""
+    """Return whether ``spec`` is an ``auto`` with more than one search to choose from.
+
+    Raises:
+        ValueError: as `auto_searches`.
+    """
     return len(auto_searches(spec) or ()) > 1
 
 

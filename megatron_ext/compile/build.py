@@ -1,4 +1,4 @@
-"""From a choice or a schedule to a program: family, transforms, proof."""
+"""Construction of a program from a choice or a schedule: family, transforms, proof."""
 
 from __future__ import annotations
 
@@ -37,21 +37,22 @@ from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.problem import Offload, Problem, Recompute, VocabularyParallel
 from megatron_ext.schedule.schedule import Schedule, Transform
 
-_TRIES = 4  # how often what messages hold is taken off what passes may
-_STEP = 0.05  # of what passes may hold, that is taken off at least
-_NOT_MUCH_LESS = 0.8  # times what a schedule needs: as far as a limit that is enough is looked for
-_LOOSER = (3.0, 2.0, 1.5, 1.25, 1.0)  # factors of the limit that a family gets before recompute
+_TRIES = 4  # times that the memory of messages is subtracted from that of passes
+_STEP = 0.05  # least share of the passes' memory that is subtracted at a time
+_NOT_MUCH_LESS = 0.8  # times what a schedule needs: lower end of the search for a sufficient limit
+_LOOSER = (3.0, 2.0, 1.5, 1.25, 1.0)  # factors of the memory limit for families before recompute
 
 
 def build_program(choice: Choice, problem: Problem) -> Program:
-    """The proved program of ``choice`` for ``problem``.
+    """Return the proved program of ``choice`` for ``problem``.
 
-    With vocabulary parallelism the program's own problem has costs whose vocabulary is shared;
-    where the first stages have nothing to train, costs without their backward passes.
+    The costs of the program's own problem may differ: with vocabulary parallelism they have a
+    partitioned vocabulary, and if the first stages have nothing to train, no backward passes of
+    these.
 
     Raises:
         InvalidSchedule: the schedule does not solve the problem, or not within its memory limit.
-        ValueError: this machine has not the memory to build one that large.
+        ValueError: this machine has too little memory to build so large a program.
     """
     check_size(problem)
     _check_slices(choice, problem)
@@ -68,7 +69,7 @@ def prove_built(schedule: Schedule, problem: Problem) -> Program:
     """Return the program of a ``schedule`` that `build_program` has made in another process.
 
     Args:
-        problem: of the program there, with its own costs.
+        problem: the problem of that program, with its own costs.
 
     Raises:
         InvalidSchedule: as `prove`.
@@ -117,7 +118,8 @@ def keeping_proofs() -> Iterator[None]:
 
 
 def _proof(passes: Schedule, problem: Problem, schedule: Schedule | None = None) -> Program:
-    """The program of ``passes``; ``schedule``: as they are transformed, if they are."""
+    """Return the program of ``passes``. ``schedule`` are the same passes already transformed, if
+    they are."""
     program = _cached(passes, problem)
     if program is not None:
         return within_limit(program, problem)
@@ -134,7 +136,8 @@ def _proof(passes: Schedule, problem: Problem, schedule: Schedule | None = None)
 
 
 def _cached(passes: Schedule, problem: Problem) -> Program | None:
-    """The program of ``passes``, maybe with another memory limit; None: it is to be made."""
+    """Return the program of ``passes`` from the cache, even with another memory limit; None if it
+    is not there."""
     if _limit_inserts(problem):
         return None
     for known, program in _PROOFS.get() or ():
@@ -145,7 +148,7 @@ def _cached(passes: Schedule, problem: Problem) -> Program | None:
 
 
 def _limit_inserts(problem: Problem) -> bool:
-    """Whether what is inserted depends on the memory limit."""
+    """Return whether the inserted actions depend on the memory limit."""
     extras = problem.extras
     return extras.activation_offload is not Offload.NONE or extras.recompute != Recompute()
 
@@ -160,30 +163,30 @@ def _check_slices(choice: Choice, problem: Problem) -> None:
 
 
 def _shortest_with_recompute(choice: Choice, problem: Problem) -> Program:
-    """The shortest of what the family makes within looser limits than the problem's, and recompute
-    brings within that.
+    """Return the shortest program that fits into the memory limit with recompute. The family makes
+    its passes within looser limits than the problem's, and recompute reduces their memory.
 
     Raises:
-        OverLimit: none of them fits; it names a limit that is enough.
+        OverLimit: none of them fits. It names a sufficient limit.
     """
     if choice.traits.searches and problem.slices.count > 1:
         choice = choice.without_search  # not a search for each limit
     programs, refusals = _with_recompute(choice, problem)
     if programs:
         return min(programs, key=lambda program: step_seconds(program, problem.costs))
-    # A family that refuses a limit does not know of the recompute that would keep within it.
+    # A family may refuse a limit that recompute would meet, as it does not know of recompute.
     over = [error for error in refusals if isinstance(error, OverLimit)]
     if problem.memory_limit is None or not over:
         raise refusals[-1]
     if _PROOFS.get() is not None:
-        raise over[0]  # one schedule of many that are compared: the least limit is not shown
+        raise over[0]  # many schedules are compared: the least limit is not shown
     least = _least_that_is_enough(choice.without_search, problem, problem.memory_limit, over)
     raise over[0].naming(least, problem.memory_limit)
 
 
 def _with_recompute(choice: Choice, problem: Problem) -> tuple[list[Program], list[ValueError]]:
-    """Build the family's passes within each looser limit: return programs and refusals. The
-    first is that of the passes without a limit, where there is one."""
+    """Build the family's passes within each looser limit, and return the programs and the refusals.
+    The first of these is for the passes without a limit, if they can be made."""
     tried: set[Schedule] = set()
     programs: list[Program] = []
     refusals: list[ValueError] = []
@@ -201,10 +204,11 @@ def _with_recompute(choice: Choice, problem: Problem) -> tuple[list[Program], li
 def _least_that_is_enough(
     choice: Choice, problem: Problem, limit: MemoryLimit, over: Sequence[OverLimit]
 ) -> float:
-    """Return the least limit that a few tries find to be enough; ``limit`` is not enough.
+    """Return the least sufficient memory limit that a few tries find. ``limit`` is not sufficient.
 
-    What the passes made without a limit need is enough, as they are tried within each limit. Less
-    may be: within another limit the family makes another order, and other passes are recomputed.
+    The need of the passes that are made without a limit is sufficient, as these are tried within
+    each limit. Less may suffice: within another limit the family makes another order, and other
+    passes are recomputed.
     """
     enough = over[0].least
     too_little = max(limit.amount, _NOT_MUCH_LESS * min(error.least for error in over))
@@ -230,8 +234,8 @@ def _looser_limits(problem: Problem) -> list[MemoryLimit | None]:
 
 
 def _proved_in_bytes(passes: Schedule, problem: Problem) -> Program:
-    """Return the program of ``passes``. If messages bring it over a limit in bytes, recompute
-    leaves as much less to the passes.
+    """Return the program of ``passes``. If messages bring it over a limit in bytes, recompute gets
+    a limit that is smaller by the excess.
 
     Raises:
         InvalidSchedule: as `prove`.
@@ -255,9 +259,9 @@ def _proved_in_bytes(passes: Schedule, problem: Problem) -> Program:
 
 
 def complete(schedule: Schedule, problem: Problem) -> Program:
-    """The proved program of ``schedule``, which has compute actions only, for ``problem``.
+    """Return the proved program of ``schedule``, which has compute actions only, for ``problem``.
 
-    Its costs are as those of `build_program`.
+    Its costs are changed as by `build_program`.
 
     Raises:
         InvalidSchedule: the schedule does not solve the problem, or not within its memory limit.
@@ -304,20 +308,20 @@ def _for_training(problem: Problem) -> list[Transform]:
 
 
 def _places_recompute(choice: Choice, problem: Problem) -> bool:
-    """Whether the family itself chooses what is recomputed."""
+    """Return whether the family itself chooses the activations to recompute."""
     is_whole = problem.slices.count == 1  # a search of slices recomputes none
     return choice.traits.fits_recompute and problem.extras.recompute.fit and is_whole
 
 
 def _adds_recompute(choice: Choice, problem: Problem) -> bool:
-    """Whether recompute is added to the family's passes afterwards."""
+    """Return whether recompute is added to the family's passes afterwards."""
     is_requested = problem.extras.recompute != Recompute()
     return is_requested and not _places_recompute(choice, problem)
 
 
 def _limit_of_passes(choice: Choice, problem: Problem) -> MemoryLimit | None:
-    """Return the memory limit of the family's passes: less what vocabulary parallelism holds in
-    addition. None with offload or recompute, whose savings are not known yet."""
+    """Return the memory limit of the family's passes: the problem's, less the additional memory of
+    vocabulary parallelism. None with offload or recompute, whose savings are not known yet."""
     if problem.extras.activation_offload is not Offload.NONE or _adds_recompute(choice, problem):
         return None
     limit = problem.memory_limit
@@ -329,10 +333,14 @@ def _limit_of_passes(choice: Choice, problem: Problem) -> MemoryLimit | None:
 def _with_memory_for_messages(
     choice: Choice, problem: Problem, allowed: int, passes: Schedule
 ) -> tuple[Schedule, Schedule]:
-    """``passes``, or where messages bring them over the memory limit, others that hold as much less
-    as they do; and these transformed. ``allowed`` are the bytes that passes may hold.
+    """Return passes that leave enough memory for their messages, and the same passes transformed.
+    If messages bring ``passes`` over the memory limit, the family makes others that hold less by
+    the excess.
 
-    Without any it is ``passes``, for `prove` to say how much they need.
+    If there are no such passes, ``passes`` are returned, so that `prove` says how much they need.
+
+    Args:
+        allowed: bytes that passes may hold.
     """
     limit = problem.memory_limit
     assert limit is not None and limit.bytes is not None
@@ -349,13 +357,13 @@ def _with_memory_for_messages(
             made = _compute(choice, problem, MemoryLimit(bytes=allowed))
         except ValueError:
             break
-        if made != smaller:  # not all families know how to do with less
+        if made != smaller:  # not all families can do with less
             smaller, schedule = made, _transformed(made, problem)
     return first
 
 
 def _compute(choice: Choice, problem: Problem, limit: MemoryLimit | None) -> Schedule:
-    """The compute actions that the family makes within ``limit``."""
+    """Return the compute actions that the family makes within ``limit``."""
     alone = replace(_for_family(problem), memory_limit=limit)
     if _places_recompute(choice, problem):
         alone = alone.with_extras(recompute=problem.extras.recompute)
@@ -370,7 +378,8 @@ def _check_passes(schedule: Schedule, problem: Problem) -> None:
 
 
 def _for_family(problem: Problem) -> Problem:
-    """Return ``problem`` without what transforms add, and with what they take out."""
+    """Return ``problem`` as a family sees it: without the options that transforms add, and with the
+    stages that they remove."""
     alone = problem.with_extras(
         vocab_parallel=VocabularyParallel.NONE,
         activation_offload=Offload.NONE,

@@ -1,4 +1,4 @@
-"""A family of a user's Python file: what it returns is checked where it returns it."""
+"""A family of a user's Python file, whose results are checked when it returns them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.schedule_csv import KINDS_IN_FILES
 from megatron_ext.words import counted, shown
 
-_MOST = 2**31 // len(KINDS)  # numbers have 32 bits, stage and kind share one (`columns`)
+_MOST = 2**31 // len(KINDS)  # numbers have 32 bits, and stage and kind share one number (`columns`)
 _SPLIT = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
 @dataclass(frozen=True)
 class CheckedFamily:
-    """The family ``name`` of the file at ``path``, and whether it says that it splits the backward
-    pass, and that it searches. Its functions keep their signatures, off which options are read."""
+    """The family ``name`` of the file at ``path``. ``splits_backward`` and ``searches`` are the
+    traits that it declares. Its functions keep their signatures, from which options are read."""
 
     name: str
     path: Path
@@ -34,7 +34,7 @@ class CheckedFamily:
     searches: bool = False
 
     def placement(self, place: Callable[..., Placement]) -> Callable[..., Placement]:
-        """``place``, which has to return a placement on all ranks and no others."""
+        """Return ``place`` with a check that its placement uses all ranks and no others."""
 
         @functools.wraps(place)
         def checked(ranks: int, **options: Any) -> Placement:
@@ -58,9 +58,10 @@ class CheckedFamily:
         return checked
 
     def schedule(self, build: Callable[..., Schedule]) -> Callable[..., Schedule]:
-        """``build``, which has to return a schedule of passes, and split ones only if it says so.
+        """Return ``build`` with a check that it returns a schedule of passes, and split ones only
+        if the family declares that.
 
-        Whatever it raises but ValueError, with which a family refuses a problem, is its mistake.
+        A family refuses a problem with ValueError. Any other exception is a mistake of the file.
         """
 
         @functools.wraps(build)
@@ -105,10 +106,10 @@ class CheckedFamily:
                 f"{self.name} has {shown(repr(stranger))} in its rows, which is no Action(stage, "
                 f"kind, microbatch) of kind {', '.join(KINDS_IN_FILES)}"
             )
-        again = next((action for action in actions if RULES[action.kind].repeats), None)
-        if again is not None:
+        recompute = next((action for action in actions if RULES[action.kind].repeats), None)
+        if recompute is not None:
             raise self._error(
-                f"{self.name} makes {again}, a {RULES[again.kind].does}; omit such passes, "
+                f"{self.name} makes {recompute}, a {RULES[recompute.kind].does}; omit such passes, "
                 f"--pipeline-recompute inserts them"
             )
         late = next((action for action in actions if action.kind in _SPLIT), None)

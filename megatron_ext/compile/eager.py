@@ -1,7 +1,8 @@
-"""Whether to run further ahead than a schedule needs: it hides hops, and holds more.
+"""Choice between a lean and an eager warm-up: running further ahead hides hops, and holds more
+memory.
 
-Seq1F1B's warm-up is as short as can be: from then on a rank waits for each message for as long as
-it is under way. With slices, passes are shorter and messages come more often.
+Seq1F1B's warm-up is as short as possible: after it a rank waits for each message for the whole time
+of its hop. With slices, passes are shorter and messages come more often.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.words import shown
 
 CHOICES = ("auto", "yes", "no")
-_WORTH = 1.001  # times what it takes otherwise, and it is not worth its memory
+_WORTH = 1.001  # eager has to be shorter by this factor to be worth its memory
 
 
 def eager_or_not(
@@ -25,8 +26,8 @@ def eager_or_not(
     """Return the schedule of ``build``, eager or not.
 
     Args:
-        choice: one of `CHOICES`. With ``auto`` it is eager if microbatches are cut into slices, it
-            then takes less time, and it fits into the memory limit.
+        choice: one of `CHOICES`. ``auto`` chooses the eager schedule if microbatches are cut into
+            slices, it takes less time, and it fits into the memory limit.
 
     Raises:
         ValueError: ``choice`` is none of these.

@@ -1,15 +1,16 @@
-"""Attention evened out between pipeline ranks (SlimPipe, Li et al. 2025), to compare with slices of
-balanced lengths, which need no messages for it. An estimate alone: no training does so.
+"""Estimate of a schedule that balances attention between pipeline ranks (SlimPipe, Li et al. 2025),
+for comparison with slices of balanced lengths, which need no messages for it. No training does
+this.
 
-Of slices of one length slice j, from 0, has j + 1/2 tiles to attend to, a tile being a slice's
-queries with a slice's keys. Ranks that run different slices at a time can even that out: who has
-more tiles than the mean sends the queries, and keys and values of as many tiles, to who has fewer,
-and adds up the outputs that come back. On the way back queries and the gradients of outputs go
-there; those of queries, keys and values come back. (Sums of softmax, a figure a head, do not
-count.)
+Call a slice's queries with a slice's keys a tile. If all slices have one length, slice j, from 0,
+has j + 1/2 tiles to attend to. Ranks that run different slices at a time can balance that: a rank
+with more tiles than the mean sends queries, and keys and values for the excess tiles, to a rank
+with fewer, and adds up the outputs that come back. In the backward pass, queries and the gradients
+of outputs are sent, and the gradients of queries, keys and values come back. (Sums of softmax, one
+figure a head, do not count.)
 
-In the steady state rank r runs slice t - r of a sequence of slices, forward or back. Only there are
-all ranks busy; with fewer there is less to even out.
+In the steady state rank r runs slice t - r of a sequence of slices, forward or backward. All ranks
+are busy only there; with fewer busy ranks there is less to balance.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from megatron_ext.compile.registry import Choice
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.slices import Lengths
 
-_QUERIES = 5  # as wide as queries: queries, outputs; queries, outputs' gradients, queries'
-_KEYS = 3  # as wide as keys and values: these; these, and their gradients
+_QUERIES = 5  # tensors as wide as queries: 2 forward (queries, outputs), 3 backward
+_KEYS = 3  # tensors as wide as keys and values: 1 forward, 2 backward (with gradients)
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,13 @@ class AttentionExchange:
     """Best case of an exchange, and the amount that it sends.
 
     Attributes:
-        makespan: in the unit of the costs, if every pass attends to as much as the mean, and no
-            message is waited for.
-        sent: by rank, in a step: bytes, or if those are not known, times the keys and values of one
-            microbatch on a rank.
+        makespan: time in the unit of the costs if every pass attends to the mean number of tiles
+            and no pass waits for these messages.
+        sent: amount that each rank sends in a step, in bytes, or as a multiple of the keys and
+            values of one microbatch on a rank if bytes are not known.
         in_bytes: whether ``sent`` is in bytes.
-        seconds: the time to send the most that a rank sends, on a link as quick as the hops'; None
-            if it is not known.
+        seconds: time to send the largest of ``sent`` on a link with the speed of the hops; None if
+            it is not known.
     """
 
     makespan: float
@@ -95,8 +96,8 @@ def _times_keys_values(ranks: int, slices: int, group: int) -> float:
 
 
 def _evened(loads: Sequence[int]) -> tuple[float, int]:
-    """Return how much of ``loads`` moves from those above the mean to those below, and in how many
-    transfers: the largest excess goes to the largest shortfall first."""
+    """Return the amount of ``loads`` that moves from ranks above the mean to ranks below, and the
+    number of transfers: the largest excess goes to the largest shortfall first."""
     mean = sum(loads) / len(loads)
     above = sorted((load - mean for load in loads if load > mean), reverse=True)
     below = sorted((mean - load for load in loads if load < mean), reverse=True)

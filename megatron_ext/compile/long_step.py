@@ -1,10 +1,10 @@
-"""A long step of equal microbatches, timed by the repeating part of a shorter one.
+"""Figures of a long step of equal microbatches, derived from the repeating part of a shorter step.
 
-A schedule that is made for many microbatches repeats itself. So the schedule of the same family for
-a few microbatches, whose number leaves the same rest when divided by the family's period, has the
-same beginning, period and ending, and its `repeating_part` tells the figures of the long step
-exactly, up to rounding. What is not known is whether the family really makes that schedule for the
-long step: families that place W by the costs need not. So whoever recommends a long step builds it
+A schedule for many microbatches repeats itself. A schedule of the same family for a few
+microbatches, whose number leaves the same remainder when divided by the family's period, has the
+same beginning, period and ending. Its `repeating_part` gives the figures of the long step exactly,
+up to rounding. It remains unknown whether the family really makes that schedule for the long step:
+families that place W by the costs may not. Code that recommends a long step therefore builds it
 whole first (`Simulated.is_whole`).
 """
 
@@ -29,8 +29,8 @@ from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
 
-_PERIODS = 5  # of the shortest step that is tried; each next one has about twice as many
-_MADE_AGAIN = by_kind(lambda rule: rule.repeats is not None)
+_PERIODS = 5  # in the shortest step that is tried; each next one has about twice as many
+_RECOMPUTES = by_kind(lambda rule: rule.repeats is not None)
 _REPEATED = {rule.repeats for rule in RULES.values()}
 _MADE = np.array([kind in _REPEATED for kind in KINDS])
 _LONG = 1.5  # times a shorter step's microbatches: below that the long step itself is built
@@ -42,7 +42,8 @@ class Simulated:
 
     Attributes:
         held_bytes: the peak of each rank; None if the costs have no bytes.
-        is_whole: whether the schedule was built whole, and not told by its repeating part.
+        is_whole: whether the schedule was built whole, as opposed to derived from its repeating
+            part.
     """
 
     report: ScheduleReport
@@ -57,14 +58,15 @@ def simulate_step(
     *,
     whole: bool = False,
 ) -> Simulated:
-    """Report on ``choice`` for ``problem``, by the repeating part of a shorter step if it has one.
+    """Return the figures of ``choice`` for ``problem``, from the repeating part of a shorter step
+    if it has one.
 
     Args:
         whole: build all microbatches.
 
     Raises:
-        InvalidSchedule: as `report`; a shorter step that exceeds the memory limit tells that all of
-            them do.
+        InvalidSchedule: as `report`. If a shorter step exceeds the memory limit, longer ones do
+            too.
         ValueError: ``choice`` has no schedule for ``problem``.
     """
     check_size(problem)
@@ -82,7 +84,7 @@ def simulate_step(
 
 
 def _fewer(choice: Choice, problem: Problem) -> Iterator[int]:
-    """Numbers of microbatches to try, the fewest first."""
+    """Yield numbers of microbatches to try, the smallest first."""
     period = _period(choice, problem)
     number = _PERIODS * period + problem.microbatches % period
     while _LONG * number <= problem.microbatches:
@@ -91,7 +93,8 @@ def _fewer(choice: Choice, problem: Problem) -> Iterator[int]:
 
 
 def _period(choice: Choice, problem: Problem) -> int:
-    """After how many microbatches a schedule of the family may repeat itself: a group of them."""
+    """Return the number of microbatches after which a schedule of the family may repeat itself: a
+    group."""
     group = re.search(r"\bgroup=(\d+)", choice.spec)
     if group is not None and int(group[1]):
         return int(group[1])
@@ -101,7 +104,8 @@ def _period(choice: Choice, problem: Problem) -> int:
 def _shorter(
     choice: Choice, problem: Problem, number: int, build: Callable[[Choice, Problem], Program]
 ) -> tuple[Program, ScheduleReport] | None:
-    """The step of so many microbatches; None: it is refused in words that may name the number.
+    """Return the step of ``number`` microbatches; None if it is refused with a text that may name
+    the number.
 
     Raises:
         InvalidSchedule: as `report`.
@@ -117,7 +121,8 @@ def _shorter(
 def _by_repeating_part(
     program: Program, made: ScheduleReport, microbatches: int, period: int
 ) -> Simulated | None:
-    """The figures of a step of ``microbatches``; None: ``program`` does not tell them."""
+    """Return the figures of a step of ``microbatches``; None if ``program`` does not determine
+    them."""
     part = repeating_part(program, (1, period))
     if part is None:
         return None
@@ -134,14 +139,15 @@ def _by_repeating_part(
 def _with_periods(
     made: ScheduleReport, program: Program, part: RepeatingPart, times: int
 ) -> ScheduleReport:
-    """``made`` of ``program`` with its period ``times`` more."""
+    """Return ``made``, the report of ``program``, with its period repeated ``times`` more."""
     more = times * part.seconds
     makespan, span = made.makespan + more, made.span + more
     work = made.work + times * part.work / made.pp
     schedule = program.schedule
-    again, once = (flags[schedule.columns.kind] for flags in (_MADE_AGAIN, _MADE))
+    recomputes, originals = (flags[schedule.columns.kind] for flags in (_RECOMPUTES, _MADE))
     counts = [
-        int(flags.sum() + times * (flags & part.is_in_period).sum()) for flags in (again, once)
+        int(flags.sum() + times * (flags & part.is_in_period).sum())
+        for flags in (recomputes, originals)
     ]
     return replace(
         made,
@@ -158,7 +164,8 @@ def _with_periods(
 
 
 def _holds_as_much(schedule: Schedule, part: RepeatingPart, amount: Amount) -> bool:
-    """Whether every rank holds the same at both cuts: what it holds during the actions before."""
+    """Return whether every rank holds the same memory at both cuts, during the actions before
+    them."""
     for row, (begin, end) in zip(schedule.rows, part.cuts, strict=True):
         before = list(held_during(row[:end], amount))
         if begin and abs(before[begin - 1] - before[-1]) > SAME * max(before):

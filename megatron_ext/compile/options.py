@@ -1,4 +1,4 @@
-"""The options of a schedule, as a user writes them: ``key=value,...``."""
+"""Options of a schedule in a user's text form: ``key=value,...``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The options that ``function`` takes: its keyword-only parameters."""
+    """Return the options that ``function`` takes: its keyword-only parameters."""
     parameters = inspect.signature(function).parameters.values()
     return {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
 
@@ -26,7 +26,8 @@ def accepted(function: Callable[..., Any], options: dict[str, Any]) -> dict[str,
 
 
 def parse_options(name: str, parameters: Parameters, text: str) -> dict[str, Any]:
-    """The options in ``text`` of the schedule ``name``, converted to their default's type.
+    """Return the options in ``text`` of the schedule ``name``, converted to the type of their
+    default.
 
     Raises:
         ValueError: there is no such option, or its value is not understood.
@@ -53,7 +54,7 @@ def parse_options(name: str, parameters: Parameters, text: str) -> dict[str, Any
 
 
 def perhaps(name: str, known: Iterable[str], all_known: str) -> str:
-    """The end of an error about a ``name`` that is not among ``known``."""
+    """Return the end of an error about a ``name`` that is not among ``known``."""
     meant = meant_by(name, known)
     if not meant:
         return all_known

@@ -1,4 +1,4 @@
-"""Code of a user's schedule file while it runs: it may fail, exit, or never end."""
+"""Guard around the code of a user's schedule file, which may fail, exit, or never end."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from types import FrameType
 from megatron_ext.progress import duration, task
 from megatron_ext.words import shown
 
-LONGEST = 600.0  # seconds that code which says of itself that it does not search may take
+LONGEST = 600.0  # most seconds of code that does not declare itself a search
 
 
 @contextlib.contextmanager
 def code_of(
     path: Path, what: str, failed: str, *, is_search: bool = False, may_refuse: bool = True
 ) -> Iterator[None]:
-    """Run code of the schedule file ``path`` in the block, which is a task called ``what``.
+    """Run code of the schedule file ``path`` in the block, as a task called ``what``.
 
-    The block is interrupted after `LONGEST` seconds unless it ``is_search``, in the main thread of
-    a process; another thread cannot be interrupted.
+    The block is interrupted after `LONGEST` seconds unless it ``is_search``. This works in the main
+    thread of a process only; another thread cannot be interrupted.
 
     Raises:
-        ValueError: ``failed`` and why, whatever the code raises, SystemExit included. A ValueError
-            of code that ``may_refuse`` what it is given stays as it is.
+        ValueError: whatever the code raises, SystemExit included, with the text ``failed`` and the
+            reason. A ValueError of code that ``may_refuse`` its input is passed on unchanged.
     """
     try:
         with task(what), _time_limit(None if is_search else LONGEST):
@@ -50,13 +50,14 @@ def code_of(
 
 
 def _line_of(error: BaseException, path: Path) -> str:
-    """``, line 7``, the line of the file at ``path`` that ``error`` came from, if it was one."""
+    """Return ``, line 7``: the line of the file at ``path`` that ``error`` came from, if it came
+    from one."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == str(path)]
     return f", line {lines[-1]}" if lines else ""
 
 
-class _TimeIsUp(BaseException):  # no Exception, which the code may catch
+class _TimeIsUp(BaseException):  # not an Exception, which the code may catch
     pass
 
 
@@ -78,6 +79,6 @@ def _time_limit(seconds: float | None) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
-        if left:  # a timer of somebody else's
+        if left:  # a timer that was already running
             left = max(left - (time.monotonic() - start), 0.001)
             signal.setitimer(signal.ITIMER_REAL, left, interval)

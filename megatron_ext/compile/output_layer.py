@@ -1,7 +1,8 @@
-"""Whether the output layer's weight gradient waits for W, or comes with I.
+"""Choice whether the output layer's weight gradient waits for W, or is computed in I.
 
-Between I and W the output layer keeps the gradient of the logits, which can be larger than all that
-a stage's layers hold. So it waits only if the costs show that there is memory for it.
+Between I and W the output layer holds the gradient of the logits, which can be larger than the
+activations of all layers of a stage. It therefore waits only if the costs show that there is enough
+memory.
 """
 
 from __future__ import annotations
@@ -23,42 +24,44 @@ from megatron_ext.schedule.problem import Problem, VocabularyParallel
 
 
 def place_output_layer(choice: Choice, problem: Problem) -> Program:
-    """The program of ``choice`` with the output layer's weight gradient where it takes less time.
+    """Return the program of ``choice`` with the output layer's weight gradient in I or in W,
+    whichever takes less time.
 
-    It waits for W only if it can within a memory limit in bytes, or, where there is none, without
-    making the largest peak of the ranks larger than the others' peaks. Where ``problem`` does not
-    tell the output layer's costs and bytes it comes with I, and the costs are taken as they are.
+    It waits for W only if the memory allows that: within a memory limit in bytes, or without a
+    limit, if the peak of the rank with the output layer stays within the other ranks' largest peak.
+    If ``problem`` does not give the output layer's costs and bytes, the gradient is computed in I,
+    and the costs are used as they are.
 
     Raises:
-        InvalidSchedule: as `build_program`, when it comes with I.
+        InvalidSchedule: as `build_program`, with the gradient in I.
     """
     return _better_placed(partial(build_program, choice), problem, choice.traits.splits_backward)
 
 
 def better_of(now: Program, before: Program, choice: Choice, problem: Problem) -> Program:
-    """Return ``now``, or the order of passes of ``before`` if ``problem`` takes less time by it.
+    """Return ``now``, or a program with the order of passes of ``before`` if that takes less time.
 
-    A family that searches does not always find the best.
+    A family that searches does not always find the best order.
 
     Args:
-        now: what `place_output_layer` makes of ``choice`` for ``problem``.
+        now: result of `place_output_layer` for ``choice`` and ``problem``.
         before: a program of ``choice`` for other costs.
     """
     if problem.extras.vocab_parallel is not VocabularyParallel.NONE:
-        return now  # the rows of ``before`` have the vocabulary's passes in them
+        return now  # the rows of ``before`` include the vocabulary's passes
     if problem.first_trained:
-        return now  # and here they lack passes
+        return now  # the rows of ``before`` lack passes
     passes = replace(before.schedule, rows=before.schedule.compute_rows)
     try:
-        again = _better_placed(partial(complete, passes), problem, choice.traits.splits_backward)
+        rebuilt = _better_placed(partial(complete, passes), problem, choice.traits.splits_backward)
     except InvalidSchedule:
         return now
-    return again if _seconds(again) < _seconds(now) else now
+    return rebuilt if _seconds(rebuilt) < _seconds(now) else now
 
 
 def _better_placed(build: Callable[[Problem], Program], problem: Problem, splits: bool) -> Program:
     """Return the program of ``build`` with the output layer's weight gradient in I or in W, as
-    `place_output_layer` decides. ``splits``: whether there is W at all."""
+    `place_output_layer` decides. ``splits`` says whether the schedule has W at all."""
     costs = problem.costs
     shared = problem.extras.vocab_parallel is not VocabularyParallel.NONE
     if shared or not splits or costs.vocabulary is None:
@@ -76,7 +79,8 @@ def _better_placed(build: Callable[[Problem], Program], problem: Problem, splits
 
 
 def output_layer_waits(program: Program) -> bool:
-    """Whether the output layer's weight gradient waits for W in ``program``, as its costs say."""
+    """Return whether the output layer's weight gradient waits for W in ``program``, by its
+    costs."""
     problem = program.problem
     if (
         problem.extras.vocab_parallel is not VocabularyParallel.NONE
@@ -89,8 +93,8 @@ def output_layer_waits(program: Program) -> bool:
 
 
 def costs_in(program: Program, costs: Costs) -> Costs:
-    """Return ``costs`` as the passes of ``program`` have them: the output layer's where it is
-    placed."""
+    """Return ``costs`` as distributed over the passes of ``program``: with the output layer's
+    weight gradient in I or in W, as the program places it."""
     problem = program.problem
     if problem.extras.vocab_parallel is not VocabularyParallel.NONE:
         return share_vocabulary(costs, problem.placement, problem.extras.vocab_parallel)
@@ -100,7 +104,7 @@ def costs_in(program: Program, costs: Costs) -> Costs:
 
 
 def with_input_gradient(costs: Costs) -> Costs:
-    """Return ``costs`` with the output layer's weight gradient in I, as far as they tell it."""
+    """Return ``costs`` with the output layer's weight gradient in I, if they give its costs."""
     if costs.vocabulary is None or not costs.vocabulary.head[2]:
         return costs
     forward, input_gradient, weight_gradient = costs.vocabulary.head

@@ -7,18 +7,18 @@ from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import entries
 from megatron_ext.words import counted
 
-_LEAST = 1e-3  # of the makespan: to gain less is not worth it
+_LEAST = 1e-3  # of the makespan: a smaller gain is not worth it
 
 
 def is_gain(makespan: float, step: float) -> bool:
-    """Whether a step of ``step`` seconds is worth overlapping steps for, where one alone takes
-    ``makespan``."""
+    """Return whether overlapping steps of ``step`` seconds are worth it, compared with a single
+    step of ``makespan``."""
     return step < makespan * (1 - _LEAST)
 
 
 def what_overlapping_gains(program: Program) -> str:
-    """Return a line on the gain of post-validation, which ``program`` has: its step and its
-    makespan compared."""
+    """Return a line on the gain of post-validation, which ``program`` has: its step compared with
+    its makespan."""
     makespan, step = _figures(program)
     if not is_gain(makespan, step):
         return (
@@ -45,7 +45,7 @@ def check_overlaps(program: Program) -> None:
 
 
 def _overlapping_families() -> str:
-    """The families whose steps overlap: of fewer chunks first, those that search last."""
+    """Return the names of the families whose steps overlap: fewer chunks first, searches last."""
     able = [entry for entry in entries().values() if entry.traits.steps_overlap]
     able.sort(key=lambda entry: (entry.place(2).chunks, entry.traits.searches, entry.name))
     *others, last = (entry.name for entry in able)

@@ -1,4 +1,4 @@
-"""Pairs of passes that run as one, on schedules that can have them and if they are requested."""
+"""Pairs of passes that run as one, added to schedules that can have them if they are requested."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def with_pairs(schedule: Schedule, problem: Problem) -> Schedule:
 
 
 def built_with_pairs(choice: Choice, alone: Problem, problem: Problem) -> Schedule:
-    """The passes of ``choice`` for ``problem``, which its family is given as ``alone``.
+    """Return the passes of ``choice`` for ``problem``, which its family sees as ``alone``.
 
-    A search knows nothing of pairs. So with pairs its result is the least time of what it finds and
-    of the others on its placement, with pairs each, within the memory limit; without one, in no
-    more than 1F1B's memory and the chunk that a pair takes.
+    A search does not know of pairs. With pairs the result is therefore the fastest of its schedule
+    and of the other families' on its placement, each with pairs, within the memory limit. Without a
+    limit, the others may hold no more than 1F1B's memory plus the chunk that a pair takes.
     """
     schedule = with_pairs(choice.build(alone), problem)
     if not choice.traits.searches or not schedule.pairs:
@@ -51,7 +51,7 @@ def _others(alone: Problem, problem: Problem) -> Iterator[Schedule]:
     for choice in on_placement(problem.placement):
         try:
             schedule = with_pairs(choice.build(alone), problem)
-        except ValueError:  # it has none, or does not fit
+        except ValueError:  # it has no pairs, or does not fit
             continue
         amount, allowed = in_microbatches(schedule), problem.held_by_1f1b
         allowed += 1 / problem.placement.chunks

@@ -1,4 +1,4 @@
-"""The families by name, and how a user's ``NAME[:key=value,...]`` becomes a schedule."""
+"""Registry of families, and the conversion of a user's ``NAME[:key=value,...]`` into a schedule."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from megatron_ext.words import counted, shown
 class Mark(enum.StrEnum):
     """Maturity of a schedule: its tests, and whether `plan` recommends it.
 
-    All of them are proved for every size that `scripts/sweep_schedules.py` has, and train in
-    tests to stock's bits.
+    All schedules are proved for every size in `scripts/sweep_schedules.py`, and train in tests to
+    stock's bits.
 
     - stable: trained in tests together with other features of launches (checkpoints, tensor or
-      expert parallelism, vocabulary parallelism, offload), its time and memory are on its page and
-      compared with it by a test, and some launch is best off with it. Two that are one search with
-      another limit count as one.
+      expert parallelism, vocabulary parallelism, offload); its time and memory are on its page,
+      where a test checks them; and it is the best for some launch. Two that are one search with
+      different limits count as one.
     - experimental: it may suit a launch, but has hardly been trained together with other features.
-    - laboratory: to compare with. Others take less time in no more memory.
+    - laboratory: for comparison only. Others take less time in no more memory.
     """
 
     STABLE = "stable"
@@ -55,14 +55,14 @@ class Traits:
     """Properties of the schedules of a family.
 
     Attributes:
-        splits_backward: there are I and W, and not B alone.
-        uses_costs: other costs give another schedule.
-        searches: making a schedule is a search of seconds to minutes.
-        steps_overlap: post-validation gains something, on more than one rank.
-        fits_recompute: the family itself chooses which activations are recomputed, if recompute
+        splits_backward: whether the schedules have I and W, and not B alone.
+        uses_costs: whether the schedule depends on the costs.
+        searches: whether making a schedule is a search of seconds to minutes.
+        steps_overlap: whether post-validation gains time, on more than one rank.
+        fits_recompute: whether the family itself chooses the activations to recompute, if recompute
             has to fit into the memory limit.
-        takes_slices: there is an order for microbatches that are cut into slices.
-        keeps_pairs: most F of the steady state can run as one with a backward pass.
+        takes_slices: whether the family has an order for microbatches that are cut into slices.
+        keeps_pairs: whether most F of the steady state can run as one with a backward pass.
     """
 
     splits_backward: bool = False
@@ -76,9 +76,12 @@ class Traits:
 
 @dataclass(frozen=True)
 class FamilyEntry:
-    """A registered family. ``build`` takes the problem, ``place`` the number of ranks, and each
-    those options of the family that it names as keyword-only parameters. So does ``at_once``, where
-    ``build`` takes long."""
+    """A registered family.
+
+    ``build`` takes the problem, ``place`` the number of ranks. Each also takes the options of the
+    family that it names as keyword-only parameters. ``at_once`` is like ``build``, for families
+    whose ``build`` takes long.
+    """
 
     name: str
     build: Callable[..., Schedule]
@@ -90,8 +93,8 @@ class FamilyEntry:
     at_once: Callable[..., Schedule] | None = None
 
 
-# Where `family` puts what it registers: ours, and above that the families of a user's file while
-# it is being imported, so that those never join ours.
+# Lists to which `family` adds: ours, and above it the families of a user's file while the file is
+# being imported, so that they never join ours.
 _REGISTERED: list[list[FamilyEntry]] = [[]]
 
 
@@ -108,12 +111,12 @@ def family(
     """Register the decorated function as the family ``name``.
 
     Args:
-        place: the placement for so many ranks.
-        source: the paper, and where in it.
-        mark: how far it has been tried.
+        place: function from a number of ranks to the placement.
+        source: the paper, and the place in it.
+        mark: its maturity.
         aliases: other names, torch.distributed.pipelining's among them.
-        at_once: of a family that takes long, a function that takes no search: the best it has
-            within the same limit. It stands in where steps cannot wait.
+        at_once: for a family that takes long, a function that does not search: the best schedule
+            that it has within the same limit. It is used instead where steps cannot wait.
         traits: fields of `Traits`, such as ``splits_backward=True``.
 
     Raises:
@@ -135,7 +138,7 @@ def family(
 
 @functools.cache
 def entries() -> dict[str, FamilyEntry]:
-    """Return all families of ours by name, in the order of their files."""
+    """Return our registered families by name, in the order of their files."""
     from megatron_ext import schedule_families as families
 
     for module in pkgutil.iter_modules(families.__path__):
@@ -149,28 +152,29 @@ def entries() -> dict[str, FamilyEntry]:
 class Choice:
     """A chosen schedule before its problem is known: a family with options, or a table.
 
-    ``at_once`` stands in for it where steps cannot wait for a search; None where it needs none.
+    ``at_once`` is used instead where steps cannot wait for a search; None if the choice needs no
+    search.
     """
 
     spec: str
     place: Callable[[int], Placement]
     build: Family
     traits: Traits
-    ranks: int | None = None  # that a table is for; None: any number
+    ranks: int | None = None  # for which a table is made; None: any number
     microbatches: int | None = None  # the same
-    slices: int | None = None  # that a microbatch has in a table; None: any number
+    slices: int | None = None  # of a microbatch in a table; None: any number
     recomputes: bool = False  # whether it is a table with passes that recompute activations
     has_pairs: bool = False  # whether it is a table with passes that run as one
     at_once: Family | None = None
 
     @property
     def takes_long(self) -> bool:
-        """Whether its schedule is searched for, which steps cannot wait for."""
+        """Whether its schedule is found by a search, for which steps cannot wait."""
         return self.traits.searches or self.at_once is not None
 
     @property
     def without_search(self) -> Choice:
-        """This choice, or the same by what stands in for its search."""
+        """This choice, or the one that is used instead of its search."""
         if self.at_once is None:
             return self
         traits = replace(self.traits, searches=False)
@@ -178,12 +182,12 @@ class Choice:
 
     @property
     def example(self) -> Placement:
-        """The placement on some number of ranks: its shape."""
+        """The placement on some number of ranks, as an example of its shape."""
         return self.place(self.ranks or 2)
 
     @property
     def moves_first_stage(self) -> bool:
-        """Whether the model's first stage is on another rank than the first."""
+        """Whether the model's first stage is on another rank than rank 0."""
         return self.example.rank_of[0] != 0
 
 
@@ -202,7 +206,7 @@ def choose(spec: str) -> Choice:
         raise ValueError(f"schedule file {table[1]} is a table and has no options: drop {table[2]}")
     spec = _named(spec)
     entry, options = _entry_and_options(spec)
-    # Megatron asks where the first stage is several times a microbatch.
+    # Megatron looks up the rank of the first stage several times a microbatch.
     place = functools.cache(functools.partial(entry.place, **accepted(entry.place, options)))
     build = functools.partial(entry.build, **accepted(entry.build, options))
     at_once = entry.at_once and functools.partial(entry.at_once, **accepted(entry.at_once, options))
@@ -210,7 +214,7 @@ def choose(spec: str) -> Choice:
 
 
 def _named(spec: str) -> str:
-    """Return ``spec``, or the search that it stands for, if it is an ``auto``.
+    """Return ``spec``, or the search that it stands for if it is an ``auto``.
 
     Raises:
         ValueError: it stands for several searches.
@@ -227,12 +231,16 @@ def _named(spec: str) -> str:
 
 
 def entry_of(spec: str) -> FamilyEntry:
-    """The family that ``spec``, which is no table, names. Raises ValueError as `choose`."""
+    """Return the family that ``spec``, which is no table, names.
+
+    Raises:
+        ValueError: as `choose`.
+    """
     return _entry_and_options(_named(spec))[0]
 
 
 def on_placement(placement: Placement) -> Iterator[Choice]:
-    """Yield our families without a search whose stages can lie as ``placement`` has them."""
+    """Yield our families without a search that can use ``placement``."""
     numbers = {"vpp": placement.chunks, "waves": max(placement.chunks // 2, 1)}
     for entry in entries().values():
         spec = entry.name
@@ -245,7 +253,7 @@ def on_placement(placement: Placement) -> Iterator[Choice]:
 
 
 def _entry_and_options(spec: str) -> tuple[FamilyEntry, dict[str, Any]]:
-    """The family that ``spec``, which is no table, names, and the options that it gives."""
+    """Return the family that ``spec``, which is no table, names, and the options that it gives."""
     if python := _PYTHON_FILE.fullmatch(spec):
         entry, options_text = _from_python_file(Path(python[1])), python[2] or ""
     else:
@@ -265,7 +273,7 @@ def options_of(spec: str) -> tuple[frozenset[str], dict[str, Any]]:
 
 
 def file_of(spec: str) -> Path | None:
-    """The file that ``spec`` names, if it names one."""
+    """Return the file that ``spec`` names; None if it names none."""
     python = _PYTHON_FILE.fullmatch(spec)
     if python is not None:
         return Path(python[1])
@@ -277,7 +285,8 @@ def with_option(spec: str, key: str, value: object) -> str:
     return f"{spec}{',' if ':' in spec else ':'}{key}={value}"
 
 
-# By the names that they were published under: the family that is each of them folded.
+# Schedules with two copies of the model, by published name, with the family that equals each after
+# folding.
 _TWO_COPIES = {"dualpipe": "dualpipe-v", "ScheduleDualPipe": "dualpipe-v", "DualPipe": "dualpipe-v"}
 
 
@@ -301,9 +310,9 @@ def _find(name: str) -> FamilyEntry:
 
 
 def _remarking(build: Callable[..., Schedule], text: str) -> Callable[..., Schedule]:
-    """``build``, which says ``text`` to who listens."""
+    """Return ``build`` changed to log the remark ``text`` when it is called."""
 
-    @functools.wraps(build)  # with its options, which are read off its signature
+    @functools.wraps(build)  # keeps its signature, from which options are read
     def remarking(problem: Problem, **options: Any) -> Schedule:
         remark(text)
         return build(problem, **options)
@@ -312,7 +321,7 @@ def _remarking(build: Callable[..., Schedule], text: str) -> Callable[..., Sched
 
 
 def _all_names() -> list[str]:
-    """The names of our families, and then their other names."""
+    """Return the names of our families, followed by their aliases."""
     return [*entries(), AUTO, *(alias for entry in entries().values() for alias in entry.aliases)]
 
 
@@ -386,7 +395,8 @@ def cut_as_in(problem: Problem, schedule: Schedule) -> Schedule:
 
 
 def _in_csv_file(path: Path) -> tuple[Schedule, bool]:
-    """The schedule in a file, and whether it holds every stage twice there: then it is folded."""
+    """Return the schedule in a file, and whether the file holds every stage twice; the schedule is
+    folded then."""
     text = read_text_file(path, "schedule file")
     check_table(text, f"schedule file {path}")
     rows = rows_from_csv(text, path.name)
@@ -409,9 +419,9 @@ def _from_python_file(path: Path) -> FamilyEntry:
     return _import_family(resolved)
 
 
-@functools.cache  # failures are not cached: a corrected file is read anew
+@functools.cache  # failures are not cached: a corrected file is read afresh
 def _import_family(path: Path) -> FamilyEntry:
-    """The one family that the file at ``path`` registers."""
+    """Return the one family that the file at ``path`` registers."""
     added = _families_in(path)
     if len(added) != 1:
         names = ", ".join(entry.name for entry in added) or "none"
@@ -446,8 +456,8 @@ def _import_family(path: Path) -> FamilyEntry:
 
 
 def _families_in(path: Path) -> list[FamilyEntry]:
-    entries()  # or ours would register among the file's, if it is the first to import them
-    # As a module, or dataclasses and pickle would not find where the file's classes are.
+    entries()  # registers ours first, so that they do not count as the file's
+    # A module is needed for dataclasses and pickle to find the file's classes.
     module = types.ModuleType(str(path))
     module.__file__ = str(path)
     registered: list[FamilyEntry] = []

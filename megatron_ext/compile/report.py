@@ -26,14 +26,14 @@ class ScheduleReport:
     """A simulated schedule; ``--json`` prints these names in this order.
 
     Attributes:
-        schedule: as it was chosen, with its options.
-        makespan, span, step, work: in the unit of the costs. ``step`` is what a step costs: the
-            makespan, or where steps overlap about the span.
-        peak_activation_microbatches: of each rank, in microbatches of a full one.
+        schedule: its name with its options, as chosen.
+        makespan, span, step, work: times in the unit of the costs. ``step`` is the time of a step:
+            the makespan, or about the span if steps overlap.
+        peak_activation_microbatches: peak of each rank, in microbatches of a full rank.
         host_microbatches: the same on the host.
         made_again: the share of activations that are recomputed.
-        pairs: how many forward passes run as one with a backward pass.
-        generation_seconds: that it took to make the program.
+        pairs: number of forward passes that run as one with a backward pass.
+        generation_seconds: seconds to make the program.
     """
 
     schedule: str
@@ -74,10 +74,10 @@ class ScheduleReport:
 def report(
     choice: Choice, problem: Problem, build: Callable[[Choice, Problem], Program] = build_program
 ) -> tuple[Program, ScheduleReport]:
-    """Build, prove and simulate ``choice``.
+    """Build, prove and simulate ``choice``, and return its program and the report.
 
     Raises:
-        InvalidSchedule: it does not solve the problem, or not within its memory limit.
+        InvalidSchedule: the schedule does not solve the problem, or not within its memory limit.
     """
     start = time.perf_counter()
     program = build(choice, problem)

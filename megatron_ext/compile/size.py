@@ -1,4 +1,4 @@
-"""Size of a problem, and the time to build its program: told before it begins."""
+"""Size of a problem, and the time and memory to build its program, known before building begins."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from megatron_ext.schedule.schedule_csv import KINDS_IN_FILES
 from megatron_ext.words import bytes_text, counted
 
 _MANY = 500_000  # passes
-# Measured of 1f1b, interleaved, zb-h1 and zb-v on 8 to 128 ranks: what a microbatch takes on a
-# stage, with its messages and waits, to be built, proved and simulated. Those actions are eight;
-# for each pass it is found out how far every rank has come (`waits`).
+# Measured for 1f1b, interleaved, zb-h1 and zb-v on 8 to 128 ranks: seconds and bytes to build,
+# prove and simulate one microbatch on one stage with its messages and waits. These are eight
+# actions; for each pass the progress of every rank is computed (`waits`).
 _SECONDS, _SECONDS_PER_RANK = 60e-6, 0.1e-6
 _BYTES = 3500
 
 
 def size_of(problem: Problem) -> str:
-    """``8 ranks and 32 microbatches``, and if that is very much what building its program takes."""
+    """Return the size of ``problem`` in words: ``8 ranks and 32 microbatches``. For a very large
+    problem the text includes the time and memory to build its program."""
     text = _counts(problem)
     if problem.extras.vocab_parallel is not VocabularyParallel.NONE:
         text += f", vocabulary parallelism {problem.extras.vocab_parallel}"
@@ -40,8 +41,8 @@ def check_size(problem: Problem) -> None:
 def check_table(text: str, what: str) -> None:
     """Raise ValueError if this machine has less memory than the program of a table takes.
 
-    ``text`` is that of the file ``what``. Its actions are counted by their letters, before any of
-    them is read.
+    ``text`` is the content of the file ``what``. Its actions are counted by their letters, before
+    any of them is parsed.
     """
     pairs = text.count("OVERLAP_F_B")
     most = max(
@@ -66,7 +67,7 @@ def seconds_to_build(problem: Problem) -> float:
 
 
 def bytes_to_build(problem: Problem) -> int:
-    """About what it takes to build a program, and to simulate it."""
+    """Return about the bytes to build a program and to simulate it."""
     return _pairs(problem) * _BYTES
 
 

@@ -1,9 +1,9 @@
-"""What a microbatch leaves on a stage for its backward pass, and what I leaves there for W.
+"""Bytes of activations that a microbatch leaves on a stage: from F to I, and from I to W.
 
-By what autograd saves: of Megatron's local layers it is what a training without a GPU counts, of
-Transformer Engine's what their fused kernels save (34 bytes for each unit of width of a GPT of 16
-bits, 20 with norms, activations and dropout run again: Korthikanti et al. 2022, section 4; Wan et
-al. 2025).
+The counts follow what autograd saves. For Megatron's local layers they equal the counts of a
+training without a GPU, for Transformer Engine's layers what their fused kernels save (34 bytes for
+each unit of width of a GPT in 16 bits, 20 if norms, activations and dropout are recomputed:
+Korthikanti et al. 2022, section 4; Wan et al. 2025).
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from megatron_ext.cost_model.model import Model, Stage
 
 @dataclass(frozen=True)
 class Kept:
-    """What layers keep of a token, on all tensor-parallel ranks together.
+    """Activations that layers keep of a token, summed over all tensor-parallel ranks.
 
     Attributes:
-        elements: kept for the backward pass, inside attention and MLPs.
-        between: the same between these, where only sequence parallelism divides it.
-        masks: bytes kept of dropouts between them.
-        figures: bytes kept beside, inside them.
-        widths: of what enters and of what leaves the matrices whose gradients wait for W.
-        whole: of ``widths``, those that each tensor-parallel rank has whole: in halves the inputs
-            of pairs' first matrices, and the gradients of the last ones' outputs.
+        elements: elements kept for the backward pass inside attention and MLPs.
+        between: elements kept between these parts, which only sequence parallelism partitions.
+        masks: bytes of the masks of dropouts between the parts.
+        figures: bytes kept inside the parts in addition to ``elements``.
+        widths: summed widths of the inputs and outputs of matrices whose weight gradients wait for
+            W.
+        whole: the part of ``widths`` that each tensor-parallel rank has whole. One half are the
+            inputs of pairs' first matrices, the other the gradients of the last matrices' outputs.
     """
 
     elements: float = 0.0
@@ -50,8 +51,8 @@ class Kept:
 def held_of_stage(
     model: Model, stage: Stage, execution: Execution, measured: Measured | None = None
 ) -> tuple[float, float]:
-    """Bytes of a microbatch on a rank of ``stage``: from F to I, and from I to W; without the
-    logits. With ``measured`` they are scaled to what was."""
+    """Return the bytes of a microbatch on a rank of ``stage``: from F to I, and from I to W. The
+    logits are not included. With ``measured`` the bytes are scaled to the measured ones."""
     activation = left = 0.0
     for component, kept, for_w in held_by_component(model, stage, execution):
         scale = NOT_SCALED if measured is None else measured.of(component)
@@ -63,15 +64,16 @@ def held_of_stage(
 def held_by_component(
     model: Model, stage: Stage, execution: Execution
 ) -> Iterator[tuple[str, float, float]]:
-    """The same, each layer by its type, with what is beside layers."""
+    """Yield name, bytes from F to I and bytes from I to W of each component: of each layer, named
+    by its type, and of the stage's components besides layers."""
     tokens, size = execution.tokens, execution.element_bytes
     boundary = tokens * model.hidden_size * size
     split = execution.split_tokens * model.hidden_size * size  # on one rank, between layers
     if stage.depths:
-        # The projection's input, and what the norms before and after it and the layer have as
-        # theirs; or what is looked up, where the rest is run again.
-        beside = boundary if execution.recompute else 4 * split
-        yield DEPTH, stage.depths * beside, stage.depths * 3 * split
+        # The projection's input, and the inputs of the norms before and after it and of the layer;
+        # only the embeddings if the rest is recomputed.
+        projection = boundary if execution.recompute else 4 * split
+        yield DEPTH, stage.depths * projection, stage.depths * 3 * split
     if stage.head:  # the final norm's, and what enters the output layer
         yield OUTPUT_LAYER, _norms(model, execution) * split, split
     layers = [(layer, layer) for layer in stage.layers] + [(DEPTH, model.mtp_layer)] * stage.depths
@@ -87,8 +89,8 @@ def held_by_component(
 
 
 def keys_values_of_stage(model: Model, stage: Stage, execution: Execution) -> float:
-    """Bytes of a microbatch's keys and values on a rank of ``stage``, which later slices of the
-    sequence attend to."""
+    """Return the bytes of a microbatch's keys and values on a rank of ``stage``, to which later
+    slices of the sequence attend."""
     width = 2 * model.key_value_width
     if model.multi_latent_attention:
         keys = model.qk_head_dim + model.qk_pos_emb_head_dim
@@ -100,7 +102,7 @@ def keys_values_of_stage(model: Model, stage: Stage, execution: Execution) -> fl
 
 
 def _left_for_w(kept: Kept, execution: Execution) -> float:
-    """Widths that wait for W on a rank."""
+    """Return the summed widths that wait for W on a rank."""
     share = 1 / execution.tensor_parallel
     kinds = 2 - len(execution.gathers_again) if execution.sequence_parallel else 2  # that are whole
     return kept.widths * share + kept.whole / 2 * kinds * (1 - share)
@@ -133,7 +135,7 @@ def _kept_by(symbol: str, model: Model, execution: Execution) -> Kept:
 
 
 def _row_input(symbol: str, model: Model) -> float:
-    """The width of what enters the last matrix of a pair."""
+    """Return the width of the input of the last matrix of a pair."""
     match symbol:
         case "*" | "w" | "+":
             if model.multi_latent_attention:
@@ -149,8 +151,8 @@ def _row_input(symbol: str, model: Model) -> float:
 
 
 def _norms(model: Model, execution: Execution) -> int:
-    """How many tensors a norm keeps, its output, which enters matrices, among them. torch's own
-    RMSNorm keeps its input twice, once divided by its length."""
+    """Return the number of tensors that a norm keeps, including its output, which enters matrices.
+    torch's own RMSNorm keeps its input twice: as it is, and divided by its length."""
     is_twice = model.normalization == "RMSNorm" and not execution.transformer_engine
     return 3 if is_twice else 2
 
@@ -158,15 +160,16 @@ def _norms(model: Model, execution: Execution) -> int:
 def _around(
     model: Model, execution: Execution, matrix: str = "", *, is_alone: bool = False
 ) -> Kept:
-    """What the norm before attention, an MLP or the like keeps, with what enters the ``matrix``
-    behind it, and the dropout behind all that.
+    """Return what is kept of the norm before a part, of the input of the ``matrix`` behind it, and
+    of the dropout behind the part.
 
-    Megatron runs norms again that are modules of their own: all of its local layers, of Transformer
-    Engine's those that are not in the matrix behind them (``is_alone``).
+    If ``layernorm`` is recomputed, Megatron recomputes norms that are separate modules: all norms
+    of its local layers, and those of Transformer Engine's that are not fused into the matrix behind
+    them (``is_alone``).
     """
-    may_be_again = is_alone or not execution.transformer_engine
-    is_again = may_be_again and "layernorm" in execution.recompute_modules
-    norms = 1 if is_again else _norms(model, execution) - (matrix in execution.unkept)
+    may_be_recomputed = is_alone or not execution.transformer_engine
+    is_recomputed = may_be_recomputed and "layernorm" in execution.recompute_modules
+    norms = 1 if is_recomputed else _norms(model, execution) - (matrix in execution.unkept)
     masks = model.hidden_size if execution.hidden_dropout else 0
     return Kept(between=norms * model.hidden_size, masks=masks)
 
@@ -207,8 +210,9 @@ def _attention(model: Model, execution: Execution) -> Kept:
 
 
 def _attention_matrix(model: Model, execution: Execution) -> tuple[float, float]:
-    """Elements, and bytes, that attention keeps beside what enters and leaves it: a figure a head
-    where it is fused; else its matrix, and with dropout that again, and a mask."""
+    """Return the elements and the bytes that attention keeps in addition to its inputs and outputs.
+    Fused attention keeps one figure a head. Unfused attention keeps its matrix, and with dropout
+    the matrix after dropout and a mask."""
     heads = model.num_attention_heads
     if "core_attn" in execution.recompute_modules:
         return 0, 0
@@ -240,19 +244,20 @@ def _matrices(model: Model) -> int:
 
 
 def _experts(model: Model, execution: Execution) -> Kept:
-    """A shared expert's input is the norm's output; routed ones have copies of it."""
-    latent, again = model.moe_latent_size, execution.recompute_modules
+    """Return what experts keep. A shared expert's input is the norm's output; routed experts have
+    copies of it."""
+    latent, recomputed = model.moe_latent_size, execution.recompute_modules
     shared, routed = model.moe_shared_expert_intermediate_size, model.moe_router_topk
     inner = latent or model.hidden_size
     matrices, width = _matrices(model), model.moe_ffn_hidden_size
-    elements = routed * (inner + (matrices - ("moe_act" in again)) * width) + latent
-    if "shared_experts" not in again:
+    elements = routed * (inner + (matrices - ("moe_act" in recomputed)) * width) + latent
+    if "shared_experts" not in recomputed:
         elements += matrices * shared
     entering = routed * inner + (model.hidden_size if shared else 0)
     widths = 2 * entering + matrices * (routed * width + shared)
     if latent:
         widths += 2 * (model.hidden_size + latent)
-    kept = Kept(elements=0 if "moe" in again else elements, widths=widths)
+    kept = Kept(elements=0 if "moe" in recomputed else elements, widths=widths)
     return kept + _around(model, execution, is_alone=True)
 
 

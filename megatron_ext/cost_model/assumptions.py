@@ -1,5 +1,5 @@
-"""Settings of a training that the cost model does not know, its assumptions instead, and for
-which settings no measurement has checked it."""
+"""Settings of a training that the cost model ignores or that no measurement has checked, and its
+assumptions about them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from megatron_ext.cost_model.execution import Execution
 
 @dataclass(frozen=True)
 class _Assumption:
-    """``setting`` is the name in Megatron's arguments, ``is_on`` tells of a value whether costs are
-    others by it, ``text`` what they are taken for."""
+    """Assumption about one setting: its name in Megatron's arguments, whether a value of it changes
+    costs, and the text of the assumption."""
 
     setting: str
     is_on: Callable[[Any], bool]
@@ -61,8 +61,8 @@ _ASSUMPTIONS = (
 
 
 def assumptions(settings: Any) -> str | None:
-    """Return a line on what of ``settings``, Megatron's arguments, is not in estimates, and on
-    what no measurement has checked; None if there is nothing to say."""
+    """Return a line that says which of ``settings``, Megatron's arguments, the estimates ignore and
+    which no measurement has checked; None if there is nothing to say."""
     named = list(_named(settings))
     unknown = describe(settings).unknown
     if unknown:

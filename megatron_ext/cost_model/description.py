@@ -1,7 +1,7 @@
-"""Megatron's settings, read into the description of a model and of how it is run.
+"""Megatron's settings, read into the description of a model and of its execution.
 
 Settings are anything with the names of Megatron's arguments: parsed arguments, a TransformerConfig,
-or what a file says. What they leave out has Megatron's defaults.
+or the contents of a file. Missing settings have Megatron's defaults.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _NOT_DESCRIBED = {
 
 
 def describe(settings: Any, vocabulary: int | None = None) -> Model:
-    """The model that ``settings`` tell of.
+    """Return the model that ``settings`` describe.
 
     Args:
-        vocabulary: padded; None: ``padded_vocab_size``, 0 where that is not known yet.
+        vocabulary: padded size; None takes ``padded_vocab_size``, or 0 if that is not known yet.
     """
     get = _reader(settings)
     hidden, heads = settings.hidden_size, settings.num_attention_heads
@@ -86,7 +86,7 @@ def describe(settings: Any, vocabulary: int | None = None) -> Model:
 
 
 def layers_of(settings: Any) -> tuple[str, ...]:
-    """What each layer is, in the symbols of `Model`."""
+    """Return the parts of each layer, in the symbols of `Model`."""
     get = _reader(settings)
     if pattern := get("hybrid_layer_pattern"):
         return tuple(pattern.partition(_BEFORE_DEPTHS)[0].replace(_SEGMENT_END, ""))
@@ -111,7 +111,8 @@ def layers_of(settings: Any) -> tuple[str, ...]:
     )
 
 
-# Of experts' messages, how much of their time hides in pairs. What is published differs threefold.
+# Share of the time of experts' messages that overlaps within pairs. Published shares differ
+# threefold.
 OVERLAP = 0.5
 
 
@@ -122,11 +123,11 @@ def execution_of(
     captured: frozenset[str] = frozenset(),
     pipeline_span: int = 0,
 ) -> Execution:
-    """How ``settings`` have a microbatch run.
+    """Return how a microbatch is executed under ``settings``.
 
     Args:
         sequence: tokens of a sample, on all context-parallel ranks together.
-        captured, pipeline_span: as of `Execution`.
+        captured, pipeline_span: as in `Execution`.
     """
     get = _reader(settings)
     tensor_parallel = get("tensor_model_parallel_size") or 1
@@ -164,7 +165,8 @@ def execution_of(
 
 
 def _reader(settings: Any) -> _Get:
-    """Reads ``settings``; what they have not, or None, is the second argument."""
+    """Return a reader of ``settings``. If a setting is missing or None, the reader returns its
+    second argument."""
 
     def get(name: str, default: Any = None) -> Any:
         value = getattr(settings, name, None)
@@ -191,15 +193,17 @@ def _numbers(get: _Get, *names: str) -> dict[str, Any]:
 
 
 def _by_layer(frequency: int | Sequence[int], number: int, first: int) -> list[bool]:
-    """Which of so many layers Megatron's ``frequency`` means: those it lists as 1, or all but
-    every so many-th, counted from ``first``."""
+    """Return for each of ``number`` layers whether Megatron's ``frequency`` selects it. A list
+    selects the layers marked 1; an integer n selects all layers but every n-th, counted from
+    ``first``."""
     if isinstance(frequency, int):
         return [(layer + first) % frequency != 0 for layer in range(number)]
     return [bool(listed) for listed in frequency]
 
 
 def _window(size: Any) -> int:
-    """How many tokens back a window reaches: the first of Megatron's pair, of which -1 is all."""
+    """Return how many tokens back a window reaches: the first of Megatron's two sizes, of which -1
+    means no limit."""
     back = size[0] if isinstance(size, Sequence) else size
     return max(back or 0, 0)
 
@@ -215,7 +219,8 @@ def _depths(get: _Get) -> int:
 
 
 def _layer_of_depths(get: _Get, layers: Sequence[str]) -> str:
-    """A hybrid model's pattern has it; else it is as the last layer is."""
+    """Return the layer of multi-token prediction: from a hybrid model's pattern, otherwise as the
+    last layer is."""
     pattern: str = get("hybrid_layer_pattern", "")
     if _BEFORE_DEPTHS in pattern:
         return pattern.split(_BEFORE_DEPTHS)[1]
@@ -232,7 +237,8 @@ def _precision(get: _Get) -> Precision:
 
 
 def _whole_in_userbuffers(get: _Get) -> frozenset[str]:
-    """Which matrices of a pair keep whole backwards, as their operands are in Userbuffers."""
+    """Return the matrices of a pair whose backward pass is not split because their operands are in
+    Userbuffers."""
     if not get("tp_comm_overlap"):
         return frozenset()
     of_columns = not get("tp_comm_overlap_rs_dgrad")

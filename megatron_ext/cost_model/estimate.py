@@ -1,7 +1,7 @@
-"""Costs estimated from a model's description, for want of measured ones.
+"""Costs estimated from a model's description, if no measured ones exist.
 
-What a model does is counted operation by operation (`operations`), and `Rates` turn it into
-seconds. What it keeps is counted in activations.py.
+The work of a model is counted operation by operation (`operations`), and `Rates` turn it into
+seconds. The bytes that it keeps are counted in activations.py.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from megatron_ext.schedule.kinds import RULES, Held
 
 
 def estimate(model: Model, stages: Sequence[Stage], execution: Execution, rates: Rates) -> Costs:
-    """Seconds and bytes of a microbatch on each of ``stages``, at ``rates``.
+    """Return the seconds and bytes of a microbatch on each of ``stages``, at ``rates``.
 
-    The embedding and the vision tower are to be on the first of them, the output layer on the last.
+    The embedding and the vision tower have to be on the first stage, the output layer on the last.
     """
     layers = [seconds_of_layers(model, stage, execution, rates) for stage in stages]
     forward, input_gradient, weight_gradient = zip(*(stage.totals for stage in layers), strict=True)
@@ -66,7 +66,7 @@ def estimate(model: Model, stages: Sequence[Stage], execution: Execution, rates:
         ),
         origin="estimated from the model's dimensions" if measured is None else measured.origin,
     )
-    # What was measured has in it what ranks waited for, and no more.
+    # Measured seconds already include exactly the time that ranks waited.
     hides = execution.framework is Framework.MEGATRON and measured is None
     if hides and any(stage.forward.get(Group.TENSOR) for stage in layers):
         costs = _with_hidden_exchanges(costs, layers, execution)
@@ -82,19 +82,20 @@ def estimate(model: Model, stages: Sequence[Stage], execution: Execution, rates:
 
 
 def _attention_share(stage: PassSeconds) -> float:
-    """The share of F, I and W together that grows with the square of the sequence."""
+    """Return the share of F, I and W together that grows with the square of the sequence."""
     return sum(stage.squared) / (sum(stage.totals) or 1.0)
 
 
 def _to_neighbour(execution: Execution, rates: Rates) -> tuple[float, float]:
-    """Bytes per second from one pipeline rank to the next, and what a short message takes."""
+    """Return the bytes per second from one pipeline rank to the next, and the seconds of a short
+    message."""
     is_near = 0 < execution.pipeline_span <= rates.domain
     near, far = zip(rates.to_neighbours, rates.latencies, strict=True)
     return near if is_near else far
 
 
 def _vocabulary(model: Model, last: Stage, execution: Execution, rates: Rates) -> VocabularyCosts:
-    """What the embedding and all runs of the output layer take."""
+    """Return the costs of the embedding and of all runs of the output layer."""
     if not model.vocabulary:
         return VocabularyCosts()
     run = seconds_of_output_layer(model, execution, rates)
@@ -111,12 +112,12 @@ def _vocabulary(model: Model, last: Stage, execution: Execution, rates: Rates) -
 def _with_hidden_exchanges(
     costs: Costs, layers: Sequence[PassSeconds], execution: Execution
 ) -> Costs:
-    """``costs``, and what tensor-parallel ranks need not wait for.
+    """Return ``costs`` without the time of tensor-parallel messages that other work overlaps.
 
-    A pair of matrices gathers before the first and scatters after the second, or sums in two such
-    halves, in F, and the other way round in I. In W what is gathered again comes beside the product
-    before. A whole B has the weight gradients of second matrices beside the reductions of I, and so
-    have I and W that follow one another.
+    In F, a pair of matrices gathers before the first and scatters after the second, or it
+    all-reduces, which counts as two such halves; in I the other way round. In W, the repeated
+    gathers overlap the product before them. In a whole B, and in an I directly followed by its W,
+    the weight gradients of second matrices overlap the reductions of I.
     """
     exchanges = [stage.forward.get(Group.TENSOR, 0.0) for stage in layers]
     seconds = dict(costs.seconds)
@@ -132,8 +133,8 @@ def _with_hidden_exchanges(
 def waiting_shares(
     model: Model, execution: Execution, rates: Rates
 ) -> dict[Group, dict[str, float]]:
-    """Which part of F, I, W and B of all layers is waiting for which group of ranks, where it is
-    any."""
+    """Return the share of F, I, W and B of all layers that is spent waiting for each group of
+    ranks. Groups without any waiting are absent."""
     stage = Stage(model.layers, depths=model.mtp_num_layers)
     costs = estimate(model, [stage], execution, rates).without_vocabulary()
     layers = seconds_of_layers(model, stage, execution, rates)

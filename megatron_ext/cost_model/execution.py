@@ -1,4 +1,4 @@
-"""How a microbatch of a model is run on one rank."""
+"""Execution of a model's microbatch on one rank: sizes, parallelism, precision and recompute."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Precision(StrEnum):
-    """In what layers' matrices are multiplied."""
+    """Number format in which layers' matrices are multiplied."""
 
     FP32 = "fp32"
     BF16 = "bf16"
@@ -16,12 +16,12 @@ class Precision(StrEnum):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether tensors, which are in 16 bits elsewhere, are cast for it."""
+        """Whether tensors, which have 16 bits elsewhere, are cast for the products."""
         return self in (Precision.FP8, Precision.FP4)
 
 
 class Framework(StrEnum):
-    """The kernels and the overlap that layers are taken to have."""
+    """Kernels and overlap that layers are assumed to have."""
 
     MEGATRON = "Megatron with Transformer Engine"
     PYTORCH = "plain PyTorch"  # with flash attention and a fused norm; nothing else is fused
@@ -29,31 +29,35 @@ class Framework(StrEnum):
 
 @dataclass(frozen=True)
 class Execution:
-    """Names and meaning are those of Megatron's arguments where it has them.
+    """Execution of a microbatch. Names and meanings are those of Megatron's arguments if it has
+    them.
 
     Attributes:
         sequence: tokens of a sample, on all context-parallel ranks together.
-        precision: fp16 is bf16 here: it costs the same.
-        recompute: whether whole layers are run again in the backward pass.
-        recompute_method, recompute_num_layers: which; of ``block`` so many of a stage's layers.
-        recompute_modules: which parts of layers are, by Megatron's names.
-        transformer_engine: whether layers are Transformer Engine's: the attention matrix is never
-            stored then.
-        captured: which parts of layers are in CUDA graphs, and have whole backwards, by Megatron's
-            names: ``attn``, ``mlp``, ``moe``, ``moe_router`` (with the shared expert), ``mamba``.
-        gathers_again: what W gathers again with a share of the sequence, which is kept: ``inputs``
-            of pairs of matrices, as Megatron's local layers do, and ``gradients`` of their outputs,
-            as Transformer Engine's do too.
-        userbuffers: of pairs whose products overlap their communication, which matrices keep whole
-            backwards for it: ``column``, ``row``. Empty: they wait for communication.
-        unkept: of matrices, by the names of Megatron's modules, those whose inputs nobody keeps:
-            they are frozen, with nothing trained beside them.
+        precision: fp16 counts as bf16, which costs the same.
+        recompute: whether whole layers are recomputed in the backward pass.
+        recompute_method, recompute_num_layers: which layers are recomputed; ``block`` recomputes
+            the first ``recompute_num_layers`` of a stage.
+        recompute_modules: parts of layers that are recomputed, by Megatron's names.
+        transformer_engine: whether layers are Transformer Engine's, which never store the attention
+            matrix.
+        captured: parts of layers that are in CUDA graphs and therefore have unsplit backward
+            passes, by Megatron's names: ``attn``, ``mlp``, ``moe``, ``moe_router`` (with the shared
+            expert), ``mamba``.
+        gathers_again: tensors of which a rank keeps its share of the sequence, so that W gathers
+            them a second time: ``inputs`` of pairs of matrices, as Megatron's local layers do, and
+            also ``gradients`` of their outputs, as Transformer Engine's layers do.
+        userbuffers: matrices, ``column`` or ``row``, of pairs whose products overlap their
+            communication, that keep an unsplit backward pass for it. Empty: products wait for
+            communication.
+        unkept: matrices whose inputs are not kept, by the names of Megatron's modules: they are
+            frozen, and have no trained adapter.
         dispatcher: how tokens go to experts: ``alltoall``, ``allgather`` or ``flex``.
         context_exchange: Megatron's cp_comm_type: ``p2p``, ``all_gather``, ``a2a``, ``a2a+p2p``.
-        overlap: of the time of experts' messages, how much goes on beside what another pass
-            computes where two run as a pair; 0: there are no pairs.
-        pipeline_span: how many ranks lie from the first rank of a pipeline to the last; 0: that is
-            not known, and they are on different nodes.
+        overlap: share of the time of experts' messages that overlaps the other pass's computation
+            if two passes run as a pair; 0: there are no pairs.
+        pipeline_span: number of ranks from the first rank of a pipeline to its last; 0: it is not
+            known, and pipeline ranks count as being on different nodes.
     """
 
     sequence: int
@@ -84,21 +88,22 @@ class Execution:
 
     @property
     def element_bytes(self) -> int:
-        """Of what goes from layer to layer."""
+        """Bytes of an element of the tensors between layers."""
         return 4 if self.precision is Precision.FP32 else 2
 
     @property
     def tokens(self) -> int:
-        """Of a microbatch on a context-parallel rank: what all tensor-parallel ranks see of it."""
+        """Tokens of a microbatch on a context-parallel rank, which all its tensor-parallel ranks
+        see."""
         return self.sequence // self.context_parallel * self.micro_batch
 
     @property
     def split_tokens(self) -> float:
-        """Of a microbatch between layers, on one rank."""
+        """Tokens of a microbatch on one rank between layers."""
         return self.tokens / (self.tensor_parallel if self.sequence_parallel else 1)
 
     def is_again(self, position: int) -> bool:
-        """Whether the layer at ``position`` of its stage is run again as a whole."""
+        """Return whether the layer at ``position`` of its stage is recomputed as a whole."""
         if not self.recompute:
             return False
         return self.recompute_method != "block" or position < self.recompute_num_layers

@@ -1,4 +1,4 @@
-"""What a model costs of which not all is trained: adapters beside frozen layers, frozen towers."""
+"""Costs of models with frozen weights: adapters on frozen layers, frozen towers."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from megatron_ext.schedule.kinds import Held
 
 
 def without_frozen(costs: Costs, matrices: Sequence[float], *, reached: float, head: bool) -> Costs:
-    """``costs``, those of training everything, without what is not done for frozen weights.
+    """Return ``costs``, which are those of training everything, without the work that frozen
+    weights save.
 
-    A frozen weight has no W, and keeps nothing for it. What comes before all that is trained has no
-    I either, as far as it is on the first stage; later ones pass the gradient on, as Megatron's do.
+    A frozen weight has no W, and keeps nothing for it. Layers before all trained ones have no I
+    either, as far as they are on the first stage; later stages pass the gradient on, as Megatron's
+    do.
 
     Args:
-        matrices: how much of each stage's layers is trained, from 0 to 1.
-        reached: how much of the first stage's layers needs the gradient, from 0 to 1.
-        head: whether the output layer is.
+        matrices: trained share of each stage's layers, from 0 to 1.
+        reached: share of the first stage's layers that need the gradient, from 0 to 1.
+        head: whether the output layer is trained.
     """
 
     if reached == 1 and head and all(share == 1 for share in matrices):
@@ -38,7 +40,7 @@ def without_frozen(costs: Costs, matrices: Sequence[float], *, reached: float, h
         held = {**held, Held.WEIGHT_INPUTS: shared(held[Held.WEIGHT_INPUTS])}
     spared = shared(layers.passes.spared) if layers.passes.spared else ()
     hidden = dict(costs.overlap.hidden)
-    hidden.pop(Kind.FULL_BACKWARD, None)  # so little may be left of B that it hides no more than I
+    hidden.pop(Kind.FULL_BACKWARD, None)  # B may have become so short that it hides no more than I
     changed = replace(
         layers.with_passes(seconds=seconds, held_bytes=held, spared=spared),
         overlap=OverlapCosts(hidden),

@@ -19,15 +19,15 @@ class DataSheet:
 
     Attributes:
         bf16, fp8, fp4: floating-point operations per second; 0: it has no such units.
-        bandwidth: of its memory, bytes per second.
+        bandwidth: bytes per second of its memory.
         memory: bytes.
-        peers: bytes per second to GPUs of its domain, one way; half of what is called bandwidth.
-        domain: GPUs that are joined so.
+        peers: bytes per second to GPUs of its domain, one way: half of the advertised bandwidth.
+        domain: number of GPUs that are connected at ``peers``.
         network: bytes per second of a GPU's own port.
         host: bytes per second to the host, one way.
         sms: streaming multiprocessors, or compute units.
         matrices: share of ``bf16`` that the best shapes of matrix products reach.
-        source: where these figures are from.
+        source: source of these figures.
     """
 
     bf16: float
@@ -63,8 +63,9 @@ class Achieved:
     Attributes:
         fp8, fp4: tensor cores at these rates. On an H200 estimated over measured seconds of 96
             products in FP8 are 1.06 in the middle (docs/measurements.md). fp4 is an assumption.
-        grouped: experts' products, of what single products of their shapes reach: all of it with
-            equal rows on an H200 (docs/measurements.md), less as routing is uneven. An assumption.
+        grouped: experts' products, relative to single products of their shapes. With equal rows
+            they reach all of it on an H200 (docs/measurements.md); uneven routing reaches less. An
+            assumption.
         attention, attention_backward: fused causal attention. FlashAttention-2 reaches 50 to 73 %
             of an A100's peak forward, and up to 63 % backward (Dao 2023, arXiv:2307.08691, section
             4.1); FlashAttention-3 similar shares of an H100's (Shah et al. 2024, arXiv:2407.08608).
@@ -89,17 +90,18 @@ class Achieved:
 
 
 ACHIEVED = Achieved()
-# Bytes of operands a floating-point operation that the second-level cache gives: 5,120 bytes a
-# clock of an A100 at 1.41 GHz, for 312e12 operations a second (NVIDIA A100 Tensor Core GPU
-# Architecture, 2020). Other GPUs are taken to have as much for their operations.
+# Bytes of operands that the second-level cache delivers for each floating-point operation: 5,120
+# bytes a clock of an A100 at 1.41 GHz, for 312e12 operations a second (NVIDIA A100 Tensor Core GPU
+# Architecture, 2020). Other GPUs are assumed to have the same ratio.
 OPERANDS = 5120 * 1.41e9 / 312e12
 # Seconds between two kernels that the host has launched ahead: 3.8 us a kernel of 2.9 us
 # (https://developer.nvidia.com/blog/cuda-graphs/).
 KERNEL = 0.9e-6
-# Beside its operations a pass of a chunk takes this long, where the host launches it: messages are
-# posted, waited for, and the first kernels reach an idle GPU. An assumption, as `ACHIEVED`.
+# Seconds that a pass of a chunk takes in addition to its operations if the host launches it:
+# messages are posted and waited for, and the first kernels reach an idle GPU. An assumption, as
+# `ACHIEVED`.
 LAUNCH = 0.2e-3
-# Seconds of a short message to a peer, and over the network; a long one takes them, too.
+# Seconds of a short message to a peer, and over the network. A long one takes them in addition.
 LATENCIES = BEGIN + NEAR_STEP, BEGIN + FAR_STEP
 
 
@@ -108,9 +110,9 @@ class Gpu:
     """A GPU to plan for.
 
     Attributes:
-        memory: bytes; None where it is not told.
-        sheet: what it can do by itself; None of one of which is known what whole trainings reach.
-        whole: those rates.
+        memory: bytes; None if not given.
+        sheet: its data sheet; None if only rates of whole trainings are known.
+        whole: rates that whole trainings reach on it; None if ``sheet`` is known.
     """
 
     memory: float | None = None
@@ -118,10 +120,10 @@ class Gpu:
     whole: Rates | None = None
 
     def rates(self, precision: Precision = Precision.BF16) -> Rates:
-        """What it reaches in ``precision``.
+        """Return the rates that this GPU reaches in ``precision``.
 
         Raises:
-            ValueError: it has no units for it.
+            ValueError: the GPU has no units for it.
         """
         if self.whole is not None:
             return self.whole
@@ -157,7 +159,7 @@ class Gpu:
         )
 
     def can(self, precision: Precision) -> bool:
-        """Whether it has units for ``precision``."""
+        """Return whether the GPU has units for ``precision``."""
         sheet = self.sheet
         units = {} if sheet is None else {Precision.FP8: sheet.fp8, Precision.FP4: sheet.fp4}
         return units.get(precision, 1.0) > 0
@@ -165,8 +167,8 @@ class Gpu:
 
 GPUS = {name: Gpu(sheet.memory, sheet) for name, sheet in DATA_SHEETS.items()}
 USABLE = 0.9  # of the memory; the rest is left to CUDA, NCCL and temporaries
-# What torch's allocator reserves beyond what it hands out, as a share of that: by a model of it,
-# not measured (a table in docs/estimated-costs.md, made by `python -m scripts.fragmentation`).
+# Bytes that torch's allocator reserves beyond its allocations, as a share of these: from a model of
+# it, not measured (a table in docs/estimated-costs.md, made by `python -m scripts.fragmentation`).
 RESERVED_SHARE = 0.08
 
 
@@ -206,19 +208,19 @@ _EXAMPLE = (
     f"bytes to the host or back, where activations are to leave, peers=300e9, bytes to the other "
     f"tensor-parallel ranks"
 )
-# What is assumed where nothing tells which GPU it is.
+# The rates assumed if the GPU is not known.
 GPU = GPUS["h100"].rates()
 
 
 def assumed_rates(precision: Precision) -> Rates:
-    """Those of an H100, or where it has no units for ``precision`` of a B200."""
+    """Return the rates of an H100, or of a B200 if an H100 has no units for ``precision``."""
     gpu = GPUS["h100"]
     return (gpu if gpu.can(precision) else GPUS["b200"]).rates(precision)
 
 
 def gpu_named(name: str) -> Gpu | None:
-    """The GPU that ``name``, as its driver gives it, is of: ``NVIDIA GB200``, ``AMD Instinct
-    MI300X``; None where it is none of `GPUS`."""
+    """Return the GPU that its driver calls ``name``, such as ``NVIDIA GB200`` or ``AMD Instinct
+    MI300X``; None if it is none of `GPUS`."""
     sheet = name_of_gpu(name)
     return None if sheet is None else GPUS[sheet]
 
@@ -252,11 +254,13 @@ def parse_gpus(text: str) -> tuple[Gpu, ...]:
 
 
 def parse_gpu(text: str) -> Gpu:
-    """A name of `GPUS`, or ``operations=400e12,bytes=40e9,host=25e9,peers=300e9,memory=80GiB``
-    (host and peers, of which H100's are assumed, and memory may be left out).
+    """Return the GPU that ``text`` describes: a name of `GPUS`, or
+    ``operations=400e12,bytes=40e9,host=25e9,peers=300e9,memory=80GiB``.
+
+    ``host`` and ``peers``, which default to an H100's, and ``memory`` are optional.
 
     Raises:
-        ValueError: neither.
+        ValueError: ``text`` is neither.
     """
     if text.lower() in GPUS:
         return GPUS[text.lower()]

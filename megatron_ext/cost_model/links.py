@@ -1,4 +1,4 @@
-"""Which pairs of pipeline ranks exchange messages within a node, and which between nodes."""
+"""Speed of messages between pipeline ranks by their link: within a node or between nodes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from megatron_ext.schedule.placement import Neighbour, Placement
 
 
 def with_links(costs: Costs, placement: Placement, rates: Rates, ranks: int, stride: int) -> Costs:
-    """``costs`` with each message as quick as its link is.
+    """Return ``costs`` with the seconds of each message set to those of its link.
 
     Args:
-        ranks: of the launch, on all nodes.
-        stride: how many ranks lie from one pipeline rank to the next.
+        ranks: number of ranks of the launch, on all nodes.
+        stride: number of ranks from one pipeline rank to the next.
     """
     remote = [s for s in range(placement.last) if placement.is_remote(s, Neighbour.NEXT)]
     if not remote or not costs.links.message_bytes or stride < 1:  # a launch with too few ranks
@@ -41,7 +41,8 @@ def with_links(costs: Costs, placement: Placement, rates: Rates, ranks: int, str
 def crosses_a_node(
     pair: frozenset[int], ranks_of_node: int, pipeline: int, ranks: int, stride: int
 ) -> bool:
-    """Whether any pipeline of ``pipeline`` ranks has this ``pair`` of them on two nodes."""
+    """Return whether any pipeline of ``pipeline`` ranks has the two ranks of ``pair`` on two
+    nodes."""
     lower, upper = min(pair), max(pair)
     block = pipeline * stride
     places = (

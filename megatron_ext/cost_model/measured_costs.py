@@ -1,8 +1,9 @@
-"""Costs from what the ranks of a training have measured under some schedule.
+"""Costs from the passes that the ranks of a training have measured under some schedule.
 
-Passes show what they take as the schedule runs them: an output layer's weight gradient may be in I
-(`head`), I and W in one pass B, a vocabulary divided. Here they are taken apart again, by what is
-estimated of the parts where the passes themselves do not tell.
+Passes are measured as the schedule runs them: an output layer's weight gradient may be in I
+(`head`), I and W may be one pass B, and the vocabulary may be partitioned. These passes are split
+into their parts here, in the proportions of the estimate if the passes alone do not determine the
+parts.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ _OF_STAGES = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 @dataclass(frozen=True)
 class RankFigures:
-    """What one rank has measured.
+    """Measurements of one rank.
 
     Attributes:
-        seconds: of its passes, by stage and kind.
+        seconds: seconds of its passes, by stage and kind.
         held: bytes that a microbatch holds, by stage and kind of memory, as far as known.
-        hops: seconds of a message, to each neighbour that this rank has exchanged some with.
-        neighbours: global ranks of these.
+        hops: seconds of a message, for each neighbour that this rank has exchanged messages with.
+        neighbours: global ranks of these neighbours, in the same order.
         host: the name of its node.
-        reserved: bytes that its allocator has reserved beyond the most that was allocated; None:
-            it has no such allocator.
+        reserved: bytes that its allocator has reserved beyond the most that was allocated; None: it
+            has no such allocator.
         forwards: seconds of the forward passes of the first stage in the last step, by microbatch;
             () on ranks without that stage.
     """
@@ -52,12 +53,12 @@ class RankFigures:
 
 @dataclass(frozen=True)
 class Machine:
-    """What ranks have measured beside their passes.
+    """Measurements of ranks besides their passes.
 
     Attributes:
-        links: the mean seconds of a message, by whether it goes from node to node.
-        ranks_of_node: the most that are on one.
-        reserved: of `RankFigures`, the most of all ranks.
+        links: mean seconds of a message, by whether it goes from node to node.
+        ranks_of_node: the largest number of ranks on one node.
+        reserved: the largest `RankFigures.reserved` of all ranks.
     """
 
     links: Mapping[bool, float]
@@ -66,7 +67,7 @@ class Machine:
 
     @classmethod
     def of(cls, ranks: Sequence[RankFigures]) -> Machine:
-        """By all ranks of a training, in their order."""
+        """Return the measurements of ``ranks``, all ranks of a training in their order."""
         hops: dict[bool, list[float]] = defaultdict(list)
         for rank in ranks:
             for hop, neighbour in zip(rank.hops, rank.neighbours, strict=True):
@@ -79,7 +80,7 @@ class Machine:
 
 
 def medians(events: Iterable[Event]) -> dict[tuple[int, Kind], float]:
-    """The median seconds of the passes ``events``, by stage and kind."""
+    """Return the median seconds of the passes ``events``, by stage and kind."""
     groups = defaultdict(list)
     for event in events:
         groups[event.action.stage, event.action.kind].append(event.end - event.start)
@@ -97,15 +98,17 @@ def forwards_of_first_stage(events: Iterable[Event]) -> tuple[float, ...]:
 def measured_costs(
     program: Program, estimate: Costs, ranks: Sequence[RankFigures], measured: str
 ) -> Costs:
-    """The costs that ``ranks``, all those of a training, have measured running ``program``.
+    """Return the costs that ``ranks``, all those of a training, have measured while running
+    ``program``.
 
-    Several ranks have a stage where there is tensor or data parallelism. Of their seconds the
-    median counts, of their bytes the most. A hop is the mean over all neighbours, since a
-    microbatch passes them all.
+    With tensor or data parallelism several ranks have a stage. The median of their seconds counts,
+    and the maximum of their bytes. A hop is the mean over all neighbours, since a microbatch passes
+    them all.
 
     Args:
-        estimate: what tells parts that are in one pass apart; ``program`` was made with it.
-        measured: when and on what, for people to read.
+        estimate: costs with which ``program`` was made. They split passes that contain several
+            parts.
+        measured: time and place of the measurement, for people to read.
     """
     passes = _over_ranks([rank.seconds for rank in ranks], statistics.median)
     held = _over_ranks([rank.held for rank in ranks], max)
@@ -120,7 +123,7 @@ def measured_costs(
         PassCosts(
             {kind: seconds[kind] for kind in _OF_STAGES},
             held_bytes=_held_bytes(held, in_passes),
-            recompute=_again(passes, seconds[Kind.FORWARD]),
+            recompute=_recompute_seconds(passes, seconds[Kind.FORWARD]),
         ),
         LinkCosts(hop, latency=min(estimate.links.latency, hop)),
         slices=estimate.slices,
@@ -147,8 +150,8 @@ def _over_ranks[Key](
 
 
 def _seconds(kind: Kind, stage: int, passes: _Passes, in_passes: Costs) -> float:
-    """Seconds of ``kind``: its estimated share of the pass that does it with the fewest other
-    kinds."""
+    """Return the seconds of ``kind``. Among the passes that do ``kind``, the one with the fewest
+    other kinds counts, and of it the estimated share of ``kind``."""
     doing = [other for at, other in passes if at == stage and kind in RULES[other].covers]
     if not doing:
         return 0.0
@@ -159,8 +162,9 @@ def _seconds(kind: Kind, stage: int, passes: _Passes, in_passes: Costs) -> float
     return passes[stage, shortest] * share
 
 
-def _again(passes: _Passes, forward: Sequence[float]) -> tuple[float, ...]:
-    """What R takes on each stage: as long as F where none was measured; () if none was at all."""
+def _recompute_seconds(passes: _Passes, forward: Sequence[float]) -> tuple[float, ...]:
+    """Return the seconds of R on each stage: those of F if no R was measured there; () if no stage
+    measured any."""
     if not any(kind is Kind.RECOMPUTE for _, kind in passes):
         return ()
     return tuple(passes.get((stage, Kind.RECOMPUTE), f) for stage, f in enumerate(forward))
@@ -169,8 +173,8 @@ def _again(passes: _Passes, forward: Sequence[float]) -> tuple[float, ...]:
 def _held_bytes(
     held: Mapping[tuple[int, Held], float], in_passes: Costs
 ) -> dict[Held, tuple[float, ...]] | None:
-    """Bytes per kind of memory and stage. What W needs is in the estimate's proportion to the
-    activations where there was no W to measure."""
+    """Return the bytes by kind of memory and stage. Bytes for W that were not measured, because the
+    schedule had no W, are in the estimate's proportion to the activations."""
     stages = range(in_passes.stages)
     if any((stage, Held.ACTIVATION) not in held for stage in stages):
         return None
@@ -187,7 +191,7 @@ def _held_bytes(
 
 
 def _scaled(in_passes: Costs, costs: Costs) -> VocabularyCosts:
-    """The vocabulary's part of the passes ``costs``, in the proportions of ``in_passes``."""
+    """Return the vocabulary's part of the passes ``costs``, in the proportions of ``in_passes``."""
     assert in_passes.vocabulary is not None
     ends = in_passes.vocabulary.of_ends
 
@@ -205,7 +209,8 @@ def _scaled(in_passes: Costs, costs: Costs) -> VocabularyCosts:
 
 
 def _with_weight_gradient_apart(costs: Costs, in_passes: Costs, estimate: Costs) -> Costs:
-    """``costs`` with the output layer's weight gradient in W, which may have been in I."""
+    """Return ``costs`` with the output layer's weight gradient in W, even if it was measured in
+    I."""
     assert costs.vocabulary and in_passes.vocabulary and estimate.vocabulary
     _, _, weight_gradient = estimate.vocabulary.head
     _, in_input_gradient, in_weight_gradient = in_passes.vocabulary.head
@@ -231,7 +236,7 @@ def _with_weight_gradient_apart(costs: Costs, in_passes: Costs, estimate: Costs)
 def _of_shards(
     seconds: Mapping[Kind, Sequence[float]], program: Program, estimate: VocabularyCosts
 ) -> VocabularyCosts:
-    """What all shards of the vocabulary take together."""
+    """Return the summed costs of all shards of the vocabulary."""
     whole = {kind: sum(figures) for kind, figures in seconds.items()}
     forward, input_gradient = whole[Kind.LOGITS], whole[Kind.LOGITS_INPUT]
     if program.problem.extras.vocab_parallel is VocabularyParallel.TWO:  # both are in one pass

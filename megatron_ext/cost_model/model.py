@@ -1,14 +1,14 @@
-"""A model as Megatron's arguments describe it, and which of its layers are on which stage.
+"""A model as Megatron's arguments describe it, and the layers of each stage.
 
 Fields have the names and the meaning of Megatron's arguments, resolved: no field is None. A layer
-is a string of its parts, in the symbols of Megatron's hybrid patterns, and one of ours:
+is a string of its parts, in the symbols of Megatron's hybrid patterns and one of our own (``w``):
 
-    *  attention, with latent keys and values where the model has them      -  an MLP
+    *  attention, with latent keys and values if the model has them         -  an MLP
     w  the same in a sliding window                                         E  experts
-    +  attention with latent keys and values, as hybrid patterns have it    M  Mamba
+    +  attention with latent keys and values, as in hybrid patterns         M  Mamba
     G  a gated delta net
 
-so that ``*-`` is a transformer layer, and ``M`` a hybrid model's.
+For example, ``*-`` is a transformer layer, and ``M`` a layer of a hybrid model.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class Model:
     Attributes:
         layers: the parts of each layer.
         vocabulary: rows of the embedding and of the output layer, padded as Megatron pads them.
-        num_query_groups: as many as heads, unless keys and values are shared.
-        window_size: how many tokens before itself a token looks at in a sliding window.
+        num_query_groups: equal to the number of heads, unless keys and values are shared.
+        window_size: number of preceding tokens that a token attends to in a sliding window.
         max_position_embeddings: rows of a table of learned positions; 0: there is none.
-        is_rotary: whether queries and keys are turned by their positions.
-        q_lora_rank: of latent attention; 0: queries are not compressed.
+        is_rotary: whether queries and keys are rotated by their positions.
+        q_lora_rank: rank of latent attention's queries; 0: queries are not compressed.
         mtp_layer: the parts of a layer of multi-token prediction.
-        is_causal: whether a token attends to those before it only.
+        is_causal: whether a token attends only to tokens before it.
         tower: the vision tower in front of the language model, on its first stage.
-        unknown: what of its arguments is not in this description, in words.
+        unknown: settings of the model that this description ignores, in words.
     """
 
     layers: tuple[str, ...]
@@ -97,24 +97,24 @@ class Model:
 
     @property
     def is_known(self) -> bool:
-        """Whether all parts of its layers are."""
+        """Whether the costs of all parts of its layers are known."""
         return set("".join(self.layers)) <= SYMBOLS
 
     @property
     def query_width(self) -> int:
-        """Of all heads' queries together."""
+        """Summed width of all heads' queries."""
         return self.num_attention_heads * self.kv_channels
 
     @property
     def key_value_width(self) -> int:
-        """Of all groups' keys; their values are as wide."""
+        """Summed width of all groups' keys; their values have the same width."""
         return self.num_query_groups * self.kv_channels
 
     def evenly(self, stages: int) -> list[int]:
-        """How many of its layers each of so many stages has, as many on each.
+        """Return how many layers each of so many ``stages`` has if all have equally many.
 
         Raises:
-            ValueError: they do not divide.
+            ValueError: the layers cannot be split evenly.
         """
         per_stage, remainder = divmod(len(self.layers), stages)
         if remainder:
@@ -126,12 +126,12 @@ class Model:
 
 @dataclass(frozen=True)
 class Stage:
-    """What a stage has of a model.
+    """Part of a model on one stage.
 
     Attributes:
         layers: the parts of each of its layers.
-        depths: how many tokens more than the next one it predicts: each a layer of multi-token
-            prediction, and one more run of the output layer.
+        depths: how many tokens more than the next one it predicts. Each takes a layer of
+            multi-token prediction, and one more run of the output layer.
         head: whether it has the output layer and the loss.
     """
 
@@ -142,8 +142,8 @@ class Stage:
 
 
 def stages_of(model: Model, counts: Sequence[int]) -> tuple[Stage, ...]:
-    """The stages of ``model`` with ``counts`` layers, one after the other. The embedding is on the
-    first, multi-token prediction and the output layer are on the last."""
+    """Return the stages of ``model`` that have ``counts`` layers, in order. The embedding is on the
+    first stage; multi-token prediction and the output layer are on the last."""
     ends = [0, *accumulate(counts)]
     assert ends[-1] == len(model.layers), (counts, len(model.layers))
     last = len(counts) - 1

@@ -1,9 +1,8 @@
-"""What parameters, gradients and optimizer states take on each rank: as Megatron keeps them, to
-the byte.
+"""Exact bytes of parameters, gradients and optimizer states on each rank, as Megatron stores them.
 
-The distributed optimizer lays parameters out in buckets, aligned and padded so that they divide
-over data-parallel ranks: what is padded counts. Of the data-parallel ranks the first is told; it
-has the fullest parts.
+The distributed optimizer lays parameters out in buckets, aligned and padded to a multiple of the
+number of data-parallel ranks; the padding counts. The figures are those of the first data-parallel
+rank, which has the fullest parts.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ class ModelBytes:
     """Bytes on one rank.
 
     Attributes:
-        expert_weights, expert_gradients: of these, those that only data-parallel ranks with the
-            same experts have.
-        temporary: what the largest pass takes while it runs; not in ``total``, as a plan leaves a
-            share of the GPU's memory to it.
+        expert_weights, expert_gradients: the part of ``weights`` and ``gradients`` that only
+            data-parallel ranks with the same experts have.
+        temporary: bytes that the largest pass takes while it runs. They are not in ``total``, as a
+            plan reserves a share of the GPU's memory for them.
     """
 
     weights: float
@@ -56,18 +55,19 @@ class ModelBytes:
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What is kept for each parameter.
+    """Gradients and optimizer states that are stored for each parameter.
 
     Attributes:
         distributed: whether data-parallel ranks share the optimizer states.
-        data_parallel: ranks that share those of all but experts, context-parallel ones among them.
-        expert_data_parallel: ranks that share those of experts.
-        weight_bytes: of a parameter as the model has it.
-        matrix_bytes: of layers' matrices, where those are otherwise, as in 8 bits.
-        gradient_bytes: of one gradient.
-        optimizer_bytes: of a parameter's states: a master copy and two moments in fp32.
-        bucket: elements from which a bucket of gradients ends, on the first stage, where reductions
-            overlap; 0: there is one bucket.
+        data_parallel: number of ranks that share the states of all parameters but experts',
+            including context-parallel ranks.
+        expert_data_parallel: number of ranks that share the states of experts.
+        weight_bytes: bytes of a parameter in the model.
+        matrix_bytes: bytes of an element of layers' matrices if they differ, as in 8 bits.
+        gradient_bytes: bytes of one gradient.
+        optimizer_bytes: bytes of a parameter's states: a master copy and two moments in fp32.
+        bucket: number of elements after which a bucket of gradients ends, on the first stage, if
+            reductions overlap; 0: there is one bucket.
         large_buckets: whether buckets are padded for the network's sake.
     """
 
@@ -90,7 +90,7 @@ def bytes_of_ranks(
     vocabulary: VocabularyParallel,
     state: TrainingState,
 ) -> list[ModelBytes]:
-    """Bytes of each rank of ``placement``, which has ``stages``."""
+    """Return the bytes of each rank of ``placement``, on which ``stages`` are placed."""
     final_norms = has_final_norm(model, stages)
     tables_of = tables_of_chunks(placement, vocabulary)
     rank_bytes = []
@@ -117,8 +117,8 @@ def _summed(parts: Sequence[ModelBytes]) -> ModelBytes:
 
 
 def tables_of_chunks(placement: Placement, vocabulary: VocabularyParallel) -> list[int]:
-    """How many ranks divide the tables of which each chunk of a rank has the parts; 1: they are
-    whole, on their stages; 0: another chunk has the parts."""
+    """Return for each chunk of a rank over how many ranks its tables are partitioned; 1: the tables
+    are whole, on their stages; 0: another chunk has this rank's parts."""
     if vocabulary is VocabularyParallel.NONE:
         return [1] * placement.chunks
     return [placement.ranks] + [0] * (placement.chunks - 1)
@@ -154,7 +154,8 @@ def _bytes_of_chunk(
 def parameters_of_chunk(
     model: Model, stage: Stage, execution: Execution, *, final_norm: bool, tables: int
 ) -> list[Parameter]:
-    """Those of ``stage`` on one rank; ``tables`` as of `tables_of_chunks`."""
+    """Return the parameters of ``stage`` on one rank. ``tables`` is an entry of
+    `tables_of_chunks`."""
     parameters = list(parameters_of_stage(model, stage, execution, final_norm=final_norm))
     if tables != 1:
         parameters = [p for p in parameters if not p.is_table]
@@ -168,8 +169,8 @@ def parameters_of_chunk(
 def _elements(
     parameters: Sequence[Parameter], state: TrainingState, ranks: int, bucket: int
 ) -> tuple[int, int]:
-    """Elements of the buffer that ``parameters`` lie in, and of those whose optimizer states the
-    first of ``ranks`` has."""
+    """Return the elements of the buffer that holds ``parameters``, and the number of them whose
+    optimizer states are on the first of ``ranks``."""
     if not state.distributed:
         whole = sum(parameter.elements for parameter in parameters)
         return whole, whole
@@ -184,7 +185,7 @@ def _elements(
 
 
 def _buckets(parameters: Sequence[Parameter], bucket: int) -> Iterable[Sequence[Parameter]]:
-    """What lies in each bucket: the last parameter, whose gradient comes first, begins."""
+    """Yield the parameters of each bucket. The last parameter comes first, as its gradient does."""
     own: list[Parameter] = []
     end = 0
     for parameter in reversed(parameters):
@@ -201,7 +202,7 @@ def _buckets(parameters: Sequence[Parameter], bucket: int) -> Iterable[Sequence[
 
 
 def _ends(parameters: Sequence[Parameter]) -> list[int]:
-    """Where each of a bucket's parameters ends in it."""
+    """Return the end of each of a bucket's parameters in the bucket, in elements."""
     ends: list[int] = []
     for parameter in parameters:
         start = _up_to(ends[-1], _ALIGNED) if ends else 0
@@ -210,7 +211,7 @@ def _ends(parameters: Sequence[Parameter]) -> list[int]:
 
 
 def _before(end: int, parameters: Sequence[Parameter], ends: Sequence[int]) -> int:
-    """Elements of ``parameters`` in front of ``end``."""
+    """Return the number of elements of ``parameters`` before ``end``."""
     return sum(
         max(0, min(own_end, end) - (own_end - parameter.elements))
         for parameter, own_end in zip(parameters, ends, strict=True)

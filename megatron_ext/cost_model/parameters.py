@@ -1,7 +1,7 @@
-"""What parameters a stage of a model has on one rank, in the order in which Megatron has them.
+"""Parameters of a stage of a model on one rank, in Megatron's order.
 
-Each layer is told by the symbols of hybrid patterns; a transformer layer has two, as ``*-``. Every
-symbol brings the norm before it.
+A layer is given by the symbols of hybrid patterns; a transformer layer has two, ``*-``. Every
+symbol includes the norm before it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from megatron_ext.cost_model.tower_costs import tower_matrices
 
 @dataclass(frozen=True)
 class Parameter:
-    """One, or a rank's part of it.
+    """A parameter, or a rank's part of it.
 
     Attributes:
-        is_matrix: whether products take it in 8 bits, where they do so: layers' matrices.
-        of_experts: whether only those data-parallel ranks that have the same experts reduce it.
+        is_matrix: whether products use it in 8 bits if the run does so: layers' matrices.
+        of_experts: whether only data-parallel ranks that have the same experts reduce it.
         is_table: whether it is an embedding or an output layer.
-        is_alone: whether its gradient has a bucket of its own: tables that two stages have.
+        is_alone: whether its gradient has a bucket to itself: tables that two stages have.
         is_frozen: whether it is not trained, and has neither gradient nor optimizer state.
     """
 
@@ -37,7 +37,7 @@ class Parameter:
 def parameters_of_stage(
     model: Model, stage: Stage, execution: Execution, *, final_norm: bool
 ) -> Iterator[Parameter]:
-    """Those of ``stage`` on one rank, with whole tables.
+    """Yield the parameters of ``stage`` on one rank, with whole tables.
 
     ``final_norm``: whether it has the norm behind the last layer (`has_final_norm`).
     """
@@ -62,14 +62,14 @@ def parameters_of_stage(
     for _ in range(min(stage.depths, 1) if model.mtp_use_repeated_layer else stage.depths):
         yield from _of_depth(model, execution)
     if stage.head and not (is_tied and has_both):
-        # With tied multi-token prediction the table of look-ups is the output layer's too, and
-        # Megatron has one more that nobody uses.
+        # With tied multi-token prediction the table of look-ups is also the output layer's, and
+        # Megatron has one more table, which is unused.
         yield replace(table, is_alone=is_tied and not stage.depths)
 
 
 def has_final_norm(model: Model, stages: Sequence[Stage]) -> list[bool]:
-    """Which of all ``stages`` has it: that of the head; with multi-token prediction, that of the
-    last layer."""
+    """Return for each of ``stages`` whether it has the final norm. That is the stage of the output
+    layer, or with multi-token prediction the stage of the last layer."""
     number = len(stages) - 1
     if model.mtp_num_layers:
         number = max((at for at, stage in enumerate(stages) if stage.layers), default=number)
@@ -77,12 +77,13 @@ def has_final_norm(model: Model, stages: Sequence[Stage]) -> list[bool]:
 
 
 def table_elements(model: Model) -> int:
-    """Of the embedding, or of the output layer, on all tensor-parallel ranks together."""
+    """Return the elements of the embedding, or of the output layer, on all tensor-parallel ranks
+    together."""
     return model.vocabulary * model.hidden_size
 
 
 def _of_depth(model: Model, execution: Execution) -> Iterator[Parameter]:
-    """Of one depth of multi-token prediction."""
+    """Yield the parameters of one depth of multi-token prediction."""
     for _ in ("embedding", "hidden state"):
         yield from _norm(model, model.hidden_size)
     both = 2 * model.hidden_size
@@ -121,7 +122,8 @@ def _norm(model: Model, width: int) -> Iterator[Parameter]:
 def _linear(
     inputs: int, outputs: int, *, bias: bool, columns: int = 1, rows: int = 1
 ) -> Iterator[Parameter]:
-    """A matrix that ranks divide by ``columns`` (of its outputs) or by ``rows`` (of its inputs)."""
+    """Yield a matrix that is partitioned over ``columns`` ranks by its outputs or over ``rows``
+    ranks by its inputs."""
     yield Parameter(inputs * outputs // (columns * rows), is_matrix=True)
     if bias:
         yield Parameter(outputs // columns)
@@ -166,7 +168,7 @@ def _latent_attention(model: Model, execution: Execution) -> Iterator[Parameter]
 
 
 def _mlp(model: Model, width: int, ranks: int, hidden: int = 0) -> Iterator[Parameter]:
-    """``hidden``: 0 for the model's own width."""
+    """Yield the parameters of an MLP. ``hidden`` is the width of its input; 0 takes the model's."""
     hidden, bias = hidden or model.hidden_size, model.add_bias_linear
     first = width * (2 if model.gated_linear_unit else 1)
     yield from _linear(hidden, first, bias=bias, columns=ranks)

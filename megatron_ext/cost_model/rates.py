@@ -1,4 +1,4 @@
-"""What a rank reaches of its machine, in operations and in bytes per second."""
+"""Rates that a rank reaches on its machine, in operations and in bytes per second."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ _NODE = 8  # GPUs
 
 @dataclass(frozen=True)
 class Rates:
-    """What a rank reaches; achieved, not peak.
+    """Rates that a rank achieves, as opposed to peak rates.
 
     Attributes:
         linear: floating-point operations per second of layers' matrices, in the run's precision.
-        grouped: of experts' matrices.
-        matrix: of other matrices, which are in 16 bits.
-        attention: of attention, and of recurrences.
+        grouped: the same for experts' matrices.
+        matrix: the same for other matrices, which are in 16 bits.
+        attention: the same for attention, and for recurrences.
         memory: bytes per second to and from the GPU's memory; inf: not counted.
         network: bytes of messages per second between nodes.
-        peers: to GPUs within a `domain`.
-        host: to the host or back, each way at once.
-        domain: how many GPUs are joined as `peers`.
-        launch: seconds that a pass takes beside its operations.
-        latency_of_peers, latency_of_network: seconds that a short message takes, and a long one,
-            too.
-        sms: streaming multiprocessors, whose waves count by a product's shape; 0: shapes do not
-            count, and collectives have no latency.
+        peers: bytes per second to GPUs within a `domain`.
+        host: bytes per second to the host or back, each direction at once.
+        domain: number of GPUs that are connected at ``peers``.
+        launch: seconds that a pass takes in addition to its operations.
+        latency_of_peers, latency_of_network: seconds of a short message. A long one takes them in
+            addition.
+        sms: streaming multiprocessors, which determine the waves of a product of some shape; 0:
+            shapes do not count, and collectives have no latency.
         operands: bytes per second from the second-level cache.
         kernel: seconds between two kernels.
-        attention_backward: of attention's backward pass; 0: as ``attention``.
-        measured: with a model on this machine, to which estimates are scaled; None: nothing was.
+        attention_backward: rate of attention's backward pass; 0: as ``attention``.
+        measured: measurements of a model on this machine, to which estimates are scaled; None:
+            there are none.
     """
 
     linear: float
@@ -58,25 +59,29 @@ class Rates:
 
     @property
     def to_neighbours(self) -> tuple[float, float]:
-        """Bytes per second from one pipeline rank to the next: within a domain, and beyond."""
+        """Bytes per second from one pipeline rank to the next: within a domain, and beyond it."""
         links = Links() if self.measured is None else self.measured.links
         return links.within or self.peers, links.between or self.network
 
     @property
     def latencies(self) -> tuple[float, float]:
-        """Seconds of a short message from one pipeline rank to the next: likewise."""
+        """Seconds of a short message from one pipeline rank to the next: within a domain, and
+        beyond it."""
         return self.latency_of_peers, self.latency_of_network
 
     @property
     def ranks_of_node(self) -> int:
-        """How many ranks are joined as the first of these."""
+        """Number of ranks that are connected at the first rate of `to_neighbours`."""
         links = Links() if self.measured is None else self.measured.links
         return links.ranks_of_node or self.domain
 
     @classmethod
     def as_a_whole(cls, operations: float, network: float, host: float, peers: float) -> Rates:
-        """Those of a machine of which is known what whole trainings reach on it, and so nothing of
-        single operations: ``operations`` per second, attention, norms and waiting included."""
+        """Return the rates of a machine on which only the speed of whole trainings is known.
+
+        Single operations have no rates then. ``operations`` per second include attention, norms and
+        waiting.
+        """
         return cls(
             operations,
             operations,
@@ -90,10 +95,11 @@ class Rates:
         )
 
     def seconds_of(self, operation: Operation) -> tuple[float, float, float]:
-        """What F, I and W of ``operation`` take, W in I where it is whole.
+        """Return the seconds of F, I and W of ``operation``. W is part of I if the operation's
+        backward pass is unsplit.
 
-        A kernel loads what it needs while it computes, so each takes the longer of the two; and
-        one kernel of a layer follows the other, so these sum up.
+        A kernel loads its data while it computes, so each kernel takes the longer of the two times.
+        The kernels of a layer run one after the other, so their times add up.
         """
         moved = operation.moved
         computed = self._computed(operation)
@@ -108,7 +114,7 @@ class Rates:
         return forward, backward, weights
 
     def _computed(self, operation: Operation) -> tuple[float, float, float]:
-        """Seconds of the floating-point operations of F, I and W."""
+        """Return the seconds of the floating-point operations of F, I and W."""
         flops, engine = operation.flops, self._engine(operation.engine)
         product = operation.product
         if product is None or not self.sms:
@@ -141,8 +147,8 @@ class Rates:
         return math.inf
 
     def seconds_to_exchange(self, exchange: Exchange) -> tuple[float, float]:
-        """What F and I wait for ``exchange``. What goes to peers and what goes to other nodes goes
-        at once."""
+        """Return the seconds that F and I wait for ``exchange``. Bytes to peers and bytes to other
+        nodes move at the same time."""
         ranks, choices = exchange.ranks, exchange.choices
         near = max(min(ranks, self.domain // exchange.stride), 1)
         nodes = ranks / near
@@ -163,9 +169,10 @@ class Rates:
 
 
 def _distinct(places: float, choices: int) -> float:
-    """How many of so many places are among as many choices, on average."""
+    """Return the expected number of distinct places, out of ``places``, among ``choices`` random
+    ones."""
     return places * (1 - (1 - 1 / places) ** choices)
 
 
-# One core, gloo over loopback, its memory.
+# A CPU: one core, gloo over loopback, its memory.
 CPU = Rates.as_a_whole(operations=20e9, network=1e9, host=5e9, peers=1e9)

@@ -1,5 +1,5 @@
-"""How long data-parallel ranks take to reduce gradients, and to gather parameters: once a step,
-whole, as if no pass hid any of it."""
+"""Seconds that data-parallel ranks take once a step to reduce gradients and to gather parameters.
+They count in full, as if no pass overlapped them."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ class Reduction:
     """Seconds of one rank.
 
     Attributes:
-        gradients: to reduce them; with the distributed optimizer each rank gets its share of them.
-        parameters: to gather what the others' shares of the optimizer have stepped.
+        gradients: seconds to reduce gradients; with the distributed optimizer each rank receives
+            only its share.
+        parameters: seconds to gather the parameters that other ranks' optimizers have updated.
     """
 
     gradients: float
@@ -51,7 +52,7 @@ def reductions_of_ranks(
     state: TrainingState,
     rates: Rates,
 ) -> list[Reduction]:
-    """Of each rank of ``placement``, which has ``stages``."""
+    """Return the seconds of each rank of ``placement``, on which ``stages`` are placed."""
     final_norms = has_final_norm(model, stages)
     of_experts = execution.expert_tensor_parallel * execution.expert_parallel
     a_byte = (
@@ -79,7 +80,8 @@ def reductions_of_ranks(
 def _elements(
     model: Model, stage: Stage, execution: Execution, final_norm: bool, tables: int
 ) -> tuple[int, int]:
-    """Those of parameters that all data-parallel ranks have, and of experts'."""
+    """Return the elements of parameters that all data-parallel ranks have, and of experts'
+    parameters."""
     parameters = parameters_of_chunk(model, stage, execution, final_norm=final_norm, tables=tables)
     of_experts = sum(parameter.elements for parameter in parameters if parameter.of_experts)
     return sum(parameter.elements for parameter in parameters) - of_experts, of_experts
@@ -88,12 +90,11 @@ def _elements(
 def seconds_of_a_byte(
     ranks: int, stride: int, rates: Rates, framework: Framework = Framework.MEGATRON
 ) -> float:
-    """Return the seconds of each byte that so many ranks, each ``stride`` from the next, scatter or
-    gather.
+    """Return the seconds for each byte that ``ranks`` ranks, ``stride`` apart, scatter or gather.
 
-    Round a ring every rank sends all but its own share to the next. Ranks of a node make as many
-    rings as they are, each of which leaves it by another's port; in plain PyTorch they are taken to
-    make one ring, whose speed is that of a port.
+    In a ring every rank sends all but its own share to the next. The ranks of a node form as many
+    rings as they are, and each ring leaves the node by another rank's port. In plain PyTorch they
+    are assumed to form one ring, at the speed of one port.
     """
     near = max(min(ranks, rates.domain // stride), 1)
     rings = near if framework is Framework.MEGATRON else 1

@@ -1,4 +1,4 @@
-"""A dense GPT as people describe it in a word: ``layers=64,hidden=6144,...``."""
+"""A dense GPT described in one word: ``layers=64,hidden=6144,...``."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Described:
         vocabulary: rows of embedding and output layer, padded as Megatron pads it.
         ffn: width of the MLP; 0: four times ``hidden``.
         kv_heads: query groups; 0: as many as heads.
-        head_width: of a query; 0: ``hidden`` over ``heads``.
+        head_width: width of a query; 0: ``hidden`` over ``heads``.
         gated: whether the MLP has a gate (SwiGLU).
         tied: whether embedding and output layer share a table.
-        recompute: whether whole layers are run again in the backward pass.
-        precision: of layers' matrices.
+        recompute: whether whole layers are recomputed in the backward pass.
+        precision: number format of layers' matrices.
     """
 
     layers: int
@@ -76,10 +76,11 @@ _EXAMPLE = (
 
 
 def parse_model(text: str) -> Described:
-    """``layers=64,hidden=6144,...``: the fields of `Described`, with hyphens.
+    """Return the model that ``text`` describes: ``layers=64,hidden=6144,...``, the fields of
+    `Described` with hyphens.
 
     Raises:
-        ValueError: a field missing, unknown, given twice, or no such number.
+        ValueError: a field is missing, unknown, given twice, or not such a number.
     """
     known = {field.name.replace("_", "-"): field for field in fields(Described)}
     what = shown(text)

@@ -1,4 +1,4 @@
-"""What F, I and W of a stage take, and what of it is waiting for others."""
+"""Seconds of F, I and W of a stage, by operation and by the group of ranks that they wait for."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron_ext.cost_model.rates import Rates
 
 
 class Other(StrEnum):
-    """What takes time in a pass beside operations and groups."""
+    """Costs of a pass besides operations and groups."""
 
     LAUNCH = "launching"
 
@@ -35,11 +35,12 @@ Seconds = Mapping[Term, float]
 
 @dataclass(frozen=True)
 class PassSeconds:
-    """Seconds of F, I and W, by what takes them.
+    """Seconds of F, I and W, by the resource or group that takes them.
 
     Attributes:
-        rows: of W, those of the last products of pairs that tensor-parallel ranks divide.
-        squared: of F and of I, those that grow with the square of the sequence.
+        rows: the seconds of W in the last products of pairs that are partitioned over
+            tensor-parallel ranks.
+        squared: the seconds of F and of I that grow with the square of the sequence.
     """
 
     forward: Seconds = field(default_factory=dict)
@@ -50,7 +51,7 @@ class PassSeconds:
 
     @property
     def totals(self) -> tuple[float, float, float]:
-        """Of F, I and W."""
+        """Total seconds of F, I and W."""
         forward, backward, weights = (
             sum(seconds.values())
             for seconds in (self.forward, self.input_gradient, self.weight_gradient)
@@ -58,12 +59,12 @@ class PassSeconds:
         return forward, backward, weights
 
     def run_again(self) -> PassSeconds:
-        """With F in I once more."""
-        again = PassSeconds(input_gradient=self.forward, squared=(0.0, self.squared[0]))
-        return summed([self, again])
+        """Return these seconds with F recomputed in I."""
+        recomputed = PassSeconds(input_gradient=self.forward, squared=(0.0, self.squared[0]))
+        return summed([self, recomputed])
 
     def scaled(self, scale: Scale) -> PassSeconds:
-        """To what was measured."""
+        """Return these seconds scaled to measured ones."""
         return PassSeconds(
             _times(self.forward, scale.forward),
             _times(self.input_gradient, scale.input_gradient),
@@ -78,7 +79,7 @@ def _times(seconds: Seconds, scale: float) -> Seconds:
 
 
 def summed(parts: Iterable[PassSeconds]) -> PassSeconds:
-    """Their sum."""
+    """Return the sum of ``parts``."""
     parts = list(parts)
     return PassSeconds(
         _summed(part.forward for part in parts),
@@ -100,15 +101,16 @@ def _summed(terms: Iterable[Seconds]) -> Seconds:
 def seconds_of_layers(
     model: Model, stage: Stage, execution: Execution, rates: Rates
 ) -> PassSeconds:
-    """What the layers of ``stage`` take, multi-token prediction's among them, but for the embedding
-    and the output layer; and what its passes take by themselves."""
+    """Return the seconds of the layers of ``stage`` and of its passes themselves. Layers of
+    multi-token prediction are included; the embedding and the output layer are not."""
     return summed(seconds for _, seconds in seconds_by_component(model, stage, execution, rates))
 
 
 def seconds_by_component(
     model: Model, stage: Stage, execution: Execution, rates: Rates
 ) -> Iterator[tuple[str, PassSeconds]]:
-    """The same, each layer by its type, with what is beside layers."""
+    """Yield the same seconds by component: each layer by its type, then depths, then the pass
+    itself."""
     for position, layer in enumerate(stage.layers):
         seconds = _of_layer(layer, execution.is_again(position), model, execution, rates)
         yield layer, _measured(seconds, layer, rates)
@@ -119,7 +121,7 @@ def seconds_by_component(
 
 
 def seconds_of_embedding(model: Model, execution: Execution, rates: Rates) -> tuple[float, float]:
-    """Of the look-up, and of its table's gradient."""
+    """Return the seconds of the look-up, and of its table's gradient."""
     forward, _, weights = rates.seconds_of(embedding(model, execution))
     measured = rates.measured
     if measured is None:
@@ -129,7 +131,7 @@ def seconds_of_embedding(model: Model, execution: Execution, rates: Rates) -> tu
 
 
 def seconds_of_output_layer(model: Model, execution: Execution, rates: Rates) -> PassSeconds:
-    """Of one run, with the loss."""
+    """Return the seconds of one run of the output layer, with the loss."""
     seconds = _of_part(output_layer(model, execution), execution, rates)
     return _measured(seconds, OUTPUT_LAYER, rates)
 
@@ -140,10 +142,10 @@ def _measured(estimated: PassSeconds, component: str, rates: Rates) -> PassSecon
 
 @lru_cache(maxsize=1024)
 def _of_layer(
-    layer: str, is_again: bool, model: Model, execution: Execution, rates: Rates
+    layer: str, is_recomputed: bool, model: Model, execution: Execution, rates: Rates
 ) -> PassSeconds:
     parts = [_of_part(part_of(symbol, model, execution), execution, rates) for symbol in layer]
-    return summed(parts).run_again() if is_again else summed(parts)
+    return summed(parts).run_again() if is_recomputed else summed(parts)
 
 
 def _of_depth(model: Model, execution: Execution, rates: Rates) -> PassSeconds:
@@ -154,26 +156,27 @@ def _of_depth(model: Model, execution: Execution, rates: Rates) -> PassSeconds:
 
 
 def _of_part(part: Part, execution: Execution, rates: Rates) -> PassSeconds:
-    """What ``part`` takes; of it what Megatron's selective recompute runs again is in I."""
+    """Return the seconds of ``part``. Operations that Megatron's selective recompute repeats count
+    in I too."""
     modules = frozenset() if execution.recompute else execution.recompute_modules
     passes = []
     for operation in part.operations:
         f, i, w = rates.seconds_of(operation)
-        again = f if operation.modules & modules else 0.0
+        recomputed = f if operation.modules & modules else 0.0
         term = operation.engine
         rows = w if operation.is_row else 0.0
-        squared = f * operation.squared, (i + again) * operation.squared
-        passes.append(PassSeconds({term: f}, {term: i + again}, {term: w}, rows, squared))
+        squared = f * operation.squared, (i + recomputed) * operation.squared
+        passes.append(PassSeconds({term: f}, {term: i + recomputed}, {term: w}, rows, squared))
     computed = summed(passes)
     for exchange in part.exchanges:
         f, i = _waited(exchange, computed, rates)
-        again = f if exchange.modules & modules else 0.0
-        passes.append(PassSeconds({exchange.group: f}, {exchange.group: i + again}))
+        recomputed = f if exchange.modules & modules else 0.0
+        passes.append(PassSeconds({exchange.group: f}, {exchange.group: i + recomputed}))
     return summed(passes)
 
 
 def _waited(exchange: Exchange, computed: PassSeconds, rates: Rates) -> tuple[float, float]:
-    """What is left of ``exchange`` where attention hides the rest."""
+    """Return the seconds of ``exchange`` that attention does not overlap, in F and in I."""
     f, i = rates.seconds_to_exchange(exchange)
     if not exchange.is_behind_attention:
         return f, i

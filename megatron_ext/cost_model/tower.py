@@ -31,7 +31,8 @@ class Tower:
         image: the most tokens of an image, which attend to one another.
         output_size: width of the language model's tokens.
         merged: patches that the projector joins to one token of the language model.
-        projectors: the main one, and those that feed later layers (DeepStack).
+        projectors: number of projectors: the main one, and those that feed later layers
+            (DeepStack).
         trained: its trained part.
     """
 
@@ -59,7 +60,7 @@ class Tower:
         return -(-self.patches // self.images)
 
 
-# Tokens of an image where nothing tells: 448 x 448 pixels in patches of 14.
+# Tokens of an image if they are not given: 448 x 448 pixels in patches of 14.
 IMAGE = 1024
 
 # Sizes by the value of --vision-model-type, from examples/multimodal/config.py of Megatron-LM

@@ -1,7 +1,7 @@
 """Seconds, bytes and parameters of a vision tower, estimated from its sizes.
 
-A tower counts as Megatron runs it: whole on each context-parallel rank, divided by tensor-parallel
-ranks without sequence parallelism, nothing of it recomputed.
+A tower counts as Megatron runs it: whole on each context-parallel rank, partitioned over
+tensor-parallel ranks without sequence parallelism, and without recompute.
 """
 
 from __future__ import annotations
@@ -89,16 +89,16 @@ def tower_execution(tower: Tower, execution: Execution) -> Execution:
 
 def tower_matrices(tower: Tower) -> Iterator[tuple[int, int, bool]]:
     """Yield the elements of the tower's matrices and of its other parameters on all tensor-parallel
-    ranks together, and whether they are trained: the layers', then the projectors'."""
+    ranks together, and whether they are trained: first for the layers, then for the projectors."""
     hidden, width = tower.hidden_size, tower.merged * tower.hidden_size
     groups = tower.num_query_groups / tower.num_attention_heads
     attention = int(hidden * hidden * (2 + 2 * groups))
     mlp = (3 if tower.gated_linear_unit else 2) * hidden * tower.ffn_hidden_size
-    beside = int(hidden * (2 + 2 * groups)) + tower.ffn_hidden_size + 6 * hidden
+    others = int(hidden * (2 + 2 * groups)) + tower.ffn_hidden_size + 6 * hidden
     trained = tower.trained
     yield (
         tower.layers * (attention + mlp),
-        tower.layers * beside,
+        tower.layers * others,
         trained is TowerTraining.ALL,
     )
     matrices = width * width + width * tower.output_size
@@ -110,7 +110,8 @@ def tower_matrices(tower: Tower) -> Iterator[tuple[int, int, bool]]:
 
 
 def _projector(tower: Tower, run: Execution) -> tuple[Operation, Operation]:
-    """Return the two products of a projector: within the joined width, and to the model's."""
+    """Return the two products of a projector: one within the joined width, one to the model's
+    width."""
     tokens, width = _joined_tokens(tower, run), tower.merged * tower.hidden_size
     own = width / run.tensor_parallel
     first, *_ = linear("projector's fc1", tokens, width, own, run)

@@ -1,7 +1,7 @@
-"""What schedules of ours would take with costs that a step of Megatron's own has shown.
+"""Prediction of the step time of our schedules from the costs of a measured step of Megatron's own.
 
-Its backward pass is whole: how much of it W would take is estimated, and since nobody has seen it,
-each answer is a range over a W of 0.3 to 0.5 of B.
+Megatron's backward pass is not split, so the share of W is not measured but estimated. Each answer
+is therefore a range over a W of 0.3 to 0.5 of B.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
 
-SHARES = (0.3, 0.5)  # of B that is W, at the least and at the most
+SHARES = (0.3, 0.5)  # least and largest share of B that is W
 SECONDS = 60.0
-_WORTH = 0.001  # of the time: what less memory is given away for
-# What families may take beside `seconds_to_build`, with a limit and without, measured on 8 ranks.
+_WORTH = 0.001  # share of the time that has to be gained for more memory
+# Factors on `seconds_to_build` for families that ignore costs and for those that use them, with and
+# without a limit, measured on 8 ranks.
 _BUILT, _FITTED = 2, 12
 
 
 def weight_shares(costs: Costs) -> tuple[float, ...]:
-    """Which part of each stage's backward pass is W, as ``costs`` say."""
+    """Return the share of W in each stage's backward pass by ``costs``."""
     pairs = zip(
         costs.seconds[Kind.BACKWARD_INPUT], costs.seconds[Kind.BACKWARD_WEIGHT], strict=True
     )
@@ -42,12 +43,12 @@ def weight_shares(costs: Costs) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class SeenCosts:
-    """What a step has shown, in seconds per stage.
+    """Costs of a measured step, in seconds per stage.
 
     Attributes:
-        schedule: of which it was, with its passes alone; B are whole.
-        weight_shares: which part of B is estimated to be W.
-        hop: of a message.
+        schedule: the schedule of the step, with its passes only; its backward passes are B.
+        weight_shares: estimated share of W in B.
+        hop: seconds of a message.
     """
 
     schedule: Schedule
@@ -58,10 +59,10 @@ class SeenCosts:
     hop: float
 
     def costs(self, stages: int, share: float | None = None) -> Costs | None:
-        """Costs with the model cut into so many ``stages``: each of these in equal parts, or as
-        many as it takes together. None if they cannot be cut so.
+        """Return costs with the model cut into ``stages`` stages, by splitting the measured stages
+        into equal parts or joining them. Return None if neither is possible.
 
-        ``share``: of B that is W; None: as estimated.
+        ``share`` is the share of W in B; None takes the estimated one.
         """
         shares = self.weight_shares if share is None else (share,) * len(self.backward)
         weight = [whole * part for whole, part in zip(self.backward, shares, strict=True)]
@@ -91,14 +92,15 @@ def _cut(figures: Sequence[float], stages: int) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Prospect:
-    """What a schedule would take; ``--json`` prints these names in this order.
+    """Predicted time and memory of a schedule; ``--json`` prints these names in this order.
 
     Attributes:
         vpp: chunks of a rank.
-        step: seconds, with the estimated W.
-        low, high: the least and the most of it, with that W and at both ends of its range.
-        of_stock: ``low`` and ``high``, as parts of what Megatron's own would take.
-        bubble_share: of the makespan, with the estimated W.
+        step: seconds of a step, with the estimated W.
+        low, high: the least and the largest of the step times with that W and with both ends of its
+            range.
+        of_stock: ``low`` and ``high`` relative to the predicted step of Megatron's own schedule.
+        bubble_share: idle share of the makespan, with the estimated W.
         peak: microbatches of the rank that holds most.
     """
 
@@ -114,12 +116,12 @@ class Prospect:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """Megatron's own schedule and ours, all simulated with the costs that were seen.
+    """Megatron's own schedule and ours, all simulated with the measured costs.
 
     Attributes:
-        within: those that hold no more than Megatron's own, shortest first.
-        with_more: those that gain by holding more, likewise.
-        left_out: why others are in neither.
+        within: schedules that hold no more than Megatron's own, shortest first.
+        with_more: schedules that gain by holding more, shortest first.
+        left_out: the reason why other schedules are in neither, by spec.
     """
 
     stock: Prospect
@@ -129,11 +131,11 @@ class WhatIf:
 
 
 def what_if(seen: SeenCosts, seconds: float = SECONDS) -> WhatIf:
-    """What each of our schedules would take where ``seen`` was measured.
+    """Return the predicted step of each of our schedules with the costs of ``seen``.
 
-    Those that hold stages otherwise count too (a V has two a rank): the launch would need other
-    virtual stages for them. What would take longer than ``seconds`` to tell, all together, is left
-    out.
+    Schedules with another placement count too (a V has two stages a rank), although the launch
+    would need other virtual stages for them. Schedules are ignored if predicting all of them would
+    take longer than ``seconds``.
     """
     start = time.perf_counter()
     placement = seen.schedule.placement
@@ -166,7 +168,8 @@ def _shortest_first(prospects: Sequence[Prospect]) -> tuple[Prospect, ...]:
 
 
 def _specs(placement: Placement) -> Iterator[tuple[FamilyEntry, str]]:
-    """What a launch could ask for in place of its ``placement``; what searches comes last."""
+    """Yield the specs that a launch with this ``placement`` could use instead; searches come
+    last."""
     for entry in sorted(entries().values(), key=lambda entry: entry.traits.searches):
         has_chunks = "vpp" in inspect.signature(entry.place).parameters
         if entry.mark is Mark.LABORATORY or (has_chunks and placement.chunks == 1):
@@ -177,11 +180,15 @@ def _specs(placement: Placement) -> Iterator[tuple[FamilyEntry, str]]:
 def _tried(
     entry: FamilyEntry, spec: str, seen: SeenCosts, stock: Prospect, left: float
 ) -> Iterator[Prospect]:
-    """The schedule without a memory limit, and where that holds more than ``stock``, within what
-    that holds. Raises ValueError where there is nothing to tell, or no time to."""
+    """Yield the schedule without a memory limit. If it holds more than ``stock``, yield the
+    schedule within the memory of ``stock``, and the first one only if it is faster.
+
+    Raises:
+        ValueError: there is nothing to report, or no time to build it.
+    """
     choice = choose(spec)
     if choice.traits.searches:
-        choice = choice.without_search  # nobody waits for it: what it would find takes no more
+        choice = choice.without_search  # no time for a search, whose result would take no longer
     placement = choice.place(seen.schedule.placement.ranks)
     costs = seen.costs(placement.stages)
     if costs is None:

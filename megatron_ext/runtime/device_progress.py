@@ -77,7 +77,7 @@ class DeviceProgress:
     """Tracks what the device has finished. ``record`` makes an event, or None (`record_event`).
 
     Attributes:
-        position: as of the latest `look`; None if all launched work had finished.
+        position: position at the latest `look`; None if all launched work had finished.
     """
 
     def __init__(self, record: Callable[[], DeviceEvent | None] = record_event) -> None:

@@ -29,7 +29,7 @@ class Recorder:
     and measures the memory of passes while ``counting`` is set.
 
     Attributes:
-        position: of the host; None between passes and waits.
+        position: position of the host; None between passes and waits.
         device: progress of the device; holds back a host that runs too far ahead.
         rank_identity: process of this rank.
         failure_report: tells the other ranks that this one has failed; None until connected.

@@ -1,1 +1,2 @@
-"""WHAT runs WHEN: schedules as data, made, proved, simulated and drawn. No torch, no GPU."""
+"""Schedules as data: actions, placements, costs, problems, and their text forms. Needs no torch and
+no GPU."""

@@ -1,4 +1,4 @@
-"""One step of a pipeline schedule, and its text form."""
+"""Actions of a pipeline schedule, and their text form."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Kind(enum.StrEnum):
     """Kinds of actions. The letters are those of `torch.distributed.pipelining`.
 
     The zero-bubble papers write B for the input gradient; here that is I, and B is the whole
-    backward pass, I and W in one. R recomputes the activations that F did not keep
+    backward pass: I and W in one. R recomputes the activations that F did not keep
     (`transforms.recompute`).
     """
 
@@ -46,14 +46,15 @@ class Kind(enum.StrEnum):
     WAIT_S = "WAIT_S"
     WAIT_SI = "WAIT_SI"
     WAIT_E = "WAIT_E"
-    # Activation offload (`transforms.offload`): of what F made, and of what I left for W.
+    # Activation offload (`transforms.offload`): of the tensors that F stores for I, and that I
+    # stores for W.
     OFFLOAD_F = "OFFLOAD_F"
     FREE_F = "FREE_F"
     RELOAD_F = "RELOAD_F"
     OFFLOAD_I = "OFFLOAD_I"
     FREE_I = "FREE_I"
     RELOAD_I = "RELOAD_I"
-    # Post-validation (`transforms.post_validation`): of a rank, on its first stage, once a step.
+    # Post-validation (`transforms.post_validation`): once a step for each rank, on its first stage.
     RECV_P = "RECV_P"
     STEP = "STEP"
     SEND_P = "SEND_P"
@@ -61,20 +62,21 @@ class Kind(enum.StrEnum):
     SETTLE = "SETTLE"
     SEND_V = "SEND_V"
 
-    __hash__ = str.__hash__  # Enum's own is Python, and most of what a dictionary of actions takes
+    __hash__ = str.__hash__  # Enum's own is Python code, and slow in dictionaries of actions
 
 
 class Slice(int):
-    """A slice of a microbatch along its sequence, where an action names one: ``7.2``.
+    """A slice of a microbatch along its sequence, if an action names one: ``7.2``.
 
-    The slices of a step are numbered through, ``whole * slices + slice``, and that number stands in
-    the place of the microbatch's: whoever keeps tensors, messages or times by stage and microbatch
-    need not know of slices. What is calculated with it is a plain number.
+    The slices of a step are numbered consecutively, ``whole * slices + slice``, and that number
+    stands in the place of the microbatch's. Code that stores tensors, messages or times by stage
+    and microbatch therefore need not know of slices. The result of arithmetic with a slice is a
+    plain number.
 
     Attributes:
-        whole: the microbatch that it is of.
-        slice: which of its slices, from 0.
-        ends: where each slice of a microbatch ends, as shares of the sequence.
+        whole: the microbatch of the slice.
+        slice: number of the slice within its microbatch, from 0.
+        ends: end of each slice of a microbatch, as a share of the sequence.
     """
 
     whole: int
@@ -117,58 +119,60 @@ class Slice(int):
 
 
 def whole_of(microbatch: int) -> int:
-    """The microbatch that ``microbatch`` is, or is a slice of."""
+    """Return ``microbatch``, or the microbatch that it is a slice of."""
     return microbatch.whole if isinstance(microbatch, Slice) else microbatch
 
 
 def tokens_of(microbatch: int) -> float:
-    """The share of its microbatch's tokens that ``microbatch`` has: 1 if it is no slice."""
+    """Return the share of its microbatch's tokens that ``microbatch`` has: 1 if it is no slice."""
     return microbatch.end - microbatch.begin if isinstance(microbatch, Slice) else 1.0
 
 
-@functools.lru_cache(maxsize=8)  # each action of a file asks
+@functools.lru_cache(maxsize=8)  # called for each action of a file
 def even_ends(slices: int) -> tuple[float, ...]:
     """Return the ends of so many slices of equal length, as shares of the sequence."""
     return tuple(number / slices for number in range(1, slices + 1))
 
 
 def parts_of(microbatch: int, ends: tuple[float, ...]) -> tuple[int, ...]:
-    """The slices of ``microbatch``, in order; itself, if it is not cut."""
+    """Return the slices of ``microbatch``, in order, or ``microbatch`` itself if it is not cut."""
     if len(ends) < 2:
         return (microbatch,)
     return tuple(Slice(microbatch, number, ends) for number in range(len(ends)))
 
 
 class Action(NamedTuple):
-    """One kind of work for one microbatch on one stage. ``str`` gives ``3F7``, `parse` reads it.
+    """One kind of work for one microbatch on one stage. ``str`` gives ``3F7``, and `parse` reads
+    it.
 
-    Where microbatches are cut into slices, ``microbatch`` is a `Slice`: ``3F7.2`` is the forward
-    pass of slice 2 of microbatch 7.
+    If microbatches are cut into slices, ``microbatch`` is a `Slice`: ``3F7.2`` is the forward pass
+    of slice 2 of microbatch 7.
 
-    ``3SEND_F7`` sends what ``3F7`` made to stage 4; ``4RECV_F7`` receives it there. ``4SEND_B7``
-    sends the gradient of stage 4's input to stage 3; ``3RECV_B7`` receives it there. ``3WAIT_F7``
-    and ``4WAIT_B7`` wait until the send has gone and give its tensor up.
+    ``3SEND_F7`` sends the output of ``3F7`` to stage 4; ``4RECV_F7`` receives it there.
+    ``4SEND_B7`` sends the gradient of stage 4's input to stage 3; ``3RECV_B7`` receives it there.
+    ``3WAIT_F7`` and ``4WAIT_B7`` wait until the send has completed and free its tensor.
 
     ``3R7`` recomputes, from the input that stage 3 has stored, the activations of ``3F7`` that the
     backward pass needs (Liu et al. 2025).
 
-    Vocabulary parallelism (Yeung et al. 2024, whose T is SI and SW). ``3S7`` are logits and their
-    statistics on the shard of the rank whose first stage is 3, ``3SI7`` the shard's part of the
-    gradient of the last hidden states, ``3SW7`` the gradient of the shard, ``3L7`` the loss, once
-    all statistics are there. ``3E7`` looks tokens up in the shard of the embedding, ``3EW7`` is
-    that shard's gradient. ``BCAST_k`` brings every rank what k needs, ``GATHER_S`` and ``REDUCE_k``
-    bring together what k has made. Where nothing uses that, ``3WAIT_k7`` waits until what k has
-    made there has gone, and gives its tensor up.
+    Vocabulary parallelism (Yeung et al. 2024, whose T is SI and SW). ``3S7`` computes logits and
+    their statistics on the shard of the rank whose first stage is 3, ``3SI7`` the shard's part of
+    the gradient of the last hidden states, ``3SW7`` the gradient of the shard, and ``3L7`` the
+    loss, once all statistics are there. ``3E7`` looks tokens up in the shard of the embedding,
+    ``3EW7`` computes that shard's gradient. ``BCAST_k`` brings every rank the input of k;
+    ``GATHER_S`` and ``REDUCE_k`` combine the outputs of k. On ranks that do not use the combined
+    output, ``3WAIT_k7`` waits until the rank's own part has been sent and frees its tensor.
 
-    Activation offload (Wan et al. 2025). ``3OFFLOAD_F7`` begins to copy what ``3F7`` has made for
-    the backward pass to the host, ``3FREE_F7`` waits for that and gives its memory back, and
-    ``3RELOAD_F7`` takes memory and begins to copy it back. ``3OFFLOAD_I7``, ``3FREE_I7`` and
-    ``3RELOAD_I7`` do the same with what ``3I7`` leaves for ``3W7``.
+    Activation offload (Wan et al. 2025). ``3OFFLOAD_F7`` starts to copy the tensors that ``3F7``
+    has stored for the backward pass to the host, ``3FREE_F7`` waits for the copy and frees their
+    memory, and ``3RELOAD_F7`` allocates memory and starts to copy them back. ``3OFFLOAD_I7``,
+    ``3FREE_I7`` and ``3RELOAD_I7`` do the same with the tensors that ``3I7`` stores for ``3W7``.
 
     Post-validation (Qi et al. 2024), once a step for the rank whose first stage is 3: ``3RECV_P0``
-    receives what the ranks of the stages before know of their gradients, ``3STEP0`` adds the
-    rank's own and steps, ``3SEND_P0`` passes the sum on. In the next step ``3RECV_V0`` receives the
-    verdict, ``3SEND_V0`` passes it back, and ``3SETTLE0`` holds the rank up until it has come.
+    receives the combined gradient state of the ranks of all earlier stages, ``3STEP0`` adds the
+    rank's own state and steps the optimizer, ``3SEND_P0`` sends the sum to the next. In the next
+    step ``3RECV_V0`` receives the verdict, ``3SEND_V0`` sends it to the previous rank, and
+    ``3SETTLE0`` blocks the rank until the verdict has come.
     """
 
     stage: int
@@ -180,8 +184,8 @@ class Action(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """Two passes of a rank that run as one: a forward pass, and a backward pass (I or B) that needs
-    nothing of it. ``str`` gives torch's form, ``(0F1;4I0)OVERLAP_F_B``."""
+    """Two passes of a rank that run as one: a forward pass, and a backward pass (I or B) that does
+    not depend on it. ``str`` gives torch's form, ``(0F1;4I0)OVERLAP_F_B``."""
 
     forward: Action
     backward: Action
@@ -191,20 +195,20 @@ class Pair(NamedTuple):
 
 
 _TEXT = re.compile(r"(\d+)([A-Z_]+)(\d+)(?:\.(\d{1,9}))?")
-_SLICE = re.compile(r"[A-Z_]\d+\.(\d{1,9})")  # from where a kind ends: digits may be many
+_SLICE = re.compile(r"[A-Z_]\d+\.(\d{1,9})")  # from the end of a kind: digits may be many
 COMPOUND = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 _BACKWARD = (Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD)
-_LONGEST = 40  # of what is no action, shown in an error
+_LONGEST = 40  # characters of an invalid action that an error shows
 
 
 def parse(text: str, slices: int = 1) -> Action:
-    """The action that ``text`` names. The inverse of ``str``.
+    """Return the action that ``text`` names. The inverse of ``str``.
 
     Args:
-        slices: into how many each microbatch is cut; with 1 an action names none.
+        slices: number of slices of each microbatch; with 1, actions name no slice.
 
     Raises:
-        ValueError: ``text`` is no action, or not of so many slices.
+        ValueError: ``text`` is no action, or its slice does not fit ``slices``.
     """
     text = text.strip()
     match = _TEXT.fullmatch(text)
@@ -225,8 +229,11 @@ def parse(text: str, slices: int = 1) -> Action:
 
 
 def parse_pair(text: str, slices: int = 1) -> Pair | None:
-    """The pair that ``text`` names, the inverse of ``str``; None: it names none. Raises ValueError
-    as `parse`."""
+    """Return the pair that ``text`` names, or None if it names none. The inverse of ``str``.
+
+    Raises:
+        ValueError: as `parse`.
+    """
     compound = COMPOUND.fullmatch(text.strip())
     parts = [parse(part, slices) for part in compound[1].split(";")] if compound else []
     is_pair = len(parts) == 2 and parts[0].kind == Kind.FORWARD and parts[1].kind in _BACKWARD
@@ -237,8 +244,8 @@ def slices_named(text: str) -> int:
     """Return the number of slices of a microbatch of the actions in ``text``; 1: it is not cut.
 
     Raises:
-        ValueError: some slice below the largest is not named. So ``text`` is no shorter than what
-            is allocated for its slices, whatever number a typing error makes.
+        ValueError: some slice below the largest is not named. This bounds the memory for slices by
+            the length of ``text``, even if a typing error makes a huge number.
     """
     named = {int(match[1]) for match in _SLICE.finditer(text)}
     missing = next((number for number in range(len(named)) if number not in named), None)

@@ -1,4 +1,4 @@
-"""The actions of a schedule as numbers, for what looks at all of them at once."""
+"""The actions of a schedule as numpy arrays, for code that processes all of them at once."""
 
 from __future__ import annotations
 
@@ -38,14 +38,15 @@ HOLDS_UP = by_kind(lambda rule: rule.holds_up)
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """Entry n of each is about the n-th action of a schedule, rank after rank.
+    """Structure of arrays over the actions of a schedule: entry n of each array describes the n-th
+    action, rank after rank.
 
     Attributes:
-        rank, stage, microbatch: its own.
-        kind: the place of its kind in `KINDS`.
+        rank, stage, microbatch: rank, stage and microbatch of the action.
+        kind: the position of its kind in `KINDS`.
         first: the number of the first action of its rank.
-        slice_ends: where each slice of a microbatch ends, as shares of the sequence; of one alone,
-            where they are not cut.
+        slice_ends: end of each slice of a microbatch, as shares of the sequence; (1.0,) if
+            microbatches are not cut.
     """
 
     rank: Ints
@@ -65,14 +66,14 @@ class Columns:
 
     @cached_property
     def pairs(self) -> tuple[tuple[int, Kind], ...]:
-        """The stages and kinds that occur. What is the same for every microbatch is computed once
-        for each."""
+        """The stages and kinds that occur. Properties that all microbatches share are computed once
+        for each of them."""
         codes = self._codes_in_use.tolist()
         return tuple((code // len(KINDS), KINDS[code % len(KINDS)]) for code in codes)
 
     @cached_property
     def pair(self) -> Ints:
-        """The place in `pairs` of each action's stage and kind."""
+        """The position in `pairs` of each action's stage and kind."""
         place = np.zeros(self._codes.max(initial=-1) + 1, dtype=np.int32)
         place[self._codes_in_use] = np.arange(len(self._codes_in_use))
         return place[self._codes]
@@ -87,8 +88,9 @@ class Columns:
 
     @cached_property
     def work(self) -> tuple[dict[tuple[int, Kind], int], Ints]:
-        """The stages and kinds whose work is done (`Rule.covers`), numbered; and for each action
-        the numbers of the one or two that it does, -1 in the place of a second that is not."""
+        """The numbered stages and kinds of all work (`Rule.covers`), and for each action the
+        numbers of the one or two that it does. The second number is -1 if the action does only
+        one."""
         numbers: dict[tuple[int, Kind], int] = {}
         of_pairs = np.full((len(self.pairs), 2), -1, dtype=np.int32)
         for row, (stage, kind) in zip(of_pairs, self.pairs, strict=True):
@@ -107,8 +109,8 @@ class Columns:
         return self.microbatch % np.int32(self.slices)
 
     def of_each(self, of: Callable[[Action], _T]) -> list[_T]:
-        """Return ``of`` each action, calling it once for all microbatches of a stage, kind and
-        slice."""
+        """Return the value of ``of`` for each action. It is called once for all microbatches of a
+        stage, kind and slice."""
         of_pairs = [[of(action) for action in row] for row in self.examples]
         if self.slices == 1:
             return [of_pairs[pair][0] for pair in self.pair.tolist()]
@@ -117,14 +119,18 @@ class Columns:
 
     @cached_property
     def examples(self) -> list[list[Action]]:
-        """The actions of microbatch 0 of each of `pairs`: one, or one a slice."""
+        """The actions of microbatch 0 for each of `pairs`: one action, or one for each slice."""
         parts = parts_of(0, self.slice_ends)
         return [[Action(stage, kind, part) for part in parts] for stage, kind in self.pairs]
 
     def of_pairs(self, pairs: Ints, shifts: Ints | None = None) -> Ints:
-        """For each action, the number of the one of its microbatch whose place in `pairs` is that
-        which ``pairs`` has for its own; -1 where it has -1, or there is no such action. ``shifts``:
-        likewise, by how many slices of the microbatch it comes later."""
+        """Return for each action the number of a related action of the same microbatch, or -1 if
+        there is none.
+
+        Args:
+            pairs: for each entry of `pairs`, the entry of the related action, or -1.
+            shifts: for each entry of `pairs`, how many slices later the related action is.
+        """
         pair, microbatch = pairs[self.pair], self.microbatch
         if shifts is not None:
             shift = shifts[self.pair]
@@ -136,21 +142,22 @@ class Columns:
 
     @cached_property
     def table(self) -> Ints:
-        """Numbers of the actions, an array of pairs x microbatches; -1 if there is none."""
+        """Numbers of the actions, an array of shape (pairs, microbatches); -1 if there is no such
+        action."""
         microbatches = self.microbatch.max(initial=0) + 1
         table = np.full((max(len(self.pairs), 1), microbatches), -1, dtype=np.int32)
         table[self.pair, self.microbatch] = self.numbers
         return table
 
     def latest(self, flags: Flags) -> Ints:
-        """For each action, the last one of its rank up to it that has one of ``flags``; -1 where
-        there is none."""
+        """Return for each action the number of the last action of its rank, up to and including it,
+        that is set in ``flags``; -1 if there is none."""
         latest = np.maximum.accumulate(np.where(flags, self.numbers, np.int32(-1)))
         return np.where(latest < self.first, np.int32(-1), latest)
 
 
 def columns_of(rows: Sequence[Sequence[Action]]) -> Columns:
-    """The `Columns` of the actions of ``rows``, a row a rank."""
+    """Return the `Columns` of the actions of ``rows``, which have one row per rank."""
     lengths = [len(row) for row in rows]
     count = sum(lengths)
 

@@ -1,10 +1,10 @@
 """Costs of passes: seconds per stage, seconds per hop, bytes held.
 
-Costs are given per kind. A kind that does the work of others (`Rule.covers`) costs what they do
-together: a fused backward B costs I + W. Their text form is in costs_text.py.
+Costs are given per kind. A kind that does the work of others (`Rule.covers`) costs their sum: a
+fused backward B costs I + W. The text form is in costs_text.py.
 
-`Costs` consists of parts. Figures are tuples, not arrays: caches key on their repr, which numpy
-shortens.
+`Costs` consists of parts. Figures are tuples, not arrays, because caches use their repr as a key,
+and numpy shortens it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class VocabularyCosts:
 
     @property
     def of_ends(self) -> Mapping[Kind, tuple[float, float]]:
-        """Seconds that the first and the last stage have more, per kind."""
+        """Additional seconds of the first and of the last stage, by kind."""
         lookup, table_gradient = self.embedding
         forward, input_gradient, weight_gradient = self.head
         return {
@@ -51,9 +51,9 @@ class TowerCosts:
     """Costs of a microbatch in an encoder on the first stage, such as a vision tower.
 
     Attributes:
-        seconds: of F, I and W, on the rank that the costs were made for.
-        activation: bytes that it stores from F to I. What it stores from I to W is in proportion to
-            that of the layers.
+        seconds: seconds of F, I and W, on the rank that the costs were made for.
+        activation: bytes that it stores from F to I. Its bytes from I to W are in the same
+            proportion to these as the layers' are.
     """
 
     seconds: tuple[float, float, float]
@@ -71,8 +71,8 @@ class CostPart:
                     raise TypeError(f"{part.name} has {type(figures).__name__}; write a tuple")
 
     def joined(self, rows: Sequence[Sequence[int]], costs: Costs) -> Self:
-        """This part of ``costs`` with the stages of each of ``rows`` in one: their figures summed
-        up."""
+        """Return this part of ``costs`` with the stages of each of ``rows`` joined to one, whose
+        figures are their sums."""
         named = {part.name: getattr(self, part.name) for part in fields(self)}  # type: ignore[arg-type]
         return type(self)(**{name: _summed(value, rows) for name, value in named.items()})
 
@@ -82,7 +82,7 @@ def _summed(value: Any, rows: Sequence[Sequence[int]]) -> Any:
         return {key: _summed(figures, rows) for key, figures in value.items()}
     if isinstance(value, tuple) and value:
         return tuple(sum(value[stage] for stage in row) for row in rows)
-    return value  # of no stage
+    return value  # not a figure per stage
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,11 @@ class PassCosts(CostPart):
     """Seconds and bytes of passes.
 
     Attributes:
-        seconds: per kind. (Any unit of time will do if all share it.)
-        held_bytes: bytes per kind of memory; None when bytes are not known.
-        recompute: seconds of R; () where it takes as long as the F that it repeats.
-        spared: seconds that I and W take less where one follows the other at once, as in B, since
-            one hides what the other waits for; () where that is nothing.
+        seconds: figures by kind. (Any unit of time will do if all share it.)
+        held_bytes: bytes by kind of memory; None if bytes are not known.
+        recompute: seconds of R; () if R takes as long as the F that it repeats.
+        spared: seconds saved if W directly follows its I, as in B, because one overlaps the other's
+            waiting; () if nothing is saved.
     """
 
     seconds: Mapping[Kind, tuple[float, ...]]
@@ -108,8 +108,8 @@ class PassCosts(CostPart):
             raise ValueError("costs: all passes cost nothing; at least one must cost something")
 
     def spread(self, layers: int, counts: Sequence[int]) -> PassCosts:
-        """Return the costs of stages with these ``counts`` of equal layers, if so many ``layers``
-        together cost what all stages here do."""
+        """Return the costs of stages with these ``counts`` of equal layers. All stages here
+        together are assumed to have ``layers`` layers."""
 
         def of_stages(figures: tuple[float, ...]) -> tuple[float, ...]:
             return figures and tuple(sum(figures) / layers * count for count in counts)
@@ -128,11 +128,11 @@ class LinkCosts(CostPart):
     """Seconds and bytes of messages.
 
     Attributes:
-        hop: seconds a message takes from one rank to another; the mean where `hops` are told.
-        latency: the seconds of a hop that a short message takes, too.
-        hops: seconds of a message between each stage and the next; () where all take ``hop``.
-        latencies: the latency of each of `hops`; () where all have ``latency``.
-        message_bytes: of what goes from stage to stage; 0 when that is not known.
+        hop: seconds of a message from one rank to another; the mean if `hops` are given.
+        latency: the part of a hop's seconds that does not shrink with the message.
+        hops: seconds of a message between each stage and the next; () if all take ``hop``.
+        latencies: the latency of each of `hops`; () if all have ``latency``.
+        message_bytes: bytes of a message from stage to stage; 0 if not known.
     """
 
     hop: float = 0.0
@@ -142,7 +142,8 @@ class LinkCosts(CostPart):
     message_bytes: float = 0.0
 
     def joined(self, rows: Sequence[Sequence[int]], costs: Costs) -> LinkCosts:
-        """Return the links between neighbouring ``rows``: the first one that joins two of them."""
+        """Return the links between neighbouring ``rows``: for each two of them the first link that
+        joins them."""
         between = [
             next((min(a, b) for a in row for b in following if abs(a - b) == 1), None)
             for row, following in pairwise(rows)
@@ -157,17 +158,17 @@ class LinkCosts(CostPart):
 
 @dataclass(frozen=True)
 class SliceCosts(CostPart):
-    """Costs of a slice that are not its share of the microbatch.
+    """Costs of a slice that are not proportional to its share of the microbatch.
 
     Attributes:
         attention: the share of F, and of I and W together, that grows with the square of the
-            sequence: of what the layers take, without the vocabulary's. Of a backward pass all of
-            that is in I. () where it is nothing, or not known.
-        launch: seconds of F, and as much of I, that a pass of few tokens takes, too; () where that
-            is nothing.
+            sequence: as a share of the layers' seconds, without the vocabulary's. In a backward
+            pass all of it is in I. () if it is zero or not known.
+        launch: the part of the seconds of F, and the same of I, that does not shrink with the
+            number of tokens; () if it is zero.
         keys_values: bytes of a microbatch's keys and values, which are part of the activation; ()
-            where that is not known.
-        sharing: context-parallel ranks that share each slice, one part behind the other.
+            if not known.
+        sharing: number of context-parallel ranks that share each slice, one part behind the other.
     """
 
     attention: tuple[float, ...] = ()
@@ -176,7 +177,7 @@ class SliceCosts(CostPart):
     sharing: int = 1
 
     def joined(self, rows: Sequence[Sequence[int]], costs: Costs) -> SliceCosts:
-        """This part, attention as a share of the joined stages."""
+        """Return this part for joined stages, with attention as a share of their seconds."""
         joined = super().joined(rows, costs)
         if not self.attention:
             return joined
@@ -194,15 +195,17 @@ class OverlapCosts(CostPart):
     """Seconds that passes save by running at the same time (`Pair`).
 
     Attributes:
-        hidden: seconds that a forward pass and a backward pass take less so than one after the
-            other. By the backward pass's kind, I or B, a row per stage of F, with a figure per
-            stage of the backward pass. Where B is not told, I's; {} is nothing.
+        hidden: seconds saved by running a forward and a backward pass side by side instead of one
+            after the other. By the backward pass's kind, I or B, a row per stage of F, with a
+            figure per stage of the backward pass. If B is missing, I's table counts for it; {} if
+            nothing is saved.
     """
 
     hidden: Mapping[Kind, tuple[tuple[float, ...], ...]] = field(default_factory=dict)
 
     def joined(self, rows: Sequence[Sequence[int]], costs: Costs) -> OverlapCosts:
-        """This part; backward passes run through the stages of a row from the last."""
+        """Return this part for joined stages. Backward passes run through the stages of a row from
+        the last."""
 
         def saved(table: tuple[tuple[float, ...], ...], row: Sequence[int], other: Any) -> float:
             return sum(table[f][b] for f, b in zip(row, reversed(other), strict=False))
@@ -219,8 +222,8 @@ class HostCosts(CostPart):
     """Costs of copies between a rank's memory and the host's.
 
     Attributes:
-        seconds: of a microbatch, per kind one figure per stage.
-        ranks_per_link: so many ranks in a row share a link to the host and take turns.
+        seconds: seconds to copy a microbatch's tensors, by kind, one figure per stage.
+        ranks_per_link: number of consecutive ranks that share a link to the host and take turns.
         duplex: whether a link carries both directions at once.
     """
 
@@ -230,7 +233,8 @@ class HostCosts(CostPart):
 
     @property
     def to_host(self) -> tuple[float, ...]:
-        """Seconds to copy all that a microbatch leaves for its backward pass, per stage."""
+        """Seconds to copy all that a microbatch stores for its backward pass to the host, per
+        stage."""
         return self.seconds[Kind.OFFLOAD_F]
 
     @property
@@ -254,16 +258,16 @@ class Costs:
     """Costs of one microbatch.
 
     Attributes:
-        passes: what they take and hold.
-        links: what messages take.
-        slices: what slices of a microbatch take otherwise.
-        host: what copies to the host and back take; None when that is not known.
-        vocabulary: which part of the first and the last stage's figures is the embedding's and the
-            output layer's; None when that is not known.
-        overlap: what passes save side by side.
-        whole: of costs whose vocabulary is shared by the ranks, what they were before.
+        passes: seconds and bytes of passes.
+        links: seconds and bytes of messages.
+        slices: costs of slices that differ from their share of a microbatch.
+        host: costs of copies to the host and back; None if not known.
+        vocabulary: the part of the first and the last stage's figures that is the embedding's and
+            the output layer's; None if not known.
+        overlap: seconds that passes save side by side.
+        whole: the original costs, if the vocabulary of these is partitioned over the ranks.
         slowness: by stage, how many times as long its rank takes as the rank that these costs were
-            made for; it is in all seconds of passes. () if all ranks are alike.
+            made for. All seconds of passes include it. () if all ranks are alike.
         tower: the part of the first stage's figures that is an encoder's in front of the language
             model; None if there is none, or it is not known.
         origin: how these figures came about, for people to read.
@@ -282,12 +286,12 @@ class Costs:
 
     @property
     def seconds(self) -> Mapping[Kind, tuple[float, ...]]:
-        """Seconds of passes per kind and stage."""
+        """Seconds of passes by kind and stage."""
         return self.passes.seconds
 
     @property
     def held_bytes(self) -> Mapping[Held, tuple[float, ...]] | None:
-        """Bytes per kind of memory and stage; None when they are not known."""
+        """Bytes by kind of memory and stage; None if not known."""
         return self.passes.held_bytes
 
     def with_passes(self, **changes: Any) -> Costs:
@@ -307,7 +311,7 @@ class Costs:
         return len(self.seconds[Kind.FORWARD])
 
     def of(self, action: Action) -> float:
-        """Seconds of ``action`` on its lane, by the cost in its kind's rule."""
+        """Return the seconds of ``action`` on its lane, by the cost in its kind's rule."""
         rule = RULES[action.kind]
         match rule.cost:
             case Cost.PASS:
@@ -315,7 +319,7 @@ class Costs:
                 return seconds - (self.spared_by(action) if len(rule.covers) > 1 else 0.0)
             case Cost.REPEATED_PASS:
                 assert rule.repeats is not None
-                return self._of_again(rule.repeats, action)
+                return self._of_recompute(rule.repeats, action)
             case Cost.HOP:
                 return self._of_message(action)
             case Cost.COLLECTIVE:
@@ -347,11 +351,11 @@ class Costs:
         return _part_of_hop(self.hop_behind(behind), latency, action.microbatch)
 
     def hop_of(self, part: int) -> float:
-        """Seconds of a message of ``part``: the mean where not all links are alike."""
+        """Return the seconds of a message of ``part``: the mean if links differ."""
         return _part_of_hop(self.links.hop, self.links.latency, part)
 
     def hop_behind(self, stage: int) -> float:
-        """Seconds of a message between ``stage`` and the next, either way."""
+        """Return the seconds of a message between ``stage`` and the next, in either direction."""
         return self.links.hops[stage] if self.links.hops else self.links.hop
 
     def _of_pass(self, kind: Kind, action: Action) -> float:
@@ -367,28 +371,29 @@ class Costs:
         rest = whole - squared
         launch = min(self._launch_of(kind, action.stage), rest)
         tokens, attended = tokens_of(part), part.end**2 - part.begin**2
-        # The last of those who share it attends to most, and the others wait for that.
+        # The last of the ranks that share the slice attends to most tokens, and the others wait for
+        # it.
         attended += tokens**2 * (1 - 1 / self.slices.sharing)
         return launch + (rest - launch) * tokens + squared * attended
 
     def _launch_of(self, kind: Kind, stage: int) -> float:
-        """The seconds of ``kind`` on ``stage`` that a slice takes, too."""
+        """Return the seconds of ``kind`` on ``stage`` that do not shrink with a slice."""
         is_launched = kind in (Kind.FORWARD, Kind.BACKWARD_INPUT)  # W runs behind I
         return self.slices.launch[stage] if self.slices.launch and is_launched else 0.0
 
-    def _of_again(self, repeats: Kind, action: Action) -> float:
+    def _of_recompute(self, repeats: Kind, action: Action) -> float:
         """Return the seconds of R: those of the pass that it repeats, unless they are given.
 
         A slice takes the same share of R as of the pass that R repeats."""
         if not self.passes.recompute:
             return self._of_pass(repeats, action)
-        whole, again = self.seconds[repeats][action.stage], self.passes.recompute[action.stage]
+        whole, recompute = self.seconds[repeats][action.stage], self.passes.recompute[action.stage]
         if not isinstance(action.microbatch, Slice):
-            return again
-        return again * (self._of_pass(repeats, action) / whole if whole else 1.0)
+            return recompute
+        return recompute * (self._of_pass(repeats, action) / whole if whole else 1.0)
 
     def of_attention(self, kind: Kind, stage: int) -> float:
-        """The seconds of ``kind`` on ``stage`` that grow with the square of the sequence."""
+        """Return the seconds of ``kind`` on ``stage`` that grow with the square of the sequence."""
         if not self.slices.attention or kind not in (Kind.FORWARD, Kind.BACKWARD_INPUT):
             return 0.0
         layers = self._of_layers
@@ -411,8 +416,8 @@ class Costs:
         )
 
     def with_slices_shared_by(self, ranks: int) -> Costs:
-        """Return these costs for slices that so many context-parallel ranks share, of which each
-        holds the keys and values of all."""
+        """Return these costs for slices that are shared by ``ranks`` context-parallel ranks, each
+        of which holds the keys and values of all."""
         shared = self.with_slices(sharing=ranks)
         if ranks == 1 or not self.slices.keys_values or self.held_bytes is None:
             return shared
@@ -428,8 +433,8 @@ class Costs:
 
     @cached_property
     def _of_layers(self) -> Mapping[Kind, tuple[float, ...]]:
-        """Seconds without the vocabulary's, per kind and stage. Cached: each slice's pass reads
-        them."""
+        """Seconds without the vocabulary's, by kind and stage. Cached, because each slice's pass
+        reads them."""
         return self.without_vocabulary().seconds
 
     @cached_property
@@ -445,18 +450,19 @@ class Costs:
         return self.spared_on(action.stage) * tokens_of(action.microbatch)
 
     def spared_on(self, stage: int) -> float:
-        """Seconds that I and W of ``stage`` take less, one right after the other."""
+        """Return the seconds that I and W of ``stage`` save if W directly follows I."""
         return self.passes.spared[stage] if self.passes.spared else 0.0
 
     def least_on(self, stages: Iterable[int]) -> float:
-        """Seconds that all passes of a microbatch take on ``stages`` of a rank, at the least."""
+        """Return the least seconds that all passes of a microbatch take on ``stages`` of a rank."""
         return sum(
             sum(figures[stage] for figures in self.seconds.values()) - self.spared_on(stage)
             for stage in stages
         )
 
     def saved_by(self, forward: Action, backward: Action) -> float:
-        """Seconds that the two take less side by side: no more than the shorter of them takes."""
+        """Return the seconds that the two passes save side by side: at most those of the shorter
+        one."""
         table = self.overlap.hidden.get(backward.kind) or self.overlap.hidden.get(
             Kind.BACKWARD_INPUT
         )
@@ -466,11 +472,11 @@ class Costs:
         return min(hidden, self.of(forward), self.of(backward))
 
     def of_pair(self, forward: Action, backward: Action) -> float:
-        """Seconds of the two, side by side."""
+        """Return the seconds of the two passes, side by side."""
         return self.of(forward) + self.of(backward) - self.saved_by(forward, backward)
 
     def slowed(self, slowness: tuple[float, ...]) -> Costs:
-        """Return these costs on ranks that take so many times as long for the passes of each
+        """Return these costs for ranks that take ``slowness`` times as long for the passes of each
         stage."""
 
         def slower(figures: tuple[float, ...]) -> tuple[float, ...]:
@@ -514,12 +520,12 @@ class Costs:
 
     @cached_property
     def layers_alone(self) -> Costs:
-        """Costs without those of the embedding, the output layer and the encoder."""
+        """Costs of the layers, without the embedding, the output layer and the encoder."""
         return self.without_vocabulary().without_tower()
 
     def _with_first_stage(self, tower: TowerCosts, sign: int) -> Costs:
         def added(figures: tuple[float, ...], more: float) -> tuple[float, ...]:
-            return (max(figures[0] + sign * more, 0.0), *figures[1:])  # less than 0 by rounding
+            return (max(figures[0] + sign * more, 0.0), *figures[1:])  # may round below 0
 
         kinds = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
         more = dict(zip(kinds, tower.seconds, strict=True))
@@ -553,7 +559,8 @@ class Costs:
     def _joined(self, rows: Sequence[Sequence[int]]) -> Costs:
         """Return the costs of the same work with the stages of each of ``rows`` joined in one.
 
-        The vocabulary's part is known if it stays on the first and the last of them.
+        The vocabulary's part stays known only if it remains on the first and the last of the joined
+        stages.
         """
         stays = 0 in rows[0] and self.stages - 1 in rows[-1]
         costs = self.without_vocabulary() if stays else self
@@ -581,8 +588,8 @@ class Costs:
     ) -> Costs:
         """Return these costs with copies of a microbatch's activation, in seconds per stage.
 
-        What W alone needs is copied at the same speed; if its bytes are not known, it takes as long
-        as the whole activation.
+        Tensors that only W needs are copied at the same speed. If their bytes are not known, they
+        take as long as the whole activation.
         """
         share = [1.0] * self.stages
         if self.held_bytes is not None:
@@ -618,7 +625,8 @@ class Costs:
         return replace(self._at_the_ends(vocabulary, +1), vocabulary=vocabulary)
 
     def without_vocabulary(self) -> Costs:
-        """The layers' costs alone. Where the vocabulary's are not known, they are still there."""
+        """Return the layers' costs alone. If the vocabulary's part is not known, the costs still
+        include it."""
         if self.vocabulary is None:
             return self
         return replace(self._at_the_ends(self.vocabulary, -1), vocabulary=None)
@@ -637,9 +645,9 @@ class Costs:
             held = {what: added(figures, 0.0, logits) for what, figures in held.items()}
         ends = vocabulary.of_ends.items()
         seconds = {kind: added(self.seconds[kind], *end) for kind, end in ends}
-        again = self.passes.recompute
-        again = again and added(again, *vocabulary.of_ends[Kind.FORWARD])
-        return self.with_passes(seconds=seconds, held_bytes=held, recompute=again)
+        recompute = self.passes.recompute
+        recompute = recompute and added(recompute, *vocabulary.of_ends[Kind.FORWARD])
+        return self.with_passes(seconds=seconds, held_bytes=held, recompute=recompute)
 
 
 def _part_of_hop(hop: float, latency: float, part: int) -> float:

@@ -1,4 +1,4 @@
-"""Costs as people write them: on the command line, and in a JSON file."""
+"""Text forms of costs: on the command line, and in a JSON file."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from megatron_ext.words import counted, shown
 
 FILE_VERSION = 1
 
-# The keys: of passes, of what is given of the vocabulary (of which passes), of copies to the host
-# and back, and of the link they take.
+# Keys of passes, of the vocabulary's parts (with the passes of their figures), of copies to the
+# host and back, and of the link that copies take.
 _PASSES = {"f": Kind.FORWARD, "i": Kind.BACKWARD_INPUT, "w": Kind.BACKWARD_WEIGHT}
-_RECOMPUTE = "r"  # what R takes, where that is not what F does
+_RECOMPUTE = "r"  # seconds of R, if they differ from those of F
 _PARTS = {"head": "F, I and W", "embedding": "the lookup and the weight gradient"}
 _TOWER = "tower"  # F, I and W of an encoder on the first stage; in a file its bytes too
 _COPIES = ("d2h", "h2d")
 _LINK = ("link", "duplex")
-# What a training adds that measures: model/measured/file.py reads it.
+# Entries that a measuring training adds; cost_model/measured/file.py reads them.
 _MEASURED = ("links", "reserved", "layers")
-# Figures that slices need: attention's share of passes, and what of a hop and of a pass does not
-# shrink with the slice.
+# Figures that slices need: attention's share of passes, and the parts of a hop and of a pass that
+# do not shrink with the slice.
 _SLICES = ("attention", "latency", "launch")
 
 # Seconds that an overlapped pair saves; in a file also a table of them by kind of backward pass.
@@ -47,7 +47,7 @@ _TABLES = {"i": Kind.BACKWARD_INPUT, "b": Kind.FULL_BACKWARD}
 _MOST_RANKS = 1_000_000  # that can share a link
 MOST = 1e18  # of any figure, so that no sum of them is infinite
 
-# Bytes that are one figure, of no stage.
+# Entries of bytes with a single figure instead of one per stage.
 _SINGLE = (Held.LOGITS.value, Held.MESSAGE.value, _TOWER)
 
 _EXAMPLE = "write f=10,i=12,w=8,comm=1 (one microbatch of a full rank; comm per hop) or a file"
@@ -85,8 +85,11 @@ def format_costs(costs: Costs) -> str:
 
 
 def outline_costs(costs: Costs, placement: Placement, *, with_copies: bool) -> str:
-    """``costs`` in short: of a microbatch of a full rank, from the least to the most where ranks
-    differ, with three digits. ``with_copies``: also of copies to the host and back."""
+    """Return ``costs`` in short, with three digits: for a microbatch of a full rank, as a range if
+    ranks differ.
+
+    ``with_copies`` includes copies to the host and back.
+    """
     costs = costs.whole or costs
     seconds = costs.without_vocabulary().seconds
     figures = {key: seconds[kind] for key, kind in _PASSES.items()}
@@ -127,23 +130,26 @@ def _copies(host: HostCosts) -> dict[str, tuple[float, ...]]:
 def parse_costs(text: str, placement: Placement) -> Costs:
     """Read ``f=10,i=12,w=8,comm=1`` (comm is optional), or the path of a JSON file (`load_costs`).
 
-    ``f=5/5/5/8`` gives one figure per stage, ``r=9`` what R takes where that is not what F does.
-    ``head=5/6/4`` are F, I and W of the whole output layer, ``embedding=1/1`` the whole embedding's
-    lookup and weight gradient: what the last and the first stage take in addition to their layers.
+    ``f=5/5/5/8`` gives one figure per stage; ``r=9`` is R if it differs from F. ``head=5/6/4`` are
+    F, I and W of the whole output layer, ``embedding=1/1`` the whole embedding's lookup and weight
+    gradient: the last and the first stage take them in addition to their layers.
     ``tower=8/9.6/6.4`` are F, I and W of an encoder, which the first stage takes in addition.
-    ``d2h=6,h2d=6`` are the copies of all that a microbatch of a full rank leaves for its backward
-    pass to the host and back (one figure, or one per stage; h2d is d2h by default), ``link=2`` is
-    how many ranks in a row share a link to the host, and ``duplex=0`` that a link carries one
-    direction at a time. For slices of a sequence, ``attention=0.3`` is the share of f, and of i and
-    w together, that grows with the square of the sequence, ``latency=0.1`` what of comm a short
-    message takes, too, and ``launch=0.1`` what of f, and of i, a short pass does. For pairs of
-    passes, ``hidden=3`` is what F and a backward pass take less side by side (one figure, or one
-    per stage: two stages hide the lesser of theirs).
+
+    ``d2h=6,h2d=6`` are the copies of all tensors that a microbatch of a full rank stores for its
+    backward pass, to the host and back (one figure, or one per stage; h2d is d2h by default).
+    ``link=2`` is the number of consecutive ranks that share a link to the host, and ``duplex=0``
+    says that a link carries one direction at a time.
+
+    For slices of a sequence, ``attention=0.3`` is the share of f, and of i and w together, that
+    grows with the square of the sequence, ``latency=0.1`` the part of comm that does not shrink
+    with the message, and ``launch=0.1`` the part of f, and of i, that does not shrink with the
+    slice. For pairs of passes, ``hidden=3`` is the time that F and a backward pass save side by
+    side (one figure, or one per stage: two stages save the lesser of theirs).
 
     The inverse of `format_costs`.
 
     Raises:
-        ValueError: neither, a figure missing, negative or given twice.
+        ValueError: ``text`` is neither, or a figure is missing, negative or given twice.
     """
     what = shown(text)
     if not text.strip():
@@ -172,9 +178,9 @@ def parse_costs(text: str, placement: Placement) -> Costs:
     if len(hops) > 1:
         raise ValueError(f"costs {what!r}: comm is one figure; {_EXAMPLE}")
     _check_figures(what, hops)
-    again = _per_stage(figures[_RECOMPUTE], placement, what) if _RECOMPUTE in figures else ()
+    recompute = _per_stage(figures[_RECOMPUTE], placement, what) if _RECOMPUTE in figures else ()
     costs = _with_slices(
-        Costs(PassCosts(seconds, recompute=again), LinkCosts(hops[0])), figures, what
+        Costs(PassCosts(seconds, recompute=recompute), LinkCosts(hops[0])), figures, what
     )
     costs = _with_hidden(costs, figures, placement, what)
     costs = _with_tower(_with_vocabulary(costs, figures, 0.0, what), figures, 0.0, what)
@@ -182,7 +188,7 @@ def parse_costs(text: str, placement: Placement) -> Costs:
 
 
 def _with_slices(costs: Costs, figures: Mapping[str, Any], what: str) -> Costs:
-    """Return ``costs``, and what ``figures`` have under the keys of `_SLICES`, if anything."""
+    """Return ``costs`` with the figures under the keys of `_SLICES`, if there are any."""
     given = {
         key: figures[key] if isinstance(figures[key], list) else [figures[key]]
         for key in _SLICES
@@ -214,12 +220,12 @@ def _with_slices(costs: Costs, figures: Mapping[str, Any], what: str) -> Costs:
 
 
 def _of_all(figures: Sequence[float], stages: int) -> tuple[float, ...]:
-    """Return a figure for each stage: ``figures``, or its only one for all of them."""
+    """Return a figure for each stage: ``figures``, or its only figure for all of them."""
     return tuple(map(float, figures)) * (stages if len(figures) == 1 else 1)
 
 
 def _with_hidden(costs: Costs, given: Mapping[str, Any], placement: Placement, what: str) -> Costs:
-    """Return ``costs``, and what ``given`` has of pairs, if anything."""
+    """Return ``costs`` with the seconds that pairs save, if ``given`` has them."""
     if _HIDDEN not in given:
         return costs
     value, what = given[_HIDDEN], f"{what}, {_HIDDEN}"
@@ -251,7 +257,7 @@ def _tables(
 def _with_vocabulary(
     costs: Costs, figures: Mapping[str, Any], logits_bytes: float, what: str
 ) -> Costs:
-    """Return ``costs``, and what ``figures`` have under the keys of `_PARTS`, if anything."""
+    """Return ``costs`` with the figures under the keys of `_PARTS`, if there are any."""
     parts: dict[str, Any] = {}
     for key, passes in _PARTS.items():
         if key not in figures:
@@ -286,8 +292,8 @@ def _with_tower(costs: Costs, figures: Mapping[str, Any], activation: float, wha
 
 
 def _with_host(costs: Costs, given: Mapping[str, Any], placement: Placement, what: str) -> Costs:
-    """Return ``costs``, and what ``given`` has under the keys of `_COPIES` and `_LINK`, if
-    anything."""
+    """Return ``costs`` with the figures under the keys of `_COPIES` and `_LINK`, if there are
+    any."""
     figures = {
         key: given[key] if isinstance(given[key], list) else [given[key]]
         for key in (*_COPIES, *_LINK)
@@ -321,14 +327,14 @@ def load_costs(path: Path, placement: Placement) -> Costs:
 
     ``f``, ``i`` and ``w`` are one figure per microbatch of a full rank, or a list of one figure per
     stage; so is ``r``, if there. ``bytes``, if there, maps ``activation`` and ``weight inputs``
-    likewise. ``head`` and ``embedding`` are lists as in `parse_costs`, and ``bytes`` may have
-    ``logits``, one figure: what the last stage holds in addition to its layers, ``tower``: what an
-    encoder on the first one stores, ``message``: what goes from stage to stage, and ``keys and
-    values``, given like ``activation``, whose part they are. ``hidden`` may also map ``i`` and
-    ``b``, the kind of the overlapped backward pass, each to a table: a row per stage of F, a figure
-    in it per stage of the backward pass.
-    ``attention``, ``latency``, ``launch``, ``d2h``, ``h2d``, ``link`` and ``duplex`` are those of
-    `parse_costs`, and ``origin`` is a text for people.
+    likewise. ``head`` and ``embedding`` are lists as in `parse_costs`, and ``bytes`` may have three
+    single figures: ``logits``, which the last stage holds in addition to its layers, ``tower``,
+    which an encoder on the first stage stores, and ``message``, of each message from stage to
+    stage. It may also have ``keys and values``, a part of ``activation`` that is given like it.
+    ``hidden`` may also map ``i`` and ``b``, the kind of the overlapped backward pass, each to a
+    table: a row per stage of F, a figure in it per stage of the backward pass. ``attention``,
+    ``latency``, ``launch``, ``d2h``, ``h2d``, ``link`` and ``duplex`` are those of `parse_costs`,
+    and ``origin`` is a text for people.
 
     Raises:
         ValueError: no such file, not JSON, another version, lists of another length, or keys that
@@ -462,7 +468,7 @@ def save_costs(costs: Costs, path: Path, measured: Mapping[str, Any] | None = No
 
 
 def _bytes_of(costs: Costs, held: Mapping[Held, tuple[float, ...]]) -> dict[str, Any]:
-    """Return the entry ``bytes``; ``held`` is what layers alone store."""
+    """Return the entry ``bytes``. ``held`` are the bytes of the layers alone."""
     data: dict[str, Any] = {what.value: _integers(figures) for what, figures in held.items()}
     if costs.slices.keys_values:
         data[Held.KEYS_VALUES.value] = _integers(costs.slices.keys_values)
@@ -484,7 +490,8 @@ def _integers(figures: Sequence[float]) -> list[int]:
 
 
 def _per_stage(figures: Sequence[Any], placement: Placement, what: str) -> tuple[float, ...]:
-    """One figure per stage; a single one is a full rank's, of which a chunk costs 1/v."""
+    """Return one figure per stage. A single figure is that of a full rank, of which each chunk
+    costs 1/v."""
     _check_figures(what, figures)
     if len(figures) == 1:
         return (float(figures[0]) / placement.chunks,) * placement.stages

@@ -1,12 +1,13 @@
-"""Order of a step's microbatches, and their deal to data-parallel replicas, by what they cost.
+"""Order of a step's microbatches, and their deal to data-parallel replicas, by their costs.
 
-Pipelines wait at the ends of a step: with small microbatches first and last the waits are short.
-Dealt like a snake over the sorted microbatches, all replicas take about as long:
+A pipeline waits at the ends of a step; the waits are short if the first and the last microbatches
+are small. If the sorted microbatches are dealt back and forth, all replicas take about as long:
 
     costs  9 8 7 6 5 4 3 2    to two replicas:  9 6 5 2  and  8 7 4 3
     in order, small ends:     5 9 6 2           4 8 7 3
 
-A microbatch stays whole, and each replica gets as many as without: the loss has the same terms.
+A microbatch stays whole, and each replica gets as many as without dealing, so the loss has the same
+terms.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def arranged(
     """Return the numbers of the microbatches of each replica, in order: a row per replica.
 
     Args:
-        costs: of all microbatches of a step, as the sampler counts them: the k-th of replica d is
-            number k x replicas + d.
+        costs: costs of all microbatches of a step, as the sampler counts them: the k-th of replica
+            d is number k x replicas + d.
         deal: whether replicas exchange microbatches, so that each takes about as long.
     """
     numbers = np.arange(len(costs)).reshape(-1, replicas)

@@ -1,6 +1,6 @@
-"""V's and waves of others, which open on rank 0, turned onto ours, which open on the last rank.
+"""Conversion of V's and waves that open on rank 0 into ours, which open on the last rank.
 
-torch.distributed.pipelining and the papers put the first and the last stage on rank 0; here they
+torch.distributed.pipelining and the papers put the first and the last stage on rank 0. Here they
 are on the last rank, where Megatron looks for the loss. Counting the ranks from the other end turns
 one into the other and changes nothing else.
 """
@@ -18,11 +18,12 @@ Rows = tuple[tuple[Action, ...], ...]
 
 @dataclass(frozen=True)
 class FlippedPlacement(Placement):
-    """A V or wave that opens on rank 0 in the file it came from, and goes back there so."""
+    """A V or wave that opens on rank 0 in the file it came from, and is written back in that
+    form."""
 
 
 def opens_on_first_rank(rank_of: Sequence[int]) -> bool:
-    """Whether ``rank_of`` is a V, or several one after the other, with stage 0 on rank 0."""
+    """Return whether ``rank_of`` is a V, or several one after the other, with stage 0 on rank 0."""
     ranks = max(rank_of) + 1
     one_v = (*range(ranks), *reversed(range(ranks)))
     waves, rest = divmod(len(rank_of), len(one_v))
@@ -30,7 +31,7 @@ def opens_on_first_rank(rank_of: Sequence[int]) -> bool:
 
 
 def opens_on_last_rank(rank_of: Sequence[int]) -> bool:
-    """Whether ``rank_of`` is a V or wave with stage 0 on the last rank, as ours."""
+    """Return whether ``rank_of`` is a V or wave with stage 0 on the last rank, as ours."""
     last = max(rank_of)
     return opens_on_first_rank([last - rank for rank in rank_of])
 

@@ -1,4 +1,4 @@
-"""The one table of what each kind of action is: its lane, what it needs, what it holds.
+"""The one table of the properties of each kind of action: its lane, its dependencies, its memory.
 
 verify, simulate, memory and draw read this table and name no kind. A new kind is a new row.
 """
@@ -18,9 +18,10 @@ from megatron_ext.schedule.placement import Neighbour
 class Lane(enum.Enum):
     """Resource that an action occupies. A lane of a rank runs one action at a time, in order.
 
-    Compute and waits hold up what follows them on their rank. Messages are started in passing and
-    end on their own time; whoever needs them waits. So are collectives, in which all ranks of the
-    pipeline take part, and copies between a rank's memory and the host's.
+    Compute and waits block the later actions of their rank. Messages, collectives and copies do
+    not: they are started in passing and end later, and actions that need them wait for their end.
+    All ranks of the pipeline take part in a collective; copies go between a rank's memory and the
+    host's.
     """
 
     COMPUTE = "compute"
@@ -59,12 +60,12 @@ class Cost(enum.Enum):
 class Held(enum.Enum):
     """Memory that lives between actions."""
 
-    ACTIVATION = "activation"  # what the backward of a stage needs
-    WEIGHT_INPUTS = "weight inputs"  # what W alone needs, once the input gradient is done
+    ACTIVATION = "activation"  # for the backward pass of a stage
+    WEIGHT_INPUTS = "weight inputs"  # for W alone, once the input gradient is done
     INPUT = "input"  # of a stage: stored instead of an activation that is recomputed
-    LOGITS = "logits"  # a shard's, and the hidden states they are made of
-    KEYS_VALUES = "keys and values"  # of a microbatch; their gradients take as much
-    MESSAGE = "message"  # from its receive to the pass that uses it; from the pass to its wait
+    LOGITS = "logits"  # a shard's, and the hidden states that they are computed from
+    KEYS_VALUES = "keys and values"  # of a microbatch; their gradients take the same bytes
+    MESSAGE = "message"  # from its receive to the pass that uses it, or from the pass to its wait
 
 
 class Source(enum.Enum):
@@ -81,52 +82,54 @@ class Source(enum.Enum):
 
 @dataclass(frozen=True)
 class Need:
-    """One of ``kinds``, of the same microbatch or slice, must be done before: if there is one."""
+    """A dependency on one of ``kinds``, of the same microbatch or slice. It counts only if there is
+    such an action."""
 
     kinds: tuple[Kind, ...]
     source: Source = Source.OWN
-    # At an end of the pipeline, where there is none, nothing is needed.
+    # At an end of the pipeline without such a neighbour, nothing is needed.
     neighbour: Neighbour | None = None
-    # Which slice of the microbatch, where it is cut: the one before, or the one after, if there is.
+    # The slice of the microbatch, if it is cut: the one before or the one after, if there is one.
     slice: Neighbour | None = None
 
 
 @dataclass(frozen=True)
 class Rule:
+    # plain words: `beside` is a field
     """A row of the table.
 
     Attributes:
-        kind: that this row is about.
+        kind: the kind that this row describes.
         does: what an action of this kind does, in words for people.
-        lane: where it runs.
-        parts: the kinds whose work it does in one, for a kind that does others' work (`covers`).
-        needs: what must be done before.
-        acquires, releases: the memory it takes at its start, and gives back at its end.
-        moves: the memory it copies between the rank and the host.
-        gathers: what it adds gradients to, slice by slice, where microbatches are cut: they take as
-            much memory for the whole microbatch, from its last slice to its first.
+        lane: the lane that it runs on.
+        parts: for a kind that does the work of others (`covers`), these kinds.
+        needs: its dependencies.
+        acquires, releases: the memory that it allocates at its start, and frees at its end.
+        moves: the memory that it copies between the rank and the host.
+        gathers: memory to which it adds gradients slice by slice, if microbatches are cut. It takes
+            as many bytes as for the whole microbatch, from its last slice to its first.
         neighbour: the stage that a message goes to or comes from, or that a wait is about.
-        partner: a message's other end.
-        where: the stages it is found on.
-        in_evaluation: whether it is done where nothing is differentiated, too.
+        partner: the kind at the other end of a message.
+        where: the stages on which it is found.
+        in_evaluation: whether it is also done in evaluation, where nothing is differentiated.
         adds_to_gradients: whether it adds to gradients of the stage's parameters, or of the
-            vocabulary shard's on the same rank.
-        repeats: the kind of pass that it recomputes. It is optional. If it is in the schedule, the
-            first pass keeps the stage's input (`Held.INPUT`) alone, and the recomputing one takes
-            the rest of what both acquire.
-        all_or_none: not done for every microbatch; and for those for which it is done, so are all
-            kinds with this entry.
-        reads_data: whether a stage reads a microbatch's data with it, from an iterator that knows
-            no numbers: the n-th of a stage gets the n-th microbatch.
+            vocabulary shard on the same rank.
+        repeats: the kind of pass that it recomputes. Such a kind is optional. If it is in the
+            schedule, the first pass keeps only the stage's input (`Held.INPUT`), and the
+            recomputing pass allocates the rest.
+        all_or_none: for kinds that are done for some microbatches only. For each microbatch, either
+            all kinds with the same entry are done, or none.
+        reads_data: whether a stage reads a microbatch's data with it, from an iterator without
+            numbers: the n-th such action of a stage gets the n-th microbatch.
         beside: the kinds of pass of its rank with one of which it can run as one (`action.Pair`).
-        by_optimizer: the optimizer's step does it, after the run of the schedule. It stands in the
-            schedule for the proof, the simulator and pictures.
-        option: the field of `Extras` that requests it; of passes and their messages none.
-        cost: how long it takes.
+        by_optimizer: whether the optimizer's step does it, after the run of the schedule. It is in
+            the schedule for the proof, the simulator and pictures.
+        option: the field of `Extras` that requests it; empty for passes and their messages.
+        cost: rule for the time that it takes.
         colour: fill of the kind's boxes in pictures, if it computes: Okabe and Ito's palette
             (2008), to which B, R and the embedding's weight gradient are added. People with any
             colour vision tell them apart (a test computes it). Grey: not chosen yet.
-        legend: what the legend of a picture calls it, if that is shorter than ``does``.
+        legend: its name in the legend of a picture, if that is shorter than ``does``.
         mark: matplotlib's marker of a point in time, for a kind that is drawn as one.
     """
 
@@ -157,8 +160,8 @@ class Rule:
 
     @cached_property
     def covers(self) -> tuple[Kind, ...]:
-        """The kinds whose work is done when this is: each must be done exactly once for each
-        microbatch on a stage. Costs are given for these."""
+        """The kinds whose work is done by this one. Each must be done exactly once for each
+        microbatch on a stage. Costs are given for these kinds."""
         return self.parts or (self.kind,)
 
     @property
@@ -172,7 +175,7 @@ class Rule:
 
     @property
     def holds_up(self) -> bool:
-        """Whether what follows on the rank waits for this action's end."""
+        """Whether later actions of the rank wait for this action's end."""
         return self.lane in (Lane.COMPUTE, Lane.WAIT)
 
 
@@ -184,7 +187,7 @@ _BACKWARD_NEEDS = (
     Need((Kind.RECV_B,), Source.REMOTE, Neighbour.NEXT),
     Need((Kind.REDUCE_SI,), Source.OUTPUT_SHARD),
     Need((Kind.LOSS,), Source.OUTPUT_SHARD),
-    # What later slices give back to the keys and values that they attended to.
+    # The gradients that later slices return to the keys and values that they attended to.
     Need((Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD), slice=Neighbour.NEXT),
 )
 

@@ -1,4 +1,4 @@
-"""The memory limit of a rank, as people write it."""
+"""Memory limit of a rank, and its text form."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class MemoryLimit:
         return counted(self.microbatches, "microbatch")
 
     def at_least(self, amount: float) -> str:
-        """The least limit in the unit of this one that allows ``amount``, as `parse_limit` reads
-        it: with three decimals, rounded up."""
+        """Return the least limit in the unit of this one that allows ``amount``, as text for
+        `parse_limit`: with three decimals, rounded up."""
         if self.bytes is None:
             number = _round_up(amount)
             return f"{number} microbatch{'es' * (number != '1')}"
@@ -55,7 +55,7 @@ class MemoryLimit:
 
     @property
     def written(self) -> str:
-        """This limit as `parse_limit` reads it, with three decimals: bytes rounded down, and
+        """This limit as text for `parse_limit`, with three decimals: bytes are rounded down, and
         microbatches up, so that thirds of one still fit."""
         if self.bytes is None:
             assert self.microbatches is not None
@@ -69,21 +69,21 @@ class MemoryLimit:
         return _decimals(thousandths) + unit
 
     def as_written(self) -> MemoryLimit:
-        """This limit as it is read back from its text, which is rounded."""
+        """Return this limit as it is read back from its rounded text."""
         return parse_limit(self.written, ranks=1, microbatches=1)
 
 
 def with_rounding(allowed: float) -> float:
-    """``allowed``, and what rounding may add to a sum of shares of it."""
+    """Return ``allowed`` plus the rounding error of a sum of shares of it."""
     return allowed * (1 + 1e-9)
 
 
 def fits(held: float, allowed: float) -> bool:
-    """Whether ``held``, a sum of shares, is within ``allowed``."""
+    """Return whether ``held``, a sum of shares, is within ``allowed``."""
     return held <= with_rounding(allowed)
 
 
-_SLIGHTLY_LESS = 1 - 1e-12  # a sum of shares may have come out too large by its last digit
+_SLIGHTLY_LESS = 1 - 1e-12  # a sum of shares may be too large by its last digit
 
 
 def _round_up(number: float) -> str:

@@ -1,4 +1,4 @@
-"""Text form of what the microbatches of several steps cost."""
+"""Text form of the costs of the microbatches of several steps."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ def parse_microbatch_costs(text: str, per_step: int) -> Costs:
 
     Args:
         text: ``lognormal:0.5`` draws the costs of 20 steps, with this standard deviation as a share
-            of their mean; a file has them, a cost per line, step after step. Those behind the last
+            of their mean. A file has one cost per line, step after step; costs behind the last
             whole step are ignored.
 
     Raises:
-        ValueError: it is neither; a cost is no positive number; they are fewer than one step's.
+        ValueError: ``text`` is neither, a cost is no positive number, or there are fewer than
+            ``per_step`` costs.
     """
     if text.startswith(_LOGNORMAL):
         return _drawn(text, per_step)

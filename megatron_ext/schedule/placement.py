@@ -20,7 +20,7 @@ class Neighbour(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Placement:
-    """``rank_of[s]`` is the pipeline rank that holds stage s."""
+    """A placement: ``rank_of[s]`` is the pipeline rank that holds stage s."""
 
     name: str
     rank_of: tuple[int, ...]
@@ -35,7 +35,7 @@ class Placement:
 
     @cached_property
     def chunks(self) -> int:
-        """Stages per rank (the largest number, should they differ)."""
+        """Stages per rank (the largest number, if they differ)."""
         return max(len(stages) for stages in self.stages_of)
 
     @cached_property
@@ -47,7 +47,7 @@ class Placement:
         return tuple(tuple(row) for row in rows)
 
     def shard_beside(self, stage: int) -> int:
-        """Return the first stage of the rank that holds ``stage``: with vocabulary parallelism it
+        """Return the first stage of the rank that holds ``stage``. With vocabulary parallelism it
         stands for the rank's shard."""
         return self.stages_of[self.rank_of[stage]][0]
 
@@ -63,11 +63,11 @@ class Placement:
         return stage == self.last
 
     def next(self, stage: int) -> int | None:
-        """The stage that takes the output of ``stage``; None after the last."""
+        """Return the stage that takes the output of ``stage``; None after the last."""
         return None if self.is_last(stage) else stage + 1
 
     def previous(self, stage: int) -> int | None:
-        """The stage that makes the input of ``stage``; None before the first."""
+        """Return the stage that makes the input of ``stage``; None before the first."""
         return None if self.is_first(stage) else stage - 1
 
     def neighbour(self, stage: int, which: Neighbour) -> int | None:
@@ -75,18 +75,19 @@ class Placement:
         return self.next(stage) if which == Neighbour.NEXT else self.previous(stage)
 
     def is_remote(self, stage: int, which: Neighbour) -> bool | None:
-        """Whether that neighbour of ``stage`` is on another rank; None if there is no such."""
+        """Return whether that neighbour of ``stage`` is on another rank; None if there is no such
+        neighbour."""
         other = self.neighbour(stage, which)
         return None if other is None else self.rank_of[other] != self.rank_of[stage]
 
     @property
     def in_turn(self) -> bool:
-        """Whether stage s is on rank s modulo p, where Megatron's own schedules have it."""
+        """Whether stage s is on rank s modulo p, as in Megatron's own schedules."""
         return all(rank == stage % self.ranks for stage, rank in enumerate(self.rank_of))
 
 
 def line(ranks: int) -> Placement:
-    """One stage a rank, in order."""
+    """Return a placement with one stage a rank, in order."""
     _check(ranks, "pipeline ranks")
     return Placement("line", tuple(range(ranks)))
 
@@ -115,11 +116,12 @@ def wave(ranks: int, *, waves: int = 2) -> Placement:
 
 
 def is_line_or_v(placement: Placement) -> bool:
-    """Whether stages lie as on a `line` or a `v`, where vocabulary parallelism can be trained."""
+    """Return whether ``placement`` is a `line` or a `v`, on which vocabulary parallelism can be
+    trained."""
     return placement.rank_of in (line(placement.ranks).rank_of, v(placement.ranks).rank_of)
 
 
-_MOST_STAGES = 10**6  # more than any model has layers: a number beyond is a mistake
+_MOST_STAGES = 10**6  # more than any model has layers: a larger number is a mistake
 
 
 def _check(number: int, what: str, stages: int = 1) -> None:

@@ -17,16 +17,16 @@ from megatron_ext.schedule.slices import UNCUT, Slices, lengths_of
 class P2P(enum.StrEnum):
     """Ways for messages to share communicators. On one, batches move in turn (`graph`)."""
 
-    ASYNC = "async"  # a communicator a channel, and every message by itself
+    ASYNC = "async"  # a communicator for each channel, and every message by itself
     BATCHED = "batched"  # the pipeline's one communicator
 
 
 class VocabularyParallel(enum.StrEnum):
     """Ways to partition embedding and output layer over ranks (Yeung et al. 2024, section 4)."""
 
-    NONE = "none"  # not: they are on the first and the last stage
-    ONE = "1"  # over all ranks; the input gradient is made when all statistics are there
-    TWO = "2"  # the same, but before: one exchange less between logits and input gradient
+    NONE = "none"  # not partitioned: they are on the first and the last stage
+    ONE = "1"  # over all ranks; the input gradient is computed when all statistics are there
+    TWO = "2"  # the same, but computed before that: one exchange less
 
 
 class Offload(enum.StrEnum):
@@ -34,8 +34,8 @@ class Offload(enum.StrEnum):
 
     NONE = "none"
     HALF = "half"  # the longer-lived half of a rank's chunks
-    FULL = "full"  # all that host copies are quick enough for
-    FIT = "fit"  # the fewest that bring each rank within the memory limit
+    FULL = "full"  # all for which host copies are quick enough
+    FIT = "fit"  # the fewest with which each rank is within the memory limit
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,9 @@ class Recompute:
     before they are needed (Liu et al. 2025).
 
     Attributes:
-        fit: recompute the fewest that bring each rank within the memory limit.
-        first: recompute those of the model's first so many stages, where they wait the longest.
+        fit: recompute the fewest with which each rank is within the memory limit.
+        first: number of leading stages of the model to recompute, whose activations wait the
+            longest.
     """
 
     fit: bool = False
@@ -56,7 +57,10 @@ class Recompute:
 
 
 def parse_recompute(text: str, name: str = "recompute") -> Recompute:
-    """Read ``none``, ``fit`` or ``first:2``. ``name``: the setting, for errors.
+    """Return the choice that ``text`` names: ``none``, ``fit`` or ``first:2``.
+
+    Args:
+        name: the setting, for errors.
 
     Raises:
         ValueError: ``text`` is none of these.
@@ -78,7 +82,7 @@ def parse_recompute(text: str, name: str = "recompute") -> Recompute:
 class Extras:
     """Options of a schedule in addition to the order of its passes, named as the settings are.
 
-    A field's ``phrase`` is what errors call the option, with {} for its value.
+    A field's ``phrase`` is the name of the option in errors, with {} for its value.
 
     Attributes:
         p2p: how messages share communicators.
@@ -86,14 +90,15 @@ class Extras:
             not see it: `transforms.vocabulary` adds the passes.)
         activation_offload: which activations are offloaded to host memory. (Families see neither it
             nor the memory limit: `transforms.offload` adds the copies.)
-        recompute: which activations are recomputed. (Families do not see it, unless they choose
-            themselves, as `Traits.fits_recompute` says: `transforms.recompute` adds the passes.)
-        post_validation: the optimizer steps before all ranks are done, and is taken back where that
-            was wrong: steps overlap, and cost about their span. (Families see it, as another
-            schedule may then be the best; `transforms.post_validation` adds the messages.)
+        recompute: which activations are recomputed. (Families do not see it, unless they choose the
+            activations themselves, as `Traits.fits_recompute` says: `transforms.recompute` adds the
+            passes.)
+        post_validation: whether the optimizer steps before all ranks are done, and is rolled back
+            if that was wrong. Steps overlap then, and cost about their span. (Families see it, as
+            another schedule may then be the best; `transforms.post_validation` adds the messages.)
         slices: how microbatches are cut along their sequence. (Families see it.)
-        pairs: forward and backward passes that run as one, side by side. (Families see it;
-            `transforms.pairs` says which.)
+        pairs: whether forward and backward passes run as one, side by side. (Families see it;
+            `transforms.pairs` chooses them.)
     """
 
     p2p: P2P = field(default=P2P.ASYNC, metadata={"phrase": "p2p {}"})
@@ -108,26 +113,26 @@ class Extras:
 
     @property
     def conflict(self) -> Conflict | None:
-        """The first two options that do not go together, or None."""
+        """The first conflict between two requested options; None if there is none."""
         given = set(self.requested)
         return next((pair for pair in CONFLICTS if given.issuperset(pair.extras)), None)
 
     @property
     def requested(self) -> list[str]:
-        """The names of the options that are requested."""
+        """Names of the options that are requested."""
         return [extra.name for extra in fields(self) if self.requests(extra.name)]
 
     def requests(self, extra: str) -> bool:
-        """Whether the option ``extra`` is another than by default."""
+        """Return whether the option ``extra`` differs from its default."""
         return bool(getattr(self, extra) != getattr(Extras, extra))
 
     def phrase(self, extra: str) -> str:
-        """The option ``extra`` with its value, as errors name it."""
+        """Return the option ``extra`` with its value, as errors name it."""
         return _PHRASES[extra].format(getattr(self, extra))
 
     @staticmethod
     def name_of(extra: str) -> str:
-        """The option ``extra`` without its value, as errors name it."""
+        """Return the option ``extra`` without its value, as errors name it."""
         return _PHRASES[extra].removesuffix(" {}")
 
 
@@ -136,13 +141,14 @@ _PHRASES = {extra.name: extra.metadata["phrase"] for extra in fields(Extras)}
 
 @dataclass(frozen=True)
 class Conflict:
-    """Two options in `Extras` that do not go together. ``why``: the end of an error about them."""
+    """Two options in `Extras` that do not go together. ``why`` is the end of an error about
+    them."""
 
     extras: tuple[str, str]
     why: str
 
     def text(self, first: str, second: str) -> str:
-        """The error about the two options, which are called ``first`` and ``second``."""
+        """Return the error about the two options, which are called ``first`` and ``second``."""
         return f"{first} does not go with {second}: {self.why}; drop one"
 
 
@@ -190,14 +196,15 @@ class Problem:
 
     Attributes:
         placement: which rank holds which stage.
-        microbatches: m >= 1 of one training step.
+        microbatches: number of microbatches of one training step, at least 1.
         costs: seconds per stage and kind, and per hop.
-        memory_limit: what no rank may exceed; None is no limit.
-        forward_only: evaluation, where nothing is differentiated and nothing is held.
+        memory_limit: limit of each rank's memory; None is no limit.
+        forward_only: whether the step is one of evaluation, where nothing is differentiated and
+            nothing is held.
         extras: the options in addition to the order of passes.
-        first_trained: the first stage with anything to train. Stages before it have forward passes
-            alone, which hold nothing. (Families do not see it: `transforms.untrained` takes the
-            other passes out.)
+        first_trained: the first stage with anything to train. Earlier stages have only forward
+            passes, which hold nothing. (Families do not see it: `transforms.untrained` removes the
+            other passes.)
     """
 
     placement: Placement
@@ -231,7 +238,7 @@ class Problem:
             self._check_chain()
         assert self.costs.stages == self.placement.stages
         assert 0 <= self.first_trained <= self.placement.last
-        # A divided embedding has gradients of the first stage.
+        # A partitioned embedding has gradients of the first stage.
         assert not self.first_trained or self.extras.vocab_parallel is VocabularyParallel.NONE
 
     def _check_recompute(self) -> None:
@@ -268,27 +275,28 @@ class Problem:
 
     @property
     def pieces(self) -> int:
-        """Number of slices in a step; of microbatches if they are not cut."""
+        """Number of slices in a step, or of microbatches if they are not cut."""
         return self.microbatches * self.slices.count
 
     @cached_property
     def forwards(self) -> tuple[int, ...]:
-        """The microbatches, or slices of them, of a stage's forward passes, in their order."""
+        """The microbatches, or slices of them, of a stage's forward passes, in execution order."""
         return tuple(part for k in range(self.microbatches) for part in self.parts(k))
 
     @cached_property
     def backwards(self) -> tuple[int, ...]:
         """The microbatches, or slices of them, of a stage's backward passes and weight gradients,
-        in their order."""
+        in execution order."""
         return tuple(part for k in range(self.microbatches) for part in reversed(self.parts(k)))
 
     @property
     def orders(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The pair of `forwards` and `backwards`."""
+        """`forwards` and `backwards`, in this order."""
         return self.forwards, self.backwards
 
     def parts(self, microbatch: int) -> tuple[int, ...]:
-        """The slices of ``microbatch``, in order; itself, if microbatches are not cut."""
+        """Return the slices of ``microbatch``, in order, or ``microbatch`` itself if microbatches
+        are not cut."""
         return parts_of(microbatch, self.slice_ends)
 
     @cached_property
@@ -298,15 +306,16 @@ class Problem:
 
     @property
     def held_by_1f1b(self) -> float:
-        """The microbatches that the first rank holds at the most under 1F1B of these slices: p, or
-        one and p-1 slices."""
+        """The largest number of microbatches that the first rank holds under 1F1B with these
+        slices: p, or one and p-1 slices."""
         return 1 + (self.ranks - 1) * max(map(tokens_of, self.parts(0)))
 
     def slice_lengths(self, tokens: int, multiple_of: int = 1) -> tuple[int, ...]:
-        """The tokens of each slice of a sequence of ``tokens``, multiples of ``multiple_of``.
+        """Return the number of tokens of each slice of a sequence of ``tokens``, as multiples of
+        ``multiple_of``.
 
         Raises:
-            ValueError: they cannot be, or are given and do not sum up to ``tokens``.
+            ValueError: such lengths do not exist, or the given ones do not sum up to ``tokens``.
         """
         lengths = self.slices.lengths
         if isinstance(lengths, tuple):

@@ -27,7 +27,7 @@ class RankSpeeds:
         return ",".join(f"{speed:.4g}" for speed in self.values)
 
     def of_ranks(self, ranks: int, flag: str = "--rank-speeds") -> tuple[float, ...]:
-        """Return the speeds of so many pipeline ranks.
+        """Return the speeds of ``ranks`` pipeline ranks.
 
         Raises:
             ValueError: there are more or fewer.
@@ -59,7 +59,7 @@ def parse_rank_speeds(text: str, flag: str = "--rank-speeds") -> RankSpeeds:
 
 
 def at_speeds(costs: Costs, placement: Placement, speeds: Sequence[float]) -> Costs:
-    """Return ``costs`` of stages that lie by ``placement`` on ranks of these ``speeds``.
+    """Return ``costs`` for stages that ``placement`` puts on ranks of these ``speeds``.
 
     Passes take 1 / speed times as long; messages, copies and bytes stay as they are. ``speeds`` is
     empty if all ranks are alike.

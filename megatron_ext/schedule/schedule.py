@@ -1,4 +1,5 @@
-"""A schedule, and what makes and changes one."""
+"""Schedules: a row of actions for each rank; and the types of functions that make and change
+them."""
 
 from __future__ import annotations
 
@@ -18,11 +19,13 @@ from megatron_ext.schedule.problem import Problem
 
 @dataclass(frozen=True)
 class Schedule:
-    """``rows[r]`` is what rank r does, in order. A family makes the compute actions only.
+    """A schedule: ``rows[r]`` are the actions of rank r, in order. A family makes the compute
+    actions only.
 
     Attributes:
-        pairs: passes that run as one. In their row the two stand one right behind the other, the
-            forward pass first: what either needs comes before both, what either sends after both.
+        pairs: passes that run as one. In their row the two are adjacent, the forward pass first.
+            Actions that either needs come before both, and actions that need either come after
+            both.
     """
 
     name: str
@@ -41,18 +44,19 @@ class Schedule:
 
     @cached_property
     def beside(self) -> Mapping[Action, Action]:
-        """The other pass of the pair, by each pass that runs in one."""
+        """For each pass that runs in a pair, the other pass of the pair."""
         return {a: b for forward, back in self.pairs for a, b in ((forward, back), (back, forward))}
 
     @cached_property
     def paired(self) -> Ints:
-        """The numbers of the forward passes that run in pairs; each backward pass has the next."""
+        """Numbers of the forward passes that run in pairs; the backward pass of each has the next
+        number."""
         forwards = {pair.forward for pair in self.pairs}
         numbers = enumerate(chain.from_iterable(self.rows)) if forwards else ()
         return np.array([n for n, action in numbers if action in forwards], dtype=np.int32)
 
     def cells(self, row: Sequence[Action]) -> list[str]:
-        """The text of each action of ``row``; that of a pair in one."""
+        """Return the text of each action of ``row``. The two passes of a pair have one text."""
         if not self.pairs:
             return list(map(str, row))
         seconds = {pair.backward for pair in self.pairs}
@@ -80,14 +84,14 @@ def is_compute(action: Action) -> bool:
 
 
 def followed_by_own_w(row: Sequence[Action]) -> frozenset[tuple[int, int]]:
-    """Stage and microbatch of each I of a rank's ``row`` whose W is what the rank computes next."""
+    """Return stage and microbatch of each I of a rank's ``row`` whose W is the rank's next pass."""
     return frozenset(
         (row[n].stage, row[n].microbatch) for n in right_behind_own_input(columns_of([row]))
     )
 
 
 def right_behind_own_input(columns: Columns) -> Ints:
-    """The numbers of the W whose own I is what their rank computes right before them."""
+    """Return the numbers of the W whose own I is the previous pass of their rank."""
     passes = columns.numbers[IS_PASS[columns.kind]]
     before, after = passes[:-1], passes[1:]
     is_it = columns.kind[before] == KINDS.index(Kind.BACKWARD_INPUT)
@@ -98,7 +102,7 @@ def right_behind_own_input(columns: Columns) -> Ints:
 
 
 def recomputed(row: Sequence[Action]) -> frozenset[tuple[int, int]]:
-    """Stage and microbatch of each F of a rank's ``row`` that runs a second time, as R."""
+    """Return stage and microbatch of each F of a rank's ``row`` that is recomputed as R."""
     return frozenset(
         (action.stage, action.microbatch)
         for action in row
@@ -107,12 +111,13 @@ def recomputed(row: Sequence[Action]) -> frozenset[tuple[int, int]]:
 
 
 def bitwise_order(schedule: Schedule) -> bool:
-    """Whether F, I (or B) and W of each stage each run in microbatch order, as in stock Megatron.
+    """Return whether F, I (or B) and W of each stage each run in microbatch order, as in stock
+    Megatron.
 
-    Then gradients are summed in stock's order, and the results are stock's to the last bit. (Not
-    with vocabulary parallelism: the ranks' shards are summed in another order.) Where microbatches
-    are cut into slices, those come in order in F, and in the reverse in I (or B) and in W: then the
-    results are those of every such schedule with these slices.
+    Gradients are then summed in stock's order, and the results are stock's to the last bit. (Not
+    with vocabulary parallelism: the ranks' shards are summed in another order.) Slices of
+    microbatches have to come in order in F, and in reverse order in I (or B) and in W: the results
+    are then those of every such schedule with these slices.
     """
     rules = (RULES[kind] for _, kind in schedule.columns.pairs)
     if any(rule.lane is Lane.COMPUTE and rule.where is not Where.STAGE for rule in rules):
@@ -121,8 +126,8 @@ def bitwise_order(schedule: Schedule) -> bool:
 
 
 def in_microbatch_order(schedule: Schedule) -> bool:
-    """Whether the passes of each kind of each stage run in microbatch order: then the results are
-    to the last bit those of any other such schedule of the same placement and extras."""
+    """Return whether the passes of each kind of each stage run in microbatch order. The results are
+    then to the last bit those of any other such schedule of the same placement and extras."""
     columns = schedule.columns
     _, work = columns.work
     is_done = IS_PASS[columns.kind][:, np.newaxis] & (work >= 0)
@@ -134,6 +139,7 @@ def in_microbatch_order(schedule: Schedule) -> bool:
 
 
 def _turns(columns: Columns) -> Ints:
-    """For each action, the how-manieth of its stage's passes of its kind it should be."""
+    """Return for each action the position that it should have among its stage's passes of its
+    kind."""
     back = columns.microbatch + np.int32(columns.slices - 1) - 2 * columns.slice
     return np.where(IN_EVALUATION[columns.kind], columns.microbatch, back)

@@ -1,4 +1,4 @@
-"""A schedule as CSV: a row per rank, PyTorch's grammar."""
+"""A schedule as CSV: a row per rank, in PyTorch's grammar."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from megatron_ext.words import counted
 
 
 def to_csv(schedule: Schedule) -> str:
-    """The compute actions, one line per rank in rank order, PyTorch's grammar: ``0F0,0F1,0B0``, and
-    ``(0F1;4I0)OVERLAP_F_B`` for a pair.
+    """Return the compute actions as CSV in PyTorch's grammar, one line per rank in rank order:
+    ``0F0,0F1,0B0``, and ``(0F1;4I0)OVERLAP_F_B`` for a pair.
 
     A table that `from_csv` has flipped is flipped back.
     """
@@ -46,8 +46,8 @@ def to_csv(schedule: Schedule) -> str:
 
 
 def to_torch_csv(schedule: Schedule) -> str:
-    """Return ``schedule`` as a table as torch.distributed.pipelining and torchtitan place it: a V
-    or wave opens on rank 0. `from_csv` reads the same schedule from this and from `to_csv`.
+    """Return ``schedule`` as a table for torch.distributed.pipelining and torchtitan, where a V or
+    wave opens on rank 0. `from_csv` reads the same schedule from this and from `to_csv`.
 
     Raises:
         ValueError: torch does not know one of its passes.
@@ -74,14 +74,14 @@ def _table(rows: Iterable[Sequence[str]]) -> str:
 
 
 def from_csv(text: str, name: str) -> Schedule:
-    """The schedule that ``text`` holds: the inverse of `to_csv`. Empty cells are idle time.
+    """Return the schedule that ``text`` holds: the inverse of `to_csv`. Empty cells are idle time.
 
-    Cells may also be parted by semicolons or tabs, as Excel writes them in many countries. A
+    Cells may also be separated by semicolons or tabs, as Excel writes them in many countries. A
     compound such as ``(0F1;4B0)OVERLAP_F_B`` is a pair. A V or wave that opens on rank 0 is flipped
     (`flip`).
 
-    The placement is read off the table: a stage is on the rank that first names it. (That a stage
-    stays there, and all else, is for `prove` to say.)
+    The placement is read from the table: a stage is on the rank that first names it. (`prove`
+    checks that the stage stays there, and everything else.)
 
     Raises:
         ValueError: a cell is no compute action, a line is empty or has no stage of its own, or a
@@ -105,9 +105,12 @@ def from_csv(text: str, name: str) -> Schedule:
 
 
 def rows_from_csv(text: str, name: str) -> Rows:
-    """The rows of the table ``text``, on whatever ranks its stages are. Raises as `from_csv`.
+    """Return the rows of the table ``text``, whatever ranks its stages are on.
 
-    Where its actions name slices, as ``3F7.2`` does, they are taken to be as long as one another.
+    If its actions name slices, as ``3F7.2`` does, the slices are taken to be of equal length.
+
+    Raises:
+        ValueError: as `from_csv`.
     """
     lines = csv.reader(io.StringIO(text.rstrip()), delimiter=_delimiter(text))
     rows: list[tuple[Action, ...]] = []
@@ -125,7 +128,7 @@ def rows_from_csv(text: str, name: str) -> Rows:
     return tuple(rows)
 
 
-# What a file, or a family, may hold, and what it does: passes of a stage.
+# The kinds that a file or a family may have, with what they do: passes of a stage.
 KINDS_IN_FILES = {
     kind: rule.does
     for kind, rule in RULES.items()
@@ -135,7 +138,8 @@ _KINDS = ", ".join(f"{kind} ({does})" for kind, does in KINDS_IN_FILES.items())
 
 
 def _pairs(text: str) -> frozenset[Pair]:
-    """The compounds in ``text``, whose actions are good, of F and a backward pass."""
+    """Return the compounds of F and a backward pass in ``text``, whose actions have been
+    checked."""
     slices = slices_named(text)
     named = (parse_pair(found[0], slices) for found in COMPOUND.finditer(text))
     return frozenset(pair for pair in named if pair is not None)
@@ -179,7 +183,7 @@ def _row(cells: Sequence[str], where: str, slices: int) -> tuple[Action, ...]:
 
 
 def _parts(cell: str) -> list[str]:
-    """The actions in a cell: none, one, or those of a compound."""
+    """Return the actions in a cell: none, one, or those of a compound."""
     compound = COMPOUND.fullmatch(cell.strip())
     if compound:
         return compound[1].split(";")
@@ -194,10 +198,10 @@ _NUMBERED: dict[str, Callable[[Action], int]] = {
 
 
 def _check_numbers(rows: Sequence[tuple[Action, ...]], name: str) -> None:
-    """Raise ValueError if stages, microbatches or slices do not count up from 0.
+    """Raise ValueError if stages, microbatches or slices are not numbered consecutively from 0.
 
-    So there are no more of each than actions in the file: what is allocated afterwards for each
-    of them is no more than the file allows, whatever number a typing error makes.
+    There are then no more of each than actions in the file. This bounds the memory that is
+    allocated for them by the size of the file, even if a typing error makes a huge number.
     """
     lines = list(enumerate(rows, start=1))
     for what, number_of in _NUMBERED.items():
@@ -216,7 +220,7 @@ def _check_numbers(rows: Sequence[tuple[Action, ...]], name: str) -> None:
 def _check_forwards(rows: Sequence[tuple[Action, ...]], name: str) -> None:
     """Raise ValueError if there are fewer actions than forward passes are needed.
 
-    So the product of the numbers, too, is no more than the file allows.
+    This bounds the product of the numbers by the size of the file, too.
     """
     actions = [action for row in rows for action in row]
     stages, wholes, parts = (1 + max(map(number_of, actions)) for number_of in _NUMBERED.values())

@@ -1,8 +1,8 @@
 """Slices of microbatches along their sequence.
 
 A slice attends to those before it (Seq1F1B, TeraPipe, SlimPipe): on a stage the forward passes of a
-microbatch's slices come in order, the backward passes in the reverse. Bubbles and what is held of
-each microbatch get shorter by about the number of slices.
+microbatch's slices come in order, the backward passes in reverse. Bubbles, and the memory that is
+held of each microbatch, shrink by about the number of slices.
 """
 
 from __future__ import annotations
@@ -21,12 +21,16 @@ LONG_ENOUGH = 4096  # tokens of a slice on which kernels are as fast as on whole
 class Lengths(enum.StrEnum):
     """Rules for the lengths of slices."""
 
-    EVEN = "even"  # as many tokens each
-    BALANCED = "balanced"  # as much to do each: later slices attend to more, and are shorter
+    EVEN = "even"  # the same number of tokens each
+    BALANCED = "balanced"  # equal work each: later slices attend to more, and are shorter
 
 
 def parse_lengths(text: str, name: str = "slice lengths") -> Lengths | tuple[int, ...]:
-    """``even``, ``balanced`` or tokens: ``4096,2048,1024,1024``. ``name``: of the setting.
+    """Return the lengths that ``text`` names: ``even``, ``balanced``, or tokens such as
+    ``4096,2048,1024,1024``.
+
+    Args:
+        name: the setting, for errors.
 
     Raises:
         ValueError: ``text`` is none of these.
@@ -47,7 +51,7 @@ class Slices:
     """Number and lengths of the slices of each microbatch.
 
     Attributes:
-        count: of slices; 1: microbatches are not cut.
+        count: number of slices; 1: microbatches are not cut.
         lengths: a rule, or the tokens of each slice.
     """
 
@@ -69,7 +73,7 @@ class Slices:
             )
 
     def __str__(self) -> str:
-        """The lengths, as `parse_lengths` reads them."""
+        """Return the lengths as text for `parse_lengths`."""
         if isinstance(self.lengths, tuple):
             return ",".join(map(str, self.lengths))
         return str(self.lengths)
@@ -97,11 +101,11 @@ UNCUT = Slices()
 
 
 def lengths_of(ends: Sequence[float], tokens: int, multiple_of: int = 1) -> tuple[int, ...]:
-    """The lengths, in tokens, of the slices of a sequence of ``tokens`` that end at about ``ends``
-    of it. They are multiples of ``multiple_of``, and none is empty.
+    """Return the lengths, in tokens, of the slices of a sequence of ``tokens`` that end at about
+    ``ends`` of it. They are multiples of ``multiple_of``, and none is empty.
 
     Raises:
-        ValueError: ``tokens`` are no multiple themselves, or too few.
+        ValueError: ``tokens`` is not such a multiple, or too small.
     """
     units, rest = divmod(tokens, multiple_of)
     if rest or units < len(ends):
@@ -110,7 +114,7 @@ def lengths_of(ends: Sequence[float], tokens: int, multiple_of: int = 1) -> tupl
             f"{multiple_of} tokens each: take fewer slices"
         )
     cuts = [round(end * units) for end in ends]
-    for number in range(len(cuts)):  # none is empty, and there is enough for those to come
+    for number in range(len(cuts)):  # no slice is empty, and enough is left for the later slices
         least = cuts[number - 1] + 1 if number else 1
         cuts[number] = min(max(cuts[number], least), units - (len(cuts) - 1 - number))
     return tuple((end - begin) * multiple_of for begin, end in pairwise([0, *cuts]))

@@ -11,7 +11,7 @@ from megatron_ext.schedule.schedule import Schedule, is_compute
 
 
 class Event(NamedTuple):
-    """``action`` occupied its lane on ``rank`` from ``start`` to ``end`` (seconds)."""
+    """An event: ``action`` occupied its lane on ``rank`` from ``start`` to ``end`` (seconds)."""
 
     rank: int
     action: Action
@@ -23,8 +23,8 @@ class Event(NamedTuple):
 class GradientReduction:
     """The data-parallel reduction of ``stage``'s gradients, on ``rank`` (seconds).
 
-    Where ``is_exact`` is False the moment of its end is not known. ``end`` is then when a wait for
-    it returned: it was done by then.
+    If ``is_exact`` is False, the moment of its end is not known, and ``end`` is when a wait for it
+    returned: it had ended by then.
     """
 
     rank: int
@@ -38,7 +38,7 @@ class GradientReduction:
 class Timeline:
     """The events of one step of ``schedule``, rank after rank, each rank's in order.
 
-    ``reductions`` are known of a measured step, where they overlap the passes.
+    ``reductions`` are known only for a measured step, if they overlap the passes.
     """
 
     schedule: Schedule
@@ -56,17 +56,19 @@ class Timeline:
 
     @property
     def start(self) -> float:
-        """The first start of a pass."""
+        """Start of the first pass."""
         return min(row[0].start for row in self.compute if row)
 
     @property
     def makespan(self) -> float:
-        """First start to last end over all ranks: a step with a synchronous optimizer."""
+        """Time from the first start to the last end over all ranks: the time of a step with a
+        synchronous optimizer."""
         return max(row[-1].end for row in self.compute if row) - self.start
 
     @property
     def span(self) -> float:
-        """Longest own start to own end: a step when steps overlap (the papers' cost)."""
+        """Longest time from a rank's own start to its own end: the time of a step if steps overlap
+        (the papers' cost)."""
         return max(row[-1].end - row[0].start for row in self.compute if row)
 
     @property
@@ -86,7 +88,8 @@ class Timeline:
         return 1 - self.work / self.span
 
     def moved(self, start: float, factor: float = 1.0) -> Timeline:
-        """This timeline with its first pass at ``start``, ``factor`` times as long."""
+        """Return this timeline with its first pass at ``start``, and all times ``factor`` times as
+        long."""
 
         first = self.start
 

@@ -1,4 +1,4 @@
-"""One stage a rank, whole backward passes."""
+"""Families with one stage a rank and unsplit backward passes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron_ext.schedule.schedule import Schedule
 def gpipe(problem: Problem) -> Schedule:
     """All forwards, then all backwards. Bubble (p-1)(F+I+W), peak m microbatches.
 
-    With slices it is TeraPipe's (Li et al. 2021, arXiv:2102.07988), which chooses their lengths.
+    With slices it is TeraPipe (Li et al. 2021, arXiv:2102.07988), which chooses their lengths.
 
     With p = 3, m = 2:
 
@@ -51,14 +51,14 @@ def gpipe(problem: Problem) -> Schedule:
     aliases=("Schedule1F1B",),
 )
 def one_forward_one_backward(problem: Problem, *, eager: str = "auto") -> Schedule:
-    """Forward and backward in turn as soon as there is a gradient.
+    """Forward and backward passes alternate as soon as there is a gradient.
 
-    Bubble (p-1)(F+I+W) as `gpipe`; but rank r holds p-r microbatches only.
+    Bubble (p-1)(F+I+W) as in `gpipe`, but rank r holds only p-r microbatches.
 
-    With k slices it is Seq1F1B's (Sun et al. 2024, arXiv:2406.03488): k-1 more forwards first, as
-    the last slice of a microbatch goes back first. Bubble (p-1)(F+I+W)/k; rank r holds
-    (p-1-r+k)/k microbatches. With ``eager=yes`` p-1-r forwards more, which hides hops; with slices
-    that is chosen by costs and memory limit (``auto``).
+    With k slices it is Seq1F1B (Sun et al. 2024, arXiv:2406.03488): a rank starts with k-1 more
+    forwards, as the last slice of a microbatch goes back first. Bubble (p-1)(F+I+W)/k; rank r holds
+    (p-1-r+k)/k microbatches. With ``eager=yes`` rank r starts with p-1-r more forwards, which hides
+    hops; with slices, costs and memory limit decide that (``auto``).
 
     With p = 3, m = 3:
 

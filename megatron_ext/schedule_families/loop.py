@@ -1,8 +1,9 @@
-"""Several chunks a rank in a loop: chunk c of rank r is stage c*p + r.
+"""Families with several chunks a rank in a loop: chunk c of rank r is stage c*p + r.
 
-The passes of a rank are numbered: the microbatches are cut into groups, and each group goes through
-all chunks in turn, forward from the first chunk and backward from the last. A family says how many
-forwards a rank is ahead of its backwards. The last group may be incomplete.
+The microbatches are cut into groups, and each group goes through all chunks in turn, forward from
+the first chunk and backward from the last. This gives each rank an order of forwards and one of
+backwards. A family determines how many forwards a rank is ahead of its backwards. The last group
+may be incomplete.
 """
 
 from __future__ import annotations
@@ -38,12 +39,13 @@ Rows = tuple[tuple[Action, ...], ...]
     keeps_pairs=True,
 )
 def interleaved(problem: Problem, *, group: int = 0) -> Schedule:
-    """Megatron's interleaved 1F1B, action for action; ``group`` (0: p) is its microbatch group size
+    """Megatron's interleaved 1F1B, action for action. ``group`` (0: p) is its microbatch group size
     per virtual stage. Bubble (p-1)(F+I+W)/v; peak (v-1)*group + 2p-1 chunks, or all m microbatches.
 
-    With k slices the groups are of slices: bubble (p-1)(F+I+W)/(vk). It is Seq1F1B-I (Sun et al.
-    2024, arXiv:2406.03488), whose own warm-up makes ranks wait for one another where k > p; and
-    where k is a multiple of p SlimPipe (Li et al. 2025, arXiv:2504.14519), a group a microbatch.
+    With k slices the groups consist of slices: bubble (p-1)(F+I+W)/(vk). It is then Seq1F1B-I (Sun
+    et al. 2024, arXiv:2406.03488), whose original warm-up makes ranks wait for one another if k >
+    p. If k is a multiple of p, it is SlimPipe (Li et al. 2025, arXiv:2504.14519), with one
+    microbatch a group.
 
     With p = 2, m = 2:
 
@@ -65,8 +67,8 @@ def interleaved(problem: Problem, *, group: int = 0) -> Schedule:
     aliases=("ScheduleLoopedBFS", "LoopedBFS", "layered-accumulation", "modular-pipeline"),
 )
 def breadth_first(problem: Problem) -> Schedule:
-    """All microbatches through a chunk before the next, so that its parameters are gathered and
-    its gradients reduced once. Bubble (p-1)(F+I+W)/v, peak m microbatches.
+    """All microbatches go through a chunk before the next chunk, so that its parameters are
+    gathered and its gradients reduced only once. Bubble (p-1)(F+I+W)/v, peak m microbatches.
 
     With p = 2, m = 2:
 
@@ -89,12 +91,12 @@ def breadth_first(problem: Problem) -> Schedule:
     takes_slices=True,
 )
 def units(problem: Problem, *, u: int = 0) -> Schedule:
-    """Breadth-first in units of ``u`` microbatches, with the backward split and W in the gaps: a
-    chunk's parameters are gathered once a unit and direction.
+    """Breadth-first in units of ``u`` microbatches, with the backward pass split and W in the gaps:
+    a chunk's parameters are gathered once a unit and direction.
 
-    A unit holds u microbatches, and W of those before may wait: peak at most 2u, and within the
-    memory limit. With u = 0 it is p, of k slices p/k; with a limit, what takes least of all that
-    fit, two thirds of them and half.
+    A unit holds u microbatches, and W of the previous unit may wait: peak at most 2u, and within
+    the memory limit. u = 0 stands for p, or p/k with k slices. With a limit it stands for the
+    fastest of three sizes: the largest that fits, two thirds of it, and half of it.
 
     With p = 2, m = 2:
 
@@ -116,7 +118,8 @@ def units(problem: Problem, *, u: int = 0) -> Schedule:
 
 
 def _within(problem: Problem) -> list[int]:
-    """Yield the numbers of microbatches of a unit within the memory limit, the largest first."""
+    """Return the numbers of microbatches of a unit to try within the memory limit, the largest
+    first."""
     memory = memory_of(problem)
     most = problem.microbatches
     for rank, stages in enumerate(problem.placement.stages_of):
@@ -127,7 +130,7 @@ def _within(problem: Problem) -> list[int]:
 
 
 def _units(problem: Problem, u: int, backward: Kind) -> Rows:
-    """Units of ``u`` microbatches, or slices, each through all chunks of a rank and back."""
+    """Return units of ``u`` microbatches, or slices, each through all chunks of a rank and back."""
     orders = problem.orders
     units_of = list(zip(*(batched(order, u) for order in orders), strict=True))
     return tuple(
@@ -157,9 +160,9 @@ def _units(problem: Problem, u: int, backward: Kind) -> Rows:
     keeps_pairs=True,
 )
 def interleaved_zb(problem: Problem, *, group: int = 0) -> Schedule:
-    """The order of `interleaved` with the backward split and W deferred into the bubbles, as far as
-    the first rank's peak there allows on every rank. At equal costs and m >= 2p the makespan's
-    bubble is (p-1)F/v.
+    """The order of `interleaved` with the backward pass split and W deferred into the bubbles.
+    Every rank may hold as much for that as the first rank's peak. At equal costs and m >= 2p the
+    makespan's bubble is (p-1)F/v.
 
     With p = 3, m = 3:
 
@@ -186,8 +189,8 @@ def gis(problem: Problem, *, group: int = 0) -> Schedule:
     """Generalized interleaving: a rank is (v-1)*group + p - r passes ahead, and W fill the bubbles.
 
     Groups of g = ``group`` (0: p) in [ceil(p/2), p]: peak (v-1)g + p chunks. Bubble (p-1)(F+I-W)/v;
-    the paper defers no W and has (p-1)(F+I)/v. At equal costs and with m a multiple of g, a
-    smaller g costs (p-g)(v-1)(F+I-W)/v more.
+    the paper defers no W and has (p-1)(F+I)/v. At equal costs and with m a multiple of g, a smaller
+    g adds (p-g)(v-1)(F+I-W)/v.
 
     With p = 3, m = 3:
 
@@ -238,8 +241,8 @@ def gis_h(problem: Problem) -> Schedule:
     keeps_pairs=True,
 )
 def loop_auto(problem: Problem) -> Schedule:
-    """Least makespan within the memory limit (without one: p microbatches), the backward split;
-    with post-validation, least span. The passes are in no groups, and any m will do.
+    """Least makespan within the memory limit (without a limit: p microbatches), with the backward
+    pass split; with post-validation, least span. The passes are in no groups, so any m is possible.
 
     Raises:
         ValueError: nothing on this placement fits into the limit.
@@ -273,15 +276,15 @@ def _interleaved(name: str, problem: Problem, group: int, backward: Kind) -> Row
         )
     _check_whole(name, problem, group, least)
     group = min(group, problem.pieces)
-    # Megatron's warm-up, and the one forward that each backward follows; the last slice of a
-    # microbatch goes back first.
+    # Megatron's warm-up plus the one forward before each backward. The last slice of a microbatch
+    # goes back first.
     before = (problem.placement.chunks - 1) * group + slices - 1
     ahead = [before + 2 * (p - rank) - 1 for rank in range(p)]
     return _rows(name, problem, group, ahead, backward)
 
 
 def _whole(problem: Problem, passes: int) -> int:
-    """Return ``passes``, or as many more as it takes to be those of whole microbatches."""
+    """Return ``passes``, rounded up to the passes of whole microbatches."""
     slices = problem.slices.count
     return slices * -(-passes // slices)
 
@@ -301,7 +304,8 @@ def _pieces(problem: Problem) -> str:
 
 
 def _rows(name: str, problem: Problem, group: int, ahead: list[int], backward: Kind) -> Rows:
-    """One forward, one backward, with ``ahead[r]`` forwards before rank r's first backward."""
+    """Return rows of one forward, one backward, with ``ahead[r]`` forwards before rank r's first
+    backward."""
     there, back = (list(batched(o, group)) for o in (problem.forwards, problem.backwards))
     rows = []
     for stages, lead in zip(problem.placement.stages_of, ahead, strict=True):
@@ -322,7 +326,8 @@ def _rows(name: str, problem: Problem, group: int, ahead: list[int], backward: K
 
 
 def _with_weight_gradients(name: str, problem: Problem, order: Rows) -> Schedule:
-    """Return ``order`` with its W within what it needs anyway, on the rank that needs most."""
+    """Return ``order`` with its W. They may use as much memory as the rank that needs most without
+    them."""
     ahead = 0.0
     for row in order:
         held = 0.0
@@ -335,8 +340,8 @@ def _with_weight_gradients(name: str, problem: Problem, order: Rows) -> Schedule
 
 
 def _filled(name: str, problem: Problem, order: Rows, microbatches: float) -> TimedOrder:
-    """Return ``order`` with its W, within what it needs anyway or ``microbatches``, and within the
-    limit.
+    """Return ``order`` with its W, within ``microbatches`` or the need of the order itself, and
+    within the limit.
 
     Raises:
         ValueError: the order itself does not fit into the limit.
@@ -352,6 +357,6 @@ def _filled(name: str, problem: Problem, order: Rows, microbatches: float) -> Ti
                     f"{name}: the order of rank {rank} does not fit into the memory limit of "
                     f"{limit}; the least feasible limit for it is {limit.at_least(max(least))}"
                 )
-    # In bytes, the chunks that it holds most of may be larger than the others.
+    # In bytes, the chunks of which it holds most may be larger than the others.
     memory = replace(memory, allowed=tuple(map(max, memory.allowed, least)))
     return fill_best(order, problem, memory, by_span=problem.extras.post_validation)

@@ -1,4 +1,4 @@
-"""One stage a rank, all weight gradients at the end."""
+"""A family with one stage a rank and all weight gradients at the end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_ext.schedule.schedule import Schedule
     takes_slices=True,
 )
 def two_bp(problem: Problem, *, base: str = "1f1b") -> Schedule:
-    """The order of ``base`` (1f1b or gpipe) with I for B, and all W after it.
+    """The order of ``base`` (1f1b or gpipe) with I in place of B, and all W after it.
 
     Bubble (p-1)(F+I), peak m microbatches.
 

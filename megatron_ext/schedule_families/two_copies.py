@@ -1,10 +1,10 @@
-"""Schedules that were published with two copies of the model, folded onto one.
+"""Families that were published with two copies of the model, folded onto one.
 
-Chimera and BitPipe hold every stage twice and send microbatches from both ends of the pipeline.
-Rank p-1-r does what rank r does with the copies exchanged, so ranks r < p/2 alone are a schedule of
-one copy with half the microbatches, and the others are its second data-parallel replica
-(`compile.two_copies`). These are those halves: what the papers run as p ranks and m microbatches
-is p/2 ranks and m/2 microbatches here, with data parallelism doubled.
+Chimera and BitPipe hold every stage twice, and microbatches enter from both ends of the pipeline.
+Rank p-1-r does the same as rank r with the copies exchanged, so ranks r < p/2 alone are a schedule
+of one copy with half the microbatches, and the others are its second data-parallel replica
+(`compile.two_copies`). The families here are these halves: p ranks and m microbatches in the papers
+are p/2 ranks and m/2 microbatches here, with data parallelism doubled.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_ext.schedule.schedule import Schedule
     takes_slices=True,
 )
 def chimera(problem: Problem) -> Schedule:
-    """Units of p microbatches, one behind the other. Bubble (p-1)(B + (m/p-1)(B-F)) where m is a
+    """Units of p microbatches, one after the other. Bubble (p-1)(B + (m/p-1)(B-F)) if m is a
     multiple of p and B >= F; peak p microbatches.
 
     With p = 2, m = 2:
@@ -38,7 +38,7 @@ def chimera(problem: Problem) -> Schedule:
 
 
 def two_waves(ranks: int) -> Placement:
-    """Two V's, one after the other: 4 chunks a rank."""
+    """Return two V's, one after the other: 4 chunks a rank."""
     return wave(ranks, waves=2)
 
 
@@ -63,12 +63,14 @@ def bitpipe(problem: Problem) -> Schedule:
 
 
 def _units(name: str, problem: Problem) -> Schedule:
-    """A microbatch goes through all stages and back, a slot each; in a unit of p microbatches the
-    next sets out two slots later, and the next unit when a rank has had all passes of one. So no
-    two passes of a rank share a slot: their order is that of the slots.
+    """Return the schedule in which a microbatch goes through all stages and back, a slot each. In a
+    unit of p microbatches the next microbatch starts two slots later. The next unit starts when a
+    rank has had all passes of one. No two passes of a rank share a slot, so the slots give their
+    order.
 
-    Slices do as microbatches do, but go back as much later as the last of theirs sets out, and a
-    unit is of whole microbatches. Passes that share a slot need nothing of one another.
+    Slices follow the same rule as microbatches, but their way back is delayed by the slices behind
+    them in the microbatch, and a unit has whole microbatches. Passes that share a slot then do not
+    depend on one another.
     """
     placement, p, slices = problem.placement, problem.ranks, problem.slices.count
     of_unit = slices * -(-p // slices)

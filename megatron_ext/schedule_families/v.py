@@ -1,6 +1,7 @@
-"""Two chunks a rank in a V: from the last rank to the first and back to the last, with the loss.
+"""Families with two chunks a rank in a V: from the last rank to the first and back to the last,
+with the loss.
 
-The V's open end, stages 0 and 2p-1, is on the last rank; the papers have it on their first, so
+The V's open end, stages 0 and 2p-1, is on the last rank. The papers have it on their first, so
 their device i (from 0) is rank p-1-i here.
 """
 
@@ -36,10 +37,10 @@ Pass = tuple[int, Kind]  # chunk, kind
     keeps_pairs=True,
 )
 def zb_v(problem: Problem) -> Schedule:
-    """No bubble in the span where F, I and W cost the same; (p-1)F/2 in the makespan, as the first
+    """No bubble in the span if F, I and W cost the same; (p-1)F/2 in the makespan, as the first
     microbatch has to reach the last rank. Peak p microbatches, as 1F1B's.
 
-    With k slices, k-1 forwards more on each chunk first: peak (p+k-1)/k microbatches.
+    With k slices, each chunk starts with k-1 more forwards: peak (p+k-1)/k microbatches.
 
     With p = 2, m = 3:
 
@@ -80,8 +81,7 @@ def v_half(problem: Problem) -> Schedule:
     """Half of 1F1B's memory: peak (p+2)//2 microbatches. At equal costs the steady phase has no
     bubble.
 
-    The first chunk's F and the second's I go down the V at two slots a rank, the others come up
-    at one.
+    The first chunk's F and the second's I move along the V at two slots a rank, the others at one.
 
     With p = 3, m = 2:
 
@@ -108,9 +108,10 @@ def v_half(problem: Problem) -> Schedule:
     takes_slices=True,
 )
 def v_min(problem: Problem) -> Schedule:
-    """The least memory: peak (p+4)//3 microbatches. All passes follow at once on one another.
+    """The least memory: peak (p+4)//3 microbatches. Every pass directly follows the one that it
+    depends on.
 
-    Where F, I and W differ in cost, each rank waits for the slowest kind at every step.
+    If F, I and W differ in cost, each rank waits for the slowest kind at every step.
 
     With p = 4, m = 2:
 
@@ -132,10 +133,11 @@ def v_min(problem: Problem) -> Schedule:
 
 @family("1f1b-v", v, source=f"{_CONTROLLABLE_MEMORY}, 1F1B-V", takes_slices=True)
 def one_forward_one_backward_v(problem: Problem) -> Schedule:
-    """1F1B on a V, backward passes whole: two thirds of its memory, peak 2p//3 + 1 microbatches.
+    """1F1B on a V with unsplit backward passes: two thirds of its memory, peak 2p//3 + 1
+    microbatches.
 
-    Forwards follow at once on one another. Backwards do, too, but after every third there are three
-    slots more, or they would collide with the forwards.
+    Forwards directly follow one another. So do backwards, but after every third there are three
+    more slots; otherwise they would collide with the forwards.
 
     With p = 2, m = 3:
 
@@ -146,10 +148,10 @@ def one_forward_one_backward_v(problem: Problem) -> Schedule:
     """
     p = problem.ranks
     first = 2 * p + (3 if p % 3 == 0 else 0)
-    delayed = (1 - p) % 3  # so that the last rank's backwards keep clear of its forwards
+    delayed = (1 - p) % 3  # so that the last rank's backwards do not collide with its forwards
 
     def backward(stage: int) -> int:
-        before = 2 * p - 1 - stage  # stages that have gone back already
+        before = 2 * p - 1 - stage  # stages whose backward pass comes earlier
         return first + 2 * before + 3 * ((before + delayed) // 3)
 
     block = {_F: tuple(range(2 * p)), _B: tuple(map(backward, range(2 * p)))}
@@ -166,10 +168,11 @@ def one_forward_one_backward_v(problem: Problem) -> Schedule:
     keeps_pairs=True,
 )
 def dualpipe_v(problem: Problem) -> Schedule:
-    """F of one chunk in turn with B of the other; W apart if it fills a gap. Peak p + 1/2.
+    """F of one chunk alternates with B of the other; W is separate if it fills a gap. Peak p + 1/2
+    microbatches.
 
-    What the original runs as one compound of F and B are two passes here, and each sends when it
-    is done, not when both are. With k slices, k-1 forwards more on each chunk first.
+    The original runs a compound of F and B. Here these are two passes, and each sends when it is
+    done, not when both are. With k slices, each chunk starts with k-1 more forwards.
 
     With p = 2, m = 3:
 
@@ -205,10 +208,11 @@ def dualpipe_v(problem: Problem) -> Schedule:
 def _from_device_passes(
     name: str, problem: Problem, passes: Callable[[int], Iterator[Pass]], least: int
 ) -> Schedule:
-    """The schedule whose ``passes`` on the paper's devices are given, microbatches in order.
+    """Return the schedule whose ``passes`` are given for the paper's devices, with microbatches in
+    order.
 
     With fewer than ``least`` microbatches, or slices, it is the schedule of ``least`` without the
-    first of them: the warm-up shrinks, and the cool-down, where W fills the gaps, stays.
+    first ones: the warm-up shrinks, and the cool-down, in which W fills the gaps, stays.
     """
     p = problem.ranks
     left_out = _pieces(problem, least) - problem.pieces
@@ -228,8 +232,8 @@ def _from_device_passes(
 
 
 def _pieces(problem: Problem, least: int) -> int:
-    """The microbatches, or slices, of ``problem``; where they are fewer than ``least``, and as many
-    whole microbatches more as it takes."""
+    """Return the number of microbatches, or slices, of ``problem``, increased by whole microbatches
+    to at least ``least``."""
     slices = problem.slices.count
     return problem.pieces + slices * max(-(-(least - problem.pieces) // slices), 0)
 
@@ -237,7 +241,7 @@ def _pieces(problem: Problem, least: int) -> int:
 def _per_stage(
     p: int, chunk_0: Callable[[int], int], chunk_1: Callable[[int], int]
 ) -> tuple[int, ...]:
-    """A figure for each stage from one for each chunk on the paper's device i."""
+    """Return a figure for each stage, from one for each chunk on the paper's device i."""
     return (*map(chunk_0, range(p)), *map(chunk_1, reversed(range(p))))
 
 
@@ -246,8 +250,8 @@ def _from_block(
 ) -> Schedule:
     """Return the schedule of a building block, with a peak of at most ``peak`` microbatches.
 
-    With slices a block is one slice's: its backward pass comes later by the distance of the last
-    slice of its microbatch from the first.
+    With slices a block is that of one slice: its backward pass comes later by the distance of the
+    last slice of its microbatch from the first.
     """
     slices = problem.slices.count
     later = (slices - 1) * _INTERVAL

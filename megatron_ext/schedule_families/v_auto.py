@@ -1,4 +1,4 @@
-"""The best V schedule that can be found for given costs and a given memory limit (`best`)."""
+"""The family of the best V schedule that can be found for costs and a memory limit (`best`)."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from megatron_ext.search.best import best_known, best_schedule
     at_once=partial(best_known, "v-auto"),
 )
 def v_auto(problem: Problem) -> Schedule:
-    """Least makespan within the memory limit (without one: p microbatches, as ZB-V needs, or of
-    slices what 1F1B needs); with post-validation, least span. Where recompute is to fit into the
-    limit, R is placed too, but for slices.
+    """Least makespan within the memory limit (without a limit: p microbatches, as ZB-V needs, or
+    with slices the need of 1F1B); with post-validation, least span. If recompute has to fit into
+    the limit, R is placed too, except with slices.
 
     Raises:
         ValueError: no V schedule fits into the limit.

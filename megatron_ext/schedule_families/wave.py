@@ -1,4 +1,4 @@
-"""Several V's one after the other."""
+"""Families on several V's, one after the other."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _SLOTS = {Kind.FORWARD: 1, Kind.FULL_BACKWARD: 2}
     takes_slices=True,
 )
 def hanayo(problem: Problem) -> Schedule:
-    """1F1B along a snake of ``waves`` V's, backward passes whole: forward and backward in turn, the
-    oldest first.
+    """1F1B along a snake of ``waves`` V's with unsplit backward passes: forward and backward
+    alternate, the oldest first.
 
-    A rank takes what there is when its turn has nothing. At most 2p microbatches are on their way
-    at a time; fewer would not keep all ranks busy, and the peak lies well below. Passes are laid
-    out as if a chunk's F took one slot and its B two.
+    If a rank has no pass of the kind whose turn it is, it runs the other kind. At most 2p
+    microbatches are under way at a time; fewer would not keep all ranks busy, and the peak is well
+    below 2p. Passes are laid out as if a chunk's F took one slot and its B two.
 
     With p = 2, m = 3, waves = 1:
 
@@ -42,7 +42,7 @@ def hanayo(problem: Problem) -> Schedule:
     rows: list[list[Action]] = [[] for _ in range(placement.ranks)]
     ready: list[dict[Kind, list[tuple[int, int]]]] = [{kind: [] for kind in _SLOTS} for _ in rows]
     turn = [Kind.FORWARD for _ in rows]
-    running: list[tuple[int, Action, int]] = []  # end, and how many of its kind came before it
+    running: list[tuple[int, Action, int]] = []  # end, pass, and its number among its kind
     now, idle = 0, set(range(placement.ranks))
 
     def make_ready(stage: int, kind: Kind, n: int) -> None:
@@ -98,8 +98,8 @@ def _other_kind(kind: Kind) -> Kind:
     at_once=partial(best_known, "wave-auto"),
 )
 def wave_auto(problem: Problem) -> Schedule:
-    """Least makespan within the memory limit (without one: p microbatches), the backward split;
-    with post-validation, least span.
+    """Least makespan within the memory limit (without a limit: p microbatches), with the backward
+    pass split; with post-validation, least span.
 
     Raises:
         ValueError: nothing on this placement fits into the limit.

@@ -1,7 +1,8 @@
-"""One stage a rank, F, I and W placed by their costs (Qi et al. 2024, arXiv:2401.10241, section 3).
+"""Families with one stage a rank and F, I and W placed by their costs (Qi et al. 2024,
+arXiv:2401.10241, section 3).
 
-How many microbatches a rank may be ahead is tried out; each trial gives an order of
-F and I, which `fill_best` completes. The published schedules compete too.
+Several numbers of microbatches that a rank may be ahead are tried. Each trial gives an order of F
+and I, which `fill_best` completes. The published schedules compete too.
 """
 
 from __future__ import annotations
@@ -35,12 +36,16 @@ from megatron_ext.search.weight_gradient_filling import (
 from megatron_ext.search.weight_gradient_filling import time as time_rows
 
 _SOURCE = "Qi et al. 2024, arXiv:2401.10241, section 3"
-_LEADS = (1, 2, 1.75, 1.5, 2.25, 1.25)  # microbatches a rank is further ahead than the next
-_ACTIONS = 100_000  # to be placed in trials altogether: what is tried depends on nothing else
+_LEADS = (1, 2, 1.75, 1.5, 2.25, 1.25)  # microbatches that a rank is ahead of the next
+_ACTIONS = 100_000  # placed in all trials together: the number of trials depends on nothing else
 
 
 def line_at_once(problem: Problem) -> Schedule:
-    """One trial, and what is published, within `zb_auto`'s limit. Raises as that."""
+    """Return the best of one trial and the published schedules, within `zb_auto`'s limit.
+
+    Raises:
+        ValueError: as `zb_auto`.
+    """
     memory = memory_of(problem, math.inf if problem.memory_limit else 2 * problem.held_by_1f1b)
     return _best("zb-auto", problem, memory, _published(problem), by_span=False, trials=1)
 
@@ -57,10 +62,11 @@ def line_at_once(problem: Problem) -> Schedule:
     at_once=line_at_once,
 )
 def zb_auto(problem: Problem) -> Schedule:
-    """The least makespan found within the memory limit; without one, within 2p microbatches, twice
-    1F1B's peak. With post-validation, that or the least span, whichever makes a step cost less.
+    """The least makespan found within the memory limit, or without a limit within 2p microbatches,
+    twice 1F1B's peak. With post-validation, the least makespan or the least span, whichever gives
+    the shorter step.
 
-    Never more than any other schedule of this placement takes that keeps to the limit.
+    It never takes longer than any other schedule of this placement within the limit.
 
     With p = 3, m = 5:
 
@@ -84,7 +90,7 @@ def zb_auto(problem: Problem) -> Schedule:
 def _packed(best: Schedule, problem: Problem, memory: Memory) -> Schedule:
     """Return ``best``, or the shortest packing of it and of published schedules, if shorter.
 
-    The trials vary the leads alone, which is far from the best if slices have little memory.
+    The trials vary only the leads, which is far from optimal if slices have little memory.
     """
     limit = problem.memory_limit or MemoryLimit(microbatches=2 * problem.held_by_1f1b)
     unlimited, shop = (
@@ -146,9 +152,9 @@ def zb_1p(problem: Problem) -> Schedule:
 def zb_2p(problem: Problem, *, paper_count: bool = False) -> Schedule:
     """`zb_auto` within 2p microbatches, for the least span: bubble near 0 at nearly equal costs.
 
-    The paper counts what I gives back, about half of a microbatch there, and allows an extra
-    forward. ``zb-2p:paper_count=true`` counts so, where there is no limit of the user's; the peak
-    from F to W, as it is measured elsewhere, then exceeds 2p: up to m.
+    The paper counts the memory that I frees, about half of a microbatch there, and allows an extra
+    forward. ``zb-2p:paper_count=true`` counts in this way if the user gives no limit. The peak from
+    F to W, as it is measured elsewhere, then exceeds 2p, up to m.
 
     With p = 3, m = 6:
 
@@ -192,8 +198,8 @@ def _best(
     by_span: bool,
     trials: int | None = None,
 ) -> Schedule:
-    """The best of our own trials, or of the first ``trials`` of them, and of those of ``others``
-    that fit."""
+    """Return the best of our trials, or of the first ``trials`` of them, and of the schedules of
+    ``others`` that fit."""
     need = [memory.of(stage) for stage in range(problem.ranks)]
     limit = problem.memory_limit
     for rank in range(problem.ranks):
@@ -231,8 +237,9 @@ def _trials(problem: Problem, memory: Memory, by_span: bool) -> Iterator[TimedOr
     affordable = max(_ACTIONS // (3 * p * m), 2)
     seconds = problem.costs.seconds
     forward, gradient = max(seconds[Kind.FORWARD]), max(seconds[Kind.BACKWARD_INPUT])
-    # Of a slice, a message takes the latency and its share of the rest. The mean of the links
-    # serves: it is where trials begin, and each trial is timed with the hop of each link.
+    # The message of a slice takes the latency and its share of the rest. The mean of the links
+    # suffices here, as it only sets where trials begin; each trial is timed with the hop of each
+    # link.
     hop = slices * problem.costs.hop_of(problem.forwards[0])
     # As many forwards as fit in before the first gradient comes back; published leads after that.
     there_and_back = (forward + gradient + 2 * hop) / forward if forward else m
@@ -248,16 +255,17 @@ def _trials(problem: Problem, memory: Memory, by_span: bool) -> Iterator[TimedOr
 
 
 def _greedy_order(problem: Problem, memory: Memory, ahead: Sequence[int]) -> list[list[Action]]:
-    """F and I of each rank as they become possible, I first.
+    """Return F and I of each rank in the order in which they become possible, I first.
 
-    Rank r has at most ``ahead[r]`` microbatches, or slices, between F and I. W are done only to
-    keep to the limit and to time, where nothing else comes before they end.
+    Rank r has at most ``ahead[r]`` microbatches, or slices, between F and I. W are done if the
+    memory limit requires it, or if nothing else comes before they end. They take time, but are not
+    in the result.
     """
     return _Line(problem, memory, ahead).rows()
 
 
 class _Line:
-    """The ranks of `_greedy_order`, each with when its inputs come and how far it is."""
+    """The ranks of `_greedy_order`, with the arrival times of their inputs and their progress."""
 
     def __init__(self, problem: Problem, memory: Memory, ahead: Sequence[int]) -> None:
         self._placement, self._pieces = problem.placement, problem.pieces
@@ -265,7 +273,8 @@ class _Line:
         p, m, parts, of = problem.ranks, problem.pieces, problem.parts(0), problem.costs.of
         self._forwards, self._backwards = problem.forwards, problem.backwards
         kinds = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-        # By kind, rank and slice; by the rank before the link, and slice; by how many pieces.
+        # Seconds by kind, rank and slice; hops by the rank before the link, and slice; microbatches
+        # by number of pieces.
         self._seconds = {
             kind: [[of(Action(rank, kind, part)) for part in parts] for rank in range(p)]
             for kind in kinds
@@ -306,7 +315,7 @@ class _Line:
         return rows
 
     def _next(self, rank: int, now: float) -> Kind | None:
-        """The kind of pass that ``rank`` does now; None if it waits."""
+        """Return the kind of pass that ``rank`` does now; None if it waits."""
         f, i, w = (done[rank] for done in self._done.values())
         m, full = self._pieces, self._full[rank]
         there, back = self._there, self._back

@@ -1,4 +1,5 @@
-"""One stage a rank, the backward pass split into I and W (Qi et al. 2024, arXiv:2401.10241)."""
+"""Families with one stage a rank and the backward pass split into I and W (Qi et al. 2024,
+arXiv:2401.10241)."""
 
 from __future__ import annotations
 
@@ -23,11 +24,11 @@ from megatron_ext.schedule.schedule import Schedule
 def zb_h1(problem: Problem, *, eager: str = "auto") -> Schedule:
     """1F1B's order with W deferred: rank r starts its weight gradients r microbatches late.
 
-    Each I passes its gradient on earlier, the remaining W fill the cool-down. Peak p microbatches
-    on every rank, as on 1F1B's first; bubble (p-1)(F+I-W).
+    Each I sends its gradient earlier, and the remaining W fill the cool-down. Peak p microbatches
+    on every rank, as on 1F1B's first rank; bubble (p-1)(F+I-W).
 
-    With k slices: bubble (p-1)(F+I-W)/k, peak (p-1+k)/k microbatches on every rank. ``eager`` is
-    that of `1f1b`: rank r then holds (p-1-r)/k microbatches more.
+    With k slices: bubble (p-1)(F+I-W)/k, peak (p-1+k)/k microbatches on every rank. ``eager`` is as
+    in `1f1b`: rank r then holds (p-1-r)/k microbatches more.
 
     With p = 3, m = 4:
 
@@ -59,8 +60,8 @@ def zb_h2(problem: Problem) -> Schedule:
     """Twice as far ahead as `zb_h1`, so that at equal costs no rank idles from its first pass to
     its last: 2(p-r)-1 forwards before the first I, weight gradients 2r microbatches late.
 
-    Peak 2p-1 microbatches on every rank; with as many at least, the span's bubble is
-    (p-1)(F+I-2W), and the makespan's is that or (p-1)F, whichever is more.
+    Peak 2p-1 microbatches on every rank. With at least as many microbatches, the span's bubble is
+    (p-1)(F+I-2W), and the makespan's is the larger of that and (p-1)F.
 
     With p = 3, m = 6:
 
@@ -76,8 +77,8 @@ def zb_h2(problem: Problem) -> Schedule:
 
 
 def _row(problem: Problem, rank: int, *, ahead: int, late: int) -> Iterator[Action]:
-    """``ahead`` forwards before the first I (with k slices, k-1 more), then one of each, W ``late``
-    microbatches, or slices, late."""
+    """Yield ``ahead`` forwards before the first I (with k slices, k-1 more), then one of each, with
+    W ``late`` microbatches, or slices, later."""
     forwards, backwards = problem.forwards, problem.backwards
     warmup = ahead - 2 + problem.slices.count
     yield from (Action(rank, Kind.FORWARD, k) for k in forwards[:warmup])

@@ -1,1 +1,2 @@
-"""Parts of searching families: orders timed and filled, packed, bounded, certified, cached."""
+"""Searches for schedules, for searching families: timing, filling, packing, bounds, certificates,
+cache."""

@@ -1,10 +1,10 @@
 """Search for the schedule of least makespan in which some activations are recomputed.
 
-The choice of activations is part of the search: `improve` packs plans of a shop, and here there is
-a shop for each choice. The first choices are shares of a rank's activations, those of the
-longest-waiting chunk first, evenly spread over the microbatches. The most promising are improved as
-plans are, and with them the choices: some microbatches more, or fewer, of a stage, of stages in a
-row, or of a chunk of every rank.
+The choice of activations is part of the search: `improve` packs plans of one packing problem (a
+`Shop`), and here each choice has its own. The first choices are shares of a rank's activations,
+those of the longest-waiting chunk first, evenly spread over the microbatches. The most promising
+ones are improved as plans are, and the choices with them: some microbatches are added or removed
+for a stage, for consecutive stages, or for one chunk of every rank.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MEMORY = 20  # steps
 
 @dataclass(frozen=True, eq=False)
 class _Found:
-    """A choice, and the best of its plans."""
+    """A choice of activations, and the best of its plans."""
 
     again: Again
     sides: Sides
@@ -55,12 +55,12 @@ class _Found:
 
 
 def search_again(problem: Problem, known: Sequence[Rows], least: float, how: Effort) -> list[Rows]:
-    """The best schedules found, best first.
+    """Return the best schedules found, best first.
 
     Args:
-        problem: its memory limit suffices for a microbatch (`Shop.fits`).
+        problem: a problem whose memory limit suffices for a microbatch (`Shop.fits`).
         known: schedules that are known to be good, with R. Some may need more than the limit.
-        least: a lower bound in seconds; the search ends if it finds a schedule of so many.
+        least: a lower bound in seconds; the search ends if it finds a schedule that reaches it.
     """
     choices = _Choices(problem, how)
     # Twice the effort of a search without recompute: there is twice as much to choose.
@@ -85,7 +85,7 @@ def _makespan(found: _Found) -> int:
 
 
 class _Choices:
-    """Makes and improves choices of the activations to recompute for ``problem``."""
+    """Maker and improver of choices of the activations to recompute for ``problem``."""
 
     def __init__(self, problem: Problem, how: Effort) -> None:
         self.placement, self.m, self.how = problem.placement, problem.microbatches, how
@@ -107,8 +107,8 @@ class _Choices:
         return _Found(again, sides, sides.justified(starts_of(rows, sides.shop)))
 
     def of_share(self, chunks: float, work: Task) -> _Found:
-        """Return the best of some plans in which each rank recomputes, on average, so many
-        ``chunks`` of a microbatch."""
+        """Return the best of some plans in which each rank recomputes ``chunks`` chunks of a
+        microbatch on average."""
         spread = np.arange(self.m) * _GOLDEN % 1
         again = np.zeros_like(self.all)
         for stages in self.placement.stages_of:
@@ -122,8 +122,8 @@ class _Choices:
         return _Found(again, sides, min(packed, key=lambda p: p.makespan))
 
     def improved(self, best: _Found, steps: int, enough: int, rng: Dice, work: Task) -> _Found:
-        """``best`` and what ``steps`` changes make of it, or so many as bring it down to
-        ``enough``, or until they gain nothing (late acceptance, as in `improve`)."""
+        """Return ``best`` after up to ``steps`` random changes (late acceptance, as in `improve`).
+        It ends early if the makespan reaches ``enough``, or if changes no longer improve it."""
         current, recent = best, [_makespan(best)] * _MEMORY
         gained_at, patience = 0, patience_of(self.how, self.placement.ranks, 2 * self.passes)
         for step in range(steps):
@@ -147,7 +147,7 @@ class _Choices:
         return best
 
     def changed(self, again: Again, rng: Dice) -> Again:
-        """Return ``again`` with some microbatches more, or fewer."""
+        """Return ``again`` with some microbatches added or removed."""
         draw, stages = rng.below(100), self.placement.stages
         if draw < 30:
             which = [rng.below(stages)]

@@ -1,9 +1,9 @@
-"""The best schedule that can be found for a problem: of those that are known, and by a search.
+"""The best schedule found for a problem, among known ones and by a search.
 
-Every family of the placement is among the plans that the search starts from, also where it would
-need more memory: packed it needs no more than there is. Those within the limit are among the
-schedules that are chosen from in the end by what a step of them costs, simulated. Where one of them
-costs no more than any schedule must (`lower_bound`), there is nothing to search for.
+Every family of the placement is among the plans that the search starts from, even if it needs more
+memory: packed, it needs no more than there is. Families within the limit are also candidates for
+the result, which is chosen by the simulated time of a step. If one of them reaches the lower bound
+of all schedules (`lower_bound`), nothing is searched.
 
 The result is stored in the user's cache directory, by problem and effort.
 """
@@ -50,14 +50,14 @@ from megatron_ext.search.shop import (
 def best_schedule(name: str, problem: Problem) -> Schedule:
     """Return the best schedule found for ``problem``, as one of the family ``name``.
 
-    Without a memory limit of its own it has 1F1B's peak as its limit.
+    Without a memory limit, the limit is 1F1B's peak.
 
     Raises:
         ValueError: not even one microbatch at a time fits into the limit, or bytes are not known.
     """
     problem = _limited(problem)
     _check_limit(name, problem)
-    # A search with numba tries more: what it has stored is the better schedule.
+    # A search with numba tries more, so the schedule that it has stored is better.
     stored = _stored(name, problem, LARGE)
     if stored is not None:
         return stored
@@ -71,7 +71,11 @@ def best_schedule(name: str, problem: Problem) -> Schedule:
 
 
 def best_known(name: str, problem: Problem) -> Schedule:
-    """The best without a search: some plans packed. Raises as `best_schedule`."""
+    """Return the best schedule without a search: some plans are packed.
+
+    Raises:
+        ValueError: as `best_schedule`.
+    """
     problem = _limited(problem)
     _check_limit(name, problem)
     if problem.extras.recompute.fit:
@@ -96,7 +100,7 @@ def _limited(problem: Problem) -> Problem:
 
 
 def _key(problem: Problem, effort_name: str) -> str:
-    """All that the schedule depends on."""
+    """Return a text of everything that the schedule depends on."""
     return f"{effort_name}\n{problem!r}"
 
 
@@ -115,10 +119,10 @@ def _stored(name: str, problem: Problem, effort_name: str) -> Schedule | None:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """Candidate of a search: its rows, made on demand, and the seconds of a step if messages hold
-    nothing up."""
+    """Candidate of a search: its rows, made on demand, and the seconds of a step if messages block
+    nothing."""
 
-    rows: Callable[[], Rows]  # of a long step they take a while, and few are looked at
+    rows: Callable[[], Rows]  # made on demand: slow for a long step, and few are needed
     seconds: float
 
 
@@ -130,7 +134,8 @@ class _Chosen:
 
 
 def searched(name: str, problem: Problem, how: Effort) -> Schedule:
-    """Return the result of `best_schedule` by a new search. The limit must hold a microbatch."""
+    """Return the result of `best_schedule` by a new search. The limit must suffice for a
+    microbatch."""
     return _passes(name, _searched(name, problem, how).program)
 
 
@@ -147,7 +152,7 @@ def _searched(name: str, problem: Problem, how: Effort) -> _Chosen:
     if shop.fits:
         enough, of_shorter = int(least / shop.tick) + max(shop.tails), None
         if problem.microbatches > with_middle(problem):
-            how = how.halved  # the other half goes to the shorter step
+            how = how.halved  # the other half is spent on the shorter step
             of_shorter = partial(_of_shorter, problem, how)
         packed = search(shop, starts, enough, how, of_shorter)
         candidates += _packed_candidates(packed, shop, problem)
@@ -180,19 +185,19 @@ def _at_most(
     return [candidate for candidate in candidates if candidate.seconds <= seconds * _ROUNDED]
 
 
-_ROUNDED = 1.001  # what costs may be rounded to whole ticks by, at the most
+_ROUNDED = 1.001  # largest factor by which rounding to whole ticks changes costs
 
 
 def _of_shorter(problem: Problem, how: Effort) -> Iterator[Starts]:
-    """Plans that repeat the middle of what a search finds for as few microbatches as have one: it
-    packs more plans of them for the same effort."""
+    """Yield plans that repeat the middle of the best schedule for the fewest microbatches with a
+    middle. That search packs more plans for the same effort."""
     fewer = replace(problem, microbatches=with_middle(problem))
     best, *_ = search(shop_of(fewer), how=how)
     yield from plans_from(best.starts, problem.pieces, problem.slices.count)
 
 
 def _passes(name: str, program: Program) -> Schedule:
-    """Its schedule without messages."""
+    """Return the schedule of ``program`` without messages."""
     return replace(program.schedule, name=name, rows=program.schedule.compute_rows)
 
 
@@ -267,11 +272,11 @@ def _recompute_candidates(all_rows: Sequence[Rows], problem: Problem) -> list[_C
 
 
 def _best_of(name: str, candidates: Sequence[_Candidate], problem: Problem) -> _Chosen | None:
-    """The sound one of least cost; of equals the first.
+    """Return the sound candidate of least cost; of equal ones the first. None if none is sound.
 
-    Messages cost time, so who is no quicker without them need not be looked at. (But where steps
-    overlap, a rank that idles in the middle of its span may begin its step later; and a W right
-    behind its I may take less than what plans count.)
+    Messages cost time, so a candidate that is no faster without them need not be simulated.
+    (Exceptions: if steps overlap, a rank that idles in the middle of its span may begin its step
+    later; and a W right behind its I may take less time than plans count.)
     """
     best: _Chosen | None = None
     may_take_less = _may_take_less(problem)
@@ -289,7 +294,7 @@ def _best_of(name: str, candidates: Sequence[_Candidate], problem: Problem) -> _
 
 
 def _may_take_less(problem: Problem) -> bool:
-    """Whether a step may cost less than what it takes where messages hold nothing up."""
+    """Return whether a step may take less time than plans count without messages."""
     return problem.extras.post_validation or any(problem.costs.passes.spared)
 
 
@@ -300,7 +305,7 @@ def _is_within_limit(schedule: Schedule, problem: Problem) -> bool:
 
 
 def _proved(schedule: Schedule, problem: Problem) -> Program | None:
-    """The program of ``schedule``; None if it is not sound or not within the limit."""
+    """Return the program of ``schedule``; None if it is not sound or exceeds the limit."""
     try:
         program = complete(schedule, problem)
     except ValueError:
@@ -309,7 +314,7 @@ def _proved(schedule: Schedule, problem: Problem) -> Program | None:
 
 
 def _one_at_a_time(problem: Problem) -> Rows:
-    """No schedule needs less memory."""
+    """Return the rows that run one microbatch at a time. No schedule needs less memory."""
 
     def passes(stages: Sequence[int], k: int) -> Iterator[Action]:
         parts = problem.parts(k)
@@ -326,7 +331,8 @@ def _one_at_a_time(problem: Problem) -> Rows:
 
 
 def _check_limit(name: str, problem: Problem) -> None:
-    """Raises ValueError if not even one microbatch at a time fits, or bytes are not known."""
+    """Raise ValueError if the limit does not suffice for one microbatch at a time, or bytes are not
+    known."""
     limit, placement = problem.memory_limit, problem.placement
     assert limit is not None
     if limit.bytes is None:

@@ -1,6 +1,6 @@
-"""How short a step can be at all, on a placement: bounds that need no search.
+"""Lower bounds of the time of a step on a placement, without a search.
 
-Microbatches are alike, so each stage may be taken to run each kind in microbatch order: the k-th
+Microbatches are alike, so each stage may be assumed to run each kind in microbatch order: the k-th
 pass of a kind can always be given to microbatch k without moving it in time.
 """
 
@@ -18,24 +18,24 @@ from megatron_ext.search.weight_gradient_filling import Memory, memory_of
 
 
 def lower_bound(problem: Problem, splits_backward: bool) -> float:
-    """No schedule on ``problem``'s placement, within its memory limit, has a smaller makespan; nor,
-    where steps overlap, a shorter step.
+    """Return a lower bound of the makespan of all schedules on ``problem``'s placement within its
+    memory limit, or of the time of a step if steps overlap.
 
     A rank is idle at these times:
 
     - before its first I. The first microbatch has to reach it, and to come back to it from the last
-      stage; until then there is nothing to do but F, of as many microbatches as memory holds.
+      stage; until then the rank can only run F, of as many microbatches as memory holds.
     - after its last I. That gradient has to travel to the first stage, whose W comes last of all;
-      the rank has nothing left to do but W, of as many microbatches as memory holds (none, unless
-      the backward is split).
+      the rank can only run W, of as many microbatches as memory holds (none, unless the backward is
+      split).
 
-    Where steps overlap only what a rank idles between its own first pass and its own last counts.
+    If steps overlap, only the idle time between a rank's own first and last pass counts.
 
-    And however well a rank is busy, each microbatch is in its memory until it has been to the last
-    stage and back (`_least_held`).
+    Even on a busy rank, each microbatch is in its memory until it has been to the last stage and
+    back (`_least_held`).
 
-    With offload or recompute the memory limit adds nothing to the bound. With slices the bound is
-    only that the first slice has to reach each rank.
+    With offload or recompute the memory limit adds nothing to the bound. With slices the bound only
+    counts that the first slice has to reach each rank.
     """
     if problem.slices.count > 1:
         return _of_slices(problem)
@@ -102,7 +102,8 @@ def _memory(problem: Problem) -> Memory:
 def _most_work(
     seconds: tuple[float, ...], held: Held, rank: int, problem: Problem, memory: Memory
 ) -> float:
-    """The most seconds of passes whose ``held`` fits into the memory of ``rank`` together."""
+    """Return the most seconds of passes whose ``held`` fits into the memory of ``rank``
+    together."""
     room, most = memory.allowed[rank], 0.0
     needs = {stage: memory.amount(held, stage) for stage in problem.placement.stages_of[rank]}
     best_first = sorted(needs, key=lambda s: seconds[s] / needs[s] if needs[s] else math.inf)
@@ -116,20 +117,20 @@ def _most_work(
 def _least_held(
     rank: int, backward: Sequence[float], problem: Problem, memory: Memory, splits_backward: bool
 ) -> float:
-    """Seconds that ``rank`` takes at least from its first pass to its last, to have held all that
-    it must for as long as it must.
+    """Return the least seconds that ``rank`` takes from its first pass to its last, by the memory
+    that it must hold over time.
 
-    What a stage holds of a microbatch it holds from the start of F until the microbatch has been
-    from there to the last stage and back, and what W needs until W is done, too. Where the stage
-    before is on the same rank, as at the turn of a V, its I and this W cannot both come at once:
-    one of the stages holds what it has for longer. All that, summed over stages and microbatches,
-    is no more than what the rank may hold, times the seconds to be found.
+    A stage holds the activation of a microbatch from the start of F until the microbatch has been
+    to the last stage and back, and the inputs of W until W is done. If the previous stage is on the
+    same rank, as at the turn of a V, its I and this W cannot both come at once, so one of the
+    stages holds its memory for longer. Memory times seconds, summed over stages and microbatches,
+    is at most the rank's limit times the seconds to be found.
 
-    Nor is a rank full at once. Passes of a rank come one after the other, so that t seconds after
-    its first start it has started at most 1 + t/f forwards, the shortest taking f; and t seconds
-    before its last end at most 1 + t/w of the passes by which it frees memory are still to end. The
-    memory that is empty by that is added, as far as the forwards and those passes of all
-    microbatches together take as long: so long the two times do not overlap.
+    The memory of a rank is not full at once either. Its passes run one after the other: t seconds
+    after its first start it has started at most 1 + t/f forwards, where f is the shortest; and t
+    seconds before its last end at most 1 + t/w of the passes that free memory are still to end. The
+    memory that is empty because of that is added, for as long as all forwards and all freeing
+    passes together take, so that the two periods do not overlap.
     """
     allowed, m = memory.allowed[rank], problem.microbatches
     if math.isinf(allowed):
@@ -156,7 +157,7 @@ def _least_held(
 
 
 def _there_and_back(stage: int, backward: Sequence[float], problem: Problem) -> float:
-    """Seconds from the start of F on ``stage`` to the end of I there."""
+    """Return the seconds from the start of F on ``stage`` to the end of I there."""
     placement, costs = problem.placement, problem.costs
     after = range(stage + 1, placement.stages)
     remote = [s for s in after if placement.is_remote(s, Neighbour.PREVIOUS)]

@@ -1,9 +1,10 @@
-"""Schedules that repeat: one microbatch's passes, laid out once, repeated every interval.
+"""Periodic schedules: the passes of one microbatch are laid out once, and repeated every interval.
 
-The framework of Qi et al. 2024, arXiv:2405.15362: a building block says in which time slot each
-stage starts the passes of one microbatch; the next microbatch does the same an interval later
-(`BuildingBlock.unroll`). Squeezing and reordering (`squeeze`) then take out what idle time the
-order leaves, and bring passes of the warm-up and of the cool-down forward where memory allows.
+The framework is that of Qi et al. 2024, arXiv:2405.15362. A building block gives the time slot in
+which each stage starts the passes of one microbatch; the next microbatch does the same an interval
+later (`BuildingBlock.unroll`). Squeezing and reordering (`squeeze`) then remove the idle time that
+the order allows to remove, and move passes of the warm-up and of the cool-down to earlier slots if
+memory allows.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class BuildingBlock:
     starts: Mapping[Kind, tuple[int, ...]]  # per stage
 
     def with_weight_gradients(self, placement: Placement) -> BuildingBlock:
-        """The block with a W for each I, in its rank's next free slot."""
+        """Return the block with a W for each I, in its rank's next free slot."""
         weight = [0] * placement.stages
         inputs = self.starts[Kind.BACKWARD_INPUT]
         for stages in placement.stages_of:
@@ -47,7 +48,7 @@ class BuildingBlock:
         return replace(self, starts={**self.starts, Kind.BACKWARD_WEIGHT: tuple(weight)})
 
     def unroll(self, microbatches: int) -> Starts:
-        """The first slot of each pass of all microbatches."""
+        """Return the first slot of each pass of all microbatches."""
         return {
             Action(stage, kind, k): first + k * self.interval
             for kind, row in self.starts.items()
@@ -57,15 +58,15 @@ class BuildingBlock:
 
 
 def squeeze(starts: Starts, placement: Placement, chunks_held: int, slices: int = 1) -> Rows:
-    """The order of each rank's passes, none later than in ``starts``.
+    """Return the order of each rank's passes, none of them later than in ``starts``.
 
-    F and backward passes move to the first slots where their input is there and their rank is
-    idle, F only as far as the rank holds less than ``chunks_held``. W keeps its place in the order,
-    so that a rank's steady rhythm stays what it was, until the last F of its rank: from there on
-    the backward passes go first and W fills what they leave.
+    F and backward passes move to the first slots in which their input is there and their rank is
+    idle, F only while the rank holds less than ``chunks_held``. W keeps its place in the order, so
+    that the steady rhythm of a rank does not change, until the rank's last F. From there on the
+    backward passes go first, and W fills the remaining slots.
 
-    Passes are numbered as they come. With ``slices`` of each microbatch, the first to go back is
-    the last that went forward.
+    Passes are numbered in the order in which they run. With several ``slices`` of each microbatch,
+    the last slice of the forward order is the first of the backward order.
     """
     ranks = _Ranks(starts, placement, slices)
     order = _by_slot(starts)
@@ -99,10 +100,10 @@ class _Lane(NamedTuple):
     """The passes of one kind on one stage.
 
     Attributes:
-        width: slots that each takes.
-        ends: by microbatch, the slot behind it once it is moved, and 0 until then.
-        needs: the same of the pass whose result it needs.
-        turns: whether that is the last slice's, where the microbatch turns back.
+        width: slots that each pass takes.
+        ends: by microbatch, the slot behind the pass once it is moved, and 0 until then.
+        needs: ``ends`` of the passes whose results these need.
+        turns: whether they need the last slice's result, where the microbatch turns back.
     """
 
     rank: int
@@ -119,7 +120,7 @@ class _Ranks:
         self.lanes, self.slices = _lanes(starts, placement), slices
         self.moved: list[list[tuple[int, Action]]] = [[] for _ in range(placement.ranks)]
         self.latest = [-1] * placement.ranks  # slot of the latest moved pass, by rank
-        # Twice the time: free slots for every pass behind the last.
+        # Twice the time, so that there are free slots for every pass behind the last.
         slots = 2 * (max(starts.values()) + 2)
         self.idle = [bytearray(_IDLE * slots) for _ in range(placement.ranks)]
         changes = [[0] * slots for _ in range(placement.ranks)]
@@ -133,13 +134,13 @@ class _Ranks:
         self.held = np.cumsum(changes, axis=1)  # chunks, during each slot
 
     def take_away(self, action: Action, slot: int) -> None:
-        """Give the time of ``action``, from ``slot`` on, back to its rank."""
+        """Return the slots of ``action``, from ``slot`` on, to its rank."""
         rank, width, *_ = self.lanes[action.stage, action.kind]
         self.idle[rank][slot : slot + width] = _IDLE * width
 
     def advance(self, action: Action, slot: int, chunks_held: int) -> None:
-        """Move ``action`` from ``slot`` forward as far as it can and may go."""
-        # Long steps spend their time here: it calls little.
+        """Move ``action`` from ``slot`` to the earliest possible and allowed slot."""
+        # Long steps spend their time here, so it makes few calls.
         stage, kind, k = action
         rank, width, ends, needs, turns = self.lanes[stage, kind]
         idle, held = self.idle[rank], self.held[rank]
@@ -164,7 +165,7 @@ class _Ranks:
             self.latest[rank] = moved
 
     def put(self, action: Action, earliest: int) -> int:
-        """Give ``action`` its rank's first idle time from ``earliest`` on; the slot of that."""
+        """Give ``action`` its rank's first idle time from ``earliest`` on, and return its slot."""
         stage, kind, k = action
         rank, width, ends, *_ = self.lanes[stage, kind]
         slot = self.idle[rank].find(_IDLE * width, earliest)
@@ -174,7 +175,7 @@ class _Ranks:
         return slot
 
     def after_inputs(self, action: Action) -> int:
-        """The first slot in which all that ``action`` needs is done."""
+        """Return the first slot in which all that ``action`` needs is done."""
         stage, kind, k = action
         _, _, ends, needs, turns = self.lanes[stage, kind]
         made = needs[k - k % self.slices + self.slices - 1 if turns else k]
@@ -184,7 +185,7 @@ class _Ranks:
         return tuple(tuple(action for _, action in sorted(row)) for row in self.moved)
 
 
-_IDLE = b"\1"  # a slot of a rank that is
+_IDLE = b"\1"  # an idle slot of a rank
 _TAKES = (Kind.FORWARD,)  # a chunk's activation
 _GIVES_BACK = (Kind.BACKWARD_WEIGHT, Kind.FULL_BACKWARD)
 _TURNS = (Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD)  # on the last stage
@@ -198,7 +199,8 @@ def _lanes(starts: Starts, placement: Placement) -> dict[tuple[int, Kind], _Lane
     nothing = [0] * microbatches
 
     def needs(stage: int, kind: Kind) -> tuple[int | None, Kind]:
-        """The stage and kind of the pass whose result it needs; no stage: it needs none."""
+        """Return the stage and kind of the pass whose result it needs; the stage is None if it
+        needs none."""
         if kind is Kind.BACKWARD_WEIGHT:
             return stage, Kind.BACKWARD_INPUT
         if kind is Kind.FORWARD:

@@ -1,8 +1,8 @@
-"""How far a schedule is from the best there can be: analytic bounds, then CP-SAT.
+"""Distance of a schedule from the best possible one: analytic bounds, then CP-SAT.
 
 The model is the simulator's, without the order of messages on a channel (which can only make the
-bound lower): passes of a rank do not overlap, what a pass needs has ended a hop earlier, a rank
-holds no more than the limit between F and W. Microbatch order costs nothing (`bounds`).
+bound lower). Passes of a rank do not overlap, the needs of a pass have ended a hop earlier, and a
+rank holds no more than the limit between F and W. Microbatch order costs nothing (`bounds`).
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ _TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class Certificate:
-    """``lower_bound`` holds for every schedule of the placement within the memory limit (whose
-    backward is whole, if the schedule's is).
+    """Bounds of a schedule's makespan.
 
-    ``excluded_period`` does not: it is about steady states that repeat one microbatch's passes,
-    none of which takes so little time or less; None where that is not known.
+    ``lower_bound`` holds for every schedule of the placement within the memory limit; if the
+    schedule's backward pass is not split, for those whose backward pass is not split either.
+
+    ``excluded_period`` is no such bound. It says that no steady state that repeats one microbatch's
+    passes has this period or a shorter one; None if that is not known.
     """
 
     makespan: float
@@ -46,7 +48,7 @@ class Certificate:
 
     @property
     def optimal(self) -> bool:
-        """Proved: no schedule of this placement within the limit is shorter."""
+        """Whether it is proved that no schedule of this placement within the limit is shorter."""
         return self.lower_bound >= self.makespan * (1 - _TOLERANCE)
 
 
@@ -55,8 +57,8 @@ def certify(program: Program, seconds: float) -> Certificate:
     for about as long for steady states.
 
     Raises:
-        ValueError: the program is vocabulary parallel, offloads or recomputes, or OR-tools is
-            needed and not installed.
+        ValueError: the program is vocabulary parallel, offloads or recomputes, or has slices; or
+            OR-tools is needed and not installed.
     """
     problem = program.problem
     extras = problem.extras
@@ -90,7 +92,7 @@ def certify(program: Program, seconds: float) -> Certificate:
 
 
 def _search(program: Program, makespan: float, seconds: float) -> float:
-    """CP-SAT's bound, in the unit of the costs. No duration is rounded up, so it holds."""
+    """Return CP-SAT's bound, in the unit of the costs. No duration is rounded up, so it holds."""
     try:
         from ortools.sat.python import cp_model
     except ImportError:
@@ -136,7 +138,8 @@ def _search(program: Program, makespan: float, seconds: float) -> float:
 def _producers(
     action: Action, program: Program, passes: Container[Action]
 ) -> Iterator[tuple[Action, float]]:
-    """The passes whose results ``action`` uses, and the seconds of the message between the two."""
+    """Yield the passes whose results ``action`` uses, with the seconds of the message between the
+    two."""
     placement, costs = program.schedule.placement, program.problem.costs
     for _, choices in needed(action, placement):
         yield from ((choice, 0.0) for choice in choices if choice in passes)
@@ -146,12 +149,14 @@ def _producers(
 
 
 def _ticks(figure: float, tick: float) -> int:
-    """``figure`` in ticks, rounded down; what is a multiple but for rounding stays one."""
+    """Return ``figure`` in ticks, rounded down. A multiple of ``tick`` up to rounding errors is
+    exact."""
     return int(figure / tick + 1e-6)
 
 
 def _add_memory_limit(model: Any, program: Program, starts: Any, ends: Any, horizon: int) -> None:
-    """A chunk counts 1/v of a microbatch from the start of its F to the end of its W or B."""
+    """Add the memory limit to ``model``. A chunk counts 1/v of a microbatch from the start of its F
+    to the end of its W or B."""
     limit = program.problem.memory_limit
     if limit is None or limit.microbatches is None:
         return

@@ -1,6 +1,6 @@
 """`pack` for numba, on flat arrays of whole numbers. Import this only where numba is installed.
 
-Function by function it is that of `pack`, and gives the same starts to the digit.
+It mirrors `pack` function by function, and gives the same starts to the digit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OPENS, _CLOSES, _MOST = range(3)  # of a gap
 
 
 def packer(shop: Shop) -> Pack:
-    """`pack.pack` for ``shop``."""
+    """Return `pack.pack` for ``shop``."""
     tables, run = _tables(shop), _compiled()
 
     def pack(plan: Starts) -> Packed:
@@ -112,7 +112,7 @@ def _pack(
     limit: int,
     most_gaps: int,
 ) -> int:
-    """Fill ``starts``. The makespan; -1: memory got stuck."""
+    """Fill ``starts`` and return the makespan; -1 if memory got stuck."""
     lanes, m = plan.shape
     ranks, size = len(rooms), len(plan) // len(rooms)
     count = np.zeros(lanes, np.int64)
@@ -289,7 +289,8 @@ def _push_ready(
     is_forward: Whole,
     turned: Whole,
 ) -> int:
-    """Push what may be taken since ``lane`` has got on. How many entries there are then."""
+    """Push the passes that may be taken since ``lane`` has advanced. Return the number of entries
+    then."""
     k, place = count[lane], 0
     if k < plan.shape[1] and _is_ready(lane, k, count, before, is_forward, turned):
         entries = _push(heap, entries, (plan[lane, k] << _BITS) | lane)
@@ -349,7 +350,7 @@ def _put(
 
 @njit
 def _gap_for(rank: int, gaps: Whole, count: int, earliest: int, duration: int, room: int) -> int:
-    """The first gap that takes a pass; -1: there is none."""
+    """Return the first gap in which a pass fits; -1 if there is none."""
     for index in range(count):
         end = max(gaps[rank, index, _OPENS], earliest) + duration
         if end <= gaps[rank, index, _CLOSES] and gaps[rank, index, _MOST] <= room:
@@ -361,7 +362,7 @@ def _gap_for(rank: int, gaps: Whole, count: int, earliest: int, duration: int, r
 def _fill_gap(
     rank: int, gaps: Whole, count: int, index: int, start: int, end: int, gain: int
 ) -> int:
-    """How many gaps there are then."""
+    """Fill part of a gap. Return the number of gaps then."""
     closes, most = gaps[rank, index, _CLOSES], gaps[rank, index, _MOST]
     for other in range(index):
         gaps[rank, other, _MOST] = max(gaps[rank, other, _MOST], most + gain)
@@ -385,7 +386,7 @@ def _fill_gap(
 def _insert(
     rank: int, gaps: Whole, count: int, index: int, opens: int, closes: int, most: int
 ) -> int:
-    """Insert a gap; the first of too many is dropped. How many there are then."""
+    """Insert a gap; if there are too many, the first is dropped. Return the number of gaps then."""
     if count == gaps.shape[1] - 1:
         index, count = index - 1, count - 1
         _move(rank, gaps, 1, index + 1, -1)
@@ -408,7 +409,7 @@ def _move(rank: int, gaps: Whole, first: int, last: int, by: int) -> None:
 
 @njit
 def _push(heap: Whole, entries: int, entry: int) -> int:
-    """How many entries there are then."""
+    """Add an entry. Return the number of entries then."""
     return _push_from(heap, entries, entry, entries + 1)
 
 
@@ -426,7 +427,7 @@ def _push_from(heap: Whole, place: int, entry: int, entries: int) -> int:
 
 @njit
 def _pop(heap: Whole, entries: int) -> int:
-    """Take out the first. How many entries there are then."""
+    """Remove the first entry. Return the number of entries then."""
     entries -= 1
     place, below = 0, 2
     while below < entries:  # the last entry mostly belongs far below: first move a gap there
@@ -441,7 +442,7 @@ def _pop(heap: Whole, entries: int) -> int:
 
 @functools.cache
 def _compiled() -> Callable[..., int]:
-    """`_pack` for arguments of the types that it has here."""
+    """Return `_pack` compiled for the types of its arguments here."""
     with task("compiling what packs plans, which is kept"):
         try:
             return _cached()
@@ -457,8 +458,12 @@ def _compiled() -> Callable[..., int]:
 
 
 def _cached() -> Callable[..., int]:
-    """The same, from the user's cache directory: that of this package may be read-only. Raises what
-    numba does where that is broken, OSError where it cannot be written."""
+    """Return the same from a cache in the user's cache directory, since that of this package may be
+    read-only.
+
+    Raises:
+        Exception: whatever numba raises if the cache is broken, OSError if it cannot be written.
+    """
     folder = _folder()
     folder.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=folder).close()  # or numba would look for another, next to this file

@@ -1,6 +1,6 @@
-"""Results that took a while to compute, stored in the user's cache directory.
+"""Cache of results that took a while to compute, in the user's cache directory.
 
-A cache may vanish, be broken or unwritable at any time. Then the work is repeated, and the user is
+A cache may vanish, break or be unwritable at any time. The work is repeated then, and the user is
 told once that nothing can be stored.
 """
 
@@ -43,7 +43,8 @@ def _path(name: str, inputs: str) -> Path:
 
 
 def load(name: str, inputs: str) -> str | None:
-    """Return the text stored for ``inputs``: all that the result depends on except our code."""
+    """Return the text stored for ``inputs``, which are all that the result depends on except our
+    code; None if there is none."""
     try:
         return _path(name, inputs).read_text()
     except (OSError, UnicodeDecodeError):
@@ -51,7 +52,7 @@ def load(name: str, inputs: str) -> str | None:
 
 
 def store(name: str, inputs: str, text: str) -> None:
-    """Keep ``text``. Readers see the whole of it or nothing."""
+    """Store ``text``. Readers see the whole of it or nothing."""
     path = _path(name, inputs)
     try:
         _write(path, text)

@@ -1,8 +1,8 @@
-"""Effort of a search: how much it tries, and the packer of its plans.
+"""Effort of a search: the number of passes that it packs, and the packer of its plans.
 
-It is counted in passes packed, so that a slow machine finds what a fast one does. With numba it
-packs some thirty times as many in the same time, and so tries more: where that is installed a
-search finds another, better schedule.
+The effort is counted in passes packed, so that a slow machine finds the same as a fast one. numba
+packs about thirty times as many in the same time, so a search tries more where it is installed, and
+finds another, better schedule.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class Effort:
 
     Attributes:
         name: `SMALL` or `LARGE`.
-        packer: that packs the plans of a shop.
-        by_square: passes packed, times the square of the ranks ...
-        least: ... but no less,
-        most: ... and no more.
-        patience: passes packed without a gain, after which a search ends; or a ``share``th of all,
-            where that is more.
-        steps: in which a plan is improved at the most: a small problem has few plans.
+        packer: function that makes a packer for the plans of a packing problem.
+        by_square: passes packed per square of the number of ranks, ...
+        least: ... at least this many,
+        most: ... and at most this many.
+        patience: passes packed without a gain after which a search ends, or 1 / ``share`` of all
+            passes if that is more.
+        steps: most steps in which a plan is improved: a small problem has few plans.
     """
 
     name: str
@@ -46,27 +46,27 @@ class Effort:
         return min(max(self.by_square * ranks**2, self.least), self.most)
 
     def passes_without_gain(self, ranks: int) -> int:
-        """Passes packed since the last gain, after which a search ends."""
+        """Return the passes packed since the last gain after which a search ends."""
         return max(self.passes(ranks) // self.share, self.patience)
 
     @property
     def halved(self) -> Effort:
-        """Return the effort for a step so long that another search, or a known pattern, gives its
-        middle: half the passes."""
+        """The effort for a long step whose middle comes from another search or from a known
+        pattern: half the passes."""
         by_square, least, most = self.by_square // 2, self.least // 2, self.most // 2
         return replace(self, by_square=by_square, least=least, most=most, share=5)
 
 
 def small_effort(packer: Callable[[Shop], Pack] = pack.packer) -> Effort:
-    """Seconds to minutes in plain Python."""
+    """Return the effort for plain Python: seconds to minutes."""
     return Effort(SMALL, packer, 33_000, 1_500_000, 10_000_000, 2_500_000, 2_000)
 
 
 def effort() -> Effort:
-    """The most that this machine allows."""
+    """Return the largest effort that this machine allows."""
     try:
         from megatron_ext.search import compiled
-    except Exception as error:  # a numba that does not go with its numpy may raise anything
+    except Exception as error:  # a numba that does not match its numpy may raise anything
         remark(
             f"the search makes its small effort, without numba ({error}): with "
             f"pip install 'megatron_ext[search]' it finds better schedules in less time"

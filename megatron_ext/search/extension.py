@@ -1,12 +1,13 @@
-"""From a schedule for so many microbatches to one for more of them, or for fewer.
+"""Conversion of a schedule for some number of microbatches into one for more of them, or for fewer.
 
-In the middle of a long step ranks do the same over and over: some microbatches later, every pass
-comes one period later. Where a schedule does so best is found, and so much of it is repeated there,
-or omitted. The seam need not fit: the result is a plan, and packing it from both sides gives a
-schedule. That takes no search, but a few packings.
+In the middle of a long step ranks repeat the same: every pass comes one period later for some
+microbatches later. The place where a schedule repeats best is found, and the middle is repeated
+there, or part of it removed. The seam need not fit: the result is a plan, and packing it from both
+sides gives a schedule. This takes a few packings and no search.
 
-What was found for few microbatches need not repeat well: half of its step is warm-up and cool-down.
-So on a V a pattern, which repeats by itself (`pattern_plans`), is packed as well.
+A schedule found for few microbatches need not repeat well: half of its step is warm-up and
+cool-down. On a V a pattern, which is periodic by itself (`pattern_plans`), is therefore packed as
+well.
 """
 
 from __future__ import annotations
@@ -26,24 +27,25 @@ from megatron_ext.search.pack import Packed, packer
 from megatron_ext.search.shop import Starts, again_in, rows_of, shop_of, starts_of
 from megatron_ext.search.v_patterns import pattern_plans
 
-_MIDDLE = 4  # times what a rank holds under 1F1B: from there on a schedule has a middle
-_GROUPS = (4, 3, 6, 8, 2, 1)  # microbatches after which it may repeat; the most promising first
+_MIDDLE = 4  # times the microbatches that a rank holds under 1F1B: longer schedules have a middle
+_GROUPS = (4, 3, 6, 8, 2, 1)  # microbatches of a period; the most promising first
 _SEAM = 4  # microbatches behind the seam of a shorter step that have to fit
-_PASSES = 100_000  # packed, about, which takes half a second
-_PATTERNS = 1  # others take as long, but for a percent
+_PASSES = 100_000  # passes packed, about: half a second
+_PATTERNS = 1  # others differ by at most a percent
 _ROUNDS = 3
 
 
 def with_middle(problem: Problem) -> int:
-    """The fewest microbatches with which a schedule for ``problem`` is long enough to be made
-    longer or shorter."""
+    """Return the fewest microbatches with which a schedule for ``problem`` can be lengthened or
+    shortened."""
     slices = problem.slices.count
     return -(-_MIDDLE * (problem.ranks + slices - 1) // slices)
 
 
 def has_middle(problem: Problem) -> bool:
-    """Whether a schedule for ``problem`` is long enough to be made longer or shorter (and packing
-    can, as ranks have equally many chunks and the limit suffices for a microbatch)."""
+    """Return whether a schedule for ``problem`` can be lengthened or shortened: it has enough
+    microbatches, and can be packed, as ranks have equally many chunks and the limit suffices for a
+    microbatch."""
     placement = problem.placement
     is_even = {len(stages) for stages in placement.stages_of} == {placement.chunks}
     is_long = problem.microbatches >= with_middle(problem)
@@ -51,11 +53,11 @@ def has_middle(problem: Problem) -> bool:
 
 
 def extended(known: Schedule, problem: Problem) -> Schedule:
-    """A schedule for ``problem`` from ``known``, one of the same problem with enough microbatches
-    (`has_middle`), but another number of them. It holds no more than the limit; without one, than
-    ``known``.
+    """Return a schedule for ``problem`` made from ``known``, a schedule of the same problem with
+    another number of microbatches, which is large enough (`has_middle`). It holds no more memory
+    than the limit, or without a limit, than ``known``.
 
-    It depends on nothing else, so that every rank makes the same.
+    It depends on nothing else, so every rank makes the same one.
     """
     limit = problem.memory_limit
     if limit is None:
@@ -68,7 +70,7 @@ def extended(known: Schedule, problem: Problem) -> Schedule:
 
     def packed(columns: Starts, later: Starts) -> tuple[Sides, Packed]:
         shop = shop_of(problem, None if again is None else again[:, columns])
-        sides = sides_of(shop, packer)  # which is there before numba has been loaded
+        sides = sides_of(shop, packer)  # available before numba has been loaded
         return sides, sides.justified(starts[:, columns] + later)
 
     number = _PASSES // (2 * len(starts) * problem.pieces)
@@ -86,15 +88,16 @@ def extended(known: Schedule, problem: Problem) -> Schedule:
 
 
 def plans_from(known: Starts, pieces: int, slices: int) -> Iterator[Starts]:
-    """Plans for so many ``pieces``, ``slices`` of each microbatch, from ``known``, the starts of a
-    schedule for another number."""
+    """Yield plans for ``pieces`` pieces, ``slices`` of each microbatch, made from ``known``, the
+    starts of a schedule for another number of pieces."""
     for columns, later in _columns_from(known, pieces, slices):
         yield known[:, columns] + later
 
 
 def _columns_from(known: Starts, pieces: int, slices: int) -> Iterator[tuple[Starts, Starts]]:
-    """For each plan which of the ``known`` columns each of its own is like, and how much later it
-    comes. They are as many apart as make whole microbatches, and so of the same slice."""
+    """Yield for each plan the ``known`` column that each of its columns copies, and how much later
+    it starts. Columns are removed or repeated by whole microbatches, so copies are of the same
+    slice."""
     have = known.shape[1]
     if pieces < have:
         fewer = have - pieces
@@ -108,7 +111,8 @@ def _columns_from(known: Starts, pieces: int, slices: int) -> Iterator[tuple[Sta
 
 
 def _lengthened(known: Starts, more: int, group: int) -> tuple[Starts, Starts]:
-    """With ``more`` columns in the middle, which repeat a ``group`` of them."""
+    """Return a plan of `_columns_from` with ``more`` columns in the middle, which repeat a
+    ``group`` of columns."""
     first, period = _steady(known, group, group)
     behind, repeated = first + group, np.arange(more)
     rest = np.arange(behind, known.shape[1])
@@ -125,8 +129,9 @@ def _lengthened(known: Starts, more: int, group: int) -> tuple[Starts, Starts]:
 
 
 def _steady(known: Starts, apart: int, width: int) -> tuple[int, int]:
-    """The column from which on ``width`` of them are most like those that come ``apart`` behind
-    them, in the middle half of the step if that is so long; and by how much those come later."""
+    """Return the first of ``width`` consecutive columns that are most like the columns ``apart``
+    behind them, and how much later the latter start. Columns in the middle half of the step are
+    preferred if it is long enough."""
     later = known[:, apart:] - known[:, :-apart]
     windows = np.lib.stride_tricks.sliding_window_view(later, width, axis=1)
     quarter = windows.shape[1] // 4

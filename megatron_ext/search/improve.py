@@ -1,23 +1,22 @@
-"""Search for the schedule of least makespan, or where steps overlap of least span, on any
-placement: many plans, the best of them improved.
+"""Search for the schedule of least makespan, or of least span if steps overlap, on any placement:
+many plans are packed, and the best ones improved.
 
 A plan that repeats one microbatch's way through all stages and back at a fixed period becomes a
 good schedule once it is packed from both sides: warm-up, steady state, cool-down and the places of
-W need no rules of their own. Which period, and how much a backward pass counts against a forward
-pass in the plan's order, depends on costs and memory, so a grid of both is tried; on a V the plans
-that are a steady state already (`pattern_plans`) come first. The best is then
-improved step by step: shift some passes in its own start times at random, repack, keep what is
-not worse (late acceptance, Burke and Bykov 2017: not worse than twenty steps ago will do, which
-leads out of plateaus).
+W need no rules. The best period, and the weight of a backward pass relative to a forward pass in
+the plan's order, depend on costs and memory, so a grid of both is tried. On a V, plans that already
+are a steady state (`pattern_plans`) come first. The best plans are then improved step by step:
+random passes are shifted in the start times, everything is repacked, and the result is accepted if
+it is not worse than twenty steps ago, which leads out of plateaus (late acceptance, Burke and Bykov
+2017).
 
 Packing from both sides: a schedule read from its end is a schedule of the mirrored problem, in
-which dependencies point the other way, W takes memory and F gives it back. Packing the mirrored
-schedule pushes every pass to the right, packing the result pushes it back to the left. Nothing is
-lost in either step, and idle time wanders off to the ends (double justification, Valls et al.
-2005).
+which dependencies are reversed, W takes memory and F frees it. Packing the mirrored schedule pushes
+every pass to the right, packing the result pushes it back to the left. Neither step makes the
+schedule longer, and idle time moves to the ends (double justification, Valls et al. 2005).
 
-The effort is counted in passes packed, never in seconds, times are whole, and the random generator
-has a fixed seed: every machine that makes the same effort finds the same schedule.
+The effort is counted in passes packed, never in seconds, times are whole numbers, and the random
+generator has a fixed seed: every machine with the same effort finds the same schedule.
 """
 
 from __future__ import annotations
@@ -37,27 +36,28 @@ from megatron_ext.search.v_patterns import pattern_plans
 
 _PERIODS = (35, 42, 50, 57, 65, 73, 80, 90, 100, 120, 150, 200)  # % of a rank's work
 _WEIGHTS = (100, 55, 75, 135, 180)  # %
-_OF_GRID = 15_000_000  # passes packed for periods and weights, at the most
+_OF_GRID = 15_000_000  # most passes packed for periods and weights
 _PROMISING = 8  # plans that are packed more than once
 _ROUNDS = 5
 _STEPS = 100  # at least
 _MEMORY = 20  # steps
 _RESULTS = 4
-_AT_ONCE = 100_000  # passes packed where nothing is searched for, about
+_AT_ONCE = 100_000  # about the passes packed without a search
 _FEWEST = 4  # plans
-_SLACK = 8  # of a microbatch of work: what ranks that never idle may seem to, in the middle
+_SLACK = 8  # 1 / _SLACK of a microbatch's work: apparent idle time of busy ranks in the middle
 
 
 @dataclass(frozen=True)
 class Sides:
-    """A shop, and how it is packed to the left and to the right."""
+    """A packing problem, with its packers to the left and to the right."""
 
     shop: Shop
     left: Pack
-    right: Pack  # of the mirrored shop
+    right: Pack  # for the mirrored problem
 
     def justified(self, plan: Starts, rounds: int = 1) -> Packed:
-        """``plan`` packed to the left and to the right until that gains no more."""
+        """Return ``plan`` packed to the left and to the right, at most ``rounds`` times, until that
+        gains nothing."""
         best = self._justified_once(plan)
         for _ in range(rounds - 1):
             packed = self._justified_once(best.starts)
@@ -76,7 +76,7 @@ class Sides:
 
 
 def _mirrored(packed: Packed, durations: Starts) -> Starts:
-    """Its starts, read from the end."""
+    """Return the starts of ``packed``, read from the end."""
     return np.ascontiguousarray((packed.makespan - packed.starts - durations)[:, ::-1])
 
 
@@ -91,17 +91,18 @@ def search(
     how: Effort | None = None,
     of_shorter: Callable[[], Iterable[Starts]] | None = None,
 ) -> list[Packed]:
-    """The best schedules found, best first.
+    """Return the best schedules found, best first.
 
-    Several, because messages may cost one of them more than another, which is not looked at here.
+    Several are returned, because messages, which are ignored here, may cost one of them more than
+    another.
 
     Args:
-        shop: its limit suffices for a microbatch (`Shop.fits`).
-        known: plans to begin with, of schedules that are known to be good.
-        least: a makespan, with tails, that none can be below; who has found it need not go on.
-        how: much is tried, and with what; by default as much as this machine allows (`effort`).
-        of_shorter: makes plans of a shorter step, if this one is long. It is called only if ranks
-            idle in the middle of the best of all others: else there is little to gain.
+        shop: a packing problem whose limit suffices for a microbatch (`Shop.fits`).
+        known: plans to begin with, from schedules that are known to be good.
+        least: a lower bound of the makespan, with tails; the search ends if it is reached.
+        how: the effort; by default the largest of this machine (`effort`).
+        of_shorter: makes plans from a shorter step, if this one is long. It is called only if ranks
+            idle in the middle of the best of all other plans; otherwise there is little to gain.
     """
     how = how or effort()
     sides = sides_of(shop, how.packer)
@@ -121,17 +122,18 @@ def search(
 
 
 def steps_of(how: Effort, ranks: int, passes: int) -> int:
-    """Return how often a plan is improved, if each time packs so many ``passes``."""
+    """Return how often a plan is improved if each step packs ``passes`` passes."""
     return max(min(how.passes(ranks) // passes, how.steps), _STEPS)
 
 
 def patience_of(how: Effort, ranks: int, passes: int) -> int:
-    """After how many steps without a gain a search ends, if each packs so many ``passes``."""
+    """Return the number of steps without a gain after which a search ends, if each step packs
+    ``passes`` passes."""
     return max(how.passes_without_gain(ranks) // passes, _MEMORY)
 
 
 def first_plans(shop: Shop, known: Sequence[Starts] = ()) -> list[Packed]:
-    """The schedules that ``known`` plans and a few more become at once, in no order."""
+    """Return the schedules made by packing the ``known`` plans and a few more, in no order."""
     sides = sides_of(shop, pack.packer)
     affordable = max(_AT_ONCE // (2 * shop.lanes * shop.pieces), _FEWEST)
     plans = (*known, *periodic_plans(shop, (75, 100), (80, 100, 65, 50)))
@@ -139,12 +141,12 @@ def first_plans(shop: Shop, known: Sequence[Starts] = ()) -> list[Packed]:
 
 
 def periodic_plans(shop: Shop, weights: Sequence[int], periods: Sequence[int]) -> Iterator[Starts]:
-    """One microbatch's way through all stages and back, repeated; of slices that of one, which goes
-    back as much later as the last of its microbatch comes.
+    """Yield plans that repeat one microbatch's way through all stages and back. With slices, a
+    slice's way is repeated, and its way back is delayed by the slices behind it in the microbatch.
 
     Args:
-        weights: what backward passes count against forward passes, in %.
-        periods: % of a rank's work for a microbatch, or a slice.
+        weights: weights of backward passes relative to forward passes, in %.
+        periods: periods in % of a rank's work for a microbatch, or a slice.
     """
     turns = shop.turns
     for weight in weights:
@@ -189,8 +191,8 @@ def _packed(sides: Sides, plans: Iterable[Starts], work: Task) -> list[Packed]:
 
 
 def _is_busy(packed: Packed, shop: Shop) -> bool:
-    """Whether microbatches come as often, in the middle half of a step, as the busiest rank can run
-    them."""
+    """Return whether microbatches follow one another, in the middle half of a step, as fast as the
+    busiest rank can run them."""
     begin, end = shop.pieces // 4, shop.pieces * 3 // 4
     work = shop.durations_of_all[:, begin:end].sum(axis=1)
     busiest = work.reshape(shop.placement.ranks, shop.lanes_of_rank).sum(axis=1).max()
@@ -199,19 +201,19 @@ def _is_busy(packed: Packed, shop: Shop) -> bool:
 
 
 def _promising(sides: Sides, schedules: Sequence[Packed], work: Task) -> list[Packed]:
-    """The best of ``schedules``, packed until that gains no more; best first."""
-    again = []
+    """Return the best of ``schedules``, repacked until that gains nothing; best first."""
+    repacked = []
     for packed in sorted(schedules, key=_makespan)[:_PROMISING]:
-        again.append(sides.justified(packed.starts, _ROUNDS))
+        repacked.append(sides.justified(packed.starts, _ROUNDS))
         work.done += _ROUNDS
-    return sorted(again, key=_makespan)[:_RESULTS]
+    return sorted(repacked, key=_makespan)[:_RESULTS]
 
 
 def _improved(
     sides: Sides, best: list[Packed], least: int, steps: int, patience: int, work: Task
 ) -> list[Packed]:
-    """``best`` and what shifting its passes ``steps`` times makes of it, or until the last
-    ``patience`` steps have gained nothing; best first."""
+    """Return ``best`` improved by up to ``steps`` random shifts of passes, best first. It ends
+    early if the last ``patience`` steps have gained nothing."""
     shop, rng = sides.shop, Dice()
     current, recent = best[0], [best[0].makespan] * _MEMORY
     gained_at = 0
@@ -244,8 +246,8 @@ def _makespan(packed: Packed) -> int:
 
 
 class Dice:
-    """Generator of random whole numbers, the same on every machine: numpy keeps the stream of this
-    generator, and not what it draws from it."""
+    """Generator of random whole numbers, the same on every machine: numpy guarantees the stream of
+    this generator, but not the numbers that it draws from it."""
 
     def __init__(self) -> None:
         self.source = np.random.PCG64(0)
@@ -266,8 +268,9 @@ class Dice:
 
 
 def shifted(packed: Packed, shop: Shop, rng: Dice) -> Starts:
-    """Start times with some of them moved: all passes of a time, on all ranks or a few, or of a
-    microbatch, or a run of microbatches on one lane or on one lane of every rank."""
+    """Return the start times of ``packed`` with some passes moved: all passes of a period, on all
+    ranks or a few; a microbatch; or consecutive microbatches on one lane, or on one lane of every
+    rank."""
     makespan, plan = packed.makespan, packed.starts.copy()
     lanes, m = plan.shape
     far = max(shop.work * rng.choice((1, 2, 4, 8)) // 10, 1)

@@ -1,11 +1,11 @@
-"""Pack the passes of a plan as early as they go.
+"""Packer of a plan: every pass as early as possible.
 
-`pack` takes the passes in the plan's order, each as soon as what it needs has been taken, and puts
-each at the earliest time at which its rank is idle long enough and has the memory, in a gap between
-passes taken before if there is one. (Serial schedule generation, Kolisch 1996.)
+`pack` takes the passes in the plan's order, each as soon as its dependencies have been taken. It
+puts each at the earliest time at which its rank is idle long enough and has the memory, if possible
+in a gap between passes taken before. (Serial schedule generation, Kolisch 1996.)
 
-`compiled` has the same for numba, some thirty times faster. They stay two sources because one that
-numba compiles works on arrays, on which plain Python packs in 10.8 ms and not in 5.8 ms on lists;
+`compiled` is the same for numba, about thirty times faster. They are two sources because numba's
+version works on arrays, on which plain Python takes 10.8 ms for a plan instead of 5.8 ms on lists;
 `tests/unit/search/test_packing.py` runs both on random problems and compares them to the digit.
 """
 
@@ -34,7 +34,7 @@ Gap = list[int]  # start, end, the most that is held from here to the end of the
 
 
 def packer(shop: Shop) -> Pack:
-    """`pack` for ``shop``."""
+    """Return `pack` for ``shop``."""
     return lambda plan: pack(shop, plan)
 
 
@@ -105,8 +105,9 @@ class _BankersRule:
         self.slices = shop.slices
 
     def may_take(self, lane: int, rank: int, count: list[int]) -> bool:
-        """Whether after the next pass of ``lane``, what microbatches hold behind the first that
-        lacks some of its memory leaves it all that it may need."""
+        """Return whether after the next pass of ``lane`` the rank still has enough memory for the
+        first microbatch that lacks some of its memory, next to the memory that later microbatches
+        hold."""
         count[lane] += 1
         first = min([count[other] for other in self.taking[rank]])
         first += self.slices - first % self.slices  # of the next microbatch
@@ -128,8 +129,8 @@ class _RecomputeRule:
         self.next_taking: list[list[int]] = shop.next_taking.tolist()
 
     def may_take(self, lane: int, rank: int, count: list[int]) -> bool:
-        """Whether after the next pass of ``lane`` the microbatches of its rank can end, one after
-        the other."""
+        """Return whether after the next pass of ``lane`` the microbatches of its rank can end, one
+        after the other."""
         count[lane] += 1
         may = self._can_end(range(rank * self.size, (rank + 1) * self.size), count)
         count[lane] -= 1
@@ -161,8 +162,8 @@ def _put(
     held: int,
     limit: int,
 ) -> tuple[int, int]:
-    """Put a pass into the first gap of its rank that takes it, or behind all others. Its start, and
-    the rank's new end."""
+    """Put a pass into the first gap of its rank in which it fits, or behind all others. Return its
+    start, and the rank's new end."""
     if gaps and earliest < rank_end:
         in_gap = _fill_gap(gaps, earliest, duration, gain, limit)
         if in_gap is not None:
@@ -179,7 +180,7 @@ def _put(
 
 
 def _fill_gap(gaps: list[Gap], earliest: int, duration: int, gain: int, limit: int) -> int | None:
-    """Put a pass into the first gap that takes it; its start, or None."""
+    """Put a pass into the first gap in which it fits. Return its start, or None."""
     for index, (opens, closes, most) in enumerate(gaps):
         start = opens if opens > earliest else earliest
         end = start + duration

@@ -1,32 +1,34 @@
-"""Patterns: the ways of one microbatch through a V that can be repeated every period, exactly.
+"""Patterns: layouts of one microbatch's way through a V that can be repeated exactly every period.
 
-A pattern says when each rank starts the six passes of a microbatch. Repeated every period it is a
-steady state if no two passes of a rank collide modulo the period, and if the microbatches under way
-together keep to the memory limit.
+A pattern gives the time at which each rank starts the six passes of a microbatch. Repeated every
+period it is a steady state if no two passes of a rank collide modulo the period, and if the
+microbatches under way together stay within the memory limit.
 
-They are enumerated by a dynamic programme over the ranks, from the turn of the V to its open end.
-What a rank does is its *arrangement*: where its passes lie on a circle as long as the period. How
-many whole periods lie between them does not matter to collisions, so each pass comes as soon after
-the one it waits for as its place on the circle allows. With a whole number of periods more or less,
-two figures then say all of a rank that other ranks have to know:
+Patterns are enumerated by a dynamic program over the ranks, from the turn of the V to its open end.
+The *arrangement* of a rank is the position of its passes on a circle as long as the period.
+Collisions do not depend on the number of whole periods between passes, so each pass comes as soon
+after the one it waits for as its position on the circle allows. Two figures, in whole periods, then
+contain all of a rank that other ranks have to know:
 
 - the way within, from F of the outer chunk to F of the inner one and from I of the inner chunk to I
-  of the outer one: the ranks nearer to the turn make it;
-- the way without, from F of the inner chunk to its I: the ranks nearer to the open end do.
+  of the outer one: the ranks nearer to the turn determine it;
+- the way without, from F of the inner chunk to its I: the ranks nearer to the open end determine
+  it.
 
-Both together are how long the outer chunk is held, the latter how long the inner one is. Going out
-from the turn, the way within is known; of the way without, only the longest that all ranks so far
-have the memory for is recorded: what fits with a longer one fits with a shorter one, too.
+The outer chunk is held for both ways together, the inner one for the way without. On the way from
+the turn outwards the way within is known. Of the way without, only the longest for which all ranks
+so far have the memory is recorded: a pattern that fits with a longer one fits with a shorter one,
+too.
 
-How one rank's circle lies to the next one's is free. Turned a little, two of the four ways between
-them get longer and two get shorter, but never past a whole period unless one of the four is as
-short as it can be: the four turns at which one is are all that matter. So no pattern is missed, and
-the fineness of the ticks costs nothing, as long as no rank is ever idle. A rank that is idle in
-part of the period may spread that over the gaps before F and I in many ways (a gap before W is of
-no use: W may come sooner, and frees memory by it). All of them are tried where they are few
-(`Arrangements.EACH`), else idle time is left in one gap.
+The rotation of one rank's circle relative to the next one's is free. If it is rotated a little, two
+of the four ways between them get longer and two get shorter, but none crosses a whole period unless
+one of the four is as short as it can be. So only the four rotations with one of the ways at its
+shortest matter. No pattern is missed, and fine ticks cost nothing, as long as no rank is ever idle.
+A rank that is idle in part of the period may spread its idle time over the gaps before F and I in
+many ways (a gap before W is of no use: W may come sooner, and frees memory). All of them are tried
+if they are few (`Arrangements.EACH`); otherwise all idle time is in one gap.
 
-Stretching a pattern in time keeps it one. So where there is none at a period, there is none at any
+A pattern stretched in time is a pattern. So if there is none at a period, there is none at any
 shorter period either.
 """
 
@@ -64,10 +66,11 @@ class RankWork:
     """Work and memory of a rank for a microbatch.
 
     Attributes:
-        ticks: of its six passes, by lane; none is 0.
-        activations: what the outer and the inner chunk hold from the start of F to the end of I.
-        weight_inputs: what they hold from there to the end of W.
-        limit: what the rank may hold.
+        ticks: duration of its six passes, by lane; none is 0.
+        activations: memory that the outer and the inner chunk hold from the start of F to the end
+            of I.
+        weight_inputs: memory that they hold from there to the end of W.
+        limit: memory that the rank may hold.
     """
 
     ticks: tuple[int, ...]
@@ -82,13 +85,14 @@ class RankWork:
 def patterns(
     ranks: Sequence[RankWork], hops: Sequence[Hops], period: int, most: int, idle: Arrangements
 ) -> list[Pattern]:
-    """At most ``most`` patterns with which a microbatch comes every ``period`` ticks; those first
-    in which the way of one takes most, so that they make most of the memory.
+    """Return at most ``most`` patterns in which a microbatch comes every ``period`` ticks. Patterns
+    in which a microbatch takes longest come first, as they use the memory best.
 
     Args:
-        ranks: the turn of the V is on the first, its open end on the last.
-        hops: for each rank but the first, ticks of the messages between it and the one before: of
-            those of the outer chunk, and those of the inner one.
+        ranks: the ranks from the turn of the V to its open end.
+        hops: for each rank but the first, ticks of the messages between it and the previous one: of
+            the outer chunk's, and of the inner chunk's.
+        idle: how idle time is spread.
     """
     if any(sum(rank.ticks) > period for rank in ranks):
         return []
@@ -102,31 +106,33 @@ def patterns(
     return list(chosen)
 
 
-_VARIANTS = 3  # for each end: there may be many patterns that take equally long
-_PRIME = 7919  # to choose by, of however many
+_VARIANTS = 3  # patterns for each end, of possibly many that take equally long
+_PRIME = 7919  # for the choice of variants
 
 
 def exists(ranks: Sequence[RankWork], hops: Sequence[Hops], period: int) -> bool:
-    """Whether there is any pattern of ``period`` ticks. If not, there is none of a shorter one."""
+    """Return whether there is any pattern of ``period`` ticks. If not, there is none of a shorter
+    period."""
     return bool(patterns(ranks, hops, period, 1, Arrangements.EACH))
 
 
 def arrangements_of(rank: RankWork, period: int) -> int:
-    """How many arrangements `Arrangements.EACH` looks at on ``rank``, about."""
+    """Return about the number of arrangements that `Arrangements.EACH` tries on ``rank``."""
     idle = period - sum(rank.ticks)
     return 60 * (idle + 1) * (idle + 2) * (idle + 3) // 6
 
 
 @dataclass(frozen=True)
 class _Circle:
-    """The arrangements of a rank: all columns are as long as their number.
+    """The arrangements of a rank, as columns of equal length.
 
     Attributes:
-        starts: of each lane, on the circle; F of the outer chunk starts at 0.
-        least: what is held at most if no way takes a period or more.
-        within: how long the way within takes, less whole periods.
-        without: how long the way without takes, less whole periods.
-        carry: by how many periods both take more than from F of the outer chunk to its I.
+        starts: start of each lane on the circle; F of the outer chunk starts at 0.
+        least: peak memory if no way takes a period or more.
+        within: length of the way within, less whole periods.
+        without: length of the way without, less whole periods.
+        carry: periods by which both ways together are longer than from F of the outer chunk to its
+            I.
     """
 
     starts: _Ints
@@ -137,7 +143,8 @@ class _Circle:
 
 
 def _circle(rank: RankWork, period: int, spread: Arrangements) -> _Circle:
-    """The arrangements of ``rank`` that differ in F and I, each with the W that hold least."""
+    """Return the arrangements of ``rank`` that differ in F and I, each with the W that hold the
+    least memory."""
     starts = np.concatenate(list(_placed(rank.ticks, period, spread)), axis=1)
     least = _least_held(rank, starts, period)
     order = np.lexsort((least, starts[I_OUTER], starts[I_INNER], starts[F_INNER]))
@@ -156,13 +163,13 @@ def _circle(rank: RankWork, period: int, spread: Arrangements) -> _Circle:
 
 
 def _only(circle: _Circle, arrangement: int) -> _Circle:
-    """``circle`` with one of its arrangements alone."""
+    """Return ``circle`` with only one of its arrangements."""
     figures = (np.asarray(getattr(circle, field.name)) for field in fields(circle))
     return _Circle(*(figure[..., [arrangement]] for figure in figures))
 
 
 def _placed(ticks: Sequence[int], period: int, spread: Arrangements) -> Iterator[_Ints]:
-    """The passes on the circle, in each order, with idle time before F and I."""
+    """Yield the passes on the circle, in each order, with idle time before F and I."""
     idle = period - sum(ticks)
     if spread is Arrangements.EACH:
         cuts = itertools.combinations(range(idle + 3), 3)
@@ -204,21 +211,21 @@ def _least_held(rank: RankWork, starts: _Ints, period: int) -> NDArray[np.float6
     return most
 
 
-# The whole periods to spare, the next rank's arrangement, and by how many periods the way within is
-# longer than there.
+# The spare whole periods, the next rank's arrangement, and the periods by which the way within is
+# longer than on that rank.
 _Choice = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class _End:
-    """A pattern's arrangement on the last rank, and the periods that its way within takes."""
+    """The arrangement of a pattern on the last rank, and the periods of its way within."""
 
     arrangement: int
     periods: int
 
 
 class _Line:
-    """The dynamic programme, rank by rank."""
+    """The dynamic program, rank by rank."""
 
     def __init__(
         self,
@@ -230,7 +237,8 @@ class _Line:
         self.ranks, self.hops, self.period = ranks, hops, period
         circle_of = {rank: _circle(rank, period, spread) for rank in set(ranks)}
         self.circles = [circle_of[rank] for rank in ranks]
-        # By rank, arrangement and periods of the way within: the most periods of the way without.
+        # By rank, arrangement and periods of the way within: the largest number of periods of the
+        # way without.
         self.most: list[_Ints] = [self._at_turn()]
         self.joints: list[dict[int, _Ints]] = [{}]
         made: dict[tuple[RankWork, RankWork, Hops], dict[int, _Ints]] = {}
@@ -243,7 +251,8 @@ class _Line:
             self.most.append(self._next(rank))
 
     def _room(self, rank: int, periods: int) -> _Ints:
-        """The most periods of the way without that each arrangement of ``rank`` has memory for."""
+        """Return the largest number of periods of the way without for which each arrangement of
+        ``rank`` has memory."""
         work, circle = self.ranks[rank], self.circles[rank]
         outer, inner = (max(amount, _TINY) for amount in work.activations)
         left = work.limit + _TINY - circle.least - outer * (periods + circle.carry)
@@ -260,7 +269,7 @@ class _Line:
         return most
 
     def _next(self, rank: int) -> _Ints:
-        """`most` of ``rank`` from that of the rank before."""
+        """Return `most` of ``rank``, computed from that of the previous rank."""
         before, joints = self.most[rank - 1], self.joints[rank]
         arrangements = self.circles[rank].starts.shape[1]
         width = before.shape[1] + max(joints, default=0)
@@ -278,14 +287,16 @@ class _Line:
         return most[:, : used[-1] + 1 if used.size else 0]
 
     def ends(self) -> list[_End]:
-        """All that can be on the last rank; those first with which a microbatch takes most."""
+        """Return all possible ends on the last rank; those in which a microbatch takes longest come
+        first."""
         circle = self.circles[-1]
         arrangements, periods = np.nonzero(self.most[-1] >= 0)
         way = circle.within[arrangements] + circle.without[arrangements] + periods * self.period
         return [_End(int(arrangements[n]), int(periods[n])) for n in (-way).argsort(kind="stable")]
 
     def pattern(self, end: _End, variant: int) -> Pattern:
-        """A pattern that ends so: the first with the least memory to spare, others anyhow."""
+        """Return a pattern with this end: variant 0 leaves the least memory unused, other variants
+        are arbitrary."""
         arrangement, within, without = end.arrangement, end.periods, 0
         arrangements, ways = [arrangement], []
         for rank in range(len(self.ranks) - 1, 0, -1):
@@ -303,8 +314,8 @@ class _Line:
         return self._unrolled(arrangements[::-1], ways[::-1])
 
     def _ways(self, rank: int, pair: tuple[int, int], periods: tuple[int, int]) -> tuple[int, ...]:
-        """How long the four ways between ``rank`` and the one before it take, if they are to make
-        the ways of ``rank`` so many ``periods`` longer."""
+        """Return the lengths of the four ways between ``rank`` and the previous one that make the
+        ways of ``rank`` longer by these ``periods``."""
         least = self._between(rank)
         outer, inner = (_only(self.circles[rank - n], pair[n]) for n in range(2))
         for ways in _turned(outer, inner, least, self.period):
@@ -314,8 +325,8 @@ class _Line:
         raise AssertionError("a joint that no turn has made")
 
     def _between(self, rank: int) -> _Between:
-        """The least that the four ways between ``rank`` and the one before it take: F down, F up, I
-        down, I up."""
+        """Return the least lengths of the four ways between ``rank`` and the previous one: F down,
+        F up, I down, I up."""
         outer, inner = self.ranks[rank].ticks, self.ranks[rank - 1].ticks
         hop_outer, hop_inner = self.hops[rank - 1]
         return (
@@ -326,7 +337,7 @@ class _Line:
         )
 
     def _unrolled(self, arrangements: list[int], ways: list[tuple[int, ...]]) -> Pattern:
-        """The starts, from the arrangements by rank and the ways between them."""
+        """Return the starts, from the arrangements by rank and the ways between ranks."""
         starts = [[0] * LANES for _ in self.ranks]
         places = [
             [int(start) for start in circle.starts[:, n]]
@@ -335,7 +346,8 @@ class _Line:
         last, period = len(starts) - 1, self.period
 
         def follow(rank: int, lane: int, after: int, ticks: int = 0) -> None:
-            """``lane`` comes ``ticks`` after ``after`` on its rank, or when its place comes."""
+            """Start ``lane`` at its position on the circle, at least ``ticks`` after the start of
+            ``after``."""
             wait = (places[rank][lane] - places[rank][after] - ticks) % period
             starts[rank][lane] = starts[rank][after] + ticks + wait
 
@@ -362,8 +374,8 @@ _Between = tuple[int, int, int, int]
 def _turned(
     outer: _Circle, inner: _Circle, least: _Between, period: int
 ) -> Iterator[tuple[_Ints, _Ints, _Ints, _Ints]]:
-    """How long the four ways take, by both arrangements, for each turn of the inner circle at which
-    one of them takes its least."""
+    """Yield the lengths of the four ways, by both arrangements, for each rotation of the inner
+    circle at which one of them is shortest."""
 
     def apart(lane: int) -> _Ints:
         return outer.starts[lane][:, None] - inner.starts[lane][None, :]
@@ -381,16 +393,16 @@ def _turned(
 def _longer(
     outer: _Circle, inner: _Circle, ways: Sequence[_Ints], period: int
 ) -> tuple[_Ints, _Ints]:
-    """By how many periods the way within of ``outer`` is longer than that of ``inner``, and by how
-    many its way without is shorter."""
+    """Return by how many periods the way within of ``outer`` is longer than that of ``inner``, and
+    by how many its way without is shorter."""
     within = sum(ways) + inner.within[None, :] - outer.within[:, None]
     without = ways[1] + ways[2] + outer.without[:, None] - inner.without[None, :]
     return within // period, without // period
 
 
 def _joint(outer: _Circle, inner: _Circle, least: _Between, period: int) -> dict[int, _Ints]:
-    """By how many periods the way within gets longer: by how many at least the way without does, by
-    both arrangements."""
+    """Return, by the number of periods by which the way within gets longer, the least number of
+    periods by which the way without gets shorter, by both arrangements."""
     joints: dict[int, _Ints] = {}
     shape = outer.starts.shape[1], inner.starts.shape[1]
     for ways in _turned(outer, inner, least, period):

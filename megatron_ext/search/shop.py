@@ -1,31 +1,31 @@
 """Packing problem of a search: passes in lanes, in whole ticks of time and units of memory.
 
-A `Shop` is made of a problem by `shop_of`, for any placement whose ranks have equally many chunks.
-A lane is one kind of pass on one stage, and runs its microbatches in order. The lanes of a rank
-follow one another, in the order in which a microbatch runs through them there: F by chunk, I by
-chunk backwards, W likewise; with c chunks, rank r has lanes 3cr to 3c(r+1)-1. With recompute there
-are lanes of R, too, before those of I. For a microbatch that keeps its activation a pass of R takes
+`shop_of` makes a `Shop` of a problem, for any placement whose ranks have equally many chunks. A
+lane is one kind of pass on one stage, and runs its microbatches in order. The lanes of a rank are
+adjacent, in the order in which a microbatch runs through them there: F by chunk, I by chunk
+backwards, W likewise; with c chunks, rank r has lanes 3cr to 3c(r+1)-1. With recompute there are
+also lanes of R, before those of I. For a microbatch whose activation is stored, a pass of R takes
 no time and no memory, and no action is made of it (`Shop.again`).
 
-Where microbatches are cut into slices a column is a slice: of F in order, of I and W those of each
-microbatch in reverse, as the last goes back first (`Shop.turned`). So each lane runs its columns in
-order, and a microbatch is the same columns in all.
+If microbatches are cut into slices, a column is a slice: for F in order, for I and W the slices of
+each microbatch in reverse, as the last goes back first (`Shop.turned`). Each lane thus runs its
+columns in order, and a microbatch has the same columns in all lanes.
 
-`Starts` are a time for each pass, a row a lane, a column a microbatch, in ticks. They are read in
-two ways: as a *plan*, which says in which order one would like the passes to be taken and may be
-impossible, and as the schedule that packing made of one. `starts_of` is a plan from the rows of a
-schedule, `rows_of` the rows of what was packed. Whoever knows a good plan gives it to the search.
+`Starts` have a time for each pass, a row a lane, a column a microbatch, in ticks. They are read in
+two ways: as a *plan*, which gives the desired order of the passes and may be impossible, and as the
+schedule that packing made of one. `starts_of` makes a plan from the rows of a schedule, `rows_of`
+the rows of packed starts. Code that knows a good plan gives it to the search.
 
 Memory never deadlocks. A *taking* lane is one whose passes take memory. Let k be the first
 microbatch that lacks a pass of a taking lane of a rank. After each pass that takes memory there,
-what microbatches behind k hold, and all that one microbatch may ever need, are within the limit
-(`pack`). Then the oldest microbatch that is not done can always go on: those before it hold
-nothing any more, so on each rank it either has all it needs or is the k of that rank, and finds
-memory enough next to what those behind it hold. And that it has gone on breaks nothing: the next k
-has fewer behind it. Lanes run in order, so this is the banker's rule with the oldest served first.
+the memory that microbatches behind k hold, plus all that one microbatch may ever need, is within
+the limit (`pack`). Then the oldest microbatch that is not done can always continue. Earlier
+microbatches hold nothing any more, so on each rank it either has all the memory it needs or is the
+k of that rank, and finds enough memory next to that of the microbatches behind it. Its progress
+preserves the rule: the next k has fewer microbatches behind it. Lanes run in order, so this is the
+banker's rule with the oldest served first.
 
-Of slices that holds as it stands, of whole microbatches: the k-th lacks a pass if it lacks one of a
-slice.
+For slices the same holds of whole microbatches: the k-th lacks a pass if it lacks one of a slice.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class Cut:
 
     Attributes:
         durations: ticks, by lane and slice, in the order in which the lane takes them.
-        gains: the same of `Shop.gains`.
-        hops: the same of the messages from other ranks that passes wait for.
+        gains: `Shop.gains`, likewise.
+        hops: ticks of the messages from other ranks that passes wait for, likewise.
     """
 
     durations: Starts
@@ -87,7 +87,7 @@ class Cut:
         return self.durations.shape[1]
 
     def mirrored(self, receivers: Sequence[int]) -> Cut:
-        """The slices with time running backwards.
+        """Return the slices with time running backwards.
 
         Args:
             receivers: by lane, the lane that its messages go to.
@@ -102,21 +102,22 @@ class Shop:
 
     Attributes:
         placement: which rank holds which stage.
-        pieces: how many run through each lane: microbatches, or slices of them.
-        tick: seconds.
-        durations: ticks, per lane; of slices the mean.
-        before: per lane, the lanes that it waits for and how long after their end; of slices the
+        pieces: number of passes of each lane: microbatches, or slices of them.
+        tick: seconds of a tick.
+        durations: ticks of a pass, per lane; with slices the mean.
+        before: per lane, the lanes that it waits for, and the ticks from their end; with slices the
             mean.
-        gains: memory that a pass takes at its start, or, if negative, gives back at its end; per
-            lane; of slices the mean.
+        gains: memory that a pass takes at its start, or, if negative, frees at its end; per lane;
+            with slices the mean.
         limit: the memory of a rank.
-        rooms: per rank, the memory that a microbatch may need at the most.
-        heads: per rank, when it can start at the earliest.
-        tails: per rank, how long after its end all has ended. (Where steps overlap, a rank that
-            starts later may end later: by that, those that start sooner have a tail.)
+        rooms: per rank, the largest memory that a microbatch may need.
+        heads: per rank, its earliest start.
+        tails: per rank, the time from its end until everything has ended. (If steps overlap, a rank
+            that starts later may end later; ranks that start sooner have a tail of the difference.)
         given_up: by lane and microbatch, the memory that a pass takes in addition to ``gains``: if
-            it is recomputed F takes less, and R that much. None: there are no lanes of R.
-        cut: how slices differ; None where microbatches are whole.
+            the activation is recomputed F takes less, and R the difference. None: there are no
+            lanes of R.
+        cut: differences between slices; None if microbatches are whole.
         is_mirrored: whether time runs backwards.
     """
 
@@ -140,7 +141,7 @@ class Shop:
 
     @property
     def slices(self) -> int:
-        """Number of slices of a microbatch; 1: it is whole."""
+        """Number of slices of a microbatch; 1: microbatches are whole."""
         return 1 if self.cut is None else self.cut.slices
 
     @property
@@ -149,7 +150,7 @@ class Shop:
 
     @cached_property
     def work(self) -> int:
-        """Ticks that a microbatch, or a slice, takes of a rank, on average."""
+        """Average ticks that a microbatch, or a slice, takes of a rank."""
         return int(self.durations_of_all.sum()) // (self.placement.ranks * self.pieces)
 
     @cached_property
@@ -159,7 +160,7 @@ class Shop:
 
     @cached_property
     def again(self) -> npt.NDArray[np.bool_]:
-        """Whether a pass is one of R that becomes an action, lanes x microbatches."""
+        """Whether a pass is one of R that becomes an action: lanes x microbatches."""
         if self.given_up is None:
             return np.zeros((self.lanes, self.pieces), dtype=bool)
         is_lane = np.array([kind is R for _, kind in self.passes])
@@ -167,7 +168,7 @@ class Shop:
 
     @cached_property
     def durations_of_all(self) -> Starts:
-        """Ticks, by lane and microbatch."""
+        """Ticks of passes, by lane and microbatch."""
         durations = self._of_all(self.durations, None if self.cut is None else self.cut.durations)
         if self.given_up is not None:
             is_lane = np.array([kind is R for _, kind in self.passes])
@@ -182,7 +183,7 @@ class Shop:
 
     @cached_property
     def hops(self) -> tuple[int, ...]:
-        """Ticks of the message from another rank that a pass waits for, per lane; of slices the
+        """Ticks of the message from another rank that a pass waits for, per lane; with slices the
         mean. No pass waits for two."""
         return tuple(max((hop for _, hop in row), default=0) for row in self.before)
 
@@ -206,8 +207,8 @@ class Shop:
 
     @cached_property
     def next_taking(self) -> Starts:
-        """First column from n on whose pass of a lane takes memory: lanes x (0 <= n <= columns);
-        the number of columns if there is none."""
+        """First column from n on in which a pass of a lane takes memory: lanes x (0 <= n <=
+        columns); the number of columns if there is none."""
         m = self.pieces
         first = np.full((self.lanes, m + 1), m, np.int64)
         taking = np.where(self.gains_of_all > 0, np.arange(m), m)
@@ -216,8 +217,9 @@ class Shop:
 
     @property
     def way(self) -> tuple[int, ...]:
-        """The lanes of a rank, from its first, in the order in which a microbatch alone would run
-        through them: it frees an activation before it recomputes the next. () without R."""
+        """The lanes of a rank, counted from its first, in the order in which a microbatch alone
+        would run through them: it frees an activation before it recomputes the next. () without
+        R."""
         if self.given_up is None:
             return ()
         way = _way(self.placement)
@@ -225,39 +227,41 @@ class Shop:
 
     @property
     def fits(self) -> bool:
-        """Whether any plan can be packed: the limit suffices for a microbatch on each rank."""
+        """Whether any plan can be packed, because the limit suffices for a microbatch on each
+        rank."""
         return max(self.rooms) <= self.limit
 
     @cached_property
     def turned(self) -> list[int]:
-        """The column of F with the slice that a column of I and W has, and the other way round."""
+        """For each column of F the column of I and W with the same slice, and the other way
+        round."""
         columns = np.arange(self.pieces)
         return (columns - 2 * (columns % self.slices) + self.slices - 1).tolist()
 
     @cached_property
     def turns(self) -> Starts:
-        """Periods from the first column to this one, of a plan that repeats: lanes x columns."""
+        """Periods from the first column to each column in a plan that repeats: lanes x columns."""
         later = [0 if forward else self.slices - 1 for forward in self.is_forward]
         return np.array(later, np.int64)[:, None] + np.arange(self.pieces)
 
     @cached_property
     def is_forward(self) -> list[bool]:
-        """Whether a lane is one of F, per lane."""
+        """For each lane, whether it is one of F."""
         return [kind is F for _, kind in self.passes]
 
     @cached_property
     def after(self) -> Waits:
-        """Per lane, the lanes that wait for it and how long after its end."""
+        """Per lane, the lanes that wait for it, and the ticks from its end."""
         return _turned(self.before)
 
     @cached_property
     def before_by_column(self) -> Edges:
-        """`before`: the other lane, and by column the hop, and the column there."""
+        """`before` with figures by column: the other lane, the hops, and the columns there."""
         return self._by_column(self.before, lambda lane, other: lane)
 
     @cached_property
     def after_by_column(self) -> Edges:
-        """`after`: the other lane, and by column the hop, and the column there."""
+        """`after` with figures by column: the other lane, the hops, and the columns there."""
         return self._by_column(self.after, lambda lane, other: other)
 
     def _by_column(self, waits: Waits, receiver: Callable[[int, int], int]) -> Edges:
@@ -301,7 +305,7 @@ class Shop:
 # recomputed.
 @lru_cache(maxsize=8)
 def _way(placement: Placement) -> tuple[int, ...]:
-    """`Shop.way` where time does not run backwards."""
+    """Return `Shop.way` for time that runs forwards."""
     kinds = {F: 0, R: 1, I: 2, W: 3}
     stages = placement.stages_of[0]
     chunks = {stage: chunk for chunk, stage in enumerate(stages)}
@@ -320,7 +324,7 @@ def _way(placement: Placement) -> tuple[int, ...]:
 
 @lru_cache(maxsize=8)
 def _turned(before: Waits) -> Waits:
-    """Per lane, the lanes that wait for it and how long after its end."""
+    """Return, per lane, the lanes that wait for it, and the ticks from its end."""
     rows: list[list[tuple[int, int]]] = [[] for _ in before]
     for lane, waits_for in enumerate(before):
         for other, hop in waits_for:
@@ -330,7 +334,7 @@ def _turned(before: Waits) -> Waits:
 
 @lru_cache(maxsize=8)
 def passes_of(placement: Placement, again: bool = False) -> Lanes:
-    """Return the stage and kind of each lane; ``again``: with those of R."""
+    """Return the stage and kind of each lane; with ``again`` including lanes of R."""
     kinds = (R, I, W) if again else (I, W)
     return tuple(
         lane
@@ -343,7 +347,7 @@ def passes_of(placement: Placement, again: bool = False) -> Lanes:
 
 
 def lanes_of(placement: Placement, again: bool = False) -> dict[tuple[int, Kind], int]:
-    """The lane of each stage and kind."""
+    """Return the lane of each stage and kind."""
     return {key: lane for lane, key in enumerate(passes_of(placement, again))}
 
 
@@ -405,7 +409,8 @@ def shop_of(problem: Problem, again: npt.NDArray[np.bool_] | None = None) -> Sho
 
 
 def _hops(problem: Problem) -> dict[int, list[float]]:
-    """Seconds of a message by slice, for each link between two ranks: by the stage before it."""
+    """Return the seconds of a message by slice for each link between two ranks, by the stage before
+    it."""
     placement, costs, parts = problem.placement, problem.costs, problem.parts(0)
     links = [s for s in range(placement.last) if placement.is_remote(s, Neighbour.NEXT)]
     if len(parts) == 1:
@@ -416,7 +421,8 @@ def _hops(problem: Problem) -> dict[int, list[float]]:
 
 
 def _in_order[T](kind: Kind, parts: Sequence[T]) -> Sequence[T]:
-    """The slices of a microbatch, or figures of theirs, as the passes of ``kind`` come."""
+    """Return the slices of a microbatch, or their figures, in the order of the passes of
+    ``kind``."""
     return parts if kind is F else parts[::-1]
 
 
@@ -454,11 +460,11 @@ _SIGN = {F: -1, R: 1}  # of the memory that a pass takes in addition if it is re
 def _before(
     placement: Placement, hops: Mapping[int, int], lanes: Sequence[tuple[int, Kind]]
 ) -> Waits:
-    """`Shop.before`, with ``hops`` by the stage before each link between two ranks."""
+    """Return `Shop.before`. ``hops`` are by the stage before each link between two ranks."""
     lane_of = {key: lane for lane, key in enumerate(lanes)}
 
     def own(stage: int, *kinds: Kind) -> tuple[tuple[int, int], ...]:
-        """The first of ``kinds`` that ``stage`` has a lane of."""
+        """Return the first of ``kinds`` for which ``stage`` has a lane."""
         return ((next(lane_of[stage, kind] for kind in kinds if (stage, kind) in lane_of), 0),)
 
     def waits_for(stage: int, kind: Kind) -> tuple[tuple[int, int], ...]:
@@ -483,11 +489,11 @@ def _gain(kind: Kind, activation: int, rest: int) -> int:
 
 
 def _memory(problem: Problem, again: bool) -> tuple[list[int], list[int], list[int], int]:
-    """Return the memory of a microbatch, per stage: from F on, from I on, and what is stored if it
-    is recomputed; and the limit of a rank. All in shares of a chunk, or in bytes.
+    """Return the memory of a microbatch, per stage: from F on, from I on, and the part that is
+    stored if it is recomputed; and the limit of a rank. All are in shares of a chunk, or in bytes.
 
-    The limit is rounded down, and at most what all microbatches need. It is reduced by the
-    gradients of keys and values, which are of one sliced microbatch at a time on a stage.
+    The limit is rounded down, and at most the need of all microbatches. It is reduced by the
+    gradients of keys and values, which a stage holds for one sliced microbatch at a time.
     """
     limit, placement = problem.memory_limit, problem.placement
     chunk = round(1 / INPUT_SHARE) if again else 1 if problem.slices.count == 1 else _OF_SLICES
@@ -514,7 +520,8 @@ def _memory(problem: Problem, again: bool) -> tuple[list[int], list[int], list[i
 
 
 def _rooms(problem: Problem, activation: Sequence[int], rest: Sequence[int]) -> list[int]:
-    """Per rank, what a microbatch may need at the most: what a slice does is rounded up."""
+    """Return, per rank, the largest memory that a microbatch may need, with each slice rounded
+    up."""
     more = problem.slices.count - 1
     return [
         sum(max(activation[stage], rest[stage]) + more for stage in stages)
@@ -523,10 +530,10 @@ def _rooms(problem: Problem, activation: Sequence[int], rest: Sequence[int]) -> 
 
 
 def _tails(problem: Problem, tick: float) -> tuple[int, ...]:
-    """Return, per rank, by how much it can begin sooner than the last one and so has to end sooner,
-    for steps to overlap.
+    """Return, per rank, how much sooner than the last one it can begin, and so has to end, for
+    steps to overlap.
 
-    The largest end with its tail is then the largest own time, but for a constant.
+    The largest end including its tail is then the largest own time plus a constant.
     """
     placement, costs = problem.placement, problem.costs
     if not problem.extras.post_validation:
@@ -545,13 +552,13 @@ def rows_of(
     again: npt.NDArray[np.bool_] | None = None,
     orders: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> Rows:
-    """The actions of each rank in the order of their starts.
+    """Return the actions of each rank in the order of their starts.
 
     Args:
         again: with lanes of R, by lane and microbatch, whether its pass becomes an action
             (`Shop.again`).
-        orders: what the columns of F are, and those of other lanes (`Problem.orders`); None: whole
-            microbatches.
+        orders: the microbatches or slices of the columns of F, and of those of other lanes
+            (`Problem.orders`); None: whole microbatches.
     """
     passes, m = passes_of(placement, again is not None), starts.shape[1]
     there, back = orders or (range(m), range(m))
@@ -568,7 +575,8 @@ def rows_of(
 
 
 def again_in(rows: Rows, stages: int, microbatches: int) -> npt.NDArray[np.bool_] | None:
-    """Return, by stage and microbatch, whether ``rows`` recompute the activation; None: no R."""
+    """Return, by stage and microbatch, whether ``rows`` recompute the activation; None if there is
+    no R."""
     again = np.zeros((stages, microbatches), dtype=bool)
     for stage, kind, k in (action for row in rows for action in row):
         if kind is R:
@@ -577,16 +585,16 @@ def again_in(rows: Rows, stages: int, microbatches: int) -> npt.NDArray[np.bool_
 
 
 def starts_of(rows: Sequence[Sequence[Action]], shop: Shop) -> Starts:
-    """Return the starts of the passes of ``rows``, each as soon as it can; B is I, then W.
+    """Return the starts of the passes of ``rows``, each as soon as it can; B counts as I, then W.
 
-    The limit is not looked at: a plan may be of a schedule that needs more.
+    The limit is ignored, as a plan may come from a schedule that needs more.
     """
     return _timed(_orders_in(rows, shop), shop)
 
 
 def timed(starts: Starts, shop: Shop) -> Starts:
-    """When passes start that come in the order of ``starts`` on their rank, each as soon as it can:
-    `starts_of` what is `rows_of` them."""
+    """Return the starts of passes that keep the order of ``starts`` on their rank, each as soon as
+    it can: `starts_of` applied to `rows_of`."""
     assert shop.given_up is None
     orders = []
     for first in range(0, shop.lanes, shop.lanes_of_rank):
@@ -597,7 +605,8 @@ def timed(starts: Starts, shop: Shop) -> Starts:
 
 
 def _in_turn(starts: Starts) -> npt.NDArray[np.intp]:
-    """The places of passes in the order of their ``starts``: by lane, then by column."""
+    """Return the positions of passes, counted by lane, then by column, in the order of their
+    ``starts``."""
     return np.argsort(starts, axis=None, kind="stable")
 
 
@@ -637,8 +646,8 @@ def _timed(orders: Orders, shop: Shop) -> Starts:
 
 
 def _orders_in(rows: Sequence[Sequence[Action]], shop: Shop) -> Orders:
-    """The passes of ``rows``, and where there are lanes of R, right behind F each pass of R that is
-    not there in truth."""
+    """Return the passes of ``rows``. With lanes of R, each pass of R that is no action follows
+    directly behind its F."""
     lane_of = {key: lane for lane, key in enumerate(shop.passes)}
     actions = columns_of(rows)
     of_pairs = np.full((len(actions.pairs), 2), _NONE)

@@ -1,5 +1,5 @@
-"""Costs in whole ticks, the same on every machine: a search on integers has no rounding to differ
-in."""
+"""Costs in whole ticks, the same on every machine: a search on integers has no rounding
+differences."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import math
 from collections.abc import Iterable
 from fractions import Fraction
 
-TICKS = 100_000  # that `whole` has, where figures have no common unit
+TICKS = 100_000  # ticks of `whole` if figures have no common unit
 
 
 def common_tick(figures: Iterable[float], whole: float) -> float:
-    """The largest unit that all ``figures`` are multiples of; ``whole`` / `TICKS` where there is
-    none, or one so small that ``whole`` has more than ten times as many of it."""
+    """Return the largest unit of which all ``figures`` are multiples. Return ``whole`` / `TICKS` if
+    there is none, or if it is so small that ``whole`` has more than ten times as many ticks."""
     distinct = {figure for figure in figures if figure}
     fractions = [Fraction(figure).limit_denominator(1000) for figure in distinct]
     smallest = whole / TICKS

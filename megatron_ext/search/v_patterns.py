@@ -1,5 +1,5 @@
-"""Uses of `patterns` on a V: plans to begin a search with, and the rate at which a steady state can
-take microbatches at most."""
+"""Uses of `patterns` on a V: initial plans for a search, and the shortest period of a steady
+state."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from megatron_ext.search.patterns import (
 from megatron_ext.search.shop import Shop, Starts, passes_of, shop_of
 
 _PLANS = 24
-_MORE_CHUNKS = 4  # than the limit, for a plan, which packing brings within it
+_MORE_CHUNKS = 4  # chunks above the limit that a plan may hold before it is packed
 _MOST_ARRANGEMENTS = 3_400  # of a rank, ...
 _MOST_PAIRS = 2_000_000_000  # ... and of neighbours, times the ranks: some seconds
 
 
 def pattern_plans(shop: Shop) -> list[Starts]:
-    """Patterns in which the busiest rank never idles, that need no more than the limit; or where
-    there is none, only little more. None where ``shop`` is no V."""
+    """Return plans from patterns in which the busiest rank never idles and that hold no more than
+    the limit, or if there is none, only little more. Return none if ``shop`` is no V."""
     if not is_v(shop.placement):
         return []
     works, hops = _ranks_of(shop), _hops_of(shop)
-    # What goes back so many slices later is held so much longer.
+    # With slices, activations are held longer, until the later slices have turned back.
     works = [replace(w, limit=w.limit - (shop.slices - 1) * sum(w.activations)) for w in works]
     period = max(sum(rank.ticks) for rank in works)
     turns = period * shop.turns
@@ -53,14 +53,15 @@ def pattern_plans(shop: Shop) -> list[Starts]:
 
 
 def excluded_period(problem: Problem, seconds: float) -> float | None:
-    """A period: no V within the memory limit of ``problem`` repeats one microbatch's passes so
-    often, or more often. None if nothing is excluded but by the work, or that is not known.
+    """Return the longest period that is proved to be impossible: no V within the memory limit of
+    ``problem`` repeats one microbatch's passes at this period or a shorter one. Return None if
+    nothing beyond the work itself excludes a period, or if that is not known.
 
-    That is proved, of patterns. It is no bound on schedules: others may repeat the passes of
-    several microbatches, or none at all, and come at shorter intervals on average.
+    The proof is about patterns. It bounds no other schedules: these may repeat the passes of
+    several microbatches, or none at all, with shorter intervals on average.
 
-    It is known where costs have a common unit, for periods in that unit, while a rank's idle time
-    is so little that all arrangements can be looked at. Longer ones are looked at for ``seconds``.
+    The period is known if costs have a common unit, for periods in that unit, while a rank's idle
+    time is so short that all arrangements can be tried. Longer periods are tried for ``seconds``.
     """
     if problem.memory_limit is None or not is_v(problem.placement):
         return None
@@ -86,7 +87,7 @@ def excluded_period(problem: Problem, seconds: float) -> float | None:
 
 
 def is_v(placement: Placement) -> bool:
-    """Whether its ranks hold two stages each, in a V."""
+    """Return whether the ranks of ``placement`` hold two stages each, in a V."""
     return placement.rank_of == v(placement.ranks).rank_of
 
 
@@ -108,14 +109,14 @@ def _ranks_of(shop: Shop) -> list[RankWork]:
 
 
 def _hops_of(shop: Shop) -> list[Hops]:
-    """For each rank but the first, the hops of the messages of its F that come from or go to the
-    one before."""
+    """Return for each rank but the first the hops of the messages of its F from and to the previous
+    rank."""
     lanes = range(0, shop.lanes - LANES, LANES)
     return [(shop.hops[lane + F_OUTER], shop.hops[lane + LANES + F_INNER]) for lane in lanes]
 
 
 def _is_exact(shop: Shop, problem: Problem) -> bool:
-    """Whether the ticks of ``shop`` are the costs of ``problem``, not rounded."""
+    """Return whether the ticks of ``shop`` are the costs of ``problem`` without rounding."""
     costs, placement, passes = problem.costs, shop.placement, passes_of(shop.placement)
     figures = [costs.seconds[kind][stage] for stage, kind in passes]
     ticks = list(shop.durations)

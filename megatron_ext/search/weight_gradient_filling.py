@@ -1,16 +1,16 @@
-"""Put weight gradients into the gaps of an order of passes, and time one as it is.
+"""Placement of weight gradients in the gaps of an order of passes, and the timing of an order.
 
-A family that splits the backward pass has to say in which order each rank does its F and I; where
-the W go follows from costs and memory. They are placed greedily, each rank's oldest first:
+A family that splits the backward pass gives the order in which each rank does its F and I. The
+places of W follow from costs and memory. They are placed greedily, each rank's oldest first:
 
 - in a gap that is long enough, always;
-- before a pass that would exceed the memory limit, as many as must;
-- in a gap that is too short, delaying what follows, only if the rank cannot afford to idle. A
-  rank that is to end by a deadline may idle for as long as its start and its work leave over, and
-  no other rank gains if it idles less.
+- before a pass that would exceed the memory limit, as many as necessary;
+- in a gap that is too short, delaying later passes, only if the rank cannot afford to idle. A rank
+  that has to end by a deadline may idle for the time that its start and its work leave over, and no
+  other rank gains if it idles less.
 
-Time is that of `simulate` except that a receive is always posted in time, so that an order takes
-no less than what is said here.
+Times are those of `simulate`, except that receives are always posted in time. An order therefore
+never takes less time than computed here.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ class DoesNotFit(ValueError):
 
 
 class Hangs(ValueError):
-    """An order in which ranks wait for one another for ever."""
+    """An order with a cyclic wait between ranks."""
 
 
 @dataclass(frozen=True)
 class TimedOrder:
-    """Rows of compute actions and how long they take.
+    """Rows of compute actions with their times.
 
     Attributes:
-        rows: what each rank does.
-        makespan: first start to last end over all ranks.
-        span: the longest own start to own end.
+        rows: the actions of each rank.
+        makespan: time from the first start to the last end over all ranks.
+        span: longest time from a rank's own start to its own end.
     """
 
     rows: tuple[tuple[Action, ...], ...]
@@ -60,7 +60,7 @@ class TimedOrder:
     span: float
 
     def order(self, by_span: bool) -> tuple[float, float]:
-        """The key by which two orders are compared."""
+        """Return the key by which two orders are compared."""
         return (self.span, self.makespan) if by_span else (self.makespan, self.span)
 
 
@@ -72,17 +72,17 @@ class Memory:
     allowed: tuple[float, ...]
 
     def fits(self, rank: int, held: float) -> bool:
-        """Whether ``rank`` may hold ``held``."""
+        """Return whether ``rank`` may hold ``held``."""
         return fits(held, self.allowed[rank])
 
     def of(self, stage: int) -> float:
-        """The memory a microbatch takes on ``stage`` from F to I."""
-        # If W needs more than the activations, that much memory must be free when I comes.
+        """Return the memory that a microbatch takes on ``stage`` from F to I."""
+        # If the inputs of W are larger than the activation, that much memory must be free at I.
         return max(self.amount(held, stage) for held in (Held.ACTIVATION, Held.WEIGHT_INPUTS))
 
 
 def memory_of(problem: Problem, microbatches: float = math.inf) -> Memory:
-    """The limit of ``problem`` as `Memory`; no more than ``microbatches`` where that is less."""
+    """Return the limit of ``problem`` as `Memory`, or ``microbatches`` if that is less."""
     limit, share = problem.memory_limit, 1 / problem.placement.chunks
     if limit is not None and limit.bytes is not None:
         bytes_for(limit, problem.costs)
@@ -108,8 +108,8 @@ def memory_of(problem: Problem, microbatches: float = math.inf) -> Memory:
 
 
 def least_memory(orders: Sequence[Sequence[Action]], memory: Memory) -> list[float]:
-    """Return the least memory that `fill_once` needs on each rank for ``orders``: W right behind
-    its I."""
+    """Return the least memory that `fill_once` needs on each rank for ``orders``: with each W right
+    behind its I."""
     least = []
     for order in orders:
         held = most = 0.0
@@ -133,14 +133,14 @@ def fill_once(
 
     Args:
         orders: F and I (or B) of each rank on any placement.
-        memory: what no rank may exceed; None is no limit.
-        deadline: when the last rank should have ended. Less than can be reached means: never idle
-            while a W is there to do.
-        span: the same for what each rank takes from its own start.
+        memory: the limit of each rank; None is no limit.
+        deadline: time by which the last rank should have ended. With an unreachable deadline, ranks
+            never idle while a W is pending.
+        span: the same for the time of each rank from its own start.
 
     Raises:
         DoesNotFit: ``orders`` need more memory.
-        Hangs: ``orders`` cannot run, with whatever memory.
+        Hangs: ``orders`` cannot run with any memory.
     """
     return _Orders(orders, problem, memory).fill(deadline, span).timed
 
@@ -175,7 +175,8 @@ def fill_best(
     trials: int = 12,
     by_span: bool = False,
 ) -> TimedOrder:
-    """The best `fill_once` of ``trials`` deadlines: least makespan, then span; or the reverse.
+    """Return the best `fill_once` of ``trials`` deadlines: with the least makespan, then span; or
+    in the reverse order ``by_span``.
 
     Raises:
         DoesNotFit, Hangs: as `fill_once`.
@@ -196,21 +197,22 @@ def fill_best(
 
 
 def makespan(schedule: Schedule, problem: Problem) -> float:
-    """The makespan that `simulate` gives ``schedule``, unproved and without messages as it is."""
+    """Return the makespan that `simulate` gives ``schedule``, unproved and with its messages
+    implied."""
     if not problem.costs.links.hop:
         return time(schedule.rows, problem).makespan
     return simulate_unproved(schedule, problem).makespan
 
 
 def _work(problem: Problem) -> list[float]:
-    """Compute seconds of each rank."""
+    """Return the compute seconds of each rank."""
     seconds, m = problem.costs.seconds, problem.microbatches
     stages_of = problem.placement.stages_of
     return [m * sum(row[s] for row in seconds.values() for s in stages) for stages in stages_of]
 
 
 def _last_start(problem: Problem) -> float:
-    """When the last rank can start at the earliest."""
+    """Return the earliest time at which the last rank can start."""
     placement, at = problem.placement, 0.0
     seen: dict[int, float] = {}
     for stage, rank in enumerate(placement.rank_of):
@@ -350,7 +352,8 @@ class _Orders:
 
 
 class _Filling:
-    """The state of one call. A pass is placed once its input has been; so W see the true gap."""
+    """The state of one call. A pass is placed once its input has been placed, so W see the true
+    gap."""
 
     def __init__(self, orders: _Orders, deadline: float, span: float) -> None:
         self.passes, self.work, self.memory = orders.passes, orders.work, orders.memory
@@ -402,7 +405,7 @@ class _Filling:
         return _Filled(timed, self.ends, self.spans)
 
     def place(self, rank: int, placed: _Pass, ready: float) -> None:
-        """Do ``placed``, whose input comes at ``ready``, and pass on what it makes."""
+        """Run ``placed``, whose input comes at ``ready``, and pass its output on."""
         if self.pending[rank] and ready - self.free[rank] > self.slack[rank]:
             self.fill_gap(rank, ready)
         if placed.needs and self.memory is not None:

@@ -50,11 +50,11 @@ def draw(timelines: Sequence[Timeline], path: Path) -> None:
 def draw_steps(
     runs: Sequence[Sequence[Timeline]], path: Path, costs: Sequence[Costs] | None = None
 ) -> None:
-    """`draw` of ``runs``, each of one or more consecutive steps: every second step is paler, and
-    the optimizer's steps and the waits for their verdicts are marked.
+    """Draw ``runs`` of one or more consecutive steps each, as `draw` does. Every second step is
+    paler, and the optimizer's steps and the waits for their verdicts are marked.
 
     Args:
-        costs: of each run; where they have bytes, memory is drawn in GiB.
+        costs: costs of each run; if they have bytes, memory is drawn in GiB.
     """
     heights = [size for run in runs for size in (len(run[0].compute) * 0.38 + 0.3, 1.1)]
     figure = new_figure(path, width=WIDTH, height=sum(heights) + 1.1)
@@ -140,7 +140,8 @@ def _length(run: Sequence[Timeline]) -> float:
 
 
 def _draw_passes(axes: Axes, run: Sequence[Timeline], readable: float, measure: _Measure) -> None:
-    """Passes as boxes, one shape a kind; ``readable``: what a digit in a box takes of the time."""
+    """Draw passes as boxes, one shape a kind. ``readable`` is the time that a digit in a box
+    takes."""
     schedule, first = run[0].schedule, run[0].start
     chunk = {s: c for stages in schedule.placement.stages_of for c, s in enumerate(stages)}
     digits = len(str(max(event.action.microbatch for event in run[0].events)))

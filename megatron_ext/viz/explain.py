@@ -1,8 +1,8 @@
 """Explanation of a measured step: its time by parts, and the largest single causes.
 
-Every answer is a replay of the step (`replay`) without the thing in question: what the makespan
-would have been had a message come at once, or a pass taken as long as others of its kind. So what
-no pass waited for counts nothing, however late it was.
+Every answer is a replay of the step (`replay`) without the thing in question: the makespan if a
+message had arrived at once, or if a pass had taken as long as others of its kind. A delay that no
+pass waited for therefore counts nothing, however late it was.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Explanation:
     """Explanation of a makespan.
 
     Attributes:
-        parts: seconds of the makespan, by part. One can be negative: single passes that were faster
-            than usual, or the clocks' error where messages are quick.
-        causes: the largest, at most `TOP`, largest first. They overlap, and do not add up.
+        parts: seconds of the makespan, by part. A part can be negative, because of single passes
+            that were faster than usual, or the clocks' error if messages are fast.
+        causes: the largest causes, at most `TOP`, largest first. They overlap, and do not add up.
     """
 
     parts: Mapping[MakespanPart, float]
@@ -60,17 +60,17 @@ class Explanation:
 def explain(measured: Timeline, predicted: Timeline) -> Explanation:
     """Return the parts of the makespan of ``measured``, and the largest single causes.
 
-    A pass is late by a message when it starts after its rank is free and after another rank has
-    made what it needs. A rank is slow when its passes, at their medians, take longer than
-    ``predicted`` says, compared with the other ranks. The schedule's own bubble is that of the
-    passes as predicted, with messages that take no time.
+    A pass is late because of a message if it starts after its rank is free and after another rank
+    has made its input. A rank is slow if its passes, at their medians, take longer than predicted,
+    compared with the other ranks. The schedule's own bubble is that of the passes as predicted,
+    with messages that take no time.
     """
     step = _Step(measured, predicted)
     base = measured.makespan
     work = sum(map(step.at_par, step.events)) / len(measured.compute)
     costs = {e.action: e.end - e.start for row in predicted.compute for e in row}
     scale = work / predicted.work
-    # What is left when, one after the other, each is as it should be.
+    # The makespan that remains when one after the other is replaced by its ideal.
     left = {
         MakespanPart.MESSAGES: step.makespan(step.seconds, step.delay_without_messages),
         MakespanPart.BETWEEN: step.makespan(step.seconds, _no_delay),
@@ -137,7 +137,7 @@ class _Step:
         return self.medians[action.stage, action.kind]
 
     def at_par(self, action: Action) -> float:
-        """The seconds that ``action`` would take as usual, on a rank no slower than others."""
+        """Return the usual seconds of ``action``, on a rank no slower than others."""
         return self.usual(action) * min(1.0, self.par / self.ratios[self.events[action].rank])
 
     def delay(self, action: Action) -> float:
@@ -188,7 +188,8 @@ class _Step:
             )
 
     def _delays(self) -> Iterator[Cause]:
-        """Messages by the ranks they come from and go to, and what else held up each rank."""
+        """Yield the delays by messages between each two ranks, and by other reasons on each
+        rank."""
         groups: dict[tuple[int, int | None], list[Event]] = defaultdict(list)
         for action, event in self.events.items():
             if self.delays[action] > 0:

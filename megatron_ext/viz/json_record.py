@@ -13,7 +13,8 @@ _MOST = 1e18  # of any number; NaN and infinity are not below it
 class Record:
     """JSON object ``data``, and ``where`` it stands, for errors.
 
-    Each method returns the value of a key, and raises ValueError where there is none or another.
+    Each method returns the value of a key, and raises ValueError if it is missing or of another
+    type.
     """
 
     data: Mapping[str, Any]

@@ -49,7 +49,7 @@ def label_points(axes: Axes, labels: Mapping[Pair, str], lines: Sequence[Sequenc
 
 
 def _places() -> Iterator[Pair]:
-    """Ways from a point to its label, in points."""
+    """Return positions to try for a label, in points from its point."""
     for distance in _DISTANCES:
         for right, up in ((1, 0), (1, 1), (0, 1), (1, -1), (0, -1), (-1, 0), (-1, 1), (-1, -1)):
             yield distance * right, distance * up
@@ -92,7 +92,7 @@ def _around(point: Sequence[float]) -> Box:
 
 
 def _along(line: np.ndarray) -> list[Pair]:
-    """Points on ``line``, a few pixels apart."""
+    """Return points on ``line``, a few pixels apart."""
     apart = 3.0
     return [
         tuple(start + (end - start) * share)
@@ -102,7 +102,7 @@ def _along(line: np.ndarray) -> list[Pair]:
 
 
 def _overlap(box: Box, other: Box) -> float:
-    """The area that both have."""
+    """Return the area of the intersection of both."""
     width = min(box[2], other[2]) - max(box[0], other[0])
     height = min(box[3], other[3]) - max(box[1], other[1])
     return max(width, 0.0) * max(height, 0.0)

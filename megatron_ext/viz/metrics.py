@@ -1,8 +1,8 @@
 """Metrics of the steps of a training, interval by interval: bubble, seconds, slowest rank, peak
 memory.
 
-Each rank tells sums over its own steps, by its own clock. How far two clocks are apart is told by
-the pipeline's messages: none arrives before it was sent.
+Each rank reports sums over its own steps, by its own clock. The pipeline's messages bound the
+offset between two clocks, as none arrives before it was sent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_ext.schedule.timeline import Timeline
 from megatron_ext.words import bytes_text
 
 POINTS = 0.05  # by which a measured bubble share may leave the predicted one
-PATIENCE = 100  # iterations, after which somebody should look
+PATIENCE = 100  # iterations after which a remark is logged
 
 
 def telling_passes(program: Program, rank: int) -> list[int]:
@@ -54,11 +54,11 @@ class RankSums:
     """Sums that a rank reports of some steps of one program. Seconds are sums over the steps.
 
     Attributes:
-        steps: how many.
+        steps: number of steps.
         busy: seconds of the passes.
         span: seconds from the start of its first pass to the end of its last.
-        times: when each of the `telling_passes` began and ended, after the start of the first pass.
-        allocated, reserved: the most bytes so far, of the allocator's; 0 where there is no GPU.
+        times: begin and end of each of the `telling_passes`, after the start of the first pass.
+        allocated, reserved: the allocator's most bytes so far; 0 without a GPU.
     """
 
     steps: float = 0.0
@@ -96,18 +96,19 @@ _PLAIN = [field.name for field in fields(RankSums) if field.name != "times"]
 
 @dataclass(frozen=True)
 class Metrics:
-    """The steps of some iterations, on the mean.
+    """Mean figures of the steps of some iterations.
 
     Attributes:
         bubble_shares: idle share of a step over all ranks, predicted and measured.
-        seconds: of a step, predicted and measured: its makespan, or where steps overlap its span.
-            Predicted with costs times one factor, so that passes take as long as the measured ones.
-        overlap: steps overlap.
+        seconds: seconds of a step, predicted and measured: its makespan, or its span if steps
+            overlap. The prediction has its costs scaled by one factor, so that its passes take as
+            long as the measured ones.
+        overlap: whether steps overlap.
         slowest: the rank whose passes take longest, compared with the prediction for each rank.
-        slower: than the other ranks', by this share.
+        slower: share by which its passes take longer than the other ranks'.
         ratios: by rank, seconds of its passes over the predicted ones.
         busy: by rank, seconds of its passes in a step.
-        allocated, reserved: the most bytes, and the rank; None where that is not measured.
+        allocated, reserved: the most bytes, and the rank that has them; None if not measured.
     """
 
     bubble_shares: tuple[float, float]
@@ -127,7 +128,7 @@ class Metrics:
         return measured - predicted
 
     def line(self, first: int, last: int) -> str:
-        """One line of text on the iterations from ``first`` to ``last``."""
+        """Return one line of text on the iterations from ``first`` to ``last``."""
         iterations = f"iteration {last}" if first == last else f"iterations {first} to {last}"
         (predicted_share, share), (predicted, seconds) = self.bubble_shares, self.seconds
         step = "span" if self.overlap else "makespan"
@@ -160,8 +161,8 @@ class Metrics:
 def metrics_of(ranks: Sequence[RankSums], predicted: Timeline, *, overlap: bool) -> Metrics | None:
     """Return the metrics of the steps that ``ranks`` report, next to the ``predicted`` one.
 
-    None if a rank has run no step. ``overlap``: a rank goes on to the next step before the others
-    have ended this one.
+    Return None if a rank has run no step. ``overlap`` says whether a rank begins the next step
+    before the others have ended this one.
     """
     if not all(rank.steps for rank in ranks):
         return None
@@ -192,10 +193,10 @@ def metrics_of(ranks: Sequence[RankSums], predicted: Timeline, *, overlap: bool)
 def _begins(schedule: Schedule, ranks: Sequence[RankSums]) -> list[float]:
     """Return the start of each rank's first pass, by the clock of the first stage's rank.
 
-    What begins between two ranks is bounded by their messages: F of a stage ends before that of the
-    next stage begins, and its I begins when that one's has ended. The middle of what the bounds
-    leave is taken; that is as much as two messages take, where both ranks waited. To a stage with
-    forward passes alone nothing comes back: there it is the bound itself.
+    Messages bound the offset between two ranks: F of a stage ends before that of the next stage
+    begins, and its I begins after that one's has ended. The middle between the bounds is used; if
+    both ranks waited, the bounds are two messages apart. A stage with forward passes alone receives
+    nothing back; the only bound is used there.
     """
     placement = schedule.placement
     sends_back = {
@@ -206,7 +207,7 @@ def _begins(schedule: Schedule, ranks: Sequence[RankSums]) -> list[float]:
         for chunk, stage in enumerate(stages):
             own = rank.times[4 * chunk : 4 * chunk + 4]
             times[stage] = [time / rank.steps for time in own]
-    least: dict[tuple[int, int], list[float]] = {}  # that the second of a pair begins after
+    least: dict[tuple[int, int], list[float]] = {}  # least offset of the second rank of a pair
     pairs = []
     for stage in range(placement.last):
         pair = placement.rank_of[stage], placement.rank_of[stage + 1]
@@ -241,10 +242,11 @@ def _most(figures: Sequence[float]) -> tuple[int, int] | None:
 
 
 class Departure:
-    """Says once when the measured bubble has left the predicted one for `PATIENCE` iterations."""
+    """Reports once that the measured bubble has differed from the predicted one for `PATIENCE`
+    iterations."""
 
     def __init__(self) -> None:
-        self._iterations = 0  # for which it has, up to now
+        self._iterations = 0  # iterations for which it has differed, up to now
         self._has_told = False
 
     def see(self, metrics: Metrics, iterations: int) -> str | None:

@@ -16,11 +16,14 @@ _RANKS = "ranks="
 
 
 def parse_noise(text: str) -> Noise:
-    """``0.1``: the standard deviation of what a pass takes, as a share of it; ``0.1,ranks=0.05``:
-    and of what all passes of a rank take in a step; or a trace, by its file or folder.
+    """Return the noise that ``text`` describes.
+
+    ``0.1`` is the standard deviation of a pass's seconds, as a share of them. ``0.1,ranks=0.05``
+    adds the standard deviation of a factor that all passes of a rank share in a step. Otherwise
+    ``text`` is the file or folder of a trace.
 
     Raises:
-        ValueError: none of them, or more than 1.
+        ValueError: ``text`` is none of these, or a share is more than 1.
     """
     passes, *more = (part.strip() for part in text.split(","))
     if not _is_number(passes):

@@ -1,4 +1,4 @@
-"""A plan as a picture: time against memory, and what a microbatch takes by their number."""
+"""Picture of a plan: step time against memory, and seconds per microbatch by their number."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def draw_plan(plan: Plan, curves: Curves, path: Path) -> None:
 
 
 def _looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """The colour and mark of each line, the same in both panels."""
+    """Return the colour and mark of each line, the same in both panels."""
     return {
         name: {"color": LINES[number % len(LINES)], "marker": MARKS[number % len(MARKS)]}
         for number, name in enumerate(dict.fromkeys(names))
@@ -73,7 +73,7 @@ def _draw_by_memory(
     looks: Mapping[str, Mapping[str, Any]],
     in_bytes: bool,
 ) -> tuple[dict[Pair, str], list[list[Pair]]]:
-    """The first panel. Its labels, by the points that they belong to, and its lines."""
+    """Draw the first panel. Return its labels, by the points that they belong to, and its lines."""
     unit = 2**30 if in_bytes else 1
     shown = tuple(dict.fromkeys((*plan.best_of_each, *plan.front)))
 
@@ -138,7 +138,8 @@ def _with_margin(values: Sequence[float]) -> Pair:
 
 
 def _labels(points: Mapping[Candidate, Pair], ends: Sequence[float]) -> dict[Pair, str]:
-    """A label for all that lie upon one another; what is beyond an axis's end says where."""
+    """Return one label for all points that coincide. A point beyond the end of an axis is labelled
+    with its position."""
     sizes = [
         max(figures) - min(figures)
         for figures in zip(*(_clipped(point, ends) for point in points.values()), strict=True)
@@ -169,7 +170,7 @@ def _with_figures(name: str, point: Pair, ends: Sequence[float]) -> str:
 def _draw_by_microbatches(
     axes: Axes, curves: Curves, looks: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """The second panel."""
+    """Draw the second panel."""
     numbers = sorted({number for line in curves.by_microbatches.values() for number in line})
     shares = []
     for name, steps in curves.by_microbatches.items():

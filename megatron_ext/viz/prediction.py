@@ -44,7 +44,7 @@ class Comparison:
         )
 
     def lines(self) -> list[str]:
-        """A line of text for each rank."""
+        """Return a line of text for each rank."""
         error = f"{abs(self.error):.1%} {'shorter' if self.error < 0 else 'longer'}"
         step = f"step predicted {_ms(self.predicted)}, measured {_ms(self.measured)} ({error})"
         pairs = zip(self.predicted_busy, self.measured_busy, strict=True)

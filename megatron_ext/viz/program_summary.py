@@ -29,14 +29,14 @@ from megatron_ext.words import bytes_text, counted
 
 
 def program_of_1f1b(problem: Problem) -> Program:
-    """Plain 1F1B on the same ranks, microbatches and whole costs."""
+    """Return the program of plain 1F1B on the same ranks, microbatches and whole costs."""
     costs = (problem.costs.whole or problem.costs).per_rank(problem.placement)
     on_line = Problem(line(problem.ranks), problem.microbatches, costs)
     return build_program(choose("1f1b"), on_line)
 
 
 def stock_1f1b(problem: Problem) -> Timeline:
-    """The timeline of `program_of_1f1b`."""
+    """Return the timeline of `program_of_1f1b`."""
     program = program_of_1f1b(problem)
     return simulate(program, program.problem.costs)
 

@@ -1,4 +1,4 @@
-"""Replay the passes of a schedule with other durations."""
+"""Replay of the passes of a schedule with other durations."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Seconds = Callable[[Action], float]
 
 @dataclass(frozen=True)
 class Replay:
-    """The passes of ``schedule`` and what each waits for. Messages are no actions here: they take
-    no time, or what is given as a pass's delay."""
+    """The passes of ``schedule``, and the passes that each waits for. Messages are no actions here:
+    they take no time, or the time given as a pass's delay."""
 
     schedule: Schedule
 
@@ -51,8 +51,8 @@ class Replay:
         return graph
 
     def ready(self, measured: dict[Action, Event]) -> dict[Action, tuple[float, float]]:
-        """When each pass could have started in a measured step: its rank was free, and what it
-        needs was made. (The start of the step for what waits for nothing.)"""
+        """Return, for each pass of a measured step, when its rank was free and when its inputs were
+        made. For passes without inputs the latter is the start of the step."""
         start = min(event.start for event in measured.values())
         ready_at = {}
         for row in self.schedule.compute_rows:
@@ -64,7 +64,8 @@ class Replay:
         return ready_at
 
     def run(self, seconds: Seconds, delay: Seconds = lambda action: 0.0) -> Timeline:
-        """Start each pass ``delay`` after its rank is free and all it needs is made."""
+        """Return the timeline in which each pass starts ``delay`` after its rank is free and its
+        inputs are made."""
         passes = [(r, action) for r, row in enumerate(self.schedule.compute_rows) for action in row]
         late = [delay(action) for _, action in passes]
         taken = [wait + seconds(action) for wait, (_, action) in zip(late, passes, strict=True)]
@@ -77,8 +78,8 @@ class Replay:
 
 
 def _of_pairs(inputs: Inputs, schedule: Schedule) -> Inputs:
-    """``inputs`` where passes run in pairs: a pair needs what either does, and what its forward
-    pass makes is there when its backward pass has ended."""
+    """Return ``inputs`` for passes that run in pairs: a pair needs the inputs of both passes, and
+    the output of its forward pass is there when its backward pass has ended."""
     ends = {pair.forward: pair.backward for pair in schedule.pairs}
     moved = {a: tuple(ends.get(maker, maker) for maker in makers) for a, makers in inputs.items()}
     for forward, backward in schedule.pairs:
@@ -88,7 +89,8 @@ def _of_pairs(inputs: Inputs, schedule: Schedule) -> Inputs:
 
 
 def _makers(action: Action, placement: Placement) -> Iterator[Action]:
-    """The passes that may make what ``action`` needs, through whatever messages and collectives."""
+    """Yield the passes that may make the inputs of ``action``, through any messages and
+    collectives."""
     lane = RULES[action.kind].lane
     ends = [action]
     if lane is Lane.RECEIVE:

@@ -17,7 +17,7 @@ _QUICK = 4  # a message is as quick as the quickest quarter: others have waited 
 
 
 def seen_costs(steps: Sequence[TracedStep]) -> SeenCosts | None:
-    """The medians over the passes of ``steps``; None if they are not Megatron's own."""
+    """Return the medians over the passes of ``steps``; None if they are not Megatron's own."""
     latest = steps[-1]
     if latest.weight_shares is None:
         return None

@@ -1,4 +1,4 @@
-"""Ranks that are slower than the costs of their stages: which they are, what they cost, what helps.
+"""Ranks that are slower than the costs of their stages, the time that they cost, and remedies.
 
 The time of a rank's passes is compared with the costs of its stages, and with the same rank of
 other pipelines (data-parallel replicas and tensor-parallel ranks), which have the same stages:
@@ -68,8 +68,8 @@ def speeds_in(steps: Sequence[TracedStep]) -> RankSpeeds | None:
 
 
 def share_lost(predicted: Timeline, slow: Mapping[int, float]) -> float:
-    """Return how much longer the step is that has these ``slow`` ranks, as a share of the
-    ``predicted`` one: both replayed, with messages that take no time."""
+    """Return by how much these ``slow`` ranks lengthen the ``predicted`` step, as a share of it.
+    Both steps are replayed with messages that take no time."""
     events = {event.action: event for row in predicted.compute for event in row}
 
     def seconds(action: Action) -> float:
@@ -83,7 +83,7 @@ def share_lost(predicted: Timeline, slow: Mapping[int, float]) -> float:
 
 
 class SlowRanks:
-    """Says once when the same ranks have been slow for `PATIENCE` iterations."""
+    """Reports once that the same ranks have been slow for `PATIENCE` iterations."""
 
     def __init__(self) -> None:
         self._iterations: dict[int, int] = {}  # by rank, for which it has been slow up to now

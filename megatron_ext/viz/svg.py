@@ -1,4 +1,4 @@
-"""A figure as a file: SVG that is small, has text that is text, and is the same every time."""
+"""SVG files of figures: small, with text as text, and identical every time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ElementTree.register_namespace("xlink", XLINK)
 GROUP, PATH, TEXT, USE = (f"{{{SVG}}}{name}" for name in ("g", "path", "text", "use"))
 METADATA, HREF = f"{{{SVG}}}metadata", f"{{{XLINK}}}href"
 
-# Places are computed for matplotlib's own font. Verdana, on other machines, is about as wide.
+# Positions are computed for matplotlib's own font. Verdana, on other machines, is about as wide.
 FONTS = ("DejaVu Sans", "Verdana")
 FAMILY = ", ".join((*(f"'{font}'" for font in FONTS), "sans-serif"))
 
@@ -34,7 +34,7 @@ def save(figure: Figure, path: Path) -> None:
         {
             "font.sans-serif": FONTS,
             "svg.fonttype": "none",
-            "svg.hashsalt": "megatron_ext",  # or names of patterns are drawn by lot
+            "svg.hashsalt": "megatron_ext",  # otherwise names of patterns are random
         }
     ):
         if path.suffix == ".png":
@@ -47,9 +47,9 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def smaller(svg: str) -> str:
-    """Return ``svg``, as matplotlib writes it, to a tenth of a point and an element a line, without
-    what is said twice or not seen: comments, metadata, names and groups that nothing refers to.
-    """
+    """Return ``svg``, written by matplotlib, in less text: rounded to a tenth of a point, with one
+    element a line. Repeated styles and invisible parts are removed: comments, metadata, and names
+    and groups to which nothing refers."""
     root = ElementTree.fromstring(svg)
     for metadata in root.findall(METADATA):
         root.remove(metadata)
@@ -113,7 +113,7 @@ def _drop_style(element: Element, inherited: str) -> None:
 
 
 def _dissolve_groups(parent: Element) -> None:
-    """Put the members of groups that say nothing of them in their groups' places."""
+    """Replace groups without attributes by their members."""
     children: list[Element] = []
     for child in parent:
         _dissolve_groups(child)
@@ -122,7 +122,7 @@ def _dissolve_groups(parent: Element) -> None:
 
 
 def _group_texts(parent: Element) -> None:
-    """Say the style of texts that follow each other once."""
+    """Write the style of adjacent texts only once."""
     children: list[Element] = []
     for style, members in groupby(parent, _style_of_text):
         run = list(members)

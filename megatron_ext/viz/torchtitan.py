@@ -1,6 +1,6 @@
-"""How torchtitan runs a table of ours.
+"""Command line with which torchtitan runs a table of ours.
 
-It takes the order of passes from the table, and where the stages are from the name of a schedule
+It takes the order of passes from the table, and the placement of stages from the name of a schedule
 (``_pipeline_module_split`` in its ``distributed/pipeline_parallel.py``): a line from 1F1B, a loop
 from Interleaved1F1B, a V from ZBVZeroBubble. There is no name for waves.
 """
@@ -36,7 +36,8 @@ def for_torchtitan(placement: Placement, microbatches: int, table: Path) -> str:
 
 
 def _schedule_with(placement: Placement) -> str | None:
-    """A schedule of torch's with this placement, whichever way a V opens."""
+    """Return a schedule of torch's with this placement, whichever way a V opens; None if there is
+    none."""
     ranks = placement.ranks
     if placement.rank_of == line(ranks).rank_of:
         return "1F1B"

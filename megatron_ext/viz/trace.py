@@ -1,8 +1,8 @@
 """Timelines as a trace file that Perfetto (ui.perfetto.dev) and chrome://tracing open, and back.
 
 A process is a pipeline rank. Its tracks: the passes as measured (or as simulated, where nothing is
-measured), the reductions of its chunks, the passes and messages as predicted. What may overlap has
-tracks of its own, since a track shows slices one after the other.
+measured), the reductions of its chunks, the passes and messages as predicted. Actions that may
+overlap have separate tracks, since a track shows slices one after the other.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ class TracedStep:
     """A measured step and its prediction.
 
     Attributes:
-        iteration: as Megatron's log counts.
-        predicted: simulated, with costs ``cost_factor`` times those of the program: so that its
-            passes take as long as the measured ones, all together. It starts with ``measured``.
+        iteration: its number in Megatron's log.
+        predicted: the simulated step, with costs ``cost_factor`` times those of the program, so
+            that all its passes together take as long as the measured ones. It starts with
+            ``measured``.
         clock_error: seconds by which a rank's clock may be off rank 0's, at most.
-        weight_shares: of a step of Megatron's own, which part of each stage's backward pass W would
-            be, as estimated; None of a step of ours.
+        weight_shares: for a step of Megatron's own, the estimated share of W in each stage's
+            backward pass; None for a step of ours.
         reserved: bytes of each rank that its allocator had reserved beyond the most that it had
-            handed out; None where there is none, as on a CPU.
+            allocated; None without such an allocator, as on a CPU.
     """
 
     iteration: int
@@ -95,7 +96,7 @@ def beside_all(
 
 
 class TraceFile:
-    """A trace file being written: whole, and good JSON, after each step."""
+    """A trace file being written. It is complete, valid JSON after each step."""
 
     def __init__(self, path: Path) -> None:
         """Start ``path`` afresh; its folder is made if there is none."""
@@ -126,7 +127,7 @@ class TraceFile:
         self._origin = origin
 
     def add_simulated(self, steps: Sequence[Timeline], seconds_per_unit: float) -> None:
-        """Write consecutive ``steps`` alone."""
+        """Write consecutive ``steps`` without measured ones."""
         for number, timeline in enumerate(steps):
             events = [*_slices(timeline, "", {"step": number}), *_held(timeline)]
             self._write(events, 0.0, seconds_per_unit)
@@ -166,10 +167,10 @@ def _write_all(file: io.RawIOBase, data: bytes) -> None:
 
 def write_trace(steps: Sequence[Timeline], path: Path, seconds_per_unit: float = 1e-3) -> None:
     """Write simulated ``steps``, one after the other on one clock: a process per rank with its
-    passes, its messages and what it holds.
+    passes, its messages and the memory that it holds.
 
     Args:
-        seconds_per_unit: what one unit of the costs is in the trace; the default shows costs in
+        seconds_per_unit: seconds in the trace of one unit of the costs; the default shows costs in
             milliseconds.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -178,11 +179,11 @@ def write_trace(steps: Sequence[Timeline], path: Path, seconds_per_unit: float =
 
 
 def read_trace(path: Path) -> list[TracedStep]:
-    """The steps that a training run has written to ``path``, or to `NAME` in that folder.
+    """Return the steps that a training run has written to ``path``, or to `NAME` in that folder.
 
     Raises:
         ValueError: there is no such file, it is not JSON, it has no measured step, or a step of it
-            is not as `TraceFile` writes one.
+            differs from what `TraceFile` writes.
     """
     file = path / NAME if path.is_dir() else path
     try:
@@ -236,7 +237,7 @@ def reserved_in(steps: Sequence[TracedStep]) -> float | None:
 
 @dataclass(frozen=True)
 class _Slice:
-    """One slice of a step, as it was read."""
+    """One slice of a step, as read from the file."""
 
     rank: int
     name: str
@@ -286,7 +287,7 @@ def _step(
 
 
 def _timeline(slices: Sequence[_Slice], category: str, where: str) -> Timeline:
-    """The passes of ``category``, and with them the reductions of a measured step."""
+    """Return the passes of ``category``, with the reductions of a measured step."""
     of_rank: dict[int, list[Event]] = {}
     reductions, pairs = [], list[Pair]()
     try:
@@ -343,7 +344,8 @@ def _check_rows(rows: Sequence[tuple[Event, ...]], where: str) -> None:
 
 
 def track_of(action: Action, placement: Placement) -> str | None:
-    """The title of the track of its rank that ``action`` is on; None if it takes no time on any."""
+    """Return the title of the track of its rank that shows ``action``; None if it takes no time on
+    any."""
     rule = RULES[action.kind]
     if rule.lane is Lane.COMPUTE:
         return "passes"
@@ -357,8 +359,8 @@ def track_of(action: Action, placement: Placement) -> str | None:
 
 
 def _slices(timeline: Timeline, prefix: str, about: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Passes and messages, and when the optimizer stepped and when the verdict on the last step
-    was there; ``prefix`` goes before the names of their tracks and categories."""
+    """Yield the events of passes and messages, of the optimizer's step and of the verdict on the
+    last step. ``prefix`` precedes the names of their tracks and categories."""
     placement, beside = timeline.schedule.placement, timeline.schedule.beside
     for event in timeline.events:
         action, rule = event.action, RULES[event.action.kind]
@@ -420,7 +422,7 @@ def _slice(
 def _mark(
     event: Event, name: str, track: str, category: str, args: dict[str, Any]
 ) -> dict[str, Any]:
-    """The end of ``event``, as an instant on its rank's track."""
+    """Return the end of ``event``, as an instant on its rank's track."""
     return {
         "ph": "i",
         "s": "t",

@@ -45,8 +45,9 @@ class TraceReport:
         cost_factor, clock_error: as `TracedStep` has them.
         parts, causes: as `Explanation` has them.
         iterations: all traced steps.
-        what_if: what our schedules would take, where the steps are Megatron's own.
-        rank_speeds: of the ranks if some are slow, as --rank-speeds takes them; None: none is.
+        what_if: predicted steps of our schedules, if the steps are Megatron's own.
+        rank_speeds: speeds of the ranks if some are slow, as --rank-speeds takes them; None if none
+            is.
     """
 
     schedule: str
@@ -65,15 +66,15 @@ class TraceReport:
 
 
 def median_step(steps: Sequence[TracedStep]) -> TracedStep:
-    """The one with the median makespan; of two, the shorter."""
+    """Return the step with the median makespan; of two, the shorter."""
     by_makespan = sorted(steps, key=lambda step: step.measured.makespan)
     return by_makespan[(len(steps) - 1) // 2]
 
 
 def trace_report(steps: Sequence[TracedStep], seconds: float = SECONDS) -> TraceReport:
-    """The step with the median makespan, explained, and the figures of all ``steps``.
+    """Return an explanation of the step with the median makespan, and the figures of all ``steps``.
 
-    ``seconds``: as `what_if` has them.
+    ``seconds`` is the limit of `what_if`.
     """
     median = median_step(steps)
     schedule = median.measured.schedule

@@ -13,13 +13,13 @@ _WORTH_SAYING = 0.005  # of the makespan
 
 
 def name_of(report: TraceReport) -> str:
-    """The schedule, and whose it is."""
+    """Return the name of the schedule, and whether it is Megatron's own."""
     whose = "" if report.what_if is None else "Megatron's own "
     return f"{whose}{report.schedule}"
 
 
 def summary(report: TraceReport, folder: Path) -> Iterator[str]:
-    """Lines for the log of a training whose steps are Megatron's own."""
+    """Yield lines for the log of a training whose steps are Megatron's own."""
     measured, assumed = report.measured, report.what_if
     assert assumed is not None
     yield (
@@ -43,8 +43,8 @@ def summary(report: TraceReport, folder: Path) -> Iterator[str]:
 
 
 def sections(assumed: WhatIf) -> Iterator[tuple[str, list[Prospect]]]:
-    """The two tables of ``assumed``, with what is over them. Megatron's own schedule begins the
-    first."""
+    """Yield the title and the schedules of the two tables of ``assumed``. Megatron's own schedule
+    is first in the first table."""
     peak = counted(assumed.stock.peak, "microbatch")
     title = f"what schedules would take with these costs, in no more memory (peak {peak})"
     yield title, [assumed.stock, *assumed.within]
@@ -53,7 +53,7 @@ def sections(assumed: WhatIf) -> Iterator[tuple[str, list[Prospect]]]:
 
 
 def prospect_rows(prospects: Sequence[Prospect]) -> list[dict[str, str]]:
-    """A row for each, by column."""
+    """Return a row for each of ``prospects``, by column."""
     return [
         {
             "schedule": prospect.schedule,

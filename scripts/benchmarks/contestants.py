@@ -68,8 +68,9 @@ def program_of(
     extras: Extras = NO_EXTRAS,
     memory_limit: str | None = None,
 ) -> Program:
-    """The program of ``choice`` for emulated ``costs`` in milliseconds, with free messages;
-    ``memory_limit``: what recompute is to fit into, if it is."""
+    """Return the program of ``choice`` for emulated ``costs`` in milliseconds, with free messages.
+    ``memory_limit`` is the limit that recompute has to fit into, if recompute is requested with
+    ``fit``."""
     placement = choice.place(ranks)
     limit = None
     if extras.recompute.fit and memory_limit is not None:
@@ -79,16 +80,12 @@ def program_of(
 
 
 def ideal_of(program: Program) -> float:
-    """Seconds of a step: of its makespan, or where steps overlap about of its span."""
+    """Return the ideal seconds of a step: its makespan, or about its span if steps overlap."""
     return step_seconds(program, program.problem.costs)
 
 
 def ideal_after_bad(program: Program) -> float:
-    """Seconds of a step that follows a bad verdict, with post-validation.
-
-    All ranks run on to SETTLE, undo the last optimizer step and repeat it together. Then the next
-    step begins on all of them.
-    """
+    """Return the ideal seconds of a step that follows a bad verdict, with post-validation."""
     costs = program.problem.costs
     *_, previous, last = simulate_steps(program, costs, 8)
     settled = max(event.end for event in last.events if event.action.kind is Kind.SETTLE)
@@ -97,7 +94,8 @@ def ideal_after_bad(program: Program) -> float:
 
 
 def in_seconds(costs: str, placement: Placement) -> Costs:
-    """``costs`` in milliseconds as seconds, without those of messages: real ones are sent here."""
+    """Return ``costs``, given in milliseconds, in seconds. Messages cost nothing there, as real
+    ones are sent here."""
     given = parse_costs(costs, placement)
     host, vocabulary = given.host, given.vocabulary
     if host is not None:
@@ -123,14 +121,14 @@ def in_seconds(costs: str, placement: Placement) -> Costs:
 
 
 def _in_seconds(ms: Any) -> Any:
-    """``ms``, a figure or tuples and mappings of figures, in seconds."""
+    """Return ``ms``, a figure or tuples and mappings of figures, in seconds."""
     if isinstance(ms, Mapping):
         return {key: _in_seconds(figures) for key, figures in ms.items()}
     return tuple(map(_in_seconds, ms)) if isinstance(ms, tuple) else ms / 1000
 
 
 def _passes(program: Program) -> int:
-    """The number of passes of each rank."""
+    """Return the number of passes of each rank."""
     return len(program.schedule.compute_rows[0])
 
 
@@ -177,7 +175,8 @@ def ours(
     bad_every: int,
     folder: Path,
 ) -> Contender:
-    """Our executor and transport under ``spec``. ``folder`` is the launch's own.
+    """Return the contender of our executor and transport under ``spec``. ``folder`` belongs to this
+    launch.
 
     With post-validation every ``bad_every``-th verdict is bad, or none if that is 0.
     """
@@ -240,7 +239,7 @@ def ours(
 
 
 def torchs(ranks: int, microbatches: int, costs: str) -> Iterator[Contender]:
-    """torch.distributed.pipelining's schedules, as far as they take these sizes."""
+    """Yield the contenders of torch.distributed.pipelining's schedules that accept these sizes."""
     for name, schedule_class in TORCH.items():
         try:
             yield _torch_contenders(name, schedule_class, ranks, microbatches, costs)

@@ -52,7 +52,7 @@ _clock = _Clock()
 
 @contextlib.contextmanager
 def as_one(seconds: float) -> Iterator[None]:
-    """Passes within take ``seconds`` together."""
+    """Context whose passes take ``seconds`` together."""
     _clock.runs = False
     try:
         yield
@@ -171,7 +171,7 @@ class Contender:
         step: runs one step.
         commit_or_rollback: with post-validation, waits for the verdict on the last step; else None.
         ideal_after_bad: with post-validation, as ``ideal``, of a step that follows a bad verdict.
-        program, recorder: of ours, what runs, and what knows when its passes do.
+        program, recorder: for our executor, its program, and the recorder of its passes.
     """
 
     name: str
@@ -185,5 +185,6 @@ class Contender:
 
 
 def data() -> Tensor:
-    """Input tensor of the first stage. It requires a gradient: without it autograd skips I."""
+    """Return the input tensor of the first stage. It requires a gradient: without it autograd skips
+    I."""
     return torch.ones(SHAPE, dtype=DTYPE, requires_grad=True)

@@ -69,7 +69,7 @@ def _run(copies: queue.SimpleQueue[_Copy], link: Path | None) -> None:
 
 
 def _link(host: HostCosts, rank: int, lane: Lane, folder: Path) -> Path | None:
-    """The file that stands for a link that others use too."""
+    """Return the file that stands for a shared link; None if the link is not shared."""
     if not host.is_shared:
         return None
     number, direction = host.link(rank, lane)

@@ -52,7 +52,7 @@ class EmulatedVocabulary:
         self._shard = VocabularyShard(embedding, output, pipeline.rank(), None, False)
 
     def step(self) -> VocabularyPasses:
-        """The vocabulary's passes of a new step, for the executor."""
+        """Return the vocabulary's passes of a new step, for the executor."""
         return _EmulatedPasses(
             self._costs,
             self._program,

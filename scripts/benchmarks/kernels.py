@@ -82,7 +82,7 @@ def _timed(kernel: Callable[[], object], repetitions: int) -> float:
 
 
 def products(rates: Rates, precision: Precision) -> Iterator[Row]:
-    """The matrix products of dense layers, by tensor-parallel size."""
+    """Yield the matrix products of dense layers, by tensor-parallel size."""
     execution = Execution(TOKENS, precision=precision)
     for model, (hidden, heads, width) in MODELS.items():
         for ranks in TENSOR_PARALLEL:
@@ -122,7 +122,7 @@ def _one() -> Tensor:
 
 
 def grouped_products(rates: Rates) -> Iterator[Row]:
-    """The first matrices of experts, forward; each has as many rows."""
+    """Yield the first matrices of experts, forward, with equally many rows each."""
     for model, (experts, rows, hidden, width) in EXPERTS.items():
         (operation,) = linear(
             "fc1",
@@ -141,7 +141,8 @@ def grouped_products(rates: Rates) -> Iterator[Row]:
 
 
 def attention(rates: Rates) -> Iterator[Row]:
-    """Fused causal attention, forward and backward, PyTorch's flash and cuDNN's."""
+    """Yield fused causal attention, forward and backward, of PyTorch's flash attention and
+    cuDNN's."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     for heads, width, tokens in ATTENTION:
@@ -175,7 +176,7 @@ def attention(rates: Rates) -> Iterator[Row]:
 
 
 def memory_bound(rates: Rates) -> Iterator[Row]:
-    """Kernels that move bytes, forward."""
+    """Yield kernels that move bytes, forward."""
     execution = Execution(TOKENS)
     hidden, _, width = MODELS["Llama-3 8B"]
     x, y = (torch.randn(TOKENS, hidden, device="cuda", dtype=torch.bfloat16) for _ in "12")

@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(spec: str, ranks: int, microbatches: int, costs: str, pairs: int) -> Result:
-    """Fork the ranks, and return what the first one has to say."""
+    """Fork the ranks, and return the result of the first one."""
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.start_processes(
             _rank, (ranks, spec, microbatches, costs, pairs, folder), ranks, start_method="fork"
@@ -149,7 +149,7 @@ def _run(spec: str, microbatches: int, text: str, pairs: int) -> Result:
     observed = ObservedStep(world, program, recorder)
 
     def turn(is_on: bool) -> float:
-        """Seconds of a turn's steps, of which the ranks begin each together."""
+        """Return the seconds of a turn's steps, each of which the ranks begin together."""
         dist.barrier()
         begin = time.perf_counter()
         for _ in range(line_interval()):

@@ -1,14 +1,14 @@
-"""What noise costs each schedule, and what W would win if it could run earlier than planned.
+"""Cost of noise for each schedule, and gain of W passes that run earlier than planned.
 
     python -m scripts.benchmarks.noise
     python -m scripts.benchmarks.noise --pp 4 -m 16 --noise 0.1,ranks=0.05 --schedules v-auto@3
 
-Passes vary as with `megatron-ext simulate --noise`, and their order stays, which is what training
-does. Beside that: a rank whose next message is late runs the next W in the meantime, if its I is
-done. It runs no W later than planned, and all other passes in their order, so that it never holds
-more. Two ways are simulated. `whole`: a W that has begun ends before anything else runs, even if
-the message comes. `in parts`: W stops when the message comes, and goes on later; a W is one product
-a layer, so that the truth of a rank that looks between them is close to this.
+Passes vary as with `megatron-ext simulate --noise`, and their order is fixed, as in training. In
+addition, a rank whose next message is late runs the next W in the meantime, if its I is done. It
+runs no W later than planned, and all other passes in their order, so it never holds more memory.
+Two variants are simulated. `whole`: a W that has begun ends before anything else runs, even if the
+message comes. `in parts`: W stops when the message comes, and continues later. A W is one product a
+layer, so a rank that checks for messages between products is close to this.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ SAMPLES = 200
 
 
 class WeightGradients(enum.Enum):
-    """When W runs while its rank waits for a message."""
+    """Times at which W may run while its rank waits for a message."""
 
     AS_PLANNED = "not"
     WHOLE = "whole"
@@ -65,7 +65,7 @@ class WeightGradients(enum.Enum):
 
 @dataclass(frozen=True)
 class Row:
-    """Makespans in the unit of the costs; ``whole`` and ``in_parts``: with W early."""
+    """Makespans in the unit of the costs; ``whole`` and ``in_parts`` are those with early W."""
 
     schedule: str
     noise: str
@@ -90,13 +90,15 @@ class Ranks:
         self.rows = [_Row(row, number) for row in schedule.compute_rows]
 
     def makespan(self, seconds: Sequence[float], early: WeightGradients) -> float:
-        """That of one step, whose passes take ``seconds``, in the order of the rows."""
+        """Return the makespan of one step whose passes take ``seconds``, in the order of the
+        rows."""
         return _Step(self, seconds, early).run()
 
 
 class _Row:
-    """A rank's passes: ``others`` in order, ``due[i]`` the number of W that are planned before the
-    i-th of them; ``weights`` in order, ``after[w]`` the number of others that must have run."""
+    """The passes of a rank. ``others`` are in order, and ``due[i]`` is the number of W that are
+    planned before the i-th of them. ``weights`` are in order, and ``after[w]`` is the number of
+    others that must have run before."""
 
     def __init__(self, row: Sequence[Action], number: dict[Action, int]) -> None:
         self.others: list[int] = []
@@ -156,7 +158,7 @@ class _Step:
             heapq.heappush(self.turns, (arrival, rank))
 
     def _arrival(self, here: int, rank: int) -> float:
-        """When all is there that pass ``here`` needs, whose makers have begun."""
+        """Return when all inputs of pass ``here`` have arrived, whose makers have begun."""
         arrival = 0.0
         for maker in self.ranks.makers[here]:
             end = self.end[maker]
@@ -227,7 +229,7 @@ def _quantiles(makespans: Sequence[float]) -> Quantiles:
 
 
 def _scaled(fixed: Quantiles, before: Quantiles, after: Quantiles) -> Quantiles:
-    """``fixed`` by as much less as ``after`` is than ``before``."""
+    """Return ``fixed`` scaled by the ratio of ``after`` to ``before``."""
     return Quantiles(
         fixed.median * after.median / before.median, fixed.p90 * after.p90 / before.p90
     )

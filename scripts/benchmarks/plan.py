@@ -126,8 +126,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def distinct_recipes() -> list[Recipe]:
-    """Recipes whose GPU is known, one of each model, pipeline and number of microbatches; those
-    with the smallest steps come first."""
+    """Return the recipes whose GPU is known, one for each model, pipeline and number of
+    microbatches; those with the smallest steps come first."""
     models = read_models()
     found: dict[tuple[str, int, int, int], Recipe] = {}
     with as_on_gpus():
@@ -140,7 +140,7 @@ def distinct_recipes() -> list[Recipe]:
 
 
 def spread(recipes: Sequence[Recipe], count: int) -> list[Recipe]:
-    """So many of ``recipes``, evenly spread, the largest step among them."""
+    """Return ``count`` of ``recipes``, evenly spread, with the largest step among them."""
     count = min(count, len(recipes))
     return [recipes[(number + 1) * len(recipes) // count - 1] for number in range(count)]
 
@@ -166,7 +166,7 @@ def _of_example(gpus: int, flags: str) -> LaunchRequest:
 
 
 def _in_a_process(request: Callable[[], LaunchRequest], limit: float, profile: bool) -> Answers:
-    """Plan in a process that nothing of another plan has warmed."""
+    """Return the plan from a new process, which no other plan has warmed up."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:

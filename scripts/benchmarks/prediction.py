@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(spec: str, ranks: int, microbatches: int, costs: str) -> Result:
-    """Fork the ranks, and return what the first one has to say."""
+    """Fork the ranks, and return the result of the first one."""
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.start_processes(
             _rank, (ranks, spec, microbatches, costs, folder), nprocs=ranks, start_method="fork"

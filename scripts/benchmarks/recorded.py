@@ -12,8 +12,8 @@ from scripts.benchmarks.emulated import Contender
 
 
 def recorded(contender: Contender) -> tuple[Run, ...]:
-    """One more step of a ``contender``, recorded on all ranks: how it would ideally have run, and
-    how it did; nothing of one that is not ours. All ranks call this."""
+    """Record one more step of a ``contender`` on all ranks. Return its ideal run and the measured
+    run; nothing for a contender that is not ours. All ranks call this."""
     program, recorder = contender.program, contender.recorder
     if program is None or recorder is None:
         return ()

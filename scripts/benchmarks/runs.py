@@ -154,13 +154,13 @@ class BenchResult:
 
 @dataclass(frozen=True)
 class BenchReport:
-    """Figures of all contenders, and the figures that tell whether to believe them.
+    """Figures of all contenders, and figures that show how reliable they are.
 
     Attributes:
-        late: by how much a pass lasted longer than requested, at the worst, as a share of it.
-        autograd_microseconds: what autograd alone takes for a pass, after a sleep of 20 ms, and
-            after none. Every executor adds this to its passes, and the caches of a rank that has
-            slept are cold.
+        late: the largest excess of a pass over its requested time, as a share of that.
+        autograd_microseconds: time of autograd alone for a pass, after a sleep of 20 ms, and after
+            none. Every executor adds this to its passes, and the caches of a rank that has slept
+            are cold.
         shown: a step of each of ours, ideal and measured, if that was requested.
     """
 
@@ -243,7 +243,8 @@ def measure(
 
 
 def _measured(steps: Sequence[_Steps], stock: float) -> BenchResult:
-    """One contender's steps of all launches; ``stock``: seconds of Megatron's 1F1B."""
+    """Return the result of one contender's steps of all launches. ``stock`` are the seconds of
+    Megatron's 1F1B."""
     seconds = [launch.seconds for launch in steps]
     after_bad = [launch.after_bad for launch in steps if launch.after_bad is not None]
     measured = statistics.median(seconds)
@@ -262,7 +263,7 @@ def _measured(steps: Sequence[_Steps], stock: float) -> BenchResult:
 
 
 def draw_report(report: BenchReport, path: Path) -> None:
-    """Bars of measured seconds with the ideal in each, as .svg or .png."""
+    """Draw bars of measured seconds with the ideal in each, as .svg or .png."""
     from megatron_ext.viz.draw import draw_bars
 
     names = [f"{row.name} ({row.efficiency:.1%})" for row in report.rows]
@@ -324,7 +325,8 @@ def _rank(rank: int, setting: Setting, folder: str, shows: bool) -> None:
 
 
 def _seconds_of(contender: Contender, setting: Setting) -> tuple[float, float | None]:
-    """Seconds of a step, and of one after a bad verdict if the contender has such."""
+    """Return the seconds of a step, and of a step after a bad verdict if the contender has such
+    steps."""
     if not setting.post_validation:
         return _median_of(contender, setting.steps), None
     seconds = _in_a_row(contender, setting)
@@ -334,7 +336,7 @@ def _seconds_of(contender: Contender, setting: Setting) -> tuple[float, float | 
 
 
 def _median_of(contender: Contender, steps: int) -> float:
-    """Seconds of a step by itself."""
+    """Return the median seconds of single steps."""
     contender.step()
     seconds = [_timed(contender.step) for _ in range(steps)]
     if contender.commit_or_rollback is not None:
@@ -363,7 +365,7 @@ def _contenders(setting: Setting, costs: str, folder: Path) -> Iterator[Contende
 
 
 def _timed(step: Callable[[], None]) -> float:
-    """Seconds from the first rank's start to the last rank's end."""
+    """Return the seconds from the first rank's start to the last rank's end."""
     import torch.distributed as dist
 
     dist.barrier()
@@ -374,8 +376,9 @@ def _timed(step: Callable[[], None]) -> float:
 
 
 def _in_a_row(contender: Contender, setting: Setting) -> tuple[float, float | None]:
-    """Mean seconds of steps that follow one another, from the last rank's end to that of the next:
-    of those that follow no bad verdict, and of those that do, if it knows any."""
+    """Return the mean seconds of consecutive steps, each from the last rank's end of one step to
+    that of the next: of steps that do not follow a bad verdict, and of steps that do, if there are
+    any."""
     import torch
     import torch.distributed as dist
 
@@ -412,7 +415,7 @@ def _lateness() -> float:
 
 
 def _autograd(sleep: float) -> float:
-    """Seconds that a forward or backward pass of no length takes on this rank, after ``sleep``."""
+    """Return the seconds of an empty forward or backward pass on this rank, after ``sleep``."""
     from megatron_ext.schedule.costs import uniform
     from megatron_ext.schedule.placement import line
     from scripts.benchmarks.emulated import EmulatedChunk, data

@@ -82,7 +82,8 @@ def measure(family: str, ranks: int, microbatches: int) -> Measured:
 
 
 def exponent(series: Sequence[Measured], seconds: Callable[[Measured], float]) -> float | None:
-    """Of the growth of ``seconds`` with the number of actions; None: too fast to tell."""
+    """Return the exponent of the growth of ``seconds`` with the number of actions; None if the
+    times are too short to measure."""
     points = [(row.actions, seconds(row)) for row in series if seconds(row) >= AT_LEAST]
     if len({actions for actions, _ in points}) < 2:
         return None

@@ -70,14 +70,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def keep_memory() -> None:
-    """Have glibc's malloc keep memory that is freed, and take none by mmap, which would not."""
+    """Make glibc's malloc keep freed memory, and allocate none by mmap, which would return it."""
     trim_threshold, mmap_max = -1, -4  # malloc.h
     libc = ctypes.CDLL(None)
     assert libc.mallopt(trim_threshold, 2**31 - 1) and libc.mallopt(mmap_max, 0)
 
 
 def measure(hidden: int, sequence: int, repetitions: int) -> dict[str, float]:
-    """Median milliseconds of B, I and W, and (I + W) / B; on a CPU median page faults, too."""
+    """Return the median milliseconds of B, I and W, and (I + W) / B; on a CPU also median page
+    faults."""
     from megatron_ext.patches import engine
 
     if not GPU:
@@ -110,7 +111,7 @@ def measure(hidden: int, sequence: int, repetitions: int) -> dict[str, float]:
 
 
 class Cost(NamedTuple):
-    """Of one pass."""
+    """Seconds and page faults of one pass."""
 
     seconds: float
     page_faults: float
@@ -166,7 +167,8 @@ def _forward(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def _cost(run: Callable[[], None]) -> Cost:
-    """On a CPU the seconds of this process, as others may use the machine, too."""
+    """Run ``run`` and return its cost. On a CPU the seconds are those of this process, as others
+    may use the machine, too."""
     if GPU:
         torch.cuda.synchronize()
         start = time.perf_counter()

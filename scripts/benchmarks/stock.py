@@ -44,7 +44,7 @@ def _forward_step(data_iterator: Any, model: _Chunk) -> tuple[Tensor, Any]:
 
 
 def contenders(ranks: int, microbatches: int, costs: str) -> Iterator[Contender]:
-    """Megatron's 1F1B and, where it takes these sizes, its interleaved schedule."""
+    """Yield Megatron's 1F1B and, if it accepts these sizes, its interleaved schedule."""
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
     yield _contender("1f1b", ranks, microbatches, costs, chunks=1)

@@ -21,7 +21,7 @@ class Load:
     """Microbatches of one step, each array relative to the mean of its distribution.
 
     Attributes:
-        tokens: of each microbatch.
+        tokens: tokens of each microbatch.
         squares: the sum of the squared lengths of its documents.
     """
 
@@ -48,7 +48,8 @@ def _conversations(rng: np.random.Generator, number: int, longest: int = 8192) -
 
 
 def _long_documents(rng: np.random.Generator, number: int, longest: int = 131072) -> Floats:
-    """15 % from a tail with P(length > x) ~ 1/x between 8k and ``longest``, the rest log-normal."""
+    """Return document lengths: 15 % from a tail with P(length > x) ~ 1/x between 8k and
+    ``longest``, the rest log-normal."""
     short = rng.lognormal(np.log(2000), 1.2, number)
     drawn = rng.random(number)
     tail = 8192 / np.maximum(1 - drawn * (1 - 8192 / longest), 1e-9)
@@ -61,7 +62,7 @@ def _single(rng: np.random.Generator, number: int) -> tuple[Floats, Floats]:
 
 
 def _packs(rng: np.random.Generator, number: int) -> tuple[Floats, Floats]:
-    """Packs of up to 8,192 tokens, filled in order with whole conversations."""
+    """Return packs of up to 8,192 tokens, filled in order with whole conversations."""
     tokens, squares = [], []
     filled = squared = 0.0
     for length in _conversations(rng, 60 * number):
@@ -82,7 +83,7 @@ def _full(
     size: int,
     draw: Callable[[np.random.Generator, int], Floats],
 ) -> tuple[Floats, Floats]:
-    """Packs of ``size`` tokens, the last document of each cut."""
+    """Return packs of ``size`` tokens, with the last document of each cut."""
     squares = []
     for _ in range(number):
         left, squared = float(size), 0.0

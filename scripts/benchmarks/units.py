@@ -1,4 +1,5 @@
-"""Where units of microbatches win: when a chunk's parameters have to be gathered before it runs.
+"""Cases in which units of microbatches win: a chunk's parameters have to be gathered before it
+runs.
 
     python -m scripts.benchmarks.units [--pp 4 8] [--vpp 2 4] [--gathers 0 10 50] [-m 4]
 
@@ -45,7 +46,7 @@ def main() -> None:
 
 
 def table(p: int, chunks: int, m: int, gathers: Sequence[float]) -> Table:
-    """Makespans of schedules by what a gather of all chunks of a rank takes."""
+    """Return the makespans of schedules by the time to gather all chunks of a rank."""
     problem = Problem(loop(p, vpp=chunks), m, uniform(loop(p, vpp=chunks), *COSTS))
     sizes = sorted({p, 3 * p // 2, 2 * p, m})
     specs = [*("interleaved", "interleaved-zb", "gis", "breadth-first")]
@@ -63,7 +64,7 @@ def table(p: int, chunks: int, m: int, gathers: Sequence[float]) -> Table:
 
 
 def gathered(row: Sequence[Action]) -> Iterator[Action]:
-    """The passes of a rank before which it gathers a chunk's parameters."""
+    """Yield the passes of a rank before which it gathers a chunk's parameters."""
     kept: dict[bool, int] = {}
     for action in row:
         if is_compute(action) and action.kind is not Kind.BACKWARD_WEIGHT:
@@ -74,7 +75,7 @@ def gathered(row: Sequence[Action]) -> Iterator[Action]:
 
 
 def makespan(program: Program, gather: float) -> float:
-    """First start to last end where a gather takes so long, and its pass waits for all of it."""
+    """Return the makespan if a gather takes ``gather``, and its pass waits for all of it."""
     waits = {action for row in program.schedule.rows for action in gathered(row)}
     costs = program.problem.costs
     seconds = [costs.of(a) + gather * (a in waits) for a in program.graph.actions]

@@ -1,8 +1,8 @@
-"""Whether a recipe may be trained under our schedules: all that refuses is asked.
+"""Check whether a recipe may be trained under our schedules, by everything that can refuse it.
 
 Megatron's own validation of arguments, its model's config, the schedule's refusals and its proved
-program are what ``megatron-ext doctor`` asks of a launch line, by the same functions. Nothing is
-started and no flag is dropped.
+program are checked by the same functions as ``megatron-ext doctor`` uses for a launch command.
+Nothing is started and no flag is dropped.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from scripts.recipes.recipe import Recipe, in_effect
 from scripts.recipes.verdict import Verdict
 from scripts.recipes.vocabulary import WHOLE_LAYERS
 
-# Of a launch, and no recipe says them.
+# Flags of a launch that no recipe gives.
 _FLAGS = (
     *("--train-iters", "1000", "--lr", "1e-4", "--eval-interval", "1000", "--eval-iters", "0"),
     *("--mock-data", "--tokenizer-type", "NullTokenizer", "--save", "checkpoints"),
@@ -56,7 +56,7 @@ _PRECISIONS: Mapping[str, Mapping[str, Value]] = {
     "nvfp4": {"bf16": True, "fp4": "e2m1", "fp4_recipe": "nvfp4"},
 }
 
-# The arguments that have other names than the settings.
+# Arguments whose names differ from the settings'.
 _ARGUMENTS = {
     "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
     "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
@@ -82,10 +82,10 @@ _NOT_VALIDATED = (
     *("cross_entropy_loss_fusion", "overlap_param_gather_with_optimizer_step", "sft"),
 )
 
-# Which Megatron looks for a GPU for, or for kernels.
+# Settings for which Megatron looks for a GPU or for kernels.
 _OF_GPUS = ("dsa_kernel_backend", "attention_backend")
 
-# What Megatron cannot pipeline, and no check of its arguments says.
+# Settings that Megatron cannot pipeline, although no check of its arguments says so.
 _STOCK_CANNOT = {
     "enable_hyper_connections": (
         "hyper-connections have no pipeline: 0.20 raises NotImplementedError, 0.19 has none"
@@ -95,7 +95,7 @@ _STOCK_CANNOT = {
 
 @contextlib.contextmanager
 def as_on_gpus() -> Iterator[None]:
-    """Recipes are judged in this: what Megatron asks of a GPU has an answer."""
+    """Context in which recipes are judged: Megatron's queries of a GPU are answered."""
     parallel = SimpleNamespace(
         tensor_model_parallel_size=2,
         context_parallel_size=1,
@@ -118,14 +118,14 @@ def as_on_gpus() -> Iterator[None]:
 
 
 def judge(recipe: Recipe) -> Verdict:
-    """``recipe`` under the schedule that has its own stages."""
+    """Return the verdict on ``recipe`` under the schedule that has its own stages."""
     return _judge(recipe, recipe.schedule, recipe.settings)
 
 
 def judge_on_v(recipe: Recipe, schedule: str = "v-auto") -> Verdict:
-    """``recipe`` on a V, for which its layers are divided anew.
+    """Return the verdict on ``recipe`` on a V, over which its layers are distributed again.
 
-    The program is zb-v's, which has its placement and needs no search.
+    The program is zb-v's, which has the same placement and needs no search.
     """
     settings = dict(recipe.settings)
     for name in (
@@ -159,7 +159,7 @@ def _judge(recipe: Recipe, schedule: str, settings: Mapping[str, Value]) -> Verd
 
 
 def _refused_by_megatron(recipe: Recipe) -> str | None:
-    """Why stock cannot run ``recipe`` under its own schedule; None where it can."""
+    """Return why stock cannot run ``recipe`` under its own schedule; None if it can."""
     for name, why in _STOCK_CANNOT.items():
         if recipe.settings.get(name):
             return why
@@ -171,7 +171,7 @@ def _refused_by_megatron(recipe: Recipe) -> str | None:
 
 
 def stock_arguments(recipe: Recipe) -> Any:
-    """Megatron's arguments of ``recipe`` under its own schedule, validated.
+    """Return Megatron's validated arguments of ``recipe`` under its own schedule.
 
     Raises:
         ValueError: Megatron refuses them.
@@ -183,10 +183,10 @@ def stock_arguments(recipe: Recipe) -> Any:
 
 
 def _divide_layers(model: Any, args: Any) -> None:
-    """Divide the layers as stock does where it builds the ``model``, which its validation does not.
+    """Split the layers as stock does when it builds the ``model``; its validation does not.
 
     Raises:
-        ValueError: Megatron asserts that they divide, and they do not.
+        ValueError: Megatron asserts that they can be split, and they cannot.
     """
     if args.hybrid_layer_pattern is not None or model.pipeline_model_parallel_layout is not None:
         return  # these are validated whole
@@ -199,10 +199,10 @@ def _divide_layers(model: Any, args: Any) -> None:
 
 
 def _check(recipe: Recipe, settings: Mapping[str, Value], config: PipelineConfig) -> int:
-    """The microbatches of a step of ``recipe``, with ``settings`` in the place of its own.
+    """Return the microbatches of a step of ``recipe``, with ``settings`` in place of its own.
 
     Raises:
-        ValueError: something refuses.
+        ValueError: the settings are refused.
     """
     args = _arguments(recipe, settings)
     _validate(recipe, args, settings, config)
@@ -211,7 +211,7 @@ def _check(recipe: Recipe, settings: Mapping[str, Value], config: PipelineConfig
 
 
 def _check_settings(recipe: Recipe, settings: Mapping[str, Value], config: PipelineConfig) -> None:
-    """As `_check`, without a program."""
+    """Check as `_check`, without a program."""
     args = _arguments(recipe, settings)
     _validate(recipe, args, settings, config)
     arguments.check_settings(args, config)
@@ -220,7 +220,7 @@ def _check_settings(recipe: Recipe, settings: Mapping[str, Value], config: Pipel
 def _without(
     recipe: Recipe, settings: Mapping[str, Value], config: PipelineConfig, why: str
 ) -> tuple[str, ...]:
-    """The settings without which ``recipe`` would be accepted; () where that does not help."""
+    """Return the settings without which ``recipe`` would be accepted; () if that does not help."""
     left = dict(settings)
     dropped: list[str] = []
     names = {argument: name for name, argument in _ARGUMENTS.items()}
@@ -258,10 +258,10 @@ def _defaults() -> Any:
 
 @cache
 def others() -> Mapping[str, Value]:
-    """Megatron's arguments, and the fields of its configs, with their defaults.
+    """Return Megatron's arguments, and the fields of its configs, with their defaults.
 
-    A recipe may have them though the vocabulary has no line for them: they are asked of all that
-    refuses, as any other, and no test shows them.
+    A recipe may have them even if the vocabulary has no line for them. All checks apply to them as
+    to any other setting, and no test shows them.
     """
     configs = (MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
     of_configs = {field.name: field.default for config in configs for field in fields(config)}
@@ -269,7 +269,7 @@ def others() -> Mapping[str, Value]:
 
 
 def _arguments(recipe: Recipe, settings: Mapping[str, Value]) -> Any:
-    """Megatron's arguments, not validated yet."""
+    """Return Megatron's arguments before validation."""
     args = copy.deepcopy(_defaults())
     given = {**_DEFAULTS, **recipe.dimensions, **settings}
     for name, value in given.items():
@@ -290,8 +290,8 @@ def _arguments(recipe: Recipe, settings: Mapping[str, Value]) -> Any:
 
 
 def argument_values(recipe: Recipe) -> dict[str, Value]:
-    """Megatron's arguments of ``recipe`` under its own schedule that are not its defaults, as
-    ``megatron-ext plan --config`` takes them."""
+    """Return Megatron's arguments of ``recipe`` under its own schedule that differ from their
+    defaults, as ``megatron-ext plan --config`` takes them."""
     args, defaults = vars(_arguments(recipe, recipe.settings)), vars(_defaults())
     values = {name: args[name] for name, value in defaults.items() if args[name] != value}
     vocabulary = recipe.dimensions.get("vocab_size")
@@ -320,7 +320,7 @@ def _evenly(layers: int, stages: int) -> list[int]:
 
 
 def _cut(pattern: str, stages: int) -> str:
-    """A hybrid model's ``pattern``, in as many even segments."""
+    """Return a hybrid model's ``pattern``, in ``stages`` even segments."""
     main, slash, depths = pattern.partition("/")
     symbols = main.replace("|", "")
     segments, start = [], 0
@@ -339,10 +339,11 @@ def _all_proved(choice: Choice, problems: Sequence[Problem]) -> list[Program]:
 
 
 def _proved(choice: Choice, problem: Problem) -> Program:
-    """The program of ``choice``, proved once for its ranks, chunks and microbatches.
+    """Return the program of ``choice``, proved once for its ranks, chunks and microbatches.
 
-    At equal costs, whatever the layers: another order of W for other costs is proved where it runs.
-    In the place of a search, whose programs take minutes, is a schedule with its placement.
+    It is proved at equal costs, whatever the layers; another order of W for other costs is proved
+    where it runs. A search, whose programs take minutes, is replaced by a schedule with its
+    placement.
     """
     key = choice.spec, problem.placement, problem.microbatches
     if key not in _PROVED:

@@ -23,7 +23,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def marks_of(item: pytest.Item) -> Iterator[dict[str, Any]]:
-    """The ``covers`` marks of ``item``, as `markers.read_mark` takes them."""
+    """Yield the ``covers`` marks of ``item``, as `markers.read_mark` takes them."""
     for mark in item.iter_markers("covers"):
         yield {
             "test": item.nodeid,

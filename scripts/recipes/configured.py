@@ -1,4 +1,4 @@
-"""What a recipe trains, as a plan sees it: from Megatron's own validated arguments."""
+"""Configuration of a recipe for a plan, from Megatron's own validated arguments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from scripts.recipes.recipe import Recipe
 
 
 def configuration_of(recipe: Recipe) -> Configuration:
-    """What ``recipe`` trains, under stock's schedule.
+    """Return the configuration of ``recipe`` under stock's schedule.
 
     Raises:
         ValueError: Megatron refuses it; or its GPU, its number of GPUs or its layers are not known.

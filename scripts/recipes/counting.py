@@ -1,4 +1,4 @@
-"""What is known of every recipe of a file."""
+"""Verdicts and tests of every recipe of a file, and counts of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Under:
 
 @dataclass(frozen=True)
 class Row:
-    """A recipe. ``unknown`` is what of it is not understood; then there is nothing else."""
+    """A recipe. ``unknown`` says why it is not understood; the other fields are empty then."""
 
     name: str
     recipe: Recipe | None = None
@@ -55,14 +55,15 @@ def rows(
     others: Settings | None = None,
     models: Mapping[str, Settings] | None = None,
 ) -> list[Row]:
-    """A row for each of ``recipes``, in any public form; ``told`` is called with its name first.
+    """Return a row for each of ``recipes``, in any public form; ``told`` is called with its name
+    first.
 
-    Whatever ends the reading or the judging of a recipe is why it is not understood: it is of this
-    recipe, and the other recipes have to be counted.
+    Any error while a recipe is read or judged becomes the reason why it is not understood, so that
+    the other recipes are still counted.
 
     Args:
-        others: the settings that Megatron has beside those of the vocabulary, with their defaults.
-        models: by name; those of models.json without them.
+        others: the settings that Megatron has in addition to the vocabulary's, with their defaults.
+        models: models by name; None takes those of models.json.
     """
     models = read_models() if models is None else models
     made = []
@@ -83,7 +84,7 @@ def rows(
 
 @dataclass
 class Count:
-    """Of some recipes under one schedule each."""
+    """Counts of some recipes, each under one schedule."""
 
     recipes: int = 0
     unknown: int = 0
@@ -95,7 +96,7 @@ class Count:
 
 
 def count(made: Iterable[Row], under: Callable[[Row], Under | None]) -> Count:
-    """Of the rows ``made``, each under the schedule that ``under`` gives."""
+    """Return the counts of the rows ``made``, each under the schedule that ``under`` gives."""
     total = Count()
     for row in made:
         total.recipes += 1
@@ -114,7 +115,7 @@ def count(made: Iterable[Row], under: Callable[[Row], Under | None]) -> Count:
 
 
 def as_json(row: Row) -> dict[str, Any]:
-    """For other programs."""
+    """Return ``row`` as data for other programs."""
     if row.recipe is None or row.own is None or row.v is None:
         return {"recipe": row.name, "unknown": row.unknown}
     return {

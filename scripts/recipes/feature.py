@@ -32,8 +32,9 @@ class Setting:
     """A setting of Megatron's, or of what builds its model and optimizer.
 
     Attributes:
-        classes: of a value; () where it is off. Raises ValueError for an unknown one.
-        why: what a class stands for, or why nothing has to be shown.
+        classes: returns the classes of a value; () if it is off. Raises ValueError for an unknown
+            value.
+        why: meaning of a class, or the reason why it needs no test.
     """
 
     name: str
@@ -41,7 +42,7 @@ class Setting:
     why: str = ""
 
     def features(self, value: Value) -> tuple[Feature, ...]:
-        """What ``value`` switches on.
+        """Return the features that ``value`` switches on.
 
         Raises:
             ValueError: it is not a value of the setting.
@@ -53,7 +54,7 @@ class Setting:
 
 
 def switch(value: Value) -> tuple[str, ...]:
-    """On or off."""
+    """Return the class of a switch: on or off."""
     if value is None or value is False:
         return ()
     if value is True:
@@ -62,14 +63,14 @@ def switch(value: Value) -> tuple[str, ...]:
 
 
 def number(value: Value) -> tuple[str, ...]:
-    """A size or a factor: nothing has to be shown of it."""
+    """Return no class for a size or a factor, which needs no test."""
     if value is None or isinstance(value, int | float):
         return ()
     raise ValueError("it is a number")
 
 
 def anything(value: Value) -> tuple[str, ...]:
-    """Nothing has to be shown of any value."""
+    """Return no class: no value needs a test."""
     return ()
 
 
@@ -79,7 +80,7 @@ def given(value: Value) -> tuple[str, ...]:
 
 
 def at_least(least: int) -> Classes:
-    """A number: off below ``least``, and from there on all are one."""
+    """Return the classes of a number: off below ``least``, and one class from there on."""
 
     def classes(value: Value) -> tuple[str, ...]:
         if value is None:
@@ -92,7 +93,8 @@ def at_least(least: int) -> Classes:
 
 
 def one_of(*values: str, off: Iterable[str] = (), same: Mapping[str, str] | None = None) -> Classes:
-    """A name among ``values``; ``off`` are those that need no test, ``same`` other names."""
+    """Return the classes of a name among ``values``. ``off`` are names that need no test, ``same``
+    are other names of values."""
     others = dict(same or {})
 
     def classes(value: Value) -> tuple[str, ...]:
@@ -109,7 +111,7 @@ def one_of(*values: str, off: Iterable[str] = (), same: Mapping[str, str] | None
 
 
 def each_of(*names: str) -> Classes:
-    """A list of ``names``, each of which is a class of its own."""
+    """Return the classes of a list of ``names``, each of which is its own class."""
 
     def classes(value: Value) -> tuple[str, ...]:
         if value is None:

@@ -1,4 +1,4 @@
-"""What another layout and another schedule would gain a recipe. Needs no Megatron."""
+"""Estimated gains of another layout and another schedule for a recipe. Needs no Megatron."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ PROCESSES = 2
 
 @dataclass(frozen=True)
 class Configuration:
-    """What a recipe trains, as far as its plan sees it; many recipes have the same.
+    """Training job of a recipe, as far as its plan depends on it; many recipes share one.
 
     Attributes:
-        gpu: of `GPUS`.
-        schedule: stock's, under which it trains.
-        layers: of each stage, as it has them.
+        gpu: a name of `GPUS`.
+        schedule: stock's schedule, under which the recipe trains.
+        layers: layers of each stage in the recipe.
         counted: whether Megatron counts the embedding, and the loss, as a layer of its stage.
-        is_frozen: whether the model's own weights are, beside adapters or a tower.
-        recompute: what else Megatron could run again of its layers.
+        is_frozen: whether the model's own weights are frozen and only adapters or a tower are
+            trained.
+        recompute: alternatives of layers that Megatron could recompute.
     """
 
     model: Model
@@ -56,12 +57,12 @@ class Option:
     """A schedule with a layout.
 
     Attributes:
-        layers: of each stage.
+        layers: layers of each stage.
         gain: the step of the recipe's own line, as a multiple of this one's.
-        seconds: of a step.
+        seconds: seconds of a step.
         fullest: bytes of the rank that holds most.
         is_tight: whether the gain is gone with `MARGIN` less memory.
-        recompute: what is run again of layers, where that is not what the recipe has.
+        recompute: recomputed layers, if they differ from the recipe's.
     """
 
     schedule: str
@@ -128,7 +129,7 @@ def _compared(
 
 
 def _rule(configuration: Configuration) -> Callable[[int], Layout]:
-    """The layout that Megatron makes of so many stages."""
+    """Return the function that gives the layout that Megatron makes of a number of stages."""
     layers, (embedding, loss) = len(configuration.model.layers), configuration.counted
 
     def layout(stages: int) -> Layout:
@@ -144,7 +145,7 @@ def _rule(configuration: Configuration) -> Callable[[int], Layout]:
 
 
 def _works(configuration: Configuration) -> list[Work]:
-    """Its own first."""
+    """Return the works of all recompute alternatives, the recipe's own first."""
     own = configuration.execution
     others = (option.in_execution(own) for option in configuration.recompute)
     return [work_of(configuration, execution) for execution in (own, *others)]
@@ -164,7 +165,7 @@ def work_of(configuration: Configuration, execution: Execution) -> Work:
 
 
 def _frozen(work: Work) -> Work:
-    """``work`` without what is not done, and not kept, for frozen weights."""
+    """Return ``work`` without what frozen weights neither need nor keep."""
 
     def costs_of(stages: Sequence[Stage], placement: Placement) -> Costs:
         costs = work.costs_of(stages, placement)
@@ -185,10 +186,10 @@ Found = Gains | str  # why there are none
 def all_gains(
     configurations: Iterable[Configuration], told: Callable[[], None]
 ) -> dict[Configuration, Found]:
-    """Of each of ``configurations`` once, in `PROCESSES` processes; ``told`` is called after
-    each."""
+    """Return the gains of each distinct one of ``configurations``, computed in `PROCESSES`
+    processes; ``told`` is called after each."""
     distinct = list(dict.fromkeys(configurations))
-    # What takes long comes first, so that no process is left with it at the end.
+    # Long ones come first, so that no process has one left at the end.
     distinct.sort(key=lambda c: c.ranks * c.microbatches, reverse=True)
     found: dict[Configuration, Found] = {}
     with get_context("spawn").Pool(PROCESSES) as pool:

@@ -72,7 +72,7 @@ def gains_section(prospects: Sequence[Prospect]) -> str:
 
 
 def _summary(planned: Sequence[Prospect]) -> str:
-    """By microbatches a rank, of distinct configurations."""
+    """Return the table of gains of distinct configurations, by microbatches a rank."""
     distinct = {prospect.configuration: prospect.gains for prospect in planned}
     lines = []
     for words, above, up_to in (*_CLASSES, ("all", 0, float("inf"))):
@@ -156,7 +156,7 @@ def _by_gain(prospect: Prospect) -> tuple[float, str]:
 
 
 def _cells(option: Option, before: Option, barred: str = "") -> list[str]:
-    """A gain's three; nothing where it is the one ``before``."""
+    """Return the three cells of a gain; empty ones if it equals the one ``before``."""
     if option.seconds == before.seconds:
         return ["", "", ""]
     name = option.schedule
@@ -169,7 +169,7 @@ def _cells(option: Option, before: Option, barred: str = "") -> list[str]:
 
 
 def _barred(option: Option, row: Row) -> str:
-    """What would have to be dropped for ``option``, which is not stock's."""
+    """Return the settings to drop for ``option``, in words; empty for stock's schedules."""
     is_stock = option.schedule.partition(":")[0] in ("1f1b", "interleaved")
     if is_stock or row.own is None or row.own.verdict.why is None:
         return ""

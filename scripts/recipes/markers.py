@@ -1,8 +1,8 @@
-"""What tests show: their ``covers`` marks, of all that are collected and not skipped at night.
+"""Evidence of tests: the ``covers`` marks of all tests that are collected and not skipped at night.
 
     @pytest.mark.covers("A", ("line", "v"), context_parallel_size=2, mtp_num_layers=1)
 
-says: under zb-h1 and under V's this test compares with stock, bit for bit and by Megatron's own
+means: under zb-h1 and under V's this test compares with stock, bit for bit and by Megatron's own
 code, a training with both of these settings on.
 """
 
@@ -34,7 +34,8 @@ OUTPUT = "MEGATRON_EXT_COVERS"  # the variable by which the plugin is told where
 
 @dataclass(frozen=True)
 class Shown:
-    """What a ``test`` compares with stock, under each of ``kinds`` of schedule and all at once.
+    """Features that a ``test`` compares with stock, all at once, under each of ``kinds`` of
+    schedule.
 
     ``grade`` is A for Megatron's own code on the CPU, bit for bit; B with a stand-in for a kernel;
     C for a test for GPUs that has not run.
@@ -49,11 +50,11 @@ class Shown:
 def read_mark(
     test: str, words: Sequence[Value], settings: Mapping[str, Value], *, needs_gpu: bool
 ) -> Shown:
-    """What the mark ``covers(*words, **settings)`` of ``test`` says.
+    """Return the meaning of the mark ``covers(*words, **settings)`` of ``test``.
 
     Raises:
-        ValueError: a grade, a kind of schedule or a setting is unknown; or the grade is not that of
-            a test that runs where this one does.
+        ValueError: a grade, a kind of schedule or a setting is unknown; or the grade does not fit
+            where the test runs.
     """
     try:
         grade, kinds = words
@@ -81,7 +82,7 @@ def read_mark(
 
 
 def collect(tests: Sequence[str] = ("tests",)) -> list[Shown]:
-    """All marks of the tests that pytest collects at night, without those that are skipped here.
+    """Return all marks of the tests that pytest collects at night, without the skipped ones.
 
     A test for GPUs counts though there is none.
 

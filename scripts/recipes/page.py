@@ -58,8 +58,8 @@ def page(
     prospects: Sequence[Prospect] = (),
     plans: str | None = None,
 ) -> str:
-    """The text of the page; without ``prospects`` of what a plan would gain it has nothing but the
-    text of other ``plans``."""
+    """Return the text of the page. Its section on gains of plans is ``plans`` if given, else made
+    from ``prospects``."""
     parts = [
         _HEAD,
         "## How many\n",
@@ -97,13 +97,13 @@ def _towers(made: Sequence[Row]) -> list[str]:
 
 
 def plans_of(text: str) -> str | None:
-    """The part of a page's ``text`` that says what plans would gain; None if it has none."""
+    """Return the section of a page's ``text`` on gains of plans; None if it has none."""
     found = re.search(_PLANS, text, re.M | re.S)
     return found[0] if found else None
 
 
 def summary(made: Sequence[Row]) -> list[str]:
-    """The figures of ``made`` in a line, and a line for each recipe that is not accepted."""
+    """Return the counts of ``made`` in a line, and a line for each recipe that is not accepted."""
     total = count(made, own)
     can = total.recipes - total.stock_cannot
     lines = [
@@ -196,7 +196,7 @@ def _refusals(made: Sequence[Row]) -> str:
 
 
 def _short(why: str) -> str:
-    """Without what differs from recipe to recipe."""
+    """Return a reason without the parts that differ from recipe to recipe."""
     found = re.search(r"does not go with (\w+)=([\w.]+)", why)
     return f"`{found[1]}`" if found else why.partition(";")[0][:110]
 
@@ -248,7 +248,7 @@ def _features(made: Sequence[Row], evidence: Evidence) -> str:
 
 
 def rules() -> str:
-    """Which values stand for others, and of what nothing has to be shown."""
+    """Return the table of values that stand for others, and of settings that need no test."""
     lines = [[f"`{setting.name}`", setting.why] for setting in SETTINGS if setting.why]
     lines += [[f"`{name}`", f"is `{setting}`"] for name, setting in OTHER_NAMES.items()]
     return table(["setting", ""], lines)

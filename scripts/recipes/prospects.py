@@ -1,4 +1,5 @@
-"""What is predicted of each recipe: its own line, what it could gain, and what is published."""
+"""Predictions for each recipe: its own launch command, its possible gains, and the published
+figure."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ from scripts.recipes.throughput import Published, published
 
 @dataclass(frozen=True)
 class Prospect:
-    """Of a recipe.
+    """Prediction for a recipe.
 
     Attributes:
-        gains: or why there are none.
-        published: None where there is nothing.
+        gains: gains, or why there are none.
+        published: published figure; None if there is none.
     """
 
     recipe: Recipe
@@ -27,7 +28,7 @@ class Prospect:
 
     @property
     def tokens(self) -> float | None:
-        """Per second and GPU, as predicted for its own line."""
+        """Tokens per second and GPU, as predicted for its own launch command."""
         if not isinstance(self.gains, Gains) or self.recipe.gpus is None:
             return None
         tokens = self.recipe.settings["global_batch_size"] * self.recipe.settings["seq_length"]
@@ -41,7 +42,7 @@ class Prospect:
         return self.tokens / self.published.tokens
 
     def as_data(self) -> dict[str, Any]:
-        """For other programs."""
+        """Return the prediction as data for other programs."""
         gains = asdict(self.gains) if isinstance(self.gains, Gains) else {"why_none": self.gains}
         reached = self.published and asdict(self.published)
         return {**gains, "tokens_per_second_and_gpu": self.tokens, "published": reached}
@@ -52,11 +53,11 @@ def prospects_of(
     configuration_of: Callable[[Recipe], Configuration],
     all_gains: Callable[[Sequence[Configuration]], Mapping[Configuration, Found]],
 ) -> list[Prospect]:
-    """Of each of ``recipes``.
+    """Return the prediction for each of ``recipes``.
 
     Args:
-        configuration_of: raises ValueError where it cannot be told.
-        all_gains: of configurations, each once.
+        configuration_of: raises ValueError if a recipe's configuration is not known.
+        all_gains: returns the gains of configurations, each once.
     """
     told: list[tuple[Recipe, Configuration | str]] = []
     for recipe in recipes:

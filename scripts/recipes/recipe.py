@@ -78,13 +78,13 @@ _OF_PRECISION_AWARE = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype",
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe of Megatron-Bridge's, understood.
+    """A recipe of Megatron-Bridge's, in resolved form.
 
     Attributes:
-        settings: by the vocabulary's names, as they take effect.
-        model: the name of its model, and ``dimensions`` by Megatron's arguments' names.
-        gpus, gpu: how many and which, of its name; None where it has none.
-        others: those of ``settings`` that are Megatron's and not the vocabulary's, and differ from
+        settings: settings by the vocabulary's names, as they take effect.
+        model: the name of its model; ``dimensions`` are by the names of Megatron's arguments.
+        gpus, gpu: number and type of GPUs in its name; None if it has none.
+        others: the ``settings`` that are Megatron's and not the vocabulary's, and differ from
             Megatron's defaults. No test shows them.
     """
 
@@ -98,7 +98,7 @@ class Recipe:
 
     @property
     def ranks(self) -> int:
-        """Of a pipeline."""
+        """Ranks of a pipeline."""
         return int(self.settings["pipeline_model_parallel_size"])
 
     @property
@@ -107,14 +107,14 @@ class Recipe:
 
     @cached_property
     def chunks(self) -> int:
-        """On a rank: as it says, or as many as its layout has."""
+        """Chunks of a rank: given by the recipe, or by its layout."""
         if self.layout is not None:
             return max(len(expanded(self.layout).split("|")) // self.ranks, 1)
         return int(self.settings.get("virtual_pipeline_model_parallel_size") or 1)
 
     @property
     def schedule(self) -> str:
-        """The schedule that takes the place of stock's: that with the same stages."""
+        """The schedule that replaces stock's: the one with the same stages."""
         if self.chunks == 1:
             return "zb-h1"
         group = self.settings.get("microbatch_group_size_per_vp_stage")
@@ -126,13 +126,13 @@ class Recipe:
 
     @cached_property
     def features(self) -> frozenset[Feature]:
-        """What it switches on, and a test has to show."""
+        """Features that it switches on, and that a test has to show."""
         named = {name: value for name, value in self.settings.items() if name not in self.others}
         return features(named) | {Feature(name) for name in self.others}
 
     @property
     def parallel_copies(self) -> int | None:
-        """Its data-parallel size; None where that is not known or no whole number."""
+        """Its data-parallel size; None if it is not known or no whole number."""
         names = ("tensor", "pipeline", "context")
         of_a_copy = 1
         for name in names:
@@ -154,7 +154,8 @@ class Recipe:
 
 
 def expanded(layout: str) -> str:
-    """A layout without its short forms: ``Et*2|(t|)*2L`` is ``Ett|t|t|L``. Commas part nothing."""
+    """Return a layout without its short forms: ``Et*2|(t|)*2L`` is ``Ett|t|t|L``. Commas have no
+    effect."""
     text = layout.replace(",", "").replace(" ", "")
     while short := re.search(r"\(([^()]*)\)\*(\d+)", text):
         text = text.replace(short[0], short[1] * int(short[2]))
@@ -164,7 +165,8 @@ def expanded(layout: str) -> str:
 
 
 def read_models(path: Path = MODELS) -> dict[str, Settings]:
-    """The models by name. A ``recipe`` is that of a model which its recipe does not name."""
+    """Return the models by name. Their key ``recipe`` names a recipe that does not name its
+    model."""
     models: dict[str, Settings] = json.loads(path.read_text())
     return models
 
@@ -172,10 +174,10 @@ def read_models(path: Path = MODELS) -> dict[str, Settings]:
 def resolve(
     name: str, raw: Any, models: Mapping[str, Settings], others: Settings | None = None
 ) -> Recipe:
-    """The recipe ``name`` with the settings ``raw``, in a public form, understood.
+    """Return the recipe ``name`` with the settings ``raw``, which may have any public form.
 
     Args:
-        others: the defaults of the settings that Megatron has, beside those of the vocabulary.
+        others: the defaults of Megatron's settings in addition to the vocabulary's.
 
     Raises:
         ValueError: a key, a value or the model is unknown, or something is missing.
@@ -208,7 +210,7 @@ def resolve(
 
 
 def _by_name(raw: Settings, others: Container[str]) -> dict[str, Value]:
-    """``raw`` by the last word of its keys, whose configs have to agree."""
+    """Return ``raw`` by the last word of its keys. Configs that share one have to agree."""
     settings: dict[str, Value] = {}
     for key, value in raw.items():
         config, name = _named(key, value, others)
@@ -226,7 +228,7 @@ def _by_name(raw: Settings, others: Container[str]) -> dict[str, Value]:
 
 
 def _named(key: str, value: Value, others: Container[str]) -> tuple[str, str | None]:
-    """The config of ``key``, and the name of its setting; None where no schedule sees it.
+    """Return the config of ``key``, and the name of its setting; None if no schedule depends on it.
 
     Raises:
         ValueError: there is no such setting.
@@ -278,7 +280,8 @@ def _check_sizes(settings: Settings) -> None:
 def _model_of(
     name: str, settings: dict[str, Value], models: Mapping[str, Settings]
 ) -> tuple[str, Settings]:
-    """The name of a recipe's model, which is taken out of its ``settings``, with its dimensions.
+    """Return the name of a recipe's model and its dimensions. The name is removed from its
+    ``settings``.
 
     A recipe that names none has that of other recipes whose names begin alike, or its own settings
     are the dimensions.
@@ -307,18 +310,21 @@ _VARIANT = re.compile(
 
 
 def _without_variant(model: str) -> str:
-    """``model`` without its owner, and without what says how it was trained on or quantised."""
+    """Return ``model`` without its owner, and without the words on its training and
+    quantisation."""
     return _VARIANT.sub("", model.rpartition("/")[2]).lower().removeprefix("meta-")
 
 
 def _stem(name: str) -> str:
-    """The model in the name of a recipe: ``llama3_70b`` of ``...:llama3_70b_pretrain_..``."""
+    """Return the model in the name of a recipe: ``llama3_70b`` of
+    ``...:llama3_70b_pretrain_..``."""
     return re.split(r"_(?:pretrain|sft|peft|no_mtp)(?:_|$)", name.rpartition(":")[2])[0]
 
 
 @cache
 def _models_of_recipes() -> dict[str, str]:
-    """The models of the recipes here, by what their names begin with, where that is one."""
+    """Return the models of the recipes here by the beginning of the recipes' names, if it is
+    unique."""
     models: dict[str, set[str]] = {}
     for name, raw in read_recipes(RECIPES).items():
         if given := raw.get("model.HF"):
@@ -359,7 +365,8 @@ def _precision(name: str, mixed: Value, settings: dict[str, Value]) -> str:
 
 
 def _depths(name: str, settings: Settings, dimensions: Settings) -> int | None:
-    """Of multi-token prediction: its own; its layout's; its model's, as Bridge has it of that."""
+    """Return the depths of multi-token prediction: the recipe's, else its layout's, else its
+    model's, as Bridge has them."""
     if settings.get("mtp_num_layers") or "_no_mtp_" in name:
         return settings.get("mtp_num_layers")
     layout = settings.get("pipeline_model_parallel_layout")
@@ -369,7 +376,7 @@ def _depths(name: str, settings: Settings, dimensions: Settings) -> int | None:
 
 
 def in_effect(given: Settings) -> dict[str, Value]:
-    """``given`` as Megatron and Bridge have them take effect: some switches need others."""
+    """Return ``given`` as it takes effect in Megatron and Bridge: some switches need others."""
     settings = dict(given)
     on = settings.get
 

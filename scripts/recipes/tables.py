@@ -11,5 +11,5 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def name_of(recipe: str) -> str:
-    """The function that makes it."""
+    """Return the name of the function that makes the recipe."""
     return recipe.partition(":")[2].removesuffix("_config") or recipe

@@ -1,4 +1,4 @@
-"""Whether tests show what a recipe switches on, and how."""
+"""Evidence from tests for the features that a recipe switches on."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from scripts.recipes.feature import Feature
 from scripts.recipes.markers import Shown
 from scripts.recipes.vocabulary import GRADES, TOGETHER
 
-# What is asked of a test: one feature, or two at once.
+# Features that one test has to show: one, or two at once.
 Wanted = tuple[Feature, ...]
 
 
 @dataclass(frozen=True)
 class Tested:
-    """What is known of a recipe.
+    """Evidence for a recipe.
 
     Attributes:
-        grade: that of its worst feature; None where one is not shown at all.
-        missing: what no test shows under its kind of schedule.
+        grade: grade of its worst feature; None if one is not shown at all.
+        missing: features that no test shows under its kind of schedule.
     """
 
     grade: str | None
@@ -27,7 +27,7 @@ class Tested:
 
 
 class Evidence:
-    """What all tests show together."""
+    """Evidence of all tests together."""
 
     def __init__(self, shown: Iterable[Shown]) -> None:
         self._of_kind: dict[str, list[Shown]] = {}
@@ -37,7 +37,8 @@ class Evidence:
                 self._of_kind.setdefault(kind, []).append(test)
 
     def grade(self, kind: str, wanted: Wanted) -> str | None:
-        """The best grade of a test with all of ``wanted`` under that ``kind`` of schedule."""
+        """Return the best grade of a test with all of ``wanted`` under that ``kind`` of schedule;
+        None if there is none."""
         key = kind, wanted
         if key not in self._grades:
             grades = [
@@ -49,7 +50,8 @@ class Evidence:
         return self._grades[key]
 
     def of(self, kind: str, features: frozenset[Feature]) -> Tested:
-        """Of a recipe that switches ``features`` on, under that ``kind`` of schedule."""
+        """Return the evidence for a recipe that switches ``features`` on, under that ``kind`` of
+        schedule."""
         grades = {wanted: self.grade(kind, wanted) for wanted in wanted_of(features)}
         missing = tuple(wanted for wanted, grade in grades.items() if grade is None)
         shown = [grade for grade in grades.values() if grade is not None]
@@ -58,7 +60,7 @@ class Evidence:
 
 
 def wanted_of(features: frozenset[Feature]) -> list[Wanted]:
-    """Each of ``features``, and the pairs of them that one test must have together."""
+    """Return each of ``features``, and the pairs of them that one test must have together."""
     wanted: list[Wanted] = [(feature,) for feature in sorted(features)]
     for first, second in TOGETHER:
         wanted += [
@@ -71,13 +73,13 @@ def wanted_of(features: frozenset[Feature]) -> list[Wanted]:
 
 
 def text_of(wanted: Wanted) -> str:
-    """For people."""
+    """Return ``wanted`` in words."""
     return " with ".join(map(str, wanted))
 
 
 def by_frequency(missing: Mapping[str, Sequence[Wanted]]) -> list[tuple[Wanted, int, int]]:
-    """Of the recipes' ``missing``, by name: what it is, how many recipes miss it, and how many of
-    these nothing else. The most frequent first."""
+    """Return the recipes' ``missing`` evidence, the most frequent first: what is missing, how many
+    recipes miss it, and how many of these miss nothing else."""
     count: dict[Wanted, int] = {}
     alone: dict[Wanted, int] = {}
     for wants in missing.values():

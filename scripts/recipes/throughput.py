@@ -1,7 +1,7 @@
-"""What recipes reach, as their authors have published it: tokens per second and GPU.
+"""Throughput of recipes as their authors have published it: tokens per second and GPU.
 
 published.csv has Megatron-Bridge's own tables, docs/performance-summary.md and its archive, at
-commit 067f987d: of each configuration with a pipeline the newest figure.
+commit 067f987d: the newest figure of each configuration with a pipeline.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Published:
 
 
 def published(recipe: Recipe) -> Published | None:
-    """Of ``recipe``; None where there is none."""
+    """Return the published figure of ``recipe``; None if there is none."""
     return _table().get(_key(recipe))
 
 

@@ -10,11 +10,11 @@ class Verdict:
     """Whether a recipe is accepted under a ``schedule``.
 
     Attributes:
-        why_stock: why stock itself cannot run the recipe; None where it can.
-        why: why we refuse it; None where it is accepted.
-        without: the settings without which it would be accepted, though refused; empty where that
-            does not help.
-        microbatches: of a step; None where they are not known.
+        why_stock: why stock itself cannot run the recipe; None if it can.
+        why: why we refuse it; None if it is accepted.
+        without: the settings without which a refused recipe would be accepted; empty if that does
+            not help.
+        microbatches: microbatches of a step; None if not known.
     """
 
     schedule: str

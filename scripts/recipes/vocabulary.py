@@ -36,14 +36,14 @@ _DTYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "
 
 
 def _layout(value: Value) -> tuple[str, ...]:
-    """Stages with other numbers of layers, or some without any."""
+    """Return the class of a layout: with empty stages, or only with different numbers of layers."""
     if value is None:
         return ()
     return ("with empty stages",) if re.search(r"\|(\||[mL])|E\|", str(value)) else ("",)
 
 
 def _symbols(value: Value) -> tuple[str, ...]:
-    """The layers of a hybrid model's pattern; | and / are where stages and depths end."""
+    """Return the layers of a hybrid model's pattern, in which | ends a stage and / a depth."""
     if value is None:
         return ()
     symbols = sorted(set(str(value)) - set("|/"))
@@ -298,7 +298,7 @@ _OF_FLAGS = {
 
 
 def setting(name: str) -> Setting:
-    """The line of the setting that is called ``name``.
+    """Return the setting that is called ``name``.
 
     Raises:
         ValueError: there is none.
@@ -312,7 +312,7 @@ def setting(name: str) -> Setting:
 
 
 def features(settings: Mapping[str, Value]) -> frozenset[Feature]:
-    """What ``settings`` switch on, by their names.
+    """Return the features that ``settings`` switch on, by their names.
 
     Raises:
         ValueError: a name or a value is unknown.
@@ -321,7 +321,7 @@ def features(settings: Mapping[str, Value]) -> frozenset[Feature]:
 
 
 def features_of_flags(settings: Mapping[str, Value]) -> frozenset[Feature]:
-    """As `features`, of a test: among its settings may be flags that no recipe has."""
+    """Return `features` for a test, whose settings may include flags that no recipe has."""
     return _switched_on(settings, lambda name: _OF_FLAGS.get(name) or setting(name))
 
 

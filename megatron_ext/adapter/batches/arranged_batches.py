@@ -28,8 +28,8 @@ class ArrangedBatches:
     """Iterates over lists of sample numbers, a list per microbatch, as Megatron's sampler does.
 
     Args:
-        sampler: Megatron's own, which says what has been consumed.
-        costs_of: the costs of samples, by their numbers.
+        sampler: Megatron's sampler, which has the number of consumed samples.
+        costs_of: returns the costs of the samples with these numbers.
         order, deal: as in `arranged`.
         calculator: Megatron's calculator of the number of microbatches; it is copied.
     """

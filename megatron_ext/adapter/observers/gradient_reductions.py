@@ -8,7 +8,8 @@ from megatron_ext.runtime.recording import RecordedReduction
 
 
 def watch(model: Any, reduction: RecordedReduction) -> None:
-    """Tell ``reduction`` when the reduction just started by ``model.start_grad_sync()`` completes.
+    """Notify ``reduction`` when the reduction just started by ``model.start_grad_sync()``
+    completes.
 
     If a work does not signal completion, the time is that at which Megatron's wait for it returned.
     With several optimizer instances Megatron stores no handle, and the time stays unknown.

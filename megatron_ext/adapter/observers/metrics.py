@@ -1,6 +1,6 @@
 """Metrics of training steps (``--pipeline-metrics``), for the pipeline of the last global rank,
-which has Megatron's log and its TensorBoard and W&B writers. The other pipelines tell only how long
-their ranks' passes take, so that a slow GPU is told from a slow stage.
+which has Megatron's log and its TensorBoard and W&B writers. The other pipelines report only how
+long their ranks' passes take, so that a slow GPU can be distinguished from a slow stage.
 
 Nothing waits for metrics. Passes are recorded as for a trace, and finished records are read before
 the next step. If an iteration's figures are logged, the ranks start to exchange a few numbers

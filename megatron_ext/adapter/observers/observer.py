@@ -39,9 +39,9 @@ class Step(ObservedStep):
     Attributes:
         call: Megatron's call for it.
         connections: to the other ranks.
-        shape: of its microbatches.
+        shape: shape of its microbatches.
         boundary: the tensor that passes between stages, with its shape.
-        shard: of the vocabulary, with vocabulary parallelism.
+        shard: shard of the vocabulary, with vocabulary parallelism.
         split: the weight gradients that wait for W passes.
         spans: slices of a sequence; empty if microbatches are whole.
     """

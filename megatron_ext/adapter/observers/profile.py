@@ -45,8 +45,8 @@ class _Measured:
     """Measurements of this rank in steps of one shape.
 
     Attributes:
-        program: of those steps.
-        figures: of this rank.
+        program: the program of these steps.
+        figures: measured figures of this rank.
         what: readable description of what was measured.
         message_bytes: bytes of a message between stages.
     """

@@ -40,8 +40,7 @@ class StepTrace(StepObserver[ObservedStep]):
 
     Args:
         overlap: consecutive steps overlap, so ranks must not meet between them: all steps are
-            written
-            after the last.
+            written after the last.
         of_stock: the steps are Megatron's own; after the last, the time of our schedules is
             predicted.
     """

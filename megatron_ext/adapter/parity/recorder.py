@@ -28,8 +28,7 @@ class ParityRecorder:
 
     Raises:
         ValueError: the rank has recorded there before, the folder cannot be written to, or the
-            model
-            has no names in torch_dist; raised by ``begin``, before anything is trained.
+            model has no names in torch_dist; raised by ``begin``, before anything is trained.
     """
 
     def __init__(self, folder: Path, iterations: int) -> None:

@@ -60,7 +60,7 @@ class _Seen:
         waits: costs have yet to be measured.
         other: why measurements of an earlier start do not count here; "" if they do.
         missing: iterations that the turn lacks.
-        seconds: of an iteration of the turn.
+        seconds: seconds of an iteration of the turn.
         peak: bytes of activations in the turn.
     """
 

@@ -39,8 +39,8 @@ class Connections:
 
     Attributes:
         p2p: connection for messages between stages.
-        collectives: of vocabulary parallelism.
-        offload: of activations to the host.
+        collectives: collectives of vocabulary parallelism.
+        offload: copies of activations to the host.
         host_memory: account of the host memory that offload takes.
         recorder: notified of every pass and wait.
     """

@@ -90,8 +90,7 @@ class EndStage(ModelStage):
 
         Raises:
             ValueError: it does not call the model exactly once and return its output, or uses the
-                model in
-                a way not known to work.
+                model in a way not known to work.
         """
         stand_in = StandIn(self._model)
         output, loss_func = self._call.forward_step_func(self._data_iterator, stand_in)

@@ -1,1 +1,1 @@
-"""A schedule becomes a proved program, and is timed: messages, waits, memory, proof, simulation."""
+"""Program: messages, waits, memory and proof of a schedule, and the simulation of its times."""

@@ -1,8 +1,8 @@
-"""Insert the messages between ranks.
+"""Insertion of the messages between ranks.
 
-A send follows at once the pass that made its tensor, or the pair of passes. Receives stand at the
-start of their rank's row, in the order in which the other rank sends: nothing waits for one to be
-posted, and `message_order` puts each where it belongs.
+A send directly follows the pass, or the pair of passes, that made its tensor. Receives stand at the
+start of their rank's row, in the order in which the other rank sends. No send waits for a receive
+to be posted there, and `message_order` moves each receive to its final position.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The communicators of a pipeline: how many a rank has, what they take, how they connect.
+"""The communicators of a pipeline: their number on each rank, their device resources, and the order
+in which they connect.
 
-Each channel (`graph.channels`) has one, so that a message whose partner is late delays no other:
-each directed edge of ranks, and on it each kind of message. Each kind of collective has one too,
-with all ranks of the pipeline in it.
+Each channel (`graph.channels`) has its own communicator, so that a message whose partner is late
+delays no other. A channel is one kind of message on one directed edge of ranks. Each kind of
+collective also has its own, with all ranks of the pipeline.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ COLLECTIVES: tuple[Kind, ...] = tuple(
 )
 
 # A message or collective that has been posted is a running kernel. Its CTAs (NCCL's channels) keep
-# their multiprocessors until the other end has come, so all that may be posted at once has to leave
-# most of a device to the passes.
-SHARE_OF_DEVICE = 4  # less than one part in so many
+# their multiprocessors until the other end has come, so all communicators that may be in use at
+# once have to leave most of a device to the passes.
+SHARE_OF_DEVICE = 4  # less than 1 / SHARE_OF_DEVICE of a device
 
-# What NCCL allocates for each CTA of an incoming connection over NVLink, one buffer a protocol:
-# LL, LL128 and Simple (sizes of NCCL 2.30, unless NCCL_BUFFSIZE and the like say other).
+# Bytes that NCCL allocates for each CTA of an incoming connection over NVLink, one buffer a
+# protocol: LL, LL128 and Simple (sizes of NCCL 2.30, unless NCCL_BUFFSIZE and the like set others).
 BUFFER_BYTES = 2**19 + 8 * 8 * 120 * 640 + 2**22
 
 
@@ -36,9 +37,9 @@ class Communicators:
     """The communicators of one rank.
 
     Attributes:
-        channels: those of messages, each shared with one other rank.
-        incoming: how many of ``channels`` the rank receives on.
-        collectives: those shared with all ranks of the pipeline.
+        channels: number of communicators of messages, each shared with one other rank.
+        incoming: number of ``channels`` on which the rank receives.
+        collectives: number of communicators shared with all ranks of the pipeline.
     """
 
     channels: int
@@ -50,15 +51,16 @@ class Communicators:
         return self.channels + self.collectives
 
     def buffer_bytes(self, ctas: int) -> int:
-        """Bytes on the device if all incoming channels use NVLink and each has ``ctas`` CTAs."""
+        """Return the bytes on the device if all incoming channels use NVLink and each has ``ctas``
+        CTAs."""
         return (self.incoming + self.collectives) * ctas * BUFFER_BYTES
 
 
 def communicators(program: Program) -> list[Communicators]:
-    """Return the communicators of each rank that are made to run ``program``, in addition to its
+    """Return the communicators that each rank creates to run ``program``, in addition to its
     trainer's.
 
-    Groups whose messages are the host's are not among them: they take nothing of a device.
+    Groups for messages through host memory are not counted, as they use nothing of a device.
     """
     problem = program.problem
     ways = channels(program.schedule) if problem.extras.p2p is P2P.ASYNC else set[Channel]()
@@ -72,11 +74,9 @@ def communicators(program: Program) -> list[Communicators]:
 
 
 def ctas_of_each(communicators: int, multiprocessors: int) -> int:
-    """How many CTAs each of a rank's ``communicators`` may use, so that all of them take less than
-    a quarter of the device's ``multiprocessors``; at least 1, even if that is more than a quarter.
-
-    A power of two, as `ctas_used`.
-    """
+    """Return how many CTAs each of a rank's ``communicators`` may use, so that all of them together
+    take less than a quarter of the device's ``multiprocessors``. The result is at least 1, even if
+    that is more than a quarter, and a power of two, as `ctas_used`."""
     assert communicators > 0, "without communicators there is nothing to share out"
     ctas = 1
     while 2 * ctas * communicators * SHARE_OF_DEVICE < multiprocessors:
@@ -85,19 +85,22 @@ def ctas_of_each(communicators: int, multiprocessors: int) -> int:
 
 
 def ctas_used(ctas: int) -> int:
-    """How many NCCL uses for messages where it may use ``ctas``: it rounds up to a power of two."""
+    """Return how many CTAs NCCL uses for messages if it may use ``ctas``: it rounds up to a power
+    of two."""
     return 1 << max(0, ctas - 1).bit_length()
 
 
 def is_within_share(ctas: int, multiprocessors: int) -> bool:
-    """Whether so many CTAs, of all communicators of a rank, take less than a quarter of its
-    device's ``multiprocessors``."""
+    """Return whether ``ctas``, of all communicators of a rank together, take less than a quarter of
+    its device's ``multiprocessors``."""
     return ctas * SHARE_OF_DEVICE < multiprocessors
 
 
 def waves(pairs: Iterable[Collection[int]]) -> list[list[tuple[int, int]]]:
-    """The different ``pairs`` of ranks in as few rounds as first fit finds, in each of which no
-    rank is in two: two rounds on a line, V or wave, and on a loop of an odd number of ranks three.
+    """Return the distinct ``pairs`` of ranks in the rounds that first fit finds; no rank is twice
+    in a round.
+
+    There are two rounds on a line, V or wave, and three on a loop of an odd number of ranks.
     """
     rounds: list[list[tuple[int, int]]] = []
     busy: list[set[int]] = []  # in each of the rounds
@@ -113,7 +116,7 @@ def waves(pairs: Iterable[Collection[int]]) -> list[list[tuple[int, int]]]:
 
 def in_waves(channels: Iterable[Channel]) -> list[Channel]:
     """Return ``channels`` in an order in which ranks can connect them, each taking its own in turn:
-    the pairs of a wave at the same time, a pair's channels one after the other."""
+    the pairs of a wave at the same time, the channels of a pair one after the other."""
     of_pair: dict[tuple[int, int], list[Channel]] = {}
     for way in sorted(channels):
         pair = min(way.sender, way.receiver), max(way.sender, way.receiver)

@@ -1,28 +1,28 @@
 """Graph of the waits between the actions of a schedule with messages.
 
-The rules are those the executor keeps and NCCL and gloo impose:
+These are the rules of the executor, NCCL and gloo:
 
-- a rank issues its actions in order, and compute and waits hold up what follows them;
-- a channel takes its sends in order, and its receives;
+- a rank issues its actions in order, and compute and waits block its later actions;
+- a channel processes its sends in order, and its receives;
 - a message moves when both its send and its receive have been issued (rendezvous);
-- what an action needs must be done;
+- an action starts when its dependencies are done;
 - a collective ends on all ranks together, once all have issued it;
 - copies to the host follow one another, and so do copies from it;
 - the two passes of a pair begin together and end together.
 
 A channel carries activations, or gradients, from one rank to another. Its k-th send meets its k-th
 receive. On a V both go from a rank to its neighbour, often not in the order in which the neighbour
-uses them; with a channel each, neither waits behind the other.
+uses them; with separate channels, neither waits behind the other.
 
-Batched messages (`P2P.BATCHED`) share one communicator, which runs what it is given in order:
+Batched messages (`P2P.BATCHED`) share one communicator, which runs its messages in order:
 
-- a send moves together with the receives directly before it, every other receive by itself;
-- a rank's batches move one after the other, so that a message waits for the batch before its own
-  at either end;
-- a message is there when all of its batch is.
+- a send moves together with the receives directly before it, every other receive alone;
+- a rank's batches move one after the other, so that a message waits for the previous batch at
+  either end;
+- a message has arrived when all of its batch has.
 
-These rules describe a device whose streams run in parallel. `Device` has others too: nothing
-guarantees parallel streams, and a host call can wait for all that has been posted.
+These rules describe a device whose streams run in parallel. `Device` has others too: parallel
+streams are not guaranteed, and a host call can wait for everything that has been posted.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from megatron_ext.schedule.schedule import Schedule
 class Device(enum.Enum):
     """Models of a device: the actions of a rank that block its next ones."""
 
-    PARALLEL = "passes and waits"  # messages, collectives and copies run parallel to them
+    PARALLEL = "passes and waits"  # messages, collectives and copies run in parallel to them
     WAITS_AT_PASSES = "passes and waits, which all that was posted before holds up too"
     ONE_QUEUE = "everything"  # as on one hardware queue, or if every call waited for the device
 
@@ -81,7 +81,7 @@ class Channel(NamedTuple):
 
 
 def channel_of(action: Action, placement: Placement) -> Channel:
-    """The channel a message travels on."""
+    """Return the channel of a message."""
     other = partner_of(action, placement)
     here, there = placement.rank_of[action.stage], placement.rank_of[other.stage]
     if RULES[action.kind].lane is Lane.SEND:
@@ -90,10 +90,11 @@ def channel_of(action: Action, placement: Placement) -> Channel:
 
 
 def channels(schedule: Schedule) -> set[Channel]:
-    """All channels between the stages of ``schedule``.
+    """Return all channels between the stages of ``schedule``.
 
-    Of an evaluation too those that only training uses: they are made once, and training may follow.
-    Those of post-validation are not among them: its messages are the host's.
+    For an evaluation they include the channels that only training uses, because channels are
+    created once, and training may follow. Channels of post-validation are not included: its
+    messages go through host memory.
     """
     placement = schedule.placement
     return {
@@ -106,7 +107,7 @@ def channels(schedule: Schedule) -> set[Channel]:
 
 
 def partner_of(action: Action, placement: Placement) -> Action:
-    """The other end of a message."""
+    """Return the other end of a message."""
     rule = RULES[action.kind]
     assert rule.partner is not None and rule.neighbour is not None
     other = placement.neighbour(action.stage, rule.neighbour)
@@ -115,7 +116,8 @@ def partner_of(action: Action, placement: Placement) -> Action:
 
 
 def batches_of(row: Sequence[Action]) -> Iterator[range]:
-    """The positions in a rank's ``row`` of the messages that move together, batch after batch."""
+    """Yield the positions in a rank's ``row`` of the messages that move together, batch after
+    batch."""
     receives = 0  # directly before this position
     for position, action in enumerate(row):
         lane = RULES[action.kind].lane
@@ -135,7 +137,7 @@ def _receives_alone(position: int, receives: int) -> Iterator[range]:
 
 
 def needed(action: Action, placement: Placement) -> Iterator[tuple[Need, list[Action]]]:
-    """Return, for each need of ``action``, the actions of which one must come before it."""
+    """Yield each need of ``action``, with the actions of which one must come before it."""
     for need in RULES[action.kind].needs:
         stage = _looked_for_on(need, action.stage, placement)
         part = slice_looked_for(need.slice, action.microbatch)
@@ -144,7 +146,8 @@ def needed(action: Action, placement: Placement) -> Iterator[tuple[Need, list[Ac
 
 
 def slice_looked_for(which: Neighbour | None, microbatch: int) -> int | None:
-    """The microbatch, or its slice, that a need of ``microbatch`` is about; None: there is none."""
+    """Return the microbatch, or its slice, in which a need of ``microbatch`` is looked for; None if
+    there is none."""
     if which is None:
         return microbatch
     if not isinstance(microbatch, Slice) or not 0 <= microbatch.slice + which < microbatch.slices:
@@ -153,7 +156,8 @@ def slice_looked_for(which: Neighbour | None, microbatch: int) -> int | None:
 
 
 def _looked_for_on(need: Need, stage: int, placement: Placement) -> int | None:
-    """The stage where ``need`` of an action on ``stage`` is looked for; None: nothing is needed."""
+    """Return the stage on which ``need`` of an action on ``stage`` is looked for; None if nothing
+    is needed."""
     if need.source is Source.OWN:
         return stage
     if need.source in (Source.LOCAL, Source.REMOTE):
@@ -180,8 +184,12 @@ def has_place(
     forward_only: bool = False,
     first_trained: int = 0,
 ) -> bool:
-    """Whether ``kind`` is found on ``stage``, in a schedule (an evaluation's, with
-    ``forward_only``) that has such kinds, where nothing before ``first_trained`` is trained."""
+    """Return whether ``kind`` is found on ``stage`` in a schedule that has such kinds.
+
+    Args:
+        forward_only: whether the schedule is an evaluation's.
+        first_trained: the first stage with anything to train.
+    """
     rule = RULES[kind]
     if forward_only and not rule.in_evaluation:
         return False
@@ -205,7 +213,8 @@ def has_place(
 
 
 def _first_of(rule: Rule, stage: int, placement: Placement) -> int:
-    """The first of the stages that ``rule`` is about: ``stage``, and a message's other end."""
+    """Return the first of the stages that ``rule`` is about: ``stage``, and a message's other
+    end."""
     if rule.neighbour is None:
         return stage
     other = placement.neighbour(stage, rule.neighbour)
@@ -214,7 +223,7 @@ def _first_of(rule: Rule, stage: int, placement: Placement) -> int:
 
 
 def _is_used(collective: Action, placement: Placement, forward_only: bool) -> bool:
-    """Whether a pass on the rank of ``collective`` needs what it brings."""
+    """Return whether a pass on the rank of ``collective`` needs its result."""
     return any(
         collective in choices
         for stage in placement.stages_of[placement.rank_of[collective.stage]]
@@ -225,10 +234,10 @@ def _is_used(collective: Action, placement: Placement, forward_only: bool) -> bo
 
 
 class Needs(dict[tuple[int, Kind], list[tuple[int, Kind, Neighbour | None]]]):
-    """By stage and kind of an action, the stages and kinds of all that it may need (`needed`), and
-    of which slice (`Need.slice`).
+    """The stages and kinds of all actions that an action may need (`needed`), with the slice
+    (`Need.slice`), by the action's stage and kind.
 
-    They are the same for every microbatch, so they are made once.
+    They are the same for every microbatch, so they are computed once.
     """
 
     def __init__(self, placement: Placement) -> None:
@@ -253,8 +262,8 @@ _needs_on = lru_cache(maxsize=8)(Needs)  # the graphs of a program are made one 
 
 
 def needed_numbers(columns: Columns, placement: Placement) -> Iterator[Ints]:
-    """The numbers of all that actions may need, and that is there: of each action's first need,
-    then of each one's second, and so on; -1 where there is none."""
+    """Yield the numbers of the actions that actions need, as far as they exist: the first need of
+    each action, then the second of each, and so on; -1 if there is none."""
     needs, place = _needs_on(placement), {pair: at for at, pair in enumerate(columns.pairs)}
     is_cut = columns.slices > 1
     wanted = [
@@ -278,10 +287,10 @@ class Graph(Precedence):
     Attributes:
         actions: all actions of all ranks, rank after rank.
         ranks: the rank of each.
-        partners: by the node of a message, that of its other end; -1 for other nodes.
-        batches: by the node of a batched message, the nodes that move together.
-        leaders: by the node of a collective, the node of it that all its others wait for; for
-            other nodes, themselves.
+        partners: for the node of a message, the node of its other end; -1 for other nodes.
+        batches: for the node of a batched message, the nodes that move together.
+        leaders: for the node of a collective, the one of its nodes that all its others wait for;
+            other nodes are their own leaders.
     """
 
     actions: tuple[Action, ...]
@@ -291,7 +300,7 @@ class Graph(Precedence):
     leaders: Ints
 
     def cycle(self) -> list[Action]:
-        """Actions that wait for one another, each for the next and the last for the first."""
+        """Return actions in a cyclic wait, each waiting for the next and the last for the first."""
         stuck = set(self.stuck)
         if not stuck:
             return []
@@ -306,7 +315,7 @@ class Graph(Precedence):
 
 
 class _Waits:
-    """Waits between nodes, collected while the graph is built."""
+    """The waits between nodes, collected while the graph is built."""
 
     def __init__(self, nodes: int) -> None:
         self._nodes = nodes
@@ -314,7 +323,8 @@ class _Waits:
         self._earlier: list[Ints] = []
 
     def add(self, later: Ints, earlier: Ints) -> None:
-        """Each of ``later`` waits for the one of ``earlier`` in its place, unless that is -1."""
+        """Let each of ``later`` wait for the one of ``earlier`` at the same position, unless that
+        is -1."""
         is_there = earlier >= 0
         self._later.append(later[is_there])
         self._earlier.append(earlier[is_there])
@@ -332,19 +342,20 @@ def build_graph(
     device: Device = Device.PARALLEL,
     known_order: Ints | None = None,
 ) -> Graph:
-    """The graph of ``schedule``, whose actions are complete and whose needs are all there."""
+    """Return the graph of ``schedule``, whose actions are complete and include all that they
+    need."""
     placement, columns = schedule.placement, schedule.columns
     waits, nodes = _Waits(len(columns)), columns.numbers
     held_up_by = held_up(columns, device)
     waits.add(nodes, held_up_by)
     if device is not Device.ONE_QUEUE:
-        # There whatever an action needs has ended: it comes before it in its row.
+        # On one queue the needs of an action have ended, because they come before it in its row.
         waits.add(nodes, _before_in_queue(columns, placement))
         if device is Device.WAITS_AT_PASSES:
             waits.add(*_waited_for_at_passes(columns))
         for earlier in needed_numbers(columns, placement):
             waits.add(nodes, earlier)
-            # A pair begins when all is there that either of its passes needs.
+            # A pair begins when the needs of both its passes are done.
             waits.add(schedule.paired, earlier[schedule.paired + 1])
     partners = partners_of(columns, placement)
     sends, receives = (nodes[flags[columns.kind]] for flags in (IS_SEND, IS_RECEIVE))
@@ -372,8 +383,8 @@ def held_up(columns: Columns, device: Device = Device.PARALLEL) -> Ints:
 
 
 def _waited_for_at_passes(columns: Columns) -> tuple[Ints, Ints]:
-    """Return pairs, as two arrays of numbers: a blocking action, and one that was posted between it
-    and the blocking action before."""
+    """Return two arrays of numbers: blocking actions, and with each an action that was posted
+    between the previous blocking action and this one."""
     holds_up = HOLDS_UP[columns.kind]
     posted, held = columns.numbers[~holds_up], columns.numbers[holds_up]
     next_held = np.append(held, np.int32(len(columns)))[np.searchsorted(held, posted)]
@@ -438,7 +449,7 @@ def _move_together(columns: Columns, waits: _Waits) -> Ints:
 
 
 def _move_in_batches(schedule: Schedule, partners: Ints, waits: _Waits) -> dict[int, Sequence[int]]:
-    """Add to ``waits`` what comes of one communicator; return `Graph.batches`."""
+    """Add to ``waits`` the waits that one communicator causes; return `Graph.batches`."""
     together: dict[int, Sequence[int]] = {}
     pairs: list[tuple[int, int]] = []
     start = 0

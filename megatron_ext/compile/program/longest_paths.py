@@ -1,8 +1,8 @@
-"""Start times of nodes that wait for one another: under one vector of seconds, or many at once.
+"""Start times of nodes that wait for one another, for one vector of seconds or many at once.
 
-Each node starts as soon as all that it waits for has ended. Of many vectors the nodes of one level
-are timed together, level after level: a level's nodes have equally many nodes on the longest way to
-them, so that none waits for another one of its level.
+Each node starts as soon as all that it waits for has ended. For many vectors, the nodes of one
+level are timed together, level after level. The level of a node is the number of nodes on the
+longest path to it, so no node waits for another one of its level.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _Places = NDArray[np.intp]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Precedence:
-    """Numbered nodes with the nodes each must wait for.
+    """Numbered nodes, and the nodes that each must wait for.
 
     Attributes:
-        before: for each, the nodes that must have ended before it can start.
-        known_order: the nodes, each after all it waits for, if that is known.
+        before: for each node, the nodes that must have ended before it can start.
+        known_order: the nodes, each after all it waits for, if that order is known.
     """
 
     before: NodeLists
@@ -53,7 +53,7 @@ class Precedence:
 
     @property
     def stuck(self) -> list[int]:
-        """The nodes that wait in a circle, or for one that does."""
+        """The nodes in a cyclic wait, or behind one."""
         is_done = np.zeros(len(self.before), dtype=bool)
         is_done[self.order] = True
         return np.flatnonzero(~is_done).tolist()
@@ -63,11 +63,11 @@ class Precedence:
     ) -> tuple[list[float], list[float]]:
         """Return start and end of each node, if it starts when all it waits for has ended.
 
-        What waits in a circle starts at its earliest and ends at 0.
+        Nodes in a cyclic wait start at their earliest time and end at 0.
 
         Args:
-            seconds: what each node takes. (Any unit of time; whole numbers stay whole.)
-            earliest: before which each does not start; 0 if not given.
+            seconds: duration of each node. (Any unit of time; whole numbers stay whole.)
+            earliest: earliest start of each node; 0 if not given.
         """
         zeros: list[float] = [0] * len(self.before)
         starts, ends = list(earliest or zeros), zeros
@@ -83,16 +83,16 @@ class Precedence:
 
 
 class BatchedTimes:
-    """Longest paths through ``graph`` under many vectors of seconds at once.
+    """Longest paths through ``graph`` for many vectors of seconds at once.
 
     Attributes:
-        order: the nodes by level; in a level, those that wait for most come first.
-        place: the place of each node in ``order``.
+        order: the nodes by level; within a level, the nodes that wait for most come first.
+        place: the position of each node in ``order``.
 
     Args:
-        graph: without cycles.
-        lags: for each of ``graph.before.nodes``, how long after its end the node that waits for it
-            may start; None: at once.
+        graph: a graph without cycles.
+        lags: for each of ``graph.before.nodes``, the delay from its end until the node that waits
+            for it may start; None: no delays.
     """
 
     def __init__(self, graph: Precedence, lags: Floats | None = None) -> None:
@@ -104,8 +104,8 @@ class BatchedTimes:
         self.place = np.empty_like(self.order)
         self.place[self.order] = np.arange(len(level))
         bounds = np.searchsorted(level[self.order], np.arange(1, level.max() + 2))
-        # By level but the first, its first and last place; and what its first nodes wait for, one
-        # for each of them at a turn: places, and lags if there are any.
+        # For each level after the first: its first position, its end, and in turns the positions
+        # that its leading nodes wait for, one per node and turn, with lags if there are any.
         self._levels: list[tuple[int, int, list[tuple[_Places, Floats | None]]]] = [
             (first, last, []) for first, last in pairwise(bounds.tolist())
         ]
@@ -123,10 +123,10 @@ class BatchedTimes:
                     turns.append((places[begin:end], late[begin:end] if few < many else None))
 
     def run(self, times: Floats) -> None:
-        """Turn ``times`` from what nodes take into when they end.
+        """Replace the seconds of nodes in ``times`` by the times at which the nodes end.
 
         Args:
-            times: by place of the node, and by vector.
+            times: array by position of the node, and by vector.
         """
         for first, last, ((earlier, late), *others) in self._levels:
             latest = times.take(earlier, axis=0)

@@ -15,15 +15,15 @@ from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule, is_compute
 from megatron_ext.words import counted
 
-Amount = Callable[[Held, int], float]  # of what, on which stage -> how much
+Amount = Callable[[Held, int], float]  # (kind of memory, stage) -> amount
 
-INPUT_SHARE = 0.1  # of an activation is its stage's input, where bytes are not known
+INPUT_SHARE = 0.1  # share of an activation that is its stage's input, if bytes are not known
 
-# By a kind of pass, that which it does a second time.
+# For a kind of pass, the kind that it recomputes.
 _RECOMPUTES = {kind: rule.repeats for kind, rule in RULES.items() if rule.repeats is not None}
 _MADE = frozenset(_RECOMPUTES.values())
 
-# By a kind of pass, that of the message which it uses.
+# For a kind of pass, the kind of message that it uses.
 _USES = {
     kind: need.kinds[0]
     for kind, rule in RULES.items()
@@ -35,8 +35,8 @@ _USES = {
 def memory_curve(row: tuple[Action, ...], amount: Amount) -> list[float]:
     """Return the memory held during each compute action of ``row``, in the unit of ``amount``.
 
-    An action takes its memory at its start and gives it back at its end. One that does both (I
-    turns activations into what W needs, layer by layer) counts at its end only.
+    An action allocates its memory at its start and frees at its end. An action that does both
+    counts only its end: I turns activations into the inputs of W layer by layer.
     """
     held = zip(row, held_during(row, amount), strict=True)
     return [amount for action, amount in held if is_compute(action)]
@@ -45,27 +45,27 @@ def memory_curve(row: tuple[Action, ...], amount: Amount) -> list[float]:
 def held_during(row: tuple[Action, ...], amount: Amount) -> Iterator[float]:
     """Yield the memory held during every action of ``row``, in the unit of ``amount``.
 
-    Messages and copies from the host take memory too. A received tensor is counted until the pass
-    that uses it begins: what F keeps of it is part of the activation, and a gradient is freed as
-    the pass makes the next one. A pass keeps nothing that no pass of its stage uses: F keeps
-    nothing in an evaluation. A pass that is recomputed keeps its stage's input, and the recompute
-    takes the rest. A slice takes its share of its microbatch's memory; the gradients of keys and
-    values that slices add up are held for the whole microbatch, from its first backward pass to its
-    last.
+    Messages and copies from the host take memory too. A received tensor counts until the pass that
+    uses it begins: the part that F keeps of it belongs to the activation, and a gradient is freed
+    while the pass computes the next one. A pass keeps only memory that some pass of its stage
+    frees: in an evaluation F keeps nothing. A pass that is recomputed keeps its stage's input, and
+    the recompute allocates the rest. A slice takes its share of its microbatch's memory. The
+    gradients of keys and values, to which slices add, are held for the whole microbatch, from its
+    first backward pass to its last.
     """
 
     def stays(stage: int) -> float:
         return amount(Held.KEYS_VALUES, stage)
 
     used = {(action.stage, kind) for action in row for kind in RULES[action.kind].releases}
-    again = {(stage, _RECOMPUTES[kind], k) for stage, kind, k in row if kind in _RECOMPUTES}
+    recomputed = {(stage, _RECOMPUTES[kind], k) for stage, kind, k in row if kind in _RECOMPUTES}
 
     are_cut = bool(row) and isinstance(row[0].microbatch, Slice)
 
     @cache
     def rule_on(stage: int, kind: Kind) -> tuple[float, float, Kind | None, bool]:
-        """Return what the action takes and gives back, the kind of message that it uses, and
-        whether it receives one."""
+        """Return the memory that the action allocates and frees, the kind of message that it uses,
+        and whether it receives one."""
         rule = RULES[kind]
         gained = sum(
             amount(held, stage)
@@ -73,7 +73,7 @@ def held_during(row: tuple[Action, ...], amount: Amount) -> Iterator[float]:
             if held is Held.MESSAGE or (stage, held) in used
         )
         lost = sum(amount(held, stage) for held in rule.releases)
-        if are_cut and rule.all_or_none is Held.ACTIVATION:  # on its way to or from the host
+        if are_cut and rule.all_or_none is Held.ACTIVATION:  # a copy to or from the host
             gained, lost = (max(a - stays(stage), 0.0) if a else a for a in (gained, lost))
         receives = rule.lane is Lane.RECEIVE and bool(rule.acquires)
         return gained, lost, _USES.get(kind), receives
@@ -91,9 +91,9 @@ def held_during(row: tuple[Action, ...], amount: Amount) -> Iterator[float]:
         elif message is not None and (used_now := (stage, message, microbatch)) in received:
             received.remove(used_now)
             held -= amount(Held.MESSAGE, stage) * tokens
-        if again and (stage, kind, microbatch) in again:
+        if recomputed and (stage, kind, microbatch) in recomputed:
             gained = kept_for_again(stage, microbatch, amount)
-        elif again and kind in _RECOMPUTES:
+        elif recomputed and kind in _RECOMPUTES:
             gained -= kept_for_again(stage, microbatch, amount)
         held += taken
         yield held + (gained * tokens if not lost else 0.0)
@@ -101,14 +101,14 @@ def held_during(row: tuple[Action, ...], amount: Amount) -> Iterator[float]:
 
 
 def kept_for_again(stage: int, microbatch: int, amount: Amount) -> float:
-    """Return the amount stored, per microbatch, of an activation that is recomputed: the stage's
-    input, and of a slice its keys and values, to which later slices attend in the meantime."""
+    """Return the amount stored, per microbatch, for an activation that is recomputed: the stage's
+    input, and for a slice its keys and values, to which later slices attend in the meantime."""
     is_slice = isinstance(microbatch, Slice)
     return amount(Held.INPUT, stage) + (amount(Held.KEYS_VALUES, stage) if is_slice else 0.0)
 
 
 def _gathered(stage: int, kind: Kind, microbatch: int, amount: Amount) -> tuple[float, float]:
-    """Return the amounts that a pass takes and gives back for its whole microbatch
+    """Return the amounts that a pass allocates and frees for its whole microbatch
     (`Rule.gathers`)."""
     if not RULES[kind].gathers or not isinstance(microbatch, Slice):
         return 0.0, 0.0
@@ -117,10 +117,11 @@ def _gathered(stage: int, kind: Kind, microbatch: int, amount: Amount) -> tuple[
 
 
 def in_microbatches(schedule: Schedule) -> Amount:
-    """The zero-bubble papers' measure: 1/v from F to W (or B), the input gradient frees nothing.
+    """Return the zero-bubble papers' measure: an activation counts 1/v from F to W (or B), and the
+    input gradient frees nothing.
 
-    Logits do not count, they are no layer's; nor do messages, nor keys and values on top of the
-    activations. A stage's input counts a tenth.
+    Logits do not count, as they belong to no layer; nor do messages, nor keys and values on top of
+    the activations. A stage's input counts a tenth.
     """
     share = 1 / schedule.placement.chunks
     none = dict.fromkeys((Held.LOGITS, Held.MESSAGE, Held.KEYS_VALUES), 0.0)
@@ -129,7 +130,7 @@ def in_microbatches(schedule: Schedule) -> Amount:
 
 
 def in_bytes(costs: Costs) -> Amount:
-    """Count in bytes, as ``costs`` gives them."""
+    """Return the measure in bytes, by ``costs``."""
     held_bytes, message = costs.held_bytes, costs.links.message_bytes
     assert held_bytes is not None
 
@@ -146,13 +147,18 @@ def in_bytes(costs: Costs) -> Amount:
 
 
 def _input_bytes(stage: int, activation: float, message: float) -> float:
-    """Return the bytes of the input of ``stage``: a message, or of the first stage, whose input is
-    tokens, 0. If the bytes of messages are not known it is a share of the activation."""
+    """Return the bytes of the input of ``stage``: those of a message, or 0 for the first stage,
+    whose input is tokens. If the bytes of messages are not known, it is a share of the
+    activation."""
     return min(message if stage else 0.0, activation) if message else INPUT_SHARE * activation
 
 
 def bytes_for(limit: MemoryLimit, costs: Costs) -> Mapping[Held, tuple[float, ...]]:
-    """The bytes that ``costs`` must have for a limit in bytes. Raises ValueError without."""
+    """Return the bytes that ``costs`` must have for a limit in bytes.
+
+    Raises:
+        ValueError: they have none.
+    """
     if costs.held_bytes is None:
         raise ValueError(
             f"the memory limit is {limit}, but the costs ({costs.origin}) have no "
@@ -162,7 +168,7 @@ def bytes_for(limit: MemoryLimit, costs: Costs) -> Mapping[Held, tuple[float, ..
 
 
 def amount_of(limit: MemoryLimit, schedule: Schedule, costs: Costs) -> tuple[Amount, float]:
-    """Return the unit to count in, and how much of it ``limit`` allows.
+    """Return the measure to count in, and how much of it ``limit`` allows.
 
     Raises:
         ValueError: as `bytes_for`.
@@ -175,7 +181,8 @@ def amount_of(limit: MemoryLimit, schedule: Schedule, costs: Costs) -> tuple[Amo
 
 
 def leaving_room(limit: MemoryLimit, microbatches: int, problem: Problem) -> MemoryLimit:
-    """Return ``limit`` less the memory of so many further ``microbatches`` of a rank, and logits.
+    """Return ``limit`` less the memory of ``microbatches`` further microbatches of a rank, and of
+    logits.
 
     Raises:
         ValueError: less than one microbatch is left.
@@ -188,7 +195,7 @@ def leaving_room(limit: MemoryLimit, microbatches: int, problem: Problem) -> Mem
         held = bytes_for(limit, problem.costs)
         ranks = problem.placement.stages_of
         microbatch = max(sum(held[Held.ACTIVATION][stage] for stage in row) for row in ranks)
-        logits = max(held[Held.LOGITS])  # of one microbatch more: they outlast its SI
+        logits = max(held[Held.LOGITS])  # of one microbatch more, as they are held beyond its SI
         more, allowed = microbatches * microbatch + (microbatches + 1) * logits, float(limit.bytes)
     left = allowed - more
     if left < microbatch:
@@ -204,12 +211,12 @@ def leaving_room(limit: MemoryLimit, microbatches: int, problem: Problem) -> Mem
 
 
 def peaks(schedule: Schedule, amount: Amount) -> list[float]:
-    """The largest amount each rank holds."""
+    """Return the largest amount that each rank holds."""
     return [peak(row, amount) for row in schedule.rows]
 
 
 def peak(row: tuple[Action, ...], amount: Amount) -> float:
-    """The largest amount that a rank holds during an action of its ``row``."""
+    """Return the largest amount that a rank holds during an action of its ``row``."""
     return max(held_during(row, amount), default=0.0)
 
 
@@ -220,7 +227,7 @@ def share_made_again(schedule: Schedule) -> float:
 
 
 def peak_on_host(row: tuple[Action, ...], placement: Placement) -> float:
-    """Microbatches of a rank that are on the host at once, at the most."""
+    """Return the largest number of microbatches of a rank that are on the host at once."""
     now = most = 0.0
     for action in row:
         rule = RULES[action.kind]
@@ -231,8 +238,9 @@ def peak_on_host(row: tuple[Action, ...], placement: Placement) -> float:
 
 
 def most_on_host(row: tuple[Action, ...]) -> dict[tuple[int, Held], int]:
-    """How many microbatches, or slices, of each stage, and of what it holds, are on the host at
-    once: from when a copy to it begins until that back does."""
+    """Return the largest number of microbatches, or slices, that are on the host at once, by stage
+    and kind of memory. Each counts from the start of its copy to the host until the start of its
+    copy back."""
     most: Counter[tuple[int, Held]] = Counter()
     now: Counter[tuple[int, Held]] = Counter()
     for action in row:

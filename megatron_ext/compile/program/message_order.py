@@ -1,25 +1,26 @@
-"""Put the actions of all ranks in one sequence, of which each rank's row is its part.
+"""One sequence of the actions of all ranks; each rank's row is its part of the sequence.
 
-A device may stop its host, and all its streams, behind anything that has been posted: a receive
-whose message is not made yet, a collective that another rank has not reached. So all that a rank
-has posted must be able to end without anything it does later. It is, if there is one order of all
-passes and messages in which each needs only what comes before it, and every rank keeps to that.
+A device may block its host, and all its streams, behind anything that has been posted: a receive
+whose message is not made yet, a collective that another rank has not reached. So everything that a
+rank has posted must be able to end without anything that the rank does later. This holds if there
+is one order of all passes and messages in which each needs only earlier ones, and every rank
+follows it.
 
-The order is that of time, in a simulation in which a receive is never waited for to be posted:
+The order is that of time, in a simulation in which no send waits for its receive to be posted:
 
-- a pass comes when it ends;
-- a message, at both its ends, when the pass directly before its send ends;
-- a collective, on all ranks, when all could begin it.
+- a pass comes at its end;
+- a message, at both its ends, comes when the pass directly before its send ends;
+- a collective, on all ranks, comes when all ranks could begin it.
 
-Times are whole ticks, and no pass takes none: they rise along every dependency, and what ends
-together does so exactly. What comes at one time is in one order everywhere: passes, then messages
-by their sends, then collectives. A receive is posted no later than its message is made, so nothing
-is lost by it.
+Times are whole ticks, and every pass takes at least one. Times therefore rise along every
+dependency, and equal times are exactly equal. Actions of one time have the same order everywhere:
+passes, then messages by their sends, then collectives. A receive is posted no later than its
+message is made, so no time is lost.
 
-Batched, messages share one communicator, and two neighbours that send to each other at one time
-must swap in one batch: a rank receives what is made at a time after its own passes that end by
-then, right before it sends what it has made at that time itself. A pair of passes sends both ways:
-then so it is with each neighbour, one after the other.
+Batched messages share one communicator, and two neighbours that send to each other at one time must
+swap in one batch. A rank receives the messages of a time after its own passes that end by then,
+right before it sends its own messages of that time. A pair of passes sends both ways; it does this
+with each neighbour, one after the other.
 """
 
 from __future__ import annotations
@@ -49,20 +50,20 @@ from megatron_ext.schedule.schedule import Schedule, is_compute
 
 _TICKS = 10**6  # of the longest pass
 
-# Of the longest pass, what a hop takes at the least: messages that cost nothing in the plan take
-# some time in truth, and a pass that depends on one should not come before others for nothing.
+# Least time of a hop, as a share of the longest pass. Messages that cost nothing in the plan do
+# take some time, and a pass that depends on one should not come before others without need.
 _LEAST_HOP = 1 / 32
 
-_BY_NAME = np.argsort(np.argsort(KINDS))  # the place of each kind among their names
+_BY_NAME = np.argsort(np.argsort(KINDS))  # the position of each kind in the order of names
 
-# By node: a time, what comes first at that time, and a place among those.
+# Sort keys by node: time, order of classes at that time, position within the class.
 _Keys = tuple[NDArray[np.generic], NDArray[np.generic], NDArray[np.generic]]
 
 
 def order_messages(schedule: Schedule, problem: Problem) -> Schedule:
-    """Return ``schedule``, which has its messages, in one sequence.
+    """Return ``schedule``, which has its messages, with the actions of all ranks in one sequence.
 
-    One whose passes wait for one another is left as it is, for `prove` to show how.
+    A schedule with a cyclic wait is returned unchanged, so that `prove` shows the cycle.
     """
     graph, columns = build_graph(schedule), schedule.columns
     if len(graph.order) < len(graph.actions):
@@ -75,8 +76,8 @@ def order_messages(schedule: Schedule, problem: Problem) -> Schedule:
 
 
 def _in_sequence(graph: Graph, schedule: Schedule, costs: Costs) -> _Keys:
-    """The keys by which nodes are in sequence: the two ends of a message share theirs, and so do a
-    collective's."""
+    """Return the keys that sort nodes into the sequence. The two ends of a message share a key, and
+    so do all calls of a collective."""
     columns = schedule.columns
     starts, ends = _times(graph, schedule, costs, _LEAST_HOP)
     kind, nodes = columns.kind, columns.numbers
@@ -94,7 +95,7 @@ def _in_sequence(graph: Graph, schedule: Schedule, costs: Costs) -> _Keys:
 
 
 def _batched(graph: Graph, schedule: Schedule, costs: Costs) -> _Keys:
-    """The same where messages share one communicator."""
+    """Return the keys for messages that share one communicator."""
     columns, paired = schedule.columns, schedule.paired
     _, ends = _times(graph, schedule, costs, least_hop=0.0)
     kind = columns.kind
@@ -110,11 +111,11 @@ def _batched(graph: Graph, schedule: Schedule, costs: Costs) -> _Keys:
 
 
 def _links(schedule: Schedule) -> Ints:
-    """For each message, the number of its link: of two ranks, of which one sends activations to the
-    other. 0 for what is no message.
+    """Return for each message the number of its link, that is of two ranks of which one sends
+    activations to the other; 0 for other actions.
 
-    A pair sends both ways at once, and each send swaps with what comes the other way. All ranks
-    take their links in one order, or they would wait for one another.
+    A pair sends both ways at once, and each send swaps with a message in the other direction. All
+    ranks take their links in one order; otherwise they would wait for one another.
     """
     columns, placement = schedule.columns, schedule.placement
     links = []
@@ -132,15 +133,15 @@ def _links(schedule: Schedule) -> Ints:
 def _times(
     graph: Graph, schedule: Schedule, costs: Costs, least_hop: float
 ) -> tuple[NDArray[np.generic], NDArray[np.generic]]:
-    """When each node starts and ends, in ticks; the two of a pair end together. ``least_hop`` is a
-    share of the longest pass."""
+    """Return the start and the end of each node, in ticks; the two passes of a pair end together.
+    ``least_hop`` is a share of the longest pass."""
     columns, paired = schedule.columns, schedule.paired
     actions = chain.from_iterable(columns.examples)
     longest = max(costs.of(action) for action in actions if is_compute(action))
     least = longest * least_hop
     hops = tuple(max(hop, least) for hop in costs.links.hops)
     costs = costs.with_links(hop=max(costs.links.hop, least), hops=hops)
-    tick = longest / _TICKS or 1.0  # an evaluation's passes may cost nothing
+    tick = longest / _TICKS or 1.0  # the passes of an evaluation may cost nothing
     ticks = columns.of_each(lambda a: max(round(costs.of(a) / tick), int(is_compute(a))))
     for node in columns.numbers[graph.leaders != columns.numbers].tolist():
         ticks[node] = 0

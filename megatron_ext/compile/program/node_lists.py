@@ -1,4 +1,4 @@
-"""Lists of nodes in two arrays."""
+"""Lists of nodes for each node, stored in two arrays."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from megatron_ext.schedule.columns import Ints
 
 @dataclass(frozen=True, eq=False)
 class NodeLists:
-    """A list of nodes for each node: that of node n is ``nodes[bounds[n] : bounds[n + 1]]``.
+    """A list of nodes for each node: the list of node n is ``nodes[bounds[n] : bounds[n + 1]]``.
 
-    (Lists of their own would take most of a program's memory, and of the time that it takes.)
+    (Python lists would take most of a program's memory and build time.)
     """
 
     bounds: NDArray[np.intp]
@@ -29,14 +29,15 @@ class NodeLists:
 
     @classmethod
     def of(cls, owners: Ints, nodes: Ints, count: int) -> NodeLists:
-        """``count`` lists: each of ``nodes`` in that of its owner, in the order given."""
+        """Return ``count`` lists with each of ``nodes`` in the list of its owner, in the order
+        given."""
         bounds = np.zeros(count + 1, dtype=np.intp)
         np.cumsum(np.bincount(owners, minlength=count), out=bounds[1:])
         return cls(bounds, nodes[np.argsort(owners, kind="stable")])
 
     def joined(self, names: Ints, owners: Ints) -> tuple[Ints, Ints]:
-        """The nodes in the lists of ``owners``, one list after the other, behind the one of
-        ``names`` in its owner's place, as often as there are any."""
+        """Return the nodes in the lists of ``owners``, one list after the other. With each node
+        comes the entry of ``names`` at the position of its owner, as the first array."""
         lengths = np.diff(self.bounds)[owners]
         starts = self.bounds[owners] - (np.cumsum(lengths) - lengths)
         places = np.repeat(starts, lengths) + np.arange(lengths.sum())
@@ -44,10 +45,10 @@ class NodeLists:
 
     @property
     def owners(self) -> Ints:
-        """The owner of the list that each of ``nodes`` is in."""
+        """The owner of the list that contains each of ``nodes``."""
         return np.repeat(np.arange(len(self), dtype=np.int32), np.diff(self.bounds))
 
     @property
     def turned(self) -> NodeLists:
-        """The inverse lists: for each node, the owners of the lists that it is in."""
+        """The inverse lists: for each node, the owners of the lists that contain it."""
         return NodeLists.of(self.nodes, self.owners, len(self))

@@ -1,8 +1,9 @@
 """Spread of a step's duration, over many samples, if the durations of passes vary.
 
-The order of passes stays, as in training. Each pass takes its seconds times a factor of its own,
-whose mean is 1; messages and copies take what they do. A sample is a longest path through the
-program's graph, and those of many samples are found together, a level of the graph after the other.
+The order of passes is fixed, as in training. Each pass takes its seconds times a random factor
+whose mean is 1; messages and copies are not varied. A sample is a longest path through the
+program's graph. The paths of many samples are computed together, one level of the graph after the
+other.
 
 The random generator has a fixed seed and draws for passes in the order of stage, kind and
 microbatch: schedules of one placement with the same passes get the same factors.
@@ -23,7 +24,7 @@ from megatron_ext.schedule.microbatch_costs import lognormal
 
 SAMPLES = 1000
 _QUANTILES = (0.5, 0.9)
-_TIMES = 2**23  # in memory at once: 64 MiB of them
+_TIMES = 2**23  # times in memory at once: 64 MiB
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,9 @@ class Noise:
 
     Attributes:
         passes: the standard deviation of a pass's factor, which is lognormal.
-        ranks: that of a second factor, which all passes of a rank share throughout a step.
-        seen: factors that were measured; a pass has any of them instead.
+        ranks: the standard deviation of a second factor, which all passes of a rank share
+            throughout a step.
+        seen: measured factors; if given, the factor of a pass is drawn from them instead.
     """
 
     passes: float = 0.0
@@ -59,7 +61,8 @@ class Spread:
 
 
 def spread(program: Program, noise: Noise, samples: int = SAMPLES) -> Spread:
-    """The spread over ``samples`` steps of ``program`` with its own costs under ``noise``."""
+    """Return the spread over ``samples`` steps of ``program`` with its own costs under
+    ``noise``."""
     columns = program.schedule.columns
     times = RankTimes(program)
     makespans, spans = [], []
@@ -76,7 +79,7 @@ def _quantiles(parts: list[Floats]) -> Quantiles:
 
 
 def factors_of(columns: Columns, noise: Noise, samples: int) -> Iterator[Floats]:
-    """Yield factors of durations, arrays of samples x actions, for ``samples`` in all.
+    """Yield factors of durations for ``samples`` samples, as arrays of shape (samples, actions).
 
     The samples come in batches that fit into memory; their size changes no factor.
     """

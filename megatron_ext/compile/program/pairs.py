@@ -1,4 +1,4 @@
-"""Two passes of a rank that run as one (`action.Pair`): what makes a pair wrong, what it takes."""
+"""Pairs: two passes of a rank that run as one (`action.Pair`), their errors and their seconds."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from megatron_ext.schedule.schedule import Schedule
 
 
 def what_is_wrong(schedule: Schedule) -> tuple[str, list[Action]] | None:
-    """Why the pairs of ``schedule`` cannot be, and the first offenders; None if nothing is wrong
-    that two passes alone can tell. (A dependency through other ranks is a cycle of the graph.)"""
+    """Return why the pairs of ``schedule`` are not possible, and the first offenders; None if the
+    two passes of each pair alone show no error. (A dependency through other ranks is a cycle of the
+    graph.)"""
     followers = {
         action: after for row in schedule.rows for action, after in pairwise((*row, None)) if action
     }
@@ -39,10 +40,11 @@ def what_is_wrong(schedule: Schedule) -> tuple[str, list[Action]] | None:
 
 
 def seconds_in_pairs(schedule: Schedule, costs: Costs) -> Iterator[tuple[int, float, float]]:
-    """The number of each pair's forward pass, its share of the pair's seconds and the other's.
+    """Yield the number of each pair's forward pass, its share of the pair's seconds, and the
+    backward pass's.
 
-    The two pass for one after the other, F first, in the proportion of what they take alone: so
-    that what a rank has done adds up.
+    For the account, the two passes of a pair run one after the other, F first, in the proportion of
+    their seconds alone, so that the work of a rank adds up.
     """
 
     @cache

@@ -1,7 +1,7 @@
-"""Graph of the waits in a schedule that has passes alone, without its messages as it is.
+"""Graph of the waits in a schedule that has only passes, and whose messages are implied.
 
-A pass waits for the one before it on its rank, and for the one on another rank whose message it
-would receive (`kinds`). Receives are posted in time, and nothing waits for a send.
+A pass waits for the previous pass on its rank, and for the passes on other ranks whose messages it
+would receive (`kinds`). Receives are posted in time, and no send waits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PassGraph(Precedence):
     """The passes of a schedule; two that run as one are one node.
 
     Attributes:
-        nodes: by pass, its node.
+        nodes: the node of each pass.
         lags: for each of ``before.nodes``, the seconds of the message between the two.
     """
 
@@ -37,7 +37,8 @@ class PassGraph(Precedence):
 
 
 def pass_graph(schedule: Schedule, costs: Costs) -> PassGraph:
-    """The passes of ``schedule``, where messages do not wait for one another."""
+    """Return the graph of the passes of ``schedule``, with messages that do not wait for one
+    another."""
     columns = schedule.columns
     is_second = np.zeros(len(columns), dtype=bool)
     is_second[schedule.paired + 1] = True
@@ -52,9 +53,9 @@ def pass_graph(schedule: Schedule, costs: Costs) -> PassGraph:
 
 
 def with_messages(schedule: Schedule, costs: Costs) -> tuple[Precedence, list[float]]:
-    """The passes of ``schedule`` and behind them its messages, which follow one another on each
-    channel; and the seconds of each, whatever runs right before it or overlaps it. Messages that
-    take no time are no nodes."""
+    """Return a graph of the passes of ``schedule`` followed by its messages, which wait for one
+    another on each channel, and the seconds of each node. Savings of adjacent or overlapping passes
+    do not count. Messages that take no time are no nodes."""
     columns = schedule.columns
     (own, previous), links = _within_ranks(schedule), _links(schedule, costs)
     at_once = links.seconds == 0
@@ -76,8 +77,8 @@ def with_messages(schedule: Schedule, costs: Costs) -> tuple[Precedence, list[fl
 
 
 def _within_ranks(schedule: Schedule) -> tuple[Ints, Ints]:
-    """Passes, and for each the one before it on its rank; and what it needs there, if that comes
-    after it, which cannot run."""
+    """Return passes with the previous pass on their rank, and passes with a pass that they need
+    although it comes after them on their rank, which cannot run."""
     columns = schedule.columns
     own = columns.numbers[columns.numbers > columns.first]
     waits = [(own, own - np.int32(1))]
@@ -89,8 +90,8 @@ def _within_ranks(schedule: Schedule) -> tuple[Ints, Ints]:
 
 
 class _Links(NamedTuple):
-    """Entry n of each is about the n-th message: the passes that wait for it and that make it, the
-    place of the send's kind in `KINDS`, and seconds."""
+    """Arrays over messages: the pass that waits for the message, the pass that makes it, the
+    position of the send's kind in `KINDS`, and the seconds."""
 
     later: Ints
     earlier: Ints
@@ -129,7 +130,8 @@ def _links(schedule: Schedule, costs: Costs) -> _Links:
 
 
 def senders(action: Action, placement: Placement) -> Iterator[tuple[Action, Action]]:
-    """The passes on other ranks that may make what ``action`` receives, with the sends of that."""
+    """Yield the passes on other ranks whose output ``action`` may receive, with the sends of that
+    output."""
     for _, choices in needed(action, placement):
         for receive in choices:
             if RULES[receive.kind].lane is Lane.RECEIVE:

@@ -1,16 +1,17 @@
-"""The repeating part of a schedule with equal microbatches: it tells what a longer step takes.
+"""The repeating part of a schedule with equal microbatches, from which a longer step's time
+follows.
 
 Cut a schedule into three on every rank, with a period of L microbatches between the two cuts::
 
     beginning | period | ending
 
 A longer step's schedule has the period once more, for microbatches L later, and its ending for
-microbatches L later. Each further period takes the same seconds d if what the parts wait for of one
-another fits: what the period and the ending wait for of the beginning happens d later before the
-second cut, and what the beginning and the period wait for of the ending happened d earlier behind
-the first cut. Start times are a maximum of sums, so all starts behind the cuts are d later
-(Baccelli et al., Synchronization and Linearity, 1992, section 3.7). The peak of a rank stays as it
-is if the rank holds as much at both cuts.
+microbatches L later. Each further period takes the same seconds d under two conditions. The actions
+of the beginning that the period and the ending wait for happen again exactly d later before the
+second cut. The actions of the ending that the beginning and the period wait for happened exactly d
+earlier behind the first cut. Start times are a maximum of sums, so all starts behind the cuts are d
+later (Baccelli et al., Synchronization and Linearity, 1992, section 3.7). The peak of a rank does
+not change if the rank holds the same memory at both cuts.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from megatron_ext.compile.program.verify import Program
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.columns import IS_PASS, KINDS, Flags, Ints
 
-SAME = 1e-9  # of the step's seconds: differences that rounding makes
+SAME = 1e-9  # of the step's seconds: differences due to rounding
 _FORWARD = KINDS.index(Kind.FORWARD)
 
 
@@ -35,11 +36,11 @@ class RepeatingPart:
     """The period of a program.
 
     Attributes:
-        microbatches: L.
-        seconds: by which one more period makes the step longer.
-        cuts: for each rank, the places in its row at which the period begins and ends.
+        microbatches: number of microbatches in the period: L.
+        seconds: seconds by which one more period lengthens the step: d.
+        cuts: for each rank, the positions in its row at which the period begins and ends.
         is_in_period: for each action, whether it is in the period.
-        work: seconds of the passes in the period, of all ranks.
+        work: seconds of the passes in the period, summed over all ranks.
     """
 
     microbatches: int
@@ -51,8 +52,10 @@ class RepeatingPart:
 
 def repeating_part(program: Program, periods: Sequence[int]) -> RepeatingPart | None:
     """Return the repeating part of ``program`` with the first of ``periods`` (microbatches) that it
-    has; None if it has none of them, or this account does not apply: to steps that overlap, and to
-    a link to the host that several ranks share.
+    has.
+
+    Return None if it has none of them, or if steps overlap or several ranks share a link to the
+    host, to which this account does not apply.
     """
     problem = program.problem
     if problem.extras.post_validation or links_of(program.graph, problem.costs):
@@ -82,11 +85,11 @@ class _Cuts:
         ]
 
     def at(self, microbatch: int, period: int) -> RepeatingPart | None:
-        """The repeating part between F of ``microbatch`` and F of the one ``period`` later; None:
-        they are no cuts."""
+        """Return the repeating part between F of ``microbatch`` and F of the one ``period`` later;
+        None if these are no cuts."""
         columns, numbers = self._columns, self._columns.table
         microbatches, first = period, microbatch * columns.slices
-        period = microbatches * columns.slices  # an action is of a slice, where there are any
+        period = microbatches * columns.slices  # actions are counted by slices, if there are any
         begins = numbers[self._first_forwards, first]
         ends = numbers[self._first_forwards, first + period]
         is_early = columns.numbers < begins[columns.rank]
@@ -121,8 +124,9 @@ class _Cuts:
         )
 
     def _is_done_alike(self, is_early: Flags, is_done: Flags, period: int) -> bool:
-        """Whether what ``is_done`` before the second cut is what ``is_early``, before the first,
-        for microbatches a ``period`` later, and all that the first microbatches have."""
+        """Return whether the actions of ``is_done``, before the second cut, are those of
+        ``is_early``, before the first, for microbatches a ``period`` later, and all actions of the
+        first microbatches."""
         numbers = self._columns.table
         is_there = numbers >= 0
         early, done = (flags[numbers] & is_there for flags in (is_early, is_done))
@@ -131,8 +135,8 @@ class _Cuts:
         return bool(is_alike.all() and (done | ~is_there)[:, :period].all())
 
     def _follows_the_same(self, begins: Ints, ends: Ints, period: int) -> bool:
-        """Whether each rank does the same right before both cuts, as many actions long as one
-        microbatch, or slice, of the ``period``."""
+        """Return whether each rank does the same right before both cuts, for as many actions as one
+        microbatch, or slice, of the ``period`` has."""
         columns = self._columns
         for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
             length = min(-((begin - end) // period), begin - int(columns.first[begin]))
@@ -145,7 +149,7 @@ class _Cuts:
         return True
 
     def _crossing(self, is_source: Flags, is_waiting: Flags) -> Ints:
-        """The actions of one part that actions of another wait for."""
+        """Return the actions of one part for which actions of another wait."""
         sources, waiting = self._graph.before.nodes, self._owners
         return np.unique(sources[is_source[sources] & is_waiting[waiting]])
 
@@ -154,8 +158,8 @@ class _Cuts:
         return self._graph.before.owners
 
     def _moved(self, period: int) -> Ints:
-        """For each action, the number of that of the microbatch ``period`` later; -1 if there is
-        none."""
+        """Return for each action the number of the same action of the microbatch ``period`` later;
+        -1 if there is none."""
         columns = self._columns
         microbatch = columns.microbatch + np.int32(period)
         is_there = (microbatch >= 0) & (microbatch < columns.table.shape[1])

@@ -1,4 +1,4 @@
-"""Predict when each action of a program runs."""
+"""Simulation of the time at which each action of a program runs."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule, right_behind_own_input
 from megatron_ext.schedule.timeline import Event, Timeline
 
-_STEPS = 16  # consecutive ones, after the first half of which a step takes what it always will
-_SAME = 1e-9  # of a time, which rounding may add
+_STEPS = 16  # number of consecutive steps; after the first half the time of a step is constant
+_SAME = 1e-9  # of a time: rounding error
 
 
 def simulate(program: Program, costs: Costs, device: Device = Device.PARALLEL) -> Timeline:
-    """Start every action as soon as all it waits for on ``device`` has ended (`graph`).
+    """Return the timeline in which every action starts as soon as all it waits for on ``device``
+    has ended (`graph`).
 
-    A message takes its hop from when both ends are ready, a collective from when all ranks are;
-    messages of one channel follow one another. One pass over the actions.
+    A message takes its hop from the time when both ends are ready, a collective from the time when
+    all ranks are; messages of one channel follow one another. The simulation is one pass over the
+    actions.
     """
     graph = program.graph
     if device is not Device.PARALLEL:
@@ -41,8 +43,8 @@ def simulate(program: Program, costs: Costs, device: Device = Device.PARALLEL) -
 def simulate_steps(program: Program, costs: Costs, steps: int) -> tuple[Timeline, ...]:
     """Simulate ``steps`` steps, one after the other on one clock.
 
-    With post-validation a rank begins a step when it has ended its own part of the last one;
-    without, all ranks wait for the last of them, as they do around a synchronous optimizer.
+    With post-validation a rank begins a step when it has ended its own part of the last one.
+    Without it, all ranks wait for the slowest of them, as around a synchronous optimizer.
     """
     return tuple(timeline for timeline, _ in islice(_one_after_the_other(program, costs), steps))
 
@@ -51,7 +53,7 @@ def step_seconds(program: Program, costs: Costs) -> float:
     """Return the seconds of a step in the long run: its makespan, or with post-validation about its
     span.
 
-    (A rank that idles in the middle of its span may have less to wait for when it begins later.)
+    (A rank that idles in the middle of its span may wait less if it begins later.)
     """
     if not program.problem.extras.post_validation or program.problem.forward_only:
         return _makespan(program, costs)
@@ -60,7 +62,7 @@ def step_seconds(program: Program, costs: Costs) -> float:
     for timeline, free in islice(_one_after_the_other(program, costs), _STEPS):
         later = [now - then for now, then in zip(free, before, strict=True)]
         if max(later) - min(later) <= _SAME * max(later):
-            return max(later)  # of each step from now on: all depends on when ranks are free
+            return max(later)  # of each later step: all depends on when ranks are free
         before = free
         ends.append(max(row[-1].end for row in timeline.compute))
     half = _STEPS // 2
@@ -68,14 +70,15 @@ def step_seconds(program: Program, costs: Costs) -> float:
 
 
 def _makespan(program: Program, costs: Costs) -> float:
-    """`Timeline.makespan`, without the events: of a search's many schedules nothing else counts."""
+    """Return `Timeline.makespan` without making the events, for searches that need nothing else."""
     starts, ends = map(np.array, times(program.graph, program.schedule, costs))
     is_pass = IS_PASS[program.schedule.columns.kind]
     return float(ends[is_pass].max() - starts[is_pass].min())
 
 
 def _one_after_the_other(program: Program, costs: Costs) -> Iterator[tuple[Timeline, list[float]]]:
-    """Steps without end, and when each rank is free for the next."""
+    """Yield the timelines of endless steps, with the time at which each rank is free for the
+    next."""
     free = [0.0] * program.problem.ranks
     while True:
         timeline = _run(program.graph, program.schedule, costs, free)
@@ -89,9 +92,9 @@ def _one_after_the_other(program: Program, costs: Costs) -> Iterator[tuple[Timel
 
 
 def simulate_unproved(schedule: Schedule, problem: Problem) -> Timeline:
-    """Simulate a schedule that is still being made, without its messages as it is.
+    """Simulate a schedule that is still being made, with its messages implied.
 
-    What waits in a circle starts at 0 and takes no time.
+    Actions in a cyclic wait start at 0 and take no time.
     """
     schedule = communicate(schedule, problem)
     return _run(build_graph(schedule), schedule, problem.costs)
@@ -105,7 +108,7 @@ def simulate_messages(schedule: Schedule, problem: Problem) -> Timeline:
 def _run(
     graph: Graph, schedule: Schedule, costs: Costs, free: Sequence[float] | None = None
 ) -> Timeline:
-    """Return the timeline of ``graph``. ``free``: the start of each rank, if not 0."""
+    """Return the timeline of ``graph``. ``free`` is the earliest start of each rank, if not 0."""
     starts, ends = times(graph, schedule, costs, free)
     events = zip(graph.ranks.tolist(), graph.actions, starts, ends, strict=True)
     return Timeline(schedule, tuple(map(_event, events)))
@@ -137,12 +140,13 @@ def seconds_of(graph: Graph, schedule: Schedule, costs: Costs) -> list[float]:
     return lasts
 
 
-# What `Event._make` does, which is most of a simulation's time if Python does it.
+# Does the same as `Event._make`, which would take most of a simulation's time in Python.
 _event: Callable[[tuple[int, Action, float, float]], Event] = partial(tuple.__new__, Event)
 
 
 def _earliest(graph: Graph, free: Sequence[float]) -> list[float]:
-    """By node, when its rank is ``free``; of a message, when both its ranks are."""
+    """Return for each node the time at which its rank is ``free``; for a message, both its
+    ranks."""
     ranks, partners = graph.ranks.tolist(), graph.partners.tolist()
     times = [free[rank] for rank in ranks]
     for node, action in enumerate(graph.actions):
@@ -167,8 +171,8 @@ def links_of(graph: Graph, costs: Costs) -> dict[int, object]:
 def take_turns(
     graph: Graph, lasts: list[float], links: Mapping[int, object], earliest: list[float]
 ) -> tuple[list[float], list[float]]:
-    """`Graph.longest_paths` where a copy waits until its link is free, too: whose turn came first
-    goes first."""
+    """Return the same as `Graph.longest_paths` for copies that also wait until their link is free.
+    The copy that could start first goes first."""
     start, end = list(earliest), [0.0] * len(lasts)
     after = graph.before.turned
     waiting: list[int] = np.diff(graph.before.bounds).tolist()

@@ -1,8 +1,8 @@
 """The part of a step that runs before the last step's verdict is known, and may have to be undone.
 
-Until SETTLE a rank computes with parameters that an optimizer step on a partial state has made. If
-that step is taken back, so is what was computed since: it must not have touched a gradient, and no
-message may be half on one side of the verdict and half on the other.
+Until SETTLE a rank computes with parameters from an optimizer step on a partial state. If that step
+is rolled back, so is everything computed since. Until then no gradient may have been changed, and
+no message may have one end before the verdict and the other after it.
 """
 
 from __future__ import annotations
@@ -24,19 +24,21 @@ def settles_at(row: Sequence[Action]) -> int | None:
 
 
 def can_be_undone(action: Action, placement: Placement) -> bool:
-    """Whether ``action`` leaves nothing behind that cannot be dropped: a forward pass without a
-    loss, or what is no pass."""
+    """Return whether all results of ``action`` can be dropped: it is a forward pass without a loss,
+    or no pass."""
     if not is_compute(action):
         return True
     return RULES[action.kind].in_evaluation and not placement.is_last(action.stage)
 
 
 def latest_settling(rows: Rows, placement: Placement) -> list[int]:
-    """For each of ``rows``, how many of its first actions can come before the verdict, at most.
+    """Return for each of ``rows`` the largest number of its first actions that can come before the
+    verdict.
 
-    All that can be undone, as far as the other ends of its messages come before the verdict of
-    their ranks too. (A receive whose message is not needed may stay behind alone.) The union of two
-    such choices is one, so there is a largest: what does not fit is taken off until all does.
+    These are all that can be undone, as far as the other ends of their messages come before the
+    verdict of their ranks too. (A receive whose message is not needed may stay behind alone.) The
+    union of two such choices is one too, so there is a largest: actions that do not fit are removed
+    until all fit.
     """
     lengths = [
         next((at for at, a in enumerate(row) if not can_be_undone(a, placement)), len(row))
@@ -61,7 +63,8 @@ def latest_settling(rows: Rows, placement: Placement) -> list[int]:
 
 
 def first_crossing(rows: Rows, placement: Placement) -> tuple[Action, Action] | None:
-    """A message of which one end comes before its rank's verdict and the other after, if any."""
+    """Return the first message of which one end comes before its rank's verdict and the other after
+    it; None if there is none."""
     before: set[Action] = set()
     for row in rows:
         before.update(row[: settles_at(row)])

@@ -1,4 +1,4 @@
-"""The proof without which nothing runs."""
+"""The proof of a schedule; nothing runs without it."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ class InvalidSchedule(ValueError):
 
 
 class OverLimit(InvalidSchedule):
-    """A schedule that holds more than its memory limit allows. ``least`` is the limit that its
-    message names as the least feasible one, in the unit of the memory limit."""
+    """A schedule that holds more than its memory limit allows. ``least`` is the least feasible
+    limit that its message names, in the unit of the memory limit."""
 
     least = math.inf
 
     def naming(self, least: float, limit: MemoryLimit) -> OverLimit:
-        """Return this refusal with ``least``, which another schedule keeps within, in place of the
+        """Return this refusal with ``least``, a limit that another schedule meets, in place of the
         limit that it names."""
         enough = f"{limit.at_least(least)} is enough for another of this family:"
         text = str(self).replace(_names(limit.at_least(self.least)), enough)
@@ -78,12 +78,12 @@ class Program:
 
     Attributes:
         known_order: the numbers of its actions, each after all it waits for on any `Device`; None
-            where messages are batched.
+            if messages are batched.
     """
 
     schedule: Schedule
     problem: Problem
-    seal: InitVar[object]  # no field, or `dataclasses.replace` would copy it and skip the proof
+    seal: InitVar[object]  # not a field: `dataclasses.replace` would copy it and skip the proof
     known_order: Ints | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self, seal: object) -> None:
@@ -98,13 +98,13 @@ class Program:
 
     @property
     def text(self) -> str:
-        """All that each rank does, in order, a line a rank: ``0F0,0SEND_F0,0RECV_B0``."""
+        """All actions of each rank, in order, one line per rank: ``0F0,0SEND_F0,0RECV_B0``."""
         cells = self.schedule.cells
         return "".join(f"{','.join(cells(row))}\n" for row in self.schedule.rows)
 
     @cached_property
     def digest(self) -> str:
-        """Equal on two ranks exactly when they hold the same program."""
+        """Hash that is equal on two ranks exactly if they hold the same program."""
         text = f"{self.problem.extras.p2p}\n{self.schedule.placement.rank_of}\n{self.text}"
         if self.problem.slices.count > 1:
             text += f"slices that end at {self.problem.slice_ends}\n"
@@ -112,9 +112,9 @@ class Program:
 
 
 def check_compute(schedule: Schedule, problem: Problem) -> None:
-    """The part of the proof that a schedule without messages can be put to.
+    """Check the part of the proof that applies to a schedule without messages.
 
-    Transforms rely on it: what they are given is complete and in its place.
+    Transforms rely on it: their input is complete and every pass is in its place.
 
     Raises:
         InvalidSchedule: as `prove`.
@@ -135,16 +135,16 @@ def check_compute(schedule: Schedule, problem: Problem) -> None:
 def prove(schedule: Schedule, problem: Problem) -> Program:
     """Check everything that could go wrong at run time, once, before anything runs.
 
-    All work exactly once and on its rank; what an action needs before it; forward passes of all
-    stages in one order, in which each stage reads its data; sends and receives
-    matched pairwise in the order of their channel (batched: of their two ranks), collectives in one
-    order on all ranks; no cyclic wait (`graph`), also where everything that a rank has posted holds
-    it up; with post-validation, nothing before the verdict that could not be undone
-    (`speculation`); memory within the limit.
+    All work is done exactly once and on its rank. The needs of an action come before it. Forward
+    passes of all stages have one order, in which each stage reads its data. Sends and receives
+    match pairwise in the order of their channel (batched: of their two ranks), and collectives have
+    one order on all ranks. There is no cyclic wait (`graph`), even if everything that a rank has
+    posted blocks it. With post-validation, everything before the verdict can be undone
+    (`speculation`). Memory is within the limit.
 
     Args:
         schedule: with its messages (`communication`).
-        problem: what it should solve.
+        problem: the problem that it should solve.
 
     Raises:
         InvalidSchedule: naming the first offending actions, with the cycle if there is one.
@@ -162,7 +162,8 @@ def prove(schedule: Schedule, problem: Problem) -> Program:
 
 
 def within_limit(program: Program, problem: Problem) -> Program:
-    """Return ``program`` for ``problem``, which may differ from its own in the memory limit.
+    """Return ``program`` for ``problem``, which may differ from the program's own in the memory
+    limit only.
 
     Raises:
         InvalidSchedule: as `prove`.
@@ -178,14 +179,14 @@ def within_limit(program: Program, problem: Problem) -> Program:
 
 
 def _check_acyclic(schedule: Schedule, p2p: P2P) -> Ints | None:
-    """Return `Program.known_order`."""
+    """Reject a schedule with a cyclic wait; return `Program.known_order`."""
     known_order, where = None, ""
     if p2p is P2P.BATCHED:
-        # One queue has nothing more to hold up: what needs something later of this rank needs a
-        # message of it, and that waits for all batches before it anyway.
+        # One queue causes no further waits: an action that needs something later of this rank needs
+        # a message of it, and that message waits for all batches before it anyway.
         cycle = build_graph(schedule, p2p).cycle()
     else:
-        # One queue holds up whatever a device that runs things side by side does.
+        # One queue blocks everything that a device with parallel streams blocks.
         one_queue = build_graph(schedule, p2p, Device.ONE_QUEUE)
         known_order, cycle = one_queue.order, one_queue.cycle()
         if cycle and (side_by_side := build_graph(schedule, p2p).cycle()):
@@ -200,7 +201,7 @@ def _check_acyclic(schedule: Schedule, p2p: P2P) -> Ints | None:
 
 
 def _named(cycle: Sequence[Action], schedule: Schedule) -> list[str]:
-    """The text of each of ``cycle``, of a pair's two passes the pair's."""
+    """Return the text of each of ``cycle``; the two passes of a pair have the pair's."""
     pairs = {action: pair for pair in schedule.pairs for action in pair}
     names = [name for name, _ in groupby(str(pairs.get(action, action)) for action in cycle)]
     return names[:-1] if len(names) > 1 and names[0] == names[-1] else names
@@ -252,7 +253,7 @@ def _check_slices(schedule: Schedule, problem: Problem) -> None:
 
 
 def _are_at_home(row: Sequence[Action], stages: Sequence[int], pieces: int) -> bool:
-    """Whether all actions of ``row`` are of these stages, and of a microbatch that there is."""
+    """Return whether all actions of ``row`` are of these stages, and of existing microbatches."""
     if not set(map(itemgetter(0), row)) <= set(stages):
         return False
     least, most = (find(map(itemgetter(2), row), default=0) for find in (min, max))
@@ -262,7 +263,8 @@ def _are_at_home(row: Sequence[Action], stages: Sequence[int], pieces: int) -> b
 def _reject_microbatch(
     schedule: Schedule, problem: Problem, action: Action, row: Sequence[Action]
 ) -> NoReturn:
-    """Name the microbatch that ``action`` seems to stand for, too, if one is missing."""
+    """Reject ``action``, and name the missing microbatch, if there is one, that it seems to stand
+    for."""
     own = [action._replace(microbatch=k) for k in problem.forwards]
     missing = [other for other in own if other not in row][:1]
     but = f"; {missing[0]} is missing" if missing else ""
@@ -277,7 +279,7 @@ def _reject_microbatch(
 def _required_work(
     schedule: Schedule, problem: Problem, lanes: set[Lane]
 ) -> dict[int, dict[Kind, Kind]]:
-    """Return the work of each stage per microbatch, and the kind of action that would do it: one
+    """Return the work of each stage per microbatch, with the kind of action that would do it: one
     that the schedule uses, if there is one. Optional work (`Rule.all_or_none`) is included."""
     used = {kind for _, kind in schedule.columns.pairs}
     to_do: dict[int, dict[Kind, Kind]] = defaultdict(dict)
@@ -291,14 +293,14 @@ def _required_work(
 
 
 def _is_required(kind: Kind, stage: int, problem: Problem) -> bool:
-    """Whether ``kind`` must be found on ``stage``, at least for some microbatches."""
+    """Return whether ``kind`` must be found on ``stage``, at least for some microbatches."""
     if RULES[kind].repeats is not None and stage >= problem.extras.recompute.first:
         return False
     return _belongs(kind, stage, problem)
 
 
 def _belongs(kind: Kind, stage: int, problem: Problem) -> bool:
-    """Whether ``kind`` is found on ``stage`` in a schedule for ``problem``."""
+    """Return whether ``kind`` is found on ``stage`` in a schedule for ``problem``."""
     option = RULES[kind].option
     if option and not problem.extras.requests(option):
         return False
@@ -318,7 +320,7 @@ def _why_not(kind: Kind, stage: int, problem: Problem) -> str:
     return f"is on a stage that is not {rule.where.value}"
 
 
-# By stage and kind, a flag for each microbatch: whether it is done.
+# By stage and kind, for each microbatch, whether it is done.
 _Done = dict[tuple[int, Kind], Flags]
 
 
@@ -356,7 +358,7 @@ def _done(schedule: Schedule, problem: Problem) -> _Done:
 
 
 def _reject_what_is_too_much(schedule: Schedule, problem: Problem) -> None:
-    """Name the first action that is done twice, or does not belong where it is."""
+    """Reject the first action that is done twice, or that does not belong where it is."""
     done = set()
     for action in chain.from_iterable(schedule.rows):
         stage, kind, microbatch = action
@@ -436,7 +438,7 @@ def _check_pairs(schedule: Schedule, problem: Problem) -> None:
 
 
 def _check_channels(schedule: Schedule, p2p: P2P) -> None:
-    # On one communicator activations and gradients from one rank to another go one way.
+    # On one communicator, activations and gradients from one rank to another share a channel.
     ends = 2 if p2p is P2P.BATCHED else 3
     if _ends_meet(schedule, ends):
         return
@@ -461,8 +463,8 @@ def _check_channels(schedule: Schedule, p2p: P2P) -> None:
 
 
 def _ends_meet(schedule: Schedule, ends: int) -> bool:
-    """Whether the k-th send of a way is that of its k-th receive. A way is the first ``ends``
-    entries of a `Channel`."""
+    """Return whether the k-th send and the k-th receive of each way are the two ends of one
+    message. A way is the first ``ends`` entries of a `Channel`."""
     columns, placement = schedule.columns, schedule.placement
     numbers: dict[tuple[object, ...], int] = {}
     ways = [
@@ -482,7 +484,8 @@ def _ends_meet(schedule: Schedule, ends: int) -> bool:
 
 
 def _check_collectives(schedule: Schedule) -> None:
-    """Each kind has a communicator of its own, on which every rank must call in one order."""
+    """Check that each kind of collective, which has its own communicator, is called in one order on
+    all ranks."""
     if not IS_COLLECTIVE[schedule.columns.kind].any():
         return
     called: list[dict[Kind, list[Action]]] = [defaultdict(list) for _ in schedule.rows]

@@ -1,19 +1,19 @@
-"""Insert the waits for what a rank gives away, where they cost nothing.
+"""Insertion of waits for sends, at positions where they cost no time.
 
-A tensor on its way must not be freed or changed, and someone must wait for its send before it is;
-so it is with what a rank gives to a collective and uses nothing of. A wait holds its rank up until
-the other side has received, so it is put before the first action that could not run if that had not
-happened: where the rank already knows, by what it has itself received since, that the message was
-used. Vector clocks tell (Fidge 1988): for each pass, how far every other rank must have come before
-it can start.
+A tensor that is being sent must not be freed or changed, so its send must be waited for first. The
+same holds for a rank's input to a collective whose result it does not use. A wait blocks its rank
+until the other side has received. It is therefore put before the first action that could not run
+before that anyway: where the rank already knows, from messages that it has received since, that its
+message was used. Vector clocks tell this (Fidge 1988): for each pass, how far every other rank must
+have come before the pass can start.
 
-Sends whose use a rank never learns of (those of the cool-down, and all of an evaluation) are
-waited for at the end. In an evaluation the oldest is waited for sooner, once more than
+Sends whose use a rank never learns of (those of the cool-down, and all of an evaluation) are waited
+for at the end. In an evaluation the oldest send is waited for sooner, once more than
 ``SENDS_BEHIND`` are under way on its channel: before a pass that comes after the send in one order
-of all actions of all ranks. As every wait keeps to that order, no two can wait for each other.
+of all actions of all ranks. As every wait follows that order, no two can wait for each other.
 
-Batched, a send has gone when its batch has, and a rank knows that once it has used what it received
-in that batch or a later one.
+Batched, a send has completed when its batch has. A rank knows that once it has used a message that
+it received in that batch or a later one.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ _WAIT_FOR: dict[Kind, Kind] = {
 
 
 def await_sends(schedule: Schedule, problem: Problem) -> Schedule:
-    """Return ``schedule``, which has its messages, with a wait for each send, and for what is only
-    given to a collective."""
+    """Return ``schedule``, which has its messages, with a wait for each send, and for each input to
+    a collective whose result the rank does not use."""
     graph, columns = build_graph(schedule, problem.extras.p2p), schedule.columns
     ways = [_way(Action(stage, kind, 0), problem) for stage, kind in columns.pairs]
     is_given = np.array([way is not None for way in ways], dtype=bool)[columns.pair]
@@ -98,8 +98,8 @@ def await_sends(schedule: Schedule, problem: Problem) -> Schedule:
 
 
 def _way(action: Action, problem: Problem) -> Channel | Kind | None:
-    """On what ``action`` gives something away of which its rank uses nothing more: a send its
-    channel, a collective its kind. None: it does not."""
+    """Return the channel of a send, or the kind of a collective whose result the rank does not use;
+    None for other actions."""
     lane = RULES[action.kind].lane
     if lane is Lane.SEND:
         return channel_of(action, problem.placement)
@@ -111,9 +111,10 @@ def _way(action: Action, problem: Problem) -> Channel | Kind | None:
 
 
 def _in_order(known_at: list[int], given: Sequence[tuple[int, Channel | Kind | None, int]]) -> None:
-    """Let who knows of a send know of those before it: what goes one way of a rank goes in order.
+    """Lower the entries of ``known_at``: a rank that knows of a send knows of those before it on
+    the same way, as messages of one way complete in order.
 
-    Else an output could be waited for after the gradient that it has led to has come.
+    Otherwise an output could be waited for after the gradient that follows from it has come.
     """
     latest: dict[tuple[Channel | Kind | None, int], int] = {}
     for node, way, rank in reversed(given):
@@ -122,7 +123,8 @@ def _in_order(known_at: list[int], given: Sequence[tuple[int, Channel | Kind | N
 
 
 def _in_step(graph: Graph, schedule: Schedule) -> list[int]:
-    """The nodes, each after all it waits for, as they would run if every pass took one unit."""
+    """Return the nodes, each after all it waits for, in the order in which they would run if every
+    pass took one unit of time."""
     is_pass = IS_PASS[schedule.columns.kind]
     begins, _ = graph.longest_paths(is_pass.astype(float).tolist())
     return sorted(graph.order.tolist(), key=begins.__getitem__)
@@ -133,16 +135,16 @@ def _wait(send: Action) -> Action:
 
 
 def _known_by_batches(schedule: Schedule, graph: Graph, given: Ints) -> Ints:
-    """By node of those ``given``, the first pass of its rank, as a node, at which it is known to
-    have gone; the number of nodes if it never is. Batched messages: a later one of its rank, or one
-    of its batch, has been used."""
+    """Return for each of ``given`` the first pass of its rank, as a node, at which its completion
+    is known; the number of nodes if it never is. This is for batched messages: a later message of
+    its rank, or one of its batch, has been used."""
     columns = schedule.columns
     batched = np.zeros(len(columns), dtype=bool)
     batched[list(graph.batches)] = True
     is_used = IS_PASS[columns.kind[graph.before.owners]] & batched[graph.before.nodes]
     used = np.full(len(columns), -1, dtype=np.int32)
     np.maximum.at(used, graph.before.owners[is_used], graph.before.nodes[is_used])
-    used = np.maximum.accumulate(used)  # of another rank they are below all of this one's
+    used = np.maximum.accumulate(used)  # nodes of earlier ranks are below all of this rank's
     passes = columns.numbers[IS_PASS[columns.kind]]
     known_at = np.full(len(columns), len(columns), dtype=np.int32)
     known_at[given] = _first(used[passes], given, passes, len(columns))
@@ -150,7 +152,7 @@ def _known_by_batches(schedule: Schedule, graph: Graph, given: Ints) -> Ints:
 
 
 def _known_by_clocks(schedule: Schedule, graph: Graph, given: Ints) -> Ints:
-    """The same for async messages: a pass that needs it has ended."""
+    """Return the same for async messages: a pass that needs the message has ended."""
     columns = schedule.columns
     given, users = _users(schedule, graph, given)
     ranks, user_ranks = columns.rank[given], columns.rank[users]
@@ -171,7 +173,8 @@ def _first(rising: Ints, wanted: Ints, nodes: Ints, never: int) -> Ints:
 
 
 def _users(schedule: Schedule, graph: Graph, given: Ints) -> tuple[Ints, Ints]:
-    """Nodes of those ``given``, and in the same places passes, as nodes, that need them."""
+    """Return nodes of ``given``, and at the same positions passes, as nodes, that need their
+    messages."""
     columns, before = schedule.columns, graph.before
     kind = columns.kind[before.nodes]
     is_use = IS_PASS[columns.kind[before.owners]] & (IS_RECEIVE[kind] | IS_COLLECTIVE[kind])
@@ -182,13 +185,13 @@ def _users(schedule: Schedule, graph: Graph, given: Ints) -> tuple[Ints, Ints]:
 
 
 def _clocks(schedule: Schedule, graph: Graph, others: list[Ints]) -> list[tuple[Ints, Ints]]:
-    """For each rank those of its passes that hear of other ranks, as nodes, and by pass the last
-    pass of each of ``others[rank]`` that must have ended before it can start. Passes that can never
-    start are not included.
+    """Return for each rank those of its passes, as nodes, that learn about other ranks, and for
+    each pass the last pass of each of ``others[rank]`` that must have ended before it can start.
+    Passes that can never start are not included.
 
-    A rank has a clock: an entry a rank, the last pass of it that must have ended by now. Whoever
-    needs a message hears what its sender knew before the send, and whoever needs a collective what
-    all knew; a channel's order tells nothing more.
+    A rank has a clock with one entry per rank: the last pass of that rank that must have ended by
+    now. An action that needs a message learns what its sender knew before the send, and one that
+    needs a collective what all ranks knew. The order of a channel gives no further knowledge.
     """
     columns, nodes = schedule.columns, schedule.columns.numbers
     kind = columns.kind
@@ -207,7 +210,7 @@ def _clocks(schedule: Schedule, graph: Graph, others: list[Ints]) -> list[tuple[
     ranks, is_pass, holds = columns.rank.tolist(), IS_PASS[kind].tolist(), holds_up.tolist()
 
     clocks = list(np.full((len(others), len(others)), -1, dtype=np.int32))
-    left: dict[int, Ints] = {}  # the clocks that somebody will hear of
+    left: dict[int, Ints] = {}  # the clocks that later actions will read
     known: list[tuple[list[int], list[Ints]]] = [([], []) for _ in others]
     for node in graph.order[hears[graph.order]].tolist():
         rank = ranks[node]

@@ -1,1 +1,1 @@
-"""Transforms insert actions into a schedule: ``(Schedule, Problem) -> Schedule``."""
+"""Transforms, which insert actions into a schedule: ``(Schedule, Problem) -> Schedule``."""

@@ -1,4 +1,4 @@
-"""Evaluation: a schedule's forward passes alone, in its own order."""
+"""Evaluation: the forward passes of a schedule alone, in the schedule's order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_ext.schedule.schedule import Schedule
 
 
 def keep_forward(schedule: Schedule, problem: Problem) -> Schedule:
-    """Return ``schedule`` without what only training needs."""
+    """Return ``schedule`` without the actions that only training needs."""
     rows = tuple(
         tuple(action for action in row if RULES[action.kind].in_evaluation) for row in schedule.rows
     )

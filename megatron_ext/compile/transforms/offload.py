@@ -1,17 +1,18 @@
-"""Let activations leave for host memory while they are not needed.
+"""Offload: activations are in host memory while they are not needed.
 
-PipeOffload (Wan et al. 2025, arXiv:2503.01328, sections 3 and 4). What a forward pass leaves for
-its backward pass can be copied to the host, its memory given back, and be copied back in time; and
-so can what I leaves for W. The copies run parallel to the passes, on lanes of their own; ranks that
-share a link to the host take turns on it.
+PipeOffload (Wan et al. 2025, arXiv:2503.01328, sections 3 and 4). The tensors that a forward pass
+stores for its backward pass can be copied to the host, their memory freed, and copied back in time;
+so can the tensors that I stores for W. The copies run parallel to the passes, on separate lanes;
+ranks that share a link to the host take turns on it.
 
 The transform works on any schedule with its messages and waits. It takes the times at which its
-passes would run, and books the copies into them: to the host as soon as the link is free, back so
-late that they end when they are needed. Between passes, memory is given back as soon as a copy to
-the host has ended, and reacquired as late as the copy back can start.
+passes would run, and books the copies into them: to the host as soon as the link is free, and back
+so late that they end when they are needed. Between passes, memory is freed as soon as a copy to the
+host has ended, and reallocated as late as the copy back can start.
 
-The longest-lived are booked first. What would be back before it has gone stays: the slower the
-link, the fewer leave, and no pass waits for a copy.
+The longest-lived tensors are booked first. A tensor that would have to be copied back before its
+copy to the host has ended stays on the device: the slower the link, the fewer are offloaded, and no
+pass waits for a copy.
 """
 
 from __future__ import annotations
@@ -35,18 +36,18 @@ from megatron_ext.schedule.timeline import Event
 
 NEARLY_NOTHING = 1.01  # times the makespan without offload
 _GOLDEN = (math.sqrt(5) - 1) / 2
-_SLOWER = [1.15**n for n in range(16)]  # times the passes, for links that are slower than they
+_SLOWER = [1.15**n for n in range(16)]  # factors of the passes' seconds, for slow links
 
 
 @dataclass(frozen=True)
 class Absence:
-    """Candidate for offload: memory that a pass has made and a later one uses.
+    """Candidate for offload: memory that one pass allocates and a later one uses.
 
     Attributes:
-        kinds: of the copy to the host, of the wait for it, and of the copy back.
+        kinds: kinds of the copy to the host, of the wait for it, and of the copy back.
         made, used: the positions of the two passes among the passes of ``rank``.
-        start, end: when the one has ended, and when the other starts.
-        out_seconds, back_seconds: of the copies.
+        start, end: the end of the first pass, and the start of the second.
+        out_seconds, back_seconds: seconds of the copies.
     """
 
     rank: int
@@ -62,7 +63,7 @@ class Absence:
 
     @property
     def spare(self) -> float:
-        """Seconds that the memory could be free, if no other were offloaded."""
+        """Seconds that the memory could be free if this were the only offload."""
         return self.end - self.start - self.out_seconds - self.back_seconds
 
 
@@ -82,8 +83,8 @@ class Booked:
 def offload(schedule: Schedule, problem: Problem) -> Schedule:
     """Return ``schedule``, which has its messages and waits, with copies to the host and back.
 
-    To fit into a memory limit for which the link is too slow, copies are booked as if passes took
-    longer. They will then: passes wait for copies.
+    To meet a memory limit for which the link is too slow, copies are booked as if passes took
+    longer. Passes do take longer then, because they wait for copies.
     """
     if problem.extras.activation_offload is not Offload.FIT:
         return _most_that_cost_nothing(schedule, problem)
@@ -92,14 +93,14 @@ def offload(schedule: Schedule, problem: Problem) -> Schedule:
         fitting = leaving.of_each_link(leaving.fewest_that_fit)
         if leaving.fits(fitting.rows):
             break
-    return fitting  # or not: `prove` says how much it needs
+    return fitting  # or not fitting: `prove` says how much it needs
 
 
 def _most_that_cost_nothing(schedule: Schedule, problem: Problem) -> Schedule:
-    """Return ``schedule`` with as many copies as cost no time.
+    """Return ``schedule`` with the most copies that cost no time.
 
-    Those are all for which their link has time; if ranks share links, one rank's copies can delay
-    another's, and fewer are taken.
+    If each rank has its own link, these are all for which the link has time. If ranks share links,
+    one rank's copies can delay another's, and fewer copies are used.
     """
     leaving = _Leaving(schedule, problem, 1.0)
     host = problem.costs.host
@@ -119,7 +120,7 @@ def _most_that_cost_nothing(schedule: Schedule, problem: Problem) -> Schedule:
 
 
 class _Leaving:
-    """Makes schedules in which some activations leave for the host."""
+    """Maker of schedules in which some activations are offloaded to the host."""
 
     def __init__(self, schedule: Schedule, problem: Problem, slower: float) -> None:
         host = problem.costs.host
@@ -130,7 +131,8 @@ class _Leaving:
         self.passes = simulate_messages(schedule, slow).compute
 
     def of_each_link(self, count: Callable[[Sequence[Absence]], int]) -> Schedule:
-        """The schedule in which ``count`` of those that share a link leave, the longest-lived."""
+        """Return the schedule that offloads, for each group of ranks that share a link, the
+        ``count`` longest-lived candidates."""
         rows = []
         ranks = range(self.problem.ranks)
         for sharing in itertools.batched(ranks, self.host.ranks_per_link):
@@ -139,8 +141,8 @@ class _Leaving:
         return replace(self.schedule, rows=tuple(rows))
 
     def absences(self, ranks: Sequence[int]) -> list[Absence]:
-        """Return the candidates for offload of ``ranks``, each rank's longest-lived first, in turn
-        one of each rank."""
+        """Return the candidates for offload of ``ranks``: each rank's longest-lived first, one of
+        each rank in turn."""
         of_ranks = []
         for rank in ranks:
             absences = _longest_lived_first(_absences(rank, self.passes[rank], self.problem))
@@ -150,14 +152,16 @@ class _Leaving:
         return [absence for absence in turns if absence is not None]
 
     def rows(self, absences: Sequence[Absence], ranks: Sequence[int]) -> list[tuple[Action, ...]]:
-        """The rows of ``ranks``, with the copies of those ``absences`` that there is time for."""
+        """Return the rows of ``ranks`` with the copies of those ``absences`` for which there is
+        time."""
         copies: dict[int, list[Booked]] = defaultdict(list)
         for booked in _book_copies(absences, self.host):
             copies[booked.absence.rank].append(booked)
         return [_insert(self.schedule.rows[r], self.passes[r], copies[r]) for r in ranks]
 
     def fewest_that_fit(self, absences: Sequence[Absence]) -> int:
-        """Return the least number of ``absences`` that meets the memory limit; all if none does."""
+        """Return the smallest number of ``absences`` that meets the memory limit; all if no number
+        does."""
         ranks = sorted({absence.rank for absence in absences})
         return bisect_left(
             range(len(absences)), True, key=lambda n: self.fits(self.rows(absences[:n], ranks))
@@ -170,7 +174,8 @@ class _Leaving:
         return all(fits(peak(row, amount), allowed) for row in rows)
 
 
-# For each thing that can leave: its copies and wait, the pass that makes it, those that use it.
+# For each kind of memory that can be offloaded: its copies and wait, the pass that allocates it,
+# and the passes that use it.
 _LEAVES = (
     (
         (Kind.OFFLOAD_F, Kind.FREE_F, Kind.RELOAD_F),
@@ -206,9 +211,9 @@ def _absences(rank: int, row: Sequence[Event], problem: Problem) -> Iterator[Abs
 
 
 def _longest_lived_first(absences: Iterable[Absence]) -> list[Absence]:
-    """The stages first whose activations can be away for longest, and of slices the first ones;
-    within that the microbatches in an order in which the first n, for any n, are evenly spread over
-    the step."""
+    """Return ``absences`` in the order of booking: first the stages whose activations can be away
+    the longest, and the first slices. Within these, the first n microbatches are for any n evenly
+    spread over the step."""
     groups: dict[tuple[int, Kind, int], list[Absence]] = defaultdict(list)
     for absence in absences:
         part = absence.microbatch
@@ -223,9 +228,9 @@ def _longest_lived_first(absences: Iterable[Absence]) -> list[Absence]:
 
 
 def _longer_lived_half(absences: list[Absence], problem: Problem) -> list[Absence]:
-    """The absences of the longer-lived half of the chunks; if there is one chunk, those of the
-    first half of the slices, or of every other microbatch. (What waits for W is not much, and may
-    leave from all chunks.)"""
+    """Return the absences of the longer-lived half of the chunks. With one chunk, return those of
+    the first half of the slices, or of every other microbatch. (Tensors that wait for W are small,
+    and may be offloaded from all chunks.)"""
     chunks, slices = problem.placement.chunks, problem.slices.count
     if chunks == 1 and slices > 1:
         return [absence for absence in absences if absence.microbatch % slices < slices / 2]
@@ -237,8 +242,9 @@ def _longer_lived_half(absences: list[Absence], problem: Problem) -> list[Absenc
 
 
 def _book_copies(absences: Iterable[Absence], host: HostCosts) -> Iterator[Booked]:
-    """Book copies for one after the other of ``absences``: to the host as early as they can be
-    made, and back as late. An absence that would be back before it has gone gets none."""
+    """Yield bookings of copies for ``absences``, in their order: to the host as early as possible,
+    and back as late as possible. An absence whose copy back would start before its copy to the host
+    has ended gets none."""
     links: Mapping[object, _Link] = defaultdict(_Link)
     for absence in absences:
         out = links[host.link(absence.rank, Lane.TO_HOST)]
@@ -255,14 +261,14 @@ def _book_copies(absences: Iterable[Absence], host: HostCosts) -> Iterator[Booke
 
 
 class _Link:
-    """The intervals in which a link to the host is taken. Adjoining ones are merged."""
+    """The intervals in which a link to the host is busy. Adjoining intervals are merged."""
 
     def __init__(self) -> None:
         self._starts: list[float] = []
         self._ends: list[float] = []
 
     def free_after(self, time: float, seconds: float) -> float:
-        """The start of the first free interval of ``seconds`` at ``time`` or later."""
+        """Return the start of the first free interval of ``seconds`` at ``time`` or later."""
         at = bisect_right(self._ends, time)  # the first that ends later
         while at < len(self._starts) and self._starts[at] < time + seconds:
             time = self._ends[at]
@@ -270,7 +276,8 @@ class _Link:
         return time
 
     def free_before(self, time: float, seconds: float) -> float:
-        """The start of the last free interval of ``seconds`` that ends at ``time`` or sooner."""
+        """Return the start of the last free interval of ``seconds`` that ends at ``time`` or
+        sooner."""
         at = bisect_left(self._starts, time) - 1  # the last that starts sooner
         while at >= 0 and self._ends[at] > time - seconds:
             time = self._starts[at]
@@ -278,7 +285,7 @@ class _Link:
         return time - seconds
 
     def take(self, start: float, seconds: float) -> None:
-        """Take an interval that is free."""
+        """Mark a free interval as busy."""
         end, at = start + seconds, bisect_left(self._starts, start)
         if at < len(self._starts) and self._starts[at] == end:
             del self._starts[at]
@@ -291,8 +298,8 @@ class _Link:
 
 
 def _positions(booked: Booked, starts: Sequence[float], ends: Sequence[float]) -> tuple[int, ...]:
-    """The passes of the rank, by position, before which the copy out, its wait and the copy back
-    come."""
+    """Return the positions of the passes of the rank before which the copy to the host, its wait
+    and the copy back come."""
     absence = booked.absence
     soon = 1e-9 * ends[-1]
     first, last = absence.made + 1, absence.used
@@ -310,11 +317,11 @@ def _helps(positions: Sequence[int]) -> bool:
 def _insert(
     row: tuple[Action, ...], passes: Sequence[Event], copies: Iterable[Booked]
 ) -> tuple[Action, ...]:
-    """A rank's ``row`` with ``copies``, but for those between whose wait and way back no pass runs.
+    """Return a rank's ``row`` with ``copies``, without those for which no pass runs between the
+    wait and the copy back.
 
-    They start before the rank waits for sends. Those that come before one pass are in the order of
-    their times: a copy back that has to start in a gap does not stand behind a wait that ends with
-    it.
+    Copies start before the rank waits for sends. Copies before one pass are ordered by time, so
+    that a copy back that has to start in a gap does not stand behind a wait that ends with the gap.
     """
     starts, ends = [event.start for event in passes], [event.end for event in passes]
     before: dict[int, list[tuple[float, int, Action]]] = defaultdict(list)

@@ -1,15 +1,15 @@
-"""Let a forward pass and a backward pass of a rank run as one, side by side.
+"""Pairing: a forward pass and a backward pass of a rank run as one, side by side.
 
-DualPipe's compound (DeepSeek-AI 2024, arXiv:2412.19437), and what Megatron does under
+This is DualPipe's compound (DeepSeek-AI 2024, arXiv:2412.19437), and Megatron's
 --overlap-moe-expert-parallel-comm: while one of the two waits for an all-to-all, the other computes
-(`OverlapCosts`). Any two that follow one another on a rank can be a pair, W aside, if neither needs
-the other. It has its price: the output of F is sent only after the backward pass has ended too.
+(`OverlapCosts`). Any two adjacent passes of a rank, W aside, can be a pair if neither needs the
+other. The price is that the output of F is sent only after the backward pass has ended too.
 
-So a schedule's passes are played through in the order of time, on each rank in the rank's own
-order. Where the next two of a rank could be a pair, it waits for the second so long, and not
-longer: then the first runs alone. What comes out runs, since no pass has waited for what came after
-it. How long to wait, where W go, and whether they run inside pairs (B instead of I and W) is tried;
-what takes the least time is taken.
+The passes of a schedule are played through in the order of time, on each rank in the rank's own
+order. If the next two passes of a rank could be a pair, the rank waits for the second for a limited
+time; then the first runs alone. The result can run, since no pass has waited for a later one.
+Several waiting times are tried, also where W go, and whether W run inside pairs (B instead of I and
+W). The fastest result is used.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
 
 _F, _I, _W, _B = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.FULL_BACKWARD
-_ASSUMED = 0.25  # of the shorter of two hides in the longer, where costs do not tell
+_ASSUMED = 0.25  # share of the shorter of two passes that the longer hides, if costs do not give it
 _TOLERANCE = 1e-9  # of a sum of costs
-_TOLD_BY = 4  # microbatches a rank, of which a step has all phases
+_TOLD_BY = 4  # microbatches a rank: enough for a step to have all phases
 
 Row = tuple[Action, ...]
 
@@ -43,8 +43,10 @@ class _Policy(NamedTuple):
     """Policy for making pairs.
 
     Attributes:
-        patience: for the second of two, in times what their pair saves.
-        moves_w: whether W go where their rank has time; else they stay about where they were.
+        patience: longest wait for the second of two passes, as a multiple of the time that their
+            pair saves.
+        moves_w: whether W move to where their rank has time; otherwise they stay about where they
+            were.
         whole: whether a pair's backward pass is B.
     """
 
@@ -88,7 +90,7 @@ def _best_policy(schedule: Schedule, problem: Problem) -> _Policy | None:
 
 
 def _first_of(schedule: Schedule, problem: Problem) -> tuple[Schedule, Problem]:
-    """A long step cut to its first microbatches, which are enough to rank policies."""
+    """Return a long step cut to its first microbatches, which are enough to rank policies."""
     count = _TOLD_BY * problem.ranks
     if problem.microbatches <= 2 * count:
         return schedule, problem
@@ -115,14 +117,14 @@ class _Rank:
     """A rank while its passes are played through.
 
     Attributes:
-        order: its passes but for W.
-        due: of each W, how many of ``order`` come before it, and its own place among W.
-        allowed: what it may hold.
-        row: what it has done.
-        done: how many of ``order``.
-        free: since when.
-        held: what it holds.
-        pending: W whose I is done, by ``due``.
+        order: its passes without W.
+        due: for each W, the number of passes of ``order`` before it, and its own position among W.
+        allowed: the memory that it may hold.
+        row: the actions that it has done.
+        done: the number of passes of ``order`` that it has done.
+        free: the time since which it is free.
+        held: the memory that it holds.
+        pending: W whose I is done, ordered by ``due``.
     """
 
     order: Row
@@ -136,7 +138,8 @@ class _Rank:
 
     @property
     def next_two(self) -> Row:
-        """Its next pass, and the one behind it if they could be a pair: then F first."""
+        """Its next pass and the one behind it, F first, if they could be a pair; otherwise its next
+        pass alone."""
         first, *others = self.order[self.done : self.done + 2]
         if not others or (first.kind is _F) is (others[0].kind is _F):
             return (first,)
@@ -146,7 +149,7 @@ class _Rank:
 
 
 class _Playing:
-    """A schedule's passes being played through, once."""
+    """One play through a schedule's passes."""
 
     def __init__(self, schedule: Schedule, problem: Problem, policy: _Policy) -> None:
         self.schedule, self.placement, self.policy = schedule, problem.placement, policy
@@ -157,7 +160,7 @@ class _Playing:
             lambda stage, other, kind: costs.saved_by(Action(stage, _F, 0), Action(other, kind, 0))
         )
         amount, allowed = _allowed_memory(schedule, problem, policy)
-        # What a pass takes and gives back.
+        # The memory that a pass allocates and frees.
         self.held_by = cache(
             lambda stage, kind: (
                 sum(amount(held, stage) for held in RULES[kind].acquires),
@@ -169,13 +172,13 @@ class _Playing:
             for row, most in zip(schedule.rows, allowed, strict=True)
         ]
         self.pairs: set[Pair] = set()
-        # When what a pass needs of other stages is there. Of a backward pass as I.
+        # When a pass's inputs from other stages are there. Backward passes are listed as I.
         self.there = {Action(0, _F, k): 0.0 for k in problem.forwards}
         self.there |= {Action(self.placement.last, _I, k): 0.0 for k in problem.forwards}
         self.turns: list[tuple[float, int]] = []
 
     def run(self) -> Schedule:
-        """The schedule with pairs; as it is, if it hangs anyway."""
+        """Return the schedule with pairs; unchanged if it would hang anyway."""
         for number in range(len(self.ranks)):
             self.offer(number)
         while any(rank.done < len(rank.order) for rank in self.ranks):
@@ -187,7 +190,7 @@ class _Playing:
                 continue
             at, number = heapq.heappop(self.turns)
             start, passes = self.turn_of(number)
-            if start == at:  # else the turn has changed since, and is queued at its new time
+            if start == at:  # otherwise the turn has changed since, and is queued at its new time
                 self.play(number, start, passes)
         for rank in self.ranks:
             while rank.pending:
@@ -201,8 +204,8 @@ class _Playing:
             heapq.heappush(self.turns, (start, number))
 
     def first_that_waits(self) -> tuple[int, float, Row] | None:
-        """Return the rank whose next pass can start first, its start, and the pass, to run alone;
-        None if none can start. For when every rank waits for the second pass of a pair."""
+        """Return, if every rank waits for the second pass of a pair, the rank whose next pass can
+        start first, its start, and the pass, to run alone. Return None if none can start."""
         starts = [
             (self.start_of(rank, rank.order[rank.done]), number)
             for number, rank in enumerate(self.ranks)
@@ -213,8 +216,8 @@ class _Playing:
         return None if start == math.inf else (number, start, (rank.order[rank.done],))
 
     def turn_of(self, number: int) -> tuple[float, Row]:
-        """Return the time at which a rank goes on, and its next pass, or two; inf if unknown
-        yet."""
+        """Return the time at which a rank continues, and its next pass or two; inf if the time is
+        not known yet."""
         rank = self.ranks[number]
         if rank.done == len(rank.order):
             return math.inf, ()
@@ -246,7 +249,7 @@ class _Playing:
         return max(rank.free, self.there.get(key, math.inf))
 
     def play(self, number: int, start: float, passes: Row) -> None:
-        """Do the next of a rank's ``passes``, as one if they are two, and W before and after."""
+        """Do the next of a rank's ``passes``, as one if there are two, with W before and after."""
         rank = self.ranks[number]
         while rank.pending and self.is_time_for_w(rank, start, passes):
             self.do_w(rank)
@@ -268,8 +271,8 @@ class _Playing:
             self.offer(other)
 
     def is_time_for_w(self, rank: _Rank, start: float, passes: Row) -> bool:
-        """Whether the next W comes before ``passes``: there is time for it, or no memory without
-        it, or a later W of its stage is among them."""
+        """Return whether the next W comes before ``passes``. It does if there is time for it, if
+        memory does not suffice without it, or if a later W of its stage is among them."""
         w = rank.pending[0]
         if rank.free + self.seconds(w.stage, _W) <= start + self.slack:
             return True
@@ -288,7 +291,8 @@ class _Playing:
         rank.held += self.more_held(w)
 
     def pass_on(self, number: int, action: Action, end: float) -> int:
-        """Give what ``action`` has made to the neighbouring stage; the rank of that, or its own."""
+        """Give the output of ``action`` to the neighbouring stage. Return that stage's rank, or the
+        own one if there is no such stage."""
         stage, kind, k = action
         is_forward = kind is _F
         other = self.placement.next(stage) if is_forward else self.placement.previous(stage)
@@ -301,7 +305,7 @@ class _Playing:
         return to
 
     def has_memory_for(self, rank: _Rank, forward: Action) -> bool:
-        """Whether memory suffices for ``forward`` if nothing but the pending W frees any before."""
+        """Return whether memory suffices for ``forward`` if only the pending W free any before."""
         if rank.allowed == math.inf:
             return True
         back = sum(map(self.given_back, rank.pending))
@@ -319,12 +323,12 @@ class _Playing:
 
 
 def _as(kind: Kind, action: Action) -> Action:
-    """The pass of ``kind`` of the same microbatch."""
+    """Return the pass of ``kind`` of the same microbatch."""
     return Action(action.stage, kind, action.microbatch)
 
 
 def _order_of(row: Row, policy: _Policy) -> tuple[Row, dict[Action, tuple[float, int]]]:
-    """The passes of ``row`` but for W, and when each W is due."""
+    """Return the passes of ``row`` without W, and when each W is due."""
     order: list[Action] = []
     due: dict[Action, tuple[float, int]] = {}
     for action in row:

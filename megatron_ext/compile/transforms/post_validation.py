@@ -1,10 +1,10 @@
-"""Insert the messages of the optimizer's post-validation (Qi et al. 2024, section 4).
+"""Insertion of the messages of the optimizer's post-validation (Qi et al. 2024, section 4).
 
-The ranks of a pipeline are a chain, in the order of their first stages. After its last pass a rank
-receives what those before it know of their gradients, adds its own, takes its optimizer step, and
-passes the sum on. The last of them knows whether that was right. The verdict goes back while the
-next step begins, and is waited for as late in it as what was computed since can still be undone
-(`speculation`).
+The ranks of a pipeline form a chain, in the order of their first stages. After its last pass a rank
+receives the combined gradient state of the ranks before it, adds its own, takes its optimizer step,
+and sends the sum on. The last rank knows whether the steps were right. This verdict goes back
+through the chain while the next step begins. A rank waits for it as late as its results since then
+can still be undone (`speculation`).
 
     stage 0   0RECV_V0          0F0 0F1 0F2 | 0SETTLE0 0F3 ... 0W7          0STEP0 0SEND_P0
     stage 1   1RECV_V0 1SEND_V0     1F0     | 1SETTLE0 1F1 ... 1W7 1RECV_P0 1STEP0 1SEND_P0
@@ -34,7 +34,7 @@ def validate_afterwards(schedule: Schedule, problem: Problem) -> Schedule:
         def of_rank(*kinds: Kind, stage: int = stages[0]) -> list[Action]:
             return [Action(stage, kind, 0) for kind in kinds if has_place(kind, stage, placement)]
 
-        # A message that will only come after the other rank's verdict is received after this one's.
+        # A message that is sent after the other rank's verdict is received after this rank's.
         later = [
             action
             for action in row[:length]

@@ -1,11 +1,11 @@
-"""Free activations after F, and recompute them before they are needed.
+"""Recompute: activations are freed after F, and recomputed before they are needed.
 
-Mario (Liu et al. 2025, PPoPP, 10.1145/3710848.3710878). A forward pass stores the stage's input
-alone; a second forward pass (R) recomputes the activation. R stands right before the backward pass:
+Mario (Liu et al. 2025, PPoPP, 10.1145/3710848.3710878). A forward pass stores only the stage's
+input; a second forward pass (R) recomputes the activation. R stands right before the backward pass:
 if the backward pass waits for its gradient, R runs in the bubble.
 
-The transform works on a schedule of compute actions. To keep a memory limit it recomputes as few
-activations as possible, those that wait the longest first. If what waits for W alone takes too much
+The transform works on a schedule of compute actions. To meet a memory limit it recomputes as few
+activations as possible, the longest-waiting first. If the tensors that wait for W take too much
 memory, W comes sooner.
 """
 
@@ -76,7 +76,7 @@ class _RankMemory:
 
 
 def _fitting(row: Row, memory: _RankMemory, problem: Problem) -> Row:
-    """Return ``row`` with the fewest R that bring it into ``memory``; with all if none do."""
+    """Return ``row`` with the fewest R that bring it within ``memory``; with all R if none do."""
     made = _longest_waiting_first(row, problem)
 
     def with_first(count: int) -> Row:
@@ -94,8 +94,9 @@ def _made(row: Row, problem: Problem) -> list[_Made]:
 
 
 def _longest_waiting_first(row: Row, problem: Problem) -> list[_Made]:
-    """The stages first whose activations wait the longest; within a stage the microbatches in an
-    order in which the first n, for any n, are evenly spread over the step."""
+    """Return the activations of ``row`` in the order in which to recompute them: the stages first
+    whose activations wait the longest. Within a stage, the first n microbatches are for any n
+    evenly spread over the step."""
     place = {
         (action.stage, kind, action.microbatch): at
         for at, action in enumerate(row)
@@ -109,7 +110,7 @@ def _longest_waiting_first(row: Row, problem: Problem) -> list[_Made]:
 
 
 def _with_recompute(row: Row, recomputed: Collection[_Made]) -> Row:
-    """Return ``row`` with R right before each backward pass of what is ``recomputed``."""
+    """Return ``row`` with R right before the backward pass of each activation in ``recomputed``."""
     new_row: list[Action] = []
     for action in row:
         is_backward = Kind.BACKWARD_INPUT in RULES[action.kind].covers
@@ -122,7 +123,7 @@ def _with_recompute(row: Row, recomputed: Collection[_Made]) -> Row:
 def _with_w_in_time(
     row: Sequence[Action], memory: _RankMemory, recomputed: Collection[_Made]
 ) -> Row:
-    """Return ``row`` with some W moved before a pass that has not enough memory otherwise."""
+    """Return ``row`` with some W moved before a pass that otherwise has too little memory."""
     later = [action for action in row if action.kind is Kind.BACKWARD_WEIGHT]
     done: dict[Action, None] = {}  # in order
     held = 0.0

@@ -1,11 +1,12 @@
-"""Stages that lie before all that is trained: forward passes alone.
+"""Removal of the backward passes of stages that lie before all trained ones.
 
-Frozen towers and embeddings, adapters on the later layers: nothing there has a weight gradient, so
-the gradients that later stages would pass back are of no use. Neither I nor W (nor B) runs there,
-and no gradient is sent to them.
+With frozen towers and embeddings, or adapters on the later layers, nothing in the first stages has
+a weight gradient, and the gradients that later stages would send back are of no use. Neither I nor
+W (nor B) runs there, and no gradient is sent to them.
 
-What stays keeps the order, and by its waits the pace, of the whole schedule: the first stages have
-so little to do that they would run ahead, and what they send would pile up at the others.
+The remaining actions keep the order of the whole schedule, and through its waits its pace.
+Otherwise the first stages, which have little to do, would run ahead, and their messages would pile
+up at the others.
 """
 
 from __future__ import annotations
@@ -36,8 +37,7 @@ def drop_untrained(schedule: Schedule, problem: Problem) -> Schedule:
 
 
 def without_backward(costs: Costs, first_trained: int) -> Costs:
-    """Return ``costs`` with nothing but F on the stages before ``first_trained``, which keep
-    nothing."""
+    """Return ``costs`` with only F on the stages before ``first_trained``, which keep nothing."""
 
     def cut(figures: tuple[float, ...]) -> tuple[float, ...]:
         return (0.0,) * first_trained + figures[first_trained:]

@@ -1,21 +1,22 @@
-"""Divide embedding and output layer over all ranks, and make their passes part of the schedule.
+"""Partition of embedding and output layer over all ranks, with their passes as part of the
+schedule.
 
 Vocabulary parallelism (Yeung et al. 2024, "Balancing Pipeline Parallelism with Vocabulary
 Parallelism", section 4). Between the last stage's forward and backward pass of a microbatch, all
-ranks make logits on their shard (S), exchange the statistics of the softmax, and make their part of
-the hidden states' gradient (SI); the shard's own gradient (SW) can wait. An interval is F, B (or I
-and W), S, SI and SW of one microbatch. The backward passes come one interval later than in the
-schedule without, two with variant 1, in which two collectives follow one another; so every rank
-holds one microbatch more, or two.
+ranks compute logits on their shard (S), exchange the statistics of the softmax, and compute their
+part of the hidden states' gradient (SI); the shard's own gradient (SW) can wait. An interval is F,
+B (or I and W), S, SI and SW of one microbatch. The backward passes come one interval later than in
+the original schedule, or two with variant 1, which has two collectives one after the other. Every
+rank therefore holds one microbatch more, or two.
 
-The transform works on any compute schedule. It takes the times at which that would run and
+The transform works on any compute schedule. It takes the start times of the schedule's passes and
 
 - gives each backward pass the time of the same pass of the microbatch that is one (two) behind, so
   that the microbatches held are those of the schedule and one (two) more, whatever passes cost;
-- gives the new passes times between those that they need and those that need them;
+- gives the new passes times between the passes that they need and the passes that need them;
 - orders each rank's actions by time.
 
-Times rise along every dependency, so nothing waits in a circle.
+Times rise along every dependency, so there is no cyclic wait.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ from megatron_ext.schedule.problem import Problem, VocabularyParallel
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.timeline import Timeline
 
-# How many microbatches later backward passes run, and so how many more are held.
+# Number of microbatches by which backward passes run later, and of additional microbatches held.
 INTERVALS = {VocabularyParallel.ONE: 2, VocabularyParallel.TWO: 1}
 
-# The stage whose rank sends a broadcast. The others begin it ahead.
+# The stage whose rank sends a broadcast. The other ranks post it one interval ahead.
 _ROOTS = {Kind.BCAST_E: 0, Kind.BCAST_EW: 0, Kind.BCAST_S: -1, Kind.BCAST_SW: -1}
 
 _TICKS = 10**6  # of the longest pass
@@ -49,7 +50,8 @@ def divide_vocabulary(schedule: Schedule, problem: Problem) -> Schedule:
     collectives.
 
     Args:
-        problem: vocabulary parallel, with costs whose vocabulary is shared (`share_vocabulary`).
+        problem: has vocabulary parallelism, and costs with a partitioned vocabulary
+            (`share_vocabulary`).
     """
     placement, costs = problem.placement, _in_ticks(problem.costs)
     base = simulate_unproved(schedule, replace(problem, costs=costs))
@@ -67,15 +69,15 @@ def divide_vocabulary(schedule: Schedule, problem: Problem) -> Schedule:
         for action in passes:
             begins_with = RULES[action.kind].covers[0]
             row.append((starts[action.stage, begins_with, action.microbatch], action))
-        # Of what has the same time the vocabulary's goes first: all ranks wait for it.
+        # Among actions of the same time the vocabulary's go first, because all ranks wait for them.
         row.sort(key=lambda item: item[0])
     ordered = tuple(tuple(action for _, action in row) for row in rows)
     return Schedule(schedule.name, placement, ordered)
 
 
 def _in_ticks(costs: Costs) -> Costs:
-    """Return ``costs`` in whole numbers, none of a pass below one: then passes that need one
-    another never start together, and what is equal is exactly so."""
+    """Return ``costs`` in whole numbers, at least one for each pass. Passes that depend on one
+    another then never start together, and equal times are exactly equal."""
     tick = max(map(max, costs.seconds.values())) / _TICKS
     seconds = {
         kind: tuple(max(1.0, round(figure / tick)) for figure in figures)
@@ -88,9 +90,10 @@ def _in_ticks(costs: Costs) -> Costs:
 
 
 def _delayed_starts(base: Timeline, problem: Problem, interval: float) -> _Times:
-    """When the passes of ``base`` start, the backward ones as many microbatches later as it takes.
+    """Return the start times of the passes of ``base``, with backward passes later by the
+    microbatches of `INTERVALS`.
 
-    The last microbatches have none behind them; theirs run so much later than they did that all
+    The last microbatches have no such successor. Their backward passes are shifted so far that all
     stay in order.
     """
     starts: _Times = {}
@@ -118,11 +121,11 @@ def _delayed_starts(base: Timeline, problem: Problem, interval: float) -> _Times
 def _vocabulary_times(
     microbatch: int, starts: _Times, costs: Costs, placement: Placement, interval: float
 ) -> Iterator[tuple[Kind, float]]:
-    """The vocabulary's kinds and when they start.
+    """Yield the vocabulary's kinds and their start times.
 
     SI comes halfway between S and the last stage's backward pass, SW half an interval later. (No
-    other place that was tried is shorter by more than one part in a hundred.) The broadcast before
-    S spans all links, and takes the mean of their hops, as every collective does (`Costs.of`).
+    other position that was tried makes a step shorter by more than 1 %.) The broadcast before S
+    spans all links, and takes the mean of their hops, as every collective does (`Costs.of`).
     """
     last = placement.last
     embeddings = starts[0, Kind.FORWARD, microbatch] - interval
@@ -150,7 +153,7 @@ def _vocabulary_times(
 
 
 def _places(kind: Kind, placement: Placement) -> Iterator[tuple[int, int]]:
-    """The ranks that have ``kind``, and their first stages."""
+    """Yield the ranks that have ``kind``, and their first stages."""
     for rank, stages in enumerate(placement.stages_of):
         if RULES[kind].where is Where.SHARD or rank == placement.rank_of[-1]:
             yield rank, stages[0]

@@ -16,7 +16,7 @@ def share_vocabulary(costs: Costs, placement: Placement, how: VocabularyParallel
     """Return ``costs`` with embedding and output layer moved from the first and the last stage to
     shards, one with the first stage of each rank.
 
-    If ``costs`` do not tell them apart, they stay where they are and the shards cost nothing.
+    If ``costs`` do not give them separately, they stay where they are and the shards cost nothing.
     """
     assert how is not VocabularyParallel.NONE and costs.whole is None
     layers, vocabulary = costs.without_vocabulary(), costs.vocabulary or VocabularyCosts()
@@ -24,7 +24,7 @@ def share_vocabulary(costs: Costs, placement: Placement, how: VocabularyParallel
     slowness = costs.slowness or (1.0,) * costs.stages
     forward, input_gradient, weight_gradient = (part / slowness[-1] for part in vocabulary.head)
     lookup, table_gradient = (part / slowness[0] for part in vocabulary.embedding)
-    early = how is VocabularyParallel.TWO  # the input gradient's product is made with the logits
+    early = how is VocabularyParallel.TWO  # input gradient computed with the logits
     shards = {
         Kind.LOGITS: forward + (input_gradient if early else 0.0),
         Kind.LOGITS_INPUT: 0.0 if early else input_gradient,

@@ -1,1 +1,1 @@
-"""Schedules that hold every stage twice, and how they become schedules of one copy."""
+"""Schedules that hold every stage twice, and their conversion into schedules of one copy."""

@@ -1,10 +1,10 @@
-"""Two copies folded onto one, and unfolded.
+"""Folding of two copies onto one, and unfolding.
 
-Where rank p-1-r does what rank r does with the copies exchanged, ranks r < p/2 alone are a schedule
-of one copy: the stages that rank r holds of both copies are all the stages of one, on p/2 ranks,
-for half of the microbatches. The other ranks do the same for the other half, as a second
-data-parallel replica does. So the fold takes the same GPUs, holds the same parameters and the same
-activations on each, and runs the same passes at the same times, with a hop fewer at the turn.
+If rank p-1-r does the same as rank r with the copies exchanged, ranks r < p/2 alone are a schedule
+of one copy. The stages that rank r holds of both copies are all the stages of one copy, on p/2
+ranks, for half of the microbatches. The other ranks do the same for the other half, as a second
+data-parallel replica does. The folded schedule thus uses the same GPUs, holds the same parameters
+and activations on each, and runs the same passes at the same times, with one hop fewer at the turn.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_ext.schedule.timeline import Timeline
 
 
 def fold(copies: TwoCopies) -> Schedule:
-    """The schedule of one copy that ``copies`` runs twice, on half as many ranks.
+    """Return the schedule of one copy that ``copies`` runs twice, on half as many ranks.
 
     Raises:
         ValueError: a rank does something else than its opposite with the copies exchanged. The
@@ -34,11 +34,11 @@ def fold(copies: TwoCopies) -> Schedule:
 
 
 def unfold(schedule: Schedule) -> TwoCopies:
-    """Return ``schedule``, of a V or of several one after the other, as two copies of half a V
-    each: the inverse of `fold`.
+    """Return ``schedule``, on a V or several one after the other, as two copies of half a V each:
+    the inverse of `fold`.
 
     Args:
-        schedule: of one copy, on p/2 ranks, its open end on the last rank.
+        schedule: a schedule of one copy, on p/2 ranks, with its open end on the last rank.
     """
     half = schedule.placement.ranks
     ranks = 2 * half
@@ -70,10 +70,10 @@ def _pass_at(copies: TwoCopies, rank: int, number: int) -> str:
 
 
 def unfolded(timeline: Timeline) -> Timeline:
-    """When both copies of a folded schedule run, to be drawn: ``timeline``'s passes on their rank
-    and on its opposite. The stages of copy 1 are counted on from copy 0's.
+    """Return ``timeline`` with both copies of its folded schedule, for drawing: each pass on its
+    rank and on the opposite rank. The stages of copy 1 are numbered after those of copy 0.
 
-    There is a hop more at the turn, which ``timeline`` does not have.
+    Two copies have one hop more at the turn, which ``timeline`` does not have.
     """
     copies = unfold(timeline.schedule)
     stages, ranks = len(copies.rank_of), copies.ranks

@@ -1,8 +1,8 @@
-"""A schedule of two copies of the model, and its text form.
+"""Schedules of two copies of the model, and their text form.
 
-Microbatches are sent from both ends of the pipeline: where copy 0 has a stage on rank r, copy 1 has
-it on rank p-1-r. So which copy a pass is of follows from its rank and its stage, and is written
-nowhere. The halves of the microbatches never meet but in the sum of their gradients.
+Microbatches enter from both ends of the pipeline: copy 1 has a stage on rank p-1-r if copy 0 has it
+on rank r. The copy of a pass therefore follows from its rank and its stage, and is not written. The
+halves of the microbatches meet only in the sum of their gradients.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class TwoCopies:
     """A schedule that holds every stage twice.
 
     Attributes:
-        name: of the schedule.
+        name: name of the schedule.
         rank_of: the rank of each stage of copy 0. The number of ranks is even.
-        rows: what each rank does, in order. Each copy counts its microbatches from 0.
+        rows: actions of each rank, in order. Each copy counts its microbatches from 0.
     """
 
     name: str
@@ -46,20 +46,22 @@ class TwoCopies:
         return int(self.rank_of[stage] != rank)
 
     def rank_with(self, copy: int, stage: int) -> int:
-        """The rank that has ``stage`` of ``copy``."""
+        """Return the rank that has ``stage`` of ``copy``."""
         rank = self.rank_of[stage]
         return self.ranks - 1 - rank if copy else rank
 
 
 def holds_two_copies(rows: Sequence[Sequence[Action]]) -> bool:
-    """Whether a table has every stage on a rank and on its opposite, as far from the other end."""
+    """Return whether a table has every stage on a rank and on its opposite, which is as far from
+    the other end."""
     on = _ranks_of_stages(rows).values()
     opposite = all(ranks == {len(rows) - 1 - rank for rank in ranks} for ranks in on)
     return opposite and any(len(ranks) == 2 for ranks in on)
 
 
 def to_csv(copies: TwoCopies) -> str:
-    """A line per rank, PyTorch's grammar; the microbatches of copy 1 count on from copy 0's."""
+    """Return ``copies`` as CSV in PyTorch's grammar, one line per rank. The microbatches of copy 1
+    are numbered after those of copy 0."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(
         [
@@ -75,11 +77,11 @@ def to_csv(copies: TwoCopies) -> str:
 
 
 def from_rows(rows: Rows, name: str) -> TwoCopies:
-    """The schedule in a table that `holds_two_copies`, however its microbatches are counted: each
-    copy's from 0, or through both copies.
+    """Return the schedule in a table that `holds_two_copies`. Its microbatches may be numbered from
+    0 in each copy, or through both copies.
 
     Raises:
-        ValueError: the number of ranks is odd, or the copies have not the same number of
+        ValueError: the number of ranks is odd, or the copies differ in their number of
             microbatches.
     """
     if len(rows) % 2:
@@ -125,8 +127,8 @@ def _ranks_of_stages(rows: Sequence[Sequence[Action]]) -> dict[int, set[int]]:
 
 
 def _places_of_first_copy(rows: Rows) -> tuple[int, ...]:
-    """The rank of each stage of copy 0, which begins on the lower rank: from one stage to the next
-    it goes on as it went, and turns at an end of the pipeline."""
+    """Return the rank of each stage of copy 0, which begins on the lower rank. From stage to stage
+    it continues in its direction, and turns at an end of the pipeline."""
     on = _ranks_of_stages(rows)
     rank, way = min(on[0]), 1
     places = [rank]

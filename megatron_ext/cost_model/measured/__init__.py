@@ -1,1 +1,1 @@
-"""What a training has measured of a model's layers, and estimates that are scaled to it."""
+"""Measurements of a model's layers in a training, and estimates that are scaled to them."""

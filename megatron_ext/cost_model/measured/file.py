@@ -1,5 +1,5 @@
-"""What a costs file has beside costs per stage: costs per layer type, links, and what the allocator
-reserves; and the rates that estimates are made with then."""
+"""Entries of a costs file besides costs per stage: costs per layer type, links, and the allocator's
+reserved bytes. Estimates are made with the rates that the file records."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _RATES = tuple(field.name for field in fields(Rates) if field.name != "measured"
 
 @dataclass(frozen=True)
 class MeasuredFile:
-    """What estimates are to be scaled to.
+    """Measurements that estimates are to be scaled to.
 
     Attributes:
-        rates: those that were assumed when it was measured, with what was.
-        alike: of `LayerCosts`.
+        rates: rates that were assumed at the measurement, together with the measurement.
+        alike: as in `LayerCosts`.
         stages: how many layers each stage had.
         reserved: bytes that the allocator had reserved beyond the most that was allocated; None:
             not known.
@@ -48,7 +48,8 @@ class MeasuredFile:
     reserved: float | None = None
 
     def remarks(self, model: Model) -> Iterator[str]:
-        """What is to be said where ``model`` is estimated by it."""
+        """Yield remarks for users on an estimate of ``model`` that is scaled to these
+        measurements."""
         measured = self.rates.measured
         assert measured is not None
         yield f"costs are {measured.origin}"
@@ -119,10 +120,10 @@ def _key(figure: Any) -> str:
 
 
 def load_measured(path: Path) -> MeasuredFile | None:
-    """What the costs file ``path`` has of layers' types; None: it has none of it.
+    """Return the costs of layer types in the costs file ``path``; None if it has none.
 
     Raises:
-        ValueError: it is no costs file, or what it says of layers is not understood.
+        ValueError: ``path`` is no costs file, or its entries for layers are not understood.
     """
     data = read_costs_file(path)
     if _LAYERS not in data:

@@ -1,4 +1,5 @@
-"""What each type of layer takes, from what stages took that hold different mixtures of them."""
+"""Costs of each type of layer, derived from measured stages that hold different mixtures of
+types."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ class Basis:
     """Basis of an estimate of costs, with which measured ones are compared.
 
     Attributes:
-        has_tower: whether the first stage runs an encoder, of which nothing is estimated.
+        has_tower: whether the first stage runs an encoder, for which no estimate exists.
     """
 
     model: Model
@@ -58,15 +59,15 @@ class Basis:
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Seconds and bytes of a microbatch, by component: of a single one of each.
+    """Seconds and bytes of a microbatch in one instance of each component, by component.
 
     Attributes:
-        measured: bytes only where they were measured.
-        estimated: the same as ``rates`` have it estimated.
-        alike: components which no stage tells apart, and which keep the estimate's proportions, in
-            groups.
+        measured: bytes only if they were measured.
+        estimated: the same figures as estimated with ``rates``.
+        alike: groups of components that no stage tells apart; each group keeps the proportions of
+            the estimate.
         stages: how many layers each stage had.
-        tower: of a microbatch in an encoder on the first stage; None: there was none.
+        tower: costs of a microbatch in an encoder on the first stage; None: there was none.
     """
 
     measured: Mapping[str, Figures]
@@ -77,7 +78,7 @@ class LayerCosts:
     tower: TowerCosts | None = None
 
     def scales(self) -> tuple[tuple[str, Scale], ...]:
-        """What was measured of each component over what is estimated."""
+        """Return for each component the ratio of measured to estimated figures."""
         return tuple(
             (name, _scale_of([(self.measured[name], self.estimated[name])]))
             for name in self.measured
@@ -85,9 +86,9 @@ class LayerCosts:
 
     @property
     def of_others(self) -> Scale:
-        """That of layers of all types together."""
-        beside = (DEPTH, EMBEDDING, OUTPUT_LAYER, PASS)
-        layers = [name for name in self.measured if name not in beside]
+        """Ratio of measured to estimated figures of layers of all types together."""
+        not_layers = (DEPTH, EMBEDDING, OUTPUT_LAYER, PASS)
+        layers = [name for name in self.measured if name not in not_layers]
         return _scale_of([(self.measured[name], self.estimated[name]) for name in layers])
 
 
@@ -103,10 +104,10 @@ def _scale_of(pairs: Sequence[tuple[Figures, Figures]]) -> Scale:
 
 
 def layer_costs(costs: Costs, basis: Basis, *, is_divided: bool) -> LayerCosts:
-    """What of ``costs``, which were measured, each component takes.
+    """Return the part of the measured ``costs`` that each component takes.
 
     Args:
-        is_divided: whether the vocabulary was, and was measured by itself.
+        is_divided: whether the vocabulary was partitioned over ranks, and measured by itself.
     """
     stages = [_expected(stage, basis) for stage in basis.stages]
     totals: _Expected = defaultdict(lambda: defaultdict(float))
@@ -125,7 +126,7 @@ def layer_costs(costs: Costs, basis: Basis, *, is_divided: bool) -> LayerCosts:
         names = [name for name, figures in totals.items() if figures[figure]]
         rows, sums = _sums_of(costs, stages, totals, figure, is_divided)
         columns = [[row[name][figure] if name in row else 0.0 for name in names] for row in rows]
-        # With an encoder there, the first stage tells nothing of its layers.
+        # If the first stage runs an encoder, its sums tell nothing about its layers.
         first = int(basis.has_tower)
         fit = fit_scales(np.array(columns[first:]), np.array(sums[first:]))
         if basis.has_tower:
@@ -146,7 +147,7 @@ def layer_costs(costs: Costs, basis: Basis, *, is_divided: bool) -> LayerCosts:
 
 
 def _joined(groups: Sequence[set[str]], order: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """``groups``, those with something in common as one."""
+    """Return ``groups`` with those merged that have a member in common."""
     joined: list[set[str]] = []
     for group in groups:
         common = [other for other in joined if other & group]
@@ -155,7 +156,7 @@ def _joined(groups: Sequence[set[str]], order: Sequence[str]) -> tuple[tuple[str
 
 
 def not_told_apart(components: Sequence[str]) -> str:
-    """What is to be said of a group of `LayerCosts.alike`."""
+    """Return the remark for users on a group of `LayerCosts.alike`."""
     *words, last = (_IN_WORDS.get(name, f"a layer {name}") for name in components)
     return (
         f"no stage tells {', '.join(words)} and {last} apart: they keep the proportions of the "
@@ -175,7 +176,7 @@ _Expected = dict[str, dict[Figure, float]]  # by component
 
 
 def _expected(stage: Stage, basis: Basis) -> _Expected:
-    """What is estimated of all of each component that ``stage`` has."""
+    """Return the estimated figures of all instances of each component on ``stage``."""
     model, execution, rates = basis.model, basis.execution, basis.rates
     expected: _Expected = defaultdict(lambda: defaultdict(float))
 
@@ -203,8 +204,8 @@ def _sums_of(
     figure: Figure,
     is_divided: bool,
 ) -> tuple[Sequence[_Expected], Sequence[float]]:
-    """What was measured of ``figure``, and what is expected to be in it: of each stage, and of a
-    divided vocabulary by itself."""
+    """Return the estimated figures by component and the measured sums of ``figure``, row by row: of
+    each stage, and of a partitioned vocabulary by itself."""
     layers = costs.without_vocabulary()
     if isinstance(figure, Held):
         assert layers.held_bytes is not None
@@ -220,7 +221,7 @@ def _sums_of(
 
 
 def _numbers(basis: Basis) -> dict[str, int]:
-    """How many of each component the model has."""
+    """Return how many instances of each component the model has."""
     numbers = dict(Counter(basis.model.layers))
     depths = sum(stage.depths for stage in basis.stages)
     passes = len(basis.stages)

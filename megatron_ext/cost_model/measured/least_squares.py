@@ -1,4 +1,5 @@
-"""How much more parts take than was expected, by sums of them that were measured: least squares."""
+"""Ratios of measured to expected costs of parts, fitted by least squares to measured sums of
+parts."""
 
 from __future__ import annotations
 
@@ -9,19 +10,19 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
-_TOLD_APART = 0.02  # of the largest singular value: what is less is noise
-_TOGETHER = 0.05  # of a direction that no sum sees: who has less has no part in it
-_SEEN = 0.01  # of a sum: a part that is less in all of them is not seen there
-_FARTHEST = 4.0  # times the scale of all: what is farther off tells how sums were disturbed
+_TOLD_APART = 0.02  # of the largest singular value: smaller ones are noise
+_TOGETHER = 0.05  # of a direction that no sum sees: parts with smaller entries do not belong to it
+_SEEN = 0.01  # of a sum: a part that is smaller in all sums is not seen
+_FARTHEST = 4.0  # times the scale of all: a part farther off shows noise in the sums
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Scales of parts.
+    """Fitted scales of parts.
 
     Attributes:
-        scales: what was measured over what was expected, of each part.
-        alike: parts that no sum tells apart, in groups.
+        scales: ratio of measured to expected, for each part.
+        alike: groups of parts that no sum tells apart.
     """
 
     scales: tuple[float, ...]
@@ -29,14 +30,15 @@ class Fit:
 
 
 def fit_scales(expected: Array, measured: Array) -> Fit:
-    """The scales by which sums of parts come closest, in proportion, to those that were measured.
+    """Return the scales with which sums of parts come closest, in proportion, to the measured sums.
 
-    Parts that no sum tells apart have scales that differ as little as sums allow: they keep the
-    proportions that were expected. So does, to all the others, what is too small to be seen.
+    Scales of parts that no sum tells apart differ as little as the sums allow, so these parts keep
+    their expected proportions. Parts too small to be seen keep their expected proportion to all
+    others.
 
     Args:
-        expected: of each sum (a row) what is expected of each part, (sums, parts).
-        measured: each sum.
+        expected: expected value of each part (column) in each sum (row), of shape (sums, parts).
+        measured: measured value of each sum.
     """
     parts = expected.shape[1]
     rows = (measured > 0) & expected.any(axis=1)
@@ -63,8 +65,8 @@ def fit_scales(expected: Array, measured: Array) -> Fit:
 
 
 def _least_spread(matrix: Array, sums: Array) -> tuple[Array, list[list[int]]]:
-    """Of all solutions that come as close the one whose parts differ least within the groups that
-    no row tells apart; and these groups."""
+    """Return the closest solution and the groups of parts that no row tells apart. Among all
+    closest solutions it is the one whose parts differ least within these groups."""
     sizes = np.linalg.norm(matrix, axis=0)
     _, singular, directions = np.linalg.svd(matrix / sizes)
     rank = int((singular > _TOLD_APART * singular[0]).sum())
@@ -82,7 +84,7 @@ def _least_spread(matrix: Array, sums: Array) -> tuple[Array, list[list[int]]]:
 
 
 def _connected(together: NDArray[np.bool_]) -> list[list[int]]:
-    """Groups of two and more, by pairs."""
+    """Return the connected groups of two or more members of the relation ``together``."""
     groups: list[list[int]] = []
     left = set(range(len(together)))
     while left:

@@ -1,6 +1,6 @@
-"""How much more what was measured is than what is estimated, component by component of a stage.
+"""Ratios of measured to estimated costs, for each component of a stage.
 
-A component is a layer of a type, in the symbols of `Model`, or what is beside layers.
+A component is a layer of some type, in the symbols of `Model`, or one of a stage's other parts.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from megatron_ext.schedule.costs import TowerCosts
 DEPTH = "depth"  # of multi-token prediction: its projection and its layer
 EMBEDDING = "embedding"
 OUTPUT_LAYER = "output layer"  # one run of it, with the loss
-PASS = "pass"  # what a pass takes by itself
+PASS = "pass"  # time of a pass besides its layers
 
 
 @dataclass(frozen=True)
 class Scale:
-    """What was measured over what is estimated: of the seconds of F, I and W, and of the bytes that
-    are held from F to I and from I to W."""
+    """Ratios of measured to estimated figures: seconds of F, I and W, and bytes that are held from
+    F to I and from I to W."""
 
     forward: float = 1.0
     input_gradient: float = 1.0
@@ -32,8 +32,8 @@ NOT_SCALED = Scale()
 
 @dataclass(frozen=True)
 class Links:
-    """Bytes per second of messages between pipeline neighbours, and how many ranks a node had; None
-    where there was no such pair."""
+    """Bytes per second of messages between pipeline neighbours, and ranks of a node. A figure is
+    None if no neighbours were measured for it."""
 
     within: float | None = None  # a node
     between: float | None = None  # nodes
@@ -42,14 +42,14 @@ class Links:
 
 @dataclass(frozen=True)
 class Measured:
-    """What of a machine's rates was measured with a model.
+    """Measurements of a model on a machine, to which estimates are scaled.
 
     Attributes:
-        scales: of each component that was there.
-        others: of one that was not: that of all of them together.
-        links: to pipeline neighbours.
-        tower: of an encoder on the first stage; None: there was none.
-        origin: when and on what, for people to read.
+        scales: ratios for each component that was measured.
+        others: ratios for components that were not measured: those of all layers together.
+        links: measured links to pipeline neighbours.
+        tower: costs of an encoder on the first stage; None: there was none.
+        origin: time and place of the measurement, for people to read.
     """
 
     scales: tuple[tuple[str, Scale], ...]

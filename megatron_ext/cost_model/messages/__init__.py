@@ -1,1 +1,1 @@
-"""Messages that passes wait for, and what hides of them."""
+"""Messages that passes wait for, and the part of them that other work overlaps."""

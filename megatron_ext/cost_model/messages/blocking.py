@@ -1,7 +1,8 @@
 """Costs of stages whose ranks wait for each message that they send.
 
-So does Megatron's schedule without virtual stages (``send_forward_recv_backward``): a rank of the
-pipeline's middle waits twice a microbatch, at F and at the backward pass, where directions overlap.
+Megatron's schedule without virtual stages waits in this way (``send_forward_recv_backward``): a
+rank in the middle of the pipeline waits twice a microbatch, at F and at the backward pass, where
+the two directions overlap.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from megatron_ext.schedule.costs import Costs
 
 
 def with_blocking_messages(costs: Costs) -> Costs:
-    """Return ``costs`` with each message in the pass that sends it, as a pipeline on a line has
-    them, one stage a rank."""
+    """Return ``costs`` with each message as a part of the pass that sends it, for a pipeline on a
+    line with one stage a rank."""
     last = costs.stages - 1
     behind = [costs.hop_behind(stage) for stage in range(last)]
     seconds = dict(costs.seconds)

@@ -1,9 +1,9 @@
-"""What hides where F of one microbatch and a backward pass of another run as one: a pair.
+"""Time saved by running F of one microbatch and a backward pass of another as one: a pair.
 
-Their layers run side by side, the first of F beside the last of the backward pass, as many as both
-have. While one side's tokens are on their way to experts, or back, the other side computes. That is
-Megatron's `--overlap-moe-expert-parallel-comm`: messages have a stream of their own, and W is
-either kept back or in the pair, where messages go on beside it, too.
+The layers of the two passes run side by side, the first layer of F with the last layer of the
+backward pass, as many as both have. While one side's tokens are on their way to experts or back,
+the other side computes. Megatron's `--overlap-moe-expert-parallel-comm` does this: messages have a
+separate stream, and W is either deferred or inside the pair, where it overlaps messages too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Table = tuple[tuple[float, ...], ...]  # seconds, by stage of F, then by stage o
 
 @dataclass(frozen=True)
 class PairedLayer:
-    """Seconds of a layer's F, I and W: what they compute, and what they wait for experts' ranks."""
+    """Seconds of a layer's F, I and W: of their computation, and of waiting for experts' ranks."""
 
     forward: float
     input_gradient: float
@@ -34,10 +34,11 @@ class PairedLayer:
     input_gradient_messages: float
 
     def hidden_beside(self, other: PairedLayer, share: float, *, with_weights: bool) -> float:
-        """Of this one's F beside the ``other``'s backward pass.
+        """Return the seconds saved by running this layer's F side by side with the ``other``'s
+        backward pass.
 
         Args:
-            share: of messages, how much of their time goes on beside other work.
+            share: share of the messages' time that can overlap other work.
             with_weights: whether W is in the pair.
         """
         weights = other.weight_gradient if with_weights else 0.0
@@ -49,7 +50,7 @@ class PairedLayer:
 def paired_layers(
     model: Model, stage: Stage, execution: Execution, rates: Rates
 ) -> tuple[PairedLayer, ...]:
-    """The layers of ``stage``, multi-token prediction's behind the others."""
+    """Return the layers of ``stage``, followed by those of multi-token prediction."""
     return tuple(
         _paired_layer(seconds)
         for component, seconds in seconds_by_component(model, stage, execution, rates)
@@ -67,16 +68,15 @@ def _paired_layer(seconds: PassSeconds) -> PairedLayer:
 def hidden_by_pairs(
     model: Model, stages: Sequence[Stage], execution: Execution, rates: Rates
 ) -> Mapping[Kind, Table]:
-    """Seconds that F of each of ``stages`` and a backward pass of each other take less side by side
-    than one after the other, by the kind of that: `OverlapCosts.hidden`.
-    """
+    """Return the seconds saved by running F of each stage side by side with a backward pass of each
+    other stage instead of one after the other, by the kind of that pass: `OverlapCosts.hidden`."""
     share = execution.overlap
     layers = [paired_layers(model, stage, execution, rates) for stage in stages]
 
     @cache
     def hidden(there: int, back: int, with_weights: bool) -> float:
-        beside = zip(layers[there], reversed(layers[back]), strict=False)
-        return sum(f.hidden_beside(b, share, with_weights=with_weights) for f, b in beside)
+        side_by_side = zip(layers[there], reversed(layers[back]), strict=False)
+        return sum(f.hidden_beside(b, share, with_weights=with_weights) for f, b in side_by_side)
 
     def table(with_weights: bool) -> Table:
         numbers = range(len(stages))

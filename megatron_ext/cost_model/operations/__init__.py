@@ -1,1 +1,1 @@
-"""What the parts of a model's layers do with a microbatch, by operation."""
+"""Operations that the parts of a model's layers run on a microbatch."""

@@ -19,7 +19,7 @@ from megatron_ext.cost_model.operations.operation import (
 
 
 def attention(model: Model, execution: Execution, *, is_sliding: bool) -> Part:
-    """Causal attention, with the norm before it."""
+    """Return the operations of causal attention with the norm before it."""
     ranks = execution.tensor_parallel
     query, key_value = model.query_width / ranks, model.key_value_width / ranks
     gate = query if model.attention_output_gate else 0
@@ -44,28 +44,30 @@ def attention(model: Model, execution: Execution, *, is_sliding: bool) -> Part:
 
 
 def latent_attention(model: Model, execution: Execution, *, is_sliding: bool) -> Part:
-    """Attention whose keys and values, and queries, are compressed between two matrices.
+    """Return the operations of attention whose keys, values and queries are compressed between two
+    matrices.
 
-    Each tensor-parallel rank has the whole of the first ones, which meet its share of the
-    sequence; what they make is gathered."""
+    Each tensor-parallel rank has the first matrices whole and applies them to its share of the
+    sequence; their outputs are gathered.
+    """
     hidden, rank, rotary = model.hidden_size, model.q_lora_rank, model.qk_pos_emb_head_dim
     heads = model.num_attention_heads / execution.tensor_parallel
     tokens, split = execution.tokens, execution.split_tokens
     keys, values = heads * (model.qk_head_dim + rotary), heads * model.v_head_dim
-    again = ["mla_up_proj"]
+    modules = ["mla_up_proj"]
     operations = beside(hidden, execution, is_alone=True)
     if rank:
         operations += linear("q down", split, hidden, rank, execution)
-        operations.append(passing_over("norm of q", split * rank, (2, 3), execution, again))
-        operations += linear("q up", tokens, rank, keys, execution, modules=again)
+        operations.append(passing_over("norm of q", split * rank, (2, 3), execution, modules))
+        operations += linear("q up", tokens, rank, keys, execution, modules=modules)
     else:
         operations += linear("q", tokens, hidden, keys, execution)
     latent = model.kv_lora_rank
     operations += linear("kv down", split, hidden, latent + rotary, execution)
-    operations.append(passing_over("norm of kv", split * latent, (2, 3), execution, again))
+    operations.append(passing_over("norm of kv", split * latent, (2, 3), execution, modules))
     made = heads * (model.qk_head_dim + model.v_head_dim)
-    operations += linear("kv up", tokens, latent, made, execution, modules=again)
-    operations.append(passing_over("rotary", tokens * 2 * keys, (2, 2), execution, again))
+    operations += linear("kv up", tokens, latent, made, execution, modules=modules)
+    operations.append(passing_over("rotary", tokens * 2 * keys, (2, 2), execution, modules))
     operations.append(_core(model, execution, keys, values, keys, values, is_sliding))
     operations += linear("projection", tokens, values, hidden, execution, is_row=True)
     exchanges = _of_samples(execution, keys, keys + values)
@@ -73,19 +75,19 @@ def latent_attention(model: Model, execution: Execution, *, is_sliding: bool) ->
 
 
 def looked_at(sequence: int, window: int) -> float:
-    """How many tokens one of ``sequence`` looks at, on average: itself and those before it, but no
-    more than ``window`` of those."""
+    """Return the average number of tokens that one of ``sequence`` attends to: itself and those
+    before it, but at most ``window`` of those."""
     most = min(window + 1, sequence) if window else sequence
     return most - most**2 / (2 * sequence)
 
 
 def squared_share(sequence: int, window: int) -> float:
-    """The share of attention that grows with the square of the sequence, the rest of it in
-    proportion: all without a ``window``, next to nothing in one that is short.
+    """Return the share of attention that grows with the square of the sequence; the rest is
+    proportional to it. The share is 1 without a ``window``, and nearly 0 with a short one.
 
-    In a window a token looks at ever more tokens until it is full, and from there on at as many.
-    The share a is that with which (1 - a) x + a x^2, up to x of the sequence, is on average what it
-    is in truth; it is off by 5 % of attention at the most.
+    In a window, the number of attended tokens grows until the window is full and is constant from
+    there. The share a is chosen so that (1 - a) x + a x^2 equals on average the true cost of the
+    first x of the sequence. The error is at most 5 % of attention.
     """
     most = min(window + 1, sequence) if window else sequence
     full = most / sequence  # where the window is
@@ -102,7 +104,8 @@ def _core(
     value: float,
     is_sliding: bool,
 ) -> Operation:
-    """Of fused attention the backward pass makes the scores once more, which is half of F."""
+    """Return the attention itself. The backward pass of fused attention computes the scores a
+    second time, which is half of F."""
     tokens = execution.tokens
     window = model.window_size if is_sliding else 0
     seen = looked_at(execution.sequence, window) if model.is_causal else execution.sequence
@@ -115,8 +118,8 @@ def _core(
 
 
 def _of_samples(execution: Execution, query: float, key_value: float) -> list[Exchange]:
-    """What context-parallel ranks give one another: keys and values, in turns or at once, or heads
-    for tokens."""
+    """Return the exchanges of context-parallel ranks: keys and values, in turns or at once, or
+    heads in exchange for tokens."""
     ranks = execution.context_parallel
     if ranks == 1:
         return []

@@ -1,5 +1,5 @@
-"""What the ends of a pipeline have besides layers: the embedding, the output layer, the loss, and
-what multi-token prediction puts before its layers."""
+"""Operations of a pipeline's ends: the embedding, the output layer, the loss, and the projection
+that multi-token prediction has before its layers."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _TABLE_GRADIENT = 12.0
 
 
 def embedding(model: Model, execution: Execution) -> Operation:
-    """The look-up, which is F, and the gradient of its table, which is W: all of it, whichever
-    rows were looked up."""
+    """Return the embedding: the look-up is F, the gradient of its whole table is W, whichever rows
+    were looked up."""
     size = execution.tokens * model.hidden_size * execution.element_bytes
     rows = model.vocabulary / execution.tensor_parallel
     moved = Passes(2 * size, 0.0, rows * model.hidden_size * _TABLE_GRADIENT)
@@ -35,7 +35,8 @@ def embedding(model: Model, execution: Execution) -> Operation:
 
 
 def output_layer(model: Model, execution: Execution) -> Part:
-    """One run of it, with the loss. Its input is gathered, or its input's gradient summed."""
+    """Return one run of the output layer with the loss. Its input is gathered, or the gradient of
+    its input summed."""
     ranks, tokens = execution.tensor_parallel, execution.tokens
     rows = model.vocabulary / ranks
     forward, backward = _FUSED_LOSS if execution.loss_fusion else _LOSS
@@ -52,8 +53,8 @@ def output_layer(model: Model, execution: Execution) -> Part:
 
 
 def projection_of_depth(model: Model, execution: Execution) -> Part:
-    """What a depth of multi-token prediction has before its layer: two norms, and a matrix of two
-    widths to one."""
+    """Return the part of a depth of multi-token prediction before its layer: two norms, and a
+    matrix from two widths to one."""
     hidden, ranks = model.hidden_size, execution.tensor_parallel
     elements = execution.split_tokens * hidden
     operations = (

@@ -18,11 +18,11 @@ TILES = ((256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (6
 
 @dataclass(frozen=True)
 class MatrixProduct:
-    """The product of ``rows`` tokens with a matrix, forward; or so many ``groups`` of them, of
-    which each has its own matrix and an equal share of the rows.
+    """The product of ``rows`` tokens with a matrix in the forward direction, or ``groups`` of such
+    products, each with a matrix of its own and an equal share of the rows.
 
     Attributes:
-        inner, outer: widths of what enters and of what leaves it.
+        inner, outer: widths of the input and of the output.
     """
 
     rows: float
@@ -32,7 +32,7 @@ class MatrixProduct:
 
     @property
     def shapes(self) -> tuple[tuple[float, float, float], ...]:
-        """Rows, columns and depth of the output of F, I and W, of one group."""
+        """Rows, columns and depth of the outputs of F, I and W, of one group."""
         rows = self.rows / self.groups
         return (
             (rows, self.outer, self.inner),
@@ -68,8 +68,8 @@ class TensorCores:
         quickest tile.
 
         Args:
-            operand_bytes: of an element that is multiplied.
-            output_bytes: of an element of the output, read bytes included.
+            operand_bytes: bytes of an element that is multiplied.
+            output_bytes: bytes of an element of the output, including bytes that are read.
         """
         rows, columns, depth = shape
         return min(

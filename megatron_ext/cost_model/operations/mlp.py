@@ -1,4 +1,4 @@
-"""MLPs, and experts in their place."""
+"""Operations of MLPs, and of experts in their place."""
 
 from __future__ import annotations
 
@@ -24,18 +24,20 @@ _ROUTING_BYTES = 16  # of a token's score for an expert, in fp32: softmax, the b
 
 
 def mlp(model: Model, execution: Execution) -> Part:
-    """Two matrices, or three with a gate, and the norm before them."""
+    """Return the operations of two matrices, or three with a gate, and of the norm before them."""
     products = _products(model, execution, model.ffn_hidden_size, ["mlp"])
     operations = [*beside(model.hidden_size, execution), *products]
     return divided(operations, 2 * model.hidden_size, execution, modules=["mlp"])
 
 
 def experts(model: Model, execution: Execution) -> Part:
-    """Experts, to some of which a token goes, and one that all tokens meet, if there is one.
+    """Return the operations of routed experts, and of one shared by all tokens if there is one.
 
-    The router's gradient comes with its input's: no linear of a layer makes it."""
+    The router's weight gradient comes with its input's gradient, because the router is not one of
+    the layers' linear modules that defer it.
+    """
     hidden, tokens = model.hidden_size, execution.split_tokens
-    again = ["moe"]
+    modules = ["moe"]
     operations = [
         *beside(hidden, execution, is_alone=True),
         *linear(
@@ -44,7 +46,7 @@ def experts(model: Model, execution: Execution) -> Part:
             hidden,
             model.num_experts,
             execution,
-            modules=again,
+            modules=modules,
             engine=Engine.MATRIX,
             is_whole=True,
         ),
@@ -53,7 +55,7 @@ def experts(model: Model, execution: Execution) -> Part:
             tokens * model.num_experts,
             _ROUTING_BYTES,
             tokens * model.num_experts * _ROUTING_BYTES,
-            again,
+            modules,
         ),
         *_routed(model, execution),
     ]
@@ -61,7 +63,7 @@ def experts(model: Model, execution: Execution) -> Part:
     shared = model.moe_shared_expert_intermediate_size
     if not shared:
         return Part(tuple(operations), tuple(exchanges))
-    operations += _products(model, execution, shared, [*again, "shared_experts"])
+    operations += _products(model, execution, shared, [*modules, "shared_experts"])
     if model.moe_shared_expert_gate:
         operations += linear(
             "gate",
@@ -72,34 +74,36 @@ def experts(model: Model, execution: Execution) -> Part:
             engine=Engine.MATRIX,
             is_whole=True,
         )
-    return divided(operations, 2 * hidden, execution, exchanges, modules=again)
+    return divided(operations, 2 * hidden, execution, exchanges, modules=modules)
 
 
 def _products(
-    model: Model, execution: Execution, width: int, again: Sequence[str]
+    model: Model, execution: Execution, width: int, modules: Sequence[str]
 ) -> list[Operation]:
-    """An MLP of ``width``, divided by tensor-parallel ranks."""
+    """Return the operations of an MLP of ``width`` that is partitioned over tensor-parallel
+    ranks."""
     tokens, own = execution.tokens, width / execution.tensor_parallel
     gates = 2 if model.gated_linear_unit else 1
     hidden = model.hidden_size
     return [
-        *linear("fc1", tokens, hidden, gates * own, execution, modules=again),
-        _activation(model, execution, tokens * own, again),
-        *linear("fc2", tokens, own, hidden, execution, modules=again, is_row=True),
+        *linear("fc1", tokens, hidden, gates * own, execution, modules=modules),
+        _activation(model, execution, tokens * own, modules),
+        *linear("fc2", tokens, own, hidden, execution, modules=modules, is_row=True),
     ]
 
 
 def _activation(
-    model: Model, execution: Execution, elements: float, again: Sequence[str]
+    model: Model, execution: Execution, elements: float, modules: Sequence[str]
 ) -> Operation:
     times = (3, 5) if model.gated_linear_unit else (2, 3)
     if execution.framework is Framework.PYTORCH and model.gated_linear_unit:
         times = (5, 9)  # silu and its product with the gate, one after the other
-    return passing_over("activation", elements, times, execution, again)
+    return passing_over("activation", elements, times, execution, modules)
 
 
 def _routed(model: Model, execution: Execution) -> list[Operation]:
-    """Tokens sorted by experts, their products, and back. Routing is taken to be even."""
+    """Return the operations that sort tokens by experts, the experts' products, and the sorting
+    back. Routing is assumed to be even."""
     hidden, latent = model.hidden_size, model.moe_latent_size
     inner = latent or hidden
     tokens, routed = execution.split_tokens, model.moe_router_topk
@@ -108,18 +112,18 @@ def _routed(model: Model, execution: Execution) -> list[Operation]:
     own = model.moe_ffn_hidden_size / divides
     local = model.num_experts / execution.expert_parallel
     gates = 2 if model.gated_linear_unit else 1
-    again = ["moe"]
-    # Sorted for the ranks and back; and, where tokens of several ranks meet several experts, once
-    # more for them.
+    modules = ["moe"]
+    # Tokens are sorted for the ranks and back. If tokens of several ranks meet several experts,
+    # they are sorted once more for the experts.
     copies = 2 * (1 + routed)
     if execution.dispatcher == "alltoall" and local > 1 and execution.expert_parallel > 1:
         copies += 4 * routed
     operations = [
-        passing_over("sorting by experts", tokens * inner, (copies, copies), execution, again)
+        passing_over("sorting by experts", tokens * inner, (copies, copies), execution, modules)
     ]
     for name, widths in (("latent down", (hidden, latent)), ("latent up", (latent, hidden))):
         if latent:
-            operations += linear(name, tokens, *widths, execution, modules=again)
+            operations += linear(name, tokens, *widths, execution, modules=modules)
 
     def product(name: str, entering: float, leaving: float) -> list[Operation]:
         return linear(
@@ -128,19 +132,19 @@ def _routed(model: Model, execution: Execution) -> list[Operation]:
             entering,
             leaving,
             execution,
-            modules=again,
+            modules=modules,
             engine=Engine.GROUPED,
             weights=local,
         )
 
     operations += product("experts' fc1", inner, gates * own)
-    operations.append(_activation(model, execution, rows * own, [*again, "moe_act"]))
+    operations.append(_activation(model, execution, rows * own, [*modules, "moe_act"]))
     operations += product("experts' fc2", own, inner)
     return operations
 
 
 def _to_experts(model: Model, execution: Execution) -> list[Exchange]:
-    """What goes to the ranks of experts and back: both in F, and both in I."""
+    """Return the exchanges with the ranks of experts: there and back in F, and again in I."""
     ranks, divides = execution.expert_parallel, execution.expert_tensor_parallel
     inner = model.moe_latent_size or model.hidden_size
     size = execution.split_tokens * inner * execution.element_bytes

@@ -1,8 +1,9 @@
-"""What a rank does with a microbatch in a part of a layer: its operations, and what it exchanges.
+"""Operations and exchanges of a rank for a microbatch in a part of a layer.
 
 An operation has its floating-point operations, as Megatron's papers count them (Narayanan et al.
 2021, appendix), and the bytes that it reads and writes in its GPU's memory. A product of matrices
-costs the same forward, for its input's gradient and for its weight's; what has no weight has no W.
+costs the same in F, for its input's gradient and for its weight's. An operation without weights has
+no W.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _GRADIENT_BYTES = 8  # of an element of a weight's gradient, in fp32: it is read
 
 
 class Engine(StrEnum):
-    """What an operation keeps busy, which has a rate of its own."""
+    """Resource that an operation keeps busy; each has its own rate."""
 
     LINEAR = "layers' matrices"  # in the precision of the run
     MATRIX = "other matrices"  # in 16 bits: the router, the output layer
@@ -42,14 +43,15 @@ class Operation:
     """One operation on all tokens of a microbatch, on one rank.
 
     Attributes:
-        flops: floating-point operations, as a model's are counted.
+        flops: floating-point operations, counted as a model's: without recomputation.
         moved: bytes to and from the GPU's memory.
-        again: floating-point operations that its backward pass runs a second time by itself.
-        modules: the names under which Megatron's selective recompute runs it again in I.
-        is_whole: whether its W comes with its I, whatever schedules say.
-        is_row: whether it is the last product of a pair that tensor-parallel ranks divide.
+        again: floating-point operations that its own backward pass repeats.
+        modules: names in Megatron's selective recompute that make I recompute it.
+        is_whole: whether its W comes with its I under every schedule.
+        is_row: whether it is the last product of a pair that is partitioned over tensor-parallel
+            ranks.
         squared: the share of its F and I that grows with the square of the sequence.
-        product: the shape of a matrix product; None of other operations.
+        product: the shape of a matrix product; None for other operations.
         operand_bytes: bytes of an element that a matrix product multiplies.
     """
 
@@ -76,18 +78,18 @@ class Group(StrEnum):
 
 @dataclass(frozen=True)
 class Exchange:
-    """What a rank exchanges with a group.
+    """Communication of a rank with a group.
 
     Attributes:
-        ranks, stride: of the group, and how far one lies from the next.
-        moved: bytes in F and in I that were all ranks' were there no other; of which a rank keeps
-            its own share.
+        ranks, stride: size of the group, and the distance from one of its ranks to the next.
+        moved: bytes in F and in I that would be moved if all belonged to other ranks. A rank keeps
+            its own share of them.
         choices: how many ranks each token of `moved` goes to, once to each of them, and once over
-            the network to each other node; 0: `moved` is divided over all ranks evenly.
-        modules: as of an operation.
-        is_behind_attention: whether it goes on while attention does.
-        collectives: how many there are in F, and as many in I.
-        halves: the same, an all-reduce counted as two: a reduce-scatter and a gather.
+            the network to each other node; 0: `moved` is split evenly over all ranks.
+        modules: as in an operation.
+        is_behind_attention: whether the exchange overlaps attention.
+        collectives: number of collectives in F, and the same number in I.
+        halves: the same number, with an all-reduce counted as two: a reduce-scatter and a gather.
     """
 
     group: Group
@@ -103,7 +105,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Part:
-    """An attention, an MLP or what is in their place: a symbol of a pattern."""
+    """An attention, an MLP or another part of a layer: one symbol of a pattern."""
 
     operations: tuple[Operation, ...]
     exchanges: tuple[Exchange, ...] = ()
@@ -125,11 +127,11 @@ def linear(
     is_row: bool = False,
     is_whole: bool = False,
 ) -> list[Operation]:
-    """The product of ``tokens`` rows with a matrix, and the casts for it.
+    """Return the product of ``tokens`` rows with a matrix, and the casts for it.
 
     Args:
-        inner, outer: widths of what enters and of what leaves it on this rank.
-        weights: matrices that share the rows: experts.
+        inner, outer: widths of its input and of its output on this rank.
+        weights: number of matrices that share the rows: experts.
     """
     entering, leaving, matrix = tokens * inner, tokens * outer, weights * inner * outer
     size = execution.element_bytes
@@ -166,12 +168,13 @@ def elementwise(
     *,
     flops: float = 0.0,
 ) -> Operation:
-    """An operation that is all memory.
+    """Return an operation that only moves memory.
 
     Args:
-        forward: bytes of each of ``elements`` that F reads and writes.
-        backward_bytes: what I does, of all.
-        flops: of F, for those who count them; they take no time beside the memory.
+        forward: bytes that F reads and writes for each of ``elements``.
+        backward_bytes: bytes that I reads and writes, for all elements together.
+        flops: floating-point operations of F, for counts of them. They take no time in addition to
+            the memory.
     """
     return Operation(
         name,
@@ -191,7 +194,8 @@ def passing_over(
     *,
     flops: float = 0.0,
 ) -> Operation:
-    """An elementwise operation which reads or writes ``elements`` so many ``times`` in F and I."""
+    """Return an elementwise operation that reads or writes ``elements`` so many ``times`` in F and
+    in I."""
     forward, backward = (count * execution.element_bytes for count in times)
     return elementwise(name, elements, forward, elements * backward, modules, flops=flops)
 
@@ -205,7 +209,8 @@ def core(
     modules: Iterable[str] = (),
     squared: float = 0.0,
 ) -> Operation:
-    """What tokens do with one another, without weights: forward once, and twice for I."""
+    """Return the interaction of tokens with one another, which has no weights. I costs twice as
+    much as F."""
     return Operation(
         name,
         Engine.ATTENTION,
@@ -218,9 +223,10 @@ def core(
 
 
 def beside(hidden: int, execution: Execution, *, is_alone: bool = False) -> list[Operation]:
-    """The norm before a part, and the sum with what goes round it.
+    """Return the norm before a part, and the addition of the residual.
 
-    ``is_alone``: whether Transformer Engine, too, has that norm outside the matrix behind it.
+    ``is_alone``: whether this norm is a separate module in Transformer Engine too, not fused into
+    the matrix behind it.
     """
     elements = execution.split_tokens * hidden
     again = ["layernorm"] if is_alone or not execution.transformer_engine else []
@@ -237,14 +243,15 @@ def divided(
     exchanges: Iterable[Exchange] = (),
     modules: Iterable[str] = (),
 ) -> Part:
-    """A part whose matrices tensor-parallel ranks divide.
+    """Return a part whose matrices are partitioned over tensor-parallel ranks.
 
-    The first ones are divided by columns, and share their input; the last one is by rows, and its
-    output is summed. In Userbuffers some keep whole backwards, and nobody waits.
+    The first matrices are partitioned by columns and share their input. The last one is partitioned
+    by rows, and its outputs are summed. With Userbuffers some matrices keep an unsplit backward
+    pass, and no rank waits.
 
     Args:
-        exchanged: widths that the ranks wait for one another for in F, and again in I.
-        exchanges: what there is besides.
+        exchanged: summed widths of tensors that the ranks wait for in F, and the same in I.
+        exchanges: further exchanges of the part.
     """
     ranks = execution.tensor_parallel
     if ranks == 1 or not exchanged:

@@ -1,4 +1,4 @@
-"""The parts that a stage has, as operations."""
+"""Operations of the parts of a stage."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CAPTURED = {"M": "mamba", "-": "mlp", "E": "moe"}  # what Megatron calls them i
 
 @lru_cache(maxsize=1024)
 def part_of(symbol: str, model: Model, execution: Execution) -> Part:
-    """The part with this ``symbol``."""
+    """Return the part that ``symbol`` stands for."""
     match symbol:
         case "*" | "w" if not model.multi_latent_attention:
             part = attention(model, execution, is_sliding=symbol == "w")
@@ -50,8 +50,8 @@ def part_of(symbol: str, model: Model, execution: Execution) -> Part:
 
 
 def flops_of(model: Model, stage: Stage, execution: Execution) -> Passes:
-    """Floating-point operations of a microbatch, as a model's are counted: without what is run
-    again."""
+    """Return the floating-point operations of a microbatch as a model's are counted: without
+    recomputation."""
     counted = [o.flops for part in _parts_of(model, stage, execution) for o in part.operations]
     return Passes(
         sum(flops.forward for flops in counted),

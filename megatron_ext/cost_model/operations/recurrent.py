@@ -1,6 +1,6 @@
-"""What is in attention's place in hybrid models: gated delta nets, and Mamba.
+"""Recurrent parts of hybrid models in the place of attention: gated delta nets, and Mamba.
 
-Operations of recurrences are Megatron's figures (its num_floating_point_operations).
+The operation counts of recurrences are Megatron's (its num_floating_point_operations).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MAMBA_KERNEL = 4  # of its convolution: Megatron's, which no argument changes
 
 
 def delta_net(model: Model, execution: Execution) -> Part:
-    """Linear attention with a state of keys by values for each head of values."""
+    """Return linear attention that has a state of keys by values for each head of values."""
     ranks, tokens = execution.tensor_parallel, execution.tokens
     heads = model.linear_num_value_heads / ranks
     keys = model.linear_num_key_heads * model.linear_key_head_dim / ranks
@@ -41,7 +41,7 @@ def delta_net(model: Model, execution: Execution) -> Part:
 
 
 def mamba(model: Model, execution: Execution) -> Part:
-    """A state space layer."""
+    """Return a state space layer."""
     ranks, tokens = execution.tensor_parallel, execution.tokens
     heads = model.mamba_num_heads / ranks
     width = heads * model.mamba_head_dim

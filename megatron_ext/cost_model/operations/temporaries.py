@@ -1,4 +1,5 @@
-"""Bytes that a pass takes while it runs, beside what it leaves for later passes."""
+"""Bytes that a pass takes only while it runs, in addition to those that it stores for later
+passes."""
 
 from __future__ import annotations
 
@@ -7,14 +8,15 @@ from megatron_ext.cost_model.model import Model, Stage
 
 
 def temporary_bytes(model: Model, stage: Stage, execution: Execution) -> float:
-    """Return the bytes of the largest temporary tensors of a pass of ``stage`` on one rank: of a
-    layer's backward pass, or of the loss, whichever are more."""
+    """Return the bytes of the largest temporary tensors of a pass of ``stage`` on one rank: those
+    of a layer's backward pass or those of the loss, whichever are more."""
     layers = max((_of_layer(layer, model, execution) for layer in stage.layers), default=0.0)
     return max(layers, _of_loss(model, execution) if stage.head else 0.0)
 
 
 def _of_layer(layer: str, model: Model, execution: Execution) -> float:
-    """Gradients of what enters and leaves an MLP's activation, and of what enters the MLP."""
+    """Return the bytes of the gradients of an MLP's activation, of its input and output, and of the
+    MLP's input."""
     gates = 2 if model.gated_linear_unit else 1
     width, divides = model.ffn_hidden_size, execution.tensor_parallel
     tokens = float(execution.tokens)
@@ -26,7 +28,8 @@ def _of_layer(layer: str, model: Model, execution: Execution) -> float:
 
 
 def _of_loss(model: Model, execution: Execution) -> float:
-    """Logits in 16 bits beside those in fp32 that stay; step by step their gradient in fp32, too.
+    """Return the bytes of the logits in 16 bits, which exist in addition to the stored logits in
+    fp32. An unfused loss also needs their gradient in fp32 step by step.
 
     Fused losses (``--cross-entropy-loss-fusion``) work in place.
     """

@@ -108,8 +108,7 @@ class HostMemory:
 
         Raises:
             ShortOfHostMemory: a host has less. The first time every rank raises it, later only the
-                ranks
-                that have planned too much.
+                ranks that have planned too much.
         """
         planned = planned_bytes(row, costs)
         if self._free is None:

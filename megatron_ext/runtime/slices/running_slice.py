@@ -98,9 +98,8 @@ class RunningSlice:
 
         Args:
             tensors: the slice's own keys and values, tokens first. All slices have the same sizes
-                in the
-                other dimensions. With context parallelism each rank passes its own part, and gets
-                everything before that part's end.
+                in the other dimensions. With context parallelism each rank passes its own part, and
+                gets everything before that part's end.
         """
         span = self.span
         assert span is not None, "no slice runs"

@@ -79,8 +79,8 @@ class VocabularyPasses(Owner):
         Args:
             program: with vocabulary parallelism.
             ends: None on a rank that has neither the first nor the last stage.
-            shard: of this rank.
-            collectives: of the pipeline.
+            shard: the vocabulary shard of this rank.
+            collectives: collectives of the pipeline.
             boundary: hidden states of the last stage: [s, b, h], or with sequence parallelism a
                 tensor-parallel rank's part of it.
             tokens_shape: b, s.

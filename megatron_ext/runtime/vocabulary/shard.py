@@ -79,8 +79,7 @@ class Logits:
         labels: [s, b].
         logits: [s, b, rows], in the weights' type.
         statistics: of this shard, [3, s, b]: largest logit, sum of exp(logit - largest), logit of
-            the
-            label (0 if its row is in another shard).
+            the label (0 if its row is in another shard).
         early: variant 2, from S to SI: P' W without the labels' rows, with P' the softmax over this
             shard's rows.
     """

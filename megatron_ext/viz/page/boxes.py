@@ -36,17 +36,17 @@ class Box:
     """An action, and when it ran. A mark, such as an optimizer step's, takes no time.
 
     Attributes:
-        kind: an action's; "reduction"; or `LEFT_OUT`.
-        step: which of the steps in a row, from 0.
-        start, end: after the start of the first step.
-        cost: what it is said to take: by the costs, or of a measured one by the prediction.
-        needs: the places in the list of boxes of those whose end it had to wait for, in addition to
-            the one before it on its track.
-        held, held_bytes: what the rank holds of activations while a pass runs, in microbatches and
-            in bytes; None of what is no pass, or where bytes are not known.
-        passes: for how many it stands.
-        slice: which of its microbatch's, where those are cut.
-        half: of a pass that runs in a pair: 0 is its forward pass, 1 the backward pass, which is
+        kind: an action's kind, "reduction", or `LEFT_OUT`.
+        step: number of the consecutive step, from 0.
+        start, end: times after the start of the first step.
+        cost: expected duration: by the costs, or for a measured action by the prediction.
+        needs: numbers of the boxes whose end it had to wait for, in addition to the box before it
+            on its track.
+        held, held_bytes: activations that the rank holds while a pass runs, in microbatches and in
+            bytes; None for other actions, or if bytes are not known.
+        passes: number of passes that the box stands for.
+        slice: number of the slice in its microbatch, if microbatches are cut.
+        half: for a pass that runs in a pair: 0 is the forward pass, 1 the backward pass, which is
             the next box. They are drawn above one another, each as long as both.
     """
 
@@ -74,11 +74,11 @@ def before(boxes: Sequence[Box], place: int) -> list[int]:
 
 
 def critical_path(boxes: Sequence[Box]) -> tuple[int, ...]:
-    """Return the critical path, by numbers of boxes in order of time.
+    """Return the critical path, as numbers of boxes in order of time.
 
-    It leads to the pass that ends last; before each box comes the last to end of those it waited
-    for.
-    No part of it can be shorter without the whole being so, or another path taking its place.
+    It leads to the pass that ends last. Before each box comes the one that ended last among those
+    it waited for. If a part of the path gets shorter, so does the whole, or another path takes its
+    place.
     """
     passes = [place for place, box in enumerate(boxes) if box.track.group is TrackGroup.PASSES]
     path = [max(passes, key=lambda place: boxes[place].end)]

@@ -9,8 +9,8 @@ from megatron_ext.viz.page.boxes import LEFT_OUT, Box, TrackGroup
 
 
 def shares(passes: Sequence[int], room: int) -> list[int]:
-    """Return how many passes of each schedule a page may show, ``room`` in all: what one does not
-    need is the others'."""
+    """Return how many passes of each schedule a page may show, ``room`` in all. Passes that one
+    schedule does not need are given to the others."""
     granted = [0] * len(passes)
     left = room
     smallest_first = sorted(range(len(passes)), key=passes.__getitem__)
@@ -21,8 +21,9 @@ def shares(passes: Sequence[int], room: int) -> list[int]:
 
 
 def kept_microbatches(microbatches: int, passes: int, most: int) -> tuple[range, ...]:
-    """The first, the middle and the last of ``microbatches``, with ``most`` of the ``passes`` in
-    all, or a microbatch each; all of them where that is no more."""
+    """Return the first, the middle and the last of ``microbatches``, with at most ``most`` of the
+    ``passes`` together, but at least one microbatch each. Return all microbatches if that is no
+    more."""
     third = max(most * microbatches // passes // 3, 1)
     if passes <= most or 3 * third >= microbatches:
         return (range(microbatches),)
@@ -39,12 +40,12 @@ def cut(
 ) -> tuple[tuple[Box, ...], tuple[int, ...]]:
     """Return ``boxes`` of the microbatches ``kept``, and the ``path`` through them.
 
-    The other passes are merged: those that follow one another on a rank into one box, which no box
-    needs. Other messages and copies are not shown.
+    The other passes are merged: consecutive ones of a rank become one box, which no box needs.
+    Other messages and copies are not shown.
     """
     numbers = {number for part in kept for number in part}
     left: list[Box] = []
-    place: list[int | None] = []  # of each box in what is left
+    place: list[int | None] = []  # number of each box among the remaining ones
     for box in boxes:
         box = replace(box, half=None)  # the other box of the pair may not be shown
         before = left[-1] if left else None
@@ -76,7 +77,7 @@ def _continues(before: Box, box: Box) -> bool:
 
 
 def _joined(before: Box, box: Box) -> Box:
-    """Return both boxes as one, whose memory is the larger of theirs."""
+    """Return both boxes as one, with the larger of their memory."""
     return replace(
         before,
         end=box.end,

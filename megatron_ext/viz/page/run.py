@@ -1,4 +1,4 @@
-"""A schedule's step, or several in a row, as a page shows it."""
+"""Runs on a page: one step of a schedule, or several consecutive ones."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class Run:
     """Steps of one schedule.
 
     Attributes:
-        chunk_of: by stage, which of its rank's chunks it is.
+        chunk_of: by stage, the number of its rank's chunk.
         boxes: sorted by their tracks, and by time.
-        critical: the places of those on the critical path.
-        figures: of the first step.
-        remarks: what else there is to say, a sentence each.
+        critical: numbers of the boxes on the critical path.
+        figures: figures of the first step.
+        remarks: further remarks, a sentence each.
     """
 
     title: str
@@ -120,7 +120,7 @@ def simulated(title: str, program: Program, steps: int = 1, remarks: Sequence[st
 
 
 def traced(step: TracedStep) -> tuple[Run, Run]:
-    """A step as it was predicted, and as it was measured."""
+    """Return a traced step as two runs: as it was predicted, and as it was measured."""
     predicted = {event.action: event.end - event.start for event in step.predicted.events}
     name = step.measured.schedule.name
     return (

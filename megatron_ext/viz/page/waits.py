@@ -15,10 +15,10 @@ Nodes = tuple[int, ...]  # of a step's events, by their numbers
 def waits_of_program(
     graph: Graph, events: Sequence[Event], is_shown: Sequence[bool]
 ) -> list[Nodes]:
-    """For each of ``events``, a simulated step's, those that are shown and that it waited for.
+    """Return, for each of ``events`` of a simulated step, the shown events that it waited for.
 
-    What is not shown (waits, receives, messages that take no time) stands for what it waited for
-    longest itself, and a message also for the pass that it is of.
+    An event that is not shown (a wait, a receive, a message that takes no time) is replaced by the
+    event that it waited for longest, and a message also by the pass that sent it.
     """
     waits: list[Nodes] = [()] * len(events)
     stands_for: list[Nodes] = [()] * len(events)
@@ -27,7 +27,8 @@ def waits_of_program(
         earlier = graph.before[node]
         seen = tuple(dict.fromkeys(n for early in earlier for n in stands_for[early]))
         rank = events[node].rank
-        # An earlier pass of its rank is waited for by way of the one before, unless it is needed.
+        # An earlier pass of its rank is waited for through the pass before, unless it is needed
+        # directly.
         waits[node] = tuple(
             n for n in seen if n in earlier or events[n].rank != rank or not _is_pass(events[n])
         )
@@ -55,9 +56,9 @@ def _same_microbatch(event: Event, other: Event) -> bool:
 
 
 def waits_of_passes(timeline: Timeline) -> list[Nodes]:
-    """Return, for each pass of ``timeline``, those that make what it needs.
+    """Return, for each pass of ``timeline``, the passes that make its inputs.
 
-    For a step of which the passes alone are known, such as a measured one.
+    This is for steps of which only the passes are known, such as measured ones.
     """
     inputs = Replay(timeline.schedule).inputs
     place = {event.action: number for number, event in enumerate(timeline.events)}

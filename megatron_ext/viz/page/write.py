@@ -35,10 +35,10 @@ class Page:
     """Page of runs.
 
     Attributes:
-        title: of the page.
+        title: title of the page.
         runs: one under the other, on one axis. The others are compared with the first.
         command: the command that made the page, so that it can be repeated.
-        unit: of all times: `SECONDS`, or "" for that of the costs.
+        unit: unit of all times: `SECONDS`, or "" for the unit of the costs.
         open_at_first: number of runs that are open at first; None: all.
         most_passes: number of passes to which all runs together are cut.
     """
@@ -71,7 +71,7 @@ def write_page(page: Page, path: Path) -> None:
 
 
 def text_of(page: Page) -> str:
-    """The file of ``page``."""
+    """Return the HTML of ``page``."""
     text = _own("page.html")
     script = "\n".join(map(_own, SCRIPTS))
     data = json.dumps(data_of(page), separators=(",", ":")).replace("<", "\\u003c")
@@ -86,7 +86,7 @@ def text_of(page: Page) -> str:
 
 
 def _own(name: str) -> str:
-    """The text of one of the page's own files."""
+    """Return the text of one of the page's own files."""
     return (BROWSER / name).read_text(encoding="utf-8")
 
 

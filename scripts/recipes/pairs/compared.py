@@ -1,4 +1,4 @@
-"""What a step takes with pairs of passes, under Megatron's interleaved schedule and ours, each with
+"""Seconds of a step with pairs of passes, under Megatron's interleaved schedule and ours, each with
 its best layout."""
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _NEAR = 1.03  # times the best step: a layout that may lead to a better one
 
 @dataclass(frozen=True)
 class Step:
-    """Of a schedule with a layout.
+    """Step of a schedule with a layout.
 
     Attributes:
-        layers: of each stage.
-        seconds: of a step: its passes, and what comes on top of them.
+        layers: layers of each stage.
+        seconds: seconds of a step: of its passes, and of everything else.
         fullest: bytes of the rank that holds most.
-        paired: of all F, how many run beside a backward pass.
+        paired: share of F that run as a pair with a backward pass.
     """
 
     schedule: str
@@ -52,8 +52,8 @@ class Step:
 def with_overlap(
     configuration: Configuration, rates: Rates, share: float, *, is_stock: bool
 ) -> Work:
-    """The work of ``configuration`` in pairs, where so large a ``share`` of experts' messages can
-    go on beside other work.
+    """Return the work of ``configuration`` in pairs, if ``share`` of experts' messages can overlap
+    other work.
 
     Args:
         is_stock: whether whole backward passes outside of pairs hide messages behind their own W,
@@ -63,7 +63,7 @@ def with_overlap(
     work = replace(work_of(configuration, execution), pairs=True)
 
     def costs_of(stages: Sequence[Stage], placement: Placement) -> Costs:
-        """``work``'s, with what B hides by itself."""
+        """Return the costs of ``work``, with the messages that B hides by itself."""
         costs = work.costs_of(stages, placement)
         hidden = costs.overlap.hidden[_B]
         layers = [paired_layers(work.model, stage, execution, rates) for stage in stages]
@@ -91,7 +91,7 @@ class Comparison:
     """Schedules for ``work``, each with its best layout within ``room`` bytes of a rank.
 
     Attributes:
-        found: of each of ``specs`` that fits so.
+        found: the step of each of ``specs`` that fits, by spec.
     """
 
     def __init__(self, work: Work, room: float | None, specs: Iterable[str]) -> None:
@@ -111,7 +111,7 @@ class Comparison:
         return min(self.found.values(), key=_seconds, default=None)
 
     def simulated(self) -> Step | None:
-        """The shortest of those found, as they would run: messages wait for one another."""
+        """The shortest of the steps found if messages wait for one another, as they do when run."""
         best: Step | None = None
         for step in sorted(self.found.values(), key=_seconds):
             if best is not None and best.seconds <= step.seconds:
@@ -133,12 +133,12 @@ class Comparison:
 
     @property
     def layouts(self) -> list[Layout]:
-        """Of those found."""
+        """Layouts of the steps that were found."""
         return [Layout(step.layers) for step in self.found.values()]
 
     def start(self, known: Sequence[Layout]) -> None:
-        """Look at layouts that are balanced, and those that are ``known``; and go on from the best
-        of some schedules, those that take least with them."""
+        """Try balanced layouts and the ``known`` ones, and search on from the best of the schedules
+        that take least with them."""
         for spec in self._stages:
             with contextlib.suppress(ValueError):
                 options = [*self._balanced(spec), *self._of_stages(spec, known)]
@@ -149,7 +149,7 @@ class Comparison:
                 break
 
     def go_on_from(self, known: Sequence[Layout]) -> None:
-        """Look whether the layouts that are ``known`` lead to better ones of what is found."""
+        """Search on from ``known`` layouts that nearly reach the best ones found."""
         for spec, step in list(self.found.items()):
             layout = Layout(step.layers)
             timed = self._timed(spec, layout)
@@ -161,17 +161,17 @@ class Comparison:
                 self._descend(start)
 
     def of(self, spec: str, known: Layout) -> Step | None:
-        """The schedule ``spec`` with its best layout, also from one that is ``known``."""
+        """Return ``spec`` with its best layout, searched for also from a ``known`` one."""
         if spec not in self.found and spec in self._starts:
             self._descend(self._starts[spec])
             self.go_on_from([known])
         return self.found.get(spec)
 
     def step(self, spec: str, layout: Layout) -> Step:
-        """Of ``spec`` with ``layout``, whether it fits or not.
+        """Return the step of ``spec`` with ``layout``, whether it fits or not.
 
         Raises:
-            ValueError: it cannot be made so.
+            ValueError: there is no such schedule.
         """
         timed, counts = self._timed(spec, layout), np.array([layout.layers], dtype=np.int64)
         model = self._work.variant(spec, layout).model
@@ -217,7 +217,8 @@ def _seconds(step: Step) -> float:
 
 
 def _least(start: Start) -> tuple[bool, float]:
-    """What fits comes first, the shortest before others; then what nearly does."""
+    """Return a sort key: layouts that fit come first, the shortest before others; then those that
+    nearly fit."""
     return not start.fits, start.seconds if start.fits else start.fullest
 
 

@@ -14,8 +14,8 @@ _OF_LAYOUTS = ("recipe", "schedule", "in pairs", "alone")
 
 
 def page(results: Sequence[Result]) -> str:
-    """Seconds of a step, by recipe and by how much of experts' messages hides; and what layouts
-    that know of pairs gain over those that do not."""
+    """Return the page: seconds of a step by recipe and by the share of experts' messages that
+    overlaps, and the gain of layouts made with pairs over layouts made without."""
     ahead = sorted(results, key=lambda result: max(_gains(result), default=0.0), reverse=True)
     parts = [table(_COLUMNS, map(_row, ahead)), table(_OF_LAYOUTS, _of_layouts(ahead))]
     mended = [f"- {r.candidate.name}: {r.candidate.mended}" for r in results if r.candidate.mended]
@@ -39,7 +39,7 @@ def _row(result: Result) -> Sequence[object]:
 
 
 def _steps(steps: Iterable[Step | None]) -> str:
-    """Their seconds, and the schedules, each once if it is the same for all."""
+    """Return the seconds of ``steps``, and their schedules without repetition."""
     made = list(steps)
     seconds = [_NONE_FITS if step is None else f"{step.seconds:.3g}" for step in made]
     names = [step.schedule for step in made if step]
@@ -47,8 +47,8 @@ def _steps(steps: Iterable[Step | None]) -> str:
 
 
 def _gains(result: Result) -> list[float]:
-    """By share: how much more time Megatron's best step takes, as a multiple of ours. Ours is in
-    pairs, Megatron's may be without."""
+    """Return, by share, the seconds of Megatron's best step over those of ours. Ours has pairs,
+    Megatron's may have none."""
     gains = []
     for found in result.found:
         stock = [step.seconds for step in (found.stock, result.stock_without) if step]
@@ -58,8 +58,8 @@ def _gains(result: Result) -> list[float]:
 
 
 def _of_layouts(results: Iterable[Result]) -> Iterator[Sequence[object]]:
-    """How much more time the layout takes that knows nothing of pairs, in pairs; and how much more
-    the other takes alone."""
+    """Yield by how much the layout made without pairs is slower with pairs, and by how much the
+    other is slower without."""
     sides: tuple[Callable[[Found], Crossed | None], ...] = (
         lambda found: found.stock_crossed,
         lambda found: found.ours_crossed,

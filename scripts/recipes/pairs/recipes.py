@@ -1,4 +1,5 @@
-"""The recipes that let experts' messages go on beside other microbatches, and what pairs give."""
+"""Recipes that overlap experts' messages with other microbatches, and the gain of pairs for
+them."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ class Candidate:
     """A recipe that is compared.
 
     Attributes:
-        mended: what had to change for Megatron to take it, in words; "" for nothing.
+        mended: changes that Megatron required to accept it, in words; "" if there are none.
     """
 
     name: str
@@ -41,7 +42,7 @@ class Crossed:
     Attributes:
         serial: layers of each stage of the latter.
         in_pairs: seconds of a step with each, in pairs.
-        alone: and without any.
+        alone: seconds of a step with each, without pairs.
     """
 
     schedule: str
@@ -55,12 +56,12 @@ class Found:
     """Steps with pairs.
 
     Attributes:
-        share: of `SHARES`.
+        share: one of `SHARES`.
         own: the recipe as it stands.
         stock: Megatron's interleaved schedule with its own overlap, at its best.
         ours: our schedules with pairs, at their best.
-        each: of these, by itself.
-        stock_crossed, ours_crossed: these two with layouts that know nothing of pairs.
+        each: each of our schedules alone.
+        stock_crossed, ours_crossed: these two with layouts made without pairs.
     """
 
     share: float
@@ -74,8 +75,8 @@ class Found:
 
 @dataclass(frozen=True)
 class Result:
-    """Of a recipe: steps with pairs, and the best without any, of stock and of ours. Within
-    ``bound`` bytes of a rank."""
+    """Result for a recipe: steps with pairs, and the best without pairs, of stock and of ours,
+    within ``bound`` bytes of a rank."""
 
     candidate: Candidate
     found: tuple[Found, ...]
@@ -84,7 +85,7 @@ class Result:
     bound: float
 
     def as_data(self) -> dict[str, Any]:
-        """For other programs."""
+        """Return the result as data for other programs."""
         return {
             "recipe": self.candidate.name,
             "mended": self.candidate.mended,
@@ -96,8 +97,8 @@ class Result:
 
 
 def candidates_of(recipes: Iterable[Recipe]) -> tuple[list[Candidate], list[str]]:
-    """Those of ``recipes`` with the flag and without graphs of whole iterations, and the names of
-    those among them that cannot be compared."""
+    """Return those of ``recipes`` with the flag and without graphs of whole iterations, and the
+    names of the ones among them that cannot be compared."""
     made, left = [], []
     for recipe in recipes:
         settings = recipe.settings
@@ -126,7 +127,8 @@ def _candidate(recipe: Recipe) -> Candidate:
 
 
 def compare_all(candidates: Sequence[Candidate], told: Callable[[], None]) -> list[Result]:
-    """In `PROCESSES` processes; ``told`` is called after each."""
+    """Return the results of all candidates, computed in `PROCESSES` processes; ``told`` is called
+    after each."""
     results = []
     with get_context("spawn").Pool(PROCESSES) as pool:
         for result in pool.imap(compare, candidates):
@@ -182,8 +184,9 @@ def compare(candidate: Candidate) -> Result:
 
 
 def _search(compared: Sequence[Sequence[Comparison]], own: Layout) -> None:
-    """All with the same care: each begins also with the recipe's ``own`` layout and those that have
-    been found before, and in the end goes on from what any other has found."""
+    """Search all comparisons with the same effort. Each begins also with the recipe's ``own``
+    layout and those found before, and in the end continues from the layouts that any other has
+    found."""
     known = [own]
     for sides in compared:
         for side in sides:
@@ -195,7 +198,7 @@ def _search(compared: Sequence[Sequence[Comparison]], own: Layout) -> None:
 
 
 def _crossed(in_pairs: Comparison, alone: Comparison) -> Crossed | None:
-    """Of the schedule that is the best ``in_pairs``."""
+    """Return the comparison of the best schedule ``in_pairs``."""
     best = in_pairs.best
     of_alone = best and alone.of(best.schedule, Layout(best.layers))
     if best is None or of_alone is None:
