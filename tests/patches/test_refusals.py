@@ -42,7 +42,7 @@ def who(refusal: RefusedSetting) -> str:
 def listed(group: RefusalGroup) -> str:
     """Return the page's table of ``group``: a row for each reason, with the settings that share it.
 
-    Which schedules refuse is a column unless all do, and empty in the rows of those that all refuse.
+    Which schedules refuse is a column unless all do; it is empty in a row that all refuse.
     """
     settings: dict[tuple[str, str], list[str]] = {}
     for refusal in group.refusals:
