@@ -1,6 +1,7 @@
 """How many public recipes are accepted under our schedules, shown by tests, and gain by a plan.
 
-    python scripts/recipe_coverage.py                                       writes docs/recipes.md
+    python scripts/recipe_coverage.py                                       writes docs/recipes.md,
+    and scripts/recipes/coverage.md behind it
     python scripts/recipe_coverage.py --recipes FILE.json [--models FILE.json] [--output PAGE.md]
 
 FILE has recipes as they are public: by name, each with its settings by dotted names or nested, with
@@ -20,6 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "recipes.md"
+DETAILS = ROOT / "scripts" / "recipes" / "coverage.md"
 sys.path.insert(0, str(ROOT))
 
 from rich.console import Console  # noqa: E402
@@ -31,7 +33,7 @@ from scripts.recipes.counting import as_json, count, rows  # noqa: E402
 from scripts.recipes.gains import Configuration, Found, all_gains  # noqa: E402
 from scripts.recipes.gains_page import TABLE, gains_table  # noqa: E402
 from scripts.recipes.markers import collect  # noqa: E402
-from scripts.recipes.page import own, page, plans_of, summary  # noqa: E402
+from scripts.recipes.page import details, own, page, plans_of, summary  # noqa: E402
 from scripts.recipes.prospects import Prospect, prospects_of  # noqa: E402
 from scripts.recipes.public_form import read_recipes  # noqa: E402
 from scripts.recipes.recipe import RECIPES, read_models  # noqa: E402
@@ -75,7 +77,12 @@ def main(words: Sequence[str]) -> int:
             prospects = prospects_of(understood, configuration_of, plans)
     if output is not None:
         kept = plans_of(output.read_text()) if arguments.keep_plans else None
-        output.write_text(page(made, evidence, prospects, kept))
+        text = page(made, prospects, kept)
+        if output == PAGE:
+            DETAILS.write_text(details(made, evidence))
+        else:
+            text += details(made, evidence)
+        output.write_text(text)
         if prospects:
             output.with_name(TABLE).write_text(gains_table(prospects, made))
     if arguments.json is not None:

@@ -31,8 +31,8 @@ measured:
   nothing, modules, or all, as it stands behind a schedule where the recipe has other words.
 - The overlap of experts' communication with other microbatches is counted for no schedule. What it
   gains each is [told apart](pairs.md#on-public-recipes).
-- A vision tower counts with as many patches as the language model has tokens ([its gains
-  alone](#vision-towers)). Of adapters and frozen models, passes count without weight gradients.
+- A [vision tower](uneven-stages.md#towers) counts with as many patches as the language model has
+  tokens. Of adapters and frozen models, passes count without weight gradients.
 
 `megatron-ext plan -- LINE` says which [layout to write](planning.md#line); with `--json` this
 script writes the layers of each stage.

@@ -38,36 +38,34 @@ with its layers divided anew.
 
 `python scripts/recipe_coverage.py --recipes FILE.json` counts those of another file, in any public
 form, with `--output` writes this page of them, and with `--json` all that is known of each.
-Settings, dimensions and their sources are in `scripts/recipes/`.
+Settings, dimensions and their sources are in `scripts/recipes/`; its `coverage.md` has the figures
+by model, the grade of each setting, and the gains of recipes with a vision tower.
+"""
+
+_DETAILS = """# Recipes in detail
+
+<!-- written by scripts/recipe_coverage.py, behind docs/recipes.md -->
 """
 
 
 _REFUSED = "## What is refused\n"
 _TOWERS = "## Vision towers\n"
-_ON_TOWERS = """One recipe of each public model with a [vision tower](uneven-stages.md#towers),
+_ON_TOWERS = """One recipe of each public model with a vision tower (docs/uneven-stages.md),
 with the tower and the language model trained, and with nothing but the projector trained. The tower
-sees as many patches as the language model tokens. Gains are those of the section above, with the
+sees as many patches as the language model tokens. Gains are those of docs/recipes.md, with the
 recipe's own recompute. Written by `python -m scripts.recipes.towers`.
 """
 _PLANS = rf"^## What a plan would gain\n.*?(?=\n(?:{_TOWERS}|{_REFUSED}))"
 
 
-def page(
-    made: Sequence[Row],
-    evidence: Evidence,
-    prospects: Sequence[Prospect] = (),
-    plans: str | None = None,
-) -> str:
+def page(made: Sequence[Row], prospects: Sequence[Prospect] = (), plans: str | None = None) -> str:
     """Return the text of the page. Its section on gains of plans is ``plans`` if given, else made
     from ``prospects``."""
     parts = [
         _HEAD,
         "## How many\n",
         _totals(made),
-        "## By model\n",
-        _by_model(made),
         *filter(None, [plans or gains_section(prospects)]),
-        *_towers(made),
         _REFUSED,
         _refusals(made),
         "## What no test shows\n",
@@ -75,11 +73,22 @@ def page(
         "## What stock cannot run\n",
         _stock_cannot(made),
         *_unknown(made),
+    ]
+    return "\n".join(parts).rstrip("\n") + "\n"
+
+
+def details(made: Sequence[Row], evidence: Evidence) -> str:
+    """Return the tables behind the page: models, settings with their grades, vision towers."""
+    parts = [
+        _DETAILS,
+        "## By model\n",
+        _by_model(made),
         "## What recipes switch on\n",
         "The best grade under each kind of schedule, and the recipes that have it.\n",
         _features(made, evidence),
         "## What stands for what\n",
         rules(),
+        *_towers(made),
     ]
     return "\n".join(parts)
 

@@ -4,7 +4,7 @@
 #   sbatch --nodes 4 scripts/slurm/pretrain.sh $YOUR_FLAGS
 #
 # Out of time the job saves and queues again; whenever it is started again, it goes on from its last
-# checkpoint. docs/slurm.md tells more.
+# checkpoint. docs/checking-a-launch.md tells more.
 
 #SBATCH --job-name=pretrain
 #SBATCH --nodes=1

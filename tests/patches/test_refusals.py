@@ -42,15 +42,16 @@ def who(refusal: RefusedSetting) -> str:
 def listed(group: RefusalGroup) -> str:
     """Return the page's table of ``group``: a row for each reason, with the settings that share it.
 
-    Which schedules refuse is a column unless all do.
+    Which schedules refuse is a column unless all do; it is empty in a row that all refuse.
     """
     settings: dict[tuple[str, str], list[str]] = {}
     for refusal in group.refusals:
-        reason = (who(refusal), refusal.instead)
+        refusing = who(refusal)
+        reason = ("" if refusing == "every schedule" else refusing, refusal.instead)
         settings.setdefault(reason, []).append(f"`{refusal.setting}`")
     rows = [[", ".join(names), *reason] for reason, names in settings.items()]
-    head = ["setting", "refused under", "because, or instead"]
-    if {schedules for schedules, _ in settings} == {"every schedule"}:
+    head = ["setting", "only under", "because, or instead"]
+    if {schedules for schedules, _ in settings} == {""}:
         head, rows = [head[0], head[2]], [[row[0], row[2]] for row in rows]
     return table(head, rows)
 

@@ -570,11 +570,12 @@ def test_the_table_of_models() -> None:
         "GPTModel, stages without layers": [("all", tuple(WITHOUT_LAYERS))],
         "GPTModel with low-rank adapters": test_adapters.compared(),
     }
-    rows = [
-        [kind, trained, *(_under(schedules, placement) for placement in ("line", "loop", "v wave"))]
-        for kind, cases in models.items()
-        for trained, schedules in cases
-    ]
+    trained_parts: dict[tuple[str, ...], list[str]] = {}  # by model and schedules
+    for kind, cases in models.items():
+        for trained, schedules in cases:
+            cells = (_under(schedules, placement) for placement in ("line", "loop", "v wave"))
+            trained_parts.setdefault((kind, *cells), []).append(trained)
+    rows = [[kind, "; ".join(parts), *cells] for (kind, *cells), parts in trained_parts.items()]
     check_written("models", table(["model", "trained", "lines", "loops", "V's, waves"], rows))
 
 

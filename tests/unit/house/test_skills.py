@@ -38,7 +38,7 @@ def test_it_says_what_it_is_for(guide: Path) -> None:
 
 @EACH_GUIDE
 def test_the_page_of_guides_names_it(guide: Path) -> None:
-    assert f"skills/{guide.parent.name}`" in (ROOT / "docs" / "coding-assistants.md").read_text()
+    assert f"skills/{guide.parent.name}`" in (ROOT / "docs" / "index.md").read_text()
 
 
 @pytest.mark.parametrize("folder", [".claude/skills", ".agents/skills"])
