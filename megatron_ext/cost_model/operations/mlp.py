@@ -83,7 +83,7 @@ def _products(
     gates = 2 if model.gated_linear_unit else 1
     hidden = model.hidden_size
     return [
-        *linear("fc1", tokens, hidden, gates * own, execution, modules=again),
+        *linear("fc1", tokens, hidden, gates * own, execution, modules=again, is_column=True),
         _activation(model, execution, tokens * own, again),
         *linear("fc2", tokens, own, hidden, execution, modules=again, is_row=True),
     ]
