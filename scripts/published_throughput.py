@@ -6,6 +6,7 @@ python -m scripts.published_throughput
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 
 from megatron_ext.planner.layouts.layout import Layout
 from megatron_ext.planner.layouts.work import evaluate
@@ -17,11 +18,17 @@ from scripts.recipes.recipe import RECIPES, Recipe, read_models, resolve
 from scripts.recipes.throughput import published
 
 
-def throughput(recipe: Recipe) -> float:
-    """Return the tokens per second and GPU that are predicted of ``recipe``."""
+def throughput(recipe: Recipe, *, in_pairs: bool = False) -> float:
+    """Return the tokens per second and GPU that are predicted of ``recipe``.
+
+    Args:
+        in_pairs: whether passes run in pairs if the recipe has them so. Else none do.
+    """
     with as_on_gpus():
         configuration = configuration_of(recipe)
     work = work_of(configuration, configuration.execution)
+    if in_pairs and configuration.execution.overlap:
+        work = replace(work, pairs=True)
     found = evaluate(work, configuration.schedule, Layout(configuration.layers), search=False)
     tokens = recipe.settings["global_batch_size"] * recipe.settings["seq_length"]
     assert recipe.gpus is not None

@@ -25,9 +25,10 @@ def rates_in_file(path: Path, layers: Sequence[int | None]) -> Rates | None:
     Return None if the file has no rates per layer type, or has the costs of such stages directly.
 
     Raises:
-        ValueError: the file is not a costs file.
+        ValueError: the file is not a costs file, or was measured on another GPU than this one.
     """
-    measured = load_measured(path)
+    here = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    measured = load_measured(path, here)
     if measured is None or list(measured.stages) == list(layers):
         return None
     return measured.rates

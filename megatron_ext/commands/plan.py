@@ -40,6 +40,7 @@ from megatron_ext.cost_model.gpus import (
     assumed_rates,
     free_memory,
     parse_gpus,
+    short_name,
 )
 from megatron_ext.cost_model.measured.file import load_measured
 from megatron_ext.cost_model.model import Model
@@ -454,7 +455,7 @@ def _machine(
     free = None
     if machine.memory is not None:
         file = None if costs is None else CostsSource(costs).file
-        measured = None if file is None else load_measured(file)
+        measured = None if file is None else load_measured(file, short_name(machine))
         free = free_memory(machine.memory, None if measured is None else measured.reserved)
     return machine.rates(precision), free
 

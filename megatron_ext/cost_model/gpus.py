@@ -232,6 +232,12 @@ def name_of_gpu(name: str) -> str | None:
     return next((word for word in words if word in GPUS), None)
 
 
+def short_name(gpu: Gpu | None) -> str | None:
+    """Return the key of `GPUS` for ``gpu``; None if its data sheet is none of theirs."""
+    sheet = None if gpu is None else gpu.sheet
+    return next((name for name, known in DATA_SHEETS.items() if known is sheet), None)
+
+
 def parse_gpus(text: str) -> tuple[Gpu, ...]:
     """Return the GPU of each pipeline rank that ``h100:6,a100:2`` names, or the one GPU that
     `parse_gpu` reads.

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megatron_ext.cost_model.measured.machine_factors import MachineFactors
 from megatron_ext.cost_model.measured.scale import Links, Measured
 from megatron_ext.cost_model.messages.collectives import ring_latency
 from megatron_ext.cost_model.operations.matrix_products import TensorCores
-from megatron_ext.cost_model.operations.operation import Engine, Exchange, Operation
+from megatron_ext.cost_model.operations.operation import Engine, Exchange, Group, Operation
 
 _NODE = 8  # GPUs
 
@@ -37,6 +38,8 @@ class Rates:
         attention_backward: rate of attention's backward pass; 0: as ``attention``.
         measured: measurements of a model on this machine, to which estimates are scaled; None:
             there are none.
+        factors: measured over estimated seconds of single operations on this machine, by their
+            shapes; None: none were measured.
     """
 
     linear: float
@@ -56,6 +59,7 @@ class Rates:
     kernel: float = 0.0
     attention_backward: float = 0.0
     measured: Measured | None = None
+    factors: MachineFactors | None = None
 
     @property
     def to_neighbours(self) -> tuple[float, float]:
@@ -103,10 +107,14 @@ class Rates:
         """
         moved = operation.moved
         computed = self._computed(operation)
+        factors = self._factors(operation)
         forward, backward, weights = (
-            max(seconds, size / self.memory) + (self.kernel if size else 0.0)
-            for seconds, size in zip(
-                computed, (moved.forward, moved.input_gradient, moved.weight_gradient), strict=True
+            factor * (max(seconds, size / self.memory) + (self.kernel if size else 0.0))
+            for factor, seconds, size in zip(
+                factors,
+                computed,
+                (moved.forward, moved.input_gradient, moved.weight_gradient),
+                strict=True,
             )
         )
         if operation.is_whole:
@@ -132,6 +140,14 @@ class Rates:
             cores.seconds(shape, product.groups, operation.operand_bytes, output)
             for shape, output in zip(product.shapes, outputs, strict=True)
         )
+        return forward, backward, weights
+
+    def _factors(self, operation: Operation) -> tuple[float, float, float]:
+        """Measured over estimated seconds of F, I and W of ``operation``."""
+        product, factors = operation.product, self.factors
+        if factors is None or product is None or operation.engine is not Engine.LINEAR:
+            return 1.0, 1.0, 1.0
+        forward, backward, weights = map(factors.of_product, product.shapes)
         return forward, backward, weights
 
     def _engine(self, engine: Engine) -> float:
@@ -161,8 +177,10 @@ class Rates:
         latency = 0.0
         if self.sms:
             latency = ring_latency(exchange.halves, exchange.collectives, near, nodes)
+        factors = self.factors if exchange.group is Group.TENSOR else None
         forward, backward = (
-            moved * a_byte + (latency if moved else 0.0)
+            (moved * a_byte + (latency if moved else 0.0))
+            * (1.0 if factors is None else factors.of_gather(moved / exchange.halves))
             for moved in (exchange.moved.forward, exchange.moved.input_gradient)
         )
         return forward, backward

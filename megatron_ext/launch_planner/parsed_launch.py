@@ -11,7 +11,7 @@ from megatron_ext.compile.registry import Mark
 from megatron_ext.config import ESTIMATE, PLAN, CostsSource, PipelineConfig, flag
 from megatron_ext.cost_model.assumptions import assumptions
 from megatron_ext.cost_model.description import describe
-from megatron_ext.cost_model.gpus import FreeMemory, Gpu, free_memory
+from megatron_ext.cost_model.gpus import FreeMemory, Gpu, free_memory, short_name
 from megatron_ext.cost_model.measured.file import MeasuredFile, load_measured
 from megatron_ext.doctor.importing import as_on, quickly, silently
 from megatron_ext.doctor.words import Launch
@@ -139,7 +139,7 @@ def _read(request: LaunchRequest, args: Any, launch_line: Any) -> ParsedLaunch:
     ranks = request.world_size
     if ranks is None and request.launch is not None:
         ranks = request.launch.world_size
-    measured = _measured_layers(config)
+    measured = _measured_layers(config, request)
     remarks = [] if request.launch is None else list(request.launch.remarks)
     remarks += _assumed(request, ranks, is_measured=measured is not None)
     ranks = ranks or launch_line.least_world_size(args)
@@ -223,7 +223,7 @@ def _settings(request: LaunchRequest) -> PipelineConfig:
 
 def _rates(request: LaunchRequest) -> RatesOf | None:
     """Return the rates of a rank: measured, or of the GPU's data sheet; None: those of an H100."""
-    measured = _measured_layers(_settings(request))
+    measured = _measured_layers(_settings(request), request)
     if measured is not None:
         return lambda precision: measured.rates
     return None if request.gpu is None else request.gpu.rates
@@ -239,9 +239,11 @@ def _assumed(request: LaunchRequest, ranks: int | None, *, is_measured: bool) ->
         yield "times are an H100's, and its memory is not compared: --gpu names yours"
 
 
-def _measured_layers(config: PipelineConfig) -> MeasuredFile | None:
+def _measured_layers(config: PipelineConfig, request: LaunchRequest) -> MeasuredFile | None:
     """Costs per layer type of the file that ``config`` names, if it names one that has them."""
-    return None if config.costs.file is None else load_measured(config.costs.file)
+    if config.costs.file is None:
+        return None
+    return load_measured(config.costs.file, short_name(request.gpu))
 
 
 def _on_costs(args: Any, config: PipelineConfig, measured: MeasuredFile | None) -> Iterator[str]:

@@ -35,7 +35,7 @@ _TOWER = "tower"  # F, I and W of an encoder on the first stage; in a file its b
 _COPIES = ("d2h", "h2d")
 _LINK = ("link", "duplex")
 # Entries that a measuring training adds; cost_model/measured/file.py reads them.
-_MEASURED = ("links", "reserved", "layers")
+_MEASURED = ("links", "reserved", "layers", "machine")
 # Figures that slices need: attention's share of passes, and the parts of a hop and of a pass that
 # do not shrink with the slice.
 _SLICES = ("attention", "latency", "launch")

@@ -25,11 +25,18 @@ from megatron_ext.config import PipelineConfig
 from megatron_ext.cost_model.description import describe
 from megatron_ext.cost_model.estimate import estimate
 from megatron_ext.cost_model.gpus import GPUS, RESERVED_SHARE, USABLE, parse_gpu
-from megatron_ext.cost_model.measured.file import as_data
+from megatron_ext.cost_model.measured.file import as_data, load_measured
 from megatron_ext.cost_model.measured.layer_costs import Basis, layer_costs
+from megatron_ext.cost_model.measured.machine_factors import MachineFactors, Shape
 from megatron_ext.cost_model.measured.scale import Measured, Scale
+from megatron_ext.cost_model.measured.timed_operations import (
+    GATHERED,
+    timed_gathers,
+    timed_products,
+)
 from megatron_ext.cost_model.measured_costs import Machine
 from megatron_ext.cost_model.model import stages_of
+from megatron_ext.cost_model.operations.operation import Exchange, Group, Passes, linear
 from megatron_ext.doctor import line
 from megatron_ext.doctor.check import check_launch
 from megatron_ext.doctor.words import Launch, read_launch
@@ -56,6 +63,7 @@ from megatron_ext.schedule.rank_speeds import RankSpeeds
 from megatron_ext.viz.trace import TraceFile, beside
 from tests.helpers.megatron_runs import SCRIPT, model_flags
 from tests.helpers.schedules import line_problem, program
+from tests.unit.model.test_machine_factors import GPU, VERSIONS, Emulated
 
 FLAGS: dict[str, Any] = {
     "pipeline_model_parallel_size": 2,
@@ -285,6 +293,89 @@ def test_a_line_is_planned_by_what_was_measured_per_layer_type(tmp_path: Path) -
     assert plan.free.reserved == 5 * 2**30 and not plan.free.is_modelled
     assert any("by layer type (measured: here)" in remark for remark in plan.remarks)
     assert own_of(plan).step > 1.5 * own_of(estimated).step
+
+
+def test_a_line_of_another_size_is_planned_by_a_machines_factors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measured on an emulated machine without tensor parallelism, planned with it: every schedule
+    takes as long as on that machine. With costs per layer type alone none does."""
+    dense = {"num_virtual_stages_per_pipeline_rank": None, "hidden_size": 2048}
+    other = launch(**dense, tensor_model_parallel_size=2)
+    with line.on_gpus(launch_args := line.parse(launch(**dense).arguments).args):
+        line.validate(launch_args, PipelineConfig(), 4)
+        model, run = describe(launch_args), execution(launch_args, 1024, 1)
+    sheet, stages = GPUS["h100"].rates(), stages_of(model, [8, 8])
+    true = replace(
+        sheet, factors=Emulated(GPU, VERSIONS, "bf16"), measured=Measured((), others=Scale())
+    )
+
+    def seconds_of(shape: Shape) -> float:
+        product, *_ = linear("product", shape[0], shape[2], shape[1], run)
+        return true.seconds_of(product)[0]
+
+    gathers = {
+        float(size): true.seconds_to_exchange(Exchange(Group.TENSOR, 2, 1, Passes(size, 0.0)))[0]
+        for size in GATHERED
+    }
+    factors = MachineFactors(
+        GPU,
+        VERSIONS,
+        "bf16",
+        timed_products(model, run, sheet, seconds_of),
+        timed_gathers(2, sheet, gathers),
+    )
+    costs = estimate(model, stages, run, true)
+    machine = Machine({}, 8, None)
+
+    def file(name: str, measured: MachineFactors | None) -> Path:
+        basis = Basis(model, stages, run, replace(sheet, factors=measured))
+        layers = layer_costs(costs, basis, is_divided=False)
+        save_costs(costs, tmp_path / name, as_data(layers, machine))
+        return tmp_path / name
+
+    path, by_layers = file("costs.json", factors), file("layers.json", None)
+
+    def planned(gpu: str, costs: Path) -> JobPlan:
+        settings = ("--pipeline-costs", str(costs))
+        return plan_line(LaunchRequest(other, gpu=parse_gpu(gpu), settings=settings))
+
+    def steps(plan: JobPlan) -> dict[tuple[str, VocabMethod], float]:
+        return {(c.schedule, c.method): c.step for c in plan.plan.candidates}
+
+    told, alone = planned("h100", path), planned("h100", by_layers)
+    assert any(f"a machine with {GPU}" in remark for remark in told.remarks)
+    with pytest.raises(ValueError, match=f"measured on {GPU}, and the GPU to plan for is a100"):
+        planned("a100", path)
+    read = load_measured(path)
+    assert read is not None
+    truth = replace(read, rates=true)
+    monkeypatch.setattr(parsed_launch, "load_measured", lambda *_: truth)
+    there = planned("h100", path)
+    assert steps(told) == pytest.approx(steps(there), rel=0.02)
+    assert taken_of(told).schedule == taken_of(there).schedule
+    assert steps(alone) != pytest.approx(steps(there), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("flags", "what"),
+    [
+        ({"context_parallel_size": 2}, "context parallelism"),
+        ({}, ""),
+    ],
+)
+def test_a_plan_says_what_no_measurement_has_checked(flags: dict[str, Any], what: str) -> None:
+    """In words and as data, once; and not of dense layers in bf16 that the A100s' data cover."""
+    words = ["--gpu", "a100", "--world-size", "4", "--", "torchrun", str(SCRIPT)]
+    words += model_flags(**(FLAGS | flags))
+    text = command(*words)
+    data = json.loads(command("--json", *words).stdout)
+    remarks = [remark for remark in data["remarks"] if "not checked" in remark]
+    if what:
+        assert text.output.count(f"not checked against measurements: {what}") == 1
+        assert remarks == [f"not checked against measurements: {what}"]
+    else:
+        assert "not checked" not in text.output and not remarks
 
 
 def test_half_a_line_is_planned_by_them_too(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 
 import megatron_ext
 from megatron_ext.adapter import programs as programs_module
+from megatron_ext.adapter.observers import profile as observer
 from megatron_ext.adapter.programs import Programs
 from megatron_ext.cli import app
 from megatron_ext.compile.output_layer import place_output_layer
@@ -24,6 +26,11 @@ from megatron_ext.compile.program.graph import channels
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.registry import choose
 from megatron_ext.config import PipelineConfig
+from megatron_ext.cost_model.execution import Execution
+from megatron_ext.cost_model.gpus import GPUS
+from megatron_ext.cost_model.measured.layer_costs import Basis
+from megatron_ext.cost_model.model import Model, stages_of
+from megatron_ext.cost_model.operations.operation import Exchange, Group, Passes, linear
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
 from megatron_ext.runtime.held_bytes import Allocated, SavedTensors
@@ -236,6 +243,7 @@ def test_layers_of_two_types_are_told_apart(
     run(2, profiled(path, "zb-v", 2) | experts)
     data = json.loads(path.read_text())
     layers, costs = data["layers"]["measured"], costs_in(path, "zb-v", 2)
+    assert "machine" not in data, "without a GPU no operation is timed"
     assert data["layers"]["stages"] == [2, 2, 2, 2] and "within a node" in data["links"]
     for name, seconds in (("*-", 2e-3), ("*E", 5e-3), ("output layer", head)):
         assert layers[name]["f"] == pytest.approx(seconds, rel=1e-3)
@@ -403,6 +411,47 @@ def test_a_file_that_cannot_be_written_does_not_end_the_training(tmp_path: Path)
 
 
 # ---- What is measured
+
+
+def test_operations_are_timed_for_a_known_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU is emulated whose products take three times the estimate, and whose gathers twice."""
+    model = Model(
+        layers=("*-",) * 2,
+        hidden_size=1024,
+        num_attention_heads=8,
+        num_query_groups=8,
+        kv_channels=128,
+        ffn_hidden_size=4096,
+        vocabulary=0,
+    )
+    sheet, run = GPUS["h100"].rates(), Execution(1024, tensor_parallel=2)
+    basis = Basis(model, stages_of(model, [1, 1]), run, sheet)
+    monkeypatch.setattr(observer, "_is_on_gpu", lambda: False)
+    assert observer._machine_factors(basis, {}) is None
+    monkeypatch.setattr(observer, "_is_on_gpu", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(observer, "machine_versions", lambda: ("torch 2.11.0",))
+
+    def seconds(shape: tuple[float, float, float], *, in_fp8: bool) -> float:
+        assert not in_fp8
+        rows, columns, depth = shape
+        product, *_ = linear("product", rows, depth, columns, run)
+        return 3 * sheet.seconds_of(product)[0]
+
+    monkeypatch.setattr(observer, "product_seconds", seconds)
+    gather = Exchange(Group.TENSOR, 2, 1, Passes(2.0**20, 0.0))
+    gathers = {2.0**20: 2 * sheet.seconds_to_exchange(gather)[0]}
+    factors = observer._machine_factors(basis, gathers)
+    assert factors is not None
+    assert (factors.gpu, factors.precision) == ("NVIDIA H100 80GB HBM3", "bf16")
+    assert factors.of_product((1024, 3072, 1024)) == pytest.approx(3)
+    assert factors.of_gather(2**20) == pytest.approx(2)
+    monkeypatch.setattr(observer, "product_seconds", lambda shape, **_: None)
+    without_memory = observer._machine_factors(basis, gathers)
+    assert without_memory is not None and not without_memory.products
+    unknown = replace(basis, rates=replace(sheet, sms=0))
+    assert observer._machine_factors(unknown, gathers) is None, "the estimate knows no shapes"
+
 
 MODEL: Flags = {
     "num_layers": 8,

@@ -11,23 +11,42 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.utils import log_single_rank
 
 from megatron_ext.adapter.observers.observer import Step, StepObserver
 from megatron_ext.adapter.observers.writers import log_step
 from megatron_ext.adapter.programs import Programs, Shape
 from megatron_ext.compile.program.verify import Program
+from megatron_ext.cost_model.execution import Precision
 from megatron_ext.cost_model.measured.file import as_data
-from megatron_ext.cost_model.measured.layer_costs import LayerCosts, layer_costs, not_told_apart
+from megatron_ext.cost_model.measured.layer_costs import (
+    Basis,
+    LayerCosts,
+    layer_costs,
+    not_told_apart,
+)
+from megatron_ext.cost_model.measured.machine_factors import MachineFactors
+from megatron_ext.cost_model.measured.timed_operations import (
+    GATHERED,
+    timed_gathers,
+    timed_products,
+)
 from megatron_ext.cost_model.measured_costs import Machine, RankFigures, measured_costs
 from megatron_ext.logger import logger
 from megatron_ext.runtime.held_bytes import Allocated, HeldBytes, SavedTensors
 from megatron_ext.runtime.measure.measured_steps import MeasuredSteps
+from megatron_ext.runtime.measure.operation_time import (
+    gather_seconds,
+    machine_versions,
+    product_seconds,
+)
 from megatron_ext.runtime.measure.profile import MEASURED, STEPS, Profile
 from megatron_ext.runtime.messages.transport import Boundary
 from megatron_ext.runtime.recording import clock_of
@@ -117,11 +136,12 @@ class StepProfile(StepObserver[Step]):
         """Rebuild programs with the costs of ``shape`` that global rank 0 computes from the
         measurements of ``ranks``, and write them on that rank. Collective over the world."""
         own = self._ready.pop(shape)
+        gathers = _gathers()
         costs = tell_all(self._costs(own, shape, ranks) if dist.get_rank() == 0 else None)
         assert costs is not None
         self._measured.add(shape)
         if dist.get_rank() == 0:
-            layers = self._layers(own.program, shape, costs)
+            layers = self._layers(own.program, shape, costs, gathers)
             tower = None if layers is None else layers.tower
             forwards = next((rank.forwards for rank in ranks if rank.forwards), ())
             measured = as_data(layers, Machine.of(ranks), forwards)
@@ -144,12 +164,16 @@ class StepProfile(StepObserver[Step]):
         costs = measured_costs(own.program, estimate, ranks, what)
         return costs.with_links(message_bytes=own.message_bytes)
 
-    def _layers(self, program: Program, shape: Shape, costs: Costs) -> LayerCosts | None:
+    def _layers(
+        self, program: Program, shape: Shape, costs: Costs, gathers: Mapping[float, float]
+    ) -> LayerCosts | None:
         """Return the costs per layer type; None if layers are not known, or only some of them are
         trained."""
         basis = self._programs.bases.get(shape)
         if basis is None:
             return None
+        factors = _machine_factors(basis, gathers)
+        basis = replace(basis, rates=replace(basis.rates, factors=factors))
         vocabulary = program.problem.extras.vocab_parallel
         layers = layer_costs(costs, basis, is_divided=vocabulary is not VocabularyParallel.NONE)
         for group in layers.alike:
@@ -203,6 +227,36 @@ def _measured(step: Step, profile: Profile) -> _Measured:
     figures = profile.figures(step.connections.p2p, step.pipeline, boundary)
     message_bytes = math.prod(boundary.shape) * boundary.dtype.itemsize
     return _Measured(profile.program, figures, what, message_bytes)
+
+
+def _is_on_gpu() -> bool:
+    return torch.device(torch.cuda.current_device()).type == "cuda"
+
+
+def _gathers() -> dict[float, float]:
+    """Return the seconds of gathers among this rank's tensor-parallel ranks, by their bytes; {}
+    if there are none, or no GPU. Collective over them."""
+    if not _is_on_gpu() or not parallel_state.model_parallel_is_initialized():
+        return {}
+    group = parallel_state.get_tensor_model_parallel_group()
+    return gather_seconds(group, GATHERED) if group.size() > 1 else {}
+
+
+def _machine_factors(basis: Basis, gathers: Mapping[float, float]) -> MachineFactors | None:
+    """Return factors of single operations on this GPU; None without one, or if the estimate knows
+    no shapes on it."""
+    model, execution, rates = basis.model, basis.execution, basis.rates
+    precisions = (Precision.BF16, Precision.FP8)  # torch has products of its own in these
+    if not _is_on_gpu() or not rates.sms or execution.precision not in precisions:
+        return None
+    measure = partial(product_seconds, in_fp8=execution.precision is Precision.FP8)
+    return MachineFactors(
+        torch.cuda.get_device_name(),
+        machine_versions(),
+        execution.precision,
+        timed_products(model, execution, rates, measure),
+        timed_gathers(execution.tensor_parallel, rates, gathers),
+    )
 
 
 def _is_compared(pipeline: dist.ProcessGroup) -> bool:

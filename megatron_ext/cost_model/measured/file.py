@@ -16,6 +16,7 @@ from megatron_ext.cost_model.measured.layer_costs import (
     LayerCosts,
     not_told_apart,
 )
+from megatron_ext.cost_model.measured.machine_factors import read_factors
 from megatron_ext.cost_model.measured.scale import Links, Measured
 from megatron_ext.cost_model.measured_costs import Machine
 from megatron_ext.cost_model.model import Model
@@ -25,9 +26,9 @@ from megatron_ext.schedule.costs_text import MOST, read_costs_file, rounded
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.words import shown
 
-_LAYERS, _LINKS, _RESERVED = "layers", "links", "reserved"
+_LAYERS, _LINKS, _RESERVED, _MACHINE = "layers", "links", "reserved", "machine"
 _WITHIN, _BETWEEN, _OF_NODE = "within a node", "between nodes", "ranks of a node"
-_RATES = tuple(field.name for field in fields(Rates) if field.name != "measured")
+_RATES = tuple(field.name for field in fields(Rates) if field.name not in ("measured", "factors"))
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class MeasuredFile:
         measured = self.rates.measured
         assert measured is not None
         yield f"costs are {measured.origin}"
+        if self.rates.factors is not None:
+            yield self.rates.factors.remark()
         yield from map(not_told_apart, self.alike)
         if measured.tower is not None and model.tower is None:
             yield (
@@ -92,6 +95,8 @@ def as_data(
             "alike": [list(group) for group in layers.alike],
             "stages": list(layers.stages),
         }
+        if layers.rates.factors is not None:
+            data[_MACHINE] = layers.rates.factors.as_data()
         if layers.tower is not None:
             data[_LAYERS]["tower"] = _tower_as_data(layers.tower, forwards)
     return data
@@ -119,11 +124,15 @@ def _key(figure: Any) -> str:
     return figure.value if isinstance(figure, Held) else figure.value.lower()
 
 
-def load_measured(path: Path) -> MeasuredFile | None:
+def load_measured(path: Path, gpu: str | None = None) -> MeasuredFile | None:
     """Return the costs of layer types in the costs file ``path``; None if it has none.
 
+    Args:
+        gpu: the GPU to plan for, of `GPUS` or by its driver's name; None: not known.
+
     Raises:
-        ValueError: ``path`` is no costs file, or its entries for layers are not understood.
+        ValueError: ``path`` is no costs file, its entries for layers are not understood, or it was
+            measured on another GPU.
     """
     data = read_costs_file(path)
     if _LAYERS not in data:
@@ -136,16 +145,23 @@ def load_measured(path: Path) -> MeasuredFile | None:
         links = _links(data)
         key = _RESERVED
         reserved = None if data.get(_RESERVED) is None else _number(data[_RESERVED])
+        key = _MACHINE
+        factors = read_factors(data[_MACHINE]) if _MACHINE in data else None
     except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise ValueError(
             f"costs file {path}: {key} is not as --pipeline-costs profile writes it "
             f"({shown(repr(error), 200)}): measure again, or take it out"
         ) from None
+    if factors is not None and gpu is not None and not factors.is_of(gpu):
+        raise ValueError(
+            f"costs file {path} was measured on {factors.gpu}, and the GPU to plan for is {gpu}: "
+            f"measure there with --pipeline-costs profile, or omit the file"
+        )
     origin = f"{path}, by layer type ({shown(data.get('origin', 'given'), 300)})"
     measured = Measured(
         scales=scales, others=others, links=links, tower=layers.tower, origin=origin
     )
-    rates = replace(layers.rates, measured=measured)
+    rates = replace(layers.rates, measured=measured, factors=factors)
     return MeasuredFile(rates, layers.alike, layers.stages, reserved)
 
 

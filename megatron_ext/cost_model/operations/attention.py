@@ -13,6 +13,7 @@ from megatron_ext.cost_model.operations.operation import (
     beside,
     core,
     divided,
+    elementwise,
     linear,
     passing_over,
 )
@@ -27,7 +28,14 @@ def attention(model: Model, execution: Execution, *, is_sliding: bool) -> Part:
     turned = tokens * (query + key_value)
     operations = [
         *beside(model.hidden_size, execution),
-        *linear("qkv", tokens, model.hidden_size, query + 2 * key_value + gate, execution),
+        *linear(
+            "qkv",
+            tokens,
+            model.hidden_size,
+            query + 2 * key_value + gate,
+            execution,
+            is_column=True,
+        ),
     ]
     if model.is_rotary:
         # Unfused: a half turned round, joined, two products and a sum.
@@ -36,6 +44,7 @@ def attention(model: Model, execution: Execution, *, is_sliding: bool) -> Part:
     if model.qk_layernorm:
         operations.append(passing_over("norms of q and k", turned, (2, 3), execution))
     operations.append(_core(model, execution, query, query, key_value, key_value, is_sliding))
+    operations += _merged_steps(execution, query, query, 2 * key_value)
     if gate:
         operations.append(passing_over("gate", tokens * query, (3, 5), execution))
     operations += linear("projection", tokens, query, model.hidden_size, execution, is_row=True)
@@ -69,6 +78,7 @@ def latent_attention(model: Model, execution: Execution, *, is_sliding: bool) ->
     operations += linear("kv up", tokens, latent, made, execution, modules=modules)
     operations.append(passing_over("rotary", tokens * 2 * keys, (2, 2), execution, modules))
     operations.append(_core(model, execution, keys, values, keys, values, is_sliding))
+    operations += _merged_steps(execution, keys, values, keys + values)
     operations += linear("projection", tokens, values, hidden, execution, is_row=True)
     exchanges = _of_samples(execution, keys, keys + values)
     return divided(operations, (rank or hidden) + latent + rotary + hidden, execution, exchanges)
@@ -115,6 +125,33 @@ def _core(
     squared = squared_share(execution.sequence, window)
     moved = (size, 2 * size)
     return core("attention", flops, moved, again=again, modules=["core_attn"], squared=squared)
+
+
+# Of the tokens of a rank, how many a later step of a ring meets on average: causal attention sees
+# all of them with keys of earlier ranks, and the second half of them with keys of later ranks.
+_MET = 0.75
+
+
+def _merged_steps(
+    execution: Execution, query: float, output: float, key_value: float
+) -> list[Operation]:
+    """Return the merging of what the steps of a ring of context-parallel ranks make, if they are in
+    a ring: attention is computed once with the keys and values of each rank.
+
+    Transformer Engine copies the first step's output, scaled, and adds each later one to it; so it
+    does with the gradients of queries, keys and values (``flash_attn_fwd_out_correction`` and
+    ``AttnFuncWithCPAndKVP2P`` in its context_parallel.py).
+    """
+    ranks = execution.context_parallel
+    if ranks == 1 or "p2p" not in execution.context_exchange:
+        return []
+    added = 3 * _MET * (ranks - 1)  # reads and writes of each element
+    size = execution.tokens * execution.element_bytes
+    backward = size * ((2 + added) * query + added * key_value)
+    forward = (2 + added) * execution.element_bytes
+    return [
+        elementwise("merging", execution.tokens * output, forward, backward, ["core_attn"]),
+    ]
 
 
 def _of_samples(execution: Execution, query: float, key_value: float) -> list[Exchange]:

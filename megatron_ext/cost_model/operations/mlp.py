@@ -86,7 +86,7 @@ def _products(
     gates = 2 if model.gated_linear_unit else 1
     hidden = model.hidden_size
     return [
-        *linear("fc1", tokens, hidden, gates * own, execution, modules=modules),
+        *linear("fc1", tokens, hidden, gates * own, execution, modules=modules, is_column=True),
         _activation(model, execution, tokens * own, modules),
         *linear("fc2", tokens, own, hidden, execution, modules=modules, is_row=True),
     ]

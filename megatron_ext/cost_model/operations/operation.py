@@ -124,6 +124,7 @@ def linear(
     modules: Iterable[str] = (),
     engine: Engine = Engine.LINEAR,
     weights: float = 1,
+    is_column: bool = False,
     is_row: bool = False,
     is_whole: bool = False,
 ) -> list[Operation]:
@@ -132,6 +133,7 @@ def linear(
     Args:
         inner, outer: widths of its input and of its output on this rank.
         weights: number of matrices that share the rows: experts.
+        is_column: whether it is the first product of a pair that tensor-parallel ranks partition.
     """
     entering, leaving, matrix = tokens * inner, tokens * outer, weights * inner * outer
     size = execution.element_bytes
@@ -156,6 +158,12 @@ def linear(
     if not is_cast:
         return [product]
     cast = size + 2 * operand  # read, and written for two products: one takes it transposed
+    # What ranks with a share of the sequence gather is cast before: the input of the first product
+    # of a pair, and the gradient of the last one's output (Transformer Engine's
+    # module/layernorm_linear.py, and grad_output_preprocess in module/base.py).
+    share = execution.split_tokens / execution.tokens
+    entering *= share if is_column else 1.0
+    leaving *= share if is_row else 1.0
     return [product, elementwise(f"{name}'s casts", entering, cast, leaving * cast, modules)]
 
 

@@ -31,7 +31,7 @@ def delta_net(model: Model, execution: Execution) -> Part:
     size = convolved * execution.element_bytes
     operations = [
         *beside(model.hidden_size, execution),
-        *linear("projections", tokens, model.hidden_size, projected, execution),
+        *linear("projections", tokens, model.hidden_size, projected, execution, is_column=True),
         _convolution(convolved, model.linear_conv_kernel_dim, execution),
         core("delta rule", 8 * tokens * values * model.linear_key_head_dim, (size, 2 * size)),
         passing_over("gated norm", tokens * values, (3, 5), execution),
@@ -51,7 +51,12 @@ def mamba(model: Model, execution: Execution) -> Part:
     operations = [
         *beside(model.hidden_size, execution),
         *linear(
-            "projections", tokens, model.hidden_size, 2 * width + 2 * states + heads, execution
+            "projections",
+            tokens,
+            model.hidden_size,
+            2 * width + 2 * states + heads,
+            execution,
+            is_column=True,
         ),
         _convolution(convolved, _MAMBA_KERNEL, execution),
         core("scan", 7 * tokens * width * model.mamba_state_dim, (size, 2 * size)),

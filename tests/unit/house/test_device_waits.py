@@ -121,6 +121,12 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
             "MeasuredSteps.compare",
             "dist.all_gather_object(ranks, steps, group=pipeline)",
         ),
+        (
+            "megatron_ext/runtime/measure/operation_time.py",
+            "_timed",
+            "begin.elapsed_time(end)",
+        ),
+        ("megatron_ext/runtime/measure/operation_time.py", "_timed", "end.synchronize()"),
         ("megatron_ext/runtime/recording.py", "DeviceClock.read", "torch.cuda.synchronize()"),
         ("megatron_ext/runtime/recording.py", "DeviceClock.read", "reference.synchronize()"),
         (
@@ -221,6 +227,8 @@ NO_TENSORS = {
     ("megatron_ext/adapter/parity/recorder.py", "ParityRecorder.begin"),
     ("megatron_ext/adapter/programs.py", "Programs._compare"),
     ("megatron_ext/runtime/host/copies.py", "pinned"),
+    ("megatron_ext/runtime/measure/operation_time.py", "_sustained"),
+    ("megatron_ext/runtime/measure/operation_time.py", "gather_seconds"),
     ("megatron_ext/runtime/host/memory.py", "_left_in"),
     ("megatron_ext/runtime/host/memory.py", "available_bytes"),
     ("megatron_ext/runtime/post_validation/messages.py", "_state"),

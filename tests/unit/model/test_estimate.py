@@ -396,6 +396,42 @@ def test_keys_and_values_go_round_while_attention_goes_on() -> None:
     assert heads == pytest.approx(4 * TOKENS * WIDTH * 2 * 3 / 4 / WHOLE.peers)
 
 
+@pytest.mark.parametrize(("ranks", "later"), [(1, 0), (2, 1), (4, 3)])
+def test_a_ring_of_context_parallel_ranks_merges_its_steps(ranks: int, later: int) -> None:
+    """The first step's output is copied; each later one is added, to three quarters of the tokens
+    on average. At once (`all_gather`), nothing is merged."""
+    run = replace(RUN, context_parallel=ranks, sequence=ranks * TOKENS)
+    merging = [o for o in part_of("*", gpt(1), run).operations if o.name == "merging"]
+    passes = [o.moved.forward / (2 * TOKENS * WIDTH) for o in merging]
+    assert passes == pytest.approx([2 + 3 * 0.75 * later] if later else [])
+    backward = [o.moved.input_gradient / (2 * TOKENS * WIDTH) for o in merging]
+    assert backward == pytest.approx([2 + 3 * 3 * 0.75 * later] if later else [])  # q, k and v
+    at_once = replace(run, context_exchange="all_gather")
+    assert "merging" not in [o.name for o in part_of("*", gpt(1), at_once).operations]
+
+
+def test_what_tensor_parallel_ranks_gather_is_cast_before() -> None:
+    """Casts of the first product's input and of the last one's output gradient are of a rank's
+    share of the sequence; without shares each rank casts everything."""
+    run = replace(RUN, precision=Precision.FP8, tensor_parallel=4)
+
+    def casts(sequence_parallel: bool) -> dict[str, tuple[float, float]]:
+        shared = replace(run, sequence_parallel=sequence_parallel)
+        operations = [o for symbol in "*-" for o in part_of(symbol, gpt(1), shared).operations]
+        return {
+            o.name: (o.moved.forward, o.moved.input_gradient)
+            for o in operations
+            if o.name.endswith("casts")
+        }
+
+    own, whole = casts(sequence_parallel=True), casts(sequence_parallel=False)
+    assert len(own) == 4
+    for name, (forward, backward) in own.items():
+        is_first = name in ("qkv's casts", "fc1's casts")
+        assert forward == pytest.approx(whole[name][0] / (4 if is_first else 1)), name
+        assert backward == pytest.approx(whole[name][1] / (1 if is_first else 4)), name
+
+
 def test_which_part_of_a_pass_is_waiting() -> None:
     model = gpt(("*E",) * 4, **EXPERTS)
     run = replace(RUN, tensor_parallel=2, expert_parallel=4)

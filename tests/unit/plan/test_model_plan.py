@@ -572,3 +572,17 @@ def test_gpus() -> None:
     assert own.memory == 64 * 2**30
     assert parse_gpu("operations=1,bytes=1").memory is None
     assert parse_gpu("H200") is GPUS["h200"] and 0 < USABLE < 1
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_a_plan_of_a_model_says_what_no_measurement_has_checked(precision: str) -> None:
+    """In words and as data; and not of a dense model in bf16."""
+    words = [
+        *["plan", "--pp", "2", "-m", "4", "--gpu", "h100", "--model"],
+        f"layers=8,hidden=1024,heads=8,sequence=1024,vocabulary=32000,precision={precision}",
+    ]
+    text = CliRunner().invoke(app, words).output
+    remarks = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)["remarks"]
+    is_said = [*remarks] == ["not checked against measurements: matrices in fp8"]
+    assert is_said == ("not checked" in text) == (precision == "fp8")
+    assert is_said or not remarks

@@ -1,0 +1,197 @@
+"""Factors of a machine's operations, measured at one size and used at others.
+
+The machine is emulated: its seconds are the estimate's times factors that are known.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_ext.cli import app
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.compile.registry import choose
+from megatron_ext.cost_model.estimate import estimate
+from megatron_ext.cost_model.execution import Execution
+from megatron_ext.cost_model.gpus import GPUS
+from megatron_ext.cost_model.measured.file import as_data, load_measured
+from megatron_ext.cost_model.measured.layer_costs import Basis, layer_costs
+from megatron_ext.cost_model.measured.machine_factors import MachineFactors, Shape
+from megatron_ext.cost_model.measured.scale import Measured, Scale
+from megatron_ext.cost_model.measured.timed_operations import (
+    GATHERED,
+    timed_gathers,
+    timed_products,
+)
+from megatron_ext.cost_model.measured_costs import Machine
+from megatron_ext.cost_model.model import Model, stages_of
+from megatron_ext.cost_model.operations.operation import Exchange, Group, Passes, linear
+from megatron_ext.cost_model.rates import Rates
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.costs_text import load_costs, save_costs
+from megatron_ext.schedule.placement import line
+from megatron_ext.schedule.problem import Problem
+
+GPU = "NVIDIA H100 80GB HBM3"
+VERSIONS = ("torch 2.11.0", "CUDA 13.0", "NCCL 2.29.2")
+MODEL = Model(
+    layers=("*-",) * 16,
+    hidden_size=4096,
+    num_attention_heads=32,
+    num_query_groups=32,
+    kv_channels=128,
+    ffn_hidden_size=14336,
+    vocabulary=0,
+    gated_linear_unit=True,
+)
+RUN = Execution(sequence=8192, tensor_parallel=2)
+SHEET = GPUS["h100"].rates()
+
+
+@dataclass(frozen=True)
+class Emulated(MachineFactors):
+    """The emulated machine: products with a short side and short gathers are slow."""
+
+    def of_product(self, shape: Shape) -> float:
+        return 1.1 if min(shape) >= 2048 else 1.8
+
+    def of_gather(self, size: float) -> float:
+        return 1.3 if size >= 8 * 2**20 else 6.0
+
+
+EMULATED = Emulated(GPU, VERSIONS, "bf16")
+TRUE = replace(SHEET, factors=EMULATED, measured=Measured((), others=Scale()))
+
+
+def product_seconds(shape: Shape) -> float:
+    rows, columns, depth = shape
+    return TRUE.seconds_of(linear("product", rows, depth, columns, RUN)[0])[0]
+
+
+def factors() -> MachineFactors:
+    gathers = {
+        float(size): TRUE.seconds_to_exchange(Exchange(Group.TENSOR, 2, 1, Passes(size, 0.0)))[0]
+        for size in GATHERED
+    }
+    return MachineFactors(
+        GPU,
+        VERSIONS,
+        "bf16",
+        timed_products(MODEL, RUN, SHEET, product_seconds),
+        timed_gathers(2, SHEET, gathers),
+    )
+
+
+def costs_of(tensor_parallel: int, stages: int, rates: Rates) -> Costs:
+    execution = replace(RUN, tensor_parallel=tensor_parallel)
+    layers = [len(MODEL.layers) // stages] * stages
+    return estimate(MODEL, stages_of(MODEL, layers), execution, rates)
+
+
+def profiled(folder: Path, measured: MachineFactors | None) -> Path:
+    """Return a file of costs that TP 2 and PP 4 measure on the emulated machine."""
+    costs = costs_of(2, 4, TRUE)
+    basis = Basis(MODEL, stages_of(MODEL, [4] * 4), RUN, replace(SHEET, factors=measured))
+    path = folder / "costs.json"
+    machine = Machine(links={}, ranks_of_node=8, reserved=None)
+    save_costs(costs, path, as_data(layer_costs(costs, basis, is_divided=False), machine))
+    return path
+
+
+def rates_in(path: Path) -> Rates:
+    read = load_measured(path, "h100")
+    assert read is not None
+    return read.rates
+
+
+def test_the_factors_of_an_emulated_machine_come_back(tmp_path: Path) -> None:
+    read = rates_in(profiled(tmp_path, factors())).factors
+    assert read == factors()
+    assert len(read.products) > 20 and len(read.gathers) == 5
+    for shape in [(4096, 6144, 4096), (4096, 512, 4096), (4096, 4096, 1792)]:
+        assert read.of_product(shape) == pytest.approx(EMULATED.of_product(shape))
+    assert [read.of_gather(size) for size in (2**20, 2**19, 2**24)] == pytest.approx([6, 6, 1.3])
+    assert read.of_gather(2**23) == pytest.approx((6 + 1.3) / 2), "between 4 and 16 MiB"
+    assert (read.of_gather(1), read.of_gather(2**40)) == pytest.approx((6, 1.3))
+
+
+@pytest.mark.parametrize(("ranks", "stages"), [(1, 2), (2, 8), (4, 4), (8, 4)])
+def test_other_sizes_cost_what_they_do_on_the_emulated_machine(
+    ranks: int, stages: int, tmp_path: Path
+) -> None:
+    """With costs per layer type alone, a layer at TP 8 is scaled as it is at TP 2."""
+    told = costs_of(ranks, stages, rates_in(profiled(tmp_path, factors())))
+    true = costs_of(ranks, stages, TRUE)
+    for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT):
+        assert told.seconds[kind] == pytest.approx(true.seconds[kind], rel=0.01)
+    if ranks == 8:
+        by_layers = costs_of(ranks, stages, rates_in(profiled(tmp_path, None)))
+        error = by_layers.seconds[Kind.FORWARD][0] / true.seconds[Kind.FORWARD][0] - 1
+        assert abs(error) > 0.1
+
+
+SIZES = ((1, 8), (2, 4), (4, 2), (8, 1))
+
+
+def step(sizes: tuple[int, int], rates: Rates) -> float:
+    """Seconds of 16 microbatches under 1F1B on 8 GPUs."""
+    ranks, stages = sizes
+    costs = costs_of(ranks, stages, rates)
+    program = build_program(choose("1f1b"), Problem(line(stages), 16, costs))
+    return simulate(program, costs).makespan
+
+
+def test_the_best_sizes_are_those_of_the_emulated_machine(tmp_path: Path) -> None:
+    def best(rates: Rates) -> list[tuple[int, int]]:
+        return sorted(SIZES, key=lambda sizes: step(sizes, rates))
+
+    assert best(rates_in(profiled(tmp_path, factors()))) == best(TRUE)
+    assert best(SHEET)[0] != best(TRUE)[0], "the emulated machine tells nothing new"
+
+
+# ---- The file
+
+
+def test_a_file_of_another_gpu_is_refused_by_its_name(tmp_path: Path) -> None:
+    path = profiled(tmp_path, factors())
+    assert load_measured(path) is not None, "no GPU is named"
+    assert load_measured(path, GPU) is not None
+    with pytest.raises(ValueError, match=f"was measured on {GPU}, and the GPU .* is a100"):
+        load_measured(path, "a100")
+    words = "plan --pp 2 -m 4 --model layers=16,hidden=64,heads=4,sequence=64,vocabulary=256"
+    result = CliRunner().invoke(app, [*words.split(), "--gpu", "a100", "--costs", str(path)])
+    assert result.exit_code == 2
+    assert "measured on NVIDIA H100 80GB HBM3" in " ".join(result.output.split())
+
+
+def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
+    path = profiled(tmp_path, factors())
+    data = json.loads(path.read_text())
+    data["machine"]["version"] = 2
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=r"machine .*its version is 2, and only 1 is known"):
+        load_measured(path)
+
+
+def test_the_file_says_what_was_measured(tmp_path: Path) -> None:
+    path = profiled(tmp_path, factors())
+    machine = json.loads(path.read_text())["machine"]
+    assert (machine["gpu"], tuple(machine["versions"])) == (GPU, VERSIONS)
+    read = load_measured(path)
+    assert read is not None
+    remarks = " ".join(read.remarks(MODEL))
+    assert f"a machine with {GPU} (torch 2.11.0, CUDA 13.0, NCCL 2.29.2)" in remarks
+    assert "5 gathers of tensor-parallel ranks" in remarks
+    assert load_costs(path, line(4)).seconds[Kind.FORWARD], "figures per stage are read as ever"
+
+
+def test_without_tensor_parallel_ranks_no_gather_is_scaled() -> None:
+    alone = replace(factors(), gathers=())
+    assert alone.of_gather(2**20) == 1.0
+    assert "no gather, as it had no tensor-parallel ranks" in alone.remark()
