@@ -12,14 +12,25 @@ from megatron_ext.logger import logger
 from megatron_ext.patches.engine import Handle, Patch, PatchError, apply, stale_references
 from megatron_ext.patches.features import wanted_patches
 
+_installed: tuple[PipelineConfig, Handle] | None = None
+
 
 def install(config: PipelineConfig) -> Handle:
-    """Apply the patches that ``config`` needs.
+    """Apply the patches that ``config`` needs, or return the handle of those in force for an equal
+    one: a launcher and `megatron_ext.auto` read the same variables.
 
     Raises:
-        PatchError: a model exists already, a patched function is referenced where it cannot be
-            replaced, or a patch does not fit. Nothing is changed.
+        PatchError: another configuration is in force, a model exists already, a patched function is
+            referenced where it cannot be replaced, or a patch does not fit. Nothing is changed.
     """
+    global _installed
+    if _installed is not None and _installed[1].is_in_force:
+        if _installed[0] == config:
+            return _installed[1]
+        raise PatchError(
+            f"schedule {_installed[0].schedule} is installed in this process already, with other "
+            f"settings than schedule {config.schedule} now: install once, or undo the first handle"
+        )
     if config.arranges_microbatches and os.environ.get("RANK", "0") == "0":
         logger.info(
             "microbatches are ordered and dealt where Megatron's own loader reads them; batches of "
@@ -32,7 +43,9 @@ def install(config: PipelineConfig) -> Handle:
         problem = _too_late(patches)
     if problem is not None:
         raise PatchError(problem)
-    return apply(patches)
+    handle = apply(patches)
+    _installed = (config, handle)
+    return handle
 
 
 def _too_late(patches: Sequence[Patch]) -> str | None:

@@ -366,6 +366,11 @@ class Handle(AbstractContextManager["Handle"]):
         self.patches = tuple(patches)
         self._swaps: list[_Swap] = []
 
+    @property
+    def is_in_force(self) -> bool:
+        """Whether the patches are applied and not undone."""
+        return self in _handles
+
     def undo(self) -> None:
         """Restore every target and alias, last applied first. A second call does nothing."""
         aliases = Aliases(swap.substitute for swap in self._swaps if swap.target.rebinds)

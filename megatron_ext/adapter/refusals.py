@@ -185,6 +185,14 @@ SCHEDULE_REFUSALS = (
         "one stage on each rank, such as zb-h1, and load what that saves",
         by=_has_several_stages,
     ),
+    RefusedSetting(
+        "moe_enable_routing_replay",
+        bool,
+        "verl and others sort the recorded routes of a rank's stages by the order of Megatron's "
+        "interleaved schedule: drop --moe-enable-routing-replay (verl's router_replay.mode), or "
+        "choose a schedule with one stage on each rank, such as zb-h1",
+        by=_has_several_stages,
+    ),
     *(
         [
             _drop(

@@ -30,8 +30,9 @@ from megatron_ext.adapter.compatibility import refuse
 from megatron_ext.adapter.handled_settings import settings as handled_settings
 from megatron_ext.adapter.handled_settings.groups import with_megatrons_group
 from megatron_ext.adapter.handled_settings.settings import HANDLED_SETTINGS, apply_handled_settings
-from megatron_ext.patches.megatron.core.transformer import module
+from megatron_ext.patches.megatron.core.transformer import module, transformer_config
 from megatron_ext.written_settings import given_in, words_of
+from tests.helpers.callers import small_config
 
 # By setting: with which of ours, and what of it is there afterwards.
 CASES: dict[str, tuple[dict[str, str], bool]] = {
@@ -164,6 +165,32 @@ def test_which_schedules_take_the_group(spec: str, group: int | None, becomes: s
         pipeline_model_parallel_size=2, microbatch_group_size_per_vp_stage=group
     )
     assert with_megatrons_group(choose(spec), settings).spec == becomes
+
+
+@pytest.mark.parametrize(
+    ("spec", "given", "becomes"),
+    [("zb-v", None, 1), ("zb-v", 4, 4), ("interleaved-zb", None, 2), ("zb-h1", None, 2)],
+)
+def test_a_v_has_groups_of_one_microbatch(spec: str, given: int | None, becomes: int) -> None:
+    """verl rounds the number of a step's microbatches up to a multiple of the group, which is the
+    number of ranks by default: under a V it split each batch into more microbatches than under
+    Megatron's own schedule, for nothing."""
+    with apply(transformer_config.patches(PipelineConfig.parse(schedule=spec))):
+        made = small_config(8, ranks=2, microbatch_group_size_per_vp_stage=given)
+    assert made.microbatch_group_size_per_vp_stage == becomes
+
+
+def test_routes_are_not_replayed_over_several_stages_of_a_rank() -> None:
+    settings = SimpleNamespace(
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=2,
+        transformer_impl="local",
+        moe_enable_routing_replay=True,
+    )
+    with pytest.raises(ValueError, match=r"interleaved schedule: drop --moe-enable-routing-replay"):
+        refuse(settings, choose("zb-v"))
+    settings.virtual_pipeline_model_parallel_size = None
+    refuse(settings, choose("zb-h1"))
 
 
 def test_two_groups_are_refused() -> None:

@@ -59,6 +59,19 @@ def test_every_binding_is_changed_and_put_back() -> None:
     assert "applied" not in {p.state for p in diagnose(PipelineConfig()).patches}
 
 
+def test_a_second_installation_changes_nothing() -> None:
+    """A launcher and megatron_ext.auto both installed what the environment names. Each patch was
+    there twice, and the gradients of a V's tied embeddings were summed twice."""
+    with megatron_ext.install(schedule="zb-v") as handle:
+        module: Any = sys.modules["megatron.core.distributed.finalize_model_grads"]
+        once = module._allreduce_word_embedding_grads
+        assert megatron_ext.install(schedule="zb-v") is handle
+        assert module._allreduce_word_embedding_grads is once
+        with pytest.raises(PatchError, match="zb-v is installed in this process already"):
+            megatron_ext.install(schedule="zb-h1")
+    assert not handle.is_in_force
+
+
 def test_it_is_refused_once_a_model_exists() -> None:
     module = MegatronModule(SimpleNamespace())
     with pytest.raises(PatchError, match=r"MegatronModule.* has been built already"):

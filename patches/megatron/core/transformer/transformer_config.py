@@ -1,4 +1,4 @@
-"""Default layout and number of virtual stages of a model, from the schedule.
+"""Default layout, virtual stages and groups of microbatches of a model, from the schedule.
 
 Loops need no layout: Megatron splits the layers over its virtual stages itself. Nor do hybrid
 models: their stages are in their pattern.
@@ -38,6 +38,10 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
                 model_config.num_layers_in_last_pipeline_stage = None
                 model_config.account_for_embedding_in_pipeline_split = False
                 model_config.account_for_loss_in_pipeline_split = False
+        own_order = ranks > 1 and not is_megatrons_own(choice.place(ranks))
+        if own_order and model_config.microbatch_group_size_per_vp_stage is None:
+            # verl rounds a step's microbatches up to groups, which a V does not have.
+            model_config.microbatch_group_size_per_vp_stage = 1
         original(model_config)
 
     return (

@@ -1,0 +1,271 @@
+"""PPO steps of verl's own trainer and workers, as a script on two ranks without a GPU.
+
+verl's classes run as their package has them: `RayPPOTrainer` computes log-probabilities, those of a
+reference model and updates the actor, `ActorRolloutRefWorker` and its Megatron engine do the work,
+and a batch is divided into microbatches by its tokens. These things of verl's world stand in:
+
+- Ray: the workers are called in this process, and the last pipeline rank's answer goes to all;
+- vLLM: the sequences are drawn, and so are the advantages;
+- CUDA: a platform for verl's registry of platforms;
+- Transformer Engine: a model for each bridge's registry, with Megatron's own layers, whose
+  attention goes over the sequences one after the other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import verl
+from hydra import compose, initialize_config_dir
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from verl.plugin.platform import PlatformRegistry
+from verl.plugin.platform.platform_cuda import PlatformCUDA
+
+from tests.helpers.packed import by_sequence
+
+RANKS, BATCH, PROMPT, RESPONSE, VOCABULARY = 2, 16, 6, 10, 64
+SETTINGS: dict[str, Any] = json.loads(os.environ["VERL_ACTOR"])
+
+# Fusions of Megatron that need a GPU.
+LOCAL = {
+    "transformer_impl": "local",
+    "attention_backend": "auto",
+    **dict.fromkeys(
+        (
+            "masked_softmax_fusion",
+            "gradient_accumulation_fusion",
+            "persist_layer_norm",
+            "apply_rope_fusion",
+            "bias_activation_fusion",
+            "bias_dropout_fusion",
+        ),
+        "false",
+    ),
+}
+
+# Megatron's own layers keep their norms outside their linear layers.
+NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
+
+
+class _Device:
+    """torch.cuda as the CPU platform leaves it, with the figures of a device."""
+
+    @staticmethod
+    def device_count() -> int:
+        return 1
+
+    @staticmethod
+    def mem_get_info() -> tuple[int, int]:
+        return 0, 0
+
+    @staticmethod
+    def get_device_name() -> str:
+        return "CPU"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+
+@PlatformRegistry.register(platform="cpu")
+class _Platform(PlatformCUDA):
+    device_name = "cpu"
+    device_module = _Device()
+
+    def is_available(self) -> bool:
+        return True
+
+
+def register_with_mbridge() -> None:
+    from mbridge.core import register_model
+    from mbridge.models.qwen2 import Qwen2Bridge
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer.enums import ModelType
+
+    # mbridge 0.15.1 compares with a member that Megatron dropped before 0.17.
+    ModelType.encoder_and_decoder = None
+    norms = {
+        f"{ours}.weight": [f"model.layers.{{layer_number}}.{theirs}.weight"]
+        for ours, theirs in NORMS.items()
+    }
+
+    @register_model("qwen2")
+    class LocalQwen2(Qwen2Bridge):
+        _OTHER_MAPPING = norms
+        _MLP_MAPPING = Qwen2Bridge._MLP_MAPPING | norms
+
+        def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> Any:
+            self.has_vp_stage = True
+            return get_gpt_decoder_block_spec(self.config, False, vp_stage=vp_stage)
+
+
+def register_with_megatron_bridge() -> None:
+    from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+    from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
+    from megatron.bridge.models.conversion.param_mapping import AutoMapping
+    from megatron.bridge.models.gpt_provider import local_layer_spec
+    from megatron.bridge.models.qwen.qwen2_bridge import Qwen2Bridge
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from transformers import Qwen2ForCausalLM
+
+    @MegatronModelBridge.register_bridge(
+        source=Qwen2ForCausalLM, target=GPTModel, model_type="qwen2"
+    )
+    class LocalQwen2(Qwen2Bridge):
+        def provider_bridge(self, hf_pretrained: Any) -> Any:
+            provider = super().provider_bridge(hf_pretrained)
+            provider.transformer_layer_spec = local_layer_spec
+            return provider
+
+        def mapping_registry(self) -> Any:
+            norms = (
+                AutoMapping(f"decoder.layers.*.{ours}.weight", f"model.layers.*.{theirs}.weight")
+                for ours, theirs in NORMS.items()
+            )
+            return MegatronMappingRegistry(*super().mapping_registry().mappings, *norms)
+
+
+def trainer_config() -> Any:
+    """verl's default configuration of PPO, with a small model and a pipeline of two ranks."""
+    vanilla = str(SETTINGS["bridge"] == "mbridge").lower()
+    common = {
+        "pipeline_model_parallel_size": RANKS,
+        "vanilla_mbridge": vanilla,
+        "sequence_parallel": "false",
+        **{f"override_transformer_config.{name}": value for name, value in LOCAL.items()},
+    }
+    overrides = [
+        "model_engine=megatron",
+        "critic.enable=false",
+        f"actor_rollout_ref.model.path={SETTINGS['model']}",
+        "+actor_rollout_ref.model.override_config.attn_implementation=eager",
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.checkpoint_engine.backend=naive",
+        "actor_rollout_ref.actor.use_dynamic_bsz=true",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "actor_rollout_ref.actor.entropy_coeff=0.01",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.actor.optim.lr=1e-2",
+        "actor_rollout_ref.actor.optim.total_training_steps=10",
+        # The norm is summed over a rank's parameters, and a V puts others on a rank.
+        "actor_rollout_ref.actor.optim.clip_grad=0",
+        *(
+            f"++actor_rollout_ref.{role}.megatron.{name}={value}"
+            for role in ("actor", "ref")
+            for name, value in common.items()
+        ),
+        *SETTINGS["overrides"],
+    ]
+    folder = Path(verl.__file__).parent / "trainer" / "config"
+    with initialize_config_dir(str(folder), version_base=None):
+        return compose("ppo_trainer", overrides=overrides)
+
+
+class Workers:
+    """A group of workers as verl's trainer calls it: all have the last pipeline rank's answer."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+
+    def __getattr__(self, name: str) -> Any:
+        def call(data: Any) -> Any:
+            answer = [getattr(self._worker, name)(data)]
+            dist.broadcast_object_list(answer, src=RANKS - 1)
+            return answer[0]
+
+        return call
+
+
+def draw_batch(step: int) -> Any:
+    """Prompts padded on the left and responses padded on the right; small tokens are rewarded."""
+    from verl.protocol import DataProto
+
+    draw = torch.Generator().manual_seed(step)
+    ids = torch.randint(3, VOCABULARY, (BATCH, PROMPT + RESPONSE), generator=draw)
+    prompts = torch.randint(2, PROMPT + 1, (BATCH, 1), generator=draw)
+    responses = torch.randint(2, RESPONSE + 1, (BATCH, 1), generator=draw)
+    column = torch.arange(PROMPT + RESPONSE)
+    mask = ((column >= PROMPT - prompts) & (column < PROMPT + responses)).long()
+    ids *= mask
+    response_mask = mask[:, PROMPT:]
+    tensors = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
+        "prompts": ids[:, :PROMPT],
+        "responses": ids[:, PROMPT:],
+        "response_mask": response_mask,
+        "advantages": torch.where(ids[:, PROMPT:] < VOCABULARY // 2, 1.0, -1.0) * response_mask,
+    }
+    return DataProto.from_dict(
+        tensors, meta_info={"temperature": 1.0, "global_token_num": mask.sum(1).tolist()}
+    )
+
+
+def digest(tensor: torch.Tensor) -> str:
+    content = tensor.values() if tensor.is_nested else tensor
+    return hashlib.sha256(content.detach().float().contiguous().numpy().tobytes()).hexdigest()[:16]
+
+
+def parameters(worker: Any) -> dict[str, str]:
+    """Digests of the weights as verl gives them to the engine that samples, by name."""
+    exported, _ = worker.actor.engine.get_per_tensor_param()
+    return {name: digest(tensor) for name, tensor in exported}
+
+
+def main() -> None:
+    dist.init_process_group("gloo")  # verl would ask for NCCL, and takes what is there
+    DotProductAttention.forward = by_sequence(DotProductAttention.forward)
+    if SETTINGS["bridge"] == "mbridge":
+        register_with_mbridge()
+    else:
+        register_with_megatron_bridge()
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+    from verl.workers.engine.megatron import transformer_impl
+    from verl.workers.engine_workers import ActorRolloutRefWorker
+
+    microbatches: list[list[list[Any]]] = []
+    postprocess = transformer_impl.postprocess_batch_func
+
+    def noted(output_lst: list[dict[str, Any]], **kwargs: Any) -> Any:
+        microbatches.append(
+            [[output["loss"], digest(output["model_output"]["log_probs"])] for output in output_lst]
+        )
+        return postprocess(output_lst=output_lst, **kwargs)
+
+    transformer_impl.postprocess_batch_func = noted
+    config = trainer_config()
+    actor, reference = (
+        ActorRolloutRefWorker(config.actor_rollout_ref, role=role) for role in ("actor", "ref")
+    )
+    actor.init_model()
+    reference.init_model()
+    trainer = object.__new__(RayPPOTrainer)  # its making starts Ray
+    trainer.config, trainer.ref_in_actor = config, False
+    trainer.actor_rollout_wg, trainer.ref_policy_wg = Workers(actor), Workers(reference)
+    result: dict[str, Any] = {"before": parameters(actor), "log_probs": [], "metrics": []}
+    for step in range(SETTINGS["steps"]):
+        batch = draw_batch(step)
+        old, _ = trainer._compute_old_log_prob(batch)
+        batch = batch.union(old)
+        batch = batch.union(trainer._compute_ref_log_prob(batch))
+        metrics = trainer._update_actor(batch).meta_info["metrics"]
+        result["log_probs"].append(
+            [digest(batch.batch[name]) for name in ("old_log_probs", "entropys", "ref_log_prob")]
+        )
+        names = ("actor/loss", "actor/pg_loss", "actor/kl_loss", "actor/entropy_loss", "actor/lr")
+        result["metrics"].append({name: [float(v) for v in metrics[name]] for name in names})
+    result |= {"after": parameters(actor), "microbatches": microbatches}
+    if dist.get_rank() == RANKS - 1:
+        Path(SETTINGS["result"]).write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""verl's own training under several schedules, each on forked ranks of a process that has imported
+what verl imports: ``python -m tests.helpers.verl_on_cpu FOLDER BRIDGE SCHEDULE...``
+
+FOLDER takes a small model and a file of results per schedule, ``stock.json`` for Megatron's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_ext.__main__ import main
+from tests.helpers import megatron_runs
+from tests.helpers.ranks import agent_store, run_ranks, torchrun_environment, values
+from tests.helpers.stand_ins import stand_ins
+
+SCRIPT = Path(__file__).with_name("verl_actor.py")
+RANKS, LAYERS = 2, 8
+
+# What verl imports. verl itself is imported by each rank, as it reads variables then.
+_IMPORTED = (
+    "datasets",
+    "hydra",
+    "mbridge",
+    "peft",
+    "ray",
+    "tensordict",
+    "torchdata",
+    "transformers",
+)
+
+# Megatron-Bridge imports these whether or not there is a GPU: fault tolerance, data of pictures,
+# kernels, quantisation, diffusion, logs.
+_STAND_INS = (
+    "nvidia_resiliency_ext.inprocess",
+    "megatron.energon",
+    "transformer_engine.pytorch",
+    "modelopt",
+    "diffusers",
+    "torch.utils.tensorboard",
+)
+
+
+def write_model(folder: Path, **settings: Any) -> None:
+    """A Qwen2 of random weights with its tokenizer, as they are downloaded."""
+    transformers: Any = importlib.import_module("transformers")
+    tokenizers: Any = importlib.import_module("tokenizers")
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        **{"tie_word_embeddings": False, **settings},
+    )
+    transformers.Qwen2ForCausalLM(config).bfloat16().save_pretrained(folder)
+    words = {str(token): token for token in range(config.vocab_size)}
+    model = tokenizers.models.WordLevel(words, unk_token="0")
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(model),
+        **{"unk_token": "0", "pad_token": "0", "eos_token": "1", "bos_token": "2"},
+    ).save_pretrained(folder)
+
+
+def train(folder: Path, bridge: str, schedule: str, overrides: list[str], steps: int = 2) -> str:
+    """Train, and return what the ranks printed; the results are in a file of ``folder``."""
+    variables = {
+        "VERL_PLATFORM": "cpu",
+        "VERL_ENGINE_DEVICE": "cuda",  # verl's engines are registered for CUDA
+        "HF_HUB_OFFLINE": "1",
+        "VERL_ACTOR": json.dumps(
+            {
+                "model": str(folder / "model"),
+                "bridge": bridge,
+                "result": str(folder / f"{schedule}.json"),
+                "overrides": overrides,
+                "steps": steps,
+            }
+        ),
+    }
+    if schedule != "stock":
+        variables |= {
+            "VERL_USE_EXTERNAL_MODULES": "megatron_ext.auto",
+            "MEGATRON_EXT_SCHEDULE": schedule,
+        }
+
+    def on_rank(rank: int) -> str:
+        torch.compiler.set_stance("force_eager")  # as the launcher says before torch is imported
+        os.environ |= torchrun_environment(rank, RANKS, port) | variables
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            main([str(SCRIPT)])
+        return printed.getvalue()
+
+    with agent_store() as port:
+        return "".join(values(run_ranks(RANKS, on_rank, connect=False)))
+
+
+def run(folder: str, bridge: str, *schedules: str) -> None:
+    assert megatron_runs.SCRIPT.exists()  # imported for what it has each rank not do again
+    for name in _IMPORTED:
+        importlib.import_module(name)
+    if bridge == "megatron-bridge":
+        with stand_ins(*_STAND_INS):
+            for name in ("config", "utils.train_utils", "utils.config_utils"):
+                importlib.import_module(f"megatron.bridge.training.{name}")
+    write_model(Path(folder) / "model", **json.loads(os.environ.get("VERL_MODEL", "{}")))
+    overrides = os.environ.get("VERL_OVERRIDES", "").split()
+    for schedule in schedules:
+        print(train(Path(folder), bridge, schedule, overrides))
+
+
+if __name__ == "__main__":
+    run(*sys.argv[1:])
