@@ -31,8 +31,8 @@ from megatron_ext.cost_model.messages.blocking import with_blocking_messages
 from megatron_ext.cost_model.model import Model
 from megatron_ext.cost_model.model_memory import TrainingState, bytes_of_ranks
 from megatron_ext.cost_model.rates import Rates
-from megatron_ext.planner.layouts.beside import seconds_beside
 from megatron_ext.planner.layouts.layout import evenly
+from megatron_ext.planner.outside_passes import seconds_outside_passes
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.placement import Placement, line
 from megatron_ext.schedule.problem import Problem, VocabularyParallel
@@ -159,7 +159,7 @@ def predict(configuration: Configuration, rates: Rates) -> Prediction:
     placement = line(pipeline)
     on_ranks = bytes_of_ranks(model, stages, execution, placement, VocabularyParallel.NONE, state)
     beside = max(
-        seconds_beside(on_rank, state=state, execution=execution, rates=rates)
+        seconds_outside_passes(on_rank, state=state, execution=execution, rates=rates)
         for on_rank in on_ranks
     )
     seconds, held = _passes(costs, placement, microbatches)

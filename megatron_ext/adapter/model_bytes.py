@@ -7,13 +7,11 @@ from typing import Any
 
 import torch
 
-from megatron_ext.adapter import dimensions
 from megatron_ext.adapter.dimensions import execution
 from megatron_ext.adapter.layers import layers_of_stages
 from megatron_ext.cost_model.description import describe
 from megatron_ext.cost_model.model import stages_of
 from megatron_ext.cost_model.model_memory import ModelBytes, TrainingState, bytes_of_ranks
-from megatron_ext.cost_model.reductions import Reduction, reductions_of_ranks
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import VocabularyParallel
 
@@ -47,22 +45,6 @@ def model_bytes_of_ranks(
     stages = stages_of(model, layers_of_stages(args, placement))
     run = execution(args, args.seq_length, args.micro_batch_size)
     return bytes_of_ranks(model, stages, run, placement, vocabulary, state_of(args))
-
-
-def longest_reduction(
-    args: Any, placement: Placement, vocabulary: VocabularyParallel
-) -> Reduction | None:
-    """Return the data-parallel exchange of a step on the pipeline rank where it takes longest; None
-    if layers are not known. ``args`` as in `model_bytes_of_ranks`."""
-    model = describe(args)
-    if not model.is_known:
-        return None
-    stages = stages_of(model, layers_of_stages(args, placement))
-    run = execution(args, args.seq_length, args.micro_batch_size)
-    reductions = reductions_of_ranks(
-        model, stages, run, placement, vocabulary, state_of(args), dimensions.rates(run.precision)
-    )
-    return max(reductions, key=lambda reduction: reduction.total)
 
 
 def checkpoint_bytes(args: Any, placement: Placement) -> float | None:

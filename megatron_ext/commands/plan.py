@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import typer
 
-from megatron_ext.commands.half_tables import NOTHING_FITS_HALVES, print_halves
 from megatron_ext.commands.options import (
     UNIT,
     HtmlPage,
@@ -43,18 +42,22 @@ from megatron_ext.cost_model.gpus import (
     short_name,
 )
 from megatron_ext.cost_model.measured.file import load_measured
-from megatron_ext.cost_model.model import Model
 from megatron_ext.cost_model.model_memory import TrainingState
 from megatron_ext.cost_model.rates import Rates
-from megatron_ext.cost_model.short_form import Described, parse_model
+from megatron_ext.cost_model.short_form import parse_model
 from megatron_ext.cost_model.tower import parse_tower, tower_of
 from megatron_ext.patches.engine import PatchError
 from megatron_ext.planner.figures import as_data
-from megatron_ext.planner.half_pipeline import Halves, compare_halves
-from megatron_ext.planner.job_plan import JobPlan, plan_training
-from megatron_ext.planner.mixed_gpus import product_of, reference_of, speeds_of_gpus
+from megatron_ext.planner.job_plan import JobPlan, plan_job
+from megatron_ext.planner.mixed_gpus import (
+    ASSUMED_GPU,
+    product_of,
+    reference_of,
+    speeds_of_gpus,
+)
 from megatron_ext.planner.planning_time import planning
 from megatron_ext.planner.training import TrainedModel, Training
+from megatron_ext.planner.training_job import TrainingJob, job_of
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.problem import Extras
@@ -64,9 +67,6 @@ from megatron_ext.text_file import parse_json, read_text_file
 from megatron_ext.viz.slow_ranks import speeds_in
 from megatron_ext.viz.trace import read_trace, reserved_in
 from megatron_ext.words import counted
-
-if TYPE_CHECKING:
-    from megatron_ext.launch_planner.parsed_launch import LaunchRequest
 
 _WORLD_SIZE = "world_size"  # in a file of arguments
 
@@ -135,8 +135,8 @@ def plan(
         bool,
         typer.Option(
             "--half-pipeline",
-            help="Compare with half the pipeline ranks and twice the data parallelism instead: the "
-            "same GPUs and global batch.",
+            help="Compare half the pipeline ranks with twice the data parallelism too: the same "
+            "GPUs and global batch.",
         ),
     ] = False,
     config: Annotated[
@@ -162,7 +162,8 @@ def plan(
     Stable schedules are recommended: megatron-ext schedules has the marks.
     """
     pictures = PlanPictures(plot, page)
-    sizes = (pp, microbatches, model, layers, distributed_optimizer, tp > 1, dp > 1)
+    sizes = _Sizes(pp, microbatches, model, layers, tp, dp, distributed_optimizer)
+    source = _Source(context.args, config, megatron_args, world_size)
     try:
         pictures.check()
         extras = Extras(
@@ -170,30 +171,21 @@ def plan(
             slices=Slices(slices, parse_lengths(slice_lengths, "--slice-lengths")),
             pairs=pairs,
         )
-        job: _Job
-        if context.args or config is not None or megatron_args is not None:
-            if any((*sizes, slices > 1, pairs)):
-                raise ValueError(_BESIDE_A_LINE)
-            settings = {"costs": costs, "memory_limit": memory_limit, "rank_speeds": rank_speeds}
-            source = _source(context.args, config, megatron_args)
-            tower = vision, vision_tokens
-            job = _of_launch(source, world_size, gpu, trace, _words(extras, settings), tower)
-        else:
-            if half_pipeline and (slices > 1 or pairs or rank_speeds is not None):
-                raise ValueError(_HALVES_ARE_WHOLE)
-            if trace is not None:
-                raise ValueError(_OF_A_LINE)
-            training = _training(pp, microbatches, memory_limit, extras, layers, rank_speeds)
-            state = TrainingState(
-                distributed=distributed_optimizer, data_parallel=dp, expert_data_parallel=dp
-            )
-            job = _of_model(training, model, state, tp, gpu, costs, (vision, vision_tokens))
-        if half_pipeline:
-            pictures.refuse("--half-pipeline")
-            _show_halves(job, as_json)
-            return
+        seen = _Seen() if trace is None else _seen_in(trace)
+        settings = _Settings(
+            costs,
+            memory_limit,
+            rank_speeds,
+            gpu,
+            vision,
+            vision_tokens,
+            extras,
+            seen,
+            half_pipeline,
+        )
+        make = (_of_launch if source.is_given else _of_sizes)(source, sizes, settings)
         with showing_progress(), planning() as time:
-            made = job.plan(with_curves=pictures.plot is not None)
+            made = make(with_curves=pictures.plot is not None)
         pictures.draw(made.plan, made.curves, is_estimate=made.is_estimate)
     except (ValueError, OSError, PatchError) as error:
         fail(error)
@@ -204,7 +196,7 @@ def plan(
     if time.is_short:
         typer.echo(f"{time.why_short}: some alternatives were not compared", err=True)
     if made.verdict.taken is None:
-        fail(ValueError(_why_nothing_fits(made, job)))
+        fail(ValueError(_why_nothing_fits(made)))
 
 
 def _print(made: JobPlan, show_all: bool) -> None:
@@ -220,68 +212,89 @@ def _echo(data: object) -> None:
     typer.echo(json.dumps(as_data(data), indent=2))
 
 
-def _show_halves(job: _Job, as_json: bool) -> None:
-    """Raises ValueError or PatchError if there is no half, or nothing fits."""
-    with showing_progress():
-        halves = job.halves()
-    if as_json:
-        _echo(halves)
-    else:
-        print_halves(halves)
-    if not halves.fits:
-        raise ValueError(NOTHING_FITS_HALVES)
-
-
-def _why_nothing_fits(made: JobPlan, job: _Job) -> str:
+def _why_nothing_fits(made: JobPlan) -> str:
     if made.fallbacks:
         return f"no schedule fits, for the reasons above. With {'; with '.join(made.fallbacks)}"
-    return job.nothing_fits
+    return made.nothing_fits
 
 
-class _Job(Protocol):
-    """A described training job. Both methods raise ValueError, and PatchError without Megatron.
-
-    ``nothing_fits``: what to say where nothing does.
-    """
-
-    @property
-    def nothing_fits(self) -> str: ...
-
-    def plan(self, *, with_curves: bool) -> JobPlan: ...
-
-    def halves(self) -> Halves: ...
+def _refuse(options: Mapping[str, object], why: str) -> None:
+    """Raise ValueError if any of ``options`` has a value."""
+    given = [name for name, value in options.items() if value]
+    if given:
+        names = ", ".join(given)
+        raise ValueError(f"{names}: {why}; drop {names}")
 
 
 @dataclass(frozen=True)
-class _OfTraining:
-    training: Training
-    free: FreeMemory | None = None
+class _Seen:
+    """Bytes that allocators reserve and speeds of ranks, as a trace shows them."""
 
-    @property
-    def nothing_fits(self) -> str:
-        return _NOTHING_FITS if self.training.trained else _NOTHING_FITS_THE_LIMIT
+    reserved: float | None = None
+    speeds: RankSpeeds | None = None
 
-    def plan(self, *, with_curves: bool) -> JobPlan:
-        return plan_training(self.training, self.free, with_curves=with_curves)
 
-    def halves(self) -> Halves:
-        return compare_halves(self.training, None if self.free is None else self.free.allocated)
+def _seen_in(trace: Path) -> _Seen:
+    """Raises ValueError if ``trace`` tells nothing."""
+    steps = read_trace(trace)
+    seen = _Seen(reserved_in(steps), speeds_in(steps))
+    if seen == _Seen():
+        raise ValueError(
+            f"--trace {trace} tells nothing for a plan: no rank is slow there, and only a trace "
+            f"that is made on GPUs says what an allocator reserves"
+        )
+    return seen
 
 
 @dataclass(frozen=True)
-class _OfLaunch:
-    request: LaunchRequest
-    nothing_fits: str = "no schedule fits, for the reasons above"
+class _Sizes:
+    """Options that describe a job without a launch."""
 
-    def plan(self, *, with_curves: bool) -> JobPlan:
-        from megatron_ext.launch_planner.launch_plan import plan_line
+    pp: int | None
+    microbatches: int | None
+    model: str | None
+    layers: int | None
+    tp: int
+    dp: int
+    distributed_optimizer: bool
 
-        return plan_line(replace(self.request, with_curves=with_curves))
+    @property
+    def of_model(self) -> dict[str, object]:
+        """Options, by their names, that say how a model is trained."""
+        return {
+            "--tp": self.tp > 1,
+            "--dp": self.dp > 1,
+            "--distributed-optimizer": self.distributed_optimizer,
+        }
 
-    def halves(self) -> Halves:
-        from megatron_ext.launch_planner.launch_plan import plan_halves
 
-        return plan_halves(self.request)
+@dataclass(frozen=True)
+class _Settings:
+    """Options that mean the same with a launch and without."""
+
+    costs: str | None
+    memory_limit: str | None
+    rank_speeds: str | None
+    gpu: str | None
+    vision: str | None
+    vision_tokens: int | None
+    extras: Extras
+    seen: _Seen
+    half_pipeline: bool
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Flags of a launch."""
+        words = [flag("post_validation")] if self.extras.post_validation else []
+        for name in ("costs", "memory_limit", "rank_speeds"):
+            value = getattr(self, name)
+            words += [] if value is None else [flag(name), value]
+        return tuple(words)
+
+    @property
+    def in_parts(self) -> dict[str, object]:
+        """Options, by their names, that split or pair passes."""
+        return {"--slices": self.extras.slices.count > 1, "--pairs": self.extras.pairs}
 
 
 @dataclass(frozen=True)
@@ -291,70 +304,50 @@ class _Source:
     words: Sequence[str]
     config: Path | None
     log: Path | None
+    world_size: int | None
+
+    @property
+    def is_given(self) -> bool:
+        return bool(self.words) or self.config is not None or self.log is not None
 
 
-def _source(words: Sequence[str], config: Path | None, log: Path | None) -> _Source:
-    if config is not None and (words or log is not None):
+_MakePlan = Callable[..., JobPlan]
+
+
+def _of_launch(source: _Source, sizes: _Sizes, settings: _Settings) -> _MakePlan:
+    """Raises ValueError or OSError if the source or a value is not understood."""
+    from megatron_ext.doctor.log.megatron_log import launch_from
+    from megatron_ext.launch_planner.launch_plan import plan_line
+    from megatron_ext.launch_planner.parsed_launch import LaunchRequest
+
+    said = {"--pp": sizes.pp, "-m": sizes.microbatches, "--model": sizes.model}
+    said |= {"--layers": sizes.layers}
+    _refuse({**said, **sizes.of_model, **settings.in_parts}, _SAID_BY_LAUNCH)
+    values, launch, gpu = {}, None, settings.gpu
+    if source.config is None:
+        launch = launch_from(source.words, source.log)
+        gpu = gpu or launch.gpu
+    elif source.words or source.log is not None:
         raise ValueError(
             "--config stands in place of a launch line and of --megatron-args: give one of them"
         )
-    return _Source(words, config, log)
-
-
-def _of_launch(
-    source: _Source,
-    world_size: int | None,
-    gpu: str | None,
-    trace: Path | None,
-    settings: Sequence[str],
-    tower: tuple[str | None, int | None],
-) -> _OfLaunch:
-    """Raises ValueError or OSError where that is not understood."""
-    from megatron_ext.doctor.log.megatron_log import launch_from
-    from megatron_ext.launch_planner.parsed_launch import LaunchRequest
-
-    values = {} if source.config is None else _values(source.config)
-    world_size = world_size or values.pop(_WORLD_SIZE, None)
-    launch = launch_from(source.words, source.log) if source.config is None else None
-    if launch is not None:
-        gpu = gpu or launch.gpu
+    else:
+        values = _values(source.config)
     gpus = None if gpu is None else parse_gpus(gpu)
-    reserved, seen_speeds = (None, None) if trace is None else _seen_in(trace)
-    return _OfLaunch(
-        LaunchRequest(
-            launch=launch,
-            values=values,
-            world_size=world_size,
-            gpu=None if gpus is None else reference_of(gpus),
-            settings=tuple(settings),
-            reserved=reserved,
-            gpus=() if gpus is None or len(gpus) == 1 else gpus,
-            seen_speeds=seen_speeds,
-            vision=tower[0],
-            vision_tokens=tower[1],
-        )
+    request = LaunchRequest(
+        launch=launch,
+        values=values,
+        world_size=source.world_size or values.pop(_WORLD_SIZE, None),
+        gpu=None if gpus is None else reference_of(gpus),
+        settings=settings.words,
+        reserved=settings.seen.reserved,
+        gpus=() if gpus is None or len(gpus) == 1 else gpus,
+        seen_speeds=settings.seen.speeds,
+        vision=settings.vision,
+        vision_tokens=settings.vision_tokens,
+        half_pipeline=settings.half_pipeline,
     )
-
-
-def _seen_in(trace: Path) -> tuple[float | None, RankSpeeds | None]:
-    """Return the bytes that allocators reserve and the speeds of ranks in ``trace``. Raises
-    ValueError if it tells neither."""
-    steps = read_trace(trace)
-    reserved, speeds = reserved_in(steps), speeds_in(steps)
-    if reserved is None and speeds is None:
-        raise ValueError(
-            f"--trace {trace} tells nothing for a plan: no rank is slow there, and only a trace "
-            f"that is made on GPUs says what an allocator reserves"
-        )
-    return reserved, speeds
-
-
-def _words(extras: Extras, settings: Mapping[str, str | None]) -> list[str]:
-    """Return flags of a launch for what the command asks."""
-    words = [flag("post_validation")] if extras.post_validation else []
-    for name, value in settings.items():
-        words += [] if value is None else [flag(name), value]
-    return words
+    return partial(plan_line, request)
 
 
 def _values(path: Path) -> dict[str, Any]:
@@ -368,126 +361,94 @@ def _values(path: Path) -> dict[str, Any]:
     return values
 
 
-def _training(
-    ranks: int | None,
-    microbatches: int | None,
-    limit: str | None,
-    extras: Extras,
-    layers: int | None,
-    speeds: str | None,
-) -> Training:
-    """Raises ValueError if it is not told how large the pipeline is, or for speeds of other
-    ranks."""
+def _of_sizes(source: _Source, sizes: _Sizes, settings: _Settings) -> _MakePlan:
+    """Raises ValueError if a value is not understood, or the size of the pipeline is not given."""
+    _refuse({"--world-size": source.world_size}, "only a launch command has a world size")
+    ranks, microbatches, costs = sizes.pp, sizes.microbatches, settings.costs
     if ranks is None or microbatches is None:
         raise ValueError(_NEEDED)
-    within = None if limit is None else parse_limit(limit, ranks, microbatches)
+    limit, speeds = settings.memory_limit, settings.rank_speeds
     of_ranks = None if speeds is None else parse_rank_speeds(speeds)
     training = Training(
-        ranks, microbatches, limit=within, extras=extras, layers=layers, speeds=of_ranks
+        ranks,
+        microbatches,
+        None if costs is None else partial(parse_costs, costs),
+        limit=None if limit is None else parse_limit(limit, ranks, microbatches),
+        extras=settings.extras,
+        layers=sizes.layers,
+        speeds=product_of([of_ranks, settings.seen.speeds], ranks),
     )
-    _ = training.rank_speeds
-    return training
+    if sizes.model is not None:
+        return partial(plan_job, _of_model(training, sizes.model, sizes, settings))
+    tower = {"--vision": settings.vision, "--vision-tokens": settings.vision_tokens}
+    _refuse({"--gpu": settings.gpu, **tower, **sizes.of_model}, _OF_A_MODEL)
+    training = replace(training, costs=training.costs or partial(parse_costs, UNIT))
+    return partial(plan_job, job_of(training, half_pipeline=settings.half_pipeline))
 
 
-def _of_model(
-    training: Training,
-    model: str | None,
-    state: TrainingState,
-    tp: int,
-    gpu: str | None,
-    costs: str | None,
-    tower: tuple[str | None, int | None],
-) -> _OfTraining:
-    """Return ``training`` of the ``model``, or by its ``costs`` alone.
+def _of_model(training: Training, text: str, sizes: _Sizes, settings: _Settings) -> TrainingJob:
+    """Return the job of the model that ``text`` describes.
 
     Raises:
-        ValueError: the model or the GPU is not understood, or nothing tells its speed.
+        ValueError: the model or the GPU is not understood, or does not fit the job.
     """
-    if model is None:
-        if tower != (None, None):
-            raise ValueError(_TOWER_WITHOUT_MODEL)
-        if gpu is not None or tp > 1 or state != TrainingState():
-            raise ValueError(_WITHOUT_MODEL)
-        return _OfTraining(replace(training, costs=partial(parse_costs, costs or UNIT)))
-    if training.extras.pairs and costs is None:
+    if training.extras.pairs and training.costs is None:
         raise ValueError(
-            "a model of --model has no experts, whose messages pairs hide: add --costs with "
-            "hidden=, give a launch line, or leave --pairs out"
+            "--pairs: a model of --model has no experts, whose messages pairs hide; add --costs "
+            "with hidden=, give a launch line, or drop --pairs"
         )
-    if gpu is None and costs is None:
-        raise ValueError("--model does not say how fast it runs: add --gpu, or --costs")
-    described = parse_model(model)
-    described_model = _with_tower(described, *tower)
-    execution = described.execution(tp)
+    described, tokens, gpu = parse_model(text), settings.vision_tokens, settings.gpu
+    model, execution = described.model, described.execution(sizes.tp)
+    if settings.vision is None:
+        _refuse({"--vision-tokens": tokens}, "there is no vision tower without --vision")
+    else:
+        tower = parse_tower(settings.vision)
+        model = replace(
+            model, tower=tower_of(tower, described.hidden, tokens or described.sequence)
+        )
     gpus = () if gpu is None else parse_gpus(gpu)
-    rates, free = _machine(gpus, execution.precision, costs)
     if len(gpus) > 1:
         if len(gpus) != training.ranks:
             raise ValueError(
                 f"--gpu {gpu} names {counted(len(gpus), 'pipeline rank')}, and --pp is "
                 f"{training.ranks}"
             )
-        of_gpus = speeds_of_gpus(gpus, described_model, execution)
+        of_gpus = speeds_of_gpus(gpus, model, execution)
         speeds = product_of([training.speeds, of_gpus], training.ranks)
         training = replace(training, speeds=speeds)
-    trained = TrainedModel(described_model, execution, state, rates)
-    given = None if costs is None else partial(parse_costs, costs)
-    return _OfTraining(replace(training, trained=trained, costs=given), free)
-
-
-def _with_tower(described: Described, text: str | None, tokens: int | None) -> Model:
-    """Return the model, with the vision tower that ``text`` names. Raises ValueError."""
-    if text is None:
-        if tokens is not None:
-            raise ValueError("--vision-tokens is for a vision tower: name it with --vision")
-        return described.model
-    tower = tower_of(parse_tower(text), described.hidden, tokens or described.sequence)
-    return replace(described.model, tower=tower)
+    rates, free = _machine(gpus, execution.precision, settings.costs, settings.seen)
+    state = TrainingState(
+        distributed=sizes.distributed_optimizer,
+        data_parallel=sizes.dp,
+        expert_data_parallel=sizes.dp,
+    )
+    trained = TrainedModel(model, execution, state, rates)
+    assumed = (ASSUMED_GPU,) if not gpus and training.costs is None else ()
+    training = replace(training, trained=trained)
+    return job_of(training, free, assumed, half_pipeline=settings.half_pipeline)
 
 
 def _machine(
-    gpus: Sequence[Gpu], precision: Precision, costs: str | None
+    gpus: Sequence[Gpu], precision: Precision, costs: str | None, seen: _Seen
 ) -> tuple[Rates, FreeMemory | None]:
     """Return the rates of a rank, and the memory that it may take. Raises ValueError."""
     if not gpus:
         return assumed_rates(precision), None
-    machine = reference_of(gpus)
-    free = None
-    if machine.memory is not None:
-        file = None if costs is None else CostsSource(costs).file
+    machine, reserved = reference_of(gpus), seen.reserved
+    if reserved is None and costs is not None:
+        file = CostsSource(costs).file
         measured = None if file is None else load_measured(file, short_name(machine))
-        free = free_memory(machine.memory, None if measured is None else measured.reserved)
+        reserved = None if measured is None else measured.reserved
+    free = None if machine.memory is None else free_memory(machine.memory, reserved)
     return machine.rates(precision), free
 
 
-_HALVES_ARE_WHOLE = (
-    "--half-pipeline compares whole microbatches, one pass after the other, on ranks that are all "
-    "alike: drop --slices, --pairs and --rank-speeds"
-)
-_TOWER_WITHOUT_MODEL = (
-    "--vision names the tower of a model: add --model, give a launch line behind --, or write what "
-    "the tower takes into --costs as tower=F/I/W"
-)
-_WITHOUT_MODEL = (
-    "--gpu, --tp, --dp and --distributed-optimizer say how a model is trained: add --model"
+_OF_A_MODEL = (
+    "costs alone have no model; add --model, give a launch line behind --, or "
+    "write what a vision tower takes into --costs as tower=F/I/W; or else"
 )
 _NEEDED = (
     "--pp and -m say how large a pipeline is: add them, or give a launch line behind --, as in "
     "megatron-ext plan --gpu h100 -- torchrun ... pretrain_gpt.py ARGS"
 )
-_OF_A_LINE = (
-    "--trace is for a launch line, which its GPUs have run: give the line behind --, or drop "
-    "--trace"
-)
-_BESIDE_A_LINE = (
-    "a launch line, --megatron-args or --config says by itself what --pp, -m, --model, --layers, "
-    "--tp, --dp and --distributed-optimizer would: drop these, --slices and --pairs"
-)
-_NOTHING_FITS = (
-    "no schedule fits, for the reasons above. A rank holds less with more --tp or --pp, with "
-    "--distributed-optimizer and more --dp, with recompute=true or a smaller micro-batch in --model"
-)
-_NOTHING_FITS_THE_LIMIT = (
-    "no schedule fits into --memory-limit, for the reasons above: raise it to the least that they "
-    "name"
-)
+_SAID_BY_LAUNCH = "a launch line, --megatron-args or --config says that by itself"

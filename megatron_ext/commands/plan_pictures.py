@@ -1,4 +1,4 @@
-"""What ``megatron-ext plan`` draws."""
+"""Pictures of ``megatron-ext plan``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_ext.viz.plan_picture import draw_plan
 
 @dataclass(frozen=True)
 class PlanPictures:
-    """Files to write; None where one was not asked for."""
+    """Files to write; None for those that were not requested."""
 
     plot: Path | None
     page: Path | None
@@ -28,14 +28,10 @@ class PlanPictures:
         if self.page is not None:
             check_page(self.page)
 
-    def refuse(self, beside: str) -> None:
-        """Raise ValueError if one is asked for beside the flag ``beside``."""
-        for name, path in (("--plot", self.plot), ("--html", self.page)):
-            if path is not None:
-                raise ValueError(f"{beside} draws no picture: drop {name}")
-
     def draw(self, plan: Plan, curves: Curves | None, *, is_estimate: bool) -> None:
-        """``curves``: of ``plan``, for its plot. ``is_estimate``: its times are seconds.
+        """Draw the pictures of ``plan``.
+
+        ``curves``: of ``plan``, for its plot. ``is_estimate``: whether its times are seconds.
 
         Raises:
             OSError: a file cannot be written.

@@ -17,7 +17,6 @@ from megatron_ext.planner.figures import bytes_of, slower_by
 from megatron_ext.planner.job_plan import JobPlan
 from megatron_ext.planner.long_sequences import LongSequences, shortest_slice
 from megatron_ext.planner.planner import without_figures
-from megatron_ext.planner.verdict import name_of
 from megatron_ext.schedule.problem import Offload, Problem
 from megatron_ext.schedule.slices import LONG_ENOUGH
 from megatron_ext.words import bytes_text
@@ -43,7 +42,7 @@ def print_tables(made: JobPlan) -> None:
 
 
 def _print_plan(made: JobPlan) -> None:
-    """Each schedule with what is best done about the vocabulary; apart, those less tried."""
+    """Print each schedule with its best treatment of the vocabulary; less tried ones apart."""
     plan = made.plan
     best = plan.best_of_each
     recommendable = [candidate for candidate in best if candidate in plan.recommendable]
@@ -146,7 +145,7 @@ def _print_others(made: JobPlan) -> None:
     print_table(
         [
             {
-                "": name_of(one.candidate),
+                "": one.name,
                 "layers": one.layout,
                 "step": one.seconds,
                 "saves": f"{made.verdict.saved_by(one):.1%}",
@@ -162,7 +161,7 @@ def _print_memory(made: JobPlan) -> None:
     taken = made.verdict.taken
     if taken is None or taken.candidate.memory is None:
         return
-    typer.echo(f"\nmemory under {name_of(taken.candidate)}")
+    typer.echo(f"\nmemory under {taken.name}")
     rows = enumerate(map(bytes_of, taken.candidate.memory))
     print_table(
         [
@@ -232,8 +231,8 @@ def _row_of_sequences(one: Candidate) -> dict[str, Any]:
 
 
 def print_short_slices(problems: Iterable[Problem], tokens: int) -> None:
-    """Say so where slices of a sequence of so many ``tokens`` are short: kernels take longer then
-    than is counted."""
+    """Say so if slices of a sequence of so many ``tokens`` are short: kernels then take longer than
+    is counted."""
     shortest = {problem.slices.count: shortest_slice(problem, tokens) for problem in problems}
     short = {count: length for count, length in shortest.items() if length and length < LONG_ENOUGH}
     if short:

@@ -11,7 +11,6 @@ from megatron_ext.planner.verdict import (
     Alternative,
     Verdict,
     is_stock,
-    name_of,
     shortest_of_others,
 )
 from megatron_ext.words import bytes_text, counted
@@ -110,8 +109,8 @@ def _memory_of_rank(made: JobPlan, taken: Alternative) -> str:
 
 
 def _tie(made: JobPlan, taken: Alternative) -> str:
-    others = dict.fromkeys(name_of(one.candidate) for one in made.verdict.tie)
-    names = [name for name in others if name != name_of(taken.candidate)] or [
+    others = dict.fromkeys(one.name for one in made.verdict.tie)
+    names = [name for name in others if name != taken.name] or [
         "the same with other layers on its stages"
     ]
     more = f" and {counted(len(names) - _SHOWN, 'other')}" if len(names) > _SHOWN else ""

@@ -1,1 +1,1 @@
-"""The planner on launch commands: what each could train under, and what is written for it."""
+"""The planner on launch commands: the alternatives to each, and the flags for them."""

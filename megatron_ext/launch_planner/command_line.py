@@ -1,4 +1,4 @@
-"""A launch command written anew: with flags added and taken out, ready to be pasted."""
+"""A launch command with flags added and removed, ready to be pasted."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _rewritten(words: Sequence[str], launch: Launch, written: Written, installs:
 
 
 def _is_installed(launch: Launch) -> bool:
-    """Whether the command or its script brings our flags along already."""
+    """Return whether the command or its script brings our flags along already."""
     if launch.installs and launch.words:
         return True
     try:

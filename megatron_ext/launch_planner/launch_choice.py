@@ -1,8 +1,8 @@
-"""``--pipeline-schedule plan`` and ``auto``: which schedule a launch line takes, told before it is
-launched. ``auto`` chooses among the searches of all placements, and leaves the vocabulary alone.
+"""``--pipeline-schedule plan`` and ``auto``: the schedule of a launch, chosen before it starts.
 
-Patches depend on the schedule, and Megatron builds the model for it, so the choice comes first:
-from the arguments and the GPU's memory alone, which all ranks share, so that all come to the same.
+``plan`` compares all stable schedules. ``auto`` compares the searches of all placements, and leaves
+the vocabulary alone. Patches depend on the schedule, and Megatron builds the model for it, so the
+choice comes first: from the arguments and the GPU's memory, which are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from megatron_ext.cost_model.measured.file import load_measured
 from megatron_ext.doctor import line as launch_line
 from megatron_ext.doctor.importing import silently
 from megatron_ext.launch import Chosen
+from megatron_ext.launch_planner.alternatives.written import alternative_of
 from megatron_ext.launch_planner.variants import (
     LineVariants,
     chunks_of,
@@ -31,25 +32,24 @@ from megatron_ext.launch_planner.variants import (
 )
 from megatron_ext.planner.auto import AS_1F1B, left_out, nothing_left
 from megatron_ext.planner.candidate import Candidate, Plan, Variant, VocabMethod
-from megatron_ext.planner.figures import flags_of, made_again
+from megatron_ext.planner.figures import made_again
 from megatron_ext.planner.fitting import consider
-from megatron_ext.planner.planner import make_plan, without_figures
+from megatron_ext.planner.job_plan import JobPlan, PlannedJob, plan_job
+from megatron_ext.planner.planner import Pair, make_plan, without_figures
 from megatron_ext.planner.verdict import (
     ALIKE,
-    NOTHING,
     WORTH,
     Alternative,
-    Verdict,
+    Written,
     is_stock,
     shortest_of_others,
-    verdict,
 )
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.words import bytes_text, counted
 from megatron_ext.written_settings import says
 
-# Switches of Megatron's that some schedules refuse and that are about speed alone: without them the
-# same is trained.
+# Switches of Megatron that only save time, and that some schedules refuse. The training is the same
+# without them.
 FOR_SPEED = (
     "fp8_output_proj",
     "moe_single_grouped_bias",
@@ -69,18 +69,18 @@ def choose_for(
     """Return the schedule for the launch command with the arguments ``argv``: Megatron's own as it
     is there, or a stable one, or one that an ``auto`` leaves open, by the rules of `verdict`.
 
-    A rank is given no more memory than the line takes as it is on the fullest rank, unless
-    ``config`` has a memory limit; and no more than `free_memory` of a GPU, if any schedule fits.
+    A rank gets no more memory than the launch takes as it is on the fullest rank, unless ``config``
+    has a memory limit; and no more than `free_memory` of a GPU, if any schedule fits into that.
 
     Args:
         world_size: ranks of the launch.
-        gpu_memory: bytes of a GPU; None: of the one that is here, if one is.
+        gpu_memory: bytes of a GPU; None: those of the GPU here, if there is one.
 
     Raises:
         ValueError: no schedule can run so.
     """
-    line = launch_line.parse(argv)
-    if line.args.yaml_cfg is not None or line.args.use_checkpoint_args:
+    args = launch_line.parse(argv).args
+    if args.yaml_cfg is not None or args.use_checkpoint_args:
         raise ValueError(
             f"{flag('schedule')} {config.schedule} chooses from the launch line, and --yaml-cfg or "
             f"--use-checkpoint-args bring other arguments: name a schedule"
@@ -90,242 +90,253 @@ def choose_for(
     methods = {VocabMethod.NAIVE, VocabMethod.ONE, VocabMethod.TWO}
     if given:
         methods = {method for method in methods if method.vocabulary is config.vocab_parallel}
-    with silently():  # what Megatron says it will say again
-        tokens = launch_line.count_tokens(line.args)
-        if not given and tokens is None and line.args.padded_vocab_size is None:
-            methods &= {VocabMethod.NAIVE}  # whether dividing it is worth while cannot be told
+    with silently():  # Megatron repeats its messages after the choice
+        tokens = launch_line.count_tokens(args)
+        if not given and tokens is None and args.padded_vocab_size is None:
+            methods &= {VocabMethod.NAIVE}  # nothing tells whether dividing it saves time
         variants = LineVariants(
-            line.args,
+            args,
             config,
             world_size,
             frozenset(methods),
             tokens,
             tries_recompute=is_plan and not says(argv, "recompute"),
         )
-        own = stock_schedule(line.args)
-        specs = None if is_plan else (own, *_searches(line.args, config))
-        return _Launch(variants, specs).choose(gpu_memory or _memory_here())
+        specs = None if is_plan else (stock_schedule(args), *_searches(args, config))
+        whys: dict[str, None] = {}
+        for job in _jobs(variants, specs, gpu_memory or _memory_here()):
+            made = plan_job(job)
+            if made.verdict.taken is not None:
+                why = f"{job.reason(made)}{job.hidden_by_flags(made)}"
+                return Chosen(made.written.added, why, made.written.dropped)
+            whys |= dict.fromkeys(job.refusals(made.plan))
+    raise ValueError(
+        f"{flag('schedule')} {config.schedule} finds no schedule {job.within}: {'; '.join(whys)}"
+    )
 
 
 def _searches(args: Any, config: PipelineConfig) -> tuple[str, ...]:
-    """What an ``auto`` leaves open, with as many chunks as the launch line has, if it has any.
+    """Return the searches that an ``auto`` leaves open, with as many chunks as the launch command
+    has, if it has any.
 
     Raises:
         ValueError: there is none.
     """
-    asked = str(config.schedule)
-    searches = auto_searches(asked) or ()
+    requested = str(config.schedule)
+    searches = auto_searches(requested) or ()
     if not names_stages(args):
         return searches
     ranks, chunks = args.pipeline_model_parallel_size, chunks_of(args)
     fitting = tuple(spec for spec in searches if choose(spec).place(ranks).chunks == chunks)
     if not fitting:
         raise ValueError(
-            f"{flag('schedule')} {asked} knows no schedule with {counted(chunks, 'stage')} on each "
-            f"rank, as the launch line's virtual stages, layout or pattern require: remove them, "
-            f"and they are added for what is chosen"
+            f"{flag('schedule')} {requested} knows no schedule with {counted(chunks, 'stage')} on "
+            f"each rank, as the launch line's virtual stages, layout or pattern require: remove "
+            f"them, and they are added for what is chosen"
         )
     return fitting
 
 
 def _memory_here() -> float | None:
-    """Bytes of the GPU that is here, down to a GiB: those of a job may differ by a little."""
+    """Return the bytes of the GPU here, down to a GiB: those of a job may differ by a little."""
     if not torch.cuda.is_available():
         return None
     return float(torch.cuda.get_device_properties(0).total_memory >> 30 << 30)
 
 
-@dataclass(frozen=True)
-class _Bound:
-    """What a rank may take.
+@dataclass(frozen=True, kw_only=True)
+class LaunchChoice(PlannedJob):
+    """Launch that is about to start under one of our schedules, within a bound on its memory.
 
     Attributes:
-        text: says so.
-        room: bytes; None: no bound.
-        limit: of activations, to be written with any schedule.
-        is_written: whether a schedule is to be written with the limit that it was made for.
+        line: the problems of schedules.
+        within: the bound, in words.
+        bound: bytes that a rank may take; None: no bound.
+        limit: of activations, to be written with any schedule; None: none, or the user's own.
+        specs: schedules to choose from; None: all.
+        refused: schedules to compare if they take less time than ``better_than``; None: all.
     """
 
-    text: str
-    room: float | None = None
-    limit: str | None = None
-    is_written: bool = False
-
-
-@dataclass(frozen=True)
-class _Launch:
     line: LineVariants
-    specs: tuple[str, ...] | None = None  # to choose from; None: all
+    within: str = ""
+    bound: float | None = None
+    limit: str | None = None
+    specs: tuple[str, ...] | None = None
+    refused: frozenset[Pair] | None = None
+    better_than: Candidate | None = None
 
     @property
-    def config(self) -> PipelineConfig:
-        return self.line.config
+    def room(self) -> float | None:
+        return self.bound
 
     @property
-    def own(self) -> str:
-        """Megatron's own schedule with the stages that the line asks for."""
-        return stock_schedule(self.line.args)
+    def _limited(self) -> LineVariants:
+        limit = self.limit or self.line.config.memory_limit
+        return replace(self.line, config=replace(self.line.config, memory_limit=limit))
 
-    def choose(self, gpu_memory: float | None) -> Chosen:
-        """Within the first of `_bounds` that leaves anything."""
-        whys: dict[str, None] = {}
-        for bound in self._bounds(gpu_memory):
-            launch = self
-            if bound.limit is not None:
-                config = replace(self.config, memory_limit=bound.limit)
-                launch = replace(self, line=replace(self.line, config=config))
-            plan = make_plan(launch.line.variant, bound.room, only_promising=True, specs=self.specs)
-            found = launch.found_in(plan, bound)
-            if found is not None and found.taken is not None:
-                candidate = found.taken.candidate
-                why = self._reason(found, plan, bound.text)
-                why += launch.what_flags_hide(candidate, plan, bound)
-                rewritten = self.line.rewritten(candidate.schedule)
-                flags = (*_flags(candidate, bound), *rewritten.added)
-                return Chosen(flags, why, rewritten.dropped)
-            whys |= dict.fromkeys(
-                map(without_figures, plan.refusals.values())
-                if self.specs is None
-                else [nothing_left(plan)]
-            )
-        raise ValueError(
-            f"{flag('schedule')} {self.config.schedule} finds no schedule {bound.text}: "
-            f"{'; '.join(whys)}"
+    def variant(self, spec: str, method: VocabMethod) -> Variant | None:
+        is_known = self.refused is not None and (spec, method) not in self.refused
+        if is_known or (self.refused is not None and entry_of(spec).traits.searches):
+            return None
+        return self._limited.variant(spec, method)
+
+    def compare(self) -> Plan:
+        return make_plan(
+            self.variant,
+            self.room,
+            only_promising=True,
+            better_than=self.better_than,
+            specs=self.specs,
         )
 
-    def _bounds(self, gpu_memory: float | None) -> Iterator[_Bound]:
-        usable, on_gpu, too_large = None, "", ""
-        if gpu_memory is not None:
-            free = free_memory(gpu_memory, self._measured_reserve())
-            usable, on_gpu = free.allocated, _on_gpu(free, gpu_memory)
-            too_large = f"; a GPU has {bytes_text(gpu_memory)}, and none is predicted to fit"
-        if self.config.memory_limit is not None:
-            text = f"within {flag('memory_limit')} {self.config.memory_limit}"
-            if usable is None:
-                yield _Bound(text)
-            else:
-                yield _Bound(f"{text} and {on_gpu}", usable)
-                yield _Bound(text + too_large)
-            return
-        text, own = f"in no more memory than {self.own}", self._as_it_is()
-        of_own = None if own is None else own.fullest
-        if of_own is None:
-            is_more = own is not None and own.report.peak > own.report.pp
-            limit = (
-                MemoryLimit(microbatches=own.report.peak).written if own and is_more else AS_1F1B
-            )
-            yield _Bound(text, usable, limit)
-        elif usable is None or of_own <= usable:
-            yield _Bound(text, of_own, is_written=True)
-        else:
-            yield _Bound(on_gpu, usable, is_written=True)
-            yield _Bound(text + too_large, of_own, is_written=True)
+    def baseline(self, plan: Plan) -> Alternative | None:
+        own = stock_schedule(self.line.args)
+        candidates = (one for one in plan.candidates if one.schedule == own and is_stock(one))
+        return next(map(self.alternative, candidates), None)
 
-    def _measured_reserve(self) -> float | None:
-        """Bytes that an allocator reserved beyond its allocations; None: not measured."""
-        file = self.config.costs.file
-        measured = None if file is None else load_measured(file)
-        return None if measured is None else measured.reserved
+    def alternative(self, made: Candidate) -> Alternative:
+        args, _ = self._validated(made)
+        return alternative_of(args, made, lambda: self._written(made))
 
-    def _as_it_is(self) -> Candidate | None:
-        """Megatron's own schedule, whatever it takes; None if it cannot run."""
+    def refusal(self, one: Alternative) -> str | None:
+        """Return the reason why a rank would refuse ``one``: Transformer Engine may refuse an
+        order, and steps of other batch sizes may be impossible."""
         try:
-            line = replace(self.line, methods=frozenset([VocabMethod.NAIVE]))
-            variant = line.variant(self.own, VocabMethod.NAIVE)
-            return None if variant is None else consider(variant, VocabMethod.NAIVE)
-        except ValueError:
-            return None
-
-    def found_in(self, plan: Plan, bound: _Bound) -> Verdict | None:
-        """The verdict among those of ``plan`` that a rank would not refuse: Transformer Engine may
-        refuse an order, and steps of other batch sizes may not be possible."""
-        pool = list(plan.candidates)
-        while pool:
-            own = next((one for one in pool if self._is_own(one)), None)
-            others = [_alternative(one) for one in pool if one is not own]
-            found = verdict(None if own is None else _alternative(own), others)
-            assert found.taken is not None
-            if self._starts(found.taken.candidate, bound):
-                return found
-            pool.remove(found.taken.candidate)
+            args, config = self._validated(one.candidate)
+            check(args, replace(config, recompute=one.candidate.recompute), search_for_first)
+        except ValueError as error:
+            return str(error)
         return None
 
-    def _is_own(self, candidate: Candidate) -> bool:
-        return candidate.schedule == self.own and is_stock(candidate)
+    def _limit_of(self, made: Candidate) -> str | None:
+        """Return the limit that ``made`` was made for, if no other is written."""
+        has_limit = self._limited.config.memory_limit is not None
+        return None if has_limit or made.limit is None else made.limit.written
 
-    def _starts(self, candidate: Candidate, bound: _Bound) -> bool:
-        limit = candidate.limit if bound.is_written else None
-        written = None if limit is None else limit.written
-        try:
-            args, config = self.line.validated(candidate.schedule, candidate.method, written)
-            check(args, replace(config, recompute=candidate.recompute), search_for_first)
-        except ValueError:
-            return False
-        return True
+    def _validated(self, made: Candidate) -> tuple[Any, PipelineConfig]:
+        return self._limited.validated(made.schedule, made.method, self._limit_of(made))
 
-    def _reason(self, found: Verdict, plan: Plan, within: str) -> str:
-        """Why the verdict is taken, in one line."""
+    def _written(self, made: Candidate) -> Written:
+        limit = self.limit or self._limit_of(made)
+        words = () if limit is None else (flag("memory_limit"), limit)
+        written = self.line.written(replace(made, limit=None))
+        return Written((*written.added, *words), written.dropped)
+
+    def reason(self, made: JobPlan) -> str:
+        """Return, in one line, the reason for the verdict of ``made``, the plan of this job."""
+        found, plan = made.verdict, made.plan
         assert found.taken is not None
-        taken, compared = found.taken.candidate, counted(len(plan.best_of_each), "schedule")
+        compared = counted(len(plan.best_of_each), "schedule")
         if found.keeps:
-            text = f"it is kept: of {compared} {within} none saves {WORTH:.0%} of a step"
+            text = f"it is kept: of {compared} {self.within}, none saves {WORTH:.0%} of a step"
             text += shortest_of_others(found)
         else:
-            text = f"the best of {compared} {within}"
+            text = f"the best of {compared} {self.within}"
             if found.baseline is not None:
-                text = f"a step {found.gain:.1%} shorter than {self.own}'s, {text}"
-            text += made_again(taken)
+                own = found.baseline.candidate.schedule
+                text = f"a step {found.gain:.1%} shorter than {own}'s, {text}"
+            text += made_again(found.taken.candidate)
             tie = dict.fromkeys(one.candidate.schedule for one in found.tie)
             if tie:
                 text += f"; {', '.join(tie)} as long within {ALIKE:.0%}, in no less memory"
         is_told = self.specs is not None and plan.refusals
         return f"{text}; not compared: {left_out(plan)}" if is_told else text
 
-    def what_flags_hide(self, taken: Candidate, plan: Plan, bound: _Bound) -> str:
-        """A better choice that is refused for flags which are about speed alone, in words."""
+    def refusals(self, plan: Plan) -> list[str]:
+        """Return the reasons why nothing of ``plan``, the comparison of this job, can be taken."""
+        if self.specs is not None:
+            return [nothing_left(plan)]
+        return list(map(without_figures, plan.refusals.values()))
+
+    def hidden_by_flags(self, made: JobPlan) -> str:
+        """Return, in words, a better choice that is refused for flags which only save time; "" if
+        there is none. ``made``: the plan of this job."""
         given = [name for name in FOR_SPEED if getattr(self.line.args, name, False)]
-        if not given:
+        if not given or made.verdict.taken is None:
             return ""
-        without = self._without(given)
-
-        def variant(name: str, method: VocabMethod) -> Variant | None:
-            refused = (name, method) in plan.refusals and not entry_of(name).traits.searches
-            return without.line.variant(name, method) if refused else None
-
-        others = make_plan(variant, bound.room, True, better_than=taken, specs=self.specs)
-        found = without.found_in(others, bound)
-        better = None if found is None or found.taken is None else found.taken.candidate
-        if better is None or better.step > (1 - WORTH_A_WORD) * taken.step:
+        taken = made.verdict.taken
+        found = plan_job(
+            replace(
+                self,
+                line=self._without(given),
+                refused=frozenset(made.plan.refusals),
+                better_than=taken.candidate,
+            )
+        )
+        better = found.verdict.taken
+        if better is None or better.seconds > (1 - WORTH_A_WORD) * taken.seconds:
             return ""
         needed = [
             f"--{name.replace('_', '-')}"
             for name in given
-            if self._without([other for other in given if other != name]).refuses(better)
+            if self._is_refused(better.candidate, [other for other in given if other != name])
         ]
-        words = shlex.join(_flags(better, bound)[1:])
-        bubbles = [f"{c.report.bubble_share_makespan:.1%}" for c in (better, taken)]
+        bubbles = [f"{one.candidate.report.bubble_share_makespan:.1%}" for one in (better, taken)]
         return (
-            f". Without {' and '.join(needed)}: {words}, a step {1 - better.step / taken.step:.1%} "
-            f"shorter (bubble {bubbles[0]}, not {bubbles[1]}; what the flag itself saves is not "
-            f"counted)"
+            f". Without {' and '.join(needed)}: {shlex.join(found.written.added[1:])}, a step "
+            f"{1 - better.seconds / taken.seconds:.1%} shorter (bubble {bubbles[0]}, not "
+            f"{bubbles[1]}; what the flag itself saves is not counted)"
         )
 
-    def _without(self, names: Sequence[str]) -> _Launch:
-        """This launch without the switches ``names``."""
-        return _Launch(self.line.with_values(dict.fromkeys(names, False)))
+    def _without(self, names: Sequence[str]) -> LineVariants:
+        """Return the launch without the switches ``names``."""
+        return self.line.with_values(dict.fromkeys(names, False))
 
-    def refuses(self, candidate: Candidate) -> bool:
+    def _is_refused(self, made: Candidate, dropped: Sequence[str]) -> bool:
+        """Return whether the launch without the switches ``dropped`` cannot run ``made``."""
         try:
-            self.line.variant(candidate.family, candidate.method)
+            self._without(dropped).variant(made.family, made.method)
         except ValueError:
             return True
         return False
 
 
-def _flags(candidate: Candidate, bound: _Bound) -> tuple[str, ...]:
-    """What to write for ``candidate``. A limit of the user's is on the line already."""
-    words = flags_of(candidate if bound.is_written else replace(candidate, limit=None))
-    return words if bound.limit is None else (*words, flag("memory_limit"), bound.limit)
+def _jobs(
+    line: LineVariants, specs: tuple[str, ...] | None, gpu_memory: float | None
+) -> Iterator[LaunchChoice]:
+    """Yield the launch within each bound on its memory, of which the first counts that leaves any
+    schedule."""
+    usable, on_gpu, too_large = None, "", ""
+    job = LaunchChoice(line=line, specs=specs, confirms_all=False)  # a launch has no clock
+    if gpu_memory is not None:
+        free = free_memory(gpu_memory, _measured_reserve(line.config))
+        usable, on_gpu = free.allocated, _on_gpu(free, gpu_memory)
+        too_large = f"; a GPU has {bytes_text(gpu_memory)}, and none is predicted to fit"
+    if line.config.memory_limit is not None:
+        text = f"within {flag('memory_limit')} {line.config.memory_limit}"
+        if usable is not None:
+            yield replace(job, within=f"{text} and {on_gpu}", bound=usable)
+        yield replace(job, within=text + too_large)
+        return
+    spec = stock_schedule(line.args)
+    text, own = f"in no more memory than {spec}", _as_it_is(line, spec)
+    of_own = None if own is None else own.fullest
+    if of_own is None:
+        is_more = own is not None and own.report.peak > own.report.pp
+        limit = MemoryLimit(microbatches=own.report.peak).written if own and is_more else AS_1F1B
+        yield replace(job, within=text, bound=usable, limit=limit)
+    elif usable is None or of_own <= usable:
+        yield replace(job, within=text, bound=of_own)
+    else:
+        yield replace(job, within=on_gpu, bound=usable)
+        yield replace(job, within=text + too_large, bound=of_own)
+
+
+def _measured_reserve(config: PipelineConfig) -> float | None:
+    """Return the bytes that an allocator reserved beyond its allocations; None: not measured."""
+    file = config.costs.file
+    measured = None if file is None else load_measured(file)
+    return None if measured is None else measured.reserved
+
+
+def _as_it_is(line: LineVariants, spec: str) -> Candidate | None:
+    """Return Megatron's own schedule ``spec``, whatever memory it takes; None if it cannot run."""
+    try:
+        naive = replace(line, methods=frozenset([VocabMethod.NAIVE]))
+        variant = naive.variant(spec, VocabMethod.NAIVE)
+        return None if variant is None else consider(variant, VocabMethod.NAIVE)
+    except ValueError:
+        return None
 
 
 def _on_gpu(free: FreeMemory, memory: float) -> str:
@@ -334,7 +345,3 @@ def _on_gpu(free: FreeMemory, memory: float) -> str:
         f"in {bytes_text(free.allocated)} of a GPU's {bytes_text(memory)}, in addition to which "
         f"its allocator reserves {bytes_text(free.reserved)} by {by}"
     )
-
-
-def _alternative(candidate: Candidate) -> Alternative:
-    return Alternative(candidate, candidate.step, lambda: NOTHING)

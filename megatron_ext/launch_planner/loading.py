@@ -1,4 +1,4 @@
-"""Whether the checkpoint that a launch line loads goes with other places of its stages."""
+"""Check whether a launch's checkpoint can be loaded if its stages move to other ranks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megatron_ext.doctor.paths import iteration_to_load
 
 
 def on_loading(args: Any, *, stages_move: bool) -> str:
-    """In a line, whether ``--load`` of ``args``, which are validated, goes with the schedule.
+    """Say in a line whether ``--load`` of the validated ``args`` goes with the schedule.
 
-    ``stages_move``: whether stages are on other ranks than before, or the vocabulary is divided.
+    ``stages_move``: whether stages are on other ranks than before, or the vocabulary is split.
     """
     folder = iteration_to_load(args.load, args.ckpt_step)
     if folder is None:
@@ -43,7 +43,7 @@ def on_loading(args: Any, *, stages_move: bool) -> str:
 
 
 def _states_of(folder: Path) -> str | None:
-    """How the distributed optimizer's states were saved; None: there are none of it."""
+    """Return how the distributed optimizer's states were saved; None: it has none."""
     metadata = dist_checkpointing.load_content_metadata(str(folder))
     return None if metadata is None else metadata.get("distrib_optim_sharding_type")
 

@@ -1,4 +1,4 @@
-"""A launch command with what the user asks about it, parsed and validated for planning."""
+"""A launch command with the settings for its plan, parsed and validated."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_ext.doctor.words import Launch
 from megatron_ext.launch_planner.vision import take_vision, vision_of_launch
 from megatron_ext.patches.engine import PatchError
 from megatron_ext.planner.candidate import VocabMethod
-from megatron_ext.planner.mixed_gpus import product_of, speeds_of_gpus
+from megatron_ext.planner.mixed_gpus import ASSUMED_GPU, product_of, speeds_of_gpus
 from megatron_ext.schedule.rank_speeds import RankSpeeds
 from megatron_ext.words import counted
 from megatron_ext.written_settings import from_argv, says
@@ -32,14 +32,13 @@ _METHODS = frozenset([VocabMethod.NAIVE, VocabMethod.ONE, VocabMethod.TWO])
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """A launch command, or Megatron's arguments by their names, and what is asked about it.
+    """A launch command, or Megatron's arguments by their names, and the settings for its plan.
 
     Attributes:
-        values: of arguments, in place of a launch line's words.
-        world_size: ranks of the launch; None: as the line says, or the least there can be.
+        values: values of arguments, in place of a launch command's words.
+        world_size: ranks of the launch; None: as the command says, or the least that is possible.
         gpu: None: the costs are an H100's, and nothing is compared with its memory.
         settings: words for flags of ours that the command gives, as ``--pipeline-costs FILE``.
-        with_curves: whether the plan is drawn, and so what less memory and other microbatches do.
         reserved: bytes that the allocator of a rank reserves beyond what it hands out; None: as the
             file of costs has it.
         gpus: of the pipeline ranks, if they are of several types; ``gpu`` is their reference then.
@@ -47,6 +46,7 @@ class LaunchRequest:
         vision: sizes of a vision tower on the first stage, as text; None: as the launch says.
         vision_tokens: tokens of the tower for each sample; None: as the launch says, or as many as
             the language model has.
+        half_pipeline: whether half the pipeline ranks are compared, with twice the copies.
     """
 
     launch: Launch | None = None
@@ -54,25 +54,25 @@ class LaunchRequest:
     world_size: int | None = None
     gpu: Gpu | None = None
     settings: tuple[str, ...] = ()
-    with_curves: bool = False
     reserved: float | None = None
     gpus: tuple[Gpu, ...] = ()
     seen_speeds: RankSpeeds | None = None
     vision: str | None = None
     vision_tokens: int | None = None
+    half_pipeline: bool = False
 
 
 @dataclass(frozen=True)
 class ParsedLaunch:
-    """A line that is understood.
+    """A launch command that was parsed.
 
     Attributes:
-        variants: what schedules would have to solve on it.
-        validated: its arguments, as it stands.
+        variants: the problems of schedules.
+        validated: its arguments, as it is.
         free: memory that a rank may take; None: not known.
-        remarks: what was assumed.
+        remarks: assumptions, a sentence each.
         measured: costs per layer type, by which it is estimated; None: they are not measured.
-        costs: words for the file of these, where the line does not name it.
+        costs: words for the file of these, if the command does not name it.
     """
 
     variants: LineVariants
@@ -236,7 +236,7 @@ def _assumed(request: LaunchRequest, ranks: int | None, *, is_measured: bool) ->
             "in optimizer states and microbatches"
         )
     if request.gpu is None and not is_measured:
-        yield "times are an H100's, and its memory is not compared: --gpu names yours"
+        yield ASSUMED_GPU
 
 
 def _measured_layers(config: PipelineConfig, request: LaunchRequest) -> MeasuredFile | None:

@@ -1,4 +1,4 @@
-"""A launch line under other schedules than its own: what each would solve, and what to write."""
+"""A launch command under other schedules: the problem of each, and its flags."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ from megatron_ext.compile.registry import Mark, choose, entry_of
 from megatron_ext.config import PipelineConfig
 from megatron_ext.doctor import line as launch_line
 from megatron_ext.planner.candidate import Candidate, Variant, VocabMethod
+from megatron_ext.planner.figures import flags_of
 from megatron_ext.planner.fitting import consider
+from megatron_ext.planner.verdict import Written
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Recompute, VocabularyParallel
 from megatron_ext.schedule.slices import Slices
@@ -42,12 +44,12 @@ STABLE = frozenset([Mark.STABLE])
 
 @dataclass(frozen=True)
 class Rewritten:
-    """What of a line is other under a schedule, beside our flags.
+    """Changes of a launch command for a schedule, in addition to our flags.
 
     Attributes:
-        args: of the line, not validated.
-        dropped: Megatron's flags that go.
-        added: words that come.
+        args: arguments of the launch, not validated.
+        dropped: Megatron's flags that are removed.
+        added: words that are added.
     """
 
     args: Any
@@ -57,16 +59,16 @@ class Rewritten:
 
 @dataclass(frozen=True)
 class LineVariants:
-    """What schedules would have to solve on a launch line.
+    """Problems of the schedules under which a launch command could train.
 
     Attributes:
         args: parsed, not validated.
         world_size: ranks of the launch.
-        methods: what may be done about the vocabulary.
-        tokens: of the vocabulary, if they are known.
-        own: the schedule that the line trains under, where it is taken as it stands.
-        marks: of the schedules that count.
-        tries_recompute: whether ``--pipeline-recompute`` may be added to the line.
+        methods: permitted treatments of the vocabulary.
+        tokens: tokens of the vocabulary; None: not known.
+        own: the schedule of the launch, if that is to stay as it is.
+        marks: maturity of the schedules that count.
+        tries_recompute: whether ``--pipeline-recompute`` may be added.
     """
 
     args: Any
@@ -79,7 +81,8 @@ class LineVariants:
     tries_recompute: bool = False
 
     def variant(self, name: str, method: VocabMethod) -> Variant | None:
-        """The problem of the family ``name``: that of the most microbatches.
+        """Return the problem of the family ``name`` with the most microbatches; None if it does not
+        count.
 
         Raises:
             ValueError: Megatron or we refuse it with these arguments.
@@ -110,10 +113,10 @@ class LineVariants:
             return None
 
     def with_slices(self, slices: Slices) -> LineVariants:
-        """The same with sequences cut into ``slices``.
+        """Return the same with sequences cut into ``slices``.
 
         Raises:
-            ValueError: what else the line asks of us does not go with that.
+            ValueError: other settings of the launch do not go with slices.
         """
         config = replace(
             self.config,
@@ -124,7 +127,7 @@ class LineVariants:
         return replace(self, config=config)
 
     def _may_recompute(self, args: Any, config: PipelineConfig) -> bool:
-        """Whether a launch with these would go with ``--pipeline-recompute fit`` as well."""
+        """Return whether a launch with these could add ``--pipeline-recompute fit``."""
         extras = replace(config.extras, recompute=Recompute(fit=True))
         is_given = config.recompute != Recompute()
         if not self.tries_recompute or is_given or extras.conflict is not None:
@@ -137,8 +140,8 @@ class LineVariants:
         return True
 
     def spec(self, name: str) -> str:
-        """The family ``name``, with the line's chunks where it takes any number of them and
-        ``name`` does not say how many."""
+        """Return the family ``name``, with the chunks of the launch if it takes any number of
+        chunks and ``name`` has none."""
         chunks = chunks_of(self.args)
         takes_any = "vpp" in inspect.signature(entry_of(name).place).parameters
         if chunks > 1 and takes_any and ":" not in name:
@@ -148,7 +151,7 @@ class LineVariants:
     def validated(
         self, spec: str, method: VocabMethod, limit: str | None = None
     ) -> tuple[Any, PipelineConfig]:
-        """Arguments and settings as if the user had named these."""
+        """Return arguments and settings as if the user had written these."""
         limit = limit or self.config.memory_limit
         config = replace(
             self.config, schedule=spec, vocab_parallel=method.vocabulary, memory_limit=limit
@@ -160,8 +163,8 @@ class LineVariants:
         return args, config
 
     def rewritten(self, spec: str) -> Rewritten:
-        """The line under ``spec``: where that has other stages, the virtual stages that the line
-        names go, and a layout of it is cut anew, as evenly as it goes."""
+        """Return the launch under ``spec``. If that has other stages, virtual stages on the launch
+        are removed, and its layout is replaced by one that is as even as possible."""
         args = copy.deepcopy(self.args)
         placement = choose(spec).place(args.pipeline_model_parallel_size)
         if placement.stages == placement.ranks * chunks_of(args):
@@ -177,8 +180,13 @@ class LineVariants:
         args.pipeline_model_parallel_layout = layout
         return Rewritten(args, dropped, (_flag(_LAYOUT), layout))
 
+    def written(self, made: Candidate) -> Written:
+        """Return the flags that make the launch train under ``made``."""
+        rewritten = self.rewritten(made.schedule)
+        return Written((*flags_of(made), *rewritten.added), rewritten.dropped)
+
     def with_values(self, values: Mapping[str, Any]) -> LineVariants:
-        """The same of the line with other ``values`` of Megatron's arguments."""
+        """Return the same with other ``values`` of Megatron's arguments."""
         args = copy.deepcopy(self.args)
         for name, value in values.items():
             setattr(args, name, value)
@@ -187,7 +195,7 @@ class LineVariants:
 
 
 def _taken_out(args: Any, names: Sequence[str]) -> tuple[str, ...]:
-    """The flags of those of ``names`` that ``args`` have, which they have no longer."""
+    """Remove those of ``names`` that ``args`` have, and return their flags."""
     given = [name for name in names if getattr(args, name) is not None]
     for name in given:
         setattr(args, name, None)
@@ -203,8 +211,8 @@ def _divides(args: Any, placement: Placement) -> bool:
 
 
 def _cut_pattern(args: Any, stages: int) -> tuple[str, ...]:
-    """Cut the pattern of ``args`` into so many segments, as even as it goes, where that is not done
-    by itself; the words for it."""
+    """Cut the pattern of ``args`` into so many ``stages``, as evenly as possible, unless Megatron
+    does so by itself. Return the words for it."""
     pattern: str = args.hybrid_layer_pattern
     main, slash, depths = pattern.partition("/")
     layers = main.replace(SEGMENT_END, "")
@@ -217,13 +225,13 @@ def _cut_pattern(args: Any, stages: int) -> tuple[str, ...]:
 
 
 def names_stages(args: Any) -> bool:
-    """Whether the line says by itself how many chunks a rank has."""
+    """Return whether the launch says by itself how many chunks a rank has."""
     given = any(getattr(args, name) is not None for name in (_CHUNKS, _LAYERS_OF_CHUNK, _LAYOUT))
     return given or SEGMENT_END in (getattr(args, _PATTERN, None) or "")
 
 
 def chunks_of(args: Any) -> int:
-    """Chunks of a rank on the line with the arguments ``args``, which are not validated."""
+    """Return the chunks of a rank under ``args``, which are not validated."""
     ranks = args.pipeline_model_parallel_size
     layout, pattern = getattr(args, _LAYOUT), getattr(args, _PATTERN, None)
     chunks: int | None = getattr(args, _CHUNKS)
@@ -238,7 +246,7 @@ def chunks_of(args: Any) -> int:
 
 
 def stock_schedule(args: Any) -> str:
-    """Megatron's own schedule with the chunks of ``args``, which are not validated."""
+    """Return Megatron's own schedule with the chunks of ``args``, which are not validated."""
     chunks = chunks_of(args)
     return "1f1b" if chunks == 1 else f"interleaved:vpp={chunks}"
 

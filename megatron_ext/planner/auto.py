@@ -1,4 +1,4 @@
-"""What an ``auto`` takes: of the searches that it leaves open, the one with the shortest step."""
+"""Choice of an ``auto``: of the searches that it leaves open, the one with the shortest step."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ AS_1F1B = "1x"  # the limit where there is no other: what 1F1B holds, in microba
 
 @dataclass(frozen=True)
 class Taken:
-    """The spec that is taken, and a line on what the others would be."""
+    """Spec that is taken, and a line on the others."""
 
     spec: str
     why: str
 
 
 def take(searches: Sequence[str], problem_of: Callable[[Choice], Problem]) -> Taken:
-    """The one of ``searches`` whose step is the shortest.
+    """Return the one of ``searches`` whose step is the shortest.
 
     Args:
         problem_of: what a schedule has to solve, on its own placement. Raises ValueError where it
@@ -51,8 +51,8 @@ def take(searches: Sequence[str], problem_of: Callable[[Choice], Problem]) -> Ta
 
 
 def in_words(plan: Plan, taken: Candidate, within: str = "") -> str:
-    """Why ``taken`` is: ``the shortest predicted step of 3 schedules; then v-auto (0.4% longer)
-    ...``. ``within``: what all of them are, to stand before the semicolon."""
+    """Say why ``taken`` is taken: ``the shortest predicted step of 3 schedules; then v-auto (0.4%
+    longer) ...``. ``within``: a limit that all of them keep, in words."""
     others = [
         f"{other.schedule} ({longer(slower_by(other, taken))})"
         for other in plan.best_of_each
@@ -65,7 +65,8 @@ def in_words(plan: Plan, taken: Candidate, within: str = "") -> str:
 
 
 def left_out(plan: Plan) -> str:
-    """What could not be, or need not be compared, and why, those alike together."""
+    """Return the schedules that were not compared, with the reasons; those with the same reason
+    stand together."""
     return "; ".join(
         f"{', '.join(specs)} ({why.partition(';')[0]})"  # what to do about it stands behind
         for why, specs in _refused_alike(plan).items()
@@ -73,14 +74,15 @@ def left_out(plan: Plan) -> str:
 
 
 def nothing_left(plan: Plan) -> str:
-    """`left_out` of a ``plan`` of nothing, with what can be done about the first."""
+    """Return `left_out` of a ``plan`` without candidates, with what can be done about the first
+    reason."""
     first, *_ = _refused_alike(plan)
     _, found, fix = first.partition("; ")
     return f"{left_out(plan)}; {fix}" if found else left_out(plan)
 
 
 def _refused_alike(plan: Plan) -> dict[str, list[str]]:
-    """The specs that are refused, by the reason."""
+    """Return the refused specs by the reason."""
     specs: dict[str, list[str]] = {}
     for (spec, _), why in plan.refusals.items():
         specs.setdefault(why.removeprefix(f"{entry_of(spec).name}: "), []).append(spec)
@@ -88,5 +90,5 @@ def _refused_alike(plan: Plan) -> dict[str, list[str]]:
 
 
 def longer(share: float) -> str:
-    """A step that takes so much of another's more, in words."""
+    """Say how much longer a step takes than another."""
     return f"{share:.1%} longer" if share >= 0.0005 else "about as long"

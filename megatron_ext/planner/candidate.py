@@ -1,4 +1,4 @@
-"""What is tried for a model, what is known of a schedule that can run, and a plan of several."""
+"""The variants that are tried for a model, the candidates made of them, and a plan of several."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron_ext.schedule.slices import Slices
 
 
 class VocabMethod(enum.StrEnum):
-    """What is done about embedding and output layer."""
+    """Treatment of embedding and output layer."""
 
     NAIVE = "naive"  # nothing: they are on the first and the last stage
     REDISTRIBUTED = "redistributed"  # the stages with them have fewer layers
@@ -42,8 +42,8 @@ class Variant:
     """A schedule with a problem, to be tried.
 
     Attributes:
-        model: what parameters, gradients and optimizer states take on each rank; None if not known.
-        may_recompute: whether activations may be given up and made again, to fit into a limit.
+        model: bytes of parameters, gradients and optimizer states on each rank; None: not known.
+        may_recompute: whether activations may be recomputed to fit into a limit.
         layers: of the model; None: not known.
     """
 
@@ -55,31 +55,31 @@ class Variant:
 
     @property
     def build(self) -> Callable[[Choice, Problem], Program]:
-        """What makes its program."""
+        """Function that makes its program."""
         return build_program if self.problem.costs.held_bytes is None else place_output_layer
 
     def check_launch(self) -> None:
-        """Raise ValueError if it could be simulated, and no launch could run it."""
+        """Raise ValueError if it can be simulated, but no launch can run it."""
         is_divided = self.problem.extras.vocab_parallel is not VocabularyParallel.NONE
         if is_divided and not is_line_or_v(self.problem.placement):
             raise ValueError("its vocabulary cannot be divided: only that of a line or a V can")
 
 
 def goes_with(slices: Slices, choice: Choice, vocabulary: VocabularyParallel) -> bool:
-    """Whether a schedule may be had with ``slices``, and ``vocabulary`` so divided."""
+    """Return whether a schedule can have ``slices`` with ``vocabulary``."""
     is_whole = vocabulary is VocabularyParallel.NONE
     return slices.count == 1 or (choice.traits.takes_slices and is_whole)
 
 
 def keeps_pairs(choice: Choice, vocabulary: VocabularyParallel) -> bool:
-    """Whether a schedule, with ``vocabulary`` so divided, runs most F beside backward passes where
-    that is asked for."""
+    """Return whether a schedule with ``vocabulary`` overlaps most F with backward passes if overlap
+    is requested."""
     return entry_of(choice.spec).traits.keeps_pairs and vocabulary is VocabularyParallel.NONE
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes that a rank holds: of the model, and of activations at their peak."""
+    """Bytes of a rank: of the model, and of activations at their peak."""
 
     model: ModelBytes
     activations: float
@@ -94,11 +94,11 @@ class Candidate:
     """A schedule that can run.
 
     Attributes:
-        report: what `report` says of it.
-        variant: what it was made of.
+        report: the report on its program.
+        variant: the variant that it was made of.
         limit: the memory limit that it was made for.
         memory: of each rank; None if not known.
-        is_whole: whether all microbatches were built, and none told by the repeating part.
+        is_whole: whether all microbatches were built; if not, the repeating part tells its figures.
     """
 
     method: VocabMethod
@@ -109,7 +109,8 @@ class Candidate:
     is_whole: bool = True
 
     def program(self) -> Program:
-        """It once more: a plan keeps none, they are large. What was searched for is known."""
+        """Build its program once more. A plan stores no programs, since they are large; results of
+        searches are cached."""
         return self.variant.build(self.variant.choice, self.variant.problem)
 
     @property
@@ -127,22 +128,22 @@ class Candidate:
 
     @property
     def step(self) -> float:
-        """What a step costs: the makespan, or where steps overlap about the span."""
+        """Time of a step: the makespan, or about the span if steps overlap."""
         return self.report.step
 
     @property
     def overlaps(self) -> bool:
-        """Whether it takes post-validation, and gains by it."""
+        """Whether it uses post-validation, and gains by it."""
         return self.report.post_validation and is_gain(self.report.makespan, self.step)
 
     @property
     def fullest(self) -> float | None:
-        """Bytes of the rank that holds most."""
+        """Bytes of the rank that holds most; None: not known."""
         return None if self.memory is None else max(rank.total for rank in self.memory)
 
     @property
     def recompute(self) -> Recompute:
-        """What is given up and made again."""
+        """Recompute of activations in bubbles."""
         return self.variant.problem.extras.recompute
 
     @property
@@ -153,11 +154,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Plan:
-    """What can be taken, and what cannot.
+    """Comparison of schedules.
 
     Attributes:
         candidates: shortest step first.
-        refusals: why others are not among them.
+        refusals: reasons why other schedules are no candidates.
     """
 
     candidates: tuple[Candidate, ...]
@@ -165,18 +166,18 @@ class Plan:
 
     @property
     def recommendable(self) -> tuple[Candidate, ...]:
-        """The stable ones; where there is none, all."""
+        """The stable candidates; all candidates if none is stable."""
         return stable_of(self.candidates) or self.candidates
 
     @property
     def best(self) -> Candidate | None:
-        """The shortest step within the limit of what is `recommendable`; of equals, the one that
-        holds least."""
+        """The `recommendable` candidate with the shortest step; of equals, the one that holds
+        least."""
         return next(iter(self.recommendable), None)
 
     @property
     def best_of_each(self) -> tuple[Candidate, ...]:
-        """Each schedule with what is best done about the vocabulary, shortest first."""
+        """Each schedule with its best treatment of the vocabulary, shortest step first."""
         best: dict[str, Candidate] = {}
         for candidate in self.candidates:
             best.setdefault(candidate.schedule, candidate)
@@ -184,12 +185,13 @@ class Plan:
 
     @property
     def front(self) -> tuple[Candidate, ...]:
-        """Those `recommendable` that no other beats in both time and memory, shortest first."""
+        """The `recommendable` candidates that no other beats in both time and memory, shortest step
+        first."""
         return pareto_front(self.recommendable, lambda candidate: candidate.holds)
 
     @property
     def methods(self) -> tuple[VocabMethod, ...]:
-        """All that was tried for the vocabulary."""
+        """All treatments of the vocabulary that were tried."""
         there_are = {candidate.method for candidate in self.candidates} | {
             method for _, method in self.refusals
         }

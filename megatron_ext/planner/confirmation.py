@@ -28,25 +28,27 @@ def confirmed_verdict(
     others: Sequence[Alternative],
     free: float | None = None,
     refusal: Callable[[Alternative], str | None] = lambda one: None,
+    *,
+    confirms_all: bool = True,
 ) -> tuple[Verdict, Plan]:
     """Return the `verdict` on ``baseline`` and ``others``, and ``plan`` with true figures.
 
-    What is recommended is always built whole. As long as there is planning time, so is every
-    alternative that takes up to `CLOSE` more time than the shortest. A schedule that cannot be
-    built whole is ignored, and a remark says so.
+    What is recommended is always built whole. With ``confirms_all``, and as long as there is
+    planning time, so is every alternative that takes up to `CLOSE` more time than the shortest. A
+    schedule that cannot be built whole is ignored, and a remark says so.
 
     Args:
         free: bytes that a rank may take; None: not known.
-        refusal: reason why a job could not start under an alternative, if it could not. Only what
-            is recommended is checked.
+        refusal: reason why a job could not start under an alternative, or as it is, if it could
+            not. Only what is recommended is checked.
     """
     pool = list(others)
     can_start: list[Alternative] = []
-    has_time = True
+    has_time = confirms_all
     while True:
         found = verdict(baseline, pool, free)
-        recommended = [one for one in (found.taken, found.stock) if one in pool]
-        told = next(_told([*recommended, *(_close(pool) if has_time else [])]), None)
+        recommended = [one for one in (found.taken, found.stock) if one is not None]
+        told = next(_told([*recommended, *(_close(pool) if has_time else [])], pool), None)
         if told is not None:
             whole: Alternative | None = told
             if told in recommended:
@@ -68,15 +70,20 @@ def confirmed_verdict(
             can_start.append(doubtful)
             continue
         remark(f"{shlex.join(doubtful.write().added)} is ignored: {why}")
-        pool.remove(doubtful)
+        if doubtful is baseline:
+            baseline = None
+        else:
+            pool.remove(doubtful)
 
 
-def _told(alternatives: Sequence[Alternative]) -> Iterator[Alternative]:
-    return (one for one in alternatives if not one.candidate.is_whole)
+def _told(
+    alternatives: Sequence[Alternative], pool: Sequence[Alternative]
+) -> Iterator[Alternative]:
+    return (one for one in alternatives if not one.candidate.is_whole and one in pool)
 
 
 def _close(pool: Sequence[Alternative]) -> list[Alternative]:
-    """Return what may prove to be the shortest, shortest first."""
+    """Return the alternatives that may prove to be the shortest, shortest first."""
     ordered = sorted(eligible(pool), key=lambda one: one.seconds)
     return [one for one in ordered if one.seconds <= (1 + CLOSE) * ordered[0].seconds]
 

@@ -1,4 +1,4 @@
-"""How a plan's schedules change with memory limit and microbatches, for its picture."""
+"""Curves of a plan for its picture: its schedules by memory limit and by microbatches."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ MOST_LINES = 6  # by microbatches
 
 @dataclass(frozen=True)
 class Curves:
-    """What a plan's schedules would be with less memory, and with more or fewer microbatches.
+    """Schedules of a plan with less memory, and with more or fewer microbatches.
 
     Attributes:
-        by_limit: of those that search the best within each memory limit, least memory first; where
-            more memory does not help there is no further one.
-        by_microbatches: of the best, and 1F1B, what a step costs by its microbatches. Those that
-            search are as without it.
+        by_limit: for each schedule that searches, the best within each memory limit, least memory
+            first, as long as more memory helps.
+        by_microbatches: for the best schedules and 1F1B, the time of a step by its microbatches.
+            Schedules that search are taken as they are without it.
     """
 
     by_limit: Mapping[str, Sequence[Candidate]]
@@ -36,7 +36,7 @@ class Curves:
 
 
 def curves_of(plan: Plan, variant_of: VariantOf, room: float | None = None) -> Curves:
-    """The curves of ``plan``, which `make_plan` made of ``variant_of`` and ``room``."""
+    """Return the curves of ``plan``, which `make_plan` made of ``variant_of`` and ``room``."""
     searches = {search.spec for search in SEARCHES}
     searched = [candidate for candidate in plan.best_of_each if candidate.schedule in searches]
     compared = _compared(plan)
@@ -67,8 +67,8 @@ def _variant(candidate: Candidate, variant_of: VariantOf) -> Variant:
 
 
 def _limited(variant: Variant, room: float | None) -> Iterator[Variant]:
-    """``variant`` within each of a dozen limits, tightest first: of bytes, parts of what there is,
-    else whole microbatches."""
+    """Yield ``variant`` within each of a dozen limits, tightest first: parts of the bytes that
+    there are, or whole microbatches if bytes are not known."""
     for limit in _limits(variant, room):
         yield replace(variant, problem=replace(variant.problem, memory_limit=limit))
 
@@ -86,7 +86,7 @@ def _limits(variant: Variant, room: float | None) -> list[MemoryLimit]:
 
 
 def _compared(plan: Plan) -> list[Candidate]:
-    """The best of those that no other beats in both time and memory, and 1F1B."""
+    """Return the best candidates that no other beats in both time and memory, and 1F1B."""
     best = {candidate.schedule: candidate for candidate in plan.best_of_each}
     names = dict.fromkeys(candidate.schedule for candidate in plan.front)
     first = [name for name in names if name != "1f1b"][: MOST_LINES - 1]

@@ -1,4 +1,4 @@
-"""A candidate and a plan as data: what to write, seconds and bytes, or the reason why not."""
+"""A candidate and a plan as data: flags, seconds and bytes, or the reason of a refusal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_ext.schedule.slices import Lengths
 
 @dataclass(frozen=True)
 class RankBytes:
-    """What one rank holds, in bytes, with the activations at their peak."""
+    """Bytes of one rank, with the activations at their peak."""
 
     weights: float
     gradients: float
@@ -26,10 +26,10 @@ class RankBytes:
 
 @dataclass(frozen=True)
 class Figures:
-    """A candidate's settings and figures.
+    """Settings and figures of a candidate.
 
     Attributes:
-        flags: the words that make a launch train so.
+        flags: the flags that make a launch train so.
         makespan, step, span: in seconds, or in the unit of the costs.
         fullest_rank: in bytes; None: not known.
         ranks: None where the model is not known.
@@ -56,7 +56,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a schedule is not among the candidates."""
+    """Reason why a schedule is not among the candidates."""
 
     schedule: str
     vocabulary: VocabMethod
@@ -88,7 +88,7 @@ def figures(candidate: Candidate) -> Figures:
 
 
 def bytes_of(rank: RankMemory) -> RankBytes:
-    """Return what ``rank`` holds, part by part."""
+    """Return the bytes of ``rank``, part by part."""
     model = rank.model
     return RankBytes(model.weights, model.gradients, model.optimizer, rank.activations, rank.total)
 
@@ -97,7 +97,7 @@ def as_data(value: Any) -> Any:
     """Return ``value``, made of frozen dataclasses, as ``--json`` prints it.
 
     A candidate becomes its `Figures`, and a plan its candidates, shortest first, and its refusals.
-    A field of a dataclass that its ``repr`` leaves out is left out.
+    A field that the ``repr`` of a dataclass omits is omitted.
     """
     if isinstance(value, Candidate):
         value = figures(value)
@@ -115,7 +115,7 @@ def as_data(value: Any) -> Any:
 
 
 def flags_of(candidate: Candidate) -> tuple[str, ...]:
-    """Return the words that make a launch train under ``candidate``."""
+    """Return the flags that make a launch train under ``candidate``."""
     made = candidate.report
     words = ["--pipeline-schedule", made.schedule]
     if candidate.limit is not None:
@@ -144,11 +144,13 @@ def flags_of(candidate: Candidate) -> tuple[str, ...]:
 
 
 def slower_by(candidate: Candidate, best: Candidate) -> float:
-    """What share of the time of ``best`` it takes more; less than 0 where it takes less."""
+    """Return the time of ``candidate`` beyond that of ``best``, as a share of the latter; negative
+    if ``candidate`` is faster."""
     return candidate.step / best.step - 1
 
 
 def made_again(candidate: Candidate) -> str:
-    """Behind other words, how much of its activations is made again; "" where nothing is."""
+    """Say, to stand behind other words, how much of the activations is recomputed; "" if nothing
+    is."""
     share = candidate.report.made_again
     return f", {share:.0%} recomputed in bubbles" if share else ""

@@ -29,16 +29,17 @@ def consider(
     may_offload: bool = False,
     at_most: float = math.inf,
 ) -> Candidate:
-    """Build and simulate ``variant``, within its memory limit and ``room`` bytes: if it may and
-    must, with offload or recompute, whichever takes less time. What chooses itself what is made
-    again is tried with recompute also where it need not, if memory is what costs it time. Where
-    pairs are asked for, it is tried with them and without.
+    """Build and simulate ``variant``, within its memory limit and ``room`` bytes.
 
-    Where there is no limit, the schedule is made for what the model leaves of ``room``: a family
-    may make use of it.
+    If it does not fit, and may use offload or recompute, the faster one is used. A schedule that
+    chooses itself what to recompute is also tried with recompute if memory costs it time. If
+    overlapped passes are requested, it is tried with and without.
+
+    Without a limit, the schedule is made for the memory that the model leaves of ``room``, which
+    some families use.
 
     Args:
-        at_most: what does not fit, and would take more seconds if it did, is not made to fit.
+        at_most: a schedule that does not fit is not made to fit if it takes more seconds.
 
     Raises:
         ValueError: the schedule cannot be made so.
@@ -89,7 +90,7 @@ SLOWED = 1.1  # times what any schedule would take without a limit
 
 
 def _is_slowed_by_memory(variant: Variant, made: Candidate) -> bool:
-    """Whether ``made`` may well be shorter where more is made again."""
+    """Return whether ``made`` may well be shorter with more recompute."""
     if not (variant.may_recompute and variant.choice.traits.fits_recompute):
         return False
     unlimited = replace(variant.problem, memory_limit=None)
@@ -97,7 +98,7 @@ def _is_slowed_by_memory(variant: Variant, made: Candidate) -> bool:
 
 
 def _ways_to_fit(variant: Variant, may_offload: bool) -> Iterator[Extras]:
-    """What may be asked for beside a memory limit, to fit into it."""
+    """Yield the options with which a variant may fit into its memory limit."""
     problem = variant.problem
     if may_offload and problem.costs.host is not None:
         yield replace(problem.extras, activation_offload=Offload.FIT)
@@ -119,7 +120,7 @@ def _without_offload(variant: Variant, method: VocabMethod, room: float | None) 
 
 
 class TooFull(ValueError):
-    """Why a schedule does not fit that would take ``step`` if it did."""
+    """Refusal of a schedule that does not fit, and would take ``step`` if it did."""
 
     def __init__(self, message: str, step: float) -> None:
         super().__init__(message)
@@ -145,7 +146,7 @@ _KEPT: ContextVar[dict[str, Candidate] | None] = ContextVar("kept", default=None
 
 @contextlib.contextmanager
 def keeping_candidates() -> Iterator[None]:
-    """What is built and simulated in the block is not again for the same problem."""
+    """Build and simulate each problem only once in the block."""
     token = _KEPT.set({})
     try:
         yield
@@ -174,8 +175,8 @@ def _made(variant: Variant, method: VocabMethod, *, whole: bool = False) -> Cand
 
 
 def built_whole(candidate: Candidate, room: float | None = None) -> Candidate:
-    """Return ``candidate`` with the figures of all its microbatches, which its repeating part may
-    have told.
+    """Return ``candidate`` with the figures of all its microbatches, instead of those that its
+    repeating part tells.
 
     Raises:
         ValueError: its schedule cannot be made after all, or takes more than ``room`` bytes.

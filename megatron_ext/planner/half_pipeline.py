@@ -1,4 +1,4 @@
-"""The same GPUs and global batch with half the pipeline ranks, and twice the data parallelism.
+"""Half the pipeline ranks and twice the data parallelism, on the same GPUs, with the same batch.
 
 That is what schedules with two copies of the model are (DualPipe, Chimera, BitPipe): every stage
 twice, and each copy half of the microbatches. Passes take twice as long, and the pipeline's ends
@@ -12,12 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from megatron_ext.cost_model.model_memory import TrainingState
-from megatron_ext.cost_model.reductions import Reduction
-from megatron_ext.planner.candidate import Candidate, Plan
-from megatron_ext.planner.figures import flags_of
-from megatron_ext.planner.planner import make_plan
 from megatron_ext.planner.training import Training
-from megatron_ext.planner.verdict import NOTHING, Written
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement, loop
@@ -25,7 +20,7 @@ from megatron_ext.schedule.placement import Placement, loop
 
 @dataclass(frozen=True)
 class Division:
-    """How a training is divided.
+    """Division of a training over its ranks.
 
     Attributes:
         ranks: of a pipeline.
@@ -60,83 +55,20 @@ class Division:
         return Division(self.ranks // 2, 2 * self.data_parallel, self.microbatches // 2)
 
 
-@dataclass(frozen=True)
-class Side:
-    """What there is with one division.
-
-    Attributes:
-        reduction: the longest of a rank under the best; None where the model is not known.
-    """
-
-    division: Division
-    plan: Plan
-    reduction: Reduction | None = None
-
-    @property
-    def flags(self) -> tuple[str, ...]:
-        """The words that make a launch train under the best; () where nothing fits."""
-        if self.plan.best is None:
-            return ()
-        ranks = str(self.division.ranks)
-        return ("--pipeline-model-parallel-size", ranks, *flags_of(self.plan.best))
-
-    @property
-    def whole_step(self) -> float | None:
-        """Of the best, with a reduction that no pass hides; None where nothing fits."""
-        if self.plan.best is None:
-            return None
-        return self.plan.best.step + (self.reduction.total if self.reduction is not None else 0.0)
-
-
-@dataclass(frozen=True)
-class Halves:
-    """Both divisions.
-
-    Attributes:
-        written: for the best on half of the ranks; nothing where nothing fits there.
-        job: what is trained, in words; "" where nobody needs to be told.
-        remarks: what was assumed.
-        is_estimate: whether times are seconds that were estimated.
-    """
-
-    whole: Side
-    half: Side
-    written: Written = NOTHING
-    job: str = ""
-    remarks: tuple[str, ...] = ()
-    is_estimate: bool = True
-
-    @property
-    def rows(self) -> list[tuple[str, Candidate | None, Candidate | None]]:
-        """Each schedule with what is best done about the vocabulary, on all ranks and on half of
-        them, where it is possible; by the time that it takes on half of them."""
-        of_whole, of_half = (
-            {candidate.schedule: candidate for candidate in side.plan.best_of_each}
-            for side in (self.whole, self.half)
-        )
-        left = [name for name in of_whole if name not in of_half]
-        return [(name, of_whole.get(name), of_half.get(name)) for name in (*of_half, *left)]
-
-    @property
-    def fits(self) -> bool:
-        """Whether anything does."""
-        return bool(self.rows)
-
-
-def compare_halves(training: Training, room: float | None = None) -> Halves:
-    """``training``, and twice as many copies of its model on half the ranks.
-
-    Args:
-        room: bytes that a rank has for everything; None: as much as it takes.
+def half_of(training: Training) -> Training:
+    """Return ``training`` with twice as many copies of its model on half the pipeline ranks.
 
     Raises:
         ValueError: there is no half.
     """
-    trained, limit = training.trained, training.limit
-    copies = 1 if trained is None else trained.state.data_parallel
-    whole = Division(training.ranks, copies, training.microbatches)
-    half = whole.halved()
-    of_half = replace(
+    trained, limit, extras = training.trained, training.limit, training.extras
+    if extras.slices.count > 1 or extras.pairs or training.speeds is not None:
+        raise ValueError(
+            "--half-pipeline compares whole microbatches, one pass after the other, on ranks that "
+            "are all alike: drop --slices, --pairs and --rank-speeds"
+        )
+    half = division_of(training).halved()
+    return replace(
         training,
         ranks=half.ranks,
         microbatches=half.microbatches,
@@ -145,15 +77,11 @@ def compare_halves(training: Training, room: float | None = None) -> Halves:
         trained=trained and replace(trained, state=_twice(trained.state)),
     )
 
-    def side(division: Division, training: Training) -> Side:
-        plan = make_plan(training.variant, room, may_offload=training.trained is not None)
-        if plan.best is None or training.trained is None:
-            return Side(division, plan)
-        return Side(division, plan, training.trained.longest_reduction(plan.best))
 
-    of_all, of_halves = side(whole, training), side(half, of_half)
-    written = Written(of_halves.flags)
-    return Halves(of_all, of_halves, written, is_estimate=training.is_estimate)
+def division_of(training: Training) -> Division:
+    """Return the division of ``training``."""
+    copies = 1 if training.trained is None else training.trained.state.data_parallel
+    return Division(training.ranks, copies, training.microbatches)
 
 
 def _twice(state: TrainingState) -> TrainingState:
@@ -165,7 +93,7 @@ def _twice(state: TrainingState) -> TrainingState:
 
 
 def _of_half(costs: Callable[[Placement], Costs]) -> Callable[[Placement], Costs]:
-    """``costs`` of twice the ranks on half of them, where a stage is two in a row of theirs."""
+    """Return ``costs`` of twice the ranks on half of them: two successive stages become one."""
 
     def on(placement: Placement) -> Costs:
         return costs(loop(2 * placement.ranks, vpp=placement.chunks)).in_pairs()
@@ -174,7 +102,7 @@ def _of_half(costs: Callable[[Placement], Costs]) -> Callable[[Placement], Costs
 
 
 def of_half_limit(limit: MemoryLimit) -> MemoryLimit:
-    """As many activations, where a microbatch has twice as many."""
+    """Return the limit for as many bytes if a microbatch holds twice as many."""
     if limit.microbatches is None:
         return limit
     return MemoryLimit(microbatches=limit.microbatches / 2)

@@ -1,57 +1,134 @@
-"""The plan of one training job: its verdict, and everything that was compared for it."""
+"""The planner: from a described training job to its plan.
+
+Each source of a job (sizes of a model or its costs, a launch command, a launch that is about to
+start) is a `PlannedJob`. One driver serves all of them:
+
+    PlannedJob -> candidates -> alternatives with their seconds -> verdict -> JobPlan
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 
-from megatron_ext.cost_model.assumptions import not_checked
-from megatron_ext.cost_model.estimate import waiting_shares
 from megatron_ext.cost_model.gpus import FreeMemory
-from megatron_ext.planner.candidate import Candidate, Plan, VocabMethod
+from megatron_ext.planner.candidate import Candidate, Plan, Variant, VocabMethod
 from megatron_ext.planner.confirmation import confirmed_verdict
 from megatron_ext.planner.curves import Curves, curves_of
-from megatron_ext.planner.figures import flags_of
-from megatron_ext.planner.layouts.estimated import estimated_work
-from megatron_ext.planner.layouts.given import given_work
-from megatron_ext.planner.layouts.layout import Layout, even_layout, evenly
-from megatron_ext.planner.layouts.lines import compare_layouts
-from megatron_ext.planner.layouts.work import Work
-from megatron_ext.planner.long_sequences import LongSequences, long_sequences
-from megatron_ext.planner.planner import make_plan
-from megatron_ext.planner.planning_time import until_end
-from megatron_ext.planner.training import Training
-from megatron_ext.planner.verdict import (
-    NOTHING,
-    Alternative,
-    Verdict,
-    Written,
-    is_stock,
-)
-from megatron_ext.schedule.placement import line
+from megatron_ext.planner.long_sequences import LongSequences
+from megatron_ext.planner.verdict import NOTHING, Alternative, Verdict, Written
 
-_BASELINE = "1f1b"  # Megatron's own where nothing else is asked for
+
+@dataclass(frozen=True)
+class Others:
+    """Alternatives to a job that are no schedules of its plan: other layouts, recompute, and so on.
+
+    Attributes:
+        long_sequences: alternatives for long sequences; None if they are short.
+        remarks: sentences on the comparison.
+    """
+
+    alternatives: tuple[Alternative, ...] = ()
+    long_sequences: LongSequences | None = None
+    remarks: tuple[str, ...] = ()
+
+
+_NO_OTHERS = Others()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedJob(ABC):
+    """Description of a training job, of its GPUs and of its limits.
+
+    Attributes:
+        text: the job in words, with the schedule that it has.
+        free: memory that a rank may take; None: not known.
+        is_estimate: whether times are seconds that were estimated.
+        remarks: assumptions on the job, a sentence each.
+        nothing_fits: error message if nothing fits.
+        confirms_all: whether every schedule that may prove to be the shortest is built whole, and
+            not only what is recommended.
+        waits: the share of each pass that waits for other ranks of a layer, by their group.
+    """
+
+    text: str = ""
+    free: FreeMemory | None = None
+    is_estimate: bool = True
+    remarks: tuple[str, ...] = ()
+    nothing_fits: str = "no schedule fits, for the reasons above"
+    confirms_all: bool = True
+    waits: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    @property
+    def room(self) -> float | None:
+        """Bytes that tensors of a rank may take; None: not known."""
+        return None if self.free is None else self.free.allocated
+
+    @abstractmethod
+    def variant(self, spec: str, method: VocabMethod) -> Variant | None:
+        """Return the problem of a schedule, as `make_plan` takes it."""
+
+    @abstractmethod
+    def compare(self) -> Plan:
+        """Compare schedules for the job."""
+
+    @abstractmethod
+    def baseline(self, plan: Plan) -> Alternative | None:
+        """Return the job as it is, though it may not fit; None if nothing is known of that.
+
+        ``plan``: the result of `compare`.
+        """
+
+    @abstractmethod
+    def alternative(self, made: Candidate) -> Alternative:
+        """Return a schedule of the plan with its seconds and its flags."""
+
+    def others(self, plan: Plan) -> Others:
+        """Compare alternatives that are no schedules of ``plan``."""
+        return _NO_OTHERS
+
+    def refusal(self, one: Alternative) -> str | None:
+        """Return the reason why a training under ``one`` could not start, if it could not."""
+        return None
+
+    def why_not(self, plan: Plan) -> str:
+        """Return the reason why the job cannot run as it is, if that is known."""
+        return ""
+
+    def fallbacks(self, others: Others) -> tuple[str, ...]:
+        """Return a text for each thing that would make the job fit."""
+        return ()
+
+    def command(self, written: Written) -> str:
+        """Return the whole launch command with what is ``written``; "" without a command."""
+        return ""
+
+    def remarks_on(self, taken: Candidate, written: Written) -> tuple[str, ...]:
+        """Return sentences on a change of the job."""
+        return ()
 
 
 @dataclass(frozen=True)
 class JobPlan:
-    """A plan for a job.
+    """Plan of a job.
 
     Attributes:
         job: the job in words, with the schedule that it has.
-        written: for the verdict; nothing where the job stays as it is.
-        of_stock: what is written for the best of Megatron's own levers, if one is worth it.
-        command: the whole launch command for the verdict; "" where there is none.
-        remarks: what was assumed, and what else there is to know.
-        fallbacks: where nothing fits, what would make the leanest schedule fit.
-        why_not: why the job cannot run as it is, if it cannot.
+        written: the flags for the verdict; nothing if the job stays as it is.
+        of_stock: the flags for the best of Megatron's own levers, if one is worth it.
+        command: the whole launch command for the verdict; "" if there is none.
+        remarks: assumptions, and what else there is to know.
+        fallbacks: what would make the leanest schedule fit, if nothing fits.
+        why_not: reason why the job cannot run as it is, if it cannot.
         free: memory that a rank may take; None: not known.
         is_estimate: whether times are seconds that were estimated.
-        others: alternatives beside the schedules of ``plan``: other layouts, recompute, and so on.
-        long_sequences: what can be done about sequences; None where they are short.
+        others: alternatives in addition to the schedules of ``plan``: other layouts, recompute,
+            and so on.
+        long_sequences: alternatives for long sequences; None if they are short.
         waits: the share of each pass that waits for other ranks of a layer, by their group.
-        curves: for the picture; None where nobody asked for one.
+        curves: for the picture; None if none was requested.
+        nothing_fits: error message if nothing fits.
     """
 
     plan: Plan
@@ -69,128 +146,41 @@ class JobPlan:
     long_sequences: LongSequences | None = None
     waits: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     curves: Curves | None = field(default=None, repr=False)
+    nothing_fits: str = field(default="", repr=False)
 
 
-def plan_training(
-    training: Training, free: FreeMemory | None = None, *, with_curves: bool = False
-) -> JobPlan:
-    """Compare all schedules for ``training`` with Megatron's 1F1B, and with each other."""
-    room = None if free is None else free.allocated
-    trained = training.trained
-    plan = make_plan(training.variant, room, may_offload=trained is not None)
-    slices = long_sequences(training, plan, room)
-    own = next((c for c in plan.candidates if _is_baseline(c)), None)
-    made = [candidate for candidate in plan.candidates if candidate is not own]
-    if slices is not None and slices.best is not None:
-        made.append(slices.best)
-    alternative = partial(_alternative, training)
-    baseline = None if own is None else alternative(own)
-    none: list[Alternative] = []
-    laid_out = until_end(partial(_layouts, training, room), none)
-    others = [*map(alternative, made), *laid_out]
-    found, plan = confirmed_verdict(plan, baseline, others, room)
-    waits: dict[str, dict[str, float]] = {}
-    if trained is not None and training.is_estimate and trained.execution.tensor_parallel > 1:
-        shares = waiting_shares(trained.model, trained.execution, trained.rates)
-        waits = {str(group): kinds for group, kinds in shares.items()}
+def plan_job(job: PlannedJob, *, with_curves: bool = False) -> JobPlan:
+    """Compare everything that ``job`` could train under, and return the plan with its verdict."""
+    plan = job.compare()
+    baseline = job.baseline(plan)
+    own = None if baseline is None else baseline.candidate
+    others = job.others(plan)
+    pool = [job.alternative(made) for made in plan.candidates if made is not own]
+    pool += others.alternatives
+    found, plan = confirmed_verdict(
+        plan, baseline, pool, job.room, job.refusal, confirms_all=job.confirms_all
+    )
+    taken, stock = found.taken, found.stock
+    written = NOTHING if taken is None else taken.write()
+    is_changed = taken is not None and not found.keeps
+    remarks = (*job.remarks, *others.remarks)
+    if taken is not None and is_changed:
+        remarks += job.remarks_on(taken.candidate, written)
     return JobPlan(
         plan,
         found,
-        f"Megatron's {_BASELINE}",
-        written=NOTHING if found.taken is None or found.keeps else found.taken.write(),
-        of_stock=NOTHING if found.stock is None else found.stock.write(),
-        why_not="" if own else plan.refusals.get((_BASELINE, VocabMethod.NAIVE), ""),
-        free=free,
-        is_estimate=training.is_estimate,
-        others=tuple(laid_out),
-        remarks=_unchecked(training),
-        long_sequences=slices,
-        waits=waits,
-        curves=curves_of(plan, training.variant, room) if with_curves else None,
+        job.text,
+        written=written,
+        of_stock=NOTHING if stock is None else stock.write(),
+        command=job.command(written) if is_changed else "",
+        remarks=remarks,
+        fallbacks=job.fallbacks(others) if taken is None else (),
+        nothing_fits=job.nothing_fits,
+        why_not="" if own in plan.candidates else job.why_not(plan),
+        free=job.free,
+        is_estimate=job.is_estimate,
+        others=others.alternatives,
+        long_sequences=others.long_sequences,
+        waits=job.waits,
+        curves=curves_of(plan, job.variant, job.room) if with_curves else None,
     )
-
-
-def _unchecked(training: Training) -> tuple[str, ...]:
-    """Return a sentence on the parts of an estimate that no measurement has checked, if any."""
-    if training.trained is None or not training.is_estimate:
-        return ()
-    sentence = not_checked(training.trained.execution)
-    return () if sentence is None else (sentence,)
-
-
-def _is_baseline(candidate: Candidate) -> bool:
-    is_naive = candidate.method is VocabMethod.NAIVE and is_stock(candidate)
-    return candidate.schedule == _BASELINE and is_naive
-
-
-def _alternative(training: Training, candidate: Candidate) -> Alternative:
-    return Alternative(candidate, candidate.step, lambda: _written(training, candidate))
-
-
-def _layouts(training: Training, room: float | None) -> list[Alternative]:
-    """Return the alternatives with other layouts; none if stages are alike, as far as is known, or
-    if nothing is known of single layers."""
-    work = _work_of(training)
-    if work is None:
-        return []
-    rule = partial(even_layout, work.model)
-    own = evenly(len(work.model.layers), training.ranks)
-    lines = compare_layouts([work], (_BASELINE, own), rule, room)
-    return [
-        Alternative(
-            made.candidate,
-            made.candidate.step,
-            partial(_written, training, made.candidate, made.layout),
-            made.layout.text(),
-        )
-        for made in dict.fromkeys(lines.others.values())
-        if made is not lines.own and (room is None or made.fullest <= room)
-    ]
-
-
-def _work_of(training: Training) -> Work | None:
-    trained, extras = training.trained, training.extras
-    if extras.slices.count > 1 or extras.pairs:
-        return None
-    if training.costs is not None:
-        costs = training.costs(line(training.ranks))
-        layers = training.layers if trained is None else len(trained.model.layers)
-        if layers is None or layers < training.ranks or costs.host is not None:
-            return None
-        if trained is not None and not (training.speeds or costs.tower):
-            return None
-        work = given_work(costs, layers, ranks=training.ranks, microbatches=training.microbatches)
-    elif trained is not None and (training.speeds or trained.model.tower):
-        work = estimated_work(
-            trained.model,
-            trained.execution,
-            trained.state,
-            trained.rates,
-            ranks=training.ranks,
-            microbatches=training.microbatches,
-        )
-    else:
-        return None
-    return replace(
-        work,
-        limit=training.limit,
-        post_validation=extras.post_validation,
-        speeds=training.rank_speeds,
-    )
-
-
-def _written(training: Training, candidate: Candidate, layout: Layout | None = None) -> Written:
-    """Return the flags for ``candidate`` of a job without a launch command."""
-    placed: tuple[str, ...] = ()
-    if layout is not None and not layout.is_even:
-        placed = ("--pipeline-model-parallel-layout", layout.text())
-    if not is_stock(candidate):
-        speeds = () if training.speeds is None else ("--pipeline-rank-speeds", str(training.speeds))
-        return Written((*flags_of(candidate), *speeds, *placed))
-    if placed:
-        return Written(placed)
-    chunks = candidate.report.vpp
-    words = tuple(word for word in flags_of(candidate) if word.startswith("--account-for"))
-    if chunks > 1:
-        words = ("--num-virtual-stages-per-pipeline-rank", str(chunks), *words)
-    return Written(words)

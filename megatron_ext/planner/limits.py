@@ -1,4 +1,4 @@
-"""What the model leaves of a rank's memory, and what no schedule within it takes less time than."""
+"""The memory that a model leaves of a rank, and lower bounds on the time of schedules."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ CLOSE = 0.02  # above what any schedule takes: of a long step, a search gains no
 
 
 def limit_left(variant: Variant, room: float | None) -> MemoryLimit | None:
-    """What the model leaves of ``room`` on the rank where it takes most; None: not known, or
-    nothing."""
+    """Return the bytes that the model leaves of ``room`` on the rank where it takes most; None: not
+    known, or nothing."""
     if room is None or variant.model is None:
         return None
     left = room - max(rank.total for rank in variant.model)
@@ -23,21 +23,22 @@ def limit_left(variant: Variant, room: float | None) -> MemoryLimit | None:
 
 
 def least_step(variant: Variant, room: float | None = None) -> float:
-    """What no schedule like ``variant`` takes less than, with nothing made again to fit, within its
-    limit or what the model leaves of ``room``."""
+    """Return a lower bound on the step of any schedule like ``variant``, without recompute, within
+    its limit or within the memory that the model leaves of ``room``."""
     limit = variant.problem.memory_limit or limit_left(variant, room)
     problem = replace(variant.problem, memory_limit=limit)
     return least_time(problem, variant.choice.traits.splits_backward)
 
 
 def is_close(made: Candidate) -> bool:
-    """Whether no search finds what takes `CLOSE` less than ``made``, in as much memory."""
+    """Return whether no search finds a step that is `CLOSE` shorter than ``made`` in the same
+    memory."""
     return made.step <= (1 + CLOSE) * least_step(made.variant)
 
 
 def least_time(problem: Problem, splits_backward: bool) -> float:
-    """What no schedule for ``problem`` takes less than: of any order, with its backward split or
-    not."""
+    """Return a lower bound on the time of all schedules for ``problem``, in any order, with a split
+    backward pass or without."""
     if problem.extras.recompute != Recompute():  # which knows how to do with less memory
         extras = replace(problem.extras, recompute=Recompute())
         problem = replace(problem, memory_limit=None, extras=extras)

@@ -1,4 +1,4 @@
-"""Long sequences: cut into slices, beside what else saves memory or shortens bubbles."""
+"""Alternatives for long sequences: slices, compared with other ways to save memory or bubbles."""
 
 from __future__ import annotations
 
@@ -34,15 +34,14 @@ _MADE_AGAIN = "it fits if some activations are recomputed"
 
 @dataclass(frozen=True, eq=False)
 class Way:
-    """Something to do about long sequences.
+    """Alternative for long sequences.
 
     Attributes:
-        words: for it.
-        candidates: that fit, shortest step first.
-        why_not: there is none.
-        slices: into which sequences are cut.
-        is_here: whether the ranks are divided as the launch has them; if not, it is there to
-            compare with.
+        words: a name for it.
+        candidates: the schedules that fit, shortest step first.
+        why_not: reason why there is none.
+        slices: slices of a sequence.
+        is_here: whether the ranks are split as in the launch; if not, it only serves comparison.
     """
 
     words: str
@@ -59,12 +58,12 @@ class Way:
 
 @dataclass(frozen=True)
 class LongSequences:
-    """Ways to train on long sequences, side by side.
+    """Alternatives for long sequences, side by side.
 
     Attributes:
-        tokens: of a sequence.
+        tokens: tokens of a sequence.
         sharing: context-parallel ranks, which share each slice.
-        written: for `best`, if there is one.
+        written: the flags for `best`, if there is one.
     """
 
     tokens: int
@@ -79,25 +78,25 @@ class LongSequences:
 
     @property
     def best(self) -> Candidate | None:
-        """The shortest step with slices that kernels are as fast on as on whole sequences."""
+        """The shortest step with slices that are long enough for fast kernels."""
         most = self.of_rank // LONG_ENOUGH
         return shortest_of(way for way in self.ways if 1 < way.slices <= most)
 
 
 def context_parallel(ranks: int, copies: int) -> str:
-    """Words for so many context-parallel ranks, and ``copies`` of the model."""
+    """Name so many context-parallel ranks, and ``copies`` of the model."""
     return f"--context-parallel-size {ranks}, DP {copies}"
 
 
 def shortest_of(ways: Iterable[Way]) -> Candidate | None:
-    """The shortest step of ``ways``."""
+    """Return the candidate with the shortest step of ``ways``."""
     known = [way.shortest for way in ways if way.shortest is not None]
     return min(known, key=lambda made: (made.step, made.holds), default=None)
 
 
 def long_sequences(training: Training, plan: Plan, room: float | None) -> LongSequences | None:
-    """What can be done about the sequences of ``training``, whose ``plan`` this is; None where they
-    are short.
+    """Return the alternatives for the sequences of ``training``, whose ``plan`` this is; None if
+    they are short.
 
     Args:
         room: bytes that a rank may take; None: as much as it takes.
@@ -124,7 +123,7 @@ def _with_slices(training: Training, slices: Slices) -> VariantOf:
 def _of_other_settings(
     training: Training, trained: TrainedModel, room: float | None
 ) -> Iterator[Way]:
-    """Full recompute, and context parallelism with half of the data parallelism."""
+    """Yield full recompute, and context parallelism with half of the data parallelism."""
     execution, copies = trained.execution, trained.state.data_parallel
 
     def run(execution: Execution, microbatches: int) -> VariantOf:
@@ -141,8 +140,8 @@ def _of_other_settings(
 
 
 def ways_of_plan(plan: Plan, slices: int = 1) -> list[Way]:
-    """What ``plan``, whose sequences are in so many ``slices``, has: without anything that is made
-    again in bubbles, and with."""
+    """Return the alternatives of ``plan``, whose sequences are cut into ``slices``: without
+    recompute in bubbles, and with."""
     words = WHOLE if slices == 1 else f"{slices} slices"
     once = tuple(made for made in plan.candidates if not made.report.made_again)
     ways = [Way(words, once, "" if once else _why_nothing(plan) or _MADE_AGAIN, slices)]
@@ -156,11 +155,11 @@ def ways_with_slices(
     counts: Sequence[int] = COUNTS,
     specs: Sequence[str] = SPECS,
 ) -> list[Way]:
-    """Sequences cut into each of ``counts`` slices with as much to do each.
+    """Return the alternatives with sequences cut into each of ``counts`` slices of equal work.
 
     Args:
-        variants_of: the problem of each schedule with such slices. Raises ValueError where there
-            can be none.
+        variants_of: the problem of each schedule with such slices. Raises ValueError if there is
+            none.
         room: bytes that a rank may take; None: as much as it takes.
     """
     ways = []
@@ -184,8 +183,9 @@ def way_of(
     *,
     is_here: bool = True,
 ) -> Way:
-    """What fits into ``room`` of ``specs``, with the vocabulary at the ends of the pipeline, and
-    without searches. What would take long to be simulated is left out."""
+    """Return an alternative: the schedules of ``specs`` that fit into ``room``, with the vocabulary
+    at the ends of the pipeline, and without searches. Schedules whose simulation takes long are
+    refused."""
 
     def quick(name: str, method: VocabMethod) -> Variant | None:
         variant = variant_of(name, method) if method is VocabMethod.NAIVE else None
@@ -201,7 +201,7 @@ def way_of(
 
 
 def _why_nothing(plan: Plan) -> str:
-    """The reason that most schedules are refused for, where all are."""
+    """Return the reason for which most schedules are refused; "" if some are not."""
     if plan.candidates or not plan.refusals:
         return ""
     reasons = [why.removeprefix(f"{name}: ") for (name, _), why in plan.refusals.items()]
@@ -209,7 +209,7 @@ def _why_nothing(plan: Plan) -> str:
 
 
 def shortest_slice(problem: Problem, tokens: int) -> int | None:
-    """How many of the ``tokens`` of a sequence its shortest slice has; None: it is not cut."""
+    """Return the tokens of the shortest slice of a sequence of ``tokens``; None: it is not cut."""
     if problem.slices == UNCUT:
         return None
     ends = (0.0, *problem.slice_ends)

@@ -11,6 +11,8 @@ from megatron_ext.cost_model.model import Model, Stage
 from megatron_ext.cost_model.stage_seconds import seconds_of_layers
 from megatron_ext.schedule.rank_speeds import RankSpeeds
 
+ASSUMED_GPU = "times are an H100's, and its memory is not compared: --gpu names yours"
+
 
 def reference_of(gpus: Sequence[Gpu]) -> Gpu:
     """Return the GPU that costs are estimated for: the first of ``gpus``, with the least memory of

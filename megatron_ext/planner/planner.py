@@ -1,4 +1,4 @@
-"""All families side by side on one model, and which to take."""
+"""Comparison of all families on one model."""
 
 from __future__ import annotations
 
@@ -43,25 +43,25 @@ def make_plan(
     known: Sequence[Candidate] = (),
     is_long: bool = False,
 ) -> Plan:
-    """Build and simulate every family with every method, what searches last.
+    """Build and simulate every family with every treatment of the vocabulary, searches last.
 
-    Of those that search, the `SEARCHED` that are best without it are searched for, with each
-    method. Schedules of the laboratory are not made to fit: others fit in less time.
+    Of the families that search, the `SEARCHED` that are best without their search are searched for,
+    with each treatment. Laboratory schedules are not made to fit, since others fit in less time.
+
+    If the time of the plan ends before (`planning_time`), the plan has what was compared by then.
 
     Args:
         room: bytes that a rank has for everything; None: as much as it takes.
-        only_promising: leave out, with its reason, what is proved to take longer than a stable
-            one, and search with one method only, that of the best before.
-        may_offload: let activations of a schedule leave for the host where it does not fit without.
-        better_than: what is known already, for ``only_promising`` to compare with.
-        specs: what is compared; None: every family, and those that search with each number of
-            chunks (`SEARCHES`).
-        known: what has been made already of ``variant_of`` in ``room``, which is not made again.
-        is_long: whether steps are so long that searches take minutes: what takes longer than
-            another is not made to fit, and what is `CLOSE` to what it has to take is not searched
-            for.
-
-    Where the time of the plan ends before (`planning_time`), it has what was compared by then.
+        only_promising: refuse what is proved to take longer than a stable schedule, and search
+            with one treatment of the vocabulary only, that of the best before.
+        may_offload: let activations of a schedule leave for the host if it does not fit without.
+        better_than: a candidate that is known, with which ``only_promising`` compares.
+        specs: the specs that are compared; None: every family, and those that search with each
+            number of chunks (`SEARCHES`).
+        known: candidates that were made of ``variant_of`` in ``room`` before.
+        is_long: whether steps are so long that searches take minutes. A schedule that takes longer
+            than another is then not made to fit, and one that is `CLOSE` to its lower bound is not
+            searched for.
     """
     comparison = _Comparison(
         variant_of, room, only_promising, may_offload, better_than, known, is_long
@@ -87,7 +87,7 @@ def make_plan(
 
 
 def all_specs() -> Iterator[str]:
-    """Every family, and those that search with each number of chunks."""
+    """Yield every family, and those that search with each number of chunks."""
     with_chunks = defaultdict(list)
     for search in SEARCHES:
         with_chunks[entry_of(search.spec).name].append(search.spec)
@@ -96,7 +96,7 @@ def all_specs() -> Iterator[str]:
 
 
 class _Comparison:
-    """A plan while it is made. Arguments as of `make_plan`."""
+    """A plan in the making. Arguments as in `make_plan`."""
 
     def __init__(
         self,
@@ -117,7 +117,8 @@ class _Comparison:
         self._only_promising = only_promising
 
     def add(self, pair: Pair) -> bool:
-        """Make ``pair`` a candidate, or keep why it is none. Whether it is one."""
+        """Make ``pair`` a candidate, or store the reason of its refusal. Return whether it is
+        one."""
         candidate = self._consider(pair)
         if candidate is None:
             return False
@@ -147,8 +148,8 @@ class _Comparison:
         work.done += len(pairs)
 
     def _is_known_enough(self, candidate: Candidate) -> bool:
-        """Whether a search would gain next to nothing, or begin with what is no better than others
-        that need none."""
+        """Return whether a search would gain next to nothing, or would begin with a step that is no
+        better than those of others that need no search."""
         best = self._best
         return is_close(candidate) or (best is not None and candidate.step >= best.step)
 
@@ -179,8 +180,8 @@ class _Comparison:
             return None
 
     def _within_the_best(self, variant: Variant) -> Variant:
-        """``variant``, which searches, in as much memory as the best of the others takes, where
-        only times are known: without a limit a search would stay within 1F1B's."""
+        """Return ``variant``, which searches, in as much memory as the best of the others takes, if
+        only times are known. Without a limit a search stays within 1F1B's memory."""
         problem = variant.problem
         best = min(stable_of(self.candidates), key=by_time, default=None)
         if problem.memory_limit is not None or variant.model is not None or best is None:
@@ -192,15 +193,15 @@ class _Comparison:
 
     @property
     def _best(self) -> Candidate | None:
-        """The best stable one that others are compared with, if they are."""
+        """The best stable candidate to compare others with, if they are compared."""
         there = [*self.candidates, *self._known.values()]
         better = [] if self._better_than is None else [self._better_than]
         known = (*stable_of(there), *better) if self._only_promising else ()
         return min(known, key=by_time, default=None)
 
     def leave_out(self, pairs: Sequence[Pair]) -> None:
-        """Keep what is known already, and say of schedules that none of ``pairs`` has told of that
-        there was no time for them."""
+        """Store what is known already, and refuse each schedule of ``pairs`` that was not compared,
+        since there was no time for it."""
         there = {(made.schedule, made.method) for made in self.candidates}
         self.candidates += [made for pair, made in self._known.items() if pair not in there]
         told = {made.schedule for made in self.candidates} | {spec for spec, _ in self.refusals}
@@ -237,5 +238,6 @@ def _check_on_stages_of(best: Candidate, variant: Variant) -> None:
 
 
 def without_figures(why: str) -> str:
-    """``why`` a schedule is refused, the same for all that take longer than another."""
+    """Return ``why`` without figures: the same text for all schedules that take longer than
+    another."""
     return f"takes more time than another{_WHATEVER}" if why.endswith(_WHATEVER) else why

@@ -25,8 +25,8 @@ _SOON = 0.01  # CPU seconds
 
 
 class PlanningEnd(BaseException):
-    """The time of a plan, or of a part of it, is over. No ValueError: a candidate that was under
-    way is not refused, it is unknown."""
+    """End of the time of a plan, or of a part of it. It is no ValueError: a candidate that was
+    under way is not refused, it is unknown."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class PlanningTime:
             not been.
         first_answer: CPU seconds from then to the first answer; None: there is none yet.
         is_interrupted: whether Ctrl-C ended it.
-        is_short: whether some of the comparison was ignored for want of time.
+        is_short: whether some of the comparison was ignored because the time was over.
         share: of the limit, after which work ends now.
     """
 

@@ -8,14 +8,15 @@ from megatron_ext.schedule.costs import Costs
 
 
 def tells_vocabulary(costs: Costs) -> bool:
-    """Whether ``costs`` tell embedding and output layer apart from the layers beside them."""
+    """Return whether ``costs`` tell embedding and output layer apart from the layers of their
+    stages."""
     vocabulary = costs.vocabulary
     return vocabulary is not None and any((*vocabulary.head, *vocabulary.embedding))
 
 
 def redistributed_layers(layers: int, stages: int) -> list[int]:
-    """``layers`` on each stage, as Megatron spreads them when the output layer counts as one
-    (``--account-for-loss-in-pipeline-split``), and the embedding too if only then they divide
+    """Return ``layers`` on each stage as Megatron spreads them if the output layer counts as one
+    (``--account-for-loss-in-pipeline-split``), and the embedding too if they divide only then
     (``--account-for-embedding-in-pipeline-split``).
 
     Raises:
@@ -38,7 +39,7 @@ def redistributed_layers(layers: int, stages: int) -> list[int]:
 
 
 def redistribute(costs: Costs, layers: int) -> Costs:
-    """``costs`` of ``layers`` equal layers with as many on each stage as Megatron puts there
+    """Return ``costs`` of ``layers`` equal layers with as many on each stage as Megatron puts there
     (`redistributed_layers`).
 
     Raises:
@@ -53,7 +54,7 @@ def redistribute(costs: Costs, layers: int) -> Costs:
 
 
 def _numbers_that_divide(layers: int, stages: int) -> str:
-    """Numbers of layers that can be redistributed, below and above ``layers``."""
+    """Name numbers of layers that can be redistributed, below and above ``layers``."""
     fit = [
         n for n in range(1, layers + stages + 1) if (n + 1) % stages == 0 or (n + 2) % stages == 0
     ]

@@ -11,7 +11,6 @@ from megatron_ext.cost_model.execution import Execution
 from megatron_ext.cost_model.model import Model, Stage, stages_of
 from megatron_ext.cost_model.model_memory import TrainingState, bytes_of_ranks
 from megatron_ext.cost_model.rates import Rates
-from megatron_ext.cost_model.reductions import Reduction, reductions_of_ranks
 from megatron_ext.planner.candidate import (
     Candidate,
     Variant,
@@ -19,6 +18,7 @@ from megatron_ext.planner.candidate import (
     goes_with,
     keeps_pairs,
 )
+from megatron_ext.planner.outside_passes import seconds_outside_passes
 from megatron_ext.planner.redistribution import (
     redistribute,
     redistributed_layers,
@@ -49,20 +49,6 @@ class TrainedModel:
             return stages_of(self.model, redistributed_layers(len(self.model.layers), number))
         return stages_of(self.model, self.model.evenly(number))
 
-    def longest_reduction(self, candidate: Candidate) -> Reduction:
-        """Return that of the pipeline rank which takes longest under ``candidate``."""
-        placement, method = candidate.variant.problem.placement, candidate.method
-        reductions = reductions_of_ranks(
-            self.model,
-            self.stages(placement, method),
-            self.execution,
-            placement,
-            method.vocabulary,
-            self.state,
-            self.rates,
-        )
-        return max(reductions, key=lambda reduction: reduction.total)
-
 
 @dataclass(frozen=True)
 class Training:
@@ -73,8 +59,8 @@ class Training:
         costs: the costs on a placement, as given; None: they are estimated from ``trained``.
         trained: the model; None: only costs are known.
         limit: of activations; None: none.
-        extras: the options that are asked for. Pairs are kept by the schedules that can.
-        layers: of the model, where ``trained`` does not tell.
+        extras: the requested options. Only schedules that can overlap passes do so.
+        layers: of the model, if ``trained`` does not tell.
         speeds: of the ranks, relative to those of the costs; None: all are alike.
     """
 
@@ -97,12 +83,22 @@ class Training:
         """Whether times are estimated."""
         return self.costs is None
 
+    def seconds_outside_passes(self, made: Candidate) -> float:
+        """Return the seconds of the optimizer, and of reductions that no pass of ``made`` hides; 0
+        if times are no estimates."""
+        trained = self.trained
+        if trained is None or not self.is_estimate:
+            return 0.0
+        state, run, rates = trained.state, trained.execution, trained.rates
+        ranks = made.variant.model or ()
+        return max(seconds_outside_passes(rank, state, run, rates) for rank in ranks)
+
     def variant(self, name: str, method: VocabMethod) -> Variant | None:
         """Return the problem of the family ``name``, for `make_plan`; None if the given costs do
         not tell what ``method`` would change.
 
         Raises:
-            ValueError: the layers do not divide over its stages.
+            ValueError: the layers cannot be split over its stages.
         """
         choice = choose(name)
         if not goes_with(self.extras.slices, choice, method.vocabulary):
@@ -148,7 +144,7 @@ class Training:
 
 
 def _with_bytes(costs: Costs, estimated: Costs) -> Costs:
-    """``costs``, with the bytes of ``estimated`` where they have none."""
+    """Return ``costs``, with the bytes of ``estimated`` if they have none."""
     if costs.held_bytes is not None:
         return costs
     assert estimated.vocabulary is not None

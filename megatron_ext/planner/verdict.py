@@ -43,15 +43,23 @@ class Alternative:
     """One way to train the job.
 
     Attributes:
-        seconds: of a step, with what comes on top of its passes where that is known.
-        write: makes the flags that are to be written for it. It is called for what is shown only.
-        layout: the layers of each stage, where they are not Megatron's own.
+        seconds: of a step, with the optimizer and exposed reductions if these are known.
+        write: makes its flags. It is called only for what is shown.
+        layout: the layers of each stage, if they are not Megatron's own.
+        division: the pipeline ranks and copies of the model, if they are others than the job has.
     """
 
     candidate: Candidate
     seconds: float
     write: Callable[[], Written] = field(repr=False)
     layout: str = ""
+    division: str = ""
+
+    @property
+    def name(self) -> str:
+        """Its schedule with its other settings."""
+        name = name_of(self.candidate)
+        return f"{name} on {self.division}" if self.division else name
 
     @property
     def holds(self) -> float:
@@ -65,9 +73,9 @@ class Verdict:
 
     Attributes:
         baseline: the job as it is; None: that cannot run, or nothing is known of it.
-        taken: what to train under: ``baseline`` itself where nothing is worth a change. None:
-            nothing fits.
-        stock: the best change that needs Megatron's own flags alone, where one is worth it.
+        taken: the alternative to train under: ``baseline`` itself if nothing is worth a change.
+            None: nothing fits.
+        stock: the best change that needs Megatron's own flags alone, if one is worth it.
         tie: the others whose steps are as long as that of ``taken``.
         excess: memory of ``baseline`` beyond what a rank may take; 0: it fits.
         shortest: the shortest step of all others, taken or not; None: there is none.
@@ -92,7 +100,7 @@ class Verdict:
 
 
 def is_stock(candidate: Candidate) -> bool:
-    """Whether Megatron runs ``candidate`` by itself, with its own flags."""
+    """Return whether Megatron runs ``candidate`` by itself, with its own flags."""
     made = candidate.report
     return (
         candidate.family in STOCK
@@ -107,10 +115,10 @@ def is_stock(candidate: Candidate) -> bool:
 def verdict(
     baseline: Alternative | None, others: Iterable[Alternative], free: float | None = None
 ) -> Verdict:
-    """Return what is best of ``baseline`` and ``others``.
+    """Return the best of ``baseline`` and ``others``.
 
     Args:
-        others: what else there is. Of these only stable schedules are taken, unless none is.
+        others: all alternatives. Only stable schedules are taken, unless none is stable.
         free: bytes that a rank may take; None: not known. ``others`` fit into that.
     """
     pool = list(others)
@@ -156,16 +164,18 @@ def shortest_of_others(found: Verdict) -> str:
     shortest = found.shortest
     if shortest is None or found.saved_by(shortest) <= 0:
         return ""
-    return f" (the shortest, {name_of(shortest.candidate)}, {found.saved_by(shortest):.1%})"
+    return f" (the shortest, {shortest.name}, {found.saved_by(shortest):.1%})"
 
 
 def eligible(pool: Sequence[Alternative]) -> list[Alternative]:
-    """Return what may be recommended of ``pool``: its stable schedules, or all if there is none."""
+    """Return the alternatives of ``pool`` that may be recommended: its stable schedules, or all if
+    none is stable."""
     return [one for one in pool if stable_of([one.candidate])] or list(pool)
 
 
 def _adds(taken: Alternative | None, stock: Alternative) -> bool:
-    """Whether ``taken`` is worth more than ``stock``: by time, or in the same time by memory."""
+    """Return whether ``taken`` is worth more than ``stock``: by time, or in the same time by
+    memory."""
     assert taken is not None
     is_shorter = taken.seconds <= (1 - WORTH) * stock.seconds
     is_leaner = taken.holds < (1 - ALIKE) * stock.holds

@@ -177,7 +177,9 @@ def _frozen(work: Work) -> Work:
         ranks = work.bytes_of(stages, placement, vocabulary)
         return [ModelBytes(rank.weights, 0.0, 0.0) for rank in ranks]
 
-    return replace(work, costs_of=costs_of, bytes_of=bytes_of, seconds_beside=lambda model: 0.0)
+    return replace(
+        work, costs_of=costs_of, bytes_of=bytes_of, seconds_outside_passes=lambda model: 0.0
+    )
 
 
 Found = Gains | str  # why there are none

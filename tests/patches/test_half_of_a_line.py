@@ -13,16 +13,13 @@ from megatron_ext.cli import app
 from megatron_ext.cost_model.gpus import parse_gpu
 from megatron_ext.doctor.words import Launch
 from megatron_ext.launch_planner import parsed_launch
-from megatron_ext.launch_planner.alternatives.half_of_launch import on_half
-from megatron_ext.launch_planner.launch_plan import (
-    LaunchRequest,
-    ParsedLaunch,
-    plan_halves,
-    with_launch,
-)
+from megatron_ext.launch_planner.alternatives.half_of_launch import half_of_launch, on_half
+from megatron_ext.launch_planner.launch_plan import plan_line
+from megatron_ext.launch_planner.parsed_launch import LaunchRequest, ParsedLaunch, with_launch
 from megatron_ext.planner import planner
 from megatron_ext.planner.candidate import VocabMethod
-from megatron_ext.planner.half_pipeline import Division, Halves
+from megatron_ext.planner.half_pipeline import Division
+from megatron_ext.planner.verdict import Alternative
 from tests.helpers.megatron_runs import SCRIPT, model_flags
 
 FLAGS: dict[str, Any] = {
@@ -61,22 +58,23 @@ def asked(**overrides: object) -> LaunchRequest:
     return LaunchRequest(Launch(str(SCRIPT), False, words, world_size=8), gpu=parse_gpu("h100"))
 
 
-def made(**overrides: object) -> Halves:
-    return plan_halves(asked(**overrides))
+def halves(**overrides: object) -> list[Alternative]:
+    return with_launch(asked(**overrides), half_of_launch)
 
 
-def test_a_line_and_half_of_it() -> None:
-    halves = made()
-    assert str(halves.whole.division) == "PP 4 x DP 2" and halves.whole.division.microbatches == 4
-    assert str(halves.half.division) == "PP 2 x DP 4" and halves.half.division.microbatches == 2
-    before, after = halves.whole.plan.best, halves.half.plan.best
-    assert before is not None and before.memory is not None
-    assert after is not None and after.memory is not None
-    memory = before.memory, after.memory
-    gradients = [max(rank.model.gradients for rank in ranks) for ranks in memory]
+def test_half_of_a_launch_holds_more_of_the_model() -> None:
+    fastest, *_ = halves()
+    assert fastest.division == "PP 2 x DP 4"
+    problem, memory = fastest.candidate.variant.problem, fastest.candidate.memory
+    assert (problem.ranks, problem.microbatches) == (2, 2) and memory is not None
+    whole = plan_line(asked()).verdict.baseline
+    assert whole is not None and whole.candidate.memory is not None
+    gradients = [
+        max(rank.model.gradients for rank in ranks) for ranks in (whole.candidate.memory, memory)
+    ]
     assert 1.3 * gradients[0] < gradients[1] < 2 * gradients[0]  # the output layer is on one rank
-    assert halves.whole.reduction is not None and halves.half.reduction is not None
-    assert halves.half.reduction.gradients > halves.whole.reduction.gradients > 0
+    outside = [one.seconds - one.candidate.step for one in (whole, fastest)]
+    assert outside[1] > outside[0] > 0  # twice the gradients are reduced
 
 
 @pytest.mark.parametrize(
@@ -114,27 +112,27 @@ def test_two_stages_become_one(given: dict[str, Any], expected: dict[str, Any]) 
 
 
 def test_what_is_written_for_half_of_it() -> None:
-    layout = made(pipeline_model_parallel_layout="Et*3|t*5|t*5|t*3L")
-    best = layout.half.plan.best
-    assert best is not None and best.schedule == "zb-v"
-    assert (
-        layout.written.added[:2] == ("--pipeline-model-parallel-size", "2")
-        and not layout.written.dropped
-    )
-    assert layout.written.added[2:4] == (
-        "--pipeline-model-parallel-layout",
-        "Etttt|tttt|tttt|ttttL",
-    )
-    assert layout.written.added[4:6] == ("--pipeline-schedule", "zb-v")
+    laid_out = halves(pipeline_model_parallel_layout="Et*3|t*5|t*5|t*3L")
+    (zb_v,) = (one for one in laid_out if one.candidate.schedule == "zb-v")
+    written = zb_v.write()
+    assert written.added[:2] == ("--pipeline-model-parallel-size", "2") and not written.dropped
+    assert written.added[2:4] == ("--pipeline-model-parallel-layout", "Etttt|tttt|tttt|ttttL")
+    assert written.added[4:6] == ("--pipeline-schedule", "zb-v")
+
+
+def test_megatrons_own_schedule_needs_no_flag_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "all_specs", lambda: ["interleaved"])
+    (loop,) = halves()
+    chunks = str(loop.candidate.report.vpp)
+    size = ("--pipeline-model-parallel-size", "2")
+    assert loop.write().added == (*size, "--num-virtual-stages-per-pipeline-rank", chunks)
 
 
 def test_the_command() -> None:
     words = ["plan", "--half-pipeline", "--gpu", "h100", "--world-size", "8"]
-    line = ["--", str(SCRIPT), *model_flags(**FLAGS)]
-    text = CliRunner().invoke(app, [*words, *line]).output
-    assert "16 layers on 8 ranks (PP 4 x DP 2), 4 microbatches of 1 x 1024 tokens" in text
-    assert "write for PP 2 x DP 4: --pipeline-model-parallel-size 2 --pipeline-sched" in text
-    data = json.loads(CliRunner().invoke(app, [*words, "--json", *line]).stdout)
-    assert data["written"]["added"][1] == "2" and data["half"]["division"]["ranks"] == 2
-    given = CliRunner().invoke(app, [*words, "--costs", "f=1,i=1,w=1", *line, *OURS])
+    launch = ["--", str(SCRIPT), *model_flags(**FLAGS)]
+    told = json.loads(CliRunner().invoke(app, [*words, "--json", *launch]).stdout)
+    assert {one["division"] for one in told["others"]} >= {"PP 2 x DP 4"}
+    assert "on PP 2 x DP 4" in CliRunner().invoke(app, [*words, "--all", *launch]).output
+    given = CliRunner().invoke(app, [*words, "--costs", "f=1,i=1,w=1", *launch, *OURS])
     assert given.exit_code == 2 and "drop --costs" in given.output

@@ -40,7 +40,7 @@ from megatron_ext.cost_model.operations.operation import Exchange, Group, Passes
 from megatron_ext.doctor import line
 from megatron_ext.doctor.check import check_launch
 from megatron_ext.doctor.words import Launch, read_launch
-from megatron_ext.launch_planner import launch_plan, loading, parsed_launch
+from megatron_ext.launch_planner import launch_job, loading, parsed_launch
 from megatron_ext.launch_planner.alternatives import (
     first_answer,
     less_memory,
@@ -48,7 +48,7 @@ from megatron_ext.launch_planner.alternatives import (
     without_full_recompute,
 )
 from megatron_ext.launch_planner.alternatives.written import written_for
-from megatron_ext.launch_planner.launch_plan import plan_halves, plan_line
+from megatron_ext.launch_planner.launch_plan import plan_line
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest
 from megatron_ext.planner import planner
 from megatron_ext.planner.candidate import Candidate, Plan, VocabMethod
@@ -89,7 +89,7 @@ def few_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(without_full_recompute, "all_specs", lambda: specs)
     monkeypatch.setattr(first_answer, "all_specs", lambda: specs)
     monkeypatch.setattr(parsed_launch, "_METHODS", frozenset([VocabMethod.NAIVE, VocabMethod.TWO]))
-    monkeypatch.setattr(launch_plan, "_layouts", lambda read: None)  # test_layouts.py
+    monkeypatch.setattr(launch_job, "_layouts", lambda read: None)  # test_layouts.py
 
 
 def launch(**overrides: object) -> Launch:
@@ -242,7 +242,7 @@ def test_what_is_printed(tmp_path: Path) -> None:
     assert check_launch(read_launch(shlex.split(written)), 4, None).is_right
     assert "memory under" in command("--all", *words).output
     beside = command("--pp", "4", *words)
-    assert beside.exit_code == 2 and "says by itself what --pp" in beside.output
+    assert beside.exit_code == 2 and "--pp: a launch line" in beside.output
     assert "--pp and -m say" in command().output
 
 
@@ -379,18 +379,21 @@ def test_a_plan_says_what_no_measurement_has_checked(flags: dict[str, Any], what
 
 
 def test_half_a_line_is_planned_by_them_too(tmp_path: Path) -> None:
-    """Its times were called estimated, and its flags did not name the file: the run would have
-    estimated them."""
+    """Its flags did not name the file: the run would have estimated times."""
     path = measured_file(tmp_path, pipeline_model_parallel_size=4)
-    line_of_four = launch(**EXPERTS, pipeline_model_parallel_size=4)
-    asked = LaunchRequest(
-        line_of_four, gpu=parse_gpu("h100"), settings=("--pipeline-costs", str(path))
+    plan = plan_line(
+        LaunchRequest(
+            launch(**EXPERTS, pipeline_model_parallel_size=4),
+            gpu=parse_gpu("h100"),
+            settings=("--pipeline-costs", str(path)),
+            half_pipeline=True,
+        )
     )
-    halves = plan_halves(asked)
-    assert not halves.is_estimate and halves.written.added[-2:] == ("--pipeline-costs", str(path))
-    words = ("--gpu", "h100", "--half-pipeline", "--costs", str(path), "--world-size", "4")
-    output = command(*words, "--", str(SCRIPT), *line_of_four.arguments).output
-    assert "times are in the unit of --costs" in output
+    halves = [one for one in plan.others if one.division]
+    assert not plan.is_estimate and halves
+    for one in halves:
+        added = one.write().added
+        assert added[-2:] == ("--pipeline-costs", str(path)) or "--pipeline-schedule" not in added
 
 
 def test_room_is_left_for_what_a_model_says_of_the_allocator() -> None:
@@ -435,8 +438,10 @@ def test_room_is_left_for_what_a_trace_has_measured_of_the_allocator(tmp_path: P
     TraceFile(tmp_path / "cpu.json").add(step)
     on_cpu = command(*words, "--trace", str(tmp_path / "cpu.json"), *line_of_two)
     assert on_cpu.exit_code == 2 and "tells nothing for a plan" in on_cpu.output
-    alone = command("--pp", "4", "-m", "8", "--trace", str(tmp_path))
-    assert alone.exit_code == 2 and "--trace is for a launch line" in alone.output
+    model = "layers=16,hidden=1024,heads=8,sequence=1024,vocabulary=32000"
+    described = ("--pp", "4", "-m", "8", "--gpu", "h100", "--model", model, "--json")
+    alone = json.loads(command(*described, "--trace", str(tmp_path / "trace.json")).stdout)
+    assert alone["free"]["reserved"] == 68 * 2.0**30 and not alone["free"]["is_modelled"]
 
 
 def test_a_costs_file_of_before_has_costs_for_its_own_stages(tmp_path: Path) -> None:

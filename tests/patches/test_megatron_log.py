@@ -16,7 +16,7 @@ from megatron_ext.doctor import line as launch_line
 from megatron_ext.doctor.importing import silently
 from megatron_ext.doctor.log.megatron_log import launch_from_log, read_log
 from megatron_ext.doctor.log.unparse import unparse
-from megatron_ext.launch_planner import launch_plan, parsed_launch
+from megatron_ext.launch_planner import launch_job, parsed_launch
 from megatron_ext.launch_planner.alternatives import first_answer
 from megatron_ext.planner import planner
 from megatron_ext.planner.candidate import VocabMethod
@@ -250,7 +250,7 @@ def test_a_log_is_planned_as_its_launch_command(
     monkeypatch.setattr(planner, "all_specs", lambda: specs)
     monkeypatch.setattr(first_answer, "all_specs", lambda: specs)
     monkeypatch.setattr(parsed_launch, "_METHODS", frozenset([VocabMethod.NAIVE]))
-    monkeypatch.setattr(launch_plan, "_layouts", lambda read: None)
+    monkeypatch.setattr(launch_job, "_layouts", lambda read: None)
     words = model_flags(**LARGE)
     path = log_of(f"GPU 0: NVIDIA H200\n{printed(words, 16, capsys)}", tmp_path)
     command = ["plan", "--json"]

@@ -10,7 +10,6 @@ import functools
 import re
 import shlex
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,7 +31,7 @@ from megatron_ext.launch_planner.alternatives import (
     without_full_recompute,
 )
 from megatron_ext.launch_planner.command_line import command_with
-from megatron_ext.launch_planner.launch_plan import refusal_of
+from megatron_ext.launch_planner.launch_job import refusal_of
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest, with_launch
 from megatron_ext.planner import confirmation, planner, verdict
 from megatron_ext.planner.candidate import Plan, VocabMethod
@@ -119,9 +118,36 @@ def test_what_megatron_or_we_would_refuse_is_not_recommended(
     """Commands for public recipes were printed with such flags, and the ranks would have ended."""
     words = tuple(model_flags(**(FLAGS | flags)))
     request = LaunchRequest(Launch(str(SCRIPT), False, words, world_size=4))
-    alternative: Any = SimpleNamespace(write=lambda: written)
-    told = with_launch(request, lambda parsed: refusal_of(request, parsed, alternative))
+    told = with_launch(request, lambda parsed: refusal_of(request, parsed, written))
     assert told is None if why is None else told is not None and why in told
+
+
+@pytest.mark.parametrize(
+    ("values", "written", "why"),
+    [
+        ({}, Written(("--pipeline-schedule", "zb-v")), None),
+        (
+            {"num_virtual_stages_per_pipeline_rank": 2},
+            Written(("--pipeline-schedule", "zb-h1"), ("--num-virtual-stages-per-pipeline-rank",)),
+            None,
+        ),
+        (
+            {"num_virtual_stages_per_pipeline_rank": 2},
+            Written(("--pipeline-schedule", "zb-h1")),
+            "puts 1 stage on each rank",
+        ),
+        ({}, Written(("--tensor-model-parallel-size", "3")), "not divisible"),
+        ({"use_ring_exchange_p2p": True}, Written(("--pipeline-schedule", "zb-v")), "drop --use-r"),
+    ],
+)
+def test_what_a_file_of_arguments_would_be_refused_with(
+    values: dict[str, Any], written: Written, why: str | None
+) -> None:
+    """A file has no command to check, and its changes were recommended unchecked."""
+    launched = {"micro_batch_size": 1, "global_batch_size": 8, "train_iters": 5, "lr": 0.01}
+    request = LaunchRequest(values={**FLAGS, **launched, **values}, world_size=4)
+    told = with_launch(request, lambda parsed: refusal_of(request, parsed, written))
+    assert told is None if why is None else told is not None and why in told, told
 
 
 def test_pairs_drop_what_megatron_refuses_beside_them() -> None:

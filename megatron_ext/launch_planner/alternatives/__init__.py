@@ -1,1 +1,1 @@
-"""What a launch line could be instead, on the same GPUs."""
+"""Alternatives to a launch command, on the same GPUs."""

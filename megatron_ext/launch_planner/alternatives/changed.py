@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Changed:
-    """A launch command with other flags, and what it could train under.
+    """A launch command with other flags, and the schedules for it.
 
     Attributes:
-        dropped: Megatron's flags that go for it, beside those that a schedule replaces.
+        dropped: Megatron's flags that are removed, in addition to those that a schedule replaces.
     """
 
     line: LineVariants

@@ -1,4 +1,4 @@
-"""A first answer for a launch line: to compare all schedules takes up to a minute."""
+"""First answer for a launch command, since to compare all schedules takes up to a minute."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from megatron_ext.compile.registry import Mark, entry_of
 from megatron_ext.planner.candidate import Candidate, Plan, VocabMethod
-from megatron_ext.planner.figures import flags_of
 from megatron_ext.planner.planner import NO_TIME, all_specs, make_plan
 from megatron_ext.planner.planning_time import answered, within
 from megatron_ext.progress import remark
@@ -18,19 +17,26 @@ if TYPE_CHECKING:
     from megatron_ext.launch_planner.parsed_launch import ParsedLaunch
     from megatron_ext.launch_planner.variants import LineVariants
 
-LONG = 1_024  # pipeline ranks times microbatches, from which on it takes so long
+LONG = 1_024  # pipeline ranks times microbatches, from which on steps are long
 _FIRST = ("zb-v",)
 _RECOMPUTE = 0.15  # of the planning time, after which the first answer comes without recompute
 
 
-def first_answer(parsed: ParsedLaunch) -> Plan | None:
+def is_long(parsed: ParsedLaunch) -> bool:
+    """Return whether steps are so long that a comparison of all schedules takes up to a minute."""
+    args = parsed.validated
+    microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    return bool(args.pipeline_model_parallel_size * microbatches >= LONG)
+
+
+def first_answer(parsed: ParsedLaunch) -> Plan:
     """Compare the schedule of the command with few others that take no search, and say which is
     the best. If none of them fits, the same with recompute is tried.
 
     Returns:
-        the plan without recompute; None: steps are short, and `whole_plan` may search at leisure.
+        the plan without recompute.
     """
-    args, own = parsed.validated, parsed.variants.own
+    own = parsed.variants.own
     assert own is not None
     specs = tuple(dict.fromkeys((own, *_FIRST)))
     line = replace(parsed.variants, methods=frozenset([VocabMethod.NAIVE]))
@@ -46,9 +52,7 @@ def first_answer(parsed: ParsedLaunch) -> Plan | None:
     if NO_TIME not in plan.refusals.values():
         remark(f"a first answer: {words}; others are compared now")
         answered()
-    microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
-    is_long = args.pipeline_model_parallel_size * microbatches >= LONG
-    return plan if is_long else None
+    return plan
 
 
 def _in_words(plan: Plan, line: LineVariants) -> str:
@@ -57,17 +61,18 @@ def _in_words(plan: Plan, line: LineVariants) -> str:
         return "nothing fits so far"
     if best is of_line:
         return "the command as it is, as estimated"
-    words = shlex.join((*flags_of(best), *line.rewritten(best.schedule).added))
+    words = shlex.join(line.written(best).added)
     if of_line is not None:
         words += f", a step {1 - best.step / of_line.step:.1%} shorter"
     return f"{words}, as estimated"
 
 
-def whole_plan(parsed: ParsedLaunch, first: Plan | None) -> Plan:
-    """All schedules for the line. With a ``first`` answer the stable ones, if any of them fits,
-    without what takes more time than its best, and what it has is not made again."""
+def whole_plan(parsed: ParsedLaunch, first: Plan) -> Plan:
+    """Compare all schedules for the command. If steps are long, and a stable schedule fits, only
+    stable ones are compared, without those that take more time than the best of the ``first``
+    answer, whose schedules are used as they are."""
     line = parsed.variants
-    if first is None:
+    if not is_long(parsed):
         return make_plan(line.variant, parsed.room, may_offload=True)
     own = (line.own or "").partition(":")[0]
     stable = [s for s in all_specs() if entry_of(s).mark is Mark.STABLE or entry_of(s).name == own]
@@ -89,7 +94,7 @@ def whole_plan(parsed: ParsedLaunch, first: Plan | None) -> Plan:
 
 
 def _of_line(plan: Plan, line: LineVariants) -> Candidate | None:
-    """The line as it stands."""
+    """Return the command as it is; None if that is not in ``plan``."""
     for candidate in plan.candidates:
         is_own = (candidate.schedule, candidate.method) == (line.own, VocabMethod.NAIVE)
         if is_own and candidate.recompute == line.config.extras.recompute:

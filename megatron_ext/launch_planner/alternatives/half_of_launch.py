@@ -1,9 +1,10 @@
-"""A launch line on half of its pipeline ranks, with twice the data parallelism."""
+"""Launch command on half of its pipeline ranks, with twice the data parallelism."""
 
 from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from megatron_ext.adapter.layers import (
@@ -13,18 +14,18 @@ from megatron_ext.adapter.layers import (
     pattern_segments,
     prediction_depths,
 )
-from megatron_ext.adapter.model_bytes import longest_reduction
 from megatron_ext.compile.registry import choose
+from megatron_ext.launch_planner.alternatives.written import CHUNKS_FLAG, alternative_of
 from megatron_ext.launch_planner.parsed_launch import ParsedLaunch
-from megatron_ext.launch_planner.variants import LineVariants
-from megatron_ext.planner.candidate import VocabMethod
+from megatron_ext.launch_planner.variants import LineVariants, chunks_of
+from megatron_ext.planner.candidate import Candidate, VocabMethod
 from megatron_ext.planner.figures import flags_of
-from megatron_ext.planner.half_pipeline import Division, Halves, Side, of_half_limit
+from megatron_ext.planner.half_pipeline import Division, of_half_limit
 from megatron_ext.planner.planner import make_plan
-from megatron_ext.planner.verdict import Written
+from megatron_ext.planner.verdict import Alternative, Written, is_stock
 from megatron_ext.schedule.limit import parse_limit
 
-# The arguments that say which layers are where.
+# Arguments that divide the layers over ranks and stages.
 _DIVIDING = (
     "pipeline_model_parallel_size",
     "num_layers_per_virtual_pipeline_stage",
@@ -36,8 +37,9 @@ _DIVIDING = (
 )
 
 
-def halves_of(parsed: ParsedLaunch) -> Halves:
-    """``read`` as it is divided, and with half of its pipeline ranks.
+def half_of_launch(parsed: ParsedLaunch) -> list[Alternative]:
+    """Return the alternatives on half of the pipeline ranks that no other beats in both time and
+    memory.
 
     Raises:
         ValueError: there is no half, or Megatron refuses it.
@@ -54,25 +56,25 @@ def halves_of(parsed: ParsedLaunch) -> Halves:
     whole = Division(args.pipeline_model_parallel_size, copies, microbatches)
     half = whole.halved()
     of_half = on_half(line, args, whole)
-    of_half.validated(str(line.own), VocabMethod.NAIVE)  # Megatron's refusal comes alone
-    halves = Halves(
-        _side(whole, line, parsed.room),
-        _side(half, of_half, parsed.room),
-        job=parsed.facts,
-        remarks=parsed.remarks,
-        is_estimate=parsed.measured is None,
-    )
-    best = halves.half.plan.best
-    if best is None:
-        return halves
-    rewritten = of_half.rewritten(best.schedule).args
-    dropped, added = _differences(line.args, rewritten)
-    flags = (*added, *flags_of(best), *parsed.costs)
-    return replace(halves, written=Written(flags, dropped))
+    validated, _ = of_half.validated(str(line.own), VocabMethod.NAIVE)  # Megatron's refusal alone
+
+    def write(made: Candidate) -> Written:
+        rewritten = of_half.rewritten(made.schedule).args
+        dropped, added = _differences(line.args, rewritten)
+        if not is_stock(made):
+            return Written((*added, *flags_of(made), *parsed.costs), dropped)
+        chunks = made.report.vpp
+        words = () if chunks == chunks_of(rewritten) else (CHUNKS_FLAG, str(chunks))
+        return Written((*added, *words), dropped)
+
+    return [
+        replace(alternative_of(validated, made, partial(write, made)), division=str(half))
+        for made in make_plan(of_half.variant, parsed.room, may_offload=True).front
+    ]
 
 
 def on_half(line: LineVariants, validated: Any, whole: Division) -> LineVariants:
-    """``line`` with every two of its stages in a row in one.
+    """Return ``line`` with each two successive stages as one.
 
     ``validated``: its arguments.
     """
@@ -109,19 +111,9 @@ def on_half(line: LineVariants, validated: Any, whole: Division) -> LineVariants
     return replace(line, args=args, config=config)
 
 
-def _side(division: Division, line: LineVariants, room: float | None) -> Side:
-    plan = make_plan(line.variant, room, may_offload=True)
-    best = plan.best
-    if best is None:
-        return Side(division, plan)
-    args, config = line.validated(best.schedule, best.method)
-    placement = config.choice.place(division.ranks)
-    return Side(division, plan, longest_reduction(args, placement, best.method.vocabulary))
-
-
 def _differences(before: Any, after: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The flags of `_DIVIDING` that only ``before`` has, and the words of those that ``after`` has
-    with another value."""
+    """Return the flags of `_DIVIDING` that only ``before`` has, and the words of those to which
+    ``after`` gives another value."""
     dropped: list[str] = []
     words: list[str] = []
     for name in _DIVIDING:

@@ -1,4 +1,4 @@
-"""A launch line's layout, others that it could have, and what to write for them."""
+"""The layout of a launch command, alternatives to it, and the flags for them."""
 
 from __future__ import annotations
 
@@ -70,13 +70,14 @@ def work_of(args: Any, config: PipelineConfig | None = None) -> Work:
 
 
 def own_layout(args: Any, spec: str) -> tuple[str, Layout]:
-    """The schedule ``spec`` with the layout that ``args`` have."""
+    """Return the schedule ``spec`` with the layout that ``args`` have."""
     placement = choose(spec).place(args.pipeline_model_parallel_size)
     return spec, Layout(tuple(layers_of_stages(args, placement)))
 
 
 def rule_of(args: Any) -> Rule:
-    """The layout that Megatron makes of ``args`` by itself for so many stages."""
+    """Return the rule by which Megatron itself lays out the layers of ``args`` for a number of
+    stages."""
     free = copy.copy(args)
     free.pipeline_model_parallel_layout = None
     pattern = getattr(free, PATTERN, None)
@@ -92,7 +93,8 @@ def rule_of(args: Any) -> Rule:
 
 
 def permits_of(line: LineVariants) -> Permits:
-    """Whether ``line`` can be trained under a schedule: stock's ones at least as far as we ask."""
+    """Return the check whether ``line`` can train under a schedule; Megatron's own schedules pass
+    it."""
 
     @cache
     def refusal(family: str, method: VocabMethod) -> str | None:
@@ -142,10 +144,10 @@ def lay_out(
         args: of the line, validated, with their vocabulary.
         room: bytes that a rank has for everything; None: as much as it takes.
         search: as of `compare_layouts`.
-        tries_recompute: whether other layers may be run again than the line says.
+        tries_recompute: whether other layers may be recomputed than the launch says.
 
     Raises:
-        ValueError: the line cannot be trained as it stands.
+        ValueError: the launch cannot train as it is.
     """
     works = [work_of(args, line.config)]
     if tries_recompute:

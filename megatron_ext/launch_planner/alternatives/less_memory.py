@@ -1,4 +1,4 @@
-"""What a launch line that fits nowhere can give: recompute, more ranks, smaller batches."""
+"""Ways to make a launch fit that fits nowhere: recompute, more ranks, smaller batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class _Gift:
-    """What a line can give for memory: in words, and the arguments that it would have."""
+    """Change that saves memory: in words, and the arguments for it."""
 
     words: str
     values: Mapping[str, Any]
@@ -32,7 +32,7 @@ _DOUBLINGS = (2, 4)  # of a number of ranks
 
 
 def _gifts(args: Any) -> Iterator[list[_Gift]]:
-    """Each thing that the line can give, the least of it first."""
+    """Yield each kind of change that saves memory, the smallest change first."""
     if args.recompute_granularity != "full":
         yield [_Gift("--recompute-granularity full", WITH_FULL_RECOMPUTE)]
     for name in ("tensor", "expert", "pipeline"):
@@ -48,16 +48,16 @@ def _gifts(args: Any) -> Iterator[list[_Gift]]:
 
 
 def what_would_fit(line: LineVariants, room: float | None) -> Iterator[str]:
-    """For each thing that the line can give, as little of it as fits, what the fullest rank would
-    take under the schedule that it trains under, least first. Where none is enough, that which
-    takes least with each other one."""
+    """Yield a text for each kind of change, with the smallest one that fits and the memory of the
+    fullest rank under the schedule of the launch, least memory first. If no change suffices, the
+    one that takes least memory is combined with each other one."""
     before = _fullest(line)
     if room is None or before is None:
         return
     taken: dict[_Gift, float] = {}
 
     def least(gifts: Sequence[_Gift]) -> _Gift | None:
-        """The first of ``gifts`` that fits, or the last that helps."""
+        """Return the first of ``gifts`` that fits, or the last that helps."""
         helps = None
         for gift in gifts:
             fullest = _fullest(line.with_values(gift.values))
@@ -78,7 +78,7 @@ def what_would_fit(line: LineVariants, room: float | None) -> Iterator[str]:
 
 
 def _fullest(line: LineVariants) -> float | None:
-    """Bytes of the fullest rank as the line trains; None where that cannot be."""
+    """Return the bytes of the fullest rank of the launch; None if it cannot train."""
     assert line.own is not None
     try:
         variant = line.variant(line.own.partition(":")[0], VocabMethod.NAIVE)

@@ -1,5 +1,4 @@
-"""A launch line of long sequences: cut into slices, beside recompute, V's and context
-parallelism."""
+"""Alternatives for a launch with long sequences: slices, recompute, V's and context parallelism."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from megatron_ext.launch_planner.alternatives.without_full_recompute import (
 )
 from megatron_ext.launch_planner.variants import LineVariants
 from megatron_ext.planner.candidate import Plan
-from megatron_ext.planner.figures import flags_of, slower_by
+from megatron_ext.planner.figures import slower_by
 from megatron_ext.planner.long_sequences import (
     COUNTS,
     EQUAL,
@@ -28,7 +27,6 @@ from megatron_ext.planner.long_sequences import (
     ways_of_plan,
     ways_with_slices,
 )
-from megatron_ext.planner.verdict import Written
 from megatron_ext.schedule.slices import LONG_ENOUGH, UNCUT
 from megatron_ext.words import bytes_text
 
@@ -56,13 +54,12 @@ def long_sequences(parsed: ParsedLaunch, plan: Plan) -> LongSequences | None:
     best = made.best
     if best is None:
         return made
-    rewritten = line.rewritten(best.schedule)
-    flags = (*flags_of(best), *rewritten.added, *parsed.costs)
-    return replace(made, written=Written(flags, rewritten.dropped))
+    written = line.written(best)
+    return replace(made, written=replace(written, added=(*written.added, *parsed.costs)))
 
 
 def _of_other_settings(parsed: ParsedLaunch) -> Iterator[Way]:
-    """Full recompute, and twice the context parallelism with half of the data parallelism."""
+    """Yield full recompute, and twice the context parallelism with half of the data parallelism."""
     args, line, room = parsed.validated, parsed.variants, parsed.room
     if args.recompute_granularity != "full":
         again = line.with_values(WITH_FULL_RECOMPUTE)
@@ -75,8 +72,8 @@ def _of_other_settings(parsed: ParsedLaunch) -> Iterator[Way]:
 
 
 def what_slices_give(line: LineVariants, tokens: int, room: float | None) -> str | None:
-    """What a line would take with slices under its own schedule or another simple one, and what to
-    write; None where that is nothing, or cannot be had.
+    """Say what a launch would take with slices under its own schedule or another simple one, and
+    its flags; None if slices gain nothing, or are impossible.
 
     Args:
         tokens: of a sequence on a rank.
@@ -93,7 +90,7 @@ def what_slices_give(line: LineVariants, tokens: int, room: float | None) -> str
     made, fits = way.shortest, room is None or own.fullest is None or own.fullest <= room
     if made is None or (fits and slower_by(own, made) < EQUAL):
         return None
-    words = shlex.join((*flags_of(made), *line.rewritten(made.schedule).added))
+    words = shlex.join(line.written(made).added)
     bubbles = [f"{candidate.report.bubble_share_makespan:.1%}" for candidate in (made, own)]
     text = f"with {words} a step is predicted to take {made.step / own.step - 1:+.1%}: "
     text += f"{bubbles[0]} bubbles in place of {bubbles[1]}"

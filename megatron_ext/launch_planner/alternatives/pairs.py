@@ -23,10 +23,14 @@ _STOCK = "interleaved"
 def other_pairs(
     line: LineVariants, plan: Plan, room: float | None, *, is_long: bool = False
 ) -> Changed | None:
-    """The line with the flag where it has none, and without where it has, in ``room``, or where
-    that is not known, in what the choice of ``plan``, that of the line, takes. None where experts
-    are on one rank. What searches is left out; where plans are long, so is what is not stable, or
-    would have to be made to fit. Megatron's own schedule in pairs is there, and the best of all."""
+    """Return the launch with the flag for overlapped passes if it has none, and without if it has;
+    None if experts are on one rank.
+
+    Its schedules are Megatron's own with overlapped passes, and the best of all. They fit into
+    ``room`` or, if that is not known, into the memory that the choice of ``plan`` takes. Schedules
+    that search are ignored; if plans are long, so are those that are not stable, or would have to
+    be made to fit.
+    """
     args = line.args
     if not args.num_experts or (args.expert_model_parallel_size or 1) == 1:
         return None

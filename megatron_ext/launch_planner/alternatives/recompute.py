@@ -1,4 +1,4 @@
-"""What a launch line could have Megatron run again of its layers, and what to write for it."""
+"""Recompute of layers by Megatron in a launch: its own, alternatives, and the flags for them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _SWITCHES = ("recompute_activations", "moe_layer_recompute", "distribute_saved_a
 
 
 def recompute_of_line(line: LineVariants, args: Any) -> list[LayerRecompute]:
-    """What ``line`` has run again, and what else it could: what Megatron refuses, or we do beside
-    what else is on the line, is not among these.
+    """Return the recompute of ``line`` and its alternatives, as far as neither Megatron nor we
+    refuse them.
 
     ``args``: its arguments, validated.
     """
@@ -39,7 +39,7 @@ def recompute_of_line(line: LineVariants, args: Any) -> list[LayerRecompute]:
 
 
 def _refusal(line: LineVariants) -> str | None:
-    """Why ``line`` cannot be trained as it stands."""
+    """Return the reason why ``line`` cannot train as it is; None if it can."""
     assert line.own is not None
     try:
         args, config = line.validated(line.own, VocabMethod.NAIVE)
@@ -51,7 +51,7 @@ def _refusal(line: LineVariants) -> str | None:
 
 
 def with_recompute(args: Any, option: LayerRecompute) -> Any:
-    """``args``, which are validated, with ``option``."""
+    """Return the validated ``args`` with ``option``."""
     changed = copy.copy(args)
     for name, value in option.arguments.items():
         setattr(changed, name, value)
@@ -59,6 +59,6 @@ def with_recompute(args: Any, option: LayerRecompute) -> Any:
 
 
 def recompute_flags(args: Any) -> tuple[str, ...]:
-    """The flags of recompute that ``args``, which are not validated, have."""
+    """Return the flags of recompute that ``args``, which are not validated, have."""
     names = (*NO_RECOMPUTE.arguments, *_SWITCHES)
     return tuple(f"--{name.replace('_', '-')}" for name in names if getattr(args, name, None))

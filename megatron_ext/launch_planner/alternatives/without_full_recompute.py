@@ -1,4 +1,4 @@
-"""Schedules for a launch command with Megatron's full recompute, without that."""
+"""Schedules without full recompute for a launch command that has it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ WITH_FULL_RECOMPUTE = {
 
 
 def without_full_recompute(line: LineVariants, plan: Plan, room: float | None) -> Changed | None:
-    """The shortest step in ``room``, or where that is not known, in what the choice of ``plan``,
-    that of the line, takes. None where the line does not ask for full recompute, or nothing fits.
+    """Return the schedule with the shortest step without full recompute; None if the launch has
+    none, or nothing fits.
 
-    What searches is left out: a comparison takes little longer for this.
+    It fits into ``room`` or, if that is not known, into the memory that the choice of ``plan``
+    takes. Schedules that search are ignored, so that a comparison takes little longer for this.
     """
     if line.args.recompute_granularity != "full":
         return None

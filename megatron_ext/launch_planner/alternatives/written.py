@@ -1,28 +1,47 @@
-"""The flags that turn a launch command into another way to train the same job."""
+"""Flags that turn a launch command into another way to train the same job."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from megatron_ext.adapter.dimensions import execution, rates
 from megatron_ext.adapter.layers import layers_of_stages, prediction_depths
+from megatron_ext.adapter.model_bytes import state_of
 from megatron_ext.adapter.pairs.overlap_setting import FLAG, flags_given, requests_pairs
 from megatron_ext.compile.registry import choose
 from megatron_ext.launch_planner.variants import LineVariants
 from megatron_ext.planner.candidate import Candidate
 from megatron_ext.planner.figures import flags_of
 from megatron_ext.planner.layouts.layout import Layout
-from megatron_ext.planner.verdict import Written, is_stock
+from megatron_ext.planner.outside_passes import seconds_outside_passes
+from megatron_ext.planner.verdict import Alternative, Written, is_stock
 
 PATTERN = "hybrid_layer_pattern"
 _LAYOUT = "pipeline_model_parallel_layout"
 _CHUNKS = "num_virtual_stages_per_pipeline_rank"
+CHUNKS_FLAG = "--num-virtual-stages-per-pipeline-rank"
 _ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 # The arguments that say which layers lie on which stage, beside a pattern.
 _PLACING = (
     *("num_layers_per_virtual_pipeline_stage", _CHUNKS, _LAYOUT, *_ENDS),
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
 )
+
+
+def alternative_of(args: Any, made: Candidate, write: Callable[[], Written]) -> Alternative:
+    """Return ``made`` with the seconds of a whole step, as far as the model is known.
+
+    Args:
+        args: validated arguments of the job.
+        write: makes the flags for ``made``.
+    """
+    run, state = execution(args, args.seq_length, args.micro_batch_size), state_of(args)
+    outside = [
+        seconds_outside_passes(rank, state, run, rates(run.precision))
+        for rank in made.variant.model or ()
+    ]
+    return Alternative(made, made.step + max(outside, default=0.0), write)
 
 
 def written_for(
@@ -67,7 +86,7 @@ def _without_pairs(made: Candidate) -> tuple[str, ...]:
 
 
 def _kind(spec: str) -> tuple[str, int]:
-    """How the stages of ``spec`` lie."""
+    """Return the placement of the stages of ``spec``, and the chunks of a rank."""
     placement = choose(spec).place(2)
     return placement.name, placement.chunks
 
@@ -79,7 +98,7 @@ def _words(args: Any, made: Candidate, layout: Layout) -> tuple[str, ...]:
         return argument_flag(PATTERN), layout.cut(pattern)
     if layout.is_even:
         is_loop = is_stock(made) and chunks > 1
-        return (argument_flag(_CHUNKS), str(chunks)) if is_loop else ()
+        return (CHUNKS_FLAG, str(chunks)) if is_loop else ()
     if chunks == 1 and layout.ends is not None and layout.ends[1] > 0:
         first, last = layout.ends
         return argument_flag(_ENDS[0]), str(first), argument_flag(_ENDS[1]), str(last)

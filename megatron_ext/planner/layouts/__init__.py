@@ -1,1 +1,1 @@
-"""Which layers lie on which stage, chosen together with the schedule."""
+"""Layouts: the layers of each stage, chosen together with the schedule."""

@@ -43,19 +43,19 @@ Layouts = Callable[[Placement, StageFigures], list[Layout]]
 
 
 class Candidates:
-    """Schedules, layouts, and what is run again of layers, within ``bound`` bytes of a rank.
+    """Schedules, layouts, and recompute of layers, within ``bound`` bytes of a rank.
 
     Attributes:
         made: all that was evaluated, in the order in which it was.
         about: seconds of a step, by schedule, whether it fits or not.
-        refused: why schedules cannot be made.
-        barred: why schedules are not permitted.
+        refused: reasons why schedules cannot be made.
+        barred: reasons why schedules are not permitted.
 
     Args:
-        works: the same training with each thing that may be run again.
+        works: the same training with each kind of recompute.
         rule: the layout that Megatron makes by itself.
-        permits: asked of each schedule.
-        search: as of `compare_layouts`.
+        permits: called for each schedule.
+        search: as in `compare_layouts`.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Candidates:
         self.barred: dict[str, str] = {}
 
     def by_rule(self, specs: Iterable[str]) -> list[Evaluated]:
-        """The best of ``specs`` with Megatron's own layouts."""
+        """Return the best of ``specs`` with Megatron's own layouts."""
         starts = [self._start([spec], self._by_rule) for spec in specs]
         made = self._exactly([start for start in starts if start], 1)
         self._tell(made)
@@ -87,8 +87,8 @@ class Candidates:
     def by_layout(
         self, ladders: Iterable[Sequence[str]], known: Sequence[Evaluated]
     ) -> list[Evaluated]:
-        """The best with any layout, shortest first. Layouts of what is ``known`` are among those
-        that are made better.
+        """Return the best with any layout, shortest first. The layouts of ``known`` candidates are
+        among those that are improved.
 
         Args:
             ladders: schedules of one placement each, from those that hold most to those that hold
@@ -118,8 +118,8 @@ class Candidates:
         return sorted(made, key=_seconds)
 
     def further(self, made: Sequence[Evaluated], own: Evaluated) -> list[Evaluated]:
-        """What searches find with the layouts of ``made``, and with that of the line itself, which
-        is ``own``; and what schedules take with the vocabulary divided."""
+        """Return candidates that searches find with the layouts of ``made``, and with the layout of
+        ``own``, the launch command; and schedules with the vocabulary split."""
         more: list[Evaluated] = []
         near = self._worth_more(made)
         is_among = any(
@@ -136,8 +136,8 @@ class Candidates:
         return more
 
     def _searched(self, candidate: Evaluated, best: float, *, is_near: bool) -> list[Evaluated]:
-        """What searches find on the stages of ``candidate``; if it is not near the ``best`` step,
-        what they know at once. Nothing where all takes longer than that."""
+        """Return candidates that searches find on the stages of ``candidate``; if that is not near
+        the ``best`` step, without a search. Nothing if all take longer than that."""
         placement = choose(candidate.schedule).place(self._work.ranks)
         chunks, work = candidate.candidate.report.vpp, self._of(candidate.recompute).work
         specs = [
@@ -159,8 +159,8 @@ class Candidates:
         )
 
     def _worth_more(self, made: Sequence[Evaluated]) -> list[Evaluated]:
-        """Those of ``made`` that are about as good as the first; where searches take long, the one
-        with the fewest stages of these."""
+        """Return those of ``made`` that are about as good as the first; if searches take long, only
+        the one with the fewest stages."""
         near = [
             candidate for candidate in made if candidate.seconds <= (1 + _NEAR) * made[0].seconds
         ]
@@ -176,9 +176,10 @@ class Candidates:
             return []
 
     def _divided(self, spec: str, recompute: LayerRecompute, best: float) -> list[Evaluated]:
-        """The schedule ``spec`` with the vocabulary divided, which leaves layers alone on the
-        stages. Nothing where that cannot be, or would gain little over the ``best`` step if all
-        ranks had as much work and the first microbatch did not wait on its way to the last one."""
+        """Return the schedule ``spec`` with the vocabulary split over the ranks, which leaves only
+        layers on the stages. Nothing if that is impossible, or if it would gain little over the
+        ``best`` step although all ranks had as much work and the first microbatch did not wait on
+        its way to the last one."""
         placement, figures = choose(spec).place(self._work.ranks), self._of(recompute)
         layers = len(self._work.model.layers)
         whole = figures.piece(0, layers, is_first=True, is_last=True)
@@ -198,8 +199,8 @@ class Candidates:
         return next(f for f in self._figures if f.work.recompute == recompute)
 
     def _start(self, ladder: Sequence[str], layouts: Layouts) -> Start | None:
-        """The best of ``ladder``, with what is best run again of layers: what takes the least time
-        comes first, and where memory holds nothing back, nothing else is tried."""
+        """Return the best of ``ladder`` with its best recompute. The one that takes the least time
+        is tried first, and if memory limits nothing, no other is tried."""
         best: Start | None = None
         for figures in self._figures:
             start = self._start_by(figures, ladder, layouts, best)
@@ -211,9 +212,9 @@ class Candidates:
     def _start_by(
         self, figures: StageFigures, ladder: Sequence[str], layouts: Layouts, known: Start | None
     ) -> Start | None:
-        """The first of ``ladder`` that fits, with the best of its ``layouts``; or one before that
-        nearly does, if that is better when layers are moved until it does. None where it takes more
-        than what is ``known`` anyway."""
+        """Return the first of ``ladder`` that fits, with the best of its ``layouts``; or one before
+        that nearly fits, if that is better after layers were moved until it fits. None if it takes
+        more than the ``known`` one anyway."""
         made: list[Start] = []
         for spec in ladder:
             placement = choose(spec).place(self._work.ranks)
@@ -237,7 +238,7 @@ class Candidates:
         return min(made, key=_about, default=None)
 
     def _timed(self, spec: str, layout: Layout, figures: StageFigures) -> Timed:
-        """The order of passes of ``spec`` with ``layout``."""
+        """Return the order of passes of ``spec`` with ``layout``."""
         if spec in self._orders:
             return self._orders[spec].by(figures)
         timed = Timed(spec, layout, figures, self._bound)
@@ -255,8 +256,8 @@ class Candidates:
             yield spec
 
     def _descended(self, start: Start, share: float = 1.0) -> Start:
-        """``start`` with layers moved; Megatron's own layout where that is about as good. Within so
-        large a ``share`` of the bound."""
+        """Return ``start`` with layers moved, or with Megatron's own layout if that is about as
+        good, within a ``share`` of the bound."""
 
         @cache
         def in_share(timed: Timed) -> Timed:
@@ -277,7 +278,7 @@ class Candidates:
         return made
 
     def _exactly(self, starts: Sequence[Start], number: int) -> list[Evaluated]:
-        """So many of ``starts``, those that take least, as they would run."""
+        """Return so many of ``starts``, those that take least, evaluated as they would run."""
         made: list[Evaluated] = []
         for start in sorted(starts, key=_about):
             if not start.fits or len(made) == number or self._is_far(start, made):
@@ -291,7 +292,7 @@ class Candidates:
         return made
 
     def _is_far(self, start: Start, made: Sequence[Evaluated]) -> bool:
-        """Whether a long step is left out, as nothing that is near the best of ``made``."""
+        """Return whether a long step is ignored, since it is not near the best of ``made``."""
         is_long = start.layout.stages * self._work.microbatches > SMALL
         best = min(map(_seconds, made), default=inf)
         return is_long and start.seconds > (1 + _NEAR) * best
@@ -306,11 +307,11 @@ class Candidates:
         search: bool | None = None,
         better_than: float = inf,
     ) -> list[Evaluated]:
-        """Those that can be made.
+        """Return the evaluated ones of ``wanted``, as far as they can be made.
 
         Args:
-            search: None: as `compare_layouts` has been asked.
-            better_than: as of `evaluate`.
+            search: None: as in `compare_layouts`.
+            better_than: as in `evaluate`.
         """
         made = []
         for spec, layout, recompute in wanted:
@@ -356,7 +357,7 @@ class Candidates:
 
 
 def _least_work(figures: StageFigures) -> float:
-    """Seconds of a microbatch in all layers."""
+    """Return the seconds of a microbatch in all layers."""
     layers = len(figures.work.model.layers)
     return sum(float(busy(figures.piece(n, n + 1))) for n in range(layers))
 

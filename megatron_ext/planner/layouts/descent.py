@@ -1,4 +1,4 @@
-"""A layout made better for a schedule, layer by layer, by simulation."""
+"""Layouts improved for a schedule, layer by layer, by simulation."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Start:
     """A schedule with a layout.
 
     Attributes:
-        figures: of stages, and so what is run again of layers.
-        seconds: about what a step takes.
-        fullest: about what the fullest rank holds, as a share of what it may; 0: all that it wants.
+        figures: of stages, with their recompute.
+        seconds: approximate seconds of a step.
+        fullest: approximate memory of the fullest rank, as a share of its limit; 0: no limit.
     """
 
     spec: str
@@ -56,10 +56,10 @@ class Start:
 
 
 class Timed:
-    """The order of passes that a schedule has with one layout, to time others by.
+    """The order of passes that a schedule has with one layout, to time other layouts by.
 
     Attributes:
-        schedule: of a step that is short enough, in pairs where these are asked for.
+        schedule: of a step that is short enough, with overlapped passes if these are requested.
 
     Raises:
         ValueError: the schedule cannot be made.
@@ -86,19 +86,20 @@ class Timed:
         self._order = Order(self.schedule, problem.costs)
 
     def in_less(self, share: float) -> Timed:
-        """The same order, with so much of the room."""
+        """Return the same order, with a ``share`` of the memory."""
         other = copy.copy(self)
         other._room = self._room and share * self._room
         return other
 
     def by(self, figures: StageFigures) -> Timed:
-        """The same order, by other figures."""
+        """Return the same order, by other figures."""
         other = copy.copy(self)
         other._figures = figures
         return other
 
     def best_of(self, layouts: Sequence[Layout]) -> Start:
-        """The one of ``layouts`` whose step is the shortest, of those that fit if any do."""
+        """Return the one of ``layouts`` whose step is the shortest, of those that fit if any
+        fits."""
         counts = np.array([layout.layers for layout in layouts], dtype=np.int64)
         seconds, fullest = self._figured(counts)
         score = np.where(fullest > 1, _TOO_FULL * fullest, seconds)
@@ -108,8 +109,9 @@ class Timed:
         )
 
     def descend(self, start: Layout, task: Task) -> Layout:
-        """``start`` with layers moved, one or two at once, until no move makes a step shorter;
-        where a rank holds too much, first until none does, if that can be."""
+        """Return ``start`` with layers moved, one or two at once, until no move makes a step
+        shorter. If a rank holds too much, layers are first moved until none does, if that is
+        possible."""
         counts = np.array(start.layers, dtype=np.int64)
         score = self._scores(counts[None])[0]
         for _ in range(_STEPS):
@@ -129,19 +131,19 @@ class Timed:
         return Layout(tuple(counts.tolist()))
 
     def _scores(self, counts: Counts) -> Floats:
-        """Seconds of a step by layout, and a little of what other ranks do, so that ranks alike are
-        made less one after the other."""
+        """Return the seconds of a step by layout, plus a little of the work of other ranks, so that
+        of equal ranks one after the other gets less."""
         firsts = range(0, len(counts), _AT_ONCE)
         parts = [self._figured(counts[n : n + _AT_ONCE]) for n in firsts]
         scores = [np.where(fullest > 1, _TOO_FULL * fullest, secs) for secs, fullest in parts]
         return np.concatenate(scores)
 
     def seconds(self, counts: Counts) -> Floats:
-        """Of the passes of a step, by layout."""
+        """Return the seconds of the passes of a step, by layout."""
         return self._order.seconds(self._figures, counts, self._microbatches - self._short)
 
     def fullest_bytes(self, counts: Counts) -> Floats:
-        """What the fullest rank holds, by layout."""
+        """Return the bytes of the fullest rank, by layout."""
         return np.asarray(self._order.rank_bytes(self._of(counts)).max(axis=1))
 
     def _of(self, counts: Counts) -> Floats:
@@ -149,7 +151,8 @@ class Timed:
         return self._figures.of(counts, self._placement)
 
     def _figured(self, counts: Counts) -> tuple[Floats, Floats]:
-        """Seconds of a step, and what the fullest rank holds of what it may, by layout."""
+        """Return the seconds of a step, and the memory of the fullest rank as a share of its limit,
+        by layout."""
         figures = self._of(counts)
         work, stages_of = busy(figures), self._placement.stages_of
         ranks = np.stack([work[:, list(stages)].sum(axis=1) for stages in stages_of], axis=1)
@@ -160,7 +163,8 @@ class Timed:
         return seconds, self.fullest_bytes(counts) / self._room
 
     def _promising(self, moved: Counts, *, is_over: bool) -> Counts:
-        """Those of ``moved`` whose ranks do least, or hold least where a rank holds too much."""
+        """Return the layouts of ``moved`` whose ranks have least work, or hold least if a rank
+        holds too much."""
         if len(moved) <= _TIMED:
             return moved
         if is_over:
@@ -172,9 +176,9 @@ class Timed:
 
 
 def _ordered(choice: Choice, problem: Problem, limit: MemoryLimit | None) -> Schedule:
-    """The passes of ``choice`` within ``limit``, or if it needs more, which other layouts may
-    leave, within that of ``problem``; in pairs where these are asked for. A schedule that does not
-    go by costs has all its pairs, whatever they hold, as Megatron's has."""
+    """Return the passes of ``choice`` within ``limit``; if it needs more, which other layouts may
+    leave, within that of ``problem``. Passes are overlapped if that is requested. A schedule that
+    ignores costs overlaps all it can, whatever memory that takes, as Megatron's does."""
     within = replace(problem, memory_limit=limit)
     try:
         passes = choice.build(within)
@@ -187,7 +191,7 @@ def _ordered(choice: Choice, problem: Problem, limit: MemoryLimit | None) -> Sch
 
 
 def _both(counts: Counts, moved: Counts) -> Counts:
-    """Each two of the moves from ``counts`` that ``moved`` are, made at once."""
+    """Return each two of the moves from ``counts`` to ``moved``, made at once."""
     pairs = [a + b - counts for a, b in combinations(moved, 2)]
     pairs = [pair for pair in pairs if is_layout(pair)]
     return np.array(pairs, dtype=np.int64).reshape(len(pairs), len(counts))

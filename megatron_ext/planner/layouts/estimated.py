@@ -1,4 +1,4 @@
-"""The work of a model that is described, its costs estimated."""
+"""Work of a model that is described, with estimated costs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from megatron_ext.cost_model.execution import Execution
 from megatron_ext.cost_model.model import Model, Stage
 from megatron_ext.cost_model.model_memory import ModelBytes, TrainingState, bytes_of_ranks
 from megatron_ext.cost_model.rates import Rates
-from megatron_ext.planner.layouts.beside import seconds_beside
 from megatron_ext.planner.layouts.recompute import LayerRecompute
 from megatron_ext.planner.layouts.work import Work
+from megatron_ext.planner.outside_passes import seconds_outside_passes
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import VocabularyParallel
@@ -29,7 +29,7 @@ def estimated_work(
     limit: MemoryLimit | None = None,
     post_validation: bool = False,
 ) -> Work:
-    """What ``model`` takes on so many pipeline ``ranks``. Arguments as of `Training`."""
+    """Return the work of ``model`` on so many pipeline ``ranks``. Arguments as of `Training`."""
 
     def bytes_of(
         stages: Sequence[Stage], placement: Placement, vocabulary: VocabularyParallel
@@ -42,7 +42,9 @@ def estimated_work(
         microbatches,
         costs_of=lambda stages, placement: estimate(model, stages, execution, rates),
         bytes_of=bytes_of,
-        seconds_beside=partial(seconds_beside, state=state, execution=execution, rates=rates),
+        seconds_outside_passes=partial(
+            seconds_outside_passes, state=state, execution=execution, rates=rates
+        ),
         limit=limit,
         post_validation=post_validation,
         recompute=LayerRecompute.of(execution),

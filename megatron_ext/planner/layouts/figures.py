@@ -1,4 +1,4 @@
-"""What any piece of a model's layers takes as a stage, looked up for many layouts at once."""
+"""Figures of any part of a model's layers as a stage, looked up for many layouts at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Counts = NDArray[np.int64]  # layers of each stage; by layout where there are se
 
 
 class Figure(IntEnum):
-    """Of a microbatch on a stage: seconds, then bytes."""
+    """Figure of a microbatch on a stage: seconds, then bytes."""
 
     FORWARD = 0
     INPUT = 1
@@ -38,17 +38,17 @@ _SECONDS = Figure.SPARED + 1  # so many figures are seconds
 
 
 class StageFigures:
-    """The figures of stages of ``work``, each made once.
+    """Figures of stages of ``work``, each made once.
 
     The output layer's weight gradient counts with its input gradient, where most schedules have it
     (`output_layer`).
 
     Attributes:
-        hidden: what their passes hide in pairs, by their rows.
+        hidden: seconds that overlapped passes hide, by their rows.
 
     Args:
-        is_after_overlap: whether what a stage's F hides beside a backward pass of its own is no
-            more in its weight gradient: so layers are balanced on what they take in pairs.
+        is_after_overlap: whether the weight gradient of a stage is without the time that its F
+            hides if it overlaps with its own backward pass: layers are balanced by that.
     """
 
     def __init__(self, work: Work, *, is_after_overlap: bool = False) -> None:
@@ -79,7 +79,7 @@ class StageFigures:
         return np.array(slowness_of(placement, speeds)) if speeds else None
 
     def rows(self, counts: Counts) -> Counts:
-        """By layout and stage: the same for stages alike."""
+        """Return the rows of stages by layout and stage; equal stages have the same row."""
         ends = np.cumsum(counts, axis=1)
         starts = ends - counts
         is_first, is_last = np.zeros_like(counts), np.zeros_like(counts)
@@ -93,7 +93,7 @@ class StageFigures:
 
     @cached_property
     def after_overlap(self) -> StageFigures:
-        """To balance layers by: the same, or where passes run in pairs, with what these hide."""
+        """Figures to balance layers by: the same, or with the time that overlapped passes hide."""
         return StageFigures(self.work, is_after_overlap=True) if self.work.pairs else self
 
     @cached_property
@@ -107,7 +107,7 @@ class StageFigures:
     def piece(
         self, start: int, end: int, *, is_first: bool = False, is_last: bool = False
     ) -> Floats:
-        """Of one stage with the layers from ``start`` to before ``end``."""
+        """Return the figures of one stage with the layers from ``start`` to before ``end``."""
         key = int(is_first), int(is_last), start, end
         if self._rows[key] < 0:
             self._rows[key] = self._row(*key)
@@ -160,6 +160,6 @@ class StageFigures:
 
 
 def busy(figures: Floats) -> Floats:
-    """Seconds of a microbatch on each of the stages of which these are the figures."""
+    """Return the seconds of a microbatch on each stage, from its figures."""
     passes = figures[..., [Figure.FORWARD, Figure.INPUT, Figure.WEIGHT]]
     return np.asarray(passes.sum(axis=-1))

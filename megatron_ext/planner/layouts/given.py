@@ -1,4 +1,4 @@
-"""The work of equal layers whose costs are given, for any layout."""
+"""Work of equal layers whose costs are given, for any layout."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def given_work(
         microbatches,
         costs_of,
         bytes_of,
-        seconds_beside=lambda model: 0.0,
+        seconds_outside_passes=lambda model: 0.0,
     )
 
 

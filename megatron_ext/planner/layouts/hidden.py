@@ -1,4 +1,4 @@
-"""What hides of experts' messages where two passes run as one, looked up for many layouts."""
+"""Time of experts' messages that overlapped passes hide, looked up for many layouts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PairedStages = tuple[int, int, Kind]  # of F, of the backward pass, and its kind
 
 
 class Hidden:
-    """Under ``work``, by the numbers of ``stages``, of which more may come."""
+    """Hidden time under ``work``, by the numbers of ``stages``, to which more may be added."""
 
     def __init__(self, work: Work, stages: Sequence[Stage]) -> None:
         self._work, self._stages = work, stages
@@ -26,7 +26,7 @@ class Hidden:
     def by_layout(
         self, pairs: Sequence[PairedStages], numbers: NDArray[np.int64]
     ) -> NDArray[np.float64]:
-        """Seconds, by pair and layout.
+        """Return the seconds, by pair of stages and layout.
 
         Args:
             numbers: of stages, by layout and stage.
@@ -45,8 +45,8 @@ class Hidden:
         return np.asarray(np.array(seconds)[places.reshape(looked_up.shape)].T)
 
     def beside_itself(self, stage: Stage) -> float:
-        """Of F of ``stage`` and a whole backward pass of the same: about what a pair of a rank that
-        has stages alike hides."""
+        """Return the seconds that F of ``stage`` and a whole backward pass of the same stage hide:
+        about as much as overlapped passes of a rank with equal stages."""
         return self._saved(stage, stage, is_whole=True)
 
     def _of(self, there: int, back: int, is_whole: bool) -> float:

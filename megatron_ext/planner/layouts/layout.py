@@ -1,4 +1,4 @@
-"""Which layers lie on which stage, as data and as Megatron's arguments write it."""
+"""Layouts: the layers of each stage, as data and as Megatron's arguments write them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BEFORE_DEPTHS = "/"  # of multi-token prediction, in a hybrid model's pattern
 
 @dataclass(frozen=True)
 class Layout:
-    """How many layers each stage has, one after the other.
+    """Number of layers of each stage, in order.
 
     The embedding is on the first stage; multi-token prediction, the output layer and the loss are
     on the last one.
@@ -30,12 +30,12 @@ class Layout:
         return len(set(self.layers)) == 1
 
     def of(self, model: Model) -> tuple[Stage, ...]:
-        """What each stage has of ``model``."""
+        """Return the part of ``model`` on each stage."""
         return stages_of(model, self.layers)
 
     def text(self, depths: int = 0) -> str:
-        """For ``--pipeline-model-parallel-layout``: ``Et*4|(t*5|)*6t*3mL``, with so many
-        ``depths`` of multi-token prediction."""
+        """Return the value of ``--pipeline-model-parallel-layout``: ``Et*4|(t*5|)*6t*3mL``, with so
+        many ``depths`` of multi-token prediction."""
         segments = [_repeated("t", count) for count in self.layers]
         segments[0] = "E" + segments[0]
         segments[-1] += "m" * depths + "L"
@@ -49,7 +49,8 @@ class Layout:
         return text + last
 
     def cut(self, pattern: str) -> str:
-        """A hybrid model's ``pattern`` with the ends of these stages: ``M*|M-`` of ``M*M-``."""
+        """Return a hybrid model's ``pattern`` with the ends of these stages: ``M*|M-`` of
+        ``M*M-``."""
         main, slash, depths = pattern.partition(_BEFORE_DEPTHS)
         left = iter(main.replace(_SEGMENT_END, ""))
         segments = ["".join(islice(left, count)) for count in self.layers]
@@ -57,8 +58,8 @@ class Layout:
 
     @property
     def ends(self) -> tuple[int, int] | None:
-        """The layers of the first and of the last stage, where all others have the same number, so
-        that these say all; None where they do not."""
+        """The layers of the first and of the last stage, if all others have the same number, so
+        that these two say all; None if they do not."""
         first, *between, last = self.layers
         return (first, last) if len(set(between)) == 1 else None
 
@@ -68,7 +69,7 @@ def _repeated(letter: str, count: int) -> str:
 
 
 def evenly(layers: int, stages: int) -> Layout:
-    """As evenly as it goes: the first ones have one more."""
+    """Return a layout that is as even as possible: the first stages have one layer more."""
     per_stage, more = divmod(layers, stages)
     return Layout(tuple(per_stage + (stage < more) for stage in range(stages)))
 

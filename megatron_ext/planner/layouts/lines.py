@@ -1,8 +1,7 @@
-"""What another layout, another number of chunks, another schedule, and other layers run again would
-gain: four lines.
+"""Comparison of a launch with other layouts, numbers of chunks, schedules, and recompute of layers.
 
-All are within one memory bound: what a GPU leaves, or what the launch line itself takes if that is
-more. None takes more time than the launch line.
+All are within one memory bound: the memory that a GPU leaves, or that of the launch itself if that
+is more. None takes more time than the launch.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ _LOOPS = 3  # numbers of chunks with which ours are tried: those that are best f
 
 @dataclass(frozen=True)
 class Lines:
-    """The launch line, and the best of each kind: where nothing is better, the one before.
+    """The launch, and the best of each kind: if nothing is better, the one before.
 
     Attributes:
-        own: the launch line as it stands.
+        own: the launch as it is.
         chunks: stock's schedules with any number of chunks, layers on stages by Megatron's rule.
         stock: stock's schedules with any layout.
         ours: any schedule with any layout.
         bound: bytes that a rank may hold; None: there is no bound.
-        refused: why schedules are not among them.
-        barred: the best of what is not permitted, where that takes less than `ours`.
+        refused: reasons why schedules are not among them.
+        barred: the best that is not permitted, if that takes less than `ours`.
     """
 
     own: Evaluated
@@ -48,16 +47,16 @@ class Lines:
 
     @property
     def others(self) -> dict[str, Evaluated]:
-        """All but the launch line, by what is kept of it."""
+        """All but the launch itself, by their kind."""
         return {"chunks": self.chunks, "stock": self.stock, "ours": self.ours}
 
     def gain(self, line: Evaluated) -> float:
-        """How much more time a step of the launch line takes, as a part of that of ``line``."""
+        """Return the additional time of a step of the launch, as a share of that of ``line``."""
         return self.own.seconds / line.seconds - 1
 
 
 def permit_all(spec: str, method: VocabMethod) -> None:
-    """Nothing stands in the way of any schedule."""
+    """Permit all schedules."""
 
 
 def compare_layouts(
@@ -70,15 +69,16 @@ def compare_layouts(
     search: bool = True,
     margin: float = 0.0,
 ) -> Lines:
-    """The four lines of a training, of which ``own`` is the schedule and the layout as it stands.
+    """Return the four lines of a training, of which ``own`` is the schedule and the layout as it
+    is.
 
-    Where the time of the plan ends before (`planning_time`), they are the best so far.
+    If the time of the plan ends before (`planning_time`), they are the best so far.
 
     Args:
-        works: the training as it stands, and with what else Megatron could run again of layers.
+        works: the training as it is, and with other recompute of Megatron's.
         rule: the layout that Megatron makes by itself.
         room: bytes that a rank has for everything; None: as much as it takes.
-        permits: asked of each schedule that is not stock's.
+        permits: called for each schedule that is not Megatron's.
         search: whether schedules that search do so where they are among the last; if not, what
             they know at once stands for them.
         margin: bytes that all but the launch line itself have to leave of that.
@@ -125,12 +125,12 @@ def compare_layouts(
 
 
 def _best(first: Evaluated, *others: Evaluated) -> Evaluated:
-    """The one that takes least; of equals, the first."""
+    """Return the one that takes least; of equals, the first."""
     return min([first, *others], key=lambda made: made.seconds)
 
 
 def _with_chunks(name: str, work: Work, own: Evaluated) -> list[str]:
-    """The family ``name`` with each number of chunks that ``work`` has layers for."""
+    """Return the family ``name`` with each number of chunks that ``work`` has layers for."""
     layers = len(work.model.layers)
     on_rank = layers // work.ranks
     even = (chunks for chunks in range(2, on_rank + 1) if on_rank % chunks == 0)
@@ -150,10 +150,10 @@ _ON_LOOP = ("interleaved-zb", "gis", "gis-h")
 
 
 def _ladders(work: Work, loops: Sequence[str]) -> list[list[str]]:
-    """Our schedules, those of a placement together.
+    """Return our schedules, those of a placement together.
 
     Args:
-        loops: stock's schedules on loops, what takes least first.
+        loops: Megatron's schedules on loops, fastest first.
     """
     ladders = [list(_ON_LINE)]
     if 2 * work.ranks <= len(work.model.layers) + 1:

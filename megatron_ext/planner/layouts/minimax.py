@@ -1,4 +1,4 @@
-"""Layouts that are balanced, before anything is simulated."""
+"""Layouts that are balanced, without any simulation."""
 
 from __future__ import annotations
 
@@ -77,9 +77,8 @@ def _partition(parts: Sequence[Floats], joined: np.ufunc) -> tuple[float, tuple[
 def with_even_ranks(
     layout: Layout, placement: Placement, microbatches: int, figures: StageFigures
 ) -> Layout:
-    """``layout`` with layers moved, one by one, until the rank that takes longest takes less by no
-    further move: its work, the way of the first microbatch to it, and that of the last gradient
-    back."""
+    """Return ``layout`` with layers moved, one by one, until no further move makes the slowest rank
+    faster: its work, the way of the first microbatch to it, and that of the last gradient back."""
     counts = np.array(layout.layers, dtype=np.int64)
     score = _scores(counts[None], placement, microbatches, figures)[0]
     for _ in range(_STEPS):
@@ -95,7 +94,7 @@ def with_even_ranks(
 
 
 def moves(counts: Counts) -> Counts:
-    """``counts`` of one layout with a layer taken from one stage and given to another, in all ways
+    """Return ``counts`` of one layout with a layer moved from one stage to another, in all ways
     that leave each stage a layer, and the last one perhaps none."""
     stages = len(counts)
     givers = np.flatnonzero(counts > _least(stages))
@@ -109,12 +108,12 @@ def moves(counts: Counts) -> Counts:
 
 
 def is_layout(counts: Counts) -> bool:
-    """Whether each stage has a layer, the last one perhaps none."""
+    """Return whether each stage has a layer, the last one perhaps none."""
     return bool((counts >= _least(len(counts))).all())
 
 
 def _least(stages: int) -> Counts:
-    """How many layers a stage may not do without."""
+    """Return the least number of layers of each stage."""
     least = np.ones(stages, dtype=np.int64)
     least[-1] = 0
     return least
@@ -123,16 +122,16 @@ def _least(stages: int) -> Counts:
 def least_seconds(
     counts: Counts, placement: Placement, microbatches: int, figures: StageFigures
 ) -> Floats:
-    """What a step takes at least, by layout: on some rank its work, the way of the first microbatch
-    to it, and that of the last gradient back to the first stage."""
+    """Return a lower bound on the seconds of a step, by layout: the work of some rank, the way of
+    the first microbatch to it, and that of the last gradient back to the first stage."""
     return _by_rank(counts, placement, microbatches, figures).max(axis=1)
 
 
 def _scores(
     counts: Counts, placement: Placement, microbatches: int, figures: StageFigures
 ) -> Floats:
-    """`least_seconds`, and a little of what others take, so that ranks alike are made less one
-    after the other."""
+    """Return `least_seconds`, plus a little of the work of other ranks, so that of equal ranks one
+    after the other gets less."""
     by_rank = _by_rank(counts, placement, microbatches, figures)
     others = np.sqrt((by_rank**2).mean(axis=1))
     return np.asarray(by_rank.max(axis=1) + _OF_OTHERS * others)

@@ -1,7 +1,8 @@
 """An order of passes, timed for many layouts at once.
 
-Time is that of `simulate` but for messages that wait for one another, memory that of `peaks` but
-for what messages hold, which is estimated: near enough to choose by, and a hundredth of the work.
+Times are those of `simulate`, except that no message waits for another. Memory is that of `peaks`,
+except for messages, whose memory is estimated. That is precise enough for a choice, at a hundredth
+of the work.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _MIDDLE = (0, 1)
 
 
 class Order:
-    """The order of a ``schedule`` which has passes of `_KINDS` only, with the messages of
+    """The order of a ``schedule`` that has only passes of `_KINDS`, with the messages of
     ``costs``."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
@@ -58,8 +59,8 @@ class Order:
         self._ways_back = places[_ways_back(schedule.columns, microbatches)]
 
     def seconds(self, of_stages: StageFigures, counts: Counts, more: int = 0) -> Floats:
-        """Of a step, by layout; of one with so many ``more`` microbatches, each of which takes what
-        one in the middle does.
+        """Return the seconds of a step, by layout, with so many ``more`` microbatches, each of
+        which takes as long as one in the middle.
 
         Args:
             counts: layers of each stage, by layout.
@@ -84,7 +85,7 @@ class Order:
         return np.asarray(whole + more * by_microbatch)
 
     def rank_bytes(self, figures: Floats) -> Floats:
-        """What each rank holds at its peak, by layout and rank."""
+        """Return the bytes of each rank at its peak, by layout and rank."""
         peaks = []
         for held, stages in zip(self._held, self._placement.stages_of, strict=True):
             own = figures[:, list(stages)]
@@ -95,7 +96,7 @@ class Order:
 
 
 def _codes(columns: Columns) -> NDArray[np.intp]:
-    """The stage and kind of each pass, as one number."""
+    """Return the stage and kind of each pass, as one number."""
     codes = _CODES[columns.kind]
     assert (codes >= 0).all()
     codes[right_behind_own_input(columns)] = _RIGHT_BEHIND
@@ -103,7 +104,7 @@ def _codes(columns: Columns) -> NDArray[np.intp]:
 
 
 def _paired_stages(schedule: Schedule) -> tuple[list[PairedStages], NDArray[np.intp]]:
-    """The stages of those that run in pairs, and for each pair the place of its own."""
+    """Return the stages of overlapped passes, and for each such pair the place of its own."""
     columns = schedule.columns
     back = [columns.pairs[pair] for pair in columns.pair[schedule.paired + 1].tolist()]
     forwards = columns.stage[schedule.paired].tolist()
@@ -114,13 +115,14 @@ def _paired_stages(schedule: Schedule) -> tuple[list[PairedStages], NDArray[np.i
 
 
 def _ways_back(columns: Columns, microbatches: Sequence[int]) -> Ints:
-    """The passes with which those of ``microbatches`` that there are leave the first stage."""
+    """Return the passes with which ``microbatches``, as far as they exist, leave the first
+    stage."""
     is_back = (columns.stage == 0) & np.isin(columns.kind, (_INPUT, _FULL))
     return columns.numbers[is_back & np.isin(columns.microbatch, microbatches)]
 
 
 def _shares_of_ranks(schedule: Schedule, codes: NDArray[np.intp]) -> Floats:
-    """How often each rank runs each kind of pass of each stage for a microbatch."""
+    """Return how often each rank runs each kind of pass of each stage for a microbatch."""
     placement = schedule.placement
     shares = np.zeros((placement.ranks, placement.stages * _PER_STAGE))
     np.add.at(shares, (schedule.columns.rank, codes), 1.0)
@@ -128,15 +130,15 @@ def _shares_of_ranks(schedule: Schedule, codes: NDArray[np.intp]) -> Floats:
 
 
 def _share_under_way(placement: Placement) -> float:
-    """Of the microbatches that a stage holds, for how many it holds what it has sent, too: until
-    something that comes back shows that it has arrived. On a V that is soon."""
+    """Return the share of a stage's microbatches whose output it also holds because it was sent:
+    until something that comes back shows that it has arrived. On a V that is soon."""
     if not placement.in_turn:
         return 0.5
     return 1.0 if placement.chunks == 1 else 0.7
 
 
 def _seconds_of_passes(figures: Floats) -> Floats:
-    """By stage and kind of pass, and by layout."""
+    """Return the seconds by stage and kind of pass, and by layout."""
     forward, inputs, weights, spared = (
         figures[..., figure]
         for figure in (Figure.FORWARD, Figure.INPUT, Figure.WEIGHT, Figure.SPARED)
@@ -147,8 +149,8 @@ def _seconds_of_passes(figures: Floats) -> Floats:
 
 
 def _held_by(row: Sequence[Action], stages: Sequence[int]) -> Floats:
-    """How many microbatches of each of a rank's ``stages`` it holds from F to I, and behind these
-    from I to W, at each moment when that may be the most."""
+    """Return the number of microbatches of each of a rank's ``stages`` that it holds from F to I,
+    and after these from I to W, at each moment when that may be the most."""
     chunk = {stage: number for number, stage in enumerate(stages)}
     held = [0] * (2 * len(stages))
     seen: set[tuple[int, ...]] = set()
@@ -168,7 +170,7 @@ def _held_by(row: Sequence[Action], stages: Sequence[int]) -> Floats:
 
 
 def _largest(moments: Floats) -> Floats:
-    """Those of ``moments`` that no other one is as much as in everything."""
+    """Return the ``moments`` that no other moment exceeds in everything."""
     kept: list[Floats] = []
     for moment in moments[np.argsort(-moments.sum(axis=1), kind="stable")]:
         if not kept or not (np.stack(kept) >= moment).all(axis=1).any():

@@ -1,5 +1,4 @@
-"""Megatron's own recompute of layers: what a line has run again in its backward passes, and what
-else it could."""
+"""Megatron's own recompute of layers: that of a launch, and its alternatives."""
 
 from __future__ import annotations
 
@@ -24,10 +23,10 @@ _LEAST = 0.01  # of what is held from F to I: a module that frees less frees not
 
 @dataclass(frozen=True)
 class LayerRecompute:
-    """By the names of Megatron's arguments, each after ``recompute_``.
+    """Recompute by the names of Megatron's arguments, each after ``recompute_``.
 
     Attributes:
-        granularity: ``full``, ``selective``, or "": nothing is run again.
+        granularity: ``full``, ``selective``, or "": no recompute.
         modules: of selective recompute.
         method, num_layers: of full recompute.
     """
@@ -39,7 +38,7 @@ class LayerRecompute:
 
     @classmethod
     def of(cls, execution: Execution) -> LayerRecompute:
-        """What ``execution`` has run again."""
+        """Return the recompute of ``execution``."""
         if execution.recompute:
             method, number = execution.recompute_method, execution.recompute_num_layers
             return cls(FULL, method=method, num_layers=number)
@@ -56,7 +55,7 @@ class LayerRecompute:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Megatron's, by name."""
+        """Megatron's arguments, by name."""
         return {
             "recompute_granularity": self.granularity or None,
             "recompute_modules": list(self.modules) or None,
@@ -66,7 +65,7 @@ class LayerRecompute:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """What is written on a line for it."""
+        """The flags for it."""
         words: list[str] = []
         for name, value in self.arguments.items():
             if value is not None:
@@ -91,14 +90,14 @@ def recompute_options(
     rates: Rates,
     permits: Callable[[LayerRecompute], bool] = lambda option: True,
 ) -> list[LayerRecompute]:
-    """What a line that trains ``model`` could have run again, its own first, then what takes the
-    least time first: nothing; modules, one more from each to the next, that first which frees the
-    most bytes for its time; all layers.
+    """Return the kinds of recompute of a launch that trains ``model``: its own, then the others,
+    fastest first: nothing; modules, one more each time, first the one that frees the most bytes for
+    its time; all layers.
 
     Args:
-        execution: of the line.
-        permits: whether Megatron, and all that is on the line, goes with it. Modules that do
-            each by itself do together.
+        execution: of the launch.
+        permits: whether Megatron and the other settings of the launch permit it. Modules that are
+            permitted one by one are permitted together.
     """
     own = LayerRecompute.of(execution)
     tried = [

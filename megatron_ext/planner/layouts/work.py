@@ -1,4 +1,4 @@
-"""A training whose layout and schedule are open, and what a step takes with both given."""
+"""A training whose layout and schedule are open, and the time of a step if both are given."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ _PASSES = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 @dataclass(frozen=True)
 class Work:
-    """What is trained, on how many pipeline ranks.
+    """A training on pipeline ranks.
 
     Attributes:
-        costs_of: seconds and bytes of a microbatch on stages, any pieces of the model, that lie so.
-        bytes_of: what the model takes on each rank.
-        seconds_beside: of a step, what comes on top of its passes on a rank that holds so much of
-            the model: the optimizer, and reductions that no pass hides.
+        costs_of: seconds and bytes of a microbatch on stages with a placement.
+        bytes_of: bytes of the model on each rank.
+        seconds_outside_passes: seconds of a step for the optimizer and for reductions that no pass
+            hides, on a rank that holds so much of the model.
         limit: of activations, as the user has it; None: none.
-        recompute: what Megatron runs again of layers, which is in ``costs_of``.
-        pairs: whether forward and backward passes run in pairs, where a rank has several stages.
+        recompute: Megatron's recompute of layers, which ``costs_of`` counts.
+        pairs: whether forward and backward passes overlap if a rank has several stages.
         speeds: of the ranks, relative to those that ``costs_of`` is for; () if all are alike.
     """
 
@@ -47,7 +47,7 @@ class Work:
     microbatches: int
     costs_of: CostsOf
     bytes_of: BytesOf
-    seconds_beside: Callable[[ModelBytes], float]
+    seconds_outside_passes: Callable[[ModelBytes], float]
     limit: MemoryLimit | None = None
     post_validation: bool = False
     recompute: LayerRecompute = NO_RECOMPUTE
@@ -57,7 +57,7 @@ class Work:
     def variant(
         self, spec: str, layout: Layout, method: VocabMethod = VocabMethod.NAIVE
     ) -> Variant:
-        """The problem of the schedule ``spec`` with ``layout``.
+        """Return the problem of the schedule ``spec`` with ``layout``.
 
         Raises:
             ValueError: it cannot be.
@@ -89,9 +89,9 @@ class Evaluated:
     """A schedule with a layout, simulated.
 
     Attributes:
-        seconds: of a step: its passes, and what comes on top of them.
+        seconds: seconds of a step: its passes, and the time outside them.
         work: seconds of a microbatch on each stage.
-        recompute: what Megatron runs again of layers.
+        recompute: Megatron's recompute of layers.
     """
 
     layout: Layout
@@ -110,7 +110,7 @@ class Evaluated:
 
     @property
     def rank_bytes(self) -> tuple[float, ...]:
-        """What each rank holds at its peak; () if not known."""
+        """Bytes of each rank at its peak; () if not known."""
         memory = self.candidate.memory
         return () if memory is None else tuple(rank.total for rank in memory)
 
@@ -126,7 +126,7 @@ class Evaluated:
 
     @property
     def slowest_over_mean(self) -> float:
-        """By which part of the mean it takes longer than that."""
+        """The share of the mean by which it takes longer than the mean."""
         return self.work[self.slowest] * len(self.work) / sum(self.work) - 1
 
 
@@ -140,7 +140,7 @@ def evaluate(
     search: bool = True,
     better_than: float = math.inf,
 ) -> Evaluated:
-    """A step of ``work`` under the schedule ``spec`` with ``layout``.
+    """Return a step of ``work`` under the schedule ``spec`` with ``layout``.
 
     Args:
         room: bytes that a rank has for everything, of which schedules make use; None: as much as
@@ -155,9 +155,9 @@ def evaluate(
     variant = work.variant(spec, layout, method)
     costs, model = variant.problem.costs, variant.model
     assert model is not None
-    beside = max(map(work.seconds_beside, model))
+    outside = max(map(work.seconds_outside_passes, model))
     if search:
-        candidate = _searched(variant, method, room, better_than - beside)
+        candidate = _searched(variant, method, room, better_than - outside)
         step = candidate.step
     else:
         variant = replace(variant, choice=variant.choice.without_search)
@@ -165,7 +165,7 @@ def evaluate(
     return Evaluated(
         layout,
         candidate,
-        step + beside,
+        step + outside,
         work_of_stages(costs),
         work.recompute,
     )
@@ -177,8 +177,8 @@ SMALL = 2600  # microbatches on a stage, of what a search knows at once in some 
 def _searched(
     variant: Variant, method: VocabMethod, room: float | None, better_than: float
 ) -> Candidate:
-    """`consider`; of a long step, without a search that would gain next to nothing, or begin with
-    what takes no less than ``better_than``."""
+    """Return the result of `consider`; for a long step without a search that would gain next to
+    nothing, or begin with a step that is no shorter than ``better_than``."""
     problem = variant.problem
     if variant.choice.traits.searches and problem.placement.stages * problem.microbatches > SMALL:
         short = replace(variant, choice=variant.choice.without_search)
@@ -189,7 +189,7 @@ def _searched(
 
 
 def work_of_stages(costs: Costs) -> tuple[float, ...]:
-    """Seconds of a microbatch on each stage."""
+    """Return the seconds of a microbatch on each stage."""
     return tuple(
         sum(costs.seconds[kind][stage] for kind in _PASSES) for stage in range(costs.stages)
     )
@@ -201,8 +201,8 @@ MANY = 5  # microbatches a rank: the order of passes has long repeated itself
 def _from_shorter(
     variant: Variant, method: VocabMethod, room: float | None
 ) -> tuple[Candidate, float]:
-    """A candidate with fewer microbatches than ``variant`` where that has many, and what a step of
-    all takes."""
+    """Return a candidate with fewer microbatches than ``variant``, if that has many, and the
+    seconds of a step with all of them."""
     ranks, microbatches = variant.problem.ranks, variant.problem.microbatches
     longer = MANY * ranks + microbatches % ranks
     if microbatches < 2 * longer:

@@ -179,7 +179,7 @@ class Comparison:
         return Step(
             spec,
             layout.layers,
-            float(timed.seconds(counts)[0]) + max(map(self._work.seconds_beside, model)),
+            float(timed.seconds(counts)[0]) + max(map(self._work.seconds_outside_passes, model)),
             float(timed.fullest_bytes(counts)[0]),
             _share_in_pairs(timed.schedule),
         )

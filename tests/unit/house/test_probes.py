@@ -208,8 +208,8 @@ def late_weights(schedule, problem):
     ("commands/plan.py", "            pairs=pairs,\n", "            late_weights=late_weights,\n"),
     (
         "commands/plan.py",
-        "    for name, value in settings.items():",
-        '    words += [flag("late_weights")] if extras.late_weights else []\n',
+        '        for name in ("costs", "memory_limit", "rank_speeds"):',
+        '        words += [flag("late_weights")] if self.extras.late_weights else []\n',
     ),
     (
         "planner/figures.py",

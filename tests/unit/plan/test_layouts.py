@@ -23,7 +23,6 @@ from megatron_ext.cost_model.short_form import parse_model
 from megatron_ext.planner import limits
 from megatron_ext.planner.candidate import VocabMethod
 from megatron_ext.planner.layouts import work as of_work
-from megatron_ext.planner.layouts.beside import seconds_beside
 from megatron_ext.planner.layouts.candidates import Candidates
 from megatron_ext.planner.layouts.descent import Timed, descend
 from megatron_ext.planner.layouts.estimated import estimated_work
@@ -33,6 +32,7 @@ from megatron_ext.planner.layouts.lines import Lines, compare_layouts, permit_al
 from megatron_ext.planner.layouts.minimax import least_slowest_stage, with_even_ranks
 from megatron_ext.planner.layouts.order import Order
 from megatron_ext.planner.layouts.work import Work, evaluate
+from megatron_ext.planner.outside_passes import seconds_outside_passes
 from megatron_ext.planner.planning_time import PlanningEnd, begin, planning
 from megatron_ext.progress import Task
 from megatron_ext.schedule.costs import Costs
@@ -354,12 +354,12 @@ def test_reductions_are_those_of_each_ones_group() -> None:
     dense = 31 / 32 / (8 * rates.network)  # eight rings, one for each GPU of a node
     experts = 3 / 4 / rates.network  # on four nodes
     moved = 2 * 6e9 + 2 * 2e9 + 3e9
-    assert seconds_beside(model, state, execution, rates) == pytest.approx(
+    assert seconds_outside_passes(model, state, execution, rates) == pytest.approx(
         moved / rates.memory + (2e9 + 1e9) * dense + (4e9 + 2e9) * experts
     )
     bucket = 40_000_000
     overlapped = replace(state, bucket=bucket)
-    assert seconds_beside(model, overlapped, execution, rates) == pytest.approx(
+    assert seconds_outside_passes(model, overlapped, execution, rates) == pytest.approx(
         moved / rates.memory + bucket * (4 + 2) * (dense + experts)
     )
 

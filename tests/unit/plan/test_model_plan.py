@@ -512,6 +512,8 @@ def test_the_command() -> None:
     text = command(*words)
     assert " ".join(report["written"]["added"]) in text and "makespan" not in text
     assert "memory under" in command(*words, "--all")
+    # as for a launch command that names no GPU
+    assert "times are an H100's, and its memory is not compared" in command("--model", TEXT)
     # measured times in place of estimated ones, and the model's bytes
     costs = ("--costs", "f=10,i=12,w=8,head=2/2/2")
     measured = taken(json.loads(command("--model", TEXT, *costs, "--json")))
@@ -538,7 +540,7 @@ def test_room_is_left_for_the_allocators_reserve() -> None:
     ("words", "text"),
     [
         (("--gpu", "h100"), "add --model"),
-        (("--model", TEXT), "add --gpu, or --costs"),
+        (("--world-size", "8"), "only a launch command has a world size; drop --world-size"),
         (("--model", TEXT, "--gpu", "h900"), "GPU 'h900' is not known: write one of a100"),
         (("--model", TEXT, "--gpu", "operations=fast,bytes=1"), "a value that is no number"),
         (("--model", TEXT, "--gpu", "operations=0,bytes=1"), "above 0"),

@@ -1,6 +1,6 @@
-"""What of a step comes on top of its passes: the optimizer, and reductions that no pass hides.
+"""Seconds of a step outside its passes: the optimizer, and reductions that no pass hides.
 
-It is charged to all schedules and layouts alike, by what a rank has of the model.
+They are added for all schedules and layouts alike, by the part of the model that a rank has.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from megatron_ext.cost_model.rates import Rates
 from megatron_ext.cost_model.reductions import seconds_of_a_byte
 
 
-def seconds_beside(
+def seconds_outside_passes(
     model: ModelBytes, state: TrainingState, execution: Execution, rates: Rates
 ) -> float:
-    """Of a step on a rank that has ``model``.
+    """Return the seconds on a rank that has ``model``.
 
     The optimizer reads gradients and clears them, reads and writes its states, and writes weights.
-    Data-parallel ranks add up gradients and gather weights: where passes hide that, all but the
-    last bucket; else everything. Those of experts do so among ranks with the same experts.
+    Data-parallel ranks add up gradients and gather weights. If passes hide that, all but the last
+    bucket is hidden; if not, nothing is. Experts are reduced over the ranks with the same experts.
     """
     moved = 2 * model.gradients + 2 * model.optimizer + model.weights
     dense = model.weights - model.expert_weights, model.gradients - model.expert_gradients

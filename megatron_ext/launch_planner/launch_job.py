@@ -1,0 +1,276 @@
+"""A launch command as a training job: all ways to train it, and the flags for each."""
+
+from __future__ import annotations
+
+import copy
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from megatron_ext.adapter.arguments import check, prove_without_search
+from megatron_ext.adapter.pairs.overlap_setting import FLAG
+from megatron_ext.compile.registry import choose
+from megatron_ext.doctor import line as launch_line
+from megatron_ext.doctor.words import read_launch
+from megatron_ext.launch_planner.alternatives.changed import Changed
+from megatron_ext.launch_planner.alternatives.first_answer import first_answer, is_long, whole_plan
+from megatron_ext.launch_planner.alternatives.half_of_launch import half_of_launch
+from megatron_ext.launch_planner.alternatives.layouts import lay_out, own_layout, written_of
+from megatron_ext.launch_planner.alternatives.less_memory import what_would_fit
+from megatron_ext.launch_planner.alternatives.long_sequences import long_sequences
+from megatron_ext.launch_planner.alternatives.pairs import other_pairs
+from megatron_ext.launch_planner.alternatives.without_full_recompute import (
+    without_full_recompute,
+)
+from megatron_ext.launch_planner.alternatives.written import (
+    alternative_of,
+    layout_of_variant,
+    written_for,
+)
+from megatron_ext.launch_planner.command_line import command_with
+from megatron_ext.launch_planner.loading import on_loading
+from megatron_ext.launch_planner.parsed_launch import LaunchRequest, ParsedLaunch
+from megatron_ext.launch_planner.variants import LineVariants
+from megatron_ext.planner.candidate import Candidate, Plan, Variant, VocabMethod
+from megatron_ext.planner.fitting import consider
+from megatron_ext.planner.job_plan import Others, PlannedJob
+from megatron_ext.planner.layouts.layout import Layout
+from megatron_ext.planner.layouts.lines import Lines
+from megatron_ext.planner.long_sequences import LongSequences
+from megatron_ext.planner.planning_time import begin, until_end, within
+from megatron_ext.planner.verdict import NOTHING, WORTH, Alternative, Written
+from megatron_ext.words import bytes_text
+from megatron_ext.written_settings import from_argv
+
+# Shares of the planning time after which the comparison of schedules, layouts and changes ends. The
+# rest is for what is built whole.
+_SCHEDULES, _LAYOUTS, _CHANGES = 0.5, 0.75, 0.9
+
+_ON_PAIRS = (
+    f"{FLAG}: that half of the time of experts' messages is hidden so is assumed; what is "
+    f"published differs threefold, and no GPU has run our pairs"
+)
+
+
+def job_of(request: LaunchRequest, parsed: ParsedLaunch) -> LaunchJob:
+    """Return the launch of ``request``, which was ``parsed``, as a job to be planned."""
+    return LaunchJob(
+        request=request,
+        parsed=parsed,
+        text=f"{parsed.facts}, under {parsed.variants.own}",
+        free=parsed.free,
+        is_estimate=parsed.measured is None and parsed.variants.config.costs.is_estimate,
+        remarks=parsed.remarks,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchJob(PlannedJob):
+    """Job that a launch command describes."""
+
+    request: LaunchRequest
+    parsed: ParsedLaunch
+
+    def variant(self, spec: str, method: VocabMethod) -> Variant | None:
+        return self.parsed.variants.variant(spec, method)
+
+    def compare(self) -> Plan:
+        begin()
+        first = first_answer(self.parsed)
+        with within(_SCHEDULES):
+            return whole_plan(self.parsed, first)
+
+    def baseline(self, plan: Plan) -> Alternative | None:
+        own = _baseline(self.parsed, plan)
+        return None if own is None else self._alternative(own, lambda: NOTHING)
+
+    def alternative(self, made: Candidate) -> Alternative:
+        return self._changed(made, Changed(self.parsed.variants, ()))
+
+    def others(self, plan: Plan) -> Others:
+        line, room = self.parsed.variants, self.room
+        with within(_LAYOUTS):
+            layouts = until_end(partial(_layouts, self.parsed), None)
+        changes: list[Changed | None] = []
+        halves: list[Alternative] = []
+        with within(_CHANGES):
+            if self.is_estimate:
+                in_pairs = partial(other_pairs, line, plan, room, is_long=is_long(self.parsed))
+                changes.append(until_end(partial(without_full_recompute, line, plan, room), None))
+                changes.append(until_end(in_pairs, None))
+            if self.request.half_pipeline:
+                halves = until_end(partial(half_of_launch, self.parsed), halves)
+            slices = until_end(partial(long_sequences, self.parsed, plan), None)
+        made = [
+            self._changed(candidate, changed)
+            for changed in changes
+            if changed is not None
+            for candidate in changed.candidates
+        ]
+        made += [*halves, *([] if layouts is None else self._laid_out(layouts))]
+        if slices is not None and slices.best is not None:
+            written = slices.written
+            made.append(self._alternative(slices.best, lambda: written))
+        return Others(tuple(made), slices, tuple(_on_barred(layouts)))
+
+    def refusal(self, one: Alternative) -> str | None:
+        return refusal_of(self.request, self.parsed, one.write())
+
+    def why_not(self, plan: Plan) -> str:
+        return _why_not_as_it_is(self.parsed.variants, self.room)
+
+    def fallbacks(self, others: Others) -> tuple[str, ...]:
+        line, none = self.parsed.variants, tuple[str, ...]()
+        fitting = until_end(lambda: tuple(what_would_fit(line, self.room)), none)
+        return *_what_slices_would(others.long_sequences), *fitting
+
+    def command(self, written: Written) -> str:
+        launch = self.request.launch
+        return "" if launch is None else command_with(launch, written)
+
+    def remarks_on(self, taken: Candidate, written: Written) -> tuple[str, ...]:
+        on_pairs = (_ON_PAIRS,) if FLAG in written.added else ()
+        return *_on_loading(self.parsed, taken), *on_pairs
+
+    def _alternative(self, made: Candidate, write: Callable[[], Written]) -> Alternative:
+        return alternative_of(self.parsed.validated, made, write)
+
+    def _changed(self, made: Candidate, changed: Changed) -> Alternative:
+        """Return ``made`` of a ``changed`` command, with the layout that it needs."""
+
+        def write() -> Written:
+            layout, costs = layout_of_variant(changed.line, made), self.parsed.costs
+            args, own = self.parsed.variants.args, self._own_layout
+            written = written_for(args, own, made, layout, costs)
+            return replace(written, dropped=(*written.dropped, *changed.dropped))
+
+        return self._alternative(made, write)
+
+    @property
+    def _own_layout(self) -> tuple[str, Layout]:
+        return own_layout(self.parsed.validated, str(self.parsed.variants.own))
+
+    def _laid_out(self, lines: Lines) -> list[Alternative]:
+        """Return the alternatives with other layouts that fit into the memory of a rank."""
+        room, costs = self.room, self.parsed.costs
+        return [
+            Alternative(
+                made.candidate,
+                made.seconds,
+                partial(written_of, self.parsed.variants, lines.own, made, costs),
+                made.layout.text(),
+            )
+            for made in dict.fromkeys(lines.others.values())
+            if made is not lines.own and (room is None or made.fullest <= room)
+        ]
+
+
+def refusal_of(request: LaunchRequest, parsed: ParsedLaunch, written: Written) -> str | None:
+    """Return the reason why a training with what is ``written`` would be refused, if it would: by
+    Megatron's validation of arguments and model, or by ours."""
+    if written == NOTHING:
+        return None
+    if request.launch is None:
+        words, args = written.added, _args_with(parsed.variants.args, written)
+    else:
+        words = read_launch(shlex.split(command_with(request.launch, written))).arguments
+        args = launch_line.parse(words).args
+    config = from_argv(words)
+    try:
+        args = launch_line.validate(args, config, parsed.variants.world_size)
+        launch_line.settle_vocabulary(args, config, parsed.variants.tokens)
+        launch_line.check_model(args, config)
+        if config.schedule is not None:
+            check(args, config, prove_without_search)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _args_with(args: Any, written: Written) -> Any:
+    """Return Megatron's arguments ``args``, which a file gives, with what is ``written``."""
+    changed, options = copy.deepcopy(args), launch_line.parser()._option_string_actions
+    given = launch_line.parse(written.added).args
+    for flag in written.dropped:
+        setattr(changed, options[flag].dest, options[flag].default)
+    for name in {options[word].dest for word in written.added if word in options}:
+        setattr(changed, name, getattr(given, name))
+    return changed
+
+
+def _baseline(parsed: ParsedLaunch, plan: Plan) -> Candidate | None:
+    """Return the command as it is, though it may not fit; None if nothing is known of that."""
+    extras = parsed.variants.config.extras
+    own = (
+        parsed.variants.own,
+        VocabMethod.NAIVE,
+        extras.activation_offload,
+        str(extras.recompute),
+    )
+    for candidate in plan.candidates:
+        made = candidate.report
+        if (made.schedule, candidate.method, made.offload, made.recompute) == own:
+            return candidate
+    return parsed.variants.as_it_stands()
+
+
+def _layouts(parsed: ParsedLaunch) -> Lines | None:
+    """Compare other layouts; None if nothing is known of single layers."""
+    line = parsed.variants
+    if not line.config.costs.is_estimate:
+        return None
+    assert line.own is not None
+    try:
+        return lay_out(
+            line,
+            parsed.validated,
+            line.own,
+            parsed.room,
+            tries_recompute=parsed.measured is None,
+        )
+    except ValueError:  # the line itself cannot be trained, as its own row says
+        return None
+
+
+def _on_barred(lines: Lines | None) -> Iterator[str]:
+    """Name the better schedule that a refusal of ours bars, if there is one."""
+    if lines is None or lines.barred is None:
+        return
+    spec, more = lines.barred.schedule, 1 - lines.barred.seconds / lines.ours.seconds
+    if more >= WORTH:
+        why = lines.refused.get(spec, "")
+        yield f"{spec} would save {more:.1%} more of a step, and is refused: {why}"
+
+
+def _what_slices_would(made: LongSequences | None) -> Iterator[str]:
+    """Name the flags of slices, if the launch fits only with these."""
+    if made is not None and made.best is not None and made.best.fullest is not None:
+        fullest = bytes_text(made.best.fullest)
+        flags = shlex.join(made.written.added)
+        yield f"{flags}: the fullest rank would take {fullest}, which fits"
+
+
+def _on_loading(parsed: ParsedLaunch, taken: Candidate) -> Iterator[str]:
+    """Say whether the checkpoint of the launch can be loaded under ``taken``."""
+    args, own = parsed.validated, str(parsed.variants.own)
+    ranks = args.pipeline_model_parallel_size
+    if args.load is None or (taken.schedule, taken.report.pp) == (own, ranks):
+        return
+    before, after = (choose(spec).place(ranks).rank_of for spec in (own, taken.schedule))
+    moves = before != after or taken.report.pp != ranks
+    divided = taken.method.vocabulary.value != "none"
+    yield on_loading(args, stages_move=moves or divided)
+
+
+def _why_not_as_it_is(line: LineVariants, free: float | None) -> str:
+    """Return the reason why the launch cannot keep its schedule unchanged; "" if it can."""
+    assert line.own is not None
+    try:
+        variant = line.variant(line.own, VocabMethod.NAIVE)
+        assert variant is not None
+        consider(replace(variant, may_recompute=False), VocabMethod.NAIVE, free)
+    except ValueError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,204 @@
+"""A training job without a launch command, compared with Megatron's 1F1B."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+from megatron_ext.cost_model.assumptions import not_checked
+from megatron_ext.cost_model.estimate import waiting_shares
+from megatron_ext.cost_model.gpus import FreeMemory
+from megatron_ext.planner.candidate import Candidate, Plan, Variant, VocabMethod
+from megatron_ext.planner.figures import flags_of
+from megatron_ext.planner.half_pipeline import division_of, half_of
+from megatron_ext.planner.job_plan import Others, PlannedJob
+from megatron_ext.planner.layouts.estimated import estimated_work
+from megatron_ext.planner.layouts.given import given_work
+from megatron_ext.planner.layouts.layout import Layout, even_layout, evenly
+from megatron_ext.planner.layouts.lines import compare_layouts
+from megatron_ext.planner.layouts.work import Work
+from megatron_ext.planner.long_sequences import long_sequences
+from megatron_ext.planner.planner import make_plan
+from megatron_ext.planner.planning_time import until_end
+from megatron_ext.planner.training import Training
+from megatron_ext.planner.verdict import NOTHING, Alternative, Written, is_stock
+from megatron_ext.schedule.placement import line
+
+_BASELINE = "1f1b"  # Megatron's own schedule, if no virtual stages are requested
+_NOTHING_FITS = (
+    "no schedule fits, for the reasons above. A rank holds less with more --tp or --pp, with "
+    "--distributed-optimizer and more --dp, with recompute=true or a smaller micro-batch in --model"
+)
+_NOTHING_FITS_THE_LIMIT = (
+    "no schedule fits into --memory-limit, for the reasons above: raise it to the least that they "
+    "name"
+)
+
+
+def job_of(
+    training: Training,
+    free: FreeMemory | None = None,
+    remarks: tuple[str, ...] = (),
+    *,
+    half_pipeline: bool = False,
+) -> TrainingJob:
+    """Return ``training`` as a job to be planned.
+
+    Args:
+        free: memory that a rank may take; None: not known.
+        remarks: assumptions on the job, a sentence each.
+        half_pipeline: whether half the pipeline ranks are compared, with twice the copies.
+
+    Raises:
+        ValueError: half the pipeline ranks are to be compared, and there is no half.
+    """
+    if half_pipeline:
+        half_of(training)
+    trained, waits = training.trained, {}
+    if trained is not None and training.is_estimate:
+        run = trained.execution
+        unchecked = not_checked(run)
+        remarks += () if unchecked is None else (unchecked,)
+        if run.tensor_parallel > 1:
+            shares = waiting_shares(trained.model, run, trained.rates)
+            waits = {str(group): kinds for group, kinds in shares.items()}
+    return TrainingJob(
+        training=training,
+        half_pipeline=half_pipeline,
+        text=f"Megatron's {_BASELINE}",
+        free=free,
+        is_estimate=training.is_estimate,
+        remarks=remarks,
+        nothing_fits=_NOTHING_FITS if trained else _NOTHING_FITS_THE_LIMIT,
+        waits=waits,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingJob(PlannedJob):
+    """Job that is described by the sizes of its model, by its costs, or by both.
+
+    Attributes:
+        half_pipeline: whether half the pipeline ranks are compared, with twice the copies.
+    """
+
+    training: Training
+    half_pipeline: bool = False
+
+    def variant(self, spec: str, method: VocabMethod) -> Variant | None:
+        return self.training.variant(spec, method)
+
+    def compare(self) -> Plan:
+        may_offload = self.training.trained is not None
+        return make_plan(self.variant, self.room, may_offload=may_offload)
+
+    def baseline(self, plan: Plan) -> Alternative | None:
+        own = next((one for one in plan.candidates if _is_baseline(one)), None)
+        return None if own is None else replace(self.alternative(own), write=lambda: NOTHING)
+
+    def alternative(self, made: Candidate) -> Alternative:
+        seconds = made.step + self.training.seconds_outside_passes(made)
+        return Alternative(made, seconds, partial(_written, self.training, made))
+
+    def others(self, plan: Plan) -> Others:
+        slices = long_sequences(self.training, plan, self.room)
+        made = [] if slices is None or slices.best is None else [self.alternative(slices.best)]
+        none: list[Alternative] = []
+        made += until_end(partial(_layouts, self.training, self.room), none)
+        if self.half_pipeline:
+            made += until_end(self._on_half, none)
+        return Others(tuple(made), slices)
+
+    def _on_half(self) -> list[Alternative]:
+        half = replace(self, training=half_of(self.training))
+        size = ("--pipeline-model-parallel-size", str(half.training.ranks))
+        return [
+            replace(
+                half.alternative(made),
+                write=partial(_written, half.training, made, flags=size),
+                division=str(division_of(half.training)),
+            )
+            for made in half.compare().front
+        ]
+
+    def why_not(self, plan: Plan) -> str:
+        return plan.refusals.get((_BASELINE, VocabMethod.NAIVE), "")
+
+
+def _is_baseline(candidate: Candidate) -> bool:
+    is_naive = candidate.method is VocabMethod.NAIVE and is_stock(candidate)
+    return candidate.schedule == _BASELINE and is_naive
+
+
+def _layouts(training: Training, room: float | None) -> list[Alternative]:
+    """Return the alternatives with other layouts; none if stages are alike, as far as is known, or
+    if nothing is known of single layers."""
+    work = _work_of(training)
+    if work is None:
+        return []
+    rule = partial(even_layout, work.model)
+    own = evenly(len(work.model.layers), training.ranks)
+    lines = compare_layouts([work], (_BASELINE, own), rule, room)
+    return [
+        Alternative(
+            made.candidate,
+            made.seconds,
+            partial(_written, training, made.candidate, made.layout),
+            made.layout.text(),
+        )
+        for made in dict.fromkeys(lines.others.values())
+        if made is not lines.own and (room is None or made.fullest <= room)
+    ]
+
+
+def _work_of(training: Training) -> Work | None:
+    trained, extras = training.trained, training.extras
+    if extras.slices.count > 1 or extras.pairs:
+        return None
+    if training.costs is not None:
+        costs = training.costs(line(training.ranks))
+        layers = training.layers if trained is None else len(trained.model.layers)
+        if layers is None or layers < training.ranks or costs.host is not None:
+            return None
+        if trained is not None and not (training.speeds or costs.tower):
+            return None
+        work = given_work(costs, layers, ranks=training.ranks, microbatches=training.microbatches)
+    elif trained is not None and (training.speeds or trained.model.tower):
+        work = estimated_work(
+            trained.model,
+            trained.execution,
+            trained.state,
+            trained.rates,
+            ranks=training.ranks,
+            microbatches=training.microbatches,
+        )
+    else:
+        return None
+    return replace(
+        work,
+        limit=training.limit,
+        post_validation=extras.post_validation,
+        speeds=training.rank_speeds,
+    )
+
+
+def _written(
+    training: Training,
+    candidate: Candidate,
+    layout: Layout | None = None,
+    flags: tuple[str, ...] = (),
+) -> Written:
+    """Return the flags for ``candidate`` of a job without a launch command, after ``flags``."""
+    placed: tuple[str, ...] = ()
+    if layout is not None and not layout.is_even:
+        placed = ("--pipeline-model-parallel-layout", layout.text())
+    if not is_stock(candidate):
+        speeds = () if training.speeds is None else ("--pipeline-rank-speeds", str(training.speeds))
+        return Written((*flags, *flags_of(candidate), *speeds, *placed))
+    if placed:
+        return Written(placed)
+    chunks = candidate.report.vpp
+    words = tuple(word for word in flags_of(candidate) if word.startswith("--account-for"))
+    if chunks > 1:
+        words = ("--num-virtual-stages-per-pipeline-rank", str(chunks), *words)
+    return Written((*flags, *words))
