@@ -34,7 +34,12 @@ from megatron_ext.compile.overlap import what_overlapping_gains
 from megatron_ext.compile.program.graph import Device
 from megatron_ext.compile.program.noise import Spread, spread
 from megatron_ext.compile.program.simulate import simulate as simulate_program
-from megatron_ext.compile.program.unequal import UnequalMicrobatches, with_unequal_microbatches
+from megatron_ext.compile.program.unequal import (
+    UnequalMicrobatches,
+    profile_of,
+    with_unequal_microbatches,
+)
+from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import Choice, choose, with_option
 from megatron_ext.compile.report import ScheduleReport, report
 from megatron_ext.planner.auto import AS_1F1B, take
@@ -55,6 +60,7 @@ from megatron_ext.schedule.rank_speeds import at_speeds, parse_rank_speeds
 from megatron_ext.schedule.slices import Lengths, Slices, parse_lengths
 from megatron_ext.search.certify import Certificate
 from megatron_ext.search.certify import certify as certify_program
+from megatron_ext.search.for_places import program_for_places, same_for_all_passes
 from megatron_ext.viz.noise_text import parse_noise, rows_of_spread
 from megatron_ext.words import bytes_text, counted
 
@@ -204,7 +210,7 @@ def simulate(
                 exchange=None if group is None else exchange(choice, problem, group),
                 unequal_microbatches=None
                 if differing is None
-                else with_unequal_microbatches(program, differing, deal),
+                else _with_unequal(program, differing, deal),
             )
         files.write(choice, problem, program, steps)
     except (ValueError, OSError) as error:
@@ -423,6 +429,12 @@ def _differing(text: str | None, microbatches: int, replicas: int) -> Costs | No
     return parse_microbatch_costs(text, microbatches * replicas)
 
 
+def _with_unequal(program: Program, costs: Costs, replicas: int) -> UnequalMicrobatches:
+    at_places = same_for_all_passes(profile_of(costs, replicas).tolist())
+    for_profile = program_for_places(program, at_places)
+    return with_unequal_microbatches(program, costs, replicas, for_profile)
+
+
 def _of_exchange(evened: AttentionExchange | None) -> dict[str, Any]:
     """Return the printed rows of ``evened``, by name; none if it is None."""
     if evened is None:
@@ -447,6 +459,9 @@ def _of_unequal(unequal: UnequalMicrobatches | None) -> dict[str, Any]:
     }
     if unequal.replicas > 1:
         own["and dealt"] = _of_arrival(unequal.dealt, unequal)
+    if unequal.profile is not None:
+        kept = "kept" if unequal.profile < unequal.dealt else "the one above is kept"
+        own["and a program for the places"] = f"{_of_arrival(unequal.profile, unequal)}; {kept}"
     return own
 
 

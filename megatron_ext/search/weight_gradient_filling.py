@@ -200,9 +200,10 @@ def makespan(schedule: Schedule, problem: Problem) -> float:
 
 def _work(problem: Problem) -> list[float]:
     """Compute seconds of each rank."""
-    seconds, m = problem.costs.seconds, problem.microbatches
+    costs, m = problem.costs, problem.microbatches
+    means = [(costs.mean_factor(kind), row) for kind, row in costs.seconds.items()]
     stages_of = problem.placement.stages_of
-    return [m * sum(row[s] for row in seconds.values() for s in stages) for stages in stages_of]
+    return [m * sum(row[s] * mean for mean, row in means for s in stages) for stages in stages_of]
 
 
 def _last_start(problem: Problem) -> float:
@@ -230,10 +231,10 @@ class _Filling:
     ) -> None:
         placement, costs, m = problem.placement, problem.costs, problem.pieces
         stages, ranks = range(placement.stages), placement.ranks
-        parts = problem.parts(0)
-        self.orders, self.placement, self.slices = orders, placement, len(parts)
+        parts = problem.examples
+        self.orders, self.placement, self.period = orders, placement, len(parts)
         self.memory, self.deadline, self.span = memory, deadline, span
-        # By kind, stage and slice; by the stage before the link, and slice.
+        # By kind, stage and example; by the stage before the link, and example.
         self.seconds = {
             kind: [[costs.of(Action(s, kind, part)) for part in parts] for s in stages]
             for kind in _COMPUTE
@@ -315,7 +316,7 @@ class _Filling:
         slack = _TOLERANCE * (1 + self.work[rank])
         while waiting and (gap := ready - self.free[rank]) > slack:
             stage, kind, k = waiting[0]
-            fits = self.seconds[kind][stage][k % self.slices] <= gap + slack
+            fits = self.seconds[kind][stage][k % self.period] <= gap + slack
             if not fits and self.idle[rank] + gap <= may_idle + slack:
                 return
             self.do_w(rank)
@@ -323,7 +324,7 @@ class _Filling:
     def make_room(self, rank: int, action: Action) -> None:
         if self.memory is None:
             return
-        more = self.share[action.stage] * self.tokens[action.microbatch % self.slices]
+        more = self.share[action.stage] * self.tokens[action.microbatch % self.period]
         while not self.memory.fits(rank, self.held[rank] + more):
             if not self.pending[rank]:
                 raise DoesNotFit(f"{action} exceeds the memory of rank {rank}")
@@ -331,7 +332,7 @@ class _Filling:
 
     def account(self, rank: int, action: Action) -> None:
         stage, kind, k = action
-        tokens = self.tokens[k % self.slices]
+        tokens = self.tokens[k % self.period]
         match kind:
             case Kind.FORWARD:
                 self.held[rank] += self.share[stage] * tokens
@@ -344,13 +345,13 @@ class _Filling:
         action = self.pending[rank].popleft()
         self.do(rank, action, self.free[rank])
         if self.memory is not None:
-            tokens = self.tokens[action.microbatch % self.slices]
+            tokens = self.tokens[action.microbatch % self.period]
             self.held[rank] -= self.left_for_w[action.stage] * tokens
 
     def do(self, rank: int, action: Action, start: float) -> None:
         self.rows[rank].append(action)
         stage, kind, k = action
-        self.free[rank] = start + self.seconds[kind][stage][k % self.slices]
+        self.free[rank] = start + self.seconds[kind][stage][k % self.period]
 
     def pass_on(self, rank: int, action: Action) -> int:
         """Send what ``action`` made to the neighbouring stage; the rank of that, -1: no stage."""
@@ -361,7 +362,7 @@ class _Filling:
             return -1
         to, at = self.placement.rank_of[other], self.free[rank]
         if to != rank:
-            hop = self.hops[min(stage, other)][k % self.slices]
+            hop = self.hops[min(stage, other)][k % self.period]
             at = max(at, self.arrived.get((rank, to, kind), 0.0)) + hop
             self.arrived[rank, to, kind] = at
         (self.forward_at if is_forward else self.gradient_at)[other][k] = at

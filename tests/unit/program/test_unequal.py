@@ -104,9 +104,13 @@ def test_the_command_says_what_ordering_and_dealing_gain() -> None:
     line += ["--microbatch-costs", "lognormal:0.5"]
     alone = run(*line)
     assert "ordered, small ends" in alone and "and dealt" not in alone
-    assert "and dealt" in run(*line, "--deal", "4")
+    dealt = run(*line, "--deal", "4")
+    assert "and dealt" in dealt and "and a program for the places" in dealt
     figures = json.loads(run(*line, "--deal", "4", "--json"))["unequal_microbatches"]
     assert figures["dealt"] < figures["ordered"] < figures["arrival"]
     assert (figures["steps"], figures["replicas"]) == (DRAWN_STEPS, 4)
+    assert ("; kept" in dealt) is (figures["profile"] < figures["dealt"])
+    of_1f1b = json.loads(run("simulate", "1f1b", *line[2:], "--deal", "4", "--json"))
+    assert of_1f1b["unequal_microbatches"]["profile"] is None
     assert "unequal_microbatches" not in json.loads(run(*line[:-2], "--json"))
     assert "give --microbatch-costs" in run(*line[:-2], "--deal", "4", code=2)
