@@ -388,7 +388,7 @@ class Costs:
 
     @property
     def alike(self) -> Costs:
-        """These costs with all microbatches alike."""
+        """Costs with all microbatches alike."""
         return replace(self, at_places={}) if self.at_places else self
 
     def _launch_of(self, kind: Kind, stage: int) -> float:

@@ -32,7 +32,8 @@ def program_for_places(program: Program, at_places: PlaceCosts) -> Program | Non
     of ``program``, which is for equal ones; None if none can be searched for.
 
     It can if the backward pass of ``program`` is split, all its stages are trained, and it has no
-    options beside the order of its passes. The memory is that of its limit, or of its own peak.
+    options in addition to the order of its passes. The memory is that of its limit, or of its own
+    peak.
     """
     problem = problem_for_places(program, at_places)
     if problem is None:

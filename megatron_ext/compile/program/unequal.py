@@ -7,7 +7,7 @@ costs; messages and copies take what they do. Of the data-parallel replicas the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,6 +73,20 @@ class UnequalSteps:
             factors[:, passes] = own[rows[:, self._microbatch[passes]]]
         starts, ends = self._times.of(factors)
         return float((ends.max(axis=1) - starts.min(axis=1)).max())
+
+
+def median_makespan(program: Program, steps: Sequence[Mapping[Kind, Floats]]) -> float:
+    """Return the median of the makespans of ``steps``.
+
+    Args:
+        steps: by kind of pass, the costs of each microbatch over those of a mean one, an array of
+            replicas x places.
+    """
+    under, makespans = UnequalSteps(program), []
+    for costs in steps:
+        rows = np.arange(next(iter(costs.values())).size).reshape(-1, program.problem.microbatches)
+        makespans.append(under.makespan({kind: own.ravel() for kind, own in costs.items()}, rows))
+    return float(np.median(makespans))
 
 
 def profile_of(costs: Floats, replicas: int) -> Floats:

@@ -70,7 +70,7 @@ def test_a_pass_takes_its_place_times_what_it_does() -> None:
 
 
 def test_a_step_of_unequal_microbatches_is_one_with_costs_by_place() -> None:
-    """What all else reads costs from agrees with the simulator of drawn steps."""
+    """The simulator of drawn steps agrees with the one that all else uses."""
     here = program("zb-v", 4, 8)
     costs = np.random.default_rng(1).lognormal(0, 0.5, 8)
     placed = replace(here.problem.costs, at_places=same_for_all_passes(costs.tolist()))
@@ -208,7 +208,7 @@ def test_some_programs_have_none(spec: str, extras: dict[str, Any]) -> None:
 
 
 def test_most_of_the_gain_is_left_under_noise() -> None:
-    """Of 15 % a pass, at least 80 %: of the order, the deal and the program together."""
+    """At 15 % a pass at least 80 % of what order, deal and program gain together."""
     here = program("zb-v", 4, 16, limit=4)
     made = program_for_places(here, same_for_all_passes(profile_of(LOAD[:10], 4).tolist()))
     assert made is not None
