@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_ext.compile.build import complete
+from megatron_ext.compile.build import complete, prove_built
 from megatron_ext.compile.program.memory import in_microbatches, peaks
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.schedule.action import Kind
@@ -41,13 +41,23 @@ def program_for_places(program: Program, at_places: PlaceCosts) -> Program | Non
     return complete(searched_briefly(program.schedule.name, problem), problem)
 
 
+def at_places_of(program: Program, at_places: PlaceCosts) -> Program:
+    """Return ``program`` in the same order with these costs, for pictures of a step; itself if its
+    options do not go with costs by place."""
+    problem = program.problem
+    if not _is_plain(problem):
+        return program
+    costs = replace(problem.costs, at_places=at_places)
+    return prove_built(program.schedule, replace(problem, costs=costs))
+
+
 def problem_for_places(program: Program, at_places: PlaceCosts) -> Problem | None:
     """Return the problem of `program_for_places`; None if it cannot be searched."""
     problem, schedule = program.problem, program.schedule
     splits = any(kind is Kind.BACKWARD_WEIGHT for _, kind in schedule.columns.pairs)
     is_even = {len(stages) for stages in problem.placement.stages_of} == {problem.placement.chunks}
-    is_plain = replace(problem.extras, p2p=Extras.p2p) == Extras()
-    if not (splits and is_even and is_plain) or problem.forward_only or problem.first_trained:
+    is_trained = not (problem.forward_only or problem.first_trained)
+    if not (splits and is_even and is_trained and _is_plain(problem)):
         return None
     limit = problem.memory_limit
     if limit is None:
@@ -55,3 +65,8 @@ def problem_for_places(program: Program, at_places: PlaceCosts) -> Problem | Non
     costs = replace(problem.costs, at_places=at_places)
     problem = replace(problem, costs=costs, memory_limit=limit)
     return problem if shop_of(problem).fits else None
+
+
+def _is_plain(problem: Problem) -> bool:
+    """Whether there are no options in addition to the order of passes."""
+    return replace(problem.extras, p2p=Extras.p2p) == Extras()

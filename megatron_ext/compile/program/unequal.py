@@ -45,6 +45,11 @@ class UnequalMicrobatches:
     dealt: float
     profile: float | None = None
 
+    @property
+    def keeps_profile(self) -> bool:
+        """Whether the program for the places is the better one."""
+        return self.profile is not None and self.profile < self.dealt
+
 
 class UnequalSteps:
     """Steps of ``program`` with unequal microbatches."""
