@@ -34,10 +34,12 @@ from megatron_ext.adapter.pairs.overlap_setting import has_pairs
 from megatron_ext.adapter.training_globals import ramps_up_to
 from megatron_ext.compile.build import prove_built
 from megatron_ext.compile.output_layer import better_of, place_output_layer
+from megatron_ext.compile.program.unequal import median_makespan
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import Choice
 from megatron_ext.config import PipelineConfig
 from megatron_ext.cost_model.measured.layer_costs import Basis
+from megatron_ext.cost_model.measured.places import MeasuredPlaces
 from megatron_ext.logger import logger, telling_of_long_work
 from megatron_ext.progress import FIRST, duration
 from megatron_ext.runtime.store.agreement import listed
@@ -48,6 +50,7 @@ from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.search.extension import extended, has_middle
+from megatron_ext.search.for_places import program_for_places
 from megatron_ext.words import counted
 
 KEPT = 64  # programs
@@ -70,6 +73,7 @@ class Programs:
         self._config = config
         self.choice = config.choice
         self._programs: dict[_Key, Program] = {}  # latest last
+        self._for_places: dict[_Key, Program] = {}  # which take the place of those
         self._first_trained: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
         self._searched_for: int | None = None  # microbatches; None before the first training step
         self._found: dict[tuple[str, str], Schedule] = {}  # by `_but_for_length`
@@ -166,8 +170,9 @@ class Programs:
         """Set the costs of ``shape``, and drop its programs, which have other costs."""
         self.costs[shape] = costs
         self._times_set[shape] += 1
-        for key in [key for key in self._programs if key[1] == shape]:
-            del self._programs[key]
+        for programs in (self._programs, self._for_places):
+            for key in [key for key in programs if key[1] == shape]:
+                del programs[key]
 
     def first_trained(self, pipeline: dist.ProcessGroup, models: list[torch.nn.Module]) -> int:
         """Return the first stage with trained parameters; 0 if none has any.
@@ -208,6 +213,8 @@ class Programs:
     ) -> Program | None:
         """Return the program of such a step if it has been built."""
         key = self._key(config, shape, microbatches, forward_only, first_trained)
+        if key in self._for_places:
+            return self._for_places[key]
         program = self._programs.pop(key, None)
         if program is not None:
             self._programs[key] = program
@@ -276,8 +283,9 @@ class Programs:
 
     def forget(self, program: Program) -> None:
         """Drop ``program``, which does not run: it is rebuilt and checked if it is needed again."""
-        for key in [key for key, known in self._programs.items() if known is program]:
-            del self._programs[key]
+        for programs in (self._programs, self._for_places):
+            for key in [key for key, known in programs.items() if known is program]:
+                del programs[key]
 
     def _choice_for(self, microbatches: int, forward_only: bool) -> Choice:
         """Return the schedule for this number of microbatches. It is a substitute without a search
@@ -382,6 +390,73 @@ class Programs:
         microbatches = before.problem.microbatches
         first_trained = before.problem.first_trained
         return self.make(pipeline, config, shape, microbatches, False, first_trained, before)
+
+    def make_for_places(
+        self,
+        pipeline: dist.ProcessGroup,
+        config: Any,
+        shape: Shape,
+        measured: MeasuredPlaces,
+        now: Program,
+    ) -> ForPlaces | None:
+        """Make a program for microbatches whose cost depends on their place in the step, on all
+        ranks from the same step on, and run it if it is better in the steps ``measured``.
+
+        Steps with another number of microbatches, and evaluations, keep their programs.
+
+        Args:
+            now: the program of the training steps of ``shape``, for equal microbatches.
+
+        Returns:
+            None if there is nothing to search for (`program_for_places`).
+
+        Raises:
+            RuntimeError: the ranks have built different programs.
+        """
+        own: list[Program] = []
+
+        def work() -> tuple[Schedule, Problem, ForPlaces] | None:
+            made = program_for_places(now, measured.at_places)
+            if made is None:
+                return None
+            own.append(made)
+            equal, places = (median_makespan(one, measured.steps) for one in (now, made))
+            return made.schedule, made.problem, ForPlaces(equal, places)
+
+        store = store_of_all()
+        if store is None:
+            result = work()
+        else:
+            where = f"megatron_ext/places/{self._run}/{self._times_set[shape]}/{shape}"
+            what = "the search for a program for the places of microbatches"
+            apart = dist.PrefixStore(where, store)
+            result = run_on_leader(apart, dist.get_rank(), what, work)
+        if result is None:
+            return None
+        schedule, problem, judged = result
+        if not judged.is_better:
+            return judged
+        program = own[0] if own else prove_built(schedule, problem)
+        refuse_order(config, program.schedule)
+        key = self._key(config, shape, problem.microbatches, False, problem.first_trained)
+        self._times_set[shape] += 1  # the digest of this one is compared by itself
+        self._compare(program.digest, key, pipeline)
+        self._for_places[key] = program
+        return judged
+
+
+@dataclass(frozen=True)
+class ForPlaces:
+    """Seconds of measured steps, simulated: the median under the program for equal microbatches,
+    and under the one for their places."""
+
+    equal: float
+    places: float
+
+    @property
+    def is_better(self) -> bool:
+        """Whether the program for the places takes less."""
+        return self.places < self.equal
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,12 @@ from megatron_ext.compile.overlap import what_overlapping_gains
 from megatron_ext.compile.program.graph import Device
 from megatron_ext.compile.program.noise import Spread, spread
 from megatron_ext.compile.program.simulate import simulate as simulate_program
-from megatron_ext.compile.program.unequal import UnequalMicrobatches, with_unequal_microbatches
+from megatron_ext.compile.program.unequal import (
+    UnequalMicrobatches,
+    profile_of,
+    with_unequal_microbatches,
+)
+from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import Choice, choose, with_option
 from megatron_ext.compile.report import ScheduleReport, report
 from megatron_ext.planner.auto import AS_1F1B, take
@@ -55,6 +60,7 @@ from megatron_ext.schedule.rank_speeds import at_speeds, parse_rank_speeds
 from megatron_ext.schedule.slices import Lengths, Slices, parse_lengths
 from megatron_ext.search.certify import Certificate
 from megatron_ext.search.certify import certify as certify_program
+from megatron_ext.search.for_places import at_places_of, program_for_places, same_for_all_passes
 from megatron_ext.viz.noise_text import parse_noise, rows_of_spread
 from megatron_ext.words import bytes_text, counted
 
@@ -130,7 +136,8 @@ def simulate(
             metavar="lognormal:DEVIATION|FILE",
             help="Microbatches that differ: 20 drawn steps (0.5 is the standard deviation of a "
             "cost, as a share of the mean), or a file with a cost per line, step after step. Says "
-            "what ordering them, and dealing them to the replicas, gains.",
+            "what ordering them, dealing them to the replicas, and a program for their places "
+            "gains; files are of the better program, with the mean costs of the places.",
         ),
     ] = None,
     deal: Annotated[
@@ -198,15 +205,16 @@ def simulate(
             with task("simulating a device that waits at passes"):
                 waiting = simulate_program(program, program.problem.costs, Device.WAITS_AT_PASSES)
             group = exchange_attention
+            unequal, drawn = _with_unequal(program, differing, deal)
             more = _More(
                 certificate=certify_program(program, seconds) if certify else None,
                 noise=None if varying is None else spread(program, varying),
                 exchange=None if group is None else exchange(choice, problem, group),
-                unequal_microbatches=None
-                if differing is None
-                else with_unequal_microbatches(program, differing, deal),
+                unequal_microbatches=unequal,
             )
-        files.write(choice, problem, program, steps)
+        at_places = drawn.problem.costs.at_places
+        problem = replace(problem, costs=replace(problem.costs, at_places=at_places))
+        files.write(choice, problem, drawn, steps)
     except (ValueError, OSError) as error:
         fail(error)
     if as_json:
@@ -423,6 +431,21 @@ def _differing(text: str | None, microbatches: int, replicas: int) -> Costs | No
     return parse_microbatch_costs(text, microbatches * replicas)
 
 
+def _with_unequal(
+    program: Program, costs: Costs | None, replicas: int
+) -> tuple[UnequalMicrobatches | None, Program]:
+    """Return what steps take whose microbatches cost ``costs``, and the better program for them,
+    with the mean costs of their places; None and ``program`` itself if ``costs`` is None."""
+    if costs is None:
+        return None, program
+    at_places = same_for_all_passes(profile_of(costs, replicas).tolist())
+    for_profile = program_for_places(program, at_places)
+    unequal = with_unequal_microbatches(program, costs, replicas, for_profile)
+    if for_profile is not None and unequal.keeps_profile:
+        return unequal, for_profile
+    return unequal, at_places_of(program, at_places)
+
+
 def _of_exchange(evened: AttentionExchange | None) -> dict[str, Any]:
     """Return the printed rows of ``evened``, by name; none if it is None."""
     if evened is None:
@@ -447,6 +470,9 @@ def _of_unequal(unequal: UnequalMicrobatches | None) -> dict[str, Any]:
     }
     if unequal.replicas > 1:
         own["and dealt"] = _of_arrival(unequal.dealt, unequal)
+    if unequal.profile is not None:
+        kept = "kept" if unequal.keeps_profile else "the one above is kept"
+        own["and a program for the places"] = f"{_of_arrival(unequal.profile, unequal)}; {kept}"
     return own
 
 

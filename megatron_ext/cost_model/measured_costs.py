@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from megatron_ext.compile.output_layer import costs_in
 from megatron_ext.compile.program.verify import Program
+from megatron_ext.cost_model.measured.places import RankPlaces
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import Costs, LinkCosts, PassCosts, VocabularyCosts
 from megatron_ext.schedule.kinds import RULES, Held
@@ -40,6 +41,7 @@ class RankFigures:
             has no such allocator.
         forwards: seconds of the forward passes of the first stage in the last step, by microbatch;
             () on ranks without that stage.
+        places: of its passes by their place in the step; None if microbatches are not ordered.
     """
 
     seconds: _Passes
@@ -49,6 +51,7 @@ class RankFigures:
     host: str = ""
     reserved: float | None = None
     forwards: tuple[float, ...] = ()
+    places: RankPlaces | None = None
 
 
 @dataclass(frozen=True)

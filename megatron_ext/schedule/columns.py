@@ -108,9 +108,13 @@ class Columns:
         """The slice of each action; 0 if microbatches are not cut."""
         return self.microbatch % np.int32(self.slices)
 
-    def of_each(self, of: Callable[[Action], _T]) -> list[_T]:
+    def of_each(self, of: Callable[[Action], _T], by_place: bool = False) -> list[_T]:
         """Return the value of ``of`` for each action. It is called once for all microbatches of a
-        stage, kind and slice."""
+        stage, kind and slice, unless ``by_place`` it differs from microbatch to microbatch."""
+        if by_place:
+            pairs = map(self.pairs.__getitem__, self.pair.tolist())
+            microbatches = self.microbatch.tolist()
+            return [of(Action(*pair, k)) for pair, k in zip(pairs, microbatches, strict=True)]
         of_pairs = [[of(action) for action in row] for row in self.examples]
         if self.slices == 1:
             return [of_pairs[pair][0] for pair in self.pair.tolist()]

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import pairwise
+from statistics import fmean
 from typing import Any, Self
 
 from megatron_ext.schedule.action import Action, Kind, Slice, tokens_of
@@ -270,6 +271,9 @@ class Costs:
             made for. All seconds of passes include it. () if all ranks are alike.
         tower: the part of the first stage's figures that is an encoder's in front of the language
             model; None if there is none, or it is not known.
+        at_places: by kind of pass, the seconds of each microbatch of a step, in order, over those
+            given here; kinds that are not in it take the same at all places. {}: microbatches are
+            alike. Bytes are the same at all places: those of the largest microbatch.
         origin: how these figures came about, for people to read.
     """
 
@@ -282,6 +286,7 @@ class Costs:
     whole: Costs | None = None
     slowness: tuple[float, ...] = ()
     tower: TowerCosts | None = None
+    at_places: Mapping[Kind, tuple[float, ...]] = field(default_factory=dict)
     origin: str = "given"
 
     @property
@@ -366,7 +371,7 @@ class Costs:
         whole = self.seconds[kind][action.stage]
         part = action.microbatch
         if not isinstance(part, Slice):
-            return whole
+            return whole * self._at_place(kind, part) if self.at_places else whole
         squared = self.of_attention(kind, action.stage)
         rest = whole - squared
         launch = min(self._launch_of(kind, action.stage), rest)
@@ -375,6 +380,21 @@ class Costs:
         # it.
         attended += tokens**2 * (1 - 1 / self.slices.sharing)
         return launch + (rest - launch) * tokens + squared * attended
+
+    def _at_place(self, kind: Kind, microbatch: int) -> float:
+        """Return the seconds of ``kind`` for ``microbatch`` over those of a mean one."""
+        factors = self.at_places.get(kind)
+        return 1.0 if factors is None else factors[microbatch]
+
+    def mean_factor(self, kind: Kind) -> float:
+        """Return the mean of the figures of ``kind`` in `at_places`."""
+        factors = self.at_places.get(kind)
+        return 1.0 if factors is None else fmean(factors)
+
+    @property
+    def alike(self) -> Costs:
+        """Costs with all microbatches alike."""
+        return replace(self, at_places={}) if self.at_places else self
 
     def _launch_of(self, kind: Kind, stage: int) -> float:
         """Return the seconds of ``kind`` on ``stage`` that do not shrink with a slice."""
@@ -389,7 +409,7 @@ class Costs:
             return self._of_pass(repeats, action)
         whole, recompute = self.seconds[repeats][action.stage], self.passes.recompute[action.stage]
         if not isinstance(action.microbatch, Slice):
-            return recompute
+            return recompute * self._at_place(repeats, action.microbatch)
         return recompute * (self._of_pass(repeats, action) / whole if whole else 1.0)
 
     def of_attention(self, kind: Kind, stage: int) -> float:
@@ -446,17 +466,21 @@ class Costs:
 
     def spared_by(self, action: Action) -> float:
         """Return the seconds that ``action`` saves: `spared_on` of its stage, times its share of
-        the sequence."""
-        return self.spared_on(action.stage) * tokens_of(action.microbatch)
+        the sequence, or what W takes at its place."""
+        spared = self.spared_on(action.stage) * tokens_of(action.microbatch)
+        return spared * self._at_place(Kind.BACKWARD_WEIGHT, action.microbatch)
 
     def spared_on(self, stage: int) -> float:
         """Return the seconds that I and W of ``stage`` save if W directly follows I."""
         return self.passes.spared[stage] if self.passes.spared else 0.0
 
     def least_on(self, stages: Iterable[int]) -> float:
-        """Return the least seconds that all passes of a microbatch take on ``stages`` of a rank."""
+        """Return the least seconds that all passes of a mean microbatch take on ``stages`` of a
+        rank."""
+        spared = self.mean_factor(Kind.BACKWARD_WEIGHT)
+        means = [(self.mean_factor(kind), figures) for kind, figures in self.seconds.items()]
         return sum(
-            sum(figures[stage] for figures in self.seconds.values()) - self.spared_on(stage)
+            sum(figures[stage] * mean for mean, figures in means) - self.spared_on(stage) * spared
             for stage in stages
         )
 

@@ -237,6 +237,8 @@ class Problem:
         if self.extras.post_validation:
             self._check_chain()
         assert self.costs.stages == self.placement.stages
+        lengths = {self.microbatches, *map(len, self.costs.at_places.values())}
+        assert len(lengths) == 1 and not (self.costs.at_places and self.slices.count > 1)
         assert 0 <= self.first_trained <= self.placement.last
         # A partitioned embedding has gradients of the first stage.
         assert not self.first_trained or self.extras.vocab_parallel is VocabularyParallel.NONE
@@ -298,6 +300,11 @@ class Problem:
         """Return the slices of ``microbatch``, in order, or ``microbatch`` itself if microbatches
         are not cut."""
         return parts_of(microbatch, self.slice_ends)
+
+    @cached_property
+    def examples(self) -> tuple[int, ...]:
+        """The microbatches, or slices of one, whose passes differ: all others repeat them."""
+        return tuple(range(self.microbatches)) if self.costs.at_places else self.parts(0)
 
     @cached_property
     def slice_ends(self) -> tuple[float, ...]:

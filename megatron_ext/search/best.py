@@ -139,6 +139,11 @@ def searched(name: str, problem: Problem, how: Effort) -> Schedule:
     return _passes(name, _searched(name, problem, how).program)
 
 
+def searched_briefly(name: str, problem: Problem) -> Schedule:
+    """Return what `searched` finds in about a second. It is not stored."""
+    return searched(name, problem, effort().brief)
+
+
 def _searched(name: str, problem: Problem, how: Effort) -> _Chosen:
     shop, least = shop_of(problem), lower_bound(problem, splits_backward=True) * (1 + 1e-9)
     if problem.extras.recompute.fit:
@@ -151,7 +156,7 @@ def _searched(name: str, problem: Problem, how: Effort) -> _Chosen:
         return there
     if shop.fits:
         enough, of_shorter = int(least / shop.tick) + max(shop.tails), None
-        if problem.microbatches > with_middle(problem):
+        if problem.microbatches > with_middle(problem) and not problem.costs.at_places:
             how = how.halved  # the other half is spent on the shorter step
             of_shorter = partial(_of_shorter, problem, how)
         packed = search(shop, starts, enough, how, of_shorter)
@@ -215,6 +220,8 @@ def _known(problem: Problem) -> list[Rows]:
     for choice in on_placement(problem.placement):
         if problem.slices.count > 1 and not choice.traits.takes_slices:
             continue
+        if problem.costs.at_places and choice.traits.uses_costs:
+            continue  # they take longer than all else, and their costs are those of a mean one
         for variant in (problem, replace(problem, memory_limit=None)):
             try:
                 schedule = choice.build(variant)

@@ -1,7 +1,8 @@
 """Lower bounds of the time of a step on a placement, without a search.
 
-Microbatches are alike, so each stage may be assumed to run each kind in microbatch order: the k-th
-pass of a kind can always be given to microbatch k without moving it in time.
+If microbatches are alike, each stage may be assumed to run each kind in microbatch order: the k-th
+pass of a kind can always be given to microbatch k without moving it in time. If they are not, the
+bounds are those of schedules in that order.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ def lower_bound(problem: Problem, splits_backward: bool) -> float:
     Even on a busy rank, each microbatch is in its memory until it has been to the last stage and
     back (`_least_held`).
 
-    With offload or recompute the memory limit adds nothing to the bound. With slices the bound only
-    counts that the first slice has to reach each rank.
+    With offload or recompute the memory limit adds nothing to the bound. With slices, or with
+    microbatches that differ, the bound only counts that the first of them has to reach each rank.
     """
-    if problem.slices.count > 1:
-        return _of_slices(problem)
+    if problem.slices.count > 1 or problem.costs.at_places:
+        return _of_differing(problem)
     placement, costs, m = problem.placement, problem.costs, problem.microbatches
     memory = _memory(problem)
     forward = costs.seconds[Kind.FORWARD]
@@ -79,8 +80,8 @@ def lower_bound(problem: Problem, splits_backward: bool) -> float:
     return bound
 
 
-def _of_slices(problem: Problem) -> float:
-    placement, costs, part = problem.placement, problem.costs, problem.parts(0)[0]
+def _of_differing(problem: Problem) -> float:
+    placement, costs, part = problem.placement, problem.costs, problem.forwards[0]
     arrival, arrivals = 0.0, []
     for stage in range(placement.stages):
         if placement.is_remote(stage, Neighbour.PREVIOUS):

@@ -56,6 +56,13 @@ class Effort:
         by_square, least, most = self.by_square // 2, self.least // 2, self.most // 2
         return replace(self, by_square=by_square, least=least, most=most, share=5)
 
+    @property
+    def brief(self) -> Effort:
+        """Return the effort for a program that a training makes between two of its steps: about a
+        second."""
+        passes = self.patience // 8
+        return replace(self, by_square=0, least=passes, most=passes, patience=0)
+
 
 def small_effort(packer: Callable[[Shop], Pack] = pack.packer) -> Effort:
     """Return the effort for plain Python: seconds to minutes."""

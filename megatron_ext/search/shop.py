@@ -70,20 +70,24 @@ _OF_SLICES = 1 << 40  # shares of a chunk: slices may be of any length
 
 @dataclass(frozen=True)
 class Cut:
-    """Differences between the passes of a lane if microbatches are cut into slices.
+    """Differences between the passes of a lane: of the slices of a microbatch, which repeat in the
+    next one, or of all microbatches of a step.
 
     Attributes:
-        durations: ticks, by lane and slice, in the order in which the lane takes them.
+        slices: number of slices of a microbatch; 1: microbatches are whole, and differ.
+        durations: ticks, by lane and pass, in the order in which the lane takes them.
         gains: `Shop.gains`, likewise.
         hops: ticks of the messages from other ranks that passes wait for, likewise.
     """
 
+    slices: int
     durations: Starts
     gains: Starts
     hops: Starts
 
     @property
-    def slices(self) -> int:
+    def period(self) -> int:
+        """The columns after which the passes of a lane repeat."""
         return self.durations.shape[1]
 
     def mirrored(self, receivers: Sequence[int]) -> Cut:
@@ -93,7 +97,7 @@ class Cut:
             receivers: by lane, the lane that its messages go to.
         """
         hops = self.hops[list(receivers), ::-1]
-        return Cut(self.durations[:, ::-1], -self.gains[:, ::-1], hops)
+        return Cut(self.slices, self.durations[:, ::-1], -self.gains[:, ::-1], hops)
 
 
 @dataclass(frozen=True)
@@ -104,9 +108,9 @@ class Shop:
         placement: which rank holds which stage.
         pieces: number of passes of each lane: microbatches, or slices of them.
         tick: seconds of a tick.
-        durations: ticks of a pass, per lane; with slices the mean.
-        before: per lane, the lanes that it waits for, and the ticks from their end; with slices the
-            mean.
+        durations: ticks of a pass, per lane; the mean if they differ.
+        before: per lane, the lanes that it waits for, and the ticks from their end; the mean if
+            they differ.
         gains: memory that a pass takes at its start, or, if negative, frees at its end; per lane;
             with slices the mean.
         limit: the memory of a rank.
@@ -117,7 +121,7 @@ class Shop:
         given_up: by lane and microbatch, the memory that a pass takes in addition to ``gains``: if
             the activation is recomputed F takes less, and R the difference. None: there are no
             lanes of R.
-        cut: differences between slices; None if microbatches are whole.
+        cut: differences between the passes of a lane; None if all are alike.
         is_mirrored: whether time runs backwards.
     """
 
@@ -143,6 +147,11 @@ class Shop:
     def slices(self) -> int:
         """Number of slices of a microbatch; 1: microbatches are whole."""
         return 1 if self.cut is None else self.cut.slices
+
+    @property
+    def period(self) -> int:
+        """The columns after which the passes of a lane repeat, without recompute."""
+        return 1 if self.cut is None else self.cut.period
 
     @property
     def lanes_of_rank(self) -> int:
@@ -183,8 +192,8 @@ class Shop:
 
     @cached_property
     def hops(self) -> tuple[int, ...]:
-        """Ticks of the message from another rank that a pass waits for, per lane; with slices the
-        mean. No pass waits for two."""
+        """Ticks of the message from another rank that a pass waits for, per lane; the mean if they
+        differ. No pass waits for two."""
         return tuple(max((hop for _, hop in row), default=0) for row in self.before)
 
     @cached_property
@@ -192,10 +201,10 @@ class Shop:
         """Hops of the messages that passes wait for, in ticks: lanes x columns."""
         return self._of_all(self.hops, None if self.cut is None else self.cut.hops)
 
-    def _of_all(self, per_lane: tuple[int, ...], by_slice: Starts | None) -> Starts:
+    def _of_all(self, per_lane: tuple[int, ...], differing: Starts | None) -> Starts:
         """Return the figures as an array of lanes x columns."""
-        if by_slice is not None:
-            return np.tile(by_slice, (1, self.pieces // self.slices))
+        if differing is not None:
+            return np.tile(differing, (1, self.pieces // self.period))
         return np.repeat(np.array(per_lane, np.int64)[:, None], self.pieces, 1)
 
     @cached_property
@@ -359,17 +368,17 @@ def shop_of(problem: Problem, again: npt.NDArray[np.bool_] | None = None) -> Sho
             there are no lanes for it. (None with slices.)
 
     The tick is the common unit of the costs, or the largest fraction of it of which a rank's work
-    for a microbatch, or a slice, has a thousand; without a common unit it is a share of that work
-    (`common_tick`).
+    for a mean microbatch, or a slice, has a thousand; without a common unit it is a share of that
+    work (`common_tick`).
 
     Raises:
         ValueError: the limit is in bytes, and the costs have none.
     """
-    placement, costs, parts = problem.placement, problem.costs, problem.parts(0)
+    placement, costs, parts = problem.placement, problem.costs, problem.examples
     assert {len(stages) for stages in placement.stages_of} == {placement.chunks}
     lanes = passes_of(placement, again is not None)
     seconds = [
-        [costs.of(Action(stage, kind, part)) for part in _in_order(kind, parts)]
+        [costs.of(Action(stage, kind, part)) for part in _in_order(kind, parts, problem)]
         for stage, kind in lanes
     ]
     work = sum(fmean(row) for row, (_, kind) in zip(seconds, lanes, strict=True) if kind is not R)
@@ -381,6 +390,7 @@ def shop_of(problem: Problem, again: npt.NDArray[np.bool_] | None = None) -> Sho
     # A pass that costs nothing still has its place in the order.
     durations = [[max(round(figure / tick), 1) for figure in row] for row in seconds]
     activation, rest, kept, limit = _memory(problem, again is not None)
+    slices = problem.slices.count
     given_up = None
     if again is not None:
         given_up = np.zeros((len(lanes), problem.microbatches), np.int64)
@@ -394,8 +404,7 @@ def shop_of(problem: Problem, again: npt.NDArray[np.bool_] | None = None) -> Sho
         tuple(round(fmean(row)) for row in durations),
         _before(placement, {link: round(hop / tick) for link, hop in means.items()}, lanes),
         tuple(
-            _gain(kind, activation[stage] // len(parts), rest[stage] // len(parts))
-            for stage, kind in lanes
+            _gain(kind, activation[stage] // slices, rest[stage] // slices) for stage, kind in lanes
         ),
         limit,
         tuple(_rooms(problem, activation, rest)),
@@ -409,9 +418,9 @@ def shop_of(problem: Problem, again: npt.NDArray[np.bool_] | None = None) -> Sho
 
 
 def _hops(problem: Problem) -> dict[int, list[float]]:
-    """Return the seconds of a message by slice for each link between two ranks, by the stage before
-    it."""
-    placement, costs, parts = problem.placement, problem.costs, problem.parts(0)
+    """Return the seconds of a message of each of `Problem.examples` for each link between two
+    ranks, by the stage before it."""
+    placement, costs, parts = problem.placement, problem.costs, problem.examples
     links = [s for s in range(placement.last) if placement.is_remote(s, Neighbour.NEXT)]
     if len(parts) == 1:
         return {stage: [costs.hop_behind(stage)] for stage in links}
@@ -420,10 +429,9 @@ def _hops(problem: Problem) -> dict[int, list[float]]:
     }
 
 
-def _in_order[T](kind: Kind, parts: Sequence[T]) -> Sequence[T]:
-    """Return the slices of a microbatch, or their figures, in the order of the passes of
-    ``kind``."""
-    return parts if kind is F else parts[::-1]
+def _in_order[T](kind: Kind, parts: Sequence[T], problem: Problem) -> Sequence[T]:
+    """Return the `Problem.examples`, or their figures, in the order of the passes of ``kind``."""
+    return parts if kind is F or problem.slices.count == 1 else parts[::-1]
 
 
 def _cut(
@@ -435,11 +443,11 @@ def _cut(
     activation: Sequence[int],
     rest: Sequence[int],
 ) -> Cut:
-    parts = problem.parts(0)
+    parts = problem.examples
     gains = [
         [
             _gain(kind, math.ceil(share * activation[stage]), math.ceil(share * rest[stage]))
-            for share in map(tokens_of, _in_order(kind, parts))
+            for share in map(tokens_of, _in_order(kind, parts, problem))
         ]
         for stage, kind in lanes
     ]
@@ -447,11 +455,12 @@ def _cut(
     hops = [
         [
             round(hop / tick)
-            for hop in _in_order(kind, seconds_of_hops.get(stage - (kind is F), none))
+            for hop in _in_order(kind, seconds_of_hops.get(stage - (kind is F), none), problem)
         ]
         for stage, kind in lanes
     ]
-    return Cut(*(np.array(table, np.int64) for table in (durations, gains, hops)))
+    tables = (np.array(table, np.int64) for table in (durations, gains, hops))
+    return Cut(problem.slices.count, *tables)
 
 
 _SIGN = {F: -1, R: 1}  # of the memory that a pass takes in addition if it is recomputed

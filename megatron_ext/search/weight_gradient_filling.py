@@ -206,9 +206,10 @@ def makespan(schedule: Schedule, problem: Problem) -> float:
 
 def _work(problem: Problem) -> list[float]:
     """Return the compute seconds of each rank."""
-    seconds, m = problem.costs.seconds, problem.microbatches
+    costs, m = problem.costs, problem.microbatches
+    means = [(costs.mean_factor(kind), row) for kind, row in costs.seconds.items()]
     stages_of = problem.placement.stages_of
-    return [m * sum(row[s] for row in seconds.values() for s in stages) for stages in stages_of]
+    return [m * sum(row[s] * mean for mean, row in means for s in stages) for stages in stages_of]
 
 
 def _last_start(problem: Problem) -> float:
@@ -297,8 +298,8 @@ class _Orders:
 
     def _prepare(self, orders: Sequence[Sequence[Action]]) -> list[list[_Pass]]:
         placement, of = self.problem.placement, self.problem.costs.of
-        parts, stages = self.problem.parts(0), range(placement.stages)
-        # By kind, stage and slice; by the stage before the link, and slice.
+        parts, stages = self.problem.examples, range(placement.stages)
+        # By kind, stage and example; by the stage before the link, and example.
         seconds = {
             kind: [[of(Action(s, kind, part)) for part in parts] for s in stages]
             for kind in _COMPUTE

@@ -150,7 +150,7 @@ def _run(spec: str, microbatches: int, text: str) -> Result:
         step(program)
         profile.end(recorder, program)
         recorder.end()
-    ranks = gather_from_all(profile.figures(ways, world, boundary))
+    ranks = gather_from_all(profile.figures(ways, world, boundary, by_place=False))
     measured = measured_costs(profile.program, wrong, ranks, spec)
     program = place_output_layer(choice, Problem(placement, microbatches, measured))
     steps = MeasuredSteps(CPU)

@@ -1,19 +1,20 @@
 """Gains of ordered and dealt microbatches, simulated, over microbatches in order of arrival.
 
-    python -m scripts.benchmarks.unequal          the whole table, a minute
+    python -m scripts.benchmarks.unequal          the whole table, two minutes
     python -m scripts.benchmarks.unequal --short  p = 4 and 8
 
 Four data-parallel replicas; the slowest counts. A mean microbatch takes F : I : W = 10 : 12 : 8 on
 each rank, of which attention has a share that grows with squared lengths, all of it in F and I; a
-message takes 1. Each figure is the median of 20 drawn steps. The program is one for equal
-microbatches, within 1F1B's memory, in all columns.
+message takes 1. Each figure is the median of 20 drawn steps. Programs are within 1F1B's memory. The
+first two figures of a cell are those of one for equal microbatches. The third is that of one made
+for the mean costs of the places in 20 other steps, or the second again, with =, if that is better.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,9 +31,11 @@ from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.dealing import MicrobatchOrder, arranged
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.problem import Problem
+from megatron_ext.search.for_places import program_for_places
 from scripts.benchmarks.unequal_loads import KINDS, Load, batch
 
-REPLICAS, STEPS, FIRST_SEED = 4, 20, 700
+REPLICAS, STEPS, FIRST_SEED, PROFILE_SEED = 4, 20, 700, 3000
+TIED = "long-128k"
 F, I, W, HOP = 10.0, 12.0, 8.0, 1.0  # noqa: E741
 SIZES = ((4, 8), (8, 16), (8, 32), (16, 64))
 SPECS = ("1f1b", "zb-h1", "v-auto")
@@ -42,10 +45,25 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Gain:
-    """Steps over those in order of arrival: with each replica in order, and with all dealt, too."""
+    """Steps over those in order of arrival.
+
+    Attributes:
+        ordered: with each replica in order, the largest in the middle.
+        dealt: with all dealt, too.
+        profile: the same under a program for the places; None if there is none.
+    """
 
     ordered: float
     dealt: float
+    profile: float | None
+
+    def __str__(self) -> str:
+        figures = f"{self.ordered:.3f}, {self.dealt:.3f}"
+        if self.profile is None:
+            return figures
+        if self.profile >= self.dealt:
+            return f"{figures} ="
+        return f"{figures}, {self.profile:.3f}"
 
 
 def _program(spec: str, ranks: int, microbatches: int) -> Program:
@@ -70,22 +88,56 @@ def _costs(load: Load, attention: float) -> dict[Kind, Floats]:
     }
 
 
-def gain(spec: str, ranks: int, microbatches: int, name: str) -> Gain:
-    """Return the medians over `STEPS` steps of the kind of load ``name``."""
-    steps, attention = UnequalSteps(_program(spec, ranks, microbatches)), KINDS[name].attention
-    ordered, dealt = [], []
+def _steps(name: str, microbatches: int, first_seed: int) -> Iterator[dict[Kind, Floats]]:
+    """Yield the costs of each of `STEPS` steps of the kind of load ``name``."""
     for number in range(STEPS):
-        load = batch(name, REPLICAS * microbatches, FIRST_SEED + number)
-        costs = _costs(load, attention)
+        load = batch(name, REPLICAS * microbatches, first_seed + number)
+        yield _costs(load, KINDS[name].attention)
 
-        def taken(order: MicrobatchOrder, deal: bool, costs: dict[Kind, Floats] = costs) -> float:
-            rows = arranged(costs[Kind.FORWARD], REPLICAS, order, deal=deal)
-            return steps.makespan(costs, rows)
 
-        today = taken(MicrobatchOrder.ARRIVAL, False)
-        ordered.append(taken(MicrobatchOrder.SMALL_ENDS, False) / today)
-        dealt.append(taken(MicrobatchOrder.SMALL_ENDS, True) / today)
-    return Gain(float(np.median(ordered)), float(np.median(dealt)))
+def _rows(costs: dict[Kind, Floats], *, order: bool, deal: bool) -> NDArray[np.intp]:
+    how = MicrobatchOrder.SMALL_ENDS if order else MicrobatchOrder.ARRIVAL
+    return arranged(costs[Kind.FORWARD], REPLICAS, how, deal=deal)
+
+
+def _longest(costs: dict[Kind, Floats], rows: NDArray[np.intp]) -> dict[Kind, Floats]:
+    """Return the cost of the longest of the replicas at each place of a step."""
+    return {kind: own[rows].max(axis=0) for kind, own in costs.items()}
+
+
+def for_places(fixed: Program, name: str) -> Program | None:
+    """Return a program for the places in steps of the kind of load ``name``; None as
+    `program_for_places`."""
+    longest = [
+        _longest(costs, _rows(costs, order=True, deal=True))
+        for costs in _steps(name, fixed.problem.microbatches, PROFILE_SEED)
+    ]
+    kinds = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    means = {kind: np.mean([step[kind] for step in longest], axis=0) for kind in kinds}
+    return program_for_places(fixed, {kind: tuple(of.tolist()) for kind, of in means.items()})
+
+
+def gain(spec: str, ranks: int, microbatches: int, name: str, *, tied: bool = False) -> Gain:
+    """Return the medians over `STEPS` steps of the kind of load ``name``.
+
+    Args:
+        tied: replicas share experts, so that a pass takes as long as the longest of its place.
+    """
+    fixed = _program(spec, ranks, microbatches)
+    own = for_places(fixed, name)
+    ways = [(fixed, False, False), (fixed, True, False), (fixed, True, True)]
+    if own is not None:
+        ways.append((own, True, True))
+    under = {id(program): UnequalSteps(program) for program, _, _ in ways}
+    taken = np.empty((STEPS, len(ways)))
+    for number, costs in enumerate(_steps(name, microbatches, FIRST_SEED)):
+        for column, (program, order, deal) in enumerate(ways):
+            of_all, rows = costs, _rows(costs, order=order, deal=deal)
+            if tied:
+                of_all, rows = _longest(costs, rows), np.arange(microbatches)[None]
+            taken[number, column] = under[id(program)].makespan(of_all, rows)
+    ratios = np.median(taken[:, 1:] / taken[:, :1], axis=0).tolist()
+    return Gain(ratios[0], ratios[1], ratios[2] if own is not None else None)
 
 
 def main(words: Sequence[str]) -> int:
@@ -95,10 +147,14 @@ def main(words: Sequence[str]) -> int:
     table = Table("load", "schedule", *(f"p={p}, m={m}" for p, m in sizes))
     for name in KINDS:
         for spec in SPECS:
-            gains = [gain(spec, p, m, name) for p, m in sizes]
-            table.add_row(name, spec, *(f"{one.ordered:.3f}, {one.dealt:.3f}" for one in gains))
-    console = Console(width=100)
-    console.print("ordered, and ordered and dealt: steps over those in order of arrival")
+            table.add_row(name, spec, *(str(gain(spec, p, m, name)) for p, m in sizes))
+    tied = [str(gain("v-auto", p, m, TIED, tied=True)) for p, m in sizes]
+    table.add_row(f"{TIED}, experts over data-parallel ranks", "v-auto", *tied)
+    console = Console(width=130)
+    console.print(
+        "ordered, ordered and dealt, and with a program for the places: steps over those in order "
+        "of arrival"
+    )
     console.print(table)
     return 0
 

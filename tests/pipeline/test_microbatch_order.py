@@ -55,24 +55,24 @@ ORDERED: Flags = {"pipeline_microbatch_order": "small-ends"}
 DEALT: Flags = {"pipeline_deal_microbatches": True}
 
 
-def trained(ranks: int, **more: object) -> list[Run]:
-    return train(
-        ranks,
-        model_flags(
-            **{
-                "pipeline_model_parallel_size": 2,
-                "num_layers": 4,
-                "position_embedding_type": "rope",
-                "untie_embeddings_and_output_weights": True,
-                "dataloader_inter_document_masking": True,
-                "train_iters": 3,
-                "eval_interval": 3,
-                "eval_iters": 1,
-                **more,
-            }
-        ),
-        model_provider=drawn_by_name,
+def flags(**more: object) -> list[str]:
+    return model_flags(
+        **{
+            "pipeline_model_parallel_size": 2,
+            "num_layers": 4,
+            "position_embedding_type": "rope",
+            "untie_embeddings_and_output_weights": True,
+            "dataloader_inter_document_masking": True,
+            "train_iters": 3,
+            "eval_interval": 3,
+            "eval_iters": 1,
+            **more,
+        }
     )
+
+
+def trained(ranks: int, **more: object) -> list[Run]:
+    return train(ranks, flags(**more), model_provider=drawn_by_name)
 
 
 def test_ours_train_the_same_microbatches_in_the_same_order_as_stock() -> None:

@@ -23,6 +23,7 @@ from megatron.core.utils import log_single_rank
 from megatron_ext.adapter.observers.observer import Step, StepObserver
 from megatron_ext.adapter.observers.writers import log_step
 from megatron_ext.adapter.programs import Programs, Shape
+from megatron_ext.adapter.transformer_engine.captured import captures
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.cost_model.execution import Precision
 from megatron_ext.cost_model.measured.file import as_data
@@ -33,6 +34,7 @@ from megatron_ext.cost_model.measured.layer_costs import (
     not_told_apart,
 )
 from megatron_ext.cost_model.measured.machine_factors import MachineFactors
+from megatron_ext.cost_model.measured.places import measured_places
 from megatron_ext.cost_model.measured.timed_operations import (
     GATHERED,
     timed_gathers,
@@ -85,9 +87,12 @@ class StepProfile(StepObserver[Step]):
     all ranks know: the last of the first `STEPS`, every one for a while, and then fewer and fewer.
     """
 
-    def __init__(self, path: Path, programs: Programs) -> None:
+    def __init__(self, path: Path, programs: Programs, *, by_place: bool) -> None:
+        """``by_place``: whether microbatches are ordered, so that their place tells what they
+        cost."""
         self._path = path
         self._programs = programs
+        self._by_place = by_place
         self._under_way: dict[Shape, Profile] = {}
         self._ready: dict[Shape, _Measured] = {}  # measured by this rank, and not yet used
         self._measured: set[Shape] = set()
@@ -120,7 +125,8 @@ class StepProfile(StepObserver[Step]):
         elif step.shape in self._under_way:
             profile = self._under_way[step.shape]
             if profile.end(step.recorder, step.program):
-                self._ready[step.shape] = _measured(step, self._under_way.pop(step.shape))
+                profile = self._under_way.pop(step.shape)
+                self._ready[step.shape] = _measured(step, profile, self._by_place)
         if self._count == self._meets:
             self._meets += max(1, self._count // _SELDOMER)
             self._meet(step)
@@ -156,6 +162,29 @@ class StepProfile(StepObserver[Step]):
         file = f"; costs written to {self._path}" if self._is_written else ""
         change = summary_of_change(own.program, now, costs) + file
         log_single_rank(logger, logging.INFO, change)
+        if all(rank.places is not None for rank in ranks):
+            self._use_places(step, shape, ranks, now)
+
+    def _use_places(self, step: Step, shape: Shape, ranks: list[RankFigures], now: Program) -> None:
+        """Run a program for the costs of the places in a step, if it is better than ``now``.
+        Collective over the world."""
+        if captures(step.call.config):
+            said = "kept, as CUDA graphs are captured in its order"
+        else:
+            measured = measured_places([rank.places for rank in ranks if rank.places is not None])
+            judged = None
+            if measured is not None:
+                judged = self._programs.make_for_places(
+                    step.pipeline, step.call.config, shape, measured, now
+                )
+            if judged is None:
+                said = "kept, as it cannot be searched for unequal ones"
+            else:
+                ratio = judged.places / judged.equal
+                said = "replaced by one" if judged.is_better else "better than one"
+                said += f" for the cost of each place in a step, which takes {ratio:.3f} of it"
+        what = f"{now.schedule.name}, microbatches that differ: the program for equal ones is"
+        log_single_rank(logger, logging.INFO, f"{what} {said}")
 
     def _costs(self, own: _Measured, shape: Shape, ranks: list[RankFigures]) -> Costs:
         """Return the costs of ``shape``, which all ranks have measured."""
@@ -217,14 +246,14 @@ class StepProfile(StepObserver[Step]):
             self._is_written = True
 
 
-def _measured(step: Step, profile: Profile) -> _Measured:
+def _measured(step: Step, profile: Profile, by_place: bool) -> _Measured:
     """Return the result of ``profile`` with its last ``step``. Collective over the pipeline."""
     schedule, boundary = step.program.schedule, step.boundary
     assert boundary.shape is not None
     what = f"{schedule.name} on {len(schedule.rows)} ranks"
     if step.shape is not None:
         what += f", micro batch {step.shape[0]}, sequence {step.shape[1]}"
-    figures = profile.figures(step.connections.p2p, step.pipeline, boundary)
+    figures = profile.figures(step.connections.p2p, step.pipeline, boundary, by_place=by_place)
     message_bytes = math.prod(boundary.shape) * boundary.dtype.itemsize
     return _Measured(profile.program, figures, what, message_bytes)
 

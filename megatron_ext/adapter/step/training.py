@@ -52,6 +52,7 @@ from megatron_ext.runtime.host.memory import ShortOfHostMemory
 from megatron_ext.runtime.slices.running_slice import Span
 from megatron_ext.runtime.weight_gradients import Lent, is_owned
 from megatron_ext.schedule.costs_text import format_costs
+from megatron_ext.schedule.dealing import MicrobatchOrder
 from megatron_ext.schedule.problem import VocabularyParallel
 from megatron_ext.viz.program_summary import summarize
 
@@ -264,7 +265,8 @@ def _observers(config: PipelineConfig, programs: Programs) -> list[StepObserver[
         overlap = config.post_validation
         observers.append(StepTrace(config.trace, config.trace_iters, overlap=overlap))
     if (path := config.costs.profile) is not None:
-        observers.append(StepProfile(path, programs))
+        by_place = config.microbatch_order is not MicrobatchOrder.ARRIVAL
+        observers.append(StepProfile(path, programs, by_place=by_place))
     return observers
 
 

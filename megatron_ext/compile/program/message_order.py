@@ -134,15 +134,17 @@ def _times(
     graph: Graph, schedule: Schedule, costs: Costs, least_hop: float
 ) -> tuple[NDArray[np.generic], NDArray[np.generic]]:
     """Return the start and the end of each node, in ticks; the two passes of a pair end together.
-    ``least_hop`` is a share of the longest pass."""
+    ``least_hop`` is a share of the longest pass of a mean microbatch."""
     columns, paired = schedule.columns, schedule.paired
     actions = chain.from_iterable(columns.examples)
-    longest = max(costs.of(action) for action in actions if is_compute(action))
+    longest = max(costs.alike.of(action) for action in actions if is_compute(action))
     least = longest * least_hop
     hops = tuple(max(hop, least) for hop in costs.links.hops)
     costs = costs.with_links(hop=max(costs.links.hop, least), hops=hops)
     tick = longest / _TICKS or 1.0  # the passes of an evaluation may cost nothing
-    ticks = columns.of_each(lambda a: max(round(costs.of(a) / tick), int(is_compute(a))))
+    ticks = columns.of_each(
+        lambda a: max(round(costs.of(a) / tick), int(is_compute(a))), bool(costs.at_places)
+    )
     for node in columns.numbers[graph.leaders != columns.numbers].tolist():
         ticks[node] = 0
     for node, first, second in seconds_in_pairs(schedule, costs):

@@ -73,7 +73,8 @@ def with_messages(schedule: Schedule, costs: Costs) -> tuple[Precedence, list[fl
     )
     later, earlier = (np.concatenate(part) for part in zip(*waits, strict=True))
     before = NodeLists.of(later, earlier, len(columns) + len(order))
-    return Precedence(before=before), columns.of_each(costs.of) + links.seconds[order].tolist()
+    seconds = columns.of_each(costs.of, bool(costs.at_places))
+    return Precedence(before=before), seconds + links.seconds[order].tolist()
 
 
 def _within_ranks(schedule: Schedule) -> tuple[Ints, Ints]:

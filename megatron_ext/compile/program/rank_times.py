@@ -18,8 +18,9 @@ class RankTimes:
 
     def __init__(self, program: Program) -> None:
         self._graph = program.graph
-        self._seconds = np.array(seconds_of(program.graph, program.schedule, program.problem.costs))
-        self._links = links_of(program.graph, program.problem.costs)
+        costs = program.problem.costs.alike
+        self._seconds = np.array(seconds_of(program.graph, program.schedule, costs))
+        self._links = links_of(program.graph, costs)
         self._times = None if self._links else BatchedTimes(program.graph)
         columns = program.schedule.columns
         passes = columns.numbers[IS_PASS[columns.kind]]

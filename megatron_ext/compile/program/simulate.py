@@ -129,7 +129,7 @@ def times(
 def seconds_of(graph: Graph, schedule: Schedule, costs: Costs) -> list[float]:
     """Return the seconds of each node of ``graph`` under ``costs``."""
     columns = schedule.columns
-    lasts = columns.of_each(costs.of)
+    lasts = columns.of_each(costs.of, bool(costs.at_places))
     for node in columns.numbers[graph.leaders != columns.numbers].tolist():
         lasts[node] = 0.0
     if any(costs.passes.spared):

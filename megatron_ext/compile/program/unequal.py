@@ -1,4 +1,5 @@
-"""Steps whose microbatches differ, under a program that was made for equal ones.
+"""Steps whose microbatches differ, under a program that was made for equal ones, or for the mean
+costs of places in the step.
 
 The order of passes stays. All passes of a microbatch take its cost times what they take by the
 costs; messages and copies take what they do. Of the data-parallel replicas the slowest counts.
@@ -6,7 +7,7 @@ costs; messages and copies take what they do. Of the data-parallel replicas the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,6 +34,8 @@ class UnequalMicrobatches:
         arrival: with the microbatches in order of arrival.
         ordered: with those of each replica in order, the largest in the middle.
         dealt: with all of them dealt to the replicas by cost, too; that of ``ordered`` for one.
+        profile: as ``dealt``, under a program that was made for the mean costs of the places; None
+            if there is none.
     """
 
     steps: int
@@ -40,6 +43,12 @@ class UnequalMicrobatches:
     arrival: float
     ordered: float
     dealt: float
+    profile: float | None = None
+
+    @property
+    def keeps_profile(self) -> bool:
+        """Whether the program for the places is the better one."""
+        return self.profile is not None and self.profile < self.dealt
 
 
 class UnequalSteps:
@@ -71,28 +80,56 @@ class UnequalSteps:
         return float((ends.max(axis=1) - starts.min(axis=1)).max())
 
 
+def median_makespan(program: Program, steps: Sequence[Mapping[Kind, Floats]]) -> float:
+    """Return the median of the makespans of ``steps``.
+
+    Args:
+        steps: by kind of pass, the costs of each microbatch over those of a mean one, an array of
+            replicas x places.
+    """
+    under, makespans = UnequalSteps(program), []
+    for costs in steps:
+        rows = np.arange(next(iter(costs.values())).size).reshape(-1, program.problem.microbatches)
+        makespans.append(under.makespan({kind: own.ravel() for kind, own in costs.items()}, rows))
+    return float(np.median(makespans))
+
+
+def profile_of(costs: Floats, replicas: int) -> Floats:
+    """Return the mean, over several steps, of the longest of the replicas at each place of a step
+    whose microbatches are ordered and dealt.
+
+    Args:
+        costs: as in `with_unequal_microbatches`.
+    """
+    rows = [arranged(row, replicas, MicrobatchOrder.SMALL_ENDS, deal=True) for row in costs]
+    longest = [row[at].max(axis=0) for row, at in zip(costs, rows, strict=True)]
+    return np.array(longest).mean(axis=0)
+
+
 def with_unequal_microbatches(
-    program: Program, costs: Floats, replicas: int
+    program: Program, costs: Floats, replicas: int, for_profile: Program | None = None
 ) -> UnequalMicrobatches:
     """Return what steps of ``program`` take whose microbatches cost ``costs``.
 
     Args:
         costs: a row per step, with the costs of the microbatches of all replicas as the sampler
             counts them: the k-th of replica d is number k x replicas + d.
+        for_profile: a program for the mean costs of the places (`profile_of`).
     """
     steps = UnequalSteps(program)
-    ways = (
-        (MicrobatchOrder.ARRIVAL, False),
-        (MicrobatchOrder.SMALL_ENDS, False),
-        (MicrobatchOrder.SMALL_ENDS, True),
-    )
+    ways = [
+        (steps, MicrobatchOrder.ARRIVAL, False),
+        (steps, MicrobatchOrder.SMALL_ENDS, False),
+        (steps, MicrobatchOrder.SMALL_ENDS, True),
+    ]
+    if for_profile is not None:
+        ways.append((UnequalSteps(for_profile), MicrobatchOrder.SMALL_ENDS, True))
     makespans = np.empty((len(costs), len(ways)))
     with task("simulating unequal microbatches", len(costs), alike=True) as simulated:
         for number, row in enumerate(costs):
             of_passes = dict.fromkeys(PASSES, row)
-            for column, (order, deal) in enumerate(ways):
+            for column, (under, order, deal) in enumerate(ways):
                 rows = arranged(row, replicas, order, deal=deal)
-                makespans[number, column] = steps.makespan(of_passes, rows)
+                makespans[number, column] = under.makespan(of_passes, rows)
             simulated.done += 1
-    arrival, ordered, dealt = np.median(makespans, axis=0).tolist()
-    return UnequalMicrobatches(len(costs), replicas, arrival, ordered, dealt)
+    return UnequalMicrobatches(len(costs), replicas, *np.median(makespans, axis=0).tolist())

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron_ext.compile.program.graph import channels
 from megatron_ext.compile.program.verify import Program
+from megatron_ext.cost_model.measured.places import RankPlaces, seconds_by_place
 from megatron_ext.cost_model.measured_costs import (
     RankFigures,
     forwards_of_first_stage,
@@ -73,18 +74,28 @@ class Profile:
         return self._program
 
     def figures(
-        self, connection: Channels | PipelineGroup, pipeline: dist.ProcessGroup, boundary: Boundary
+        self,
+        connection: Channels | PipelineGroup,
+        pipeline: dist.ProcessGroup,
+        boundary: Boundary,
+        *,
+        by_place: bool,
     ) -> RankFigures:
         """Return this rank's measurements. Collective over ``pipeline``, after the last step.
 
         Args:
             pipeline: the group that ``connection`` connects.
             boundary: the tensor that passes between stages, with its shape.
+            by_place: whether the place of a microbatch in its step tells what it costs.
         """
         assert boundary.shape is not None
         ways = channels(self.program.schedule)
         hops = message_seconds(connection, ways, boundary.shape, boundary.dtype, self._clock)
         steps = [recording.read()[0] for recording in self._recordings]
+        problem, places = self.program.problem, None
+        if by_place and problem.slices.count == 1:
+            seconds = seconds_by_place(steps, problem.microbatches)
+            places = RankPlaces(dist.get_global_rank(pipeline, 0), seconds)
         return RankFigures(
             medians(event for events in steps for event in events),
             self._counting.per_microbatch(),
@@ -93,4 +104,5 @@ class Profile:
             socket.gethostname(),
             reserved_beyond_allocated(connection.device),
             forwards_of_first_stage(steps[-1]),
+            places,
         )

@@ -17,6 +17,7 @@ from megatron_ext.compile.program.unequal import (
 from megatron_ext.schedule.columns import IS_PASS
 from megatron_ext.schedule.dealing import arranged
 from megatron_ext.schedule.microbatch_costs import DRAWN_STEPS, parse_microbatch_costs
+from megatron_ext.schedule.schedule_csv import from_csv
 from megatron_ext.schedule.slices import Lengths, Slices
 from tests.unit.commands.test_cli import run
 from tests.unit.program.test_noise import COSTS, program
@@ -104,9 +105,30 @@ def test_the_command_says_what_ordering_and_dealing_gain() -> None:
     line += ["--microbatch-costs", "lognormal:0.5"]
     alone = run(*line)
     assert "ordered, small ends" in alone and "and dealt" not in alone
-    assert "and dealt" in run(*line, "--deal", "4")
+    dealt = run(*line, "--deal", "4")
+    assert "and dealt" in dealt and "and a program for the places" in dealt
     figures = json.loads(run(*line, "--deal", "4", "--json"))["unequal_microbatches"]
     assert figures["dealt"] < figures["ordered"] < figures["arrival"]
     assert (figures["steps"], figures["replicas"]) == (DRAWN_STEPS, 4)
+    assert ("; kept" in dealt) is (figures["profile"] < figures["dealt"])
+    of_1f1b = json.loads(run("simulate", "1f1b", *line[2:], "--deal", "4", "--json"))
+    assert of_1f1b["unequal_microbatches"]["profile"] is None
     assert "unequal_microbatches" not in json.loads(run(*line[:-2], "--json"))
     assert "give --microbatch-costs" in run(*line[:-2], "--deal", "4", code=2)
+
+
+def test_files_are_of_the_better_program_at_the_places(tmp_path: Path) -> None:
+    """Boxes are as wide as their cost: the trace has the mean costs of the places; and the table is
+    of the program that is kept."""
+    line = ["simulate", "v-half", "--pp", "2", "-m", "4", "--costs", COSTS]
+    files = ["--trace", str(tmp_path / "trace.json"), "--csv", str(tmp_path / "rows.csv")]
+    equal = run(*line, "--csv", str(tmp_path / "equal.csv"), "--json")
+    unequal = [*line, "--microbatch-costs", "lognormal:0.5", "--deal", "4"]
+    assert "; kept" in run(*unequal, *files)
+    rows = [from_csv((tmp_path / name).read_text(), "").rows for name in ("equal.csv", "rows.csv")]
+    assert rows[0] != rows[1] and sorted(rows[0][0]) == sorted(rows[1][0])
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    forwards = {event["name"]: event["dur"] for event in events if "F" in event.get("name", "")}
+    took = [forwards[f"0F{k}"] for k in range(4)]
+    assert took[0] < took[1] and took[3] < took[2]
+    assert json.loads(equal)["makespan"]

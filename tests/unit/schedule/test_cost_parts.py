@@ -70,6 +70,7 @@ FULL = Costs(
     whole=_PLAIN,
     slowness=(1.0, 1.0, 2.0, 2.0),
     tower=TowerCosts((3.0, 2.0, 1.0), 2.0),
+    at_places={F: (0.5, 1.5), I: (0.75, 1.25)},
     origin="here",
 )
 

@@ -99,3 +99,10 @@ def test_order_and_deal_gain_what_the_page_says(spec: str, load: str, most: floa
 
 def test_full_packs_have_little_to_gain() -> None:
     assert 0.95 < unequal.gain("zb-h1", 4, 8, "full-8k").dealt < 1
+
+
+def test_experts_over_data_parallel_ranks_gain_more() -> None:
+    """There a pass waits for the longest of its place, and alike replicas do not wait."""
+    alone, tied = (unequal.gain("zb-v", 4, 8, "long-128k", tied=tied) for tied in (False, True))
+    assert tied.dealt < alone.dealt
+    assert tied.profile is not None and tied.profile < tied.dealt

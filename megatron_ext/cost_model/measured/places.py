@@ -1,0 +1,82 @@
+"""Measured costs of the places of a step, of microbatches that are ordered by what they cost."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.timeline import Event
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class RankPlaces:
+    """Seconds of the passes of one rank by their place in the step.
+
+    Attributes:
+        pipeline: global rank of the first rank of its pipeline.
+        seconds: by kind of pass, of all stages of the rank together; a row per step, a figure per
+            microbatch.
+    """
+
+    pipeline: int
+    seconds: Mapping[Kind, tuple[tuple[float, ...], ...]]
+
+
+@dataclass(frozen=True)
+class MeasuredPlaces:
+    """Costs of the places of several steps, over those of the median pass of a kind.
+
+    Attributes:
+        steps: by kind of pass, an array of pipelines x microbatches for each step.
+    """
+
+    steps: tuple[Mapping[Kind, Floats], ...]
+
+    @property
+    def at_places(self) -> dict[Kind, tuple[float, ...]]:
+        """The mean over the steps of the longest pipeline at each place, as `Costs.at_places`."""
+        return {
+            kind: tuple(np.mean([step[kind].max(axis=0) for step in self.steps], axis=0).tolist())
+            for kind in self.steps[0]
+        }
+
+
+def seconds_by_place(
+    steps: Sequence[Iterable[Event]], microbatches: int
+) -> dict[Kind, tuple[tuple[float, ...], ...]]:
+    """Return `RankPlaces.seconds` of the passes of several ``steps``, which have whole
+    microbatches."""
+    tables: dict[Kind, Floats] = defaultdict(lambda: np.zeros((len(steps), microbatches)))
+    for number, events in enumerate(steps):
+        for event in events:
+            tables[event.action.kind][number, event.action.microbatch] += event.end - event.start
+    return {kind: tuple(map(tuple, table.tolist())) for kind, table in tables.items()}
+
+
+def measured_places(ranks: Sequence[RankPlaces]) -> MeasuredPlaces | None:
+    """Return what all ``ranks`` of a training have measured; None if their pipelines have other
+    numbers of microbatches or other kinds of passes."""
+    if len({(kind, np.shape(of)) for rank in ranks for kind, of in rank.seconds.items()}) != len(
+        ranks[0].seconds
+    ):
+        return None
+    pipelines = sorted({rank.pipeline for rank in ranks})
+    tables = {}
+    for kind in ranks[0].seconds:
+        sums = [
+            np.sum([rank.seconds[kind] for rank in ranks if rank.pipeline == pipeline], axis=0)
+            for pipeline in pipelines
+        ]
+        of_kind = np.stack(sums, axis=1)  # steps x pipelines x microbatches
+        tables[kind] = of_kind / (np.median(of_kind) or 1.0)
+    steps = len(next(iter(tables.values())))
+    return MeasuredPlaces(
+        tuple({kind: table[step] for kind, table in tables.items()} for step in range(steps))
+    )

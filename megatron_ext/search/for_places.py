@@ -1,0 +1,72 @@
+"""Program for microbatches whose cost depends on their place in the step.
+
+Once the microbatches of each step are dealt and ordered, the place of one tells about what it
+costs. One program made for the mean costs of the places then serves all steps. It is not always
+better than a program for equal microbatches, so that both have to be judged (`unequal`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megatron_ext.compile.build import complete, prove_built
+from megatron_ext.compile.program.memory import in_microbatches, peaks
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.limit import MemoryLimit
+from megatron_ext.schedule.problem import Extras, Problem
+from megatron_ext.search.best import searched_briefly
+from megatron_ext.search.shop import KINDS, shop_of
+
+PlaceCosts = dict[Kind, tuple[float, ...]]
+
+
+def same_for_all_passes(factors: Sequence[float]) -> PlaceCosts:
+    """Return costs by place (`Costs.at_places`) that are ``factors`` for every kind of pass."""
+    return dict.fromkeys(KINDS, tuple(factors))
+
+
+def program_for_places(program: Program, at_places: PlaceCosts) -> Program | None:
+    """Return a program for microbatches with these costs, on the placement and within the memory
+    of ``program``, which is for equal ones; None if none can be searched for.
+
+    It can if the backward pass of ``program`` is split, all its stages are trained, and it has no
+    options in addition to the order of its passes. The memory is that of its limit, or of its own
+    peak.
+    """
+    problem = problem_for_places(program, at_places)
+    if problem is None:
+        return None
+    return complete(searched_briefly(program.schedule.name, problem), problem)
+
+
+def at_places_of(program: Program, at_places: PlaceCosts) -> Program:
+    """Return ``program`` in the same order with these costs, for pictures of a step; itself if its
+    options do not go with costs by place."""
+    problem = program.problem
+    if not _is_plain(problem):
+        return program
+    costs = replace(problem.costs, at_places=at_places)
+    return prove_built(program.schedule, replace(problem, costs=costs))
+
+
+def problem_for_places(program: Program, at_places: PlaceCosts) -> Problem | None:
+    """Return the problem of `program_for_places`; None if it cannot be searched."""
+    problem, schedule = program.problem, program.schedule
+    splits = any(kind is Kind.BACKWARD_WEIGHT for _, kind in schedule.columns.pairs)
+    is_even = {len(stages) for stages in problem.placement.stages_of} == {problem.placement.chunks}
+    is_trained = not (problem.forward_only or problem.first_trained)
+    if not (splits and is_even and is_trained and _is_plain(problem)):
+        return None
+    limit = problem.memory_limit
+    if limit is None:
+        limit = MemoryLimit(microbatches=max(peaks(schedule, in_microbatches(schedule))))
+    costs = replace(problem.costs, at_places=at_places)
+    problem = replace(problem, costs=costs, memory_limit=limit)
+    return problem if shop_of(problem).fits else None
+
+
+def _is_plain(problem: Problem) -> bool:
+    """Whether there are no options in addition to the order of passes."""
+    return replace(problem.extras, p2p=Extras.p2p) == Extras()

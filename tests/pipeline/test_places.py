@@ -1,0 +1,242 @@
+"""Programs for the measured costs of the places in a step, in Megatron's own loop.
+
+Passes take what the test says; all else is a training whose microbatches are ordered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+import megatron_ext
+from megatron_ext.adapter import programs as programs_module
+from megatron_ext.adapter.observers import profile as profile_observer
+from megatron_ext.adapter.step import training
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.registry import choose
+from megatron_ext.cost_model.measured.places import (
+    RankPlaces,
+    measured_places,
+    seconds_by_place,
+)
+from megatron_ext.patches import cpu
+from megatron_ext.patches.engine import apply
+from megatron_ext.runtime.measure import profile
+from megatron_ext.runtime.measure.profile import STEPS
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.timeline import Event
+from tests.helpers.drawn_models import drawn_by_name
+from tests.helpers.megatron_runs import assert_same, losses, train_or_fail
+from tests.helpers.packed import packed_on_the_cpu
+from tests.helpers.ranks import run_ranks, values
+from tests.pipeline import test_callers as callers
+from tests.pipeline.test_microbatch_order import ORDERED, flags, trained
+
+F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
+SECONDS = {F: 10e-3, I: 12e-3, W: 8e-3, Kind.FULL_BACKWARD: 20e-3}
+PLACES = (0.2, 0.8, 1.4, 2.0, 2.0, 1.4, 0.8, 0.2)
+ITERATIONS = STEPS + 2
+ORDER: dict[str, Any] = {"microbatch_order": "small-ends"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_the_cpu() -> Iterator[None]:
+    with packed_on_the_cpu():
+        yield
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A folder in which each rank writes the program of each step: its digest and microbatches."""
+
+    def medians(events: Any) -> dict[tuple[int, Kind], float]:
+        kinds = {(event.action.stage, event.action.kind) for event in events}
+        return {(stage, kind): SECONDS[kind] for stage, kind in kinds}
+
+    def by_place(steps: Any, microbatches: int) -> dict[Kind, Any]:
+        return {
+            kind: (tuple(seconds * place for place in PLACES),) * len(steps)
+            for kind, seconds in SECONDS.items()
+            if kind in {event.action.kind for event in steps[0]}
+        }
+
+    run_passes = training.run_passes
+
+    def noted(step: Any, *more: Any) -> Any:
+        problem = step.program.problem
+        kind = "places" if problem.costs.at_places else "equal"
+        what = "evaluation" if problem.forward_only else f"{problem.microbatches} {kind}"
+        with open(tmp_path / str(dist.get_rank()), "a") as file:
+            file.write(f"{what} {step.program.digest}\n")
+        return run_passes(step, *more)
+
+    monkeypatch.setattr(profile, "medians", medians)
+    monkeypatch.setattr(profile, "seconds_by_place", by_place)
+    monkeypatch.setattr(training, "run_passes", noted)
+    return tmp_path
+
+
+def profiled(folder: Path, schedule: str = "v-half", **more: object) -> dict[str, Any]:
+    ours: dict[str, Any] = {
+        "pipeline_schedule": schedule,
+        "pipeline_costs": f"profile:{folder / 'costs.json'}",
+        "train_iters": ITERATIONS,
+    }
+    return ours | more
+
+
+def programs(folder: Path, ranks: int) -> list[tuple[str, str]]:
+    """Return what each step ran, and its program; the same on all ranks."""
+    of_ranks = [(folder / str(rank)).read_text() for rank in range(ranks)]
+    assert len(set(of_ranks)) == 1
+    steps = [line.rpartition(" ") for line in of_ranks[0].splitlines()]
+    return [(what, digest) for what, _, digest in steps]
+
+
+def test_a_program_for_the_places_takes_over_and_trains_to_the_same_bits(
+    emulated: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """From the step behind the measured ones on, and once; evaluations keep theirs."""
+    stock = trained(2, train_iters=ITERATIONS, **ORDERED)
+    capfd.readouterr()
+    assert_same(trained(2, **profiled(emulated), **ORDERED), stock)
+    (said,) = [line for line in capfd.readouterr().out.splitlines() if "that differ" in line]
+    assert "v-half, microbatches that differ: the program for equal ones is replaced by one" in said
+    ran = programs(emulated, 2)
+    trainings = [(what, digest) for what, digest in ran if what != "evaluation"]
+    assert [what for what, _ in trainings] == ["8 equal"] * STEPS + ["8 places"] * 2
+    assert len({digest for _, digest in trainings[STEPS:]} - {trainings[0][1]}) == 1
+    assert len({digest for what, digest in ran if what == "evaluation"}) == 1
+
+
+def test_replicas_swap_at_the_same_step(emulated: Path) -> None:
+    more = ORDERED | {"global_batch_size": 16, "train_iters": ITERATIONS, "eval_iters": 0}
+    stock = trained(4, **more)
+    assert_same(trained(4, **profiled(emulated) | more), stock)
+    expected = ["8 equal"] * STEPS + ["8 places"] * 2
+    assert [what for what, _ in programs(emulated, 4)] == expected
+
+
+def test_steps_of_a_batch_that_grows_run_a_program_for_equal_ones(emulated: Path) -> None:
+    more = ORDERED | {
+        "global_batch_size": None,
+        "step_batch_size_schedule": "0:8 640:16",
+        "train_iters": None,
+        "train_samples": 5 * 8 + 3 * 16,
+        "eval_iters": 0,
+    }
+    stock = trained(2, **more)
+    assert_same(trained(2, **profiled(emulated) | more), stock)
+    ran = [what for what, _ in programs(emulated, 2)]
+    assert ran == ["8 equal"] * STEPS + ["8 places", *["16 equal"] * 3]
+
+
+def test_a_step_of_fewer_microbatches_runs_a_program_for_equal_ones(
+    emulated: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A caller's, between two that run the one for the places; the numbers are stock's."""
+    numbers = [len(PLACES)] * (STEPS + 1) + [4, len(PLACES)]
+    judged = iter((2.0, 1.0))
+    monkeypatch.setattr(programs_module, "median_makespan", lambda *of: next(judged))
+
+    def loop(rank: int) -> list[Any]:
+        with apply(cpu.patches()):
+            parallel_state.initialize_model_parallel(pipeline_model_parallel_size=callers.RANKS)
+            model_parallel_cuda_manual_seed(0)
+            stock = [callers.step(own_groups=False, microbatches=number) for number in numbers]
+            settings = {"costs": f"profile:{emulated / 'costs.json'}"} | ORDER
+            with megatron_ext.install(schedule="zb-h1", **settings):
+                for number, (expected, of_stock) in zip(numbers, stock, strict=True):
+                    told, gradients = callers.step(own_groups=False, microbatches=number)
+                    assert told == expected
+                    assert all(torch.equal(gradients[name], of_stock[name]) for name in of_stock)
+                evaluated = callers.step(own_groups=False, forward_only=True)
+                dist.barrier()
+            return evaluated[0]
+
+    values(run_ranks(callers.RANKS, loop))
+    ran = [what for what, _ in programs(emulated, callers.RANKS)]
+    expected = ["8 equal"] * STEPS + ["8 places", "4 equal", "8 places", "evaluation"]
+    assert ran == expected
+
+
+@pytest.mark.parametrize(
+    ("schedule", "said"),
+    [
+        ("v-half", "better than one for the cost of each place in a step, which takes 2.000 of it"),
+        ("v-half", "kept, as CUDA graphs are captured in its order"),
+        ("1f1b", "kept, as it cannot be searched for unequal ones"),
+    ],
+    ids=["no better", "graphs", "no W"],
+)
+def test_the_program_for_equal_ones_is_kept(
+    schedule: str,
+    said: str,
+    emulated: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    if "graphs" in said:
+        monkeypatch.setattr(profile_observer, "captures", lambda config: True)
+    judged = iter((1.0, 2.0))
+    monkeypatch.setattr(programs_module, "median_makespan", lambda *of: next(judged))
+    runs = trained(2, **profiled(emulated, schedule), **ORDERED)
+    assert len(losses(runs)) == ITERATIONS
+    assert said in capfd.readouterr().out
+    assert not [what for what, _ in programs(emulated, 2) if "places" in what]
+
+
+def test_a_rank_with_another_program_for_the_places_ends_the_training(
+    emulated: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its first step: ranks of other orders would wait for one another."""
+    prove = programs_module.prove_built
+
+    def another(schedule: Any, problem: Any) -> Any:
+        if not problem.costs.at_places:
+            return prove(schedule, problem)
+        return build_program(choose("zb-v"), replace(problem, memory_limit=None))
+
+    monkeypatch.setattr(programs_module, "prove_built", another)
+    more = profiled(emulated) | ORDERED | {"eval_iters": 0}
+    results = train_or_fail(2, flags(**more), model_provider=drawn_by_name)
+    assert "built different programs" in "".join(str(result.error) for result in results)
+    assert [what for what, _ in programs(emulated, 2)] == ["8 equal"] * STEPS
+
+
+# ---- What is measured
+
+
+def test_seconds_of_a_rank_are_summed_over_its_stages() -> None:
+    def step(first: float) -> list[Event]:
+        passes = [(0, F, 0, first), (3, F, 0, 2.0), (0, F, 1, 4.0), (3, W, 1, 8.0)]
+        return [Event(0, Action(s, kind, k), 1.0, 1.0 + took) for s, kind, k, took in passes]
+
+    seconds = seconds_by_place([step(1.0), step(3.0)], 2)
+    assert seconds == {F: ((3.0, 4.0), (5.0, 4.0)), W: ((0.0, 8.0), (0.0, 8.0))}
+
+
+def test_places_are_means_of_the_longest_pipeline() -> None:
+    """The seconds of the two ranks of each of two pipelines add up."""
+    ranks = [
+        RankPlaces(pipeline, {F: ((1.0, factor), (1.0, 3.0 * factor))})
+        for pipeline, factor in ((0, 2.0), (1, 1.0), (0, 2.0), (1, 1.0))
+    ]
+    measured = measured_places(ranks)
+    assert measured is not None
+    # Sums: (2, 4) and (2, 2), then (2, 12) and (2, 6); their median is 2.
+    assert [step[F].tolist() for step in measured.steps] == [[[1, 2], [1, 1]], [[1, 6], [1, 3]]]
+    assert measured.at_places == {F: (1.0, 4.0)}
+
+
+def test_pipelines_of_other_lengths_have_no_common_places() -> None:
+    ranks = [RankPlaces(rank, {F: ((1.0,) * (2 + rank),)}) for rank in (0, 1)]
+    assert measured_places(ranks) is None

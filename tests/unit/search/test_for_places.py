@@ -1,0 +1,230 @@
+"""Programs for microbatches whose cost depends on their place in the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ext.compile.build import complete
+from megatron_ext.compile.program.memory import in_microbatches, peaks
+from megatron_ext.compile.program.rank_times import RankTimes
+from megatron_ext.compile.program.simulate import seconds_of, simulate
+from megatron_ext.compile.program.unequal import UnequalSteps, profile_of
+from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.columns import IS_PASS
+from megatron_ext.schedule.costs import uniform
+from megatron_ext.schedule.dealing import MicrobatchOrder, arranged
+from megatron_ext.schedule.limit import MemoryLimit
+from megatron_ext.schedule.microbatch_costs import lognormal
+from megatron_ext.schedule.placement import Placement, line, loop, v
+from megatron_ext.schedule.problem import Problem, Recompute
+from megatron_ext.schedule.schedule import Schedule, bitwise_order
+from megatron_ext.search.bounds import lower_bound
+from megatron_ext.search.for_places import program_for_places, same_for_all_passes
+from megatron_ext.search.improve import sides_of
+from megatron_ext.search.pack import packer
+from megatron_ext.search.shop import end_of, rows_of, shop_of, starts_of
+from megatron_ext.search.weight_gradient_filling import fill_once
+from tests.helpers.random_schedules import PROPERTY, random_costs, seeds, with_random_links
+from tests.helpers.short_search import shorten_search
+from tests.unit.program.test_noise import program
+from tests.unit.search.test_packing import COMPILED, random_plan, usual
+
+F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
+PLACES = st.sampled_from([line, v, loop])
+
+
+def at_places(problem: Problem, random: Random) -> Problem:
+    """Return ``problem`` with random costs by place, of each kind its own."""
+    factors = {
+        kind: tuple(random.uniform(0.2, 3) for _ in range(problem.microbatches))
+        for kind in (F, I, W)
+    }
+    return replace(problem, costs=replace(problem.costs, at_places=factors))
+
+
+# ---- Costs
+
+
+def test_a_pass_takes_its_place_times_what_it_does() -> None:
+    costs = replace(uniform(line(2), 10, 12, 8, 1), at_places={F: (0.5, 2.0), I: (1.0, 3.0)})
+    taken = {
+        kind: [costs.of(Action(0, kind, k)) for k in (0, 1)]
+        for kind in Kind
+        if kind.value in "FIWBR"
+    }
+    assert taken[F] == [5, 20] and taken[I] == [12, 36] and taken[W] == [8, 8]
+    assert taken[Kind.FULL_BACKWARD] == [20, 44] and taken[Kind.RECOMPUTE] == [5, 20]
+    assert costs.of(Action(0, Kind.SEND_F, 1)) == 1
+    given = costs.with_passes(recompute=(4.0, 4.0), spared=(1.0, 1.0))
+    assert given.of(Action(0, Kind.RECOMPUTE, 1)) == 8
+    assert given.of(Action(0, Kind.FULL_BACKWARD, 1)) == 43
+    assert costs.alike.of(Action(0, F, 1)) == 10
+
+
+def test_a_step_of_unequal_microbatches_is_one_with_costs_by_place() -> None:
+    """The simulator of drawn steps agrees with the one that all else uses."""
+    here = program("zb-v", 4, 8)
+    costs = np.random.default_rng(1).lognormal(0, 0.5, 8)
+    placed = replace(here.problem.costs, at_places=same_for_all_passes(costs.tolist()))
+    rows = np.arange(8)[None]
+    expected = UnequalSteps(here).makespan(dict.fromkeys((F, I, W), costs), rows)
+    assert simulate(here, placed).makespan == pytest.approx(expected)
+    own = complete(
+        replace(here.schedule, rows=here.schedule.compute_rows), replace(here.problem, costs=placed)
+    )
+    assert UnequalSteps(own).makespan(dict.fromkeys((F, I, W), costs), rows) == pytest.approx(
+        simulate(own, placed).makespan, rel=0.05
+    )
+
+
+# ---- Packing
+
+
+@settings(PROPERTY, max_examples=60)
+@given(seed=seeds, place=PLACES, p=st.integers(1, 4), m=st.integers(1, 8), more=st.integers(0, 9))
+def test_both_packers_give_the_same_to_the_digit(
+    seed: int, place: Callable[[int], Placement], p: int, m: int, more: int
+) -> None:
+    compiled = pytest.importorskip(COMPILED)
+    random, placement = Random(seed), place(p)
+    costs = with_random_links(random, random_costs(random, placement))
+    limit = MemoryLimit(1 + more / placement.chunks)
+    if more % 2:
+        limit = MemoryLimit(bytes=int(random.uniform(3e9, 9e9) * placement.chunks) + 1)
+    shop = shop_of(at_places(Problem(placement, m, costs, limit), random))
+    for side in (shop, shop.mirrored()):
+        plan = random_plan(random, side)
+        if side.fits:
+            ours, theirs = packer(side)(plan), compiled.packer(side)(plan)
+            assert ours.makespan == theirs.makespan
+            assert np.array_equal(ours.starts, theirs.starts)
+
+
+@settings(PROPERTY, max_examples=40)
+@given(seed=seeds, place=PLACES, p=st.integers(1, 4), m=st.integers(1, 6), more=st.integers(0, 6))
+def test_any_plan_packs_soundly(
+    seed: int, place: Callable[[int], Placement], p: int, m: int, more: int
+) -> None:
+    """Within the limit, in the order of microbatches, and no shorter than the bound; the starts are
+    those at which passes of these costs run."""
+    random, placement = Random(seed), place(p)
+    problem = at_places(usual(placement, m, 1 + more / placement.chunks), random)
+    shop = shop_of(problem)
+    packed = sides_of(shop, packer).justified(random_plan(random, shop), rounds=3)
+    schedule = Schedule("packed", placement, rows_of(packed.starts, placement))
+    assert bitwise_order(schedule)
+    ran = complete(schedule, problem)  # within the limit
+    makespan = simulate(ran, problem.costs).makespan
+    assert lower_bound(problem, splits_backward=True) <= makespan * (1 + 1e-9)
+    instant = replace(problem, costs=problem.costs.with_links(hop=0.0))
+    quick = simulate(complete(schedule, instant), instant.costs).makespan
+    assert quick <= packed.makespan * shop.tick * 1.001
+    starts = starts_of(schedule.rows, shop)
+    assert (starts <= packed.starts).all() and end_of(starts, shop) <= packed.makespan
+
+
+@settings(PROPERTY, max_examples=20)
+@given(seed=seeds, place=PLACES, p=st.integers(1, 4), m=st.integers(1, 6))
+def test_places_that_are_alike_pack_as_equal_microbatches(
+    seed: int, place: Callable[[int], Placement], p: int, m: int
+) -> None:
+    problem = usual(place(p), m, 2)
+    alike = replace(problem.costs, at_places=same_for_all_passes([1.0] * m))
+    shop, by_place = shop_of(problem), shop_of(replace(problem, costs=alike))
+    plan = random_plan(Random(seed), shop)
+    made = [sides_of(one, packer).justified(plan) for one in (shop, by_place)]
+    assert np.array_equal(made[0].starts, made[1].starts)
+
+
+def test_weight_gradients_are_placed_by_the_costs_of_their_place() -> None:
+    """Two ranks, each F and I of three microbatches: what fits into a gap depends on which W it
+    is."""
+    problem = usual(line(2), 3, 3)
+    places = {F: (1.0, 1.0, 1.0), I: (1.0, 1.0, 1.0), W: (0.1, 4.0, 0.1)}
+    problem = replace(problem, costs=replace(problem.costs, at_places=places))
+    orders = [
+        [Action(0, kind, k) for kind, k in ((F, 0), (F, 1), (F, 2), (I, 0), (I, 1), (I, 2))],
+        [Action(1, kind, k) for k in range(3) for kind in (F, I)],
+    ]
+    filled = fill_once(orders, problem)
+    schedule = Schedule("filled", problem.placement, filled.rows)
+    ran = complete(schedule, problem)
+    seconds = seconds_of(ran.graph, ran.schedule, problem.costs)
+    of_w = [s for s, action in zip(seconds, ran.graph.actions, strict=True) if action.kind is W]
+    assert sorted(of_w) == pytest.approx([0.8] * 4 + [32] * 2)
+    assert filled.makespan == pytest.approx(simulate(ran, problem.costs).makespan)
+
+
+# ---- The program
+
+
+LOAD = lognormal(np.random.default_rng(5), 0.5, (20, 64))  # 16 microbatches on 4 replicas
+
+
+def test_a_program_for_the_places_is_shorter_on_a_v() -> None:
+    """In other steps than those that it was made for, within the same memory."""
+    here, load = program("v-auto", 4, 8, limit=4), LOAD[:, :32]
+    made = program_for_places(here, same_for_all_passes(profile_of(load[:10], 4).tolist()))
+    assert made is not None and bitwise_order(made.schedule)
+    assert max(peaks(made.schedule, in_microbatches(made.schedule))) <= 4 * (1 + 1e-9)
+    taken = []
+    for row in load[10:]:
+        rows = arranged(row, 4, MicrobatchOrder.SMALL_ENDS, deal=True)
+        of_passes = dict.fromkeys((F, I, W), row)
+        taken.append([UnequalSteps(one).makespan(of_passes, rows) for one in (made, here)])
+    now, before = np.median(taken, axis=0)
+    assert now < 0.98 * before
+
+
+def test_it_stays_within_what_the_program_holds_if_there_is_no_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shorten_search(monkeypatch)
+    here = program("v-half", 4, 8)
+    made = program_for_places(here, same_for_all_passes([1.0] * 4 + [2.0] * 4))
+    held = [max(peaks(one.schedule, in_microbatches(one.schedule))) for one in (made, here) if one]
+    assert len(held) == 2 and held[0] <= held[1] < 4
+
+
+@pytest.mark.parametrize(
+    ("spec", "extras"),
+    [
+        ("1f1b", {}),
+        ("zb-h1", {"recompute": Recompute(first=1)}),
+        ("zb-h1", {"post_validation": True}),
+    ],
+)
+def test_some_programs_have_none(spec: str, extras: dict[str, Any]) -> None:
+    here = program(spec, 4, 8, **extras)
+    assert program_for_places(here, same_for_all_passes([1.0] * 8)) is None
+
+
+def test_most_of_the_gain_is_left_under_noise() -> None:
+    """At 15 % a pass at least 80 % of what order, deal and program gain together."""
+    here = program("zb-v", 4, 16, limit=4)
+    made = program_for_places(here, same_for_all_passes(profile_of(LOAD[:10], 4).tolist()))
+    assert made is not None
+    rng, gains = np.random.default_rng(2), []
+    for noise in (0.0, 0.15):
+        taken = []
+        for row in LOAD[10:]:
+            for one, order, deal in (
+                (here, MicrobatchOrder.ARRIVAL, False),
+                (made, MicrobatchOrder.SMALL_ENDS, True),
+            ):
+                columns, rows = one.schedule.columns, arranged(row, 4, order, deal=deal)
+                factors = np.where(IS_PASS[columns.kind], row[rows[:, columns.microbatch]], 1.0)
+                factors = factors * lognormal(rng, noise, factors.shape)
+                starts, ends = RankTimes(one).of(factors)
+                taken.append((ends.max(axis=1) - starts.min(axis=1)).max())
+        before, now = np.array(taken).reshape(-1, 2).T
+        gains.append(1 - np.median(now / before))
+    assert gains[1] > 0.8 * gains[0] > 0.1
