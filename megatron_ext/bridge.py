@@ -61,8 +61,9 @@ def use(config: Any, schedule: str, **settings: str | bool | None) -> BridgeHand
 
     Call it after the last change of ``config`` and before ``pretrain`` or ``finetune``. It sets the
     virtual stages, switches off what the schedule does itself, in ``config.model`` and in
-    ``config.comm_overlap``, which Bridge applies later, and installs the schedule. A layout in
-    ``config.model`` stays and must have as many stages as the schedule.
+    ``config.comm_overlap``, which Bridge applies later, and installs the schedule. If the stages
+    are not on the ranks in turn, as on a V, optimizer states are saved for any placement. A layout
+    in ``config.model`` stays and must have as many stages as the schedule.
 
     Args:
         config: Bridge's ConfigContainer, as its recipes return it.
@@ -100,8 +101,10 @@ def use(config: Any, schedule: str, **settings: str | bool | None) -> BridgeHand
 
 
 def _place(handle: BridgeHandle, config: Any, model: Any, ours: PipelineConfig) -> None:
-    """Set the schedule's virtual stages, and what Bridge derives from them."""
-    chunks = ours.choice.place(model.pipeline_model_parallel_size).chunks
+    """Set the schedule's virtual stages, what Bridge derives from them, and a format of optimizer
+    states that any placement can load."""
+    placement = ours.choice.place(model.pipeline_model_parallel_size)
+    chunks = placement.chunks
     for name in _PLACED:
         handle._keep(model, name)
     if model.pipeline_model_parallel_layout is None:
@@ -119,6 +122,8 @@ def _place(handle: BridgeHandle, config: Any, model: Any, ours: PipelineConfig) 
         if owner is not None:
             handle._set(owner, "overlap_p2p_comm", chunks > 1)
             handle._set(owner, "batch_p2p_comm", chunks == 1)
+    if not placement.in_turn:
+        handle._set(config.checkpoint, "dist_ckpt_optim_fully_reshardable", True)
     if ours.choice.moves_first_stage and hasattr(config.model, "register_pre_wrap_hook"):
         hooks = list(getattr(config.model, "_pre_wrap_hooks", []))
         handle._undo.append(lambda: setattr(config.model, "_pre_wrap_hooks", hooks))
