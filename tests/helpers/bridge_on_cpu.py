@@ -119,7 +119,8 @@ class Job:
     """A training by Bridge.
 
     ``change`` makes a recipe's config small and runs in each rank. ``ours`` are the settings of
-    `megatron_ext.bridge.use`; without any Bridge trains as it is.
+    `megatron_ext.bridge.use`; without any Bridge trains as it is. Unless it ``draws``, the weights
+    are Megatron's own, which differ with the ranks of stages.
     """
 
     name: str
@@ -127,6 +128,7 @@ class Job:
     ours: Mapping[str, Any] = field(default_factory=dict)
     ranks: int = 2
     values: Mapping[str, Any] = field(default_factory=dict)
+    draws: bool = True
 
     def but(self, name: str, ours: Mapping[str, Any] | None = None, **values: Any) -> Job:
         """Return this job under another name, with other settings and fields of the config."""
@@ -236,7 +238,9 @@ def _train(job: Job, rank: int, port: int) -> Run:
     config = small_recipe()
     job.change(config)
     put(config, job.values)
-    config.model.register_pre_wrap_hook(_draw)
+    if job.draws:
+        config.model.register_pre_wrap_hook(_draw)
+        config.model.register_post_wrap_hook(_draw_adapters)
     if job.ours:
         from megatron_ext import bridge
 
@@ -254,12 +258,24 @@ def _without_gpu() -> None:
     def initialize(original: Any, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **{**kwargs, "allow_no_cuda": True})
 
+    # It takes Megatron's empty names for Transformer Engine's layers.
+    utils: Any = importlib.import_module("megatron.bridge.peft.utils")
+    utils.HAVE_TE = False
+
+    def local(original: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(*args, **{**kwargs, "use_transformer_engine": False})
+
     apply(
         (
             wrap(
                 "megatron.bridge.training.initialize:initialize_megatron",
                 initialize,
                 reason="asserts a GPU unless told allow_no_cuda",
+            ),
+            wrap(
+                "megatron.core.models.gpt.gpt_layer_specs:get_gpt_mtp_block_spec",
+                local,
+                reason="Bridge asks for Transformer Engine's layers whatever those of the decoder",
             ),
         )
     )
@@ -272,6 +288,17 @@ def _draw(model: list[Any]) -> list[Any]:
         draw_by_name(
             (_TABLE if tied and name == "output_layer.weight" else name, parameter)
             for name, parameter in named_parameters(chunk)
+        )
+    return model
+
+
+def _draw_adapters(model: list[Any]) -> list[Any]:
+    """Bridge's hook after a model is wrapped: low-rank adapters, which come after `_draw`."""
+    for chunk in model:
+        draw_by_name(
+            (name, parameter)
+            for name, parameter in named_parameters(getattr(chunk, "module", chunk))
+            if ".adapter." in name
         )
     return model
 

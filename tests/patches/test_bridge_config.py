@@ -23,7 +23,7 @@ class Model(SimpleNamespace):
 
 
 def config(**model: Any) -> Any:
-    fields = {
+    fields: dict[str, Any] = {
         "pipeline_model_parallel_size": 2,
         "virtual_pipeline_model_parallel_size": None,
         "pipeline_model_parallel_layout": None,
