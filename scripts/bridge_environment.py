@@ -1,4 +1,4 @@
-"""Folder with Megatron-Bridge beside the project's environment, for PYTHONPATH or sys.path.
+"""Folder with Megatron-Bridge next to the project's environment, for PYTHONPATH or sys.path.
 
     PYTHONPATH=$(python scripts/bridge_environment.py) python ...
 

@@ -1,4 +1,4 @@
-"""What `megatron_ext.bridge.use` sets in a config of Megatron-Bridge, refuses there and restores.
+"""Fields that `megatron_ext.bridge.use` sets in a Megatron-Bridge config, refuses and restores.
 
 tests/pipeline/test_bridge.py trains with real ones.
 """
