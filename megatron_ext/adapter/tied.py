@@ -39,6 +39,15 @@ def tied_weights(
     return first.shared_embedding_or_output_weight(), last.shared_embedding_or_output_weight()
 
 
+def equalize_copies(model: Sequence[torch.nn.Module]) -> None:
+    """Copy the first stage's embedding to the last stage's copy, if this rank has both."""
+    tied = tied_weights(model)
+    if tied is not None:
+        first, last = tied
+        with torch.no_grad():
+            last.copy_(first)
+
+
 def copies_differ(model: Sequence[torch.nn.Module]) -> bool:
     """Whether this rank has both copies and they are unequal."""
     tied = tied_weights(model)

@@ -1,5 +1,6 @@
 """Stand-ins for packages that a program imports and a test does not use: each is a module whose
-every name is an empty class. Called, such a class answers None."""
+every name is an empty class. Called, such a class answers None, and a decorator what it decorates.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +33,18 @@ def _stand_in(name: str) -> Any:
     return _StandIn(name, (), {"stands_in": True})
 
 
+def _decorator(*args: Any, **kwargs: Any) -> Any:
+    return args[0] if args else _decorator
+
+
 class _Module(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _stand_in(name)
+        return _decorator if name in _DECORATORS else _stand_in(name)
+
+
+_DECORATORS = ("stateless",)  # of Megatron-Energon
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -59,7 +67,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 @contextlib.contextmanager
 def stand_ins(*packages: str) -> Iterator[None]:
-    """What is imported meanwhile finds stand-ins for ``packages``, and nothing does afterwards."""
+    """Imports in the block find stand-ins for ``packages``; later ones do not."""
     finder = _Finder(packages)
     before = set(sys.modules)
     sys.meta_path.insert(0, finder)

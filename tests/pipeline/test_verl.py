@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from scripts.caller_packages import prepare
 from tests.helpers.combinations import nightly
 from tests.helpers.ranks import ROOT
 
@@ -31,15 +32,10 @@ class Training:
 @pytest.fixture(scope="module")
 def packages() -> str:
     """The folder with verl; skips the test if it cannot be had."""
-    made = subprocess.run(
-        [str(ROOT / "scripts" / "verl_environment.sh")],
-        env={**os.environ, "PYTHON": sys.executable},
-        capture_output=True,
-        text=True,
-    )
-    if made.returncode:
-        pytest.skip(f"verl cannot be installed with pip: {made.stderr.strip()}")
-    return made.stdout.strip()
+    folder, problem = prepare("verl")
+    if problem:
+        pytest.skip(f"verl cannot be installed with pip: {problem}")
+    return str(folder)
 
 
 def train(packages: str, folder: Path, bridge: str, *schedules: str, **model: Any) -> Training:

@@ -134,7 +134,7 @@ ROOMS = (
     ("megatron_ext.commands",),
     ("megatron_ext.parity",),
     ("megatron_ext.doctor", "megatron_ext.launch_planner"),
-    ("megatron_ext.launch", "megatron_ext.auto"),
+    ("megatron_ext.launch", "megatron_ext.auto", "megatron_ext.bridge"),
     ("megatron_ext",),  # `install`
     ("megatron_ext.installation",),
     ("megatron_ext.patches",),

@@ -11,9 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from megatron_ext.adapter.tied import tied_weights
+from megatron_ext.adapter.tied import equalize_copies
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, wrap
 
@@ -33,9 +31,5 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
 
 def copy_tied_weight(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     model = original(*args, **kwargs)
-    tied = tied_weights(model)
-    if tied is not None:
-        first, last = tied
-        with torch.no_grad():
-            last.copy_(first)
+    equalize_copies(model)
     return model

@@ -1,0 +1,182 @@
+"""Schedules in Megatron-Bridge, by two lines before ``pretrain``.
+
+    config = vanilla_gpt_pretrain_config()
+    megatron_ext.bridge.use(config, schedule="v-auto", memory_limit="0.5x")
+    pretrain(config, forward_step)
+
+Bridge itself is not imported here: a config is known by the names of its parts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from megatron_ext.config import PipelineConfig
+from megatron_ext.installation import install
+from megatron_ext.logger import logger
+from megatron_ext.patches.engine import Handle
+
+_CHUNKS = "virtual_pipeline_model_parallel_size"
+# What Megatron's config gets from a schedule when Bridge finalizes it.
+_PLACED = (
+    "pipeline_model_parallel_layout",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+_PARTS = ("ddp", "optimizer", "dist", "checkpoint", "train", "validation", "logger", "rng")
+
+
+class BridgeHandle(AbstractContextManager["BridgeHandle"]):
+    """Handle of `use`. `undo` (or leaving the ``with`` block) restores Megatron and the config."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def undo(self) -> None:
+        """Undo everything, last change first. A second call does nothing."""
+        while self._undo:
+            self._undo.pop()()
+
+    def __exit__(self, *exception: object) -> None:
+        self.undo()
+
+    def _set(self, owner: Any, name: str, value: Any) -> None:
+        self._keep(owner, name)
+        setattr(owner, name, value)
+
+    def _keep(self, owner: Any, name: str) -> None:
+        """Have `undo` restore the value that ``owner`` has now."""
+        if hasattr(owner, name):
+            before = getattr(owner, name)
+            self._undo.append(lambda: setattr(owner, name, before))
+
+
+def use(config: Any, schedule: str, **settings: str | bool | None) -> BridgeHandle:
+    """Make Bridge train ``config`` under ``schedule``, in this process.
+
+    Call it after the last change of ``config`` and before ``pretrain`` or ``finetune``. It sets the
+    virtual stages, switches off what the schedule does itself, in ``config.model`` and in
+    ``config.comm_overlap``, which Bridge applies later, and installs the schedule. If the stages
+    are not on the ranks in turn, as on a V, optimizer states are saved for any placement. A layout
+    in ``config.model`` stays and must have as many stages as the schedule.
+
+    Args:
+        config: Bridge's ConfigContainer, as its recipes return it.
+        settings: those of `megatron_ext.install`.
+
+    Returns:
+        A handle: ``handle.undo()``, or leaving ``with use(...):``, restores ``config`` and stock
+        Megatron.
+
+    Raises:
+        TypeError: there is no such setting.
+        ValueError: a setting is not understood, or ``config`` sets something that does not work
+            with the schedule. Nothing is changed.
+        PatchError: as `megatron_ext.install`. Nothing is changed.
+    """
+    ours = PipelineConfig.parse(schedule=schedule, **settings)
+    model = getattr(config.model, "transformer", config.model)
+    ranks = model.pipeline_model_parallel_size
+    if ranks < 2:
+        raise ValueError(
+            f"schedule={schedule!r} needs a pipeline, but model.pipeline_model_parallel_size is "
+            f"{ranks}: set it to 2 or more, or do not call megatron_ext.bridge.use"
+        )
+    handle = BridgeHandle()
+    try:
+        _place(handle, config, model, ours)
+        _switch_off(handle, config, model, ours)
+        _refuse(config, model, ours)
+        installed: Handle = install(ours)
+        handle._undo.append(installed.undo)
+    except BaseException:
+        handle.undo()
+        raise
+    return handle
+
+
+def _place(handle: BridgeHandle, config: Any, model: Any, ours: PipelineConfig) -> None:
+    """Set the schedule's virtual stages, what Bridge derives from them, and a format of optimizer
+    states that any placement can load."""
+    placement = ours.choice.place(model.pipeline_model_parallel_size)
+    chunks = placement.chunks
+    for name in _PLACED:
+        handle._keep(model, name)
+    if model.pipeline_model_parallel_layout is None:
+        given = getattr(model, _CHUNKS)
+        if given not in (None, chunks) and os.environ.get("RANK", "0") == "0":
+            logger.info(
+                f"model.{_CHUNKS} was {given}; {ours.choice.spec} has {chunks} virtual stages "
+                f"a rank"
+            )
+        handle._set(model, _CHUNKS, chunks if chunks > 1 else None)
+    else:
+        handle._keep(model, _CHUNKS)
+    # Bridge applies comm_overlap to the model after this.
+    for owner in (model, config.comm_overlap):
+        if owner is not None:
+            handle._set(owner, "overlap_p2p_comm", chunks > 1)
+            handle._set(owner, "batch_p2p_comm", chunks == 1)
+    if not placement.in_turn:
+        handle._set(config.checkpoint, "dist_ckpt_optim_fully_reshardable", True)
+    if ours.choice.moves_first_stage and hasattr(config.model, "register_pre_wrap_hook"):
+        hooks = list(getattr(config.model, "_pre_wrap_hooks", []))
+        handle._undo.append(lambda: setattr(config.model, "_pre_wrap_hooks", hooks))
+        config.model.register_pre_wrap_hook(_copy_tied_weight)
+
+
+def _copy_tied_weight(model: list[Any]) -> list[Any]:
+    """Bridge builds chunks by itself, and leaves equal copies to an embedding group."""
+    from megatron_ext.adapter.tied import equalize_copies
+
+    equalize_copies(model)
+    return model
+
+
+def _switch_off(handle: BridgeHandle, config: Any, model: Any, ours: PipelineConfig) -> None:
+    from megatron_ext.adapter.handled_settings.settings import (
+        HANDLED_SETTINGS,
+        apply_handled_settings,
+    )
+
+    for owner in (config.comm_overlap, model):
+        if owner is not None:
+            for entry in HANDLED_SETTINGS:
+                handle._keep(owner, entry.setting)
+            apply_handled_settings(owner, ours)
+
+
+def _refuse(config: Any, model: Any, ours: PipelineConfig) -> None:
+    """Raise ValueError for a setting of ``config`` that does not work with the schedule."""
+    from megatron_ext.adapter.compatibility import refuse
+
+    for choice in ours.choices:
+        refuse(
+            _Settings(config, model, choice.place(model.pipeline_model_parallel_size).chunks),
+            choice,
+            ours.extras,
+        )
+
+
+class _Settings:
+    """The settings of a whole config by Megatron's names, as Bridge will apply them."""
+
+    def __init__(self, config: Any, model: Any, chunks: int) -> None:
+        self._parts = [model, *(getattr(config, name, None) for name in _PARTS)]
+        self._overlap = config.comm_overlap
+        self._chunks = chunks
+
+    def __getattr__(self, name: str) -> Any:
+        if (value := getattr(self._overlap, name, None)) is not None:
+            return value
+        if name == _CHUNKS:
+            return getattr(self._parts[0], name) or self._chunks
+        for part in self._parts:
+            if part is not None and hasattr(part, name):
+                return getattr(part, name)
+        raise AttributeError(name)

@@ -1,0 +1,279 @@
+"""Megatron-Bridge's own ``pretrain`` on the CPU, on forked ranks.
+
+Bridge runs as its package has it. Packages that it imports and that need a GPU, or that no test
+uses, have stand-ins: a module whose every name is an empty class. Called, such a class answers
+None, as Bridge's distillation does where there is none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron_ext.adapter.parity.named_tensors import NamedTensors
+from megatron_ext.adapter.parity.recorder import digests, loss_of
+from megatron_ext.patches import cpu
+from megatron_ext.patches.engine import apply, wrap
+from tests.helpers.callers import draw_by_name, named_parameters
+from tests.helpers.megatron_runs import Run, fork_checkpoint_manager
+from tests.helpers.ranks import agent_store, run_ranks, torchrun_environment, values
+from tests.helpers.stand_ins import stand_ins
+
+# Why each is not there: fault tolerance (the index has none that Megatron accepts), data of
+# pictures, kernels (LoRA's layers import them whether or not there is a GPU), distillation and
+# quantisation, diffusion.
+_STAND_INS = (
+    "nvidia_resiliency_ext.inprocess",
+    "megatron.energon",
+    "transformer_engine.pytorch",
+    "modelopt",
+    "diffusers",
+)
+
+
+_TABLE = "embedding.word_embeddings.weight"
+
+
+def import_bridge(folder: Path) -> None:
+    """Import Megatron-Bridge from ``folder``, in a process of its own: packages there replace those
+    that were imported before."""
+    names = {entry.name.partition(".")[0] for entry in folder.iterdir()} - {"megatron"}
+    for name in [name for name in sys.modules if name.partition(".")[0] in names]:
+        del sys.modules[name]
+    sys.path.insert(0, str(folder))
+    megatron: Any = importlib.import_module("megatron")
+    assert any(str(folder) in path for path in megatron.__path__)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    with stand_ins(*_STAND_INS):
+        for name in ("recipes.gpt.vanilla_gpt", "training.pretrain", "training.gpt_step"):
+            importlib.import_module(f"megatron.bridge.{name}")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training by Bridge.
+
+    ``change`` makes a recipe's config small and runs in each rank. ``ours`` are the settings of
+    `megatron_ext.bridge.use`; without any Bridge trains as it is. Unless it ``draws``, the weights
+    are Megatron's own, which differ with the ranks of stages.
+    """
+
+    name: str
+    change: Callable[[Any], None] = lambda config: None
+    ours: Mapping[str, Any] = field(default_factory=dict)
+    ranks: int = 2
+    values: Mapping[str, Any] = field(default_factory=dict)
+    draws: bool = True
+
+    def but(self, name: str, ours: Mapping[str, Any] | None = None, **values: Any) -> Job:
+        """Return this job under another name, with other settings and fields of the config."""
+        return replace(
+            self,
+            name=name,
+            ours=self.ours if ours is None else ours,
+            values={**self.values, **{key.replace("__", "."): v for key, v in values.items()}},
+        )
+
+
+@dataclass
+class BridgeRun(Run):
+    """A run, with what its rank printed."""
+
+    said: str = ""
+
+
+def small_recipe() -> Any:
+    """`vanilla_gpt_pretrain_config` with 8 layers, on mock data, in fp32, with local layers."""
+    recipes: Any = importlib.import_module("megatron.bridge.recipes.gpt.vanilla_gpt")
+    provider: Any = importlib.import_module("megatron.bridge.models.gpt_provider")
+    config = recipes.vanilla_gpt_pretrain_config()
+    put(
+        config,
+        {
+            "model.num_layers": 8,
+            "model.hidden_size": 32,
+            "model.num_attention_heads": 2,
+            "model.ffn_hidden_size": 64,
+            "model.seq_length": 16,
+            "model.pipeline_model_parallel_size": 2,
+            "model.pipeline_dtype": torch.float32,
+            "model.transformer_layer_spec": provider.local_layer_spec,
+            "model.transformer_impl": "local",
+            "model.attention_dropout": 0.0,
+            "model.hidden_dropout": 0.0,
+            "model.masked_softmax_fusion": False,
+            "model.gradient_accumulation_fusion": False,
+            "model.bias_dropout_fusion": False,
+            "model.persist_layer_norm": False,
+            "model.use_cpu_initialization": True,
+            "model.cross_entropy_loss_fusion": False,
+            "model.vocab_size": 64,
+            "model.make_vocab_size_divisible_by": 1,
+            "dataset.seq_length": 16,
+            "dataset.num_workers": 0,
+            "dataset.persistent_workers": False,
+            "tokenizer.vocab_size": 63,
+            "train.train_iters": 4,
+            "train.global_batch_size": 8,
+            "train.micro_batch_size": 1,
+            "validation.eval_iters": 0,
+            "scheduler.lr_warmup_iters": 0,
+            "optimizer.lr": 1e-2,
+            "optimizer.clip_grad": 0.0,
+            "optimizer.bf16": False,
+            "logger.log_interval": 1,
+            "logger.tensorboard_dir": None,
+            "checkpoint.save": None,
+            "dist.distributed_backend": "gloo",
+            "dist.use_decentralized_pg": False,
+            "dist.use_gloo_process_groups": True,
+            "mixed_precision": None,
+        },
+    )
+    return config
+
+
+def put(config: Any, values: Mapping[str, Any]) -> None:
+    """Set fields of a config by their dotted names; fails if there is no such field."""
+    for dotted, value in values.items():
+        *path, last = dotted.split(".")
+        owner = config
+        for name in path:
+            owner = getattr(owner, name)
+        assert hasattr(owner, last), dotted
+        setattr(owner, last, value)
+
+
+def run(folder: Path, jobs: Sequence[Job]) -> dict[str, list[Run] | str]:
+    """Run ``jobs`` one after the other; each has its runs by rank, or how it failed.
+
+    Changes the process: for a forked one only.
+    """
+    import_bridge(folder)
+    return {job.name: _run(job) for job in jobs}
+
+
+def _run(job: Job) -> list[Run] | str:
+    with agent_store() as port:
+        results = run_ranks(job.ranks, lambda rank: _train(job, rank, port), connect=False)
+    try:
+        return values(results)
+    except AssertionError as failure:
+        return str(failure)
+
+
+def _train(job: Job, rank: int, port: int) -> Run:
+    torch.compiler.set_stance("force_eager")
+    os.environ |= torchrun_environment(rank, job.ranks, port)
+    fork_checkpoint_manager()
+    apply(cpu.patches())
+    _without_gpu()
+    pretrain: Any = importlib.import_module("megatron.bridge.training.pretrain")
+    gpt_step: Any = importlib.import_module("megatron.bridge.training.gpt_step")
+    config = small_recipe()
+    job.change(config)
+    put(config, job.values)
+    if job.draws:
+        config.model.register_pre_wrap_hook(_draw)
+        config.model.register_post_wrap_hook(_draw_adapters)
+    if job.ours:
+        from megatron_ext import bridge
+
+        bridge.use(config, **job.ours)
+    recorder = _Recorder()
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        pretrain.pretrain(config, gpt_step.forward_step, callbacks=recorder.callbacks())
+    recorder.run.said = said.getvalue()
+    return recorder.run
+
+
+def _without_gpu() -> None:
+    """Have Bridge start without a GPU, as the platform has Megatron."""
+
+    def initialize(original: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(*args, **{**kwargs, "allow_no_cuda": True})
+
+    # It takes Megatron's empty names for Transformer Engine's layers.
+    utils: Any = importlib.import_module("megatron.bridge.peft.utils")
+    utils.HAVE_TE = False
+
+    def local(original: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(*args, **{**kwargs, "use_transformer_engine": False})
+
+    apply(
+        (
+            wrap(
+                "megatron.bridge.training.initialize:initialize_megatron",
+                initialize,
+                reason="asserts a GPU unless told allow_no_cuda",
+            ),
+            wrap(
+                "megatron.core.models.gpt.gpt_layer_specs:get_gpt_mtp_block_spec",
+                local,
+                reason="Bridge asks for Transformer Engine's layers whatever those of the decoder",
+            ),
+        )
+    )
+
+
+def _draw(model: list[Any]) -> list[Any]:
+    """Bridge's hook before a model is wrapped: weights by name, wherever a stage lies."""
+    for chunk in model:
+        tied = chunk.share_embeddings_and_output_weights
+        draw_by_name(
+            (_TABLE if tied and name == "output_layer.weight" else name, parameter)
+            for name, parameter in named_parameters(chunk)
+        )
+    return model
+
+
+def _draw_adapters(model: list[Any]) -> list[Any]:
+    """Bridge's hook after a model is wrapped: low-rank adapters, which come after `_draw`."""
+    for chunk in model:
+        draw_by_name(
+            (name, parameter)
+            for name, parameter in named_parameters(getattr(chunk, "module", chunk))
+            if ".adapter." in name
+        )
+    return model
+
+
+class _Recorder:
+    """Notes what Bridge tells its callbacks."""
+
+    def __init__(self) -> None:
+        self.run = BridgeRun()
+
+    def callbacks(self) -> Any:
+        module: Any = importlib.import_module("megatron.bridge.training.callbacks")
+        manager = module.CallbackManager()
+        manager.register("on_train_step_end", self._step)
+        manager.register("on_train_end", self._end)
+        return manager
+
+    def _step(self, context: Any) -> None:
+        self.run.losses += [loss_of(loss) for loss in (context.loss_dict or {}).values()]
+
+    def _end(self, context: Any) -> None:
+        settings = SimpleNamespace(
+            use_distributed_optimizer=context.state.cfg.ddp.use_distributed_optimizer,
+            ckpt_format="torch_dist",
+            pipeline_model_parallel_size=context.state.cfg.model.pipeline_model_parallel_size,
+            dist_ckpt_optim_fully_reshardable=True,
+            distrib_optim_fully_reshardable_mem_efficient=False,
+        )
+        tensors = NamedTensors(context.model, context.optimizer, settings)
+        self.run.state = digests(chain(tensors.parameters(), tensors.optimizer_states()))
+        schedule = sys.modules["megatron.core.pipeline_parallel"].get_forward_backward_func()
+        self.run.schedule = getattr(schedule, "__name__", type(schedule).__name__)

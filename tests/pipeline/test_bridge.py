@@ -1,0 +1,182 @@
+"""Megatron-Bridge's own training loop, under its own schedule and under ours.
+
+The recipe, `pretrain` and the forward step are Bridge's; the recipe's model is made small. All
+trainings of this file run in one process, whose import of Bridge takes longer than they do.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from scripts.caller_packages import prepare
+from tests.helpers import bridge_on_cpu
+from tests.helpers.bridge_on_cpu import Job, put
+from tests.helpers.combinations import at_night, nightly
+from tests.helpers.megatron_runs import Run, assert_same, losses, whole_state
+from tests.helpers.ranks import HANGS, lasting_folder, run_ranks, values
+
+COSTS = {"costs": "f=1,i=1,w=1,comm=0"}
+OURS = {
+    "v-auto": {"schedule": "v-auto", "memory_limit": "0.5x", **COSTS},
+    "zb-h1": {"schedule": "zb-h1", **COSTS},
+    "zb-v": {"schedule": "zb-v", **COSTS},
+    "interleaved-zb": {"schedule": "interleaved-zb", **COSTS},
+}
+FOLDER = lasting_folder()  # checkpoints
+
+
+def experts(config: Any) -> None:
+    """Four experts on two ranks each, and a distributed optimizer."""
+    put(
+        config,
+        {
+            "model.num_moe_experts": 4,
+            "model.moe_router_topk": 2,
+            "model.moe_ffn_hidden_size": 32,
+            "model.moe_aux_loss_coeff": 1e-2,
+            "model.moe_token_dispatcher_type": "alltoall",
+            "model.add_bias_linear": False,
+            "model.expert_model_parallel_size": 2,
+            "ddp.use_distributed_optimizer": True,
+        },
+    )
+
+
+def multi_token_prediction(config: Any) -> None:
+    """Rotary positions: Megatron leaves two tables of learned ones unequal, under any schedule."""
+    put(
+        config,
+        {
+            "model.mtp_num_layers": 1,
+            "model.share_embeddings_and_output_weights": False,
+            "model.position_embedding_type": "rope",
+        },
+    )
+
+
+def overlap(config: Any) -> None:
+    """Bridge's overlap of communication over two replicas, which it applies in ``pretrain``."""
+    comm_overlap: Any = importlib.import_module("megatron.bridge.training.comm_overlap")
+    config.comm_overlap = comm_overlap.CommOverlapConfig(tp_comm_overlap=False)
+    put(config, {"ddp.use_distributed_optimizer": True})
+
+
+def overlap_and_deferral(config: Any) -> None:
+    """Also a setting whose work our schedules do."""
+    overlap(config)
+    put(config, {"comm_overlap.defer_embedding_wgrad_compute": True})
+
+
+def adapters(config: Any) -> None:
+    """Low-rank adapters on the weights of a checkpoint."""
+    lora: Any = importlib.import_module("megatron.bridge.peft.lora")
+    config.peft = lora.LoRA(dim=4, alpha=8)
+    config.checkpoint.pretrained_checkpoint = str(FOLDER / "stock")
+
+
+DENSE = Job("dense")
+EXPERTS = Job("experts", experts, ranks=4)
+PREDICTION = Job("prediction", multi_token_prediction)
+OVERLAP = Job("overlap", overlap, ranks=4)
+DEFERRAL = Job("deferral", overlap_and_deferral, ranks=4)
+ADAPTERS = Job("adapters", adapters)
+SAVING = DENSE.but(
+    "saving",
+    checkpoint__save=str(FOLDER / "stock"),
+    checkpoint__save_interval=2,
+    checkpoint__dist_ckpt_optim_fully_reshardable=True,
+)
+RESUMING = DENSE.but("resuming", checkpoint__ckpt_step=2)
+TIED = DENSE.but("tied", OURS["zb-v"])
+
+# Job with our settings, and the one of Bridge's own that it must equal.
+BY_DAY = ((DENSE, "v-auto", DENSE),)
+AT_NIGHT = (
+    *((DENSE, name, DENSE) for name in ("zb-h1", "zb-v", "interleaved-zb")),
+    *((EXPERTS, name, EXPERTS) for name in OURS),
+    *((PREDICTION, name, PREDICTION) for name in OURS),
+    *((DEFERRAL, name, OVERLAP) for name in OURS),
+    *((ADAPTERS, name, ADAPTERS) for name in OURS),
+)
+CASES = (*BY_DAY, *at_night(*AT_NIGHT))
+
+
+def under(job: Job, name: str, **values: Any) -> Job:
+    return job.but(f"{job.name}/{name}", OURS[name], **values)
+
+
+JOBS = (
+    DENSE,
+    *at_night(
+        SAVING,
+        under(SAVING, "zb-v", checkpoint__save=str(FOLDER / "ours")),
+        RESUMING.but("resuming", checkpoint__load=str(FOLDER / "ours")),
+        under(RESUMING, "zb-v", checkpoint__load=str(FOLDER / "stock")),
+        EXPERTS,
+        PREDICTION,
+        OVERLAP,
+        ADAPTERS,
+        replace(TIED, draws=False),
+    ),
+    *(under(job, name) for job, name, _ in CASES),
+)
+
+
+@functools.cache
+def trained() -> dict[str, list[Run] | str]:
+    folder, problem = prepare("bridge")
+    if problem:
+        pytest.skip(f"Megatron-Bridge cannot be installed with pip: {problem}")
+    (results,) = values(
+        run_ranks(
+            1,
+            lambda rank: bridge_on_cpu.run(folder, JOBS),
+            timeout=HANGS * (1 + len(JOBS)),
+            connect=False,
+        )
+    )
+    return results
+
+
+def runs(name: str) -> list[Run]:
+    made = trained()[name]
+    assert not isinstance(made, str), made
+    return made
+
+
+@pytest.mark.parametrize(
+    ("job", "schedule", "stock"),
+    CASES,
+    ids=[f"{job.name}-{schedule}" for job, schedule, _ in CASES],
+)
+def test_bridge_trains_to_the_same_bits_under_our_schedule(
+    job: Job, schedule: str, stock: Job
+) -> None:
+    theirs, ours = runs(stock.name), runs(f"{job.name}/{schedule}")
+    assert {run.schedule for run in theirs} == {"forward_backward_pipelining_without_interleaving"}
+    assert {run.schedule for run in ours} == {"PipelineStep"}
+    assert_same(ours, theirs)
+    assert len(losses(ours)) == 4
+    assert any("exp_avg_sq" in name for name in whole_state(ours))
+
+
+@nightly("Megatron's own checkpoints go both ways in test_checkpoints.py")
+def test_checkpoints_go_both_ways() -> None:
+    """Optimizer states once came rank by rank, as Bridge saves them, and did not fit a V."""
+    assert_same(runs("saving/zb-v"), runs("saving"))
+    for name in ("resuming", "resuming/zb-v"):
+        assert len(losses(runs(name))) == 2
+        assert_same(runs(name), runs("saving"))
+    assert {run.schedule for run in runs("resuming/zb-v")} == {"PipelineStep"}
+
+
+@nightly("the same rule under Megatron's own builder: test_placements.py")
+def test_a_v_begins_with_equal_copies_of_a_tied_embedding() -> None:
+    """Bridge builds chunks by itself. On a V, Megatron's setup left the output layer's copy at
+    zero, and the first step refused it."""
+    assert len(losses(runs("tied"))) == 4
