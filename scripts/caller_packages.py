@@ -1,4 +1,4 @@
-"""Folder with the packages of a caller of Megatron beside the project's environment.
+"""Folder with the packages of a caller of Megatron, apart from the project's environment.
 
     PYTHONPATH=$(python scripts/caller_packages.py bridge) python ...    # or verl
 

@@ -380,8 +380,9 @@ def _of_sizes(source: _Source, sizes: _Sizes, settings: _Settings) -> _MakePlan:
     )
     if sizes.model is not None:
         return partial(plan_job, _of_model(training, sizes.model, sizes, settings))
+    _refuse({"--gpu": settings.gpu, **sizes.of_model}, _NO_MODEL)
     tower = {"--vision": settings.vision, "--vision-tokens": settings.vision_tokens}
-    _refuse({"--gpu": settings.gpu, **tower, **sizes.of_model}, _OF_A_MODEL)
+    _refuse(tower, f"{_NO_MODEL}, or write the tower into --costs as tower=F/I/W")
     training = replace(training, costs=training.costs or partial(parse_costs, UNIT))
     return partial(plan_job, job_of(training, half_pipeline=settings.half_pipeline))
 
@@ -443,10 +444,7 @@ def _machine(
     return machine.rates(precision), free
 
 
-_OF_A_MODEL = (
-    "costs alone have no model; add --model, give a launch line behind --, or "
-    "write what a vision tower takes into --costs as tower=F/I/W; or else"
-)
+_NO_MODEL = "costs alone have no model: add --model, or give a launch line behind --"
 _NEEDED = (
     "--pp and -m say how large a pipeline is: add them, or give a launch line behind --, as in "
     "megatron-ext plan --gpu h100 -- torchrun ... pretrain_gpt.py ARGS"

@@ -82,7 +82,7 @@ def test_plan_writes_the_layout_and_the_speeds_for_a_slow_rank() -> None:
 def test_what_cannot_be_is_said() -> None:
     costs = ("--costs", "f=10,i=12,w=8")
     assert "3 speeds for 2 pipeline ranks" in plan(*SMALL, *costs, "--rank-speeds", "1,1,1", code=2)
-    assert "--vision: costs alone have no model" in plan(
+    assert "--vision: costs alone have no model: add --model" in plan(
         *SMALL, *costs, "--vision", "siglip", code=2
     )
 
