@@ -84,6 +84,14 @@ KNOWN = (
         Tried.READ,
         "its way of calling is `examples/bridge_groups.py`",
     ),
+    KnownVersion(
+        "Megatron-Bridge",
+        "0.6.2, with Megatron 0.19.2",
+        ("0.19",),
+        Tried.TRAINED,
+        "its own `pretrain`: dense, experts, multi-token prediction, `comm_overlap`, low-rank "
+        "adapters and checkpoints, bitwise as its own schedule (`tests/pipeline/test_bridge.py`)",
+    ),
     KnownVersion("Megatron-Bridge", "0.5.0", ("0.18",), Tried.NOT),
     KnownVersion(
         "NeMo container", "26.06: Megatron 0.18.0, Transformer Engine 2.16", ("0.18",), Tried.NOT
@@ -94,6 +102,14 @@ KNOWN = (
         ("0.20@2a75ac1",),
         Tried.READ,
         "its calls of the schedule",
+    ),
+    KnownVersion(
+        "verl",
+        "0.9.1, with Megatron 0.19.2",
+        ("0.19",),
+        Tried.TRAINED,
+        "its own trainer and Megatron engine: losses, log-probabilities and weights bitwise as "
+        "under its own schedule (`tests/pipeline/test_verl.py`)",
     ),
     KnownVersion(
         "verl",
