@@ -30,6 +30,7 @@ from megatron_ext.commands.output import fail
 from megatron_ext.commands.plan_pictures import PlanPictures
 from megatron_ext.commands.plan_tables import print_refusals, print_tables
 from megatron_ext.commands.progress import showing_progress
+from megatron_ext.commands.sizes_text import compared_line, sizes_lines
 from megatron_ext.commands.verdict_text import verdict_lines
 from megatron_ext.config import CostsSource, flag
 from megatron_ext.cost_model.execution import Precision
@@ -138,6 +139,14 @@ def plan(
             "same GPUs and global batch.",
         ),
     ] = False,
+    any_sizes: Annotated[
+        bool,
+        typer.Option(
+            "--any-sizes",
+            help="Compare other parallel sizes, micro-batches and recompute of a launch line too: "
+            "the same GPUs, global batch, sequence, precision and model.",
+        ),
+    ] = False,
     config: Annotated[
         Path | None,
         typer.Option(help="A JSON object of Megatron's arguments, in place of a launch line."),
@@ -187,9 +196,9 @@ def plan(
                 distributed=distributed_optimizer, data_parallel=dp, expert_data_parallel=dp
             )
             job = _of_model(training, model, state, tp, gpu, costs, (vision, vision_tokens))
-        if half_pipeline:
-            pictures.refuse("--half-pipeline")
-            _show_halves(job, as_json)
+        if any_sizes or half_pipeline:
+            pictures.refuse("--any-sizes" if any_sizes else "--half-pipeline")
+            (_show_sizes if any_sizes else _show_halves)(job, as_json)
             return
         with showing_progress(), planning() as time:
             made = job.plan(with_curves=pictures.plot is not None)
@@ -229,6 +238,28 @@ def _show_halves(job: _Job, as_json: bool) -> None:
         print_halves(halves)
     if not halves.fits:
         raise ValueError(NOTHING_FITS_HALVES)
+
+
+def _show_sizes(job: _Job, as_json: bool) -> None:
+    """Raises ValueError or PatchError if the job is not a launch line, or nothing fits."""
+    if not isinstance(job, _OfLaunch):
+        raise ValueError(
+            "--any-sizes is for a launch line, whose model and sizes Megatron's arguments tell: "
+            "give the line behind --"
+        )
+    from megatron_ext.launch_planner.any_sizes import LIMIT, plan_sizes
+
+    with showing_progress(), planning(LIMIT) as time:
+        made = plan_sizes(job.request)
+    if as_json:
+        _echo(made)
+    else:
+        for text in (*sizes_lines(made), compared_line(made), *made.remarks):
+            typer.echo(text)
+    if time.is_short:
+        typer.echo(f"{time.why_short}: some alternatives were not compared", err=True)
+    if made.best is None:
+        raise ValueError("no sizes fit, as estimated: more GPUs, or a GPU with more memory, would")
 
 
 def _why_nothing_fits(made: JobPlan, job: _Job) -> str:
