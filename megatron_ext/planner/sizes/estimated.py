@@ -20,7 +20,7 @@ from megatron_ext.compile.registry import choose
 from megatron_ext.cost_model.estimate import estimate
 from megatron_ext.cost_model.execution import Framework
 from megatron_ext.cost_model.model import Stage
-from megatron_ext.cost_model.model_memory import ModelBytes
+from megatron_ext.cost_model.model_memory import ModelBytes, TrainingState
 from megatron_ext.cost_model.operations.temporaries import temporary_bytes
 from megatron_ext.cost_model.parameters import Parameter, parameters_of_stage
 from megatron_ext.planner.layouts.beside import seconds_beside
@@ -78,43 +78,49 @@ class _Pieces:
 
 
 def estimates(job: SizedJob, sizes: Sizes) -> Iterator[Estimated]:
-    """Estimate a step of ``job`` with ``sizes`` for each recompute and schedule."""
+    """Estimate a step of ``job`` with ``sizes`` for each recompute and schedule; nothing if the
+    model alone is too large for a rank."""
+    model = _model_bytes(job, sizes)
+    if job.memory is not None and model.total >= job.memory:
+        return
     for recompute in job.recompute:
-        yield from _Sized(job, sizes, recompute).estimates()
+        yield from _Sized(job, sizes, recompute, model).estimates()
+
+
+def _model_bytes(job: SizedJob, sizes: Sizes) -> ModelBytes:
+    """Return the bytes of the model on the fullest rank."""
+    on_rank = ceil(len(job.model.layers) / sizes.pipeline)
+    layer, first, last = _parameters(job, sizes.tensor, sizes.expert, sizes.expert_tensor)
+    state = job.state_of(sizes)
+    ends = max(first, last, key=lambda parts: sum(parts[:2]))
+    if sizes.pipeline == 1:
+        ends = tuple(map(sum, zip(first, last, strict=True)))
+    dense, experts = (on_rank * layer[n] + ends[n] for n in range(2))
+    model = _with_elements(ModelBytes(0, 0, 0), dense, on_rank * layer[2], False, state)
+    return _with_elements(model, experts, 0.0, True, state)
 
 
 class _Sized:
-    """A job with sizes and recompute."""
+    """A job with sizes and recompute. ``model``: bytes of the fullest rank."""
 
-    def __init__(self, job: SizedJob, sizes: Sizes, recompute: LayerRecompute) -> None:
+    def __init__(
+        self, job: SizedJob, sizes: Sizes, recompute: LayerRecompute, model: ModelBytes
+    ) -> None:
         self._job, self._sizes, self._recompute = job, sizes, recompute
         self._pieces = _pieces(job, sizes, recompute)
         self._layers = len(job.model.layers)
         self._ranks, self._microbatches = sizes.pipeline, job.microbatches(sizes)
-        on_rank = ceil(self._layers / self._ranks)
-        layer, first, last = _parameters(job, sizes.tensor, sizes.expert, sizes.expert_tensor)
-        state = job.state_of(sizes)
-        model = ModelBytes(0, 0, 0)
-        ends = max(first, last, key=lambda parts: sum(parts[:2]))
-        if self._ranks == 1:
-            ends = tuple(map(sum, zip(first, last, strict=True)))
-        for elements, is_expert in ((0, False), (1, True)):
-            number = on_rank * layer[elements] + ends[elements]
-            matrices = on_rank * layer[2] if elements == 0 else 0.0
-            copies = state.expert_data_parallel if is_expert else state.data_parallel
-            model = _with_elements(model, number, matrices, is_expert, copies, job, sizes)
         execution = job.execution_of(sizes, recompute)
         on_ranks = self._layers / self._ranks
         forward = on_ranks * self._pieces.layer.forward
         backward = on_ranks * self._pieces.layer.seconds - forward
-        self._beside = seconds_beside(model, state, execution, job.rates)
+        self._beside = seconds_beside(model, job.state_of(sizes), execution, job.rates)
         self._beside += job.uncovered(sizes, model, forward, backward)
         stage = Stage(job.model.layers[:1], embedding=self._ranks == 1, head=True)
         temporary = temporary_bytes(job.model_of(sizes), stage, execution)
         self._free = None
         if job.memory is not None:
-            more = max(temporary - job.temporary, 0.0)
-            self._free = job.memory - more - model.total
+            self._free = job.memory - max(temporary - job.temporary, 0.0) - model.total
 
     def estimates(self) -> Iterator[Estimated]:
         ranks, microbatches = self._ranks, self._microbatches
@@ -152,7 +158,7 @@ class _Sized:
         pieces, ranks = self._pieces, self._ranks
         layer, first, last = pieces.layer.seconds, pieces.first.seconds, pieces.last.seconds
         ends = [first + last, 0.0] if is_v or ranks == 1 else [first, last]
-        slowest = least_maximum(self._layers, layer, ends, ranks)
+        slowest = least_maximum(self._layers, layer, tuple(ends), ranks)
         if self._job.execution.framework is Framework.PYTORCH:
             slowest += 2 * pieces.message * (ranks > 1)
         slowest += 2 * self._job.rates.launch * choose(spec).place(ranks).chunks
@@ -167,7 +173,8 @@ class _Sized:
         return Estimated(self._sizes, self._recompute, spec, is_stock, seconds, excess)
 
 
-def least_maximum(layers: int, layer: float, ends: list[float], ranks: int) -> float:
+@cache
+def least_maximum(layers: int, layer: float, ends: tuple[float, ...], ranks: int) -> float:
     """Return the least time of the slowest of ``ranks`` that share ``layers`` of ``layer`` seconds,
     if the first ranks have ``ends`` besides."""
     ends = ends[:ranks]
@@ -276,12 +283,10 @@ def _with_elements(
     number: float,
     matrices: float,
     is_expert: bool,
-    copies: int,
-    job: SizedJob,
-    sizes: Sizes,
+    state: TrainingState,
 ) -> ModelBytes:
     """Return ``model`` with ``number`` more elements, of which ``matrices`` may be in 8 bits."""
-    state = job.state_of(sizes)
+    copies = state.expert_data_parallel if is_expert else state.data_parallel
     more = 0.0 if state.matrix_bytes is None else state.matrix_bytes - state.weight_bytes
     weights = number * state.weight_bytes + matrices * more
     gradients = number * state.gradient_bytes

@@ -181,10 +181,10 @@ def test_space_of_experts() -> None:
 
 
 def test_layers_are_balanced_with_the_ends_of_the_pipeline() -> None:
-    assert least_maximum(8, 1.0, [0.5, 0.5], 4) == 2.5
-    assert least_maximum(8, 1.0, [0.0, 2.0], 4) == 3.0  # 3, 3, 2 layers, none with the end, or 1
-    assert least_maximum(8, 1.0, [3.0, 0.0], 4) == 3.0
-    assert least_maximum(8, 1.0, [1.0, 1.0], 1) == 9.0  # of one rank the first end counts
+    assert least_maximum(8, 1.0, (0.5, 0.5), 4) == 2.5
+    assert least_maximum(8, 1.0, (0.0, 2.0), 4) == 3.0  # 3, 3, 2 layers, none with the end, or 1
+    assert least_maximum(8, 1.0, (3.0, 0.0), 4) == 3.0
+    assert least_maximum(8, 1.0, (1.0, 1.0), 1) == 9.0  # of one rank the first end counts
 
 
 def test_estimate_without_a_pipeline_is_exact() -> None:
@@ -194,10 +194,12 @@ def test_estimate_without_a_pipeline_is_exact() -> None:
     for sizes in (Sizes(micro_batch=2), Sizes(tensor=4, sequence_parallel=True)):
         for recompute in job.recompute:
             made = evaluate(job.work(sizes, recompute), "1f1b", evenly(8, 1), search=False)
-            tight = replace(job, memory=made.fullest / 2, temporary=1e12)
+            assert made.candidate.memory is not None
+            less = made.candidate.memory[0].activations / 2
+            tight = replace(job, memory=made.fullest - less, temporary=1e12)
             (one,) = (one for one in estimates(tight, sizes) if one.recompute == recompute)
             assert one.seconds == pytest.approx(made.seconds, rel=1e-4)
-            assert one.excess == pytest.approx(made.fullest / 2, rel=0.01)
+            assert one.excess == pytest.approx(less, rel=0.02)
 
 
 def test_small_model_needs_no_model_parallelism() -> None:
