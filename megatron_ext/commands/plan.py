@@ -198,7 +198,8 @@ def plan(
             job = _of_model(training, model, state, tp, gpu, costs, (vision, vision_tokens))
         if any_sizes or half_pipeline:
             pictures.refuse("--any-sizes" if any_sizes else "--half-pipeline")
-            (_show_sizes if any_sizes else _show_halves)(job, as_json)
+            show = partial(_show_sizes, beside=_given(half_pipeline, show_all))
+            (show if any_sizes else _show_halves)(job, as_json)
             return
         with showing_progress(), planning() as time:
             made = job.plan(with_curves=pictures.plot is not None)
@@ -240,8 +241,16 @@ def _show_halves(job: _Job, as_json: bool) -> None:
         raise ValueError(NOTHING_FITS_HALVES)
 
 
-def _show_sizes(job: _Job, as_json: bool) -> None:
-    """Raises ValueError or PatchError if the job is not a launch line, or nothing fits."""
+def _given(half_pipeline: bool, show_all: bool) -> str:
+    """Return the options that do not go with ``--any-sizes``, in words."""
+    return " and ".join(["--half-pipeline"] * half_pipeline + ["--all"] * show_all)
+
+
+def _show_sizes(job: _Job, as_json: bool, *, beside: str) -> None:
+    """Raises ValueError or PatchError if the job is not a launch line, nothing fits, or ``beside``
+    names options that were given too."""
+    if beside:
+        raise ValueError(f"--any-sizes has a verdict of its own, without tables: drop {beside}")
     if not isinstance(job, _OfLaunch):
         raise ValueError(
             "--any-sizes is for a launch line, whose model and sizes Megatron's arguments tell: "
@@ -258,6 +267,8 @@ def _show_sizes(job: _Job, as_json: bool) -> None:
             typer.echo(text)
     if time.is_short:
         typer.echo(f"{time.why_short}: some alternatives were not compared", err=True)
+    if made.best is None and time.is_short:
+        raise ValueError("nothing was compared in that time")
     if made.best is None:
         raise ValueError("no sizes fit, as estimated: more GPUs, or a GPU with more memory, would")
 

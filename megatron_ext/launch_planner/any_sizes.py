@@ -34,6 +34,7 @@ from megatron_ext.planner.sizes.search import (
 )
 from megatron_ext.planner.sizes.sizes import Sizes
 from megatron_ext.planner.verdict import NOTHING, Written
+from megatron_ext.schedule.problem import Offload, Recompute
 
 if TYPE_CHECKING:
     from megatron_ext.launch_planner.variants import LineVariants
@@ -128,6 +129,8 @@ def _plan(request: LaunchRequest, parsed: ParsedLaunch) -> SizesPlan:
 
 def _check(request: LaunchRequest, parsed: ParsedLaunch) -> None:
     """Raise ValueError if the launch has something that other sizes would not keep."""
+    from megatron_ext.adapter.pairs.overlap_setting import requests_pairs
+
     args, config = parsed.validated, parsed.variants.config
     if parsed.free is None:
         raise ValueError(
@@ -143,10 +146,19 @@ def _check(request: LaunchRequest, parsed: ParsedLaunch) -> None:
             "--any-sizes: speeds and types of GPUs are those of the launch's pipeline ranks, of "
             "which other sizes have others: name one type with --gpu, and drop --rank-speeds"
         )
-    if config.slices > 1 or config.memory_limit is not None or config.post_validation:
+    extras = config.extras
+    is_plain = extras.recompute == Recompute() and extras.activation_offload is Offload.NONE
+    is_whole = config.slices == 1 and not config.post_validation
+    if not (is_plain and is_whole) or config.memory_limit is not None:
         raise ValueError(
             "--any-sizes compares whole microbatches within the GPU's memory: drop "
-            "--pipeline-slices, --pipeline-memory-limit and --pipeline-post-validation"
+            "--pipeline-slices, --pipeline-memory-limit, --pipeline-post-validation, "
+            "--pipeline-recompute and --pipeline-activation-offload"
+        )
+    if requests_pairs(args):
+        raise ValueError(
+            "--any-sizes: --overlap-moe-expert-parallel-comm requires virtual stages of each "
+            "pipeline, which are open here: drop it, and add it to the recommended command"
         )
     for name in ("use_megatron_fsdp", "use_torch_fsdp2"):
         if getattr(args, name, False):
@@ -212,7 +224,10 @@ class SizedLaunch:
         args, line = self._parsed.validated, self._parsed.variants
         try:
             work = self._job.with_reductions(work_of(args, line.config), self._job.own)
-            return evaluate(work, *own_layout(args, str(line.own)), search=False)
+            spec, layout = own_layout(args, str(line.own))
+            vocabulary = line.config.vocab_parallel
+            method = next(one for one in VocabMethod if one.vocabulary is vocabulary)
+            return evaluate(work, spec, layout, method, search=False)
         except ValueError:
             return None
 

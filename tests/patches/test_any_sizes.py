@@ -49,6 +49,10 @@ EXPERTS: dict[str, Any] = {
     "moe_token_dispatcher_type": "alltoall",
     "disable_bias_linear": True,
 }
+PAIRS = EXPERTS | {
+    "overlap_moe_expert_parallel_comm": True,
+    "num_virtual_stages_per_pipeline_rank": 2,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -146,6 +150,9 @@ def test_what_cannot_be_compared_is_refused() -> None:
         (command(), "--gpu h100"),
         (command("--gpu", "h100", "--costs", "f=1,i=1,w=1"), "drop --costs"),
         (command("--gpu", "h100", "--memory-limit", "10GiB"), "--pipeline-memory-limit"),
+        (command("--gpu", "h100", "--all"), "drop --all"),
+        (command("--gpu", "h100", **PAIRS), "drop it"),
+        (command("--gpu", "h100", pipeline_recompute="fit", pipeline_schedule="zb-v"), "recompute"),
         (CliRunner().invoke(app, ["plan", "--any-sizes", "--pp", "4", "-m", "8"]), "launch line"),
     ):
         assert result.exit_code == 2

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from math import ceil, floor
+from math import ceil, floor, inf
 
 from megatron_ext.compile.registry import choose
 from megatron_ext.cost_model.estimate import estimate
@@ -24,7 +24,7 @@ from megatron_ext.cost_model.model_memory import ModelBytes, TrainingState
 from megatron_ext.cost_model.operations.temporaries import temporary_bytes
 from megatron_ext.cost_model.parameters import Parameter, parameters_of_stage
 from megatron_ext.planner.layouts.beside import seconds_beside
-from megatron_ext.planner.layouts.recompute import LayerRecompute
+from megatron_ext.planner.layouts.recompute import FULL, LayerRecompute
 from megatron_ext.planner.sizes.job import SizedJob
 from megatron_ext.planner.sizes.sizes import Sizes
 from megatron_ext.schedule.action import Kind
@@ -77,14 +77,27 @@ class _Pieces:
     message: float
 
 
-def estimates(job: SizedJob, sizes: Sizes) -> Iterator[Estimated]:
+def estimates(job: SizedJob, sizes: Sizes, worse_than: float = inf) -> Iterator[Estimated]:
     """Estimate a step of ``job`` with ``sizes`` for each recompute and schedule; nothing if the
-    model alone is too large for a rank."""
+    model alone is too large for a rank.
+
+    More recompute takes longer: none is estimated beyond that with which all schedules fit, or
+    with which all take more seconds than ``worse_than``.
+    """
     model = _model_bytes(job, sizes)
     if job.memory is not None and model.total >= job.memory:
         return
-    for recompute in job.recompute:
-        yield from _Sized(job, sizes, recompute, model).estimates()
+    for recompute in sorted(job.recompute, key=_amount):
+        made = list(_Sized(job, sizes, recompute, model).estimates())
+        yield from made
+        fits = not any(one.excess for one in made)
+        if fits or min(one.seconds for one in made) > worse_than:
+            return
+
+
+def _amount(recompute: LayerRecompute) -> tuple[bool, int]:
+    """Return a key that orders recompute by its amount."""
+    return recompute.granularity == FULL, len(recompute.modules) + recompute.num_layers
 
 
 def _model_bytes(job: SizedJob, sizes: Sizes) -> ModelBytes:

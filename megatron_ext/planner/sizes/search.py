@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from math import inf
 
 from megatron_ext.compile.registry import choose
 from megatron_ext.planner.layouts.candidates import Permits, Rule
@@ -33,6 +34,7 @@ from megatron_ext.schedule.problem import VocabularyParallel
 SIMULATED = 100  # candidates of which a schedule is simulated
 FIRST = 10  # of these, after which there is a first answer
 _OF_SIZES = 2  # candidates of one kind that the same sizes may have
+_FAR = 1.3  # times the best estimate: what takes longer is not simulated
 _NODE = 8  # GPUs
 # Shares of the planning time after which simulation, evaluation and layouts end.
 _SIMULATION, _EVALUATION, _LAYOUTS = 0.35, 0.45, 0.85
@@ -81,11 +83,13 @@ class Found:
         steps: all that fit into memory.
         refused: reasons why sizes are not among them.
         compared: number of sizes that were estimated.
+        is_whole: whether these are all.
     """
 
     steps: list[SizedStep] = field(default_factory=list)
     refused: dict[Sizes, str] = field(default_factory=dict)
     compared: int = 0
+    is_whole: bool = False
 
     def best(self, kind: Kind) -> SizedStep | None:
         """Return the shortest step of ``kind``."""
@@ -127,7 +131,7 @@ def adds_unchecked(job: SizedJob, sizes: Sizes) -> bool:
 
 
 def kinds_of(job: SizedJob) -> list[Kind]:
-    """Return all kinds of candidates, any schedule with all sizes last."""
+    """Return all kinds of candidates, the one that is of all kinds first, that of all last."""
     return [
         Kind(job, only_stock, only_checked)
         for only_checked in (True, False)
@@ -166,9 +170,14 @@ class _Search:
     def simulate(self, progress: Task) -> None:
         """Estimate all sizes, and simulate the schedules of the best."""
         estimated: list[Estimated] = []
+        shortest = inf  # seconds, of what is of all kinds
         for sizes in space(self._job):
-            estimated += estimates(self._job, sizes)
+            made = list(estimates(self._job, sizes, worse_than=_FAR * shortest))
+            estimated += made
             self.found.compared += 1
+            of_all = (one for one in made if self._kinds[0].has_estimated(one) and not one.excess)
+            shortest = min([shortest, *(one.seconds for one in of_all)])
+        self.found.is_whole = True
         shortlist = self._shortlist(estimated)
         progress.steps = len(shortlist)
         for candidate in shortlist:

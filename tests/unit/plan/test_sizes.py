@@ -37,6 +37,11 @@ MEASURED = Path(__file__).parents[3] / "scripts" / "layouts" / "a100.csv"
 FULL = LayerRecompute("full", method="uniform", num_layers=1)
 
 
+@pytest.fixture(autouse=True)
+def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "SIMULATED", 24)
+
+
 def llama(layers: int, hidden: int, heads: int, ffn: int) -> Model:
     return Model(
         layers=("*-",) * layers,
