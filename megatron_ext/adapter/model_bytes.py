@@ -11,13 +11,17 @@ from megatron_ext.adapter.dimensions import execution
 from megatron_ext.adapter.layers import layers_of_stages
 from megatron_ext.cost_model.description import describe
 from megatron_ext.cost_model.model import stages_of
-from megatron_ext.cost_model.model_memory import ModelBytes, TrainingState, bytes_of_ranks
+from megatron_ext.cost_model.model_memory import (
+    ModelBytes,
+    TrainingState,
+    bytes_of_ranks,
+    default_bucket,
+)
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import VocabularyParallel
 
 _FP32 = 4
 _MOMENTS = ("exp_avg_dtype", "exp_avg_sq_dtype")
-_BUCKET, _BUCKET_OF_RANK = 40_000_000, 1_000_000  # elements, as Megatron has them
 # Quantized matrices are stored twice, by rows and by columns, for the products of both passes,
 # with a scale per 32 elements, per 128 x 128 or per 16.
 _QUANTIZED = {
@@ -68,7 +72,7 @@ def state_of(args: Any) -> TrainingState:
     of_experts = tensor * args.expert_model_parallel_size * args.pipeline_model_parallel_size
     data_parallel = args.data_parallel_size * args.context_parallel_size // instances
     weight = args.params_dtype.itemsize
-    bucket = args.ddp_bucket_size or max(_BUCKET, _BUCKET_OF_RANK * data_parallel)
+    bucket = args.ddp_bucket_size or default_bucket(data_parallel)
     return TrainingState(
         distributed=args.use_distributed_optimizer,
         data_parallel=data_parallel,

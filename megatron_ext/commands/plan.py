@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -29,6 +29,7 @@ from megatron_ext.commands.output import fail
 from megatron_ext.commands.plan_pictures import PlanPictures
 from megatron_ext.commands.plan_tables import print_refusals, print_tables
 from megatron_ext.commands.progress import showing_progress
+from megatron_ext.commands.sizes_text import compared_line, sizes_lines
 from megatron_ext.commands.verdict_text import verdict_lines
 from megatron_ext.config import CostsSource, flag
 from megatron_ext.cost_model.execution import Precision
@@ -67,6 +68,9 @@ from megatron_ext.text_file import parse_json, read_text_file
 from megatron_ext.viz.slow_ranks import speeds_in
 from megatron_ext.viz.trace import read_trace, reserved_in
 from megatron_ext.words import counted
+
+if TYPE_CHECKING:
+    from megatron_ext.launch_planner.parsed_launch import LaunchRequest
 
 _WORLD_SIZE = "world_size"  # in a file of arguments
 
@@ -139,6 +143,14 @@ def plan(
             "GPUs and global batch.",
         ),
     ] = False,
+    any_sizes: Annotated[
+        bool,
+        typer.Option(
+            "--any-sizes",
+            help="Compare other parallel sizes, micro-batches and recompute of a launch line too: "
+            "the same GPUs, global batch, sequence, precision and model.",
+        ),
+    ] = False,
     config: Annotated[
         Path | None,
         typer.Option(help="A JSON object of Megatron's arguments, in place of a launch line."),
@@ -183,6 +195,10 @@ def plan(
             seen,
             half_pipeline,
         )
+        if any_sizes:
+            _refuse_with_sizes(pictures, half_pipeline=half_pipeline, show_all=show_all)
+            _show_sizes(source, sizes, settings, as_json=as_json)
+            return
         make = (_of_launch if source.is_given else _of_sizes)(source, sizes, settings)
         with showing_progress(), planning() as time:
             made = make(with_curves=pictures.plot is not None)
@@ -210,6 +226,42 @@ def _print(made: JobPlan, show_all: bool) -> None:
 
 def _echo(data: object) -> None:
     typer.echo(json.dumps(as_data(data), indent=2))
+
+
+def _refuse_with_sizes(pictures: PlanPictures, *, half_pipeline: bool, show_all: bool) -> None:
+    """Raise ValueError for options that do not go with ``--any-sizes``."""
+    options = {"--half-pipeline": half_pipeline, "--all": show_all}
+    options |= {"--plot": pictures.plot is not None, "--html": pictures.page is not None}
+    _refuse(options, "--any-sizes prints its verdict alone")
+
+
+def _show_sizes(source: _Source, sizes: _Sizes, settings: _Settings, *, as_json: bool) -> None:
+    """Print the verdict on other parallel sizes.
+
+    Raises:
+        ValueError, PatchError: the job is not a launch line, or nothing fits.
+    """
+    if not source.is_given:
+        raise ValueError(
+            "--any-sizes is for a launch line, whose model and sizes Megatron's arguments tell: "
+            "give the line behind --"
+        )
+    from megatron_ext.launch_planner.any_sizes import LIMIT, plan_sizes
+
+    request = _launch_request(source, sizes, settings)
+    with showing_progress(), planning(LIMIT) as time:
+        made = plan_sizes(request)
+    if as_json:
+        _echo(made)
+    else:
+        for text in (*sizes_lines(made), compared_line(made), *made.remarks):
+            typer.echo(text)
+    if time.is_short:
+        typer.echo(f"{time.why_short}: some alternatives were not compared", err=True)
+    if made.best is None and time.is_short:
+        raise ValueError("nothing was compared in that time")
+    if made.best is None:
+        raise ValueError("no sizes fit, as estimated: more GPUs, or a GPU with more memory, would")
 
 
 def _why_nothing_fits(made: JobPlan) -> str:
@@ -316,8 +368,14 @@ _MakePlan = Callable[..., JobPlan]
 
 def _of_launch(source: _Source, sizes: _Sizes, settings: _Settings) -> _MakePlan:
     """Raises ValueError or OSError if the source or a value is not understood."""
-    from megatron_ext.doctor.log.megatron_log import launch_from
     from megatron_ext.launch_planner.launch_plan import plan_line
+
+    return partial(plan_line, _launch_request(source, sizes, settings))
+
+
+def _launch_request(source: _Source, sizes: _Sizes, settings: _Settings) -> LaunchRequest:
+    """Raises ValueError or OSError if the source or a value is not understood."""
+    from megatron_ext.doctor.log.megatron_log import launch_from
     from megatron_ext.launch_planner.parsed_launch import LaunchRequest
 
     said = {"--pp": sizes.pp, "-m": sizes.microbatches, "--model": sizes.model}
@@ -334,7 +392,7 @@ def _of_launch(source: _Source, sizes: _Sizes, settings: _Settings) -> _MakePlan
     else:
         values = _values(source.config)
     gpus = None if gpu is None else parse_gpus(gpu)
-    request = LaunchRequest(
+    return LaunchRequest(
         launch=launch,
         values=values,
         world_size=source.world_size or values.pop(_WORLD_SIZE, None),
@@ -347,7 +405,6 @@ def _of_launch(source: _Source, sizes: _Sizes, settings: _Settings) -> _MakePlan
         vision_tokens=settings.vision_tokens,
         half_pipeline=settings.half_pipeline,
     )
-    return partial(plan_line, request)
 
 
 def _values(path: Path) -> dict[str, Any]:

@@ -82,6 +82,14 @@ class TrainingState:
     large_buckets: bool = False
 
 
+_BUCKET, _BUCKET_OF_RANK = 40_000_000, 1_000_000  # elements, as Megatron has them
+
+
+def default_bucket(data_parallel: int) -> int:
+    """Return the elements from which Megatron ends a bucket of gradients by itself."""
+    return max(_BUCKET, _BUCKET_OF_RANK * data_parallel)
+
+
 def bytes_of_ranks(
     model: Model,
     stages: Sequence[Stage],

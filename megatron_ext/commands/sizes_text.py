@@ -1,0 +1,83 @@
+"""The verdict of ``megatron-ext plan --any-sizes`` in at most ten lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_ext.planner.sizes.plan import SizedAlternative, SizesPlan
+from megatron_ext.planner.verdict import ALIKE, WORTH, name_of
+from megatron_ext.words import bytes_text, counted
+
+
+def sizes_lines(made: SizesPlan) -> Iterator[str]:
+    """Say what other parallel sizes gain, with Megatron's schedules and with all."""
+    own, best, control = made.own, made.best, made.control
+    if own is None:
+        yield f"now:        {made.job}, cannot be taken as it is"
+    else:
+        excess = f", {bytes_text(made.excess)} more than a rank may take" * (made.excess > 0)
+        yield f"now:        {made.job}: {_step(own)}{excess}"
+    if best is None:
+        return
+    yield f"your sizes: {_found(made, made.same_sizes)}"
+    yield f"control:    {_found(made, control)}: the best of Megatron's own schedules, any sizes"
+    yield f"any:        {_found(made, best)}"
+    if made.added is not None and control is not None:
+        ours = f"{made.added:.1%} of the control's step"
+        yield f"ours add:   {ours if made.added > ALIKE else 'nothing to the control'}"
+    yield from _not_checked(own, best)
+    if made.checked is not None:
+        yield f"checked:    {_found(made, made.checked)}: the best without those parts"
+    if made.is_large and own is not None:
+        yield (
+            f"doubt it:   above 1.3 times is rare for a tuned launch. Passes of a rank "
+            f"{_passes(own)} now, {_passes(best)} then"
+        )
+    if made.keeps:
+        yield f"verdict:    keep it: nothing saves {WORTH:.0%} of a step"
+    elif made.command:
+        yield f"write:\n{made.command}"
+    else:
+        yield f"write:      {made.written}"
+
+
+def _not_checked(own: SizedAlternative | None, best: SizedAlternative) -> Iterator[str]:
+    """Name the parts of the estimate of either step that no measurement has checked."""
+    parts = [best.not_checked] if best.not_checked else []
+    if own is not None and own.not_checked and own.not_checked != best.not_checked:
+        parts.append(f"of the command as it is {own.not_checked}")
+    if parts:
+        yield f"            {'; '.join(parts)}"
+
+
+def _passes(one: SizedAlternative) -> str:
+    report = one.candidate.report
+    return f"take {report.work:.4g} s and wait {report.bubble_share_makespan:.0%} of the time"
+
+
+def compared_line(made: SizesPlan) -> str:
+    """Say how many sizes were compared."""
+    return f"{counted(made.compared, 'combination')} of sizes compared"
+
+
+def _found(made: SizesPlan, one: SizedAlternative | None) -> str:
+    if one is None:
+        return "nothing fits"
+    if one is made.own:
+        return "as it is"
+    words = [one.title] if made.own is None or one.sizes != made.own.sizes else []
+    schedule = name_of(one.candidate)
+    words.append(f"under {schedule}" if words else schedule)
+    if made.own is not None and one.recompute != made.own.recompute:
+        words.append(f"with recompute {one.recompute}")
+    text = f"{', '.join(words)}: {_step(one)}"
+    if made.own is None:
+        return text
+    share = 1 - one.seconds / made.own.seconds
+    return f"{text}, {abs(share):.1%} {'shorter' if share >= 0 else 'longer'}"
+
+
+def _step(one: SizedAlternative) -> str:
+    fullest = one.candidate.fullest
+    memory = "" if fullest is None else f", {bytes_text(fullest)} on the fullest rank"
+    return f"{one.seconds:.4g} s a step{memory}"

@@ -1,0 +1,365 @@
+"""``megatron-ext plan --any-sizes -- LAUNCH COMMAND``: the same training with other sizes.
+
+Sizes are estimated by a description of the launch, schedules and layouts of the best are compared
+by Megatron's validated arguments, and what is recommended has passed Megatron's validation and our
+refusals.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.cost_model.assumptions import not_checked
+from megatron_ext.cost_model.gpus import USABLE
+from megatron_ext.launch_planner.command_line import command_with
+from megatron_ext.launch_planner.parsed_launch import LaunchRequest, ParsedLaunch, with_launch
+from megatron_ext.planner.candidate import Plan, VocabMethod
+from megatron_ext.planner.confirmation import confirmed_verdict
+from megatron_ext.planner.fitting import keeping_candidates
+from megatron_ext.planner.layouts.layout import Layout
+from megatron_ext.planner.layouts.work import Evaluated, evaluate
+from megatron_ext.planner.planning_time import begin
+from megatron_ext.planner.sizes.job import SizedJob
+from megatron_ext.planner.sizes.plan import SizedAlternative, SizesPlan
+from megatron_ext.planner.sizes.search import (
+    Found,
+    SizedStep,
+    SizedWorks,
+    adds_unchecked,
+    search_sizes,
+)
+from megatron_ext.planner.sizes.sizes import Sizes
+from megatron_ext.planner.verdict import NOTHING, Alternative, Written
+from megatron_ext.schedule.problem import Offload, Recompute
+
+if TYPE_CHECKING:
+    from megatron_ext.launch_planner.variants import LineVariants
+
+LIMIT = 60.0  # CPU seconds from the validated command to the last answer
+_OUTSIDE = 0.04  # of a GPU's memory: CUDA's context and NCCL's buffers
+
+_NAMES = {  # Megatron's arguments for `Sizes`
+    "tensor_model_parallel_size": "tensor",
+    "pipeline_model_parallel_size": "pipeline",
+    "context_parallel_size": "context",
+    "expert_model_parallel_size": "expert",
+    "expert_tensor_parallel_size": "expert_tensor",
+    "micro_batch_size": "micro_batch",
+    "sequence_parallel": "sequence_parallel",
+}
+# Arguments that only fit the pipeline, or the tensor parallelism, of the launch.
+_OF_PIPELINE = (
+    *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
+    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    "pipeline_model_parallel_layout",
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+    "microbatch_group_size_per_vp_stage",
+)
+_OF_TENSOR = ("tp_comm_overlap",)
+_PATTERN = "hybrid_layer_pattern"
+
+
+def plan_sizes(request: LaunchRequest) -> SizesPlan:
+    """Compare parallel sizes, schedules, layouts and recompute for the launch command of
+    ``request``, with the same GPUs, global batch, sequence, precision and model.
+
+    Raises:
+        ValueError: the command, or what is requested of it, is not understood, or Megatron refuses
+            it.
+        PatchError: there is no Megatron to ask.
+    """
+    with keeping_candidates():
+        return with_launch(request, partial(_plan, request))
+
+
+def _plan(request: LaunchRequest, parsed: ParsedLaunch) -> SizesPlan:
+    from megatron_ext.launch_planner.launch_job import refusal_of
+
+    _check(request, parsed)
+    job = job_of(request, parsed)
+    launch = SizedLaunch(parsed, job)
+    own = launch.baseline()
+    begin()
+    found = search_sizes(job, launch.works_of)
+    free = parsed.room
+
+    def refusal(one: Alternative) -> str | None:
+        return refusal_of(request, parsed, one.write())
+
+    baseline = None if own is None else launch.alternative(SizedStep(job.own, own), is_own=True)
+    excess = 0.0
+    if own is not None and free is not None:
+        excess = max(own.fullest - free, 0.0)
+
+    def best_of(steps: Sequence[SizedStep]) -> SizedAlternative | None:
+        pool = [launch.alternative(step) for step in steps]
+        verdict, _ = confirmed_verdict(Plan((), {}), baseline, pool, free, refusal)
+        taken = verdict.taken
+        assert taken is None or isinstance(taken, SizedAlternative)
+        return taken
+
+    control = best_of([step for step in found.steps if step.is_stock])
+    same_sizes = best_of([step for step in found.steps if step.sizes == job.own])
+    best = best_of(found.steps)
+    checked = None
+    if best is not None and adds_unchecked(job, best.sizes):
+        checked = best_of([s for s in found.steps if not adds_unchecked(job, s.sizes)])
+    made = SizesPlan(
+        f"{parsed.facts}, under {parsed.variants.own}",
+        baseline,
+        same_sizes,
+        control,
+        best,
+        checked,
+        compared=found.compared,
+        excess=excess,
+        remarks=(*parsed.remarks, *_on_refused(found)),
+    )
+    if made.best is None or made.keeps:
+        return made
+    written = made.best.write()
+    return replace(
+        made,
+        written=written,
+        command="" if request.launch is None else command_with(request.launch, written),
+        remarks=(*made.remarks, *_on_loading(parsed)),
+    )
+
+
+def _check(request: LaunchRequest, parsed: ParsedLaunch) -> None:
+    """Raise ValueError if the launch has something that other sizes would not keep."""
+    from megatron_ext.adapter.pairs.overlap_setting import requests_pairs
+
+    args, config = parsed.validated, parsed.variants.config
+    if parsed.free is None:
+        raise ValueError(
+            "--any-sizes compares what fits into a GPU's memory: name the GPU, as in --gpu h100"
+        )
+    if parsed.measured is not None or not config.costs.is_estimate:
+        raise ValueError(
+            "--any-sizes: costs in a file were measured with the sizes of the launch, and do not "
+            "tell those of others: drop --costs and --pipeline-costs"
+        )
+    if config.rank_speeds is not None or request.gpus:
+        raise ValueError(
+            "--any-sizes: speeds and types of GPUs are those of the launch's pipeline ranks, of "
+            "which other sizes have others: name one type with --gpu, and drop --rank-speeds"
+        )
+    extras = config.extras
+    is_plain = extras.recompute == Recompute() and extras.activation_offload is Offload.NONE
+    is_whole = config.slices == 1 and not config.post_validation
+    if not (is_plain and is_whole) or config.memory_limit is not None:
+        raise ValueError(
+            "--any-sizes compares whole microbatches within the GPU's memory: drop "
+            "--pipeline-slices, --pipeline-memory-limit, --pipeline-post-validation, "
+            "--pipeline-recompute and --pipeline-activation-offload"
+        )
+    if requests_pairs(args):
+        raise ValueError(
+            "--any-sizes: --overlap-moe-expert-parallel-comm requires virtual stages of each "
+            "pipeline, which are open here: drop it, and add it to the recommended command"
+        )
+    for name in ("use_megatron_fsdp", "use_torch_fsdp2"):
+        if getattr(args, name, False):
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"--any-sizes: {flag} has memory that is not estimated; drop it")
+
+
+def job_of(request: LaunchRequest, parsed: ParsedLaunch) -> SizedJob:
+    """Return the description of ``parsed`` for other sizes."""
+    from megatron_ext.adapter import dimensions
+    from megatron_ext.adapter.model_bytes import state_of
+    from megatron_ext.cost_model.description import describe
+    from megatron_ext.launch_planner.alternatives.recompute import recompute_of_line
+
+    args, line = parsed.validated, parsed.variants
+    run = dimensions.execution(args, args.seq_length, args.micro_batch_size)
+    temporary = 0.0
+    if request.gpu is not None and request.gpu.memory is not None:
+        temporary = (1 - USABLE - _OUTSIDE) * request.gpu.memory
+    return SizedJob(
+        describe(args),
+        run,
+        state_of(args),
+        dimensions.rates(run.precision),
+        own=_sizes_of(args),
+        gpus=args.world_size,
+        global_batch=args.global_batch_size,
+        recompute=tuple(recompute_of_line(line, args)),
+        memory=parsed.room,
+        temporary=temporary,
+        tokens=None if line.args.padded_vocab_size is not None else line.tokens,
+        multiple=args.make_vocab_size_divisible_by,
+        instances=args.num_distributed_optimizer_instances,
+        has_default_buckets=args.ddp_bucket_size is None,
+        pipeline_inside=args.use_tp_pp_dp_mapping,
+    )
+
+
+def _sizes_of(args: Any) -> Sizes:
+    """Return the sizes of validated ``args``."""
+    has_experts = bool(args.num_experts)
+    return Sizes(
+        tensor=args.tensor_model_parallel_size,
+        pipeline=args.pipeline_model_parallel_size,
+        context=args.context_parallel_size,
+        expert=args.expert_model_parallel_size if has_experts else 1,
+        expert_tensor=args.expert_tensor_parallel_size if has_experts else 1,
+        micro_batch=args.micro_batch_size,
+        sequence_parallel=bool(args.sequence_parallel),
+    )
+
+
+class SizedLaunch:
+    """The launch of ``parsed`` with other sizes."""
+
+    def __init__(self, parsed: ParsedLaunch, job: SizedJob) -> None:
+        self._parsed, self._job = parsed, job
+
+    def baseline(self) -> Evaluated | None:
+        """Return the launch as it stands; None if it cannot run."""
+        from megatron_ext.launch_planner.alternatives.layouts import own_layout, work_of
+
+        args, line = self._parsed.validated, self._parsed.variants
+        try:
+            work = self._job.with_reductions(work_of(args, line.config), self._job.own)
+            spec, layout = own_layout(args, str(line.own))
+            vocabulary = line.config.vocab_parallel
+            method = next(one for one in VocabMethod if one.vocabulary is vocabulary)
+            return evaluate(work, spec, layout, method, search=False)
+        except ValueError:
+            return None
+
+    def line(self, sizes: Sizes) -> LineVariants:
+        """Return the launch with ``sizes``, one stage a rank, and layers as even as can be."""
+        from megatron_ext.adapter.layers import SEGMENT_END, even_layout, prediction_depths
+
+        line = self._parsed.variants
+        if sizes == self._job.own:
+            return line
+        args = copy.deepcopy(line.args)
+        for name in _OF_PIPELINE:
+            if getattr(args, name, None):
+                setattr(args, name, False if isinstance(getattr(args, name), bool) else None)
+        for name in self._dropped_of_tensor(sizes):
+            setattr(args, name, False)
+        for name, field in _NAMES.items():
+            if field.startswith("expert") and not args.num_experts:
+                continue
+            setattr(args, name, getattr(sizes, field))
+        pattern = getattr(args, _PATTERN, None)
+        if pattern is not None:
+            args.hybrid_layer_pattern = pattern.replace(SEGMENT_END, "")
+        elif args.num_layers % sizes.pipeline:
+            depths = prediction_depths(args)
+            args.pipeline_model_parallel_layout = even_layout(
+                args.num_layers, sizes.pipeline, depths
+            )
+        return replace(line, args=args, own="1f1b")
+
+    def works_of(self, sizes: Sizes) -> SizedWorks:
+        """Return the training with ``sizes`` by Megatron's validated arguments.
+
+        Raises:
+            ValueError: Megatron refuses them.
+        """
+        from megatron_ext.doctor import line as launch_line
+        from megatron_ext.launch_planner.alternatives.layouts import permits_of, rule_of, work_of
+        from megatron_ext.launch_planner.alternatives.recompute import with_recompute
+
+        line = self.line(sizes)
+        if sizes == self._job.own:
+            args = self._parsed.validated
+        else:
+            args, config = line.validated("1f1b", VocabMethod.NAIVE)
+            launch_line.check_model(args, replace(config, schedule=None))
+        works = [
+            self._job.with_reductions(work_of(with_recompute(args, option), line.config), sizes)
+            for option in self._job.recompute
+        ]
+        return SizedWorks(works, rule_of(args), permits_of(line))
+
+    def alternative(self, step: SizedStep, *, is_own: bool = False) -> SizedAlternative:
+        """Return ``step`` as an alternative to the launch."""
+        made, sizes = step.made, step.sizes
+        execution = self._job.execution_of(sizes, made.recompute)
+        return SizedAlternative(
+            made.candidate,
+            made.seconds,
+            (lambda: NOTHING) if is_own else partial(self.written, step),
+            made.layout.text(),
+            sizes=sizes,
+            title=sizes.text(self._job.gpus),
+            recompute=str(made.recompute),
+            not_checked=not_checked(execution) or "",
+        )
+
+    def written(self, step: SizedStep) -> Written:
+        """Return the flags that turn the launch into ``step``."""
+        from megatron_ext.launch_planner.alternatives.layouts import own_layout
+        from megatron_ext.launch_planner.alternatives.recompute import recompute_flags
+        from megatron_ext.launch_planner.alternatives.written import argument_flag, written_for
+
+        line, sizes, made = self._parsed.variants, step.sizes, step.made
+        args = line.args
+        added: list[str] = []
+        dropped: list[str] = []
+        if sizes == self._job.own:
+            before = own_layout(self._parsed.validated, str(line.own))
+        else:
+            # No layout of another pipeline is the same: all of it is written.
+            before = "1f1b", Layout(())
+            added += self._size_words(sizes)
+            if self._job.own.sequence_parallel and not sizes.sequence_parallel:
+                dropped.append("--sequence-parallel")
+            gone = (*_OF_PIPELINE, *self._dropped_of_tensor(sizes))
+            dropped += [argument_flag(name) for name in gone if getattr(args, name, None)]
+        of_schedule = written_for(args, before, made.candidate, made.layout)
+        added += of_schedule.added
+        dropped += of_schedule.dropped
+        if made.recompute != self._job.recompute[0]:
+            added += made.recompute.words
+            dropped += recompute_flags(args)
+        return Written(tuple(added), tuple(dict.fromkeys(dropped)))
+
+    def _size_words(self, sizes: Sizes) -> Iterator[str]:
+        from megatron_ext.launch_planner.alternatives.written import argument_flag
+
+        args, own = self._parsed.variants.args, self._job.own
+        for name, field in _NAMES.items():
+            size = getattr(sizes, field)
+            # Megatron's own expert tensor parallelism follows tensor parallelism if not given.
+            follows = field == "expert_tensor" and args.expert_tensor_parallel_size is None
+            before = sizes.tensor if follows else getattr(own, field)
+            if size == before:
+                continue
+            if field == "sequence_parallel":
+                yield from [argument_flag(name)] if size else []
+            elif not (field.startswith("expert") and not args.num_experts):
+                yield from (argument_flag(name), str(size))
+
+    def _dropped_of_tensor(self, sizes: Sizes) -> Sequence[str]:
+        """Return the arguments that go, as ``sizes`` have no tensor parallelism."""
+        return _OF_TENSOR if sizes.tensor == 1 else ()
+
+
+def _on_refused(found: Found) -> Iterator[str]:
+    """Say how many sizes Megatron refuses, and the first reason."""
+    if found.refused:
+        (sizes, why), *_ = found.refused.items()
+        yield (
+            f"Megatron refuses {len(found.refused)} of the sizes that were simulated, as TP "
+            f"{sizes.tensor} x PP {sizes.pipeline}: {why}"
+        )
+
+
+def _on_loading(parsed: ParsedLaunch) -> Iterator[str]:
+    """Say whether the checkpoint of the launch can be loaded with other sizes."""
+    from megatron_ext.launch_planner.loading import on_loading
+
+    if parsed.validated.load is not None:
+        yield on_loading(parsed.validated, stages_move=True)

@@ -1,0 +1,191 @@
+"""A described training job whose parallel sizes are open."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from megatron_ext.cost_model.estimate import estimate
+from megatron_ext.cost_model.execution import Execution, Framework
+from megatron_ext.cost_model.links import with_links
+from megatron_ext.cost_model.messages.blocking import with_blocking_messages
+from megatron_ext.cost_model.model import Model, Stage, stages_of
+from megatron_ext.cost_model.model_memory import ModelBytes, TrainingState, default_bucket
+from megatron_ext.cost_model.rates import Rates
+from megatron_ext.cost_model.reductions import seconds_of_a_byte
+from megatron_ext.planner.layouts.estimated import estimated_work
+from megatron_ext.planner.layouts.recompute import LayerRecompute
+from megatron_ext.planner.layouts.work import Work
+from megatron_ext.planner.sizes.sizes import Sizes
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.placement import Placement, line
+
+
+@dataclass(frozen=True)
+class SizedJob:
+    """A training job: the same model, GPUs, global batch, sequence and precision for all sizes.
+
+    Attributes:
+        model: with the vocabulary that it has with the job's own sizes.
+        execution, state: with the job's own sizes.
+        own: the job's own sizes.
+        global_batch: samples of a step.
+        recompute: the recompute of layers that Megatron could do, the job's own first.
+        memory: bytes that model and activations of a rank may take; None: unknown.
+        temporary: bytes of a pass' temporary tensors, for which other memory is left.
+        tokens: vocabulary before it is padded; None: it stays as ``model`` has it.
+        multiple: tokens per tensor-parallel rank of which a padded vocabulary is a multiple.
+        instances: instances of the distributed optimizer.
+        has_default_buckets: whether buckets of gradients have the size that Megatron gives them.
+        pipeline_inside: whether ranks of a pipeline are neighbours of a tensor- and
+            context-parallel group (``--use-tp-pp-dp-mapping``).
+    """
+
+    model: Model
+    execution: Execution
+    state: TrainingState
+    rates: Rates
+    own: Sizes
+    gpus: int
+    global_batch: int
+    recompute: tuple[LayerRecompute, ...]
+    memory: float | None = None
+    temporary: float = 0.0
+    tokens: int | None = None
+    multiple: int = 128
+    instances: int = 1
+    has_default_buckets: bool = True
+    pipeline_inside: bool = False
+
+    def microbatches(self, sizes: Sizes) -> int:
+        """Return the microbatches of a step; 0 if batches do not divide."""
+        samples = sizes.micro_batch * sizes.data_parallel(self.gpus)
+        return 0 if not samples or self.global_batch % samples else self.global_batch // samples
+
+    def model_of(self, sizes: Sizes) -> Model:
+        """Return the model, its vocabulary padded for ``sizes``."""
+        if self.tokens is None:
+            return self.model
+        multiple = self.multiple * sizes.tensor
+        return replace(self.model, vocabulary=-(-self.tokens // multiple) * multiple)
+
+    def execution_of(self, sizes: Sizes, recompute: LayerRecompute) -> Execution:
+        """Return how a rank runs a microbatch."""
+        return recompute.in_execution(
+            replace(
+                self.execution,
+                tensor_parallel=sizes.tensor,
+                context_parallel=sizes.context,
+                expert_parallel=sizes.expert,
+                expert_tensor_parallel=sizes.expert_tensor,
+                micro_batch=sizes.micro_batch,
+                sequence_parallel=sizes.sequence_parallel,
+                userbuffers=self.execution.userbuffers if sizes.tensor > 1 else frozenset(),
+            )
+        )
+
+    def state_of(self, sizes: Sizes) -> TrainingState:
+        """Return the types and the sharding of each parameter's state."""
+        copies = sizes.data_parallel(self.gpus) * sizes.context // self.instances
+        of_experts = sizes.expert_tensor * sizes.expert * sizes.pipeline
+        bucket = self.state.bucket
+        if bucket and self.has_default_buckets:
+            bucket = default_bucket(copies)
+        return replace(
+            self.state,
+            data_parallel=copies,
+            expert_data_parallel=max(self.gpus // of_experts // self.instances, 1),
+            bucket=bucket,
+        )
+
+    def stride(self, sizes: Sizes) -> int:
+        """Return the distance in ranks from one pipeline rank to the next."""
+        if self.pipeline_inside:
+            return sizes.tensor * sizes.context
+        return self.gpus // sizes.pipeline
+
+    def work(self, sizes: Sizes, recompute: LayerRecompute) -> Work:
+        """Return the training with ``sizes``, for any layout and schedule."""
+        model, execution = self.model_of(sizes), self.execution_of(sizes, recompute)
+        work = estimated_work(
+            model,
+            execution,
+            self.state_of(sizes),
+            self.rates,
+            ranks=sizes.pipeline,
+            microbatches=self.microbatches(sizes),
+        )
+        work = replace(work, costs_of=partial(self._costs, model, execution, sizes))
+        return self.with_reductions(work, sizes)
+
+    def with_reductions(self, work: Work, sizes: Sizes) -> Work:
+        """Return ``work`` with what the last backward pass of a step, and the first forward pass,
+        do not hide of long reductions and gathers.
+
+        `seconds_outside_passes` counts overlapped reductions as hidden. With other sizes a rank has
+        more of the model, and its last passes may be shorter than its reduction.
+        """
+        model = work.model
+        stages = stages_of(model, [len(model.layers)])
+        costs = work.costs_of((*stages, *stages), line(2))  # costs of one stage alone have no links
+        forward = costs.seconds[Kind.FORWARD][0] / sizes.pipeline
+        backward = (
+            costs.seconds[Kind.BACKWARD_INPUT][0] + costs.seconds[Kind.BACKWARD_WEIGHT][0]
+        ) / sizes.pipeline
+        before = work.seconds_outside_passes
+
+        def seconds(model: ModelBytes) -> float:
+            return before(model) + self.uncovered(sizes, model, forward, backward)
+
+        return replace(work, seconds_outside_passes=seconds)
+
+    def uncovered(self, sizes: Sizes, model: ModelBytes, forward: float, backward: float) -> float:
+        """Return the seconds of a rank's reduction and gather that its last backward pass, and its
+        first forward pass, do not hide.
+
+        Args:
+            model: bytes of the rank.
+            forward, backward: seconds of a microbatch on the rank.
+        """
+        state = self.state_of(sizes)
+        if not state.bucket:  # nothing overlaps, and all is counted
+            return 0.0
+        framework = self.execution.framework
+        dense = seconds_of_a_byte(state.data_parallel, sizes.tensor, self.rates, framework)
+        experts = seconds_of_a_byte(
+            state.expert_data_parallel, sizes.expert * sizes.expert_tensor, self.rates, framework
+        )
+
+        def moved(whole: float, of_experts: float, element: float) -> float:
+            # The last bucket is counted as exposed already.
+            rest = max(whole - of_experts - state.bucket * element, 0.0)
+            return rest * dense + of_experts * experts
+
+        reduction = moved(model.gradients, model.expert_gradients, state.gradient_bytes)
+        if not state.distributed:
+            return max(2 * reduction - backward, 0.0)
+        gather = moved(model.weights, model.expert_weights, state.weight_bytes)
+        return max(reduction - backward, 0.0) + max(gather - forward, 0.0)
+
+    def _costs(
+        self,
+        model: Model,
+        execution: Execution,
+        sizes: Sizes,
+        stages: Sequence[Stage],
+        placement: Placement,
+    ) -> Costs:
+        costs = estimate(model, stages, execution, self.rates)
+        if execution.framework is Framework.PYTORCH:
+            return with_blocking_messages(costs)
+        return with_links(costs, placement, self.rates, self.gpus, self.stride(sizes))
+
+    def memory_of(self, model: Sequence[ModelBytes]) -> float | None:
+        """Return the bytes that model and activations of a rank may take, if temporary tensors are
+        those of ``model``, the bytes of each rank; None: unknown."""
+        if self.memory is None:
+            return None
+        most = max(rank.temporary for rank in model)
+        return self.memory - max(most - self.temporary, 0.0)

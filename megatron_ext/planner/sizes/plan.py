@@ -1,0 +1,87 @@
+"""The plan of a job over all parallel sizes: four answers, and what our schedules add."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_ext.planner.sizes.sizes import Sizes
+from megatron_ext.planner.verdict import NOTHING, WORTH, Alternative, Written
+
+_NONE = Sizes()
+
+
+@dataclass(frozen=True, eq=False)
+class SizedAlternative(Alternative):
+    """A way to train the job with parallel sizes of its own.
+
+    Attributes:
+        sizes: parallel sizes and micro-batch.
+        title: the sizes in words.
+        recompute: what Megatron recomputes of layers, in words.
+        not_checked: the parts of the estimate that no measurement has checked; "" if there is none.
+    """
+
+    sizes: Sizes = _NONE
+    title: str = ""
+    recompute: str = ""
+    not_checked: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class SizesPlan:
+    """A plan over all parallel sizes. Each answer is None if nothing fits.
+
+    Attributes:
+        job: the job in words, with its schedule.
+        own: the job as it is, though it may not fit; None: it cannot run.
+        same_sizes: the best with the job's own sizes.
+        control: the best of Megatron's own schedules with any sizes.
+        best: the best of all schedules with any sizes.
+        checked: the best with sizes whose estimate is checked, if ``best`` is not of these.
+        compared: number of sizes that were compared.
+        excess: bytes that the job as it is takes more than a rank may.
+        written: flags for the best, none if the job stays as it is.
+        command: the launch command for the best; "" if there is none.
+        remarks: assumptions and further facts.
+    """
+
+    job: str
+    own: SizedAlternative | None
+    same_sizes: SizedAlternative | None
+    control: SizedAlternative | None
+    best: SizedAlternative | None
+    checked: SizedAlternative | None = None
+    compared: int = 0
+    excess: float = 0.0
+    written: Written = NOTHING
+    command: str = ""
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def added(self) -> float | None:
+        """The share of the control's step that our schedules save beyond it; None if either is
+        unknown."""
+        if self.control is None or self.best is None:
+            return None
+        return 1 - self.best.seconds / self.control.seconds
+
+    @property
+    def is_large(self) -> bool:
+        """Whether the gain over the job as it is is so large that its causes should be read."""
+        return self.gain > 1 - 1 / _LARGE
+
+    @property
+    def gain(self) -> float:
+        """The share of the job's step that the best saves."""
+        if self.own is None or self.best is None:
+            return 0.0
+        return 1 - self.best.seconds / self.own.seconds
+
+    @property
+    def keeps(self) -> bool:
+        """Whether nothing is worth a change."""
+        fits = self.own is not None and not self.excess
+        return self.best is None or (fits and self.gain < WORTH)
+
+
+_LARGE = 1.3  # times: public lines were tuned, so that more is suspicious

@@ -1,0 +1,339 @@
+"""The search over parallel sizes: estimates for all, simulated schedules for the best of them, and
+layouts for the best few.
+
+Four kinds of candidates are searched side by side, so that each has a best of its own: Megatron's
+schedules or any, with all sizes or only with sizes whose estimate is checked (`adds_unchecked`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from math import inf
+
+from megatron_ext.compile.registry import choose
+from megatron_ext.planner.layouts.candidates import Permits, Rule
+from megatron_ext.planner.layouts.descent import Timed
+from megatron_ext.planner.layouts.figures import StageFigures
+from megatron_ext.planner.layouts.layout import Layout, evenly
+from megatron_ext.planner.layouts.lines import compare_layouts, permit_all
+from megatron_ext.planner.layouts.minimax import least_slowest_stage, with_even_ranks
+from megatron_ext.planner.layouts.recompute import LayerRecompute
+from megatron_ext.planner.layouts.work import Evaluated, Work, evaluate
+from megatron_ext.planner.planning_time import answered, until_end, within
+from megatron_ext.planner.sizes.estimated import Estimated, estimates
+from megatron_ext.planner.sizes.job import SizedJob
+from megatron_ext.planner.sizes.sizes import Sizes
+from megatron_ext.planner.sizes.space import space
+from megatron_ext.planner.verdict import is_stock
+from megatron_ext.progress import Task, remark, task
+from megatron_ext.schedule.problem import VocabularyParallel
+
+SIMULATED = 100  # candidates of which a schedule is simulated
+FIRST = 10  # of these, after which there is a first answer
+_OF_SIZES = 2  # candidates of one kind that the same sizes may have
+_FAR = 1.3  # times the best estimate: what takes longer is not simulated
+_NODE = 8  # GPUs
+# Shares of the planning time after which simulation, evaluation and layouts end.
+_SIMULATION, _EVALUATION, _LAYOUTS = 0.35, 0.45, 0.85
+
+
+@dataclass(frozen=True)
+class SizedWorks:
+    """A job with fixed sizes, for the comparison of its layouts.
+
+    Attributes:
+        works: the training with each recompute of layers.
+        rule: the layout that Megatron makes by itself.
+        permits: whether a schedule may be taken.
+    """
+
+    works: Sequence[Work]
+    rule: Rule
+    permits: Permits = permit_all
+
+
+WorksOf = Callable[[Sizes], SizedWorks]  # raises ValueError if a launch would refuse the sizes
+
+
+@dataclass(frozen=True)
+class SizedStep:
+    """A step with sizes, schedule, layout and recompute."""
+
+    sizes: Sizes
+    made: Evaluated
+
+    @property
+    def seconds(self) -> float:
+        return self.made.seconds
+
+    @cached_property
+    def is_stock(self) -> bool:
+        """Whether Megatron trains so with its own flags."""
+        return is_stock(self.made.candidate)
+
+
+@dataclass
+class Found:
+    """Results of a search.
+
+    Attributes:
+        steps: all that fit into memory.
+        refused: reasons why sizes are not among them.
+        compared: number of sizes that were estimated.
+        is_whole: whether these are all.
+    """
+
+    steps: list[SizedStep] = field(default_factory=list)
+    refused: dict[Sizes, str] = field(default_factory=dict)
+    compared: int = 0
+    is_whole: bool = False
+
+    def best(self, kind: CandidateKind) -> SizedStep | None:
+        """Return the shortest step of ``kind``."""
+        steps = (step for step in self.steps if kind.has(step.sizes, is_stock=step.is_stock))
+        return min(steps, key=lambda step: step.seconds, default=None)
+
+
+@dataclass(frozen=True)
+class CandidateKind:
+    """Kind of candidates, of which one best step is found.
+
+    Attributes:
+        only_stock: whether only Megatron's schedules count.
+        only_checked: whether only sizes count whose estimate is checked.
+    """
+
+    job: SizedJob
+    only_stock: bool
+    only_checked: bool
+
+    def has(self, sizes: Sizes, *, is_stock: bool) -> bool:
+        """Whether a step with ``sizes`` is of this kind."""
+        if self.only_stock and not is_stock:
+            return False
+        return not (self.only_checked and adds_unchecked(self.job, sizes))
+
+    def has_estimated(self, candidate: Estimated) -> bool:
+        """Whether ``candidate`` is of this kind."""
+        return self.has(candidate.sizes, is_stock=candidate.is_stock)
+
+
+def adds_unchecked(job: SizedJob, sizes: Sizes) -> bool:
+    """Whether the estimate for ``sizes`` has parts that no measurement has checked and that the
+    job's own sizes do not have in the same way: context parallelism, experts across nodes."""
+    own = job.own
+    crosses = sizes.expert > 1 and sizes.expert * sizes.expert_tensor > _NODE
+    same_experts = (sizes.expert, sizes.expert_tensor) == (own.expert, own.expert_tensor)
+    return sizes.context not in (1, own.context) or (crosses and not same_experts)
+
+
+def kinds_of(job: SizedJob) -> list[CandidateKind]:
+    """Return all kinds of candidates, the one that is of all kinds first, that of all last."""
+    return [
+        CandidateKind(job, only_stock, only_checked)
+        for only_checked in (True, False)
+        for only_stock in (True, False)
+    ]
+
+
+def search_sizes(job: SizedJob, works_of: WorksOf) -> Found:
+    """Search the best sizes, schedules, layouts and recompute of ``job``.
+
+    Within `planning` the search ends with the planning time, or at Ctrl-C, and has what it found
+    until then. The job's own sizes are searched as all others.
+    """
+    search = _Search(job, works_of)
+    with task("comparing parallel sizes") as progress:
+        with within(_SIMULATION):
+            until_end(partial(search.simulate, progress), None)
+        with within(_EVALUATION):
+            until_end(search.evaluate, None)
+        if not search.found.steps:  # the time ended before: what was simulated is an answer
+            search.evaluate(1)
+    with task("laying out stages of the best sizes") as progress, within(_LAYOUTS):
+        until_end(partial(search.lay_out, progress), None)
+    return search.found
+
+
+class _Search:
+    def __init__(self, job: SizedJob, works_of: WorksOf) -> None:
+        self.found = Found()
+        self._job, self._works_of = job, works_of
+        self._kinds = kinds_of(job)
+        self._figures: dict[tuple[Sizes, LayerRecompute], StageFigures] = {}
+        self._sized: dict[Sizes, SizedWorks | None] = {}
+        self._simulated: list[tuple[Estimated, Layout, float]] = []
+
+    def simulate(self, progress: Task) -> None:
+        """Estimate all sizes, and simulate the schedules of the best."""
+        estimated: list[Estimated] = []
+        shortest = inf  # seconds, of what is of all kinds
+        for sizes in space(self._job):
+            made = list(estimates(self._job, sizes, worse_than=_FAR * shortest))
+            estimated += made
+            self.found.compared += 1
+            of_all = (one for one in made if self._kinds[0].has_estimated(one) and not one.excess)
+            shortest = min([shortest, *(one.seconds for one in of_all)])
+        self.found.is_whole = True
+        shortlist = self._shortlist(estimated)
+        progress.steps = len(shortlist)
+        for candidate in shortlist:
+            timed = self._timed(candidate)
+            if timed is not None:
+                self._simulated.append((candidate, *timed))
+                best = min(self._simulated, key=lambda one: one[2])
+                progress.found = f"so far the best is {self._in_words(best)}"
+            progress.done += 1
+            if progress.done == FIRST and self._simulated:
+                best = min(self._simulated, key=lambda one: one[2])
+                remark(f"a first answer: {self._in_words(best)}, as estimated")
+                answered()
+
+    def _in_words(self, one: tuple[Estimated, Layout, float]) -> str:
+        candidate, _, seconds = one
+        return (
+            f"{candidate.sizes.text(self._job.gpus)} under {candidate.spec}: {seconds:.4g} s a step"
+        )
+
+    def _shortlist(self, estimated: Iterable[Estimated]) -> list[Estimated]:
+        """Return the candidates to simulate: the best of each kind in turns, and all schedules of
+        the job's own sizes first that may be the best there."""
+        fitting = sorted((one for one in estimated if not one.excess), key=lambda one: one.seconds)
+        queues = [[one for one in fitting if kind.has_estimated(one)] for kind in self._kinds]
+        queues.append([one for one in fitting if one.sizes == self._job.own])
+        taken: dict[int, Estimated] = {}
+        numbers: dict[tuple[int, Sizes, bool], int] = {}
+        for place in range(max(map(len, queues), default=0)):
+            for number, queue in enumerate(queues):
+                if place >= len(queue) or len(taken) >= SIMULATED:
+                    continue
+                one = queue[place]
+                key = number, one.sizes, one.is_stock
+                numbers[key] = numbers.get(key, 0) + 1
+                if numbers[key] <= _OF_SIZES:
+                    taken.setdefault(id(one), one)
+        return list(taken.values())
+
+    def _timed(self, candidate: Estimated) -> tuple[Layout, float] | None:
+        """Return the best simple layout of ``candidate`` and its simulated seconds; None if it
+        cannot be, or does not fit."""
+        if self._works(candidate.sizes) is None:
+            return None
+        figures = self._figures_of(candidate)
+        work = figures.work
+        placement = choose(candidate.spec).place(work.ranks)
+        layers, model = len(work.model.layers), work.model
+        layouts = [evenly(layers, placement.stages)]
+        if placement.ranks > 1:
+            balanced = least_slowest_stage(layers, placement, figures)
+            layouts += [
+                with_even_ranks(balanced, placement, work.microbatches, figures),
+                balanced,
+            ]
+        layouts = list(dict.fromkeys(layouts))
+        with contextlib.suppress(ValueError):
+            of_model = work.bytes_of(layouts[0].of(model), placement, VocabularyParallel.NONE)
+            bound = self._job.memory_of(of_model)
+            start = Timed(candidate.spec, layouts[0], figures, bound).best_of(layouts)
+            if not start.fits:
+                return None
+            of_model = work.bytes_of(start.layout.of(model), placement, VocabularyParallel.NONE)
+            return start.layout, start.seconds + max(map(work.seconds_outside_passes, of_model))
+        return None
+
+    def evaluate(self, number: int = 3) -> None:
+        """Evaluate ``number`` of the best candidates of each kind as they would run."""
+        for candidate, layout, _ in self._finalists(number):
+            sized = self._works(candidate.sizes)
+            assert sized is not None
+            work = next(w for w in sized.works if w.recompute == candidate.recompute)
+            bound = self._bound(work)
+            with contextlib.suppress(ValueError):
+                made = evaluate(work, candidate.spec, layout, room=bound, search=False)
+                self.found.steps.append(SizedStep(candidate.sizes, made))
+
+    def _finalists(self, number: int) -> list[tuple[Estimated, Layout, float]]:
+        """Return the ``number`` shortest of each kind, and of the job's own sizes."""
+        ordered = sorted(self._simulated, key=lambda one: one[2])
+        kinds = [
+            *([one for one in ordered if kind.has_estimated(one[0])] for kind in self._kinds),
+            [one for one in ordered if one[0].sizes == self._job.own],
+        ]
+        return list({id(one[0]): one for kind in kinds for one in kind[:number]}.values())
+
+    def lay_out(self, progress: Task) -> None:
+        """Compare all layouts and schedules of the best sizes of each kind, and of the job's own
+        sizes first."""
+        done: set[Sizes] = set()
+        for kind in (None, *reversed(self._kinds)):
+            best = None if kind is None else self.found.best(kind)
+            sizes = self._job.own if best is None else best.sizes
+            if sizes not in done:
+                done.add(sizes)
+                self.found.steps += self._laid_out(sizes)
+
+    def _laid_out(self, sizes: Sizes) -> list[SizedStep]:
+        """Return the best steps with ``sizes``, from Megatron's best schedule on if one fits, so
+        that this schedule, too, gets its best layout."""
+        of_sizes = [one for one in self._simulated if one[0].sizes == sizes]
+        of_sizes.sort(key=lambda one: (not one[0].is_stock, one[2]))
+        if not of_sizes or sizes.pipeline == 1:
+            return []
+        candidate, layout, _ = of_sizes[0]
+        sized = self._works(sizes)
+        assert sized is not None
+        works = sorted(sized.works, key=lambda work: work.recompute != candidate.recompute)
+        bound = self._bound(works[0])
+        try:
+            lines = compare_layouts(
+                works,
+                (candidate.spec, layout),
+                sized.rule,
+                bound,
+                permits=sized.permits,
+                search=False,
+            )
+        except ValueError:
+            return []
+        return [
+            SizedStep(sizes, made)
+            for made in dict.fromkeys([lines.own, *lines.others.values()])
+            if bound is None or made.fullest <= bound
+        ]
+
+    def _bound(self, work: Work) -> float | None:
+        placement = choose("1f1b").place(work.ranks)
+        stages = evenly(len(work.model.layers), work.ranks).of(work.model)
+        return self._job.memory_of(work.bytes_of(stages, placement, VocabularyParallel.NONE))
+
+    def _works(self, sizes: Sizes) -> SizedWorks | None:
+        """Return the works of ``sizes``; None if a launch would refuse them."""
+        if sizes not in self._sized:
+            try:
+                self._sized[sizes] = self._works_of(sizes)
+            except ValueError as error:
+                self._sized[sizes] = None
+                self.found.refused[sizes] = str(error)
+        return self._sized[sizes]
+
+    def _figures_of(self, candidate: Estimated) -> StageFigures:
+        key = candidate.sizes, candidate.recompute
+        if key not in self._figures:
+            sized = self._works(candidate.sizes)
+            assert sized is not None
+            work = next(w for w in sized.works if w.recompute == candidate.recompute)
+            self._figures[key] = StageFigures(work)
+        return self._figures[key]
+
+
+def described_works(job: SizedJob, sizes: Sizes) -> SizedWorks:
+    """Return the works of ``job`` by its description alone, for callers without a launch."""
+    works = [job.work(sizes, recompute) for recompute in job.recompute]
+
+    def rule(stages: int) -> Layout:
+        return Layout(tuple(job.model.evenly(stages)))
+
+    return SizedWorks(works, rule)

@@ -1,0 +1,43 @@
+"""Parallel sizes and the micro-batch of a training job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, order=True)
+class Sizes:
+    """Sizes by Megatron's names and meanings; data parallelism follows from the number of GPUs.
+
+    Attributes:
+        tensor, pipeline, context, expert, expert_tensor: ranks of the groups of these kinds.
+        micro_batch: samples of a microbatch.
+        sequence_parallel: whether tensor-parallel ranks split activations between layers.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    micro_batch: int = 1
+    sequence_parallel: bool = False
+
+    def data_parallel(self, gpus: int) -> int:
+        """Return the copies of the model on ``gpus``; 0 if the sizes do not divide them."""
+        copies, rest = divmod(gpus, self.tensor * self.pipeline * self.context)
+        return 0 if rest else copies
+
+    def text(self, gpus: int) -> str:
+        """Name the sizes above 1: ``TP 4 x PP 8 x DP 2, micro-batch 1``."""
+        named = {
+            "TP": self.tensor,
+            "CP": self.context,
+            "EP": self.expert,
+            "ETP": self.expert_tensor,
+            "PP": self.pipeline,
+            "DP": self.data_parallel(gpus),
+        }
+        parts = [f"{name} {size}" for name, size in named.items() if size > 1]
+        split = ", without sequence parallelism" * (self.tensor > 1 and not self.sequence_parallel)
+        return f"{' x '.join(parts) or 'one rank'}, micro-batch {self.micro_batch}{split}"

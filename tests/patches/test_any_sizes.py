@@ -1,0 +1,169 @@
+"""`megatron-ext plan --any-sizes -- LINE`: other parallel sizes for a launch command."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from megatron_ext.cli import app
+from megatron_ext.compile.registry import choose
+from megatron_ext.cost_model.gpus import parse_gpu
+from megatron_ext.doctor import line
+from megatron_ext.doctor.words import Launch, read_launch
+from megatron_ext.launch_planner import any_sizes
+from megatron_ext.launch_planner.any_sizes import SizedLaunch, job_of, plan_sizes
+from megatron_ext.launch_planner.parsed_launch import LaunchRequest, ParsedLaunch, with_launch
+from megatron_ext.planner.layouts.layout import evenly
+from megatron_ext.planner.layouts.work import evaluate
+from megatron_ext.planner.sizes import search
+from megatron_ext.planner.sizes.plan import SizesPlan
+from megatron_ext.planner.sizes.sizes import Sizes
+from megatron_ext.planner.sizes.space import space
+from megatron_ext.written_settings import from_argv
+from tests.helpers.megatron_runs import SCRIPT, model_flags
+
+FLAGS: dict[str, Any] = {
+    "tensor_model_parallel_size": 2,
+    "pipeline_model_parallel_size": 2,
+    "num_layers": 8,
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "seq_length": 2048,
+    "max_position_embeddings": 2048,
+    "use_distributed_optimizer": True,
+    "bf16": True,
+    "padded_vocab_size": 32000,
+    "vocab_size": 31999,
+    "micro_batch_size": 1,
+    "global_batch_size": 32,
+}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 8,
+    "expert_model_parallel_size": 2,
+    "moe_grouped_gemm": True,
+    "sequence_parallel": True,
+    "moe_token_dispatcher_type": "alltoall",
+    "disable_bias_linear": True,
+}
+PAIRS = EXPERTS | {
+    "overlap_moe_expert_parallel_comm": True,
+    "num_virtual_stages_per_pipeline_rank": 2,
+}
+
+
+@pytest.fixture(autouse=True)
+def login_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(search, "SIMULATED", 16)
+
+
+def words(**overrides: object) -> list[str]:
+    flags = model_flags(**{**FLAGS, **overrides})
+    return ["torchrun", "--nproc-per-node", "8", str(SCRIPT), *flags]
+
+
+def request(gpu: str = "h100", **overrides: object) -> LaunchRequest:
+    launch = read_launch(words(**overrides))
+    return LaunchRequest(launch=launch, gpu=parse_gpu(gpu))
+
+
+def command(*more: str, **overrides: object) -> Result:
+    return CliRunner().invoke(app, ["plan", "--any-sizes", *more, "--", *words(**overrides)])
+
+
+def recommended(made: SizesPlan) -> Launch:
+    assert made.command
+    return read_launch(made.command.split())
+
+
+def sizes_of(launch: Launch) -> tuple[Sizes, int]:
+    """The sizes and the microbatches of a launch, by Megatron's own validation."""
+    config = from_argv(launch.arguments)
+    args = line.parse(launch.arguments).args
+    with line.on_gpus(args):
+        args = line.validate(args, config, 8)
+    return any_sizes._sizes_of(args), line.count_microbatches(args)
+
+
+@pytest.mark.parametrize("more", [{}, EXPERTS])
+def test_recommended_command_has_the_sizes_of_the_verdict(more: dict[str, Any]) -> None:
+    made = plan_sizes(request(**more))
+    assert made.best is not None and made.own is not None and made.control is not None
+    sizes, microbatches = sizes_of(recommended(made))
+    assert sizes == made.best.sizes
+    assert microbatches * sizes.micro_batch * sizes.data_parallel(8) == 32
+    assert made.best.seconds < made.own.seconds
+    assert made.best.seconds <= 1.01 * made.control.seconds
+    assert made.compared > 10
+
+
+@pytest.mark.parametrize("more", [{}, EXPERTS])
+def test_description_costs_what_megatrons_arguments_cost(more: dict[str, Any]) -> None:
+    """For all sizes that Megatron takes, seconds and bytes of the description are those of the
+    validated launch."""
+
+    def compare(parsed: ParsedLaunch) -> int:
+        job = job_of(asked, parsed)
+        launch, compared = SizedLaunch(parsed, job), 0
+        for sizes in list(space(job))[::4]:
+            try:
+                of_launch = launch.works_of(sizes).works[0]
+            except ValueError:
+                continue
+            described = job.work(sizes, job.recompute[0])
+            placement = choose("1f1b").place(sizes.pipeline)
+            if 8 % placement.stages:
+                continue
+            layout = evenly(8, placement.stages)
+            one, other = (
+                evaluate(work, "1f1b", layout, search=False) for work in (described, of_launch)
+            )
+            assert one.seconds == pytest.approx(other.seconds, rel=1e-9), sizes
+            assert one.rank_bytes == pytest.approx(other.rank_bytes, rel=1e-9), sizes
+            compared += 1
+        return compared
+
+    asked = request(**more)
+    assert with_launch(asked, compare) > 5
+
+
+def test_what_is_printed() -> None:
+    result = command("--gpu", "h100")
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    starts = ("now:", "your sizes:", "control:", "any:", "ours add:", "write:")
+    for start in starts:
+        assert sum(text.startswith(start) for text in lines) == 1, start
+    verdict = lines[: lines.index("write:")]
+    assert len(verdict) < 10
+    data = json.loads(command("--gpu", "h100", "--json").stdout)
+    assert data["control"]["candidate"]["schedule"] in ("1f1b", "interleaved")
+    assert data["best"]["sizes"]["pipeline"] >= 1
+
+
+def test_what_cannot_be_compared_is_refused() -> None:
+    for result, text in (
+        (command(), "--gpu h100"),
+        (command("--gpu", "h100", "--costs", "f=1,i=1,w=1"), "drop --costs"),
+        (command("--gpu", "h100", "--memory-limit", "10GiB"), "--pipeline-memory-limit"),
+        (command("--gpu", "h100", "--all"), "drop --all"),
+        (command("--gpu", "h100", **PAIRS), "drop it"),
+        (command("--gpu", "h100", pipeline_recompute="fit", pipeline_schedule="zb-v"), "recompute"),
+        (CliRunner().invoke(app, ["plan", "--any-sizes", "--pp", "4", "-m", "8"]), "launch line"),
+    ):
+        assert result.exit_code == 2
+        assert text in result.output
+
+
+def test_layouts_of_the_launch_go() -> None:
+    """The layers of a launch with a layout are laid out anew for other pipelines."""
+    made = plan_sizes(request(pipeline_model_parallel_layout="Et|tt|tt|tttL"))
+    if made.best is not None and made.best.sizes.pipeline == 1:
+        assert "--pipeline-model-parallel-layout" not in made.command
+    sizes, _ = sizes_of(recommended(made))
+    assert made.best is not None
+    assert sizes == made.best.sizes

@@ -1,0 +1,98 @@
+"""The verdict of `plan --any-sizes` in lines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_ext.commands.sizes_text import sizes_lines
+from megatron_ext.cost_model.execution import Execution
+from megatron_ext.cost_model.gpus import GPUS
+from megatron_ext.cost_model.model import Model
+from megatron_ext.cost_model.model_memory import TrainingState
+from megatron_ext.planner.layouts.estimated import estimated_work
+from megatron_ext.planner.layouts.layout import evenly
+from megatron_ext.planner.layouts.work import evaluate
+from megatron_ext.planner.sizes.plan import SizedAlternative, SizesPlan
+from megatron_ext.planner.sizes.sizes import Sizes
+from megatron_ext.planner.verdict import NOTHING, Written
+
+MODEL = Model(
+    layers=("*-",) * 8,
+    hidden_size=1024,
+    num_attention_heads=8,
+    num_query_groups=8,
+    kv_channels=128,
+    ffn_hidden_size=4096,
+    vocabulary=32_000,
+)
+
+
+def alternative(spec: str, seconds: float, sizes: Sizes, not_checked: str = "") -> SizedAlternative:
+    work = estimated_work(
+        MODEL,
+        Execution(sequence=2048),
+        TrainingState(),
+        GPUS["h100"].rates(),
+        ranks=2,
+        microbatches=8,
+    )
+    made = evaluate(work, spec, evenly(8, 4 if spec == "zb-v" else 2), search=False)
+    return SizedAlternative(
+        made.candidate,
+        seconds,
+        lambda: NOTHING,
+        sizes=sizes,
+        title=sizes.text(8),
+        recompute="none",
+        not_checked=not_checked,
+    )
+
+
+OWN = alternative("1f1b", 10.0, Sizes(2, 2))
+CONTROL = alternative("1f1b", 9.0, Sizes(1, 2))
+BEST = alternative("zb-v", 8.1, Sizes(1, 2, micro_batch=2))
+
+
+def text(plan: SizesPlan) -> str:
+    lines = list(sizes_lines(plan))
+    assert sum(line.count("\n") + 1 for line in lines) <= 10
+    return "\n".join(lines)
+
+
+def test_what_our_schedules_add_stands_apart() -> None:
+    plan = SizesPlan("job", OWN, OWN, CONTROL, BEST, written=Written(("--a",)), command="torchrun")
+    made = text(plan)
+    assert "now:        job: 10 s a step" in made
+    assert "your sizes: as it is" in made
+    assert "control:    PP 2 x DP 4, micro-batch 1, under 1f1b: 9 s a step" in made
+    assert "19.0% shorter" in made
+    assert "ours add:   10.0% of the control's step" in made
+    assert made.endswith("write:\ntorchrun")
+
+
+def test_nothing_added_is_said() -> None:
+    made = text(SizesPlan("job", OWN, OWN, CONTROL, CONTROL, command="torchrun"))
+    assert "ours add:   nothing to the control" in made
+
+
+def test_job_that_is_best_is_kept() -> None:
+    made = text(SizesPlan("job", OWN, OWN, OWN, OWN))
+    assert "verdict:    keep it" in made
+    assert "write" not in made
+
+
+def test_unchecked_parts_of_both_steps_are_named() -> None:
+    best = replace(BEST, not_checked="not checked against measurements: context parallelism")
+    own = replace(OWN, not_checked="not checked against measurements: experts across nodes")
+    made = text(SizesPlan("job", own, own, CONTROL, best, checked=CONTROL, command="torchrun"))
+    assert "context parallelism; of the command as it is not checked" in made
+    assert "experts across nodes" in made
+    assert "checked:    PP 2 x DP 4" in made
+
+
+def test_large_gain_is_doubted_with_its_causes() -> None:
+    best = replace(BEST, seconds=7.0)
+    made = text(SizesPlan("job", OWN, OWN, CONTROL, best, command="torchrun"))
+    assert "doubt it:" in made
+    assert "of the time now" in made
+    assert "doubt it:" not in text(SizesPlan("job", OWN, OWN, CONTROL, BEST, command="torchrun"))
