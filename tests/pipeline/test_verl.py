@@ -40,11 +40,15 @@ def packages() -> str:
 
 def train(packages: str, folder: Path, bridge: str, *schedules: str, **model: Any) -> Training:
     path = [packages, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    # The variable that makes it night is no setting, which megatron_ext.auto refuses.
+    environment = {
+        name: value for name, value in os.environ.items() if name != "MEGATRON_EXT_NIGHTLY"
+    }
     ran = subprocess.run(
         [sys.executable, "-m", "tests.helpers.verl_on_cpu", str(folder), bridge, *schedules],
         cwd=ROOT,
         env={
-            **os.environ,
+            **environment,
             "PYTHONPATH": os.pathsep.join(path),
             "OMP_NUM_THREADS": "1",
             "VERL_MODEL": json.dumps(model),
@@ -86,5 +90,8 @@ def test_verl_trains_to_its_own_numbers_under_a_v(packages: str, tmp_path: Path)
 def test_verl_trains_to_its_own_numbers(
     bridge: str, tied: bool, packages: str, tmp_path: Path
 ) -> None:
-    schedules = ("stock", "zb-h1", "zb-v", "v-auto")
+    schedules: tuple[str, ...] = ("stock", "zb-h1", "zb-v", "v-auto")
+    if tied and bridge == "megatron-bridge":
+        # Its models start with unequal copies of a tied embedding, which a V refuses in one line.
+        schedules = ("stock", "zb-h1")
     assert_as_stock(train(packages, tmp_path, bridge, *schedules, tie_word_embeddings=tied))
