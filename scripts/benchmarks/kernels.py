@@ -32,6 +32,7 @@ from megatron_ext.cost_model.operations.operation import (
     passing_over,
 )
 from megatron_ext.cost_model.rates import Rates
+from megatron_ext.runtime.measure.operation_time import sustained_seconds
 
 TIMED = 0.25  # seconds of each kernel
 TOKENS = 8192
@@ -63,22 +64,7 @@ class Row:
 
 def seconds(kernel: Callable[[], object]) -> float:
     """Return the seconds of one call, sustained."""
-    kernel()
-    torch.cuda.synchronize()
-    once = _timed(kernel, 3)
-    repetitions = max(3, int(TIMED / 2 / once))
-    _timed(kernel, repetitions)
-    return _timed(kernel, repetitions)
-
-
-def _timed(kernel: Callable[[], object], repetitions: int) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in "12")
-    begin.record()
-    for _ in range(repetitions):
-        kernel()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3 / repetitions
+    return sustained_seconds(kernel, TIMED)
 
 
 def products(rates: Rates, precision: Precision) -> Iterator[Row]:

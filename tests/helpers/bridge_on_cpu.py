@@ -28,19 +28,7 @@ from megatron_ext.patches.engine import apply, wrap
 from tests.helpers.callers import draw_by_name, named_parameters
 from tests.helpers.megatron_runs import Run, fork_checkpoint_manager
 from tests.helpers.ranks import agent_store, run_ranks, torchrun_environment, values
-from tests.helpers.stand_ins import stand_ins
-
-# Why each is not there: fault tolerance (the index has none that Megatron accepts), data of
-# pictures, kernels (LoRA's layers import them whether or not there is a GPU), distillation and
-# quantisation, diffusion.
-_STAND_INS = (
-    "nvidia_resiliency_ext.inprocess",
-    "megatron.energon",
-    "transformer_engine.pytorch",
-    "modelopt",
-    "diffusers",
-)
-
+from tests.helpers.stand_ins import OF_BRIDGE, stand_ins
 
 _TABLE = "embedding.word_embeddings.weight"
 
@@ -55,7 +43,7 @@ def import_bridge(folder: Path) -> None:
     megatron: Any = importlib.import_module("megatron")
     assert any(str(folder) in path for path in megatron.__path__)
     os.environ["HF_HUB_OFFLINE"] = "1"
-    with stand_ins(*_STAND_INS):
+    with stand_ins(*OF_BRIDGE):
         for name in ("recipes.gpt.vanilla_gpt", "training.pretrain", "training.gpt_step"):
             importlib.import_module(f"megatron.bridge.{name}")
 

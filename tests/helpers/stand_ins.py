@@ -44,6 +44,15 @@ class _Module(types.ModuleType):
         return _decorator if name in _DECORATORS else _stand_in(name)
 
 
+# What Megatron-Bridge imports whether or not there is a GPU: fault tolerance (the index has none
+# that Megatron accepts), data of pictures, kernels, distillation and quantisation, diffusion.
+OF_BRIDGE = (
+    "nvidia_resiliency_ext.inprocess",
+    "megatron.energon",
+    "transformer_engine.pytorch",
+    "modelopt",
+    "diffusers",
+)
 _DECORATORS = ("stateless",)  # of Megatron-Energon
 
 

@@ -20,7 +20,7 @@ import torch
 from megatron_ext.__main__ import main
 from tests.helpers import megatron_runs
 from tests.helpers.ranks import agent_store, run_ranks, torchrun_environment, values
-from tests.helpers.stand_ins import stand_ins
+from tests.helpers.stand_ins import OF_BRIDGE, stand_ins
 
 SCRIPT = Path(__file__).with_name("verl_actor.py")
 RANKS, LAYERS = 2, 8
@@ -35,17 +35,6 @@ _IMPORTED = (
     "tensordict",
     "torchdata",
     "transformers",
-)
-
-# Megatron-Bridge imports these whether or not there is a GPU: fault tolerance, data of pictures,
-# kernels, quantisation, diffusion, logs.
-_STAND_INS = (
-    "nvidia_resiliency_ext.inprocess",
-    "megatron.energon",
-    "transformer_engine.pytorch",
-    "modelopt",
-    "diffusers",
-    "torch.utils.tensorboard",
 )
 
 
@@ -111,7 +100,7 @@ def run(folder: str, bridge: str, *schedules: str) -> None:
     for name in _IMPORTED:
         importlib.import_module(name)
     if bridge == "megatron-bridge":
-        with stand_ins(*_STAND_INS):
+        with stand_ins(*OF_BRIDGE, "torch.utils.tensorboard"):
             for name in ("config", "utils.train_utils", "utils.config_utils"):
                 importlib.import_module(f"megatron.bridge.training.{name}")
     write_model(Path(folder) / "model", **json.loads(os.environ.get("VERL_MODEL", "{}")))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.distributed as dist
 
-_TIMED = 0.1  # seconds of each product: a GPU whose power is limited slows down within the first
+_TIMED = 0.1  # seconds of each product
 _ROUNDS = 10  # gathers that are timed
 
 
@@ -28,15 +28,23 @@ def _product_seconds(shape: tuple[float, float, float], in_fp8: bool) -> float:
     left = torch.randn(rows, depth, device="cuda", dtype=torch.bfloat16)
     right = torch.randn(columns, depth, device="cuda", dtype=torch.bfloat16)
     if not in_fp8:
-        return _sustained(lambda: left @ right.t())
+        return sustained_seconds(lambda: left @ right.t(), _TIMED)
     a, b = left.to(torch.float8_e4m3fn), right.to(torch.float8_e4m3fn).t()
     one = torch.ones((), device="cuda")
-    return _sustained(lambda: torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16))
+    return sustained_seconds(
+        lambda: torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16), _TIMED
+    )
 
 
-def _sustained(kernel: Callable[[], object]) -> float:
+def sustained_seconds(kernel: Callable[[], object], timed: float) -> float:
+    """Return the seconds of one call of ``kernel``, which runs for ``timed`` seconds.
+
+    The second half of these is timed: a GPU whose power is limited slows down within a tenth of a
+    second.
+    """
+    _timed(kernel, 1)  # the first call loads it
     once = _timed(kernel, 3)
-    repetitions = max(3, int(_TIMED / 2 / once))
+    repetitions = max(3, int(timed / 2 / once))
     _timed(kernel, repetitions)
     return _timed(kernel, repetitions)
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 from collections import defaultdict
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -32,36 +30,14 @@ from megatron_ext.planner.sizes.sizes import Sizes
 from megatron_ext.planner.sizes.space import space
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import VocabularyParallel
+from scripts.layout_order import MEASURED, model_of, read
 
-MEASURED = Path(__file__).parents[3] / "scripts" / "layouts" / "a100.csv"
 FULL = LayerRecompute("full", method="uniform", num_layers=1)
 
 
 @pytest.fixture(autouse=True)
 def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "SIMULATED", 24)
-
-
-def llama(layers: int, hidden: int, heads: int, ffn: int) -> Model:
-    return Model(
-        layers=("*-",) * layers,
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        num_query_groups=heads,
-        kv_channels=hidden // heads,
-        ffn_hidden_size=ffn,
-        vocabulary=128_000,
-        gated_linear_unit=True,
-        untie_embeddings_and_output_weights=True,
-        normalization="RMSNorm",
-    )
-
-
-LLAMAS = {
-    "13B": llama(40, 5120, 40, 13824),
-    "30B": llama(60, 6656, 52, 17920),
-    "65B": llama(80, 8192, 64, 22016),
-}
 
 
 def job_of(
@@ -87,28 +63,20 @@ def job_of(
 def measured() -> dict[str, list[tuple[SizedJob, float]]]:
     """Each configuration of the measured sets that ran, as a job with its own sizes."""
     sets = defaultdict(list)
-    with MEASURED.open() as file:
-        for row in csv.DictReader(file):
-            if row["seconds_per_step"] == "OOM":
-                continue
-            own = Sizes(
-                tensor=int(row["tp"]),
-                pipeline=int(row["pp"]),
-                micro_batch=int(row["micro_batch"]),
-                sequence_parallel=row["sequence_parallel"] == "1",
-            )
-            job = job_of(
-                LLAMAS[row["model"]],
-                own,
-                gpus=int(row["gpus"]),
-                global_batch=int(row["global_batch"]),
-            )
-            execution = replace(
-                job.execution, sequence=int(row["sequence"]), framework=Framework.PYTORCH
-            )
-            state = replace(job.state, gradient_bytes=2)
-            job = replace(job, execution=execution, state=state, recompute=(NO_RECOMPUTE,))
-            sets[row["set"]].append((job, float(row["seconds_per_step"])))
+    for row in read(MEASURED):
+        if row.seconds is None:
+            continue
+        own = Sizes(
+            tensor=row.tensor_parallel,
+            pipeline=row.pipeline_parallel,
+            micro_batch=row.micro_batch,
+            sequence_parallel=row.sequence_parallel,
+        )
+        job = job_of(model_of(row), own, gpus=row.gpus, global_batch=row.global_batch)
+        execution = replace(job.execution, sequence=row.sequence, framework=Framework.PYTORCH)
+        state = replace(job.state, gradient_bytes=2)
+        job = replace(job, execution=execution, state=state, recompute=(NO_RECOMPUTE,))
+        sets[row.group].append((job, row.seconds))
     return sets
 
 
@@ -143,7 +111,18 @@ def test_estimate_is_near_the_simulation() -> None:
             assert 0.93 * simulated(job) < estimated(job) < 1.02 * simulated(job), job.own
 
 
-SMALL = replace(llama(8, 1024, 8, 2816), vocabulary=32_000)
+SMALL = Model(
+    layers=("*-",) * 8,
+    hidden_size=1024,
+    num_attention_heads=8,
+    num_query_groups=8,
+    kv_channels=128,
+    ffn_hidden_size=2816,
+    vocabulary=32_000,
+    gated_linear_unit=True,
+    untie_embeddings_and_output_weights=True,
+    normalization="RMSNorm",
+)
 OWN = Sizes(tensor=2, pipeline=2, micro_batch=1, sequence_parallel=True)
 
 

@@ -21,7 +21,6 @@ from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.columns import IS_PASS
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.dealing import MicrobatchOrder, arranged
-from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.microbatch_costs import lognormal
 from megatron_ext.schedule.placement import Placement, line, loop, v
 from megatron_ext.schedule.problem import Problem, Recompute
@@ -32,10 +31,15 @@ from megatron_ext.search.improve import sides_of
 from megatron_ext.search.pack import packer
 from megatron_ext.search.shop import end_of, rows_of, shop_of, starts_of
 from megatron_ext.search.weight_gradient_filling import fill_once
-from tests.helpers.random_schedules import PROPERTY, random_costs, seeds, with_random_links
+from tests.helpers.random_schedules import PROPERTY, seeds
 from tests.helpers.short_search import shorten_search
 from tests.unit.program.test_noise import program
-from tests.unit.search.test_packing import COMPILED, random_plan, usual
+from tests.unit.search.test_packing import (
+    assert_packers_agree,
+    random_plan,
+    random_problem,
+    usual,
+)
 
 F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
 PLACES = st.sampled_from([line, v, loop])
@@ -93,19 +97,9 @@ def test_a_step_of_unequal_microbatches_is_one_with_costs_by_place() -> None:
 def test_both_packers_give_the_same_to_the_digit(
     seed: int, place: Callable[[int], Placement], p: int, m: int, more: int
 ) -> None:
-    compiled = pytest.importorskip(COMPILED)
-    random, placement = Random(seed), place(p)
-    costs = with_random_links(random, random_costs(random, placement))
-    limit = MemoryLimit(1 + more / placement.chunks)
-    if more % 2:
-        limit = MemoryLimit(bytes=int(random.uniform(3e9, 9e9) * placement.chunks) + 1)
-    shop = shop_of(at_places(Problem(placement, m, costs, limit), random))
-    for side in (shop, shop.mirrored()):
-        plan = random_plan(random, side)
-        if side.fits:
-            ours, theirs = packer(side)(plan), compiled.packer(side)(plan)
-            assert ours.makespan == theirs.makespan
-            assert np.array_equal(ours.starts, theirs.starts)
+    random = Random(seed)
+    problem = random_problem(random, place(p), m, more)
+    assert_packers_agree(random, shop_of(at_places(problem, random)))
 
 
 @settings(PROPERTY, max_examples=40)

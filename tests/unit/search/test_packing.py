@@ -65,6 +65,26 @@ def random_plan(random: Random, shop: Shop) -> Starts:
     return np.array(plan)
 
 
+def random_problem(random: Random, placement: Placement, m: int, more: int) -> Problem:
+    """A problem whose limit is in microbatches or, with an odd ``more``, in bytes."""
+    costs = with_random_links(random, random_costs(random, placement))
+    limit = MemoryLimit(1 + more / placement.chunks)
+    if more % 2:
+        limit = MemoryLimit(bytes=int(random.uniform(3e9, 9e9) * placement.chunks) + 1)
+    return Problem(placement, m, costs, limit)
+
+
+def assert_packers_agree(random: Random, shop: Shop) -> None:
+    """The packer in Python and the compiled one make the same of a random plan."""
+    compiled = pytest.importorskip(COMPILED)
+    for side in (shop, shop.mirrored()):
+        plan = random_plan(random, side)
+        if side.fits:
+            ours, theirs = packer(side)(plan), compiled.packer(side)(plan)
+            assert ours.makespan == theirs.makespan
+            assert np.array_equal(ours.starts, theirs.starts)
+
+
 def random_again(random: Random, problem: Problem) -> Again:
     shape = problem.placement.stages, problem.microbatches
     share = random.random()
@@ -225,20 +245,10 @@ def test_compiled_search_finds_the_same(problem: Problem) -> None:
 def test_compiled_packing_is_the_same_to_the_digit(
     seed: int, place: Callable[[int], Placement], p: int, m: int, more: int
 ) -> None:
-    compiled = pytest.importorskip(COMPILED)
-    random, placement = Random(seed), place(p)
-    costs = with_random_links(random, random_costs(random, placement))
-    limit = MemoryLimit(1 + more / placement.chunks)
-    if more % 2:
-        limit = MemoryLimit(bytes=int(random.uniform(3e9, 9e9) * placement.chunks) + 1)
-    problem = Problem(placement, m, costs, limit)
-    shop = shop_of(problem, random.choice([None, random_again(random, problem)]))
-    for side in (shop, shop.mirrored()):
-        plan = random_plan(random, side)
-        if side.fits:
-            ours, theirs = packer(side)(plan), compiled.packer(side)(plan)
-            assert ours.makespan == theirs.makespan
-            assert np.array_equal(ours.starts, theirs.starts)
+    random = Random(seed)
+    problem = random_problem(random, place(p), m, more)
+    again = random.choice([None, random_again(random, problem)])
+    assert_packers_agree(random, shop_of(problem, again))
 
 
 # ---- What is installed
