@@ -21,10 +21,10 @@ from megatron_ext.installation import install
 from megatron_ext.launch import Chosen, without
 from megatron_ext.launch_planner.launch_choice import choose_for
 from megatron_ext.patches.engine import applied
-from megatron_ext.planner import planner
 from megatron_ext.planner.verdict import WORTH
 from megatron_ext.written_settings import from_argv, from_environment
 from tests.helpers.combinations import nightly
+from tests.helpers.few_families import only_families
 from tests.helpers.megatron_runs import SCRIPT, model_flags
 from tests.helpers.short_search import shorten_search
 
@@ -176,7 +176,7 @@ def test_auto_says_what_it_has_left_out(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_what_does_not_fit_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """`plan -- LINE` said to have it made again, and a launch took a longer step."""
-    monkeypatch.setattr(planner, "all_specs", lambda: ["1f1b", "zb-1p", "zb-h2"])
+    only_families(monkeypatch, "1f1b", "zb-1p", "zb-h2")
     tight = {"pipeline_memory_limit": "0.625x", "pipeline_vocab_parallel": "none"}
     words, choice = chosen(**tight)
     fit = ("--pipeline-schedule", "zb-h2", "--pipeline-recompute", "fit")
@@ -272,14 +272,14 @@ def test_the_schedule_of_the_line_is_among_the_candidates(monkeypatch: pytest.Mo
     """A launch with virtual stages got a worse schedule than its own: no schedule had more memory
     than 1F1B, and interleaved takes more."""
     shorten_search(monkeypatch)
-    monkeypatch.setattr(planner, "all_specs", lambda: ["1f1b", "interleaved", "zb-1p"])
+    only_families(monkeypatch, "1f1b", "interleaved", "zb-1p")
     stages = WIDE | {"num_virtual_stages_per_pipeline_rank": 4, "pipeline_vocab_parallel": "none"}
     words, choice = chosen(**stages)
     own = makespan(words, "--pipeline-schedule", "interleaved:vpp=4")
     taken = makespan([*without(words, choice.dropped)], *choice.flags)
     assert "interleaved:vpp=4" in choice.why
     assert taken <= (1 - WORTH) * own or choice.flags[1] == "interleaved:vpp=4"
-    monkeypatch.setattr(planner, "all_specs", lambda: ["1f1b", "interleaved"])
+    only_families(monkeypatch, "1f1b", "interleaved")
     _, choice = chosen(**stages)
     assert choice.flags[1] == "interleaved:vpp=4" and not choice.dropped
     assert choice.why.startswith("it is kept: of 2 schedules")

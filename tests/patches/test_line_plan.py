@@ -45,7 +45,6 @@ from megatron_ext.launch_planner.alternatives import (
     first_answer,
     less_memory,
     pairs,
-    without_full_recompute,
 )
 from megatron_ext.launch_planner.alternatives.written import written_for
 from megatron_ext.launch_planner.launch_plan import plan_line
@@ -61,6 +60,7 @@ from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.costs_text import save_costs
 from megatron_ext.schedule.rank_speeds import RankSpeeds
 from megatron_ext.viz.trace import TraceFile, beside
+from tests.helpers.few_families import only_families
 from tests.helpers.megatron_runs import SCRIPT, model_flags
 from tests.helpers.schedules import line_problem, program
 from tests.unit.model.test_machine_factors import GPU, VERSIONS, Emulated
@@ -84,10 +84,7 @@ FLAGS: dict[str, Any] = {
 def few_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a login node, and without a search."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    specs = ["1f1b", "interleaved", "zb-h1", "zb-v"]
-    monkeypatch.setattr(planner, "all_specs", lambda: specs)
-    monkeypatch.setattr(without_full_recompute, "all_specs", lambda: specs)
-    monkeypatch.setattr(first_answer, "all_specs", lambda: specs)
+    only_families(monkeypatch, "1f1b", "interleaved", "zb-h1", "zb-v")
     monkeypatch.setattr(parsed_launch, "_METHODS", frozenset([VocabMethod.NAIVE, VocabMethod.TWO]))
     monkeypatch.setattr(launch_job, "_layouts", lambda read: None)  # test_layouts.py
 

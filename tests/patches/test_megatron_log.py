@@ -17,10 +17,9 @@ from megatron_ext.doctor.importing import silently
 from megatron_ext.doctor.log.megatron_log import launch_from_log, read_log
 from megatron_ext.doctor.log.unparse import unparse
 from megatron_ext.launch_planner import launch_job, parsed_launch
-from megatron_ext.launch_planner.alternatives import first_answer
-from megatron_ext.planner import planner
 from megatron_ext.planner.candidate import VocabMethod
 from megatron_ext.written_settings import from_argv
+from tests.helpers.few_families import only_families
 from tests.helpers.megatron_runs import EXPERTS, SCRIPT, model_flags, train
 
 BEGIN = "------------------------ arguments ------------------------"
@@ -246,9 +245,7 @@ def test_a_training_is_checked_by_its_log(
 def test_a_log_is_planned_as_its_launch_command(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    specs = ["1f1b", "zb-h1"]
-    monkeypatch.setattr(planner, "all_specs", lambda: specs)
-    monkeypatch.setattr(first_answer, "all_specs", lambda: specs)
+    only_families(monkeypatch, "1f1b", "zb-h1")
     monkeypatch.setattr(parsed_launch, "_METHODS", frozenset([VocabMethod.NAIVE]))
     monkeypatch.setattr(launch_job, "_layouts", lambda read: None)
     words = model_flags(**LARGE)

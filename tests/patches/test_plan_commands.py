@@ -25,21 +25,20 @@ from megatron_ext.doctor.log.unparse import unparse
 from megatron_ext.doctor.words import Launch, read_launch
 from megatron_ext.launch_planner import parsed_launch
 from megatron_ext.launch_planner.alternatives import (
-    first_answer,
     layouts,
     pairs,
-    without_full_recompute,
 )
 from megatron_ext.launch_planner.command_line import command_with
 from megatron_ext.launch_planner.launch_job import refusal_of
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest, with_launch
-from megatron_ext.planner import confirmation, planner, verdict
+from megatron_ext.planner import confirmation, verdict
 from megatron_ext.planner.candidate import Plan, VocabMethod
 from megatron_ext.planner.verdict import Written
 from scripts.recipes.accepting import argument_values, as_on_gpus, others
 from scripts.recipes.public_form import read_recipes
 from scripts.recipes.recipe import RECIPES, Recipe, read_models, resolve
 from tests.helpers.combinations import IS_NIGHT
+from tests.helpers.few_families import only_families
 from tests.helpers.megatron_runs import SCRIPT, model_flags
 from tests.patches.test_layouts import FLAGS, LINES, ROUTED
 
@@ -69,9 +68,7 @@ JOBS: dict[str, dict[str, Any]] = {
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few schedules, without a search; and whatever gains anything is told to be written."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    specs = ["1f1b", "interleaved", "zb-h1", "zb-v"]
-    for module in (planner, first_answer, without_full_recompute):
-        monkeypatch.setattr(module, "all_specs", lambda: specs)
+    only_families(monkeypatch, "1f1b", "interleaved", "zb-h1", "zb-v")
     monkeypatch.setattr(pairs, "_specs", lambda *, with_pairs: iter(["interleaved", "zb-v"]))
     monkeypatch.setattr(parsed_launch, "_METHODS", frozenset([VocabMethod.NAIVE, VocabMethod.ONE]))
     lay_out = layouts.lay_out

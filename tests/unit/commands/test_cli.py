@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from megatron_ext.cli import app
 from megatron_ext.schedule.action import parse
 from megatron_ext.schedule.schedule_csv import from_csv
+from tests.helpers.few_families import only_families
 from tests.helpers.schedules import line_problem, program
 
 runner = CliRunner()
@@ -103,7 +104,8 @@ def test_simulate_divides_the_vocabulary(tmp_path: Path) -> None:
 
 
 @pytest.mark.search
-def test_plan_compares_what_can_be_done_about_a_head() -> None:
+def test_plan_compares_what_can_be_done_about_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    only_families(monkeypatch, "1f1b", "zb-v")
     words = ("plan", "--pp", "2", "-m", "4", "--memory-limit", "2")
     alone = json.loads(run(*words, "--json"))["plan"]["candidates"]
     assert {row["vocabulary"] for row in alone} == {"naive"}

@@ -24,7 +24,6 @@ from megatron_ext.cost_model.model_memory import TrainingState
 from megatron_ext.cost_model.operations.attention import looked_at, squared_share
 from megatron_ext.cost_model.rates import Rates
 from megatron_ext.cost_model.short_form import parse_model
-from megatron_ext.planner import planner
 from megatron_ext.planner.figures import as_data
 from megatron_ext.planner.long_sequences import (
     LongSequences,
@@ -43,6 +42,7 @@ from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Extras, Problem
 from megatron_ext.schedule.slices import Lengths, Slices, lengths_of
 from tests.helpers.combinations import nightly
+from tests.helpers.few_families import only_families
 
 F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
 TOKENS, WIDTH = 16384, 2048
@@ -311,7 +311,7 @@ def test_no_way_is_longer_than_it_takes_to_see_that(training: Training) -> None:
 
 
 def test_the_command_has_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "all_specs", lambda: ["1f1b", "zb-v"])
+    only_families(monkeypatch, "1f1b", "zb-v")
     model = "layers=4,hidden=2048,heads=16,sequence=16384,vocabulary=32000"
     words = ["plan", "--pp", "2", "-m", "2", "--dp", "2", "--gpu", "h100", "--model", model]
     result = CliRunner().invoke(app, [*words, "--all"])

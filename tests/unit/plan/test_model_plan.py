@@ -37,6 +37,7 @@ from megatron_ext.schedule.limit import MemoryLimit, parse_limit
 from megatron_ext.schedule.placement import Placement, line, v
 from megatron_ext.schedule.problem import Offload, Problem, VocabularyParallel
 from tests.helpers.combinations import IS_NIGHT, at_night
+from tests.helpers.few_families import only_families
 from tests.helpers.short_search import shorten_search
 
 pytestmark = pytest.mark.search
@@ -495,6 +496,7 @@ def command(*words: str, code: int = 0) -> str:
 
 
 TEXT = "layers=15,hidden=1024,heads=8,sequence=2048,vocabulary=65536"
+FEW = "1f1b", "interleaved", "zb-h1", "zb-v"
 
 
 def taken(report: dict[str, Any]) -> dict[str, Any]:
@@ -502,7 +504,8 @@ def taken(report: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def test_the_command() -> None:
+def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    only_families(monkeypatch, *FEW)
     words = ("--model", TEXT, "--gpu", "h100", "--dp", "4", "--distributed-optimizer")
     report = json.loads(command(*words, "--json"))
     recommended = report["verdict"]["taken"]["candidate"]
@@ -521,9 +524,10 @@ def test_the_command() -> None:
     assert taken(json.loads(command(*costs, "--json")))["ranks"] is None
 
 
-def test_room_is_left_for_the_allocators_reserve() -> None:
+def test_room_is_left_for_the_allocators_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only a launch line's plan left it. On this GPU the first choice fits only if its allocator
     reserves nothing besides."""
+    only_families(monkeypatch, *FEW)
     rates = "operations=400e12,bytes=40e9"
     without = json.loads(command("--model", TEXT, "--gpu", rates, "--json"))
     assert without["free"] is None
@@ -577,8 +581,11 @@ def test_gpus() -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_a_plan_of_a_model_says_what_no_measurement_has_checked(precision: str) -> None:
+def test_a_plan_of_a_model_says_what_no_measurement_has_checked(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In words and as data; and not of a dense model in bf16."""
+    only_families(monkeypatch, *FEW)
     words = [
         *["plan", "--pp", "2", "-m", "4", "--gpu", "h100", "--model"],
         f"layers=8,hidden=1024,heads=8,sequence=1024,vocabulary=32000,precision={precision}",

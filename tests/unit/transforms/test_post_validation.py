@@ -41,6 +41,7 @@ from megatron_ext.viz.draw import draw_steps
 from megatron_ext.viz.program_summary import summarize
 from megatron_ext.viz.trace import TraceFile, beside_all, read_trace
 from tests.helpers.combinations import in_pairs
+from tests.helpers.few_families import only_families
 from tests.helpers.random_schedules import PROPERTY, random_case, seeds
 from tests.helpers.schedules import F, rows_of, with_messages, written
 from tests.helpers.short_search import shorten_search
@@ -492,7 +493,7 @@ def test_simulate_says_what_cannot_overlap() -> None:
 @pytest.mark.search
 def test_plan_compares_what_steps_cost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    shorten_search(monkeypatch)
+    only_families(monkeypatch, "1f1b", "interleaved-zb", "zb-1p", "zb-2p", "zb-v")
     words = ["plan", "--pp", "4", "-m", "8", "--costs", USUAL]
     report = json.loads(run(*words, "--post-validation", "--json"))
     rows = {row["schedule"]: row for row in report["plan"]["candidates"]}
