@@ -140,7 +140,8 @@ def read_recording(folder: Path) -> RunRecording:
     about, *_ = _read(lines_file(folder, 0))
     if about.get("format") != FORMAT:
         raise ValueError(
-            f"{folder} was recorded by another version of megatron_ext: record it anew"
+            f"{folder} was recorded by another version of megatron_ext: its format is "
+            f"{about.get('format')}, and only {FORMAT} is known; record it anew"
         )
     ranks = [_rank(folder, rank, about) for rank in range(about["world_size"])]
     ends = [end["tensors"] for _, end in ranks]

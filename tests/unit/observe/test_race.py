@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 
 import pytest
@@ -213,6 +214,15 @@ def test_what_is_no_record_is_said(text: str, tmp_path: Path) -> None:
     path = tmp_path / "race.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"race\.json is not understood"):
+        load_record(path)
+
+
+@pytest.mark.parametrize("version", [0, 2])
+def test_a_record_of_another_version_is_named(version: object, tmp_path: Path) -> None:
+    path = tmp_path / "race.json"
+    save_record(record(), path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": version}))
+    with pytest.raises(ValueError, match=r"another version of megatron_ext: .* only 1 is known"):
         load_record(path)
 
 
