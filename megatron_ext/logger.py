@@ -38,7 +38,7 @@ class _Standard(logging.Handler):
 
 
 def _make() -> logging.Logger:
-    """The logger, set up as far as nobody has done so before."""
+    """Return the logger, and set it up unless other code has done so."""
     others = logging.getLoggerClass()
     logging.setLoggerClass(_Logger)
     try:

@@ -25,20 +25,29 @@ def doctor(
     context: typer.Context,
     as_json: Json = False,
     world_size: Annotated[
-        int | None, typer.Option(help="Ranks of the launch line, if torchrun's words are not there")
+        int | None,
+        typer.Option(
+            help="Number of ranks, if the launch command has no torchrun flags that say it."
+        ),
     ] = None,
     gpu_memory: Annotated[
-        str | None, typer.Option(help="What a GPU has, as 80GiB, to judge the launch line's by.")
+        str | None,
+        typer.Option(help="Memory of a GPU, as 80GiB, to compare with the predicted memory."),
     ] = None,
     megatron_args: MegatronArgs = None,
     patches: Annotated[bool, typer.Option("--patches", help="List each patch and its state.")] = (
         False
     ),
     versions: Annotated[
-        bool, typer.Option("--versions", help="List which versions of others are known to fit.")
+        bool,
+        typer.Option(
+            "--versions",
+            help="List the known versions of Megatron, its dependencies and its callers.",
+        ),
     ] = False,
 ) -> None:
-    """Show whether our patches fit what is installed, or check a launch line before its launch."""
+    """Show whether our patches fit the versions installed here, or check a launch command before
+    its launch."""
     words = context.args
     if megatron_args is not None or (words and (words[0] == "-m" or not words[0].startswith("-"))):
         _check_launch_line(words, megatron_args, world_size, gpu_memory, as_json)

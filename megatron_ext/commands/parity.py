@@ -52,9 +52,10 @@ class _LinesUnlessNamed(TyperGroup):
 app = typer.Typer(
     cls=_LinesUnlessNamed,
     no_args_is_help=True,
-    help="Say whether two launch lines train to the same numbers: "
-    "megatron-ext parity -- LINE_A -- LINE_B, or megatron-ext parity -- LINE for a line against "
-    "itself without our flags.",
+    help=(
+        "Compare the numbers of two trainings: megatron-ext parity -- COMMAND_A -- COMMAND_B, or "
+        "megatron-ext parity -- COMMAND, for a launch command and the same without our flags."
+    ),
     epilog="Options for lines stand before the first --: megatron-ext parity lines --help. "
     "The exit status is 0 if the numbers are the same, 1 if they differ, 2 if lines cannot be "
     "compared.",
@@ -66,15 +67,22 @@ def lines(
     context: typer.Context,
     iterations: Iterations = 4,
     folder: Annotated[
-        Path, typer.Option("--dir", metavar="DIR", help="Where recordings and logs are kept.")
+        Path, typer.Option("--dir", metavar="DIR", help="Folder for recordings and logs.")
     ] = Path("parity"),
     from_seed: Annotated[
         bool,
-        typer.Option("--from-seed", help="Write no checkpoint: both draw the same weights."),
+        typer.Option(
+            "--from-seed",
+            help=(
+                "Write no checkpoint to start from: both commands draw the same weights from their "
+                "seed."
+            ),
+        ),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Run the lines here, A twice, and compare them. The word 'lines' may be omitted."""
+    """Run both launch commands here, A twice, and compare their numbers. The word 'lines' may be
+    omitted."""
     try:
         a, b, is_stock = _two_lines(context.args)
         if not is_stock or b.value("--pipeline-slices") is not None:
@@ -90,13 +98,19 @@ def lines(
 @app.command(context_settings=_WORDS)
 def record(
     context: typer.Context,
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder, seen by all ranks.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR",
+            help="New folder for the recording, on a file system that all ranks share.",
+        ),
+    ],
     iterations: Iterations = 4,
 ) -> None:
-    """Run a launch line for a few iterations and record its numbers: record DIR -- LINE.
+    """Run a launch command for a few iterations and record its numbers: record DIR -- COMMAND.
 
-    Works also as one rank of many, started by a launcher:
-    srun python -m megatron_ext parity record DIR -- pretrain_gpt.py ARGS.
+    Works also as one rank of many, started by a launcher: srun python -m megatron_ext parity record
+    DIR -- pretrain_gpt.py ARGS.
     """
     try:
         line = read_run_command(context.args)
@@ -113,15 +127,21 @@ def record(
 
 @app.command("compare")
 def compare_folders(
-    a: Annotated[Path, typer.Argument(metavar="A", help="A recording.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Another, of the other line.")],
+    a: Annotated[Path, typer.Argument(metavar="A", help="Folder of the recording of command A.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Folder of the recording of command B.")],
     again: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="A recorded once more: what it differs by from itself."),
+        typer.Option(
+            metavar="DIR",
+            help=(
+                "Folder of a second recording of A. Differences between the two recordings of A "
+                "count as noise."
+            ),
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare two recordings, anywhere: numpy is all that is needed."""
+    """Compare two recordings. Needs numpy only, and neither torch nor a GPU."""
     try:
         found = _compare(a, b, again)
     except (ValueError, OSError) as error:

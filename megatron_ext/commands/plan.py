@@ -83,7 +83,12 @@ def plan(
     ] = None,
     costs: Annotated[
         str | None,
-        typer.Option(help="As of simulate. With --model they are its times, as measured."),
+        typer.Option(
+            help=(
+                "Costs as in simulate. With --model, or behind a launch command, measured times of "
+                "its layers."
+            )
+        ),
     ] = None,
     memory_limit: Limit = None,
     rank_speeds: Speeds = None,
@@ -92,24 +97,29 @@ def plan(
         bool, typer.Option("--all", help="Print every schedule that was compared, in tables.")
     ] = False,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw time against memory, as .svg or .png.")
+        Path | None,
+        typer.Option(help="Draw step time against memory into this file, .svg or .png."),
     ] = None,
     page: HtmlPage = None,
     layers: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Layers of the model, all equal, to compare layouts, and Megatron's "
-            "redistribution if costs have a head.",
+            help=(
+                "Number of the model's layers, all equal: compares layouts too, and Megatron's "
+                "redistribution of layers if the costs have head=."
+            ),
         ),
     ] = None,
     model: Annotated[
         str | None,
         typer.Option(
-            help="layers=64,hidden=6144,heads=48,sequence=4096,vocabulary=128000 and, where they "
-            "differ, micro-batch=1,ffn=,kv-heads=,head-width=,gated=true,tied=true,recompute=true,"
-            "precision=fp8: "
-            "estimate times and count memory."
+            help=(
+                "Sizes of a model: "
+                "layers=64,hidden=6144,heads=48,sequence=4096,vocabulary=128000, and optionally "
+                "micro-batch=1,ffn=,kv-heads=,head-width=,gated=true,tied=true,recompute=true,"
+                "precision=fp8. Times and memory are estimated."
+            )
         ),
     ] = None,
     gpu: Annotated[
@@ -128,7 +138,7 @@ def plan(
     distributed_optimizer: Annotated[
         bool,
         typer.Option(
-            "--distributed-optimizer", help="Its states are shared by the data-parallel ranks."
+            "--distributed-optimizer", help="The data-parallel ranks share the optimizer states."
         ),
     ] = False,
     post_validation: PostValidation = False,
@@ -139,21 +149,28 @@ def plan(
         bool,
         typer.Option(
             "--half-pipeline",
-            help="Compare half the pipeline ranks with twice the data parallelism too: the same "
-            "GPUs and global batch.",
+            help=(
+                "Also compare half the pipeline ranks with twice the data parallelism, on the "
+                "same GPUs with the same global batch."
+            ),
         ),
     ] = False,
     any_sizes: Annotated[
         bool,
         typer.Option(
             "--any-sizes",
-            help="Compare other parallel sizes, micro-batches and recompute of a launch line too: "
-            "the same GPUs, global batch, sequence, precision and model.",
+            help=(
+                "Also compare other parallel sizes, micro-batches and recompute of a launch "
+                "command, on the same GPUs with the same global batch, sequence, precision and "
+                "model."
+            ),
         ),
     ] = False,
     config: Annotated[
         Path | None,
-        typer.Option(help="A JSON object of Megatron's arguments, in place of a launch line."),
+        typer.Option(
+            help="File with a JSON object of Megatron's arguments, in place of a launch command."
+        ),
     ] = None,
     megatron_args: MegatronArgs = None,
     trace: Annotated[
@@ -166,12 +183,15 @@ def plan(
         ),
     ] = None,
     world_size: Annotated[
-        int | None, typer.Option(help="Ranks of a launch line, if torchrun's words are not there.")
+        int | None,
+        typer.Option(
+            help="Number of ranks, if the launch command has no torchrun flags that say it."
+        ),
     ] = None,
 ) -> None:
-    """Say what a model or a launch command should run: keep what it has, or the change to write.
+    """Recommend the schedule and flags of a model or a launch command, or to keep it as it is.
 
-    Stable schedules are recommended: megatron-ext schedules has the marks.
+    Only stable schedules are recommended; megatron-ext schedules lists their maturity.
     """
     pictures = PlanPictures(plot, page)
     sizes = _Sizes(pp, microbatches, model, layers, tp, dp, distributed_optimizer)

@@ -231,8 +231,8 @@ def _row_of_sequences(one: Candidate) -> dict[str, Any]:
 
 
 def print_short_slices(problems: Iterable[Problem], tokens: int) -> None:
-    """Say so if slices of a sequence of so many ``tokens`` are short: kernels then take longer than
-    is counted."""
+    """Print a remark if slices of a sequence of so many ``tokens`` are short: their kernels take
+    longer than the estimate."""
     shortest = {problem.slices.count: shortest_slice(problem, tokens) for problem in problems}
     short = {count: length for count, length in shortest.items() if length and length < LONG_ENOUGH}
     if short:

@@ -12,10 +12,10 @@ from megatron_ext.compile.registry import entries
 
 
 def schedules(as_json: Json = False) -> None:
-    """List the schedules there are.
+    """List the schedules.
 
-    mark: plan recommends stable ones. Experimental ones train too, and have hardly been tried with
-    anything else; those of the laboratory are there to compare with.
+    mark: stable schedules are those that plan recommends. Experimental ones train too, and have
+    hardly been tried together with other features. Laboratory ones exist for comparisons.
     """
     rows = [
         {

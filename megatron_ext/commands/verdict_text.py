@@ -19,7 +19,7 @@ _SHOWN = 3  # names of a tie
 
 
 def verdict_lines(made: JobPlan) -> Iterator[str]:
-    """Say what ``made`` recommends, what that gains, and what to write."""
+    """Return the lines on the recommendation of ``made``, its gain, and the flags to write."""
     found = made.verdict
     taken, stock = found.taken, found.stock
     yield f"now:       {_baseline(made)}"

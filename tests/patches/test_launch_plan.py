@@ -15,7 +15,7 @@ from megatron_ext.compile.registry import Mark, entries
 from megatron_ext.cost_model.gpus import RESERVED_SHARE, USABLE, free_memory
 from megatron_ext.doctor import line as launch_line
 from megatron_ext.doctor.check import check_launch
-from megatron_ext.doctor.report import Finding, Verdict
+from megatron_ext.doctor.report import Finding, Severity
 from megatron_ext.doctor.words import Launch
 from megatron_ext.installation import install
 from megatron_ext.launch import Chosen, without
@@ -251,10 +251,10 @@ def test_choice_honours_the_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     taken, findings = fullest("plan", f"{gpu / 2**20:.2f}MiB")
     assert taken <= free_memory(gpu).allocated
     assert "of a GPU's" in finding_on("plan", findings).text
-    assert finding_on("memory", findings).verdict is Verdict.RIGHT
+    assert finding_on("memory", findings).verdict is Severity.RIGHT
     taken, findings = fullest("plan", "1MiB")
     assert "none is predicted to fit" in finding_on("plan", findings).text
-    assert finding_on("memory", findings).verdict is Verdict.WRONG and taken <= of_1f1b
+    assert finding_on("memory", findings).verdict is Severity.WRONG and taken <= of_1f1b
 
 
 def test_flag_that_hides_a_better_choice_is_named() -> None:

@@ -160,7 +160,7 @@ def launch_from_log(path: Path) -> Launch:
 
     Raises:
         ValueError: the log cannot be read, or does not tell.
-        PatchError: there is no Megatron to ask for its flags.
+        PatchError: Megatron, which knows the flags, is not installed.
     """
     try:
         with path.open(errors="replace") as lines:
