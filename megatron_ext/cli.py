@@ -63,11 +63,11 @@ for command in (schedules, simulate, verify, trace):
     app.command()(command)
 app.command(
     context_settings={"allow_extra_args": True},
-    epilog="Behind -- a launch line: megatron-ext plan --gpu h100 -- torchrun ... SCRIPT ARGS.",
+    epilog="Behind -- a launch command: megatron-ext plan --gpu h100 -- torchrun ... SCRIPT ARGS.",
 )(plan)
 app.command(
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
     epilog="Give --pipeline-* flags to see the patches a launch with them would apply, or, behind "
-    "--, a whole launch line: megatron-ext doctor --world-size 16 -- SCRIPT ARGS.",
+    "--, a whole launch command: megatron-ext doctor --world-size 16 -- SCRIPT ARGS.",
 )(doctor)
 app.add_typer(parity, name="parity")

@@ -512,8 +512,8 @@ class PipelineConfig:
         if self.is_chosen_later:
             tells = PLAN if self.schedule == PLAN else f"simulate {self.schedule}"
             raise ValueError(
-                f"the schedule {self.schedule!r} is chosen from a launch line: launch with python "
-                f"-m megatron_ext SCRIPT ..., or name one; 'megatron-ext {tells}' tells which"
+                f"the schedule {self.schedule!r} is chosen from a launch command: launch as "
+                f"python -m megatron_ext SCRIPT ..., or name one; 'megatron-ext {tells}' says which"
             )
         return choose(self.schedule)
 

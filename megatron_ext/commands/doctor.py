@@ -1,4 +1,4 @@
-"""``megatron-ext doctor``: this environment, or a launch line before it is launched."""
+"""``megatron-ext doctor``: this environment, or a launch command before it is launched."""
 
 from __future__ import annotations
 

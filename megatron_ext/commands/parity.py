@@ -1,4 +1,4 @@
-"""``megatron-ext parity``: whether two launch lines train to the same numbers."""
+"""``megatron-ext parity``: whether two launch commands train to the same numbers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Iterations = Annotated[
 
 
 class _LinesUnlessNamed(TyperGroup):
-    """Without the name of a command, its arguments are launch lines."""
+    """Without the name of a command, its arguments are launch commands."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in (*self.commands, "--help"):
@@ -154,7 +154,8 @@ def _two_lines(words: Sequence[str]) -> tuple[RunCommand, RunCommand, bool]:
     count = list(words).count("--")
     if not words or count > 1:
         raise ValueError(
-            "give one launch line or two, each behind --: megatron-ext parity -- LINE_A -- LINE_B"
+            "give one launch command or two, each behind --: megatron-ext parity -- COMMAND_A -- "
+            "COMMAND_B"
         )
     if count:
         at = list(words).index("--")
@@ -163,8 +164,8 @@ def _two_lines(words: Sequence[str]) -> tuple[RunCommand, RunCommand, bool]:
     a = as_stock(b)
     if a == b and not given_beside({}, os.environ)[0]:
         raise ValueError(
-            "the line has no flag of ours, as stock it is the same: give two lines, or add "
-            "--pipeline-schedule"
+            "the command has no flag of ours, so that stock's command is the same: give two "
+            "commands, or add --pipeline-schedule"
         )
     return a, b, True
 

@@ -259,12 +259,12 @@ def _show_sizes(source: _Source, sizes: _Sizes, settings: _Settings, *, as_json:
     """Print the verdict on other parallel sizes.
 
     Raises:
-        ValueError, PatchError: the job is not a launch line, or nothing fits.
+        ValueError, PatchError: the job is not a launch command, or nothing fits.
     """
     if not source.is_given:
         raise ValueError(
-            "--any-sizes is for a launch line, whose model and sizes Megatron's arguments tell: "
-            "give the line behind --"
+            "--any-sizes is for a launch command, whose model and sizes Megatron's arguments tell: "
+            "give the command behind --"
         )
     from megatron_ext.launch_planner.any_sizes import LIMIT, plan_sizes
 
@@ -407,7 +407,7 @@ def _launch_request(source: _Source, sizes: _Sizes, settings: _Settings) -> Laun
         gpu = gpu or launch.gpu
     elif source.words or source.log is not None:
         raise ValueError(
-            "--config stands in place of a launch line and of --megatron-args: give one of them"
+            "--config stands in place of a launch command and of --megatron-args: give one of them"
         )
     else:
         values = _values(source.config)
@@ -473,7 +473,7 @@ def _of_model(training: Training, text: str, sizes: _Sizes, settings: _Settings)
     if training.extras.pairs and training.costs is None:
         raise ValueError(
             "--pairs: a model of --model has no experts, whose messages pairs hide; add --costs "
-            "with hidden=, give a launch line, or drop --pairs"
+            "with hidden=, give a launch command, or drop --pairs"
         )
     described, tokens, gpu = parse_model(text), settings.vision_tokens, settings.gpu
     model, execution = described.model, described.execution(sizes.tp)
@@ -521,9 +521,9 @@ def _machine(
     return machine.rates(precision), free
 
 
-_NO_MODEL = "costs alone have no model: add --model, or give a launch line behind --"
+_NO_MODEL = "costs alone have no model: add --model, or give a launch command behind --"
 _NEEDED = (
-    "--pp and -m say how large a pipeline is: add them, or give a launch line behind --, as in "
+    "--pp and -m say how large a pipeline is: add them, or give a launch command behind --, as in "
     "megatron-ext plan --gpu h100 -- torchrun ... pretrain_gpt.py ARGS"
 )
-_SAID_BY_LAUNCH = "a launch line, --megatron-args or --config says that by itself"
+_SAID_BY_LAUNCH = "a launch command, --megatron-args or --config says that by itself"

@@ -84,16 +84,16 @@ def _say_what_is_left_out(report: Report, launch: Launch) -> None:
         report.add(Severity.REMARK, "log", remark)
     if launch.left_out:
         text = f"ignored, and not looked at: {shlex.join(launch.left_out)}"
-        report.add(Severity.REMARK, "launch line", text)
+        report.add(Severity.REMARK, "launch command", text)
     if launch.environment:
         names = ", ".join(launch.environment)
-        text = f"set while the line is checked: {names}"
-        report.add(Severity.RIGHT, "launch line", text)
+        text = f"set during the check: {names}"
+        report.add(Severity.RIGHT, "launch command", text)
     words = [word for word in launch.arguments if "$" in word]
     if words:
         text = f"nothing is expanded: {shlex.join(words)} is taken as it stands"
         fix = "write what the shell would put there"
-        report.add(Severity.REMARK, "launch line", text, fix)
+        report.add(Severity.REMARK, "launch command", text, fix)
 
 
 def _check_script(report: Report, launch: Launch) -> str | None:
@@ -218,7 +218,7 @@ def _check_world_size(report: Report, args: Any, world_size: int | None, launch_
         Severity.REMARK,
         "world size",
         f"{counted(assumed, 'rank')} assumed: one copy of the model",
-        "write --world-size N before the --, or give the line with its torchrun",
+        "write --world-size N before the --, or give the command with its torchrun",
     )
     return assumed
 
@@ -263,7 +263,7 @@ def _check_tokenizer(report: Report, args: Any, launch_line: Any) -> None:
             Severity.REMARK,
             "tokenizer",
             "its vocabulary is not known here: memory is predicted without it",
-            "add --padded-vocab-size N to the line that is checked",
+            "add --padded-vocab-size N to the checked command",
         )
 
 
@@ -334,7 +334,7 @@ def _say_what_slices_give(
     line = LineVariants(parsed, spec, args.world_size, methods, None, spec.schedule)
     text = what_slices_give(line, args.seq_length // args.context_parallel_size, room)
     if text is not None:
-        fix = "megatron-ext plan -- LINE compares them with recompute and context parallelism"
+        fix = "megatron-ext plan -- COMMAND compares them with recompute and context parallelism"
         report.add(Severity.REMARK, "slices", text, fix)
 
 

@@ -41,7 +41,7 @@ def with_variables(launch: Launch, script: str | None) -> tuple[Launch, list[Fin
     if launch.installs is False:
         if not os.environ.get(schedule):
             return launch, []
-        text = f"nothing on the line reads {schedule}: this is Megatron's own pipeline"
+        text = f"nothing in the command reads {schedule}: this is Megatron's own pipeline"
         return launch, [Finding(Severity.REMARK, "flags", text, "write -m megatron_ext before it")]
     added, overruled = given_beside(given_in(launch.arguments), os.environ)
     words = words_of(added)
@@ -85,12 +85,12 @@ def check_installation(launch: Launch, script: str | None) -> list[Finding]:
     if _AUTO in launch.environment.values():
         return [Finding(Severity.RIGHT, "script", f"the environment names {_AUTO}")]
     if launch.installs is None:
-        text = f"{ours}: the line begins behind the place where it would be"
+        text = f"{ours}: the command begins behind the place where it would stand"
         return [Finding(Severity.REMARK, "script", text, f"launch it as -m megatron_ext {target}")]
     if script is None:
         text = f"{ours}, or a script that imports megatron_ext; {target} cannot be read here"
         return [Finding(Severity.REMARK, "script", text, f"{fix}, unless it imports megatron_ext")]
-    text = f"{ours}, and the line has none: Megatron would end with 'unrecognized arguments'"
+    text = f"{ours}, and the command lacks it: Megatron would end with 'unrecognized arguments'"
     return [Finding(Severity.WRONG, "script", text, fix)]
 
 

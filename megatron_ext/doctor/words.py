@@ -113,7 +113,7 @@ def _read_behind(words: Sequence[str]) -> Launch:
                 f"it, and paste what it prints"
             )
         raise ValueError(
-            f"{' '.join(words[:3])!r} begins no launch line: give it from SCRIPT.py, -m MODULE, "
+            f"{' '.join(words[:3])!r} begins no launch command: give it from SCRIPT.py, -m MODULE, "
             f"torchrun, srun or the like on"
         )
     while index > 1 and _ASSIGNMENT.fullmatch(words[index - 1]):

@@ -104,12 +104,13 @@ def _loading(a: RunCommand, b: RunCommand, from_seed: bool) -> list[str] | None:
     there = [name is not None and (Path(name) / _LATEST).is_file() for name in named]
     if all(there) and named[0] != named[1]:
         raise ValueError(
-            f"the lines load other checkpoints, --load {named[0]} and {named[1]}: give both the "
-            f"same, or drop it from both"
+            f"the commands load different checkpoints, --load {named[0]} and {named[1]}: give both "
+            f"the same, or drop it from both"
         )
     if any(there) and not all(there):
         raise ValueError(
-            "one of the lines loads a checkpoint and the other does not: give both the same --load"
+            "one of the commands loads a checkpoint and the other does not: give both the same "
+            "--load"
         )
     return [] if all(there) or from_seed else None
 
@@ -200,7 +201,7 @@ def check_comparable(a: RunCommand, b: RunCommand) -> None:
     one, other = (arguments or {} for arguments in parsed)
     both = {name for name in one if one[name] is not None and other.get(name) is not None}
     a_both, b_both = ({name: values[name] for name in both} for values in (one, other))
-    if why := refusal(a_both, b_both, "the lines"):
+    if why := refusal(a_both, b_both, "the commands"):
         raise ValueError(why)
 
 

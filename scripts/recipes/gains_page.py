@@ -34,7 +34,7 @@ estimated, nothing measured:
 - A [vision tower](uneven-stages.md#towers) counts with as many patches as the language model has
   tokens. Of adapters and frozen models, passes count without weight gradients.
 
-`megatron-ext plan -- LINE` says which [layout to write](planning.md#line); with `--json` this
+`megatron-ext plan -- COMMAND` says which [layout to write](planning.md#line); with `--json` this
 script writes the layers of each stage.
 """
 

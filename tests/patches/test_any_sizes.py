@@ -1,4 +1,4 @@
-"""`megatron-ext plan --any-sizes -- LINE`: other parallel sizes for a launch command."""
+"""`megatron-ext plan --any-sizes -- COMMAND`: other parallel sizes for a launch command."""
 
 from __future__ import annotations
 
@@ -153,7 +153,10 @@ def test_what_cannot_be_compared_is_refused() -> None:
         (command("--gpu", "h100", "--all"), "drop --all"),
         (command("--gpu", "h100", **PAIRS), "drop it"),
         (command("--gpu", "h100", pipeline_recompute="fit", pipeline_schedule="zb-v"), "recompute"),
-        (CliRunner().invoke(app, ["plan", "--any-sizes", "--pp", "4", "-m", "8"]), "launch line"),
+        (
+            CliRunner().invoke(app, ["plan", "--any-sizes", "--pp", "4", "-m", "8"]),
+            "launch command",
+        ),
     ):
         assert result.exit_code == 2
         assert text in result.output

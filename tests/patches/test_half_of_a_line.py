@@ -1,4 +1,4 @@
-"""`megatron-ext plan --half-pipeline -- LINE`: the line, and the same on half of its ranks."""
+"""`megatron-ext plan --half-pipeline -- COMMAND`: the line, and the same on half of its ranks."""
 
 from __future__ import annotations
 

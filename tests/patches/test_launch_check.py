@@ -263,7 +263,7 @@ def test_what_slices_would_give_is_said() -> None:
         r".* GiB on the fullest rank in place of .* GiB",
         remark,
     ), remark
-    assert "megatron-ext plan -- LINE compares them" in remark
+    assert "megatron-ext plan -- COMMAND compares them" in remark
     cut = checked(**sizes, pipeline_slices=4)
     assert not any("slices:" in text for text in told(cut, Severity.REMARK))
 
@@ -328,7 +328,7 @@ def test_flags_that_may_be_the_scripts_own(tmp_path: Path) -> None:
 
 
 def from_line(line: str, **overrides: object) -> Report:
-    """Of the launch line that begins so, with the flags behind it."""
+    """Of the launch command that begins so, with the flags behind it."""
     words = (*shlex.split(line), *model_flags(**(FLAGS | overrides)))
     return check_launch(read_launch(words), None, None)
 
@@ -388,7 +388,7 @@ def test_variables_count_where_they_are_read(
     report = from_line(f"{line} {SCRIPT}", pipeline_schedule=None)
     assert report.prediction is not None and report.prediction.schedule == "1f1b"
     remarks = told(report, Severity.REMARK)
-    assert any("nothing on the line reads MEGATRON_EXT_SCHEDULE" in text for text in remarks)
+    assert any("nothing in the command reads MEGATRON_EXT_SCHEDULE" in text for text in remarks)
 
 
 def test_what_is_left_out_of_a_line_is_said() -> None:
@@ -400,7 +400,7 @@ def test_what_is_left_out_of_a_line_is_said() -> None:
     assert any("nothing is expanded: '$EVERY' is taken as it stands" in text for text in remarks)
     assert not any("CUDA_DEVICE_MAX_CONNECTIONS" in text for text in remarks)
     assert any(
-        "set while the line is checked: CUDA_DEVICE_MAX_CONNECTIONS" in text
+        "set during the check: CUDA_DEVICE_MAX_CONNECTIONS" in text
         for text in told(report, Severity.RIGHT)
     )
 
@@ -615,7 +615,7 @@ def test_the_command() -> None:
     assert result.exit_code == 1 and "did you mean --num-layers?" in result.output
     assert "to correct before the launch: 1" in result.output and "pipeline rank" in result.output
     result = CliRunner().invoke(app, ["doctor", "--", "pretrain", "--num-layers", "3"])
-    assert result.exit_code == 2 and "begins no launch line" in result.output
+    assert result.exit_code == 2 and "begins no launch command" in result.output
 
 
 def test_what_is_assumed_of_a_gpu_is_said() -> None:

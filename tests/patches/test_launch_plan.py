@@ -1,4 +1,4 @@
-"""What `--pipeline-schedule plan` takes on a launch line, without launching it."""
+"""What `--pipeline-schedule plan` takes on a launch command, without launching it."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_it_wants_a_launch_line() -> None:
         from_argv(["--pipeline-schedule", "auto"]),
         from_environment({"MEGATRON_EXT_SCHEDULE": "plan"}),
     ):
-        with pytest.raises(ValueError, match=r"chosen from a launch line: .* or name one"):
+        with pytest.raises(ValueError, match=r"chosen from a launch command: .* or name one"):
             install(config)
     with pytest.raises(ValueError, match="--use-checkpoint-args bring other arguments"):
         chosen(use_checkpoint_args=True)
@@ -175,7 +175,7 @@ def test_auto_says_what_it_has_left_out(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_what_does_not_fit_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`plan -- LINE` said to have it made again, and a launch took a longer step."""
+    """`plan -- COMMAND` said to have it made again, and a launch took a longer step."""
     monkeypatch.setattr(planner, "all_specs", lambda: ["1f1b", "zb-1p", "zb-h2"])
     tight = {"pipeline_memory_limit": "0.625x", "pipeline_vocab_parallel": "none"}
     words, choice = chosen(**tight)
@@ -231,7 +231,7 @@ def test_no_more_than_1f1b_by_the_table_that_is_printed(monkeypatch: pytest.Monk
 
 
 def test_a_choice_leaves_room_for_the_allocators_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only ``plan -- LINE`` did. On this GPU 1f1b fits only if its allocator reserves nothing
+    """Only ``plan -- COMMAND`` did. On this GPU 1f1b fits only if its allocator reserves nothing
     besides."""
     shorten_search(monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -1,4 +1,4 @@
-"""Layouts of a launch line: what they gain, and that Megatron takes what is written for them."""
+"""Layouts of a launch command: what they gain, and that Megatron takes what is written for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`megatron-ext plan -- LINE`: what the line trains, what else it could, and what to write."""
+"""`megatron-ext plan -- COMMAND`: what the line trains, what else it could, and what to write."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def test_what_is_printed(tmp_path: Path) -> None:
     assert check_launch(read_launch(shlex.split(written)), 4, None).is_right
     assert "memory under" in command("--all", *words).output
     beside = command("--pp", "4", *words)
-    assert beside.exit_code == 2 and "--pp: a launch line" in beside.output
+    assert beside.exit_code == 2 and "--pp: a launch command" in beside.output
     assert "--pp and -m say" in command().output
 
 

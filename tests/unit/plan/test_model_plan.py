@@ -522,7 +522,7 @@ def test_the_command() -> None:
 
 
 def test_room_is_left_for_the_allocators_reserve() -> None:
-    """Only a launch line's plan left it. On this GPU the first choice fits only if its allocator
+    """Only a launch command's plan left it. On this GPU the first choice fits only if its allocator
     reserves nothing besides."""
     rates = "operations=400e12,bytes=40e9"
     without = json.loads(command("--model", TEXT, "--gpu", rates, "--json"))
