@@ -57,7 +57,7 @@ def doctor(
 
 def _show_environment(words: Sequence[str], patches: bool, versions: bool, as_json: bool) -> None:
     from megatron_ext.doctor.doctor import diagnose
-    from megatron_ext.doctor.importing import as_on, quickly, silently
+    from megatron_ext.launch_command.importing import as_on, quickly, silently
     from megatron_ext.written_settings import from_argv
 
     try:
@@ -116,7 +116,7 @@ def _check_launch_line(
     as_json: bool,
 ) -> None:
     from megatron_ext.doctor.check import check_launch
-    from megatron_ext.doctor.log.megatron_log import launch_from
+    from megatron_ext.launch_command.log.megatron_log import launch_from
     from megatron_ext.patches.engine import PatchError
 
     try:

@@ -395,7 +395,7 @@ def _of_launch(source: _Source, sizes: _Sizes, settings: _Settings) -> _MakePlan
 
 def _launch_request(source: _Source, sizes: _Sizes, settings: _Settings) -> LaunchRequest:
     """Raises ValueError or OSError if the source or a value is not understood."""
-    from megatron_ext.doctor.log.megatron_log import launch_from
+    from megatron_ext.launch_command.log.megatron_log import launch_from
     from megatron_ext.launch_planner.parsed_launch import LaunchRequest
 
     said = {"--pp": sizes.pp, "-m": sizes.microbatches, "--model": sizes.model}

@@ -27,12 +27,12 @@ from megatron_ext.doctor.flags import (
     unknown_words,
     with_variables,
 )
-from megatron_ext.doctor.importing import as_on, quickly, silently
 from megatron_ext.doctor.paths import check_checkpoints, check_data, check_tokenizer_files
 from megatron_ext.doctor.report import Prediction, RankPrediction, Report, Severity
 from megatron_ext.doctor.restarts import check_restarts
-from megatron_ext.doctor.words import Launch
 from megatron_ext.launch import without
+from megatron_ext.launch_command.importing import as_on, quickly, silently
+from megatron_ext.launch_command.words import Launch
 from megatron_ext.patches.engine import PatchError
 from megatron_ext.planner.candidate import VocabMethod
 from megatron_ext.race.rounds import Race
@@ -121,7 +121,7 @@ def _check(
 ) -> None:
     try:
         with quickly():
-            from megatron_ext.doctor import line as launch_line
+            from megatron_ext.launch_command import line as launch_line
     except ImportError as error:
         raise PatchError(f"no Megatron is here to check with: {error}") from error
 

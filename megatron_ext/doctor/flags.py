@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 
 from megatron_ext.config import PipelineConfig, flag, variable
 from megatron_ext.doctor.report import Finding, Severity
-from megatron_ext.doctor.words import Launch
+from megatron_ext.launch_command.words import Launch
 from megatron_ext.launch_planner.command_line import IMPORTS_US
 from megatron_ext.words import meant_by
 from megatron_ext.written_settings import (

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.doctor.report import Finding, Severity
+from megatron_ext.launch_command.checkpoint import TRACKER, name_of
 from megatron_ext.words import bytes_text
 
 INDEX_HEADER = b"MMIDIDX\x00\x00"  # of an .idx, as megatron.core.datasets.indexed_dataset writes it
-TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def check_data(args: Any, prefixes: Sequence[str]) -> list[Finding]:
@@ -107,25 +107,12 @@ def _check_load(flag: str, folder: str, step: int | None) -> Finding:
     if iteration != "release" and not iteration.isdecimal():
         text = f"{tracker} says {iteration!r}, which is no iteration"
         return Finding(Severity.WRONG, "checkpoints", text, "write the last whole iteration there")
-    name = _name_of(iteration)
+    name = name_of(iteration)
     if not (tracker.parent / name).is_dir():
         text = f"{flag} {folder} has no {name}, which is to be loaded"
         iterations = ", ".join(sorted(path.name for path in tracker.parent.glob("iter_*"))[-3:])
         return Finding(Severity.WRONG, "checkpoints", text, f"there are: {iterations or 'none'}")
     return Finding(Severity.RIGHT, "checkpoints", f"{flag} {folder} has {name}")
-
-
-def iteration_to_load(folder: str, step: int | None) -> Path | None:
-    """Return the folder of the checkpoint that ``--load`` takes from ``folder``; None if it does
-    not exist."""
-    if _check_load("--load", folder, step).verdict is not Severity.RIGHT:
-        return None
-    iteration = str(step) if step is not None else (Path(folder) / TRACKER).read_text().strip()
-    return Path(folder) / _name_of(iteration)
-
-
-def _name_of(iteration: str) -> str:
-    return iteration if iteration == "release" else f"iter_{int(iteration):07d}"
 
 
 def _check_save(args: Any, needed: float | None) -> Finding:

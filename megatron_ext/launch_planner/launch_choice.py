@@ -20,9 +20,9 @@ from megatron_ext.compile.registry import choose, entry_of
 from megatron_ext.config import PLAN, PipelineConfig, flag
 from megatron_ext.cost_model.gpus import FreeMemory, free_memory
 from megatron_ext.cost_model.measured.file import load_measured
-from megatron_ext.doctor import line as launch_line
-from megatron_ext.doctor.importing import silently
 from megatron_ext.launch import Chosen
+from megatron_ext.launch_command import line as launch_line
+from megatron_ext.launch_command.importing import silently
 from megatron_ext.launch_planner.alternatives.written import alternative_of
 from megatron_ext.launch_planner.variants import (
     LineVariants,

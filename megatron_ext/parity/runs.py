@@ -206,14 +206,14 @@ def check_comparable(a: RunCommand, b: RunCommand) -> None:
 
 
 def _arguments(line: RunCommand, name: str) -> dict[str, Any] | None:
-    from megatron_ext.doctor.importing import as_on, quickly, silently
+    from megatron_ext.launch_command.importing import as_on, quickly, silently
 
     with ExitStack() as stack:
         stack.enter_context(silently())
         stack.enter_context(as_on(Path.cwd(), {}))
         try:
             with quickly():
-                from megatron_ext.doctor import line as launch_line
+                from megatron_ext.launch_command import line as launch_line
         except ImportError:
             return None
         try:

@@ -12,8 +12,8 @@ from typer.testing import CliRunner, Result
 from megatron_ext.cli import app
 from megatron_ext.compile.registry import choose
 from megatron_ext.cost_model.gpus import parse_gpu
-from megatron_ext.doctor import line
-from megatron_ext.doctor.words import Launch, read_launch
+from megatron_ext.launch_command import line
+from megatron_ext.launch_command.words import Launch, read_launch
 from megatron_ext.launch_planner import any_sizes
 from megatron_ext.launch_planner.any_sizes import SizedLaunch, job_of, plan_sizes
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest, ParsedLaunch, with_launch

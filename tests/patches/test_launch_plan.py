@@ -13,12 +13,12 @@ from megatron_ext.adapter.arguments import check, search_for_first
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.registry import Mark, entries
 from megatron_ext.cost_model.gpus import RESERVED_SHARE, USABLE, free_memory
-from megatron_ext.doctor import line as launch_line
 from megatron_ext.doctor.check import check_launch
 from megatron_ext.doctor.report import Finding, Severity
-from megatron_ext.doctor.words import Launch
 from megatron_ext.installation import install
 from megatron_ext.launch import Chosen, without
+from megatron_ext.launch_command import line as launch_line
+from megatron_ext.launch_command.words import Launch
 from megatron_ext.launch_planner.launch_choice import choose_for
 from megatron_ext.patches.engine import applied
 from megatron_ext.planner import planner

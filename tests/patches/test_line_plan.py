@@ -37,9 +37,9 @@ from megatron_ext.cost_model.measured.timed_operations import (
 from megatron_ext.cost_model.measured_costs import Machine
 from megatron_ext.cost_model.model import stages_of
 from megatron_ext.cost_model.operations.operation import Exchange, Group, Passes, linear
-from megatron_ext.doctor import line
 from megatron_ext.doctor.check import check_launch
-from megatron_ext.doctor.words import Launch, read_launch
+from megatron_ext.launch_command import line
+from megatron_ext.launch_command.words import Launch, read_launch
 from megatron_ext.launch_planner import launch_job, loading, parsed_launch
 from megatron_ext.launch_planner.alternatives import (
     first_answer,

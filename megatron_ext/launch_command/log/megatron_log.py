@@ -19,8 +19,8 @@ from pathlib import Path
 
 from megatron_ext.config import PREFIX
 from megatron_ext.cost_model.gpus import name_of_gpu
-from megatron_ext.doctor.importing import as_on, quickly, silently
-from megatron_ext.doctor.words import Launch, read_launch
+from megatron_ext.launch_command.importing import as_on, quickly, silently
+from megatron_ext.launch_command.words import Launch, read_launch
 from megatron_ext.patches.engine import PatchError
 from megatron_ext.words import counted
 
@@ -174,7 +174,7 @@ def launch_from_log(path: Path) -> Launch:
     with silently(), as_on(Path.cwd(), {"HF_HUB_OFFLINE": "1"}):
         try:
             with quickly():
-                from megatron_ext.doctor.log.unparse import unparse
+                from megatron_ext.launch_command.log.unparse import unparse
         except ImportError as error:
             raise PatchError(f"no Megatron is here to read {OPTION} with: {error}") from error
         try:
