@@ -19,7 +19,8 @@ from megatron_ext.commands.verify import verify
 
 
 class _Commands(typer.Typer):
-    """Commands, which say so if what they print cannot be written: `> file` on a full disk."""
+    """Commands that report an error if their output cannot be written, as with `> file` on a full
+    disk."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_ext.compile.auto_spec import is_open
 from megatron_ext.compile.registry import Choice, choose
-from megatron_ext.race.line_up import LineUp, RaceThen, line_up
+from megatron_ext.race.contestants import Contestants, RaceThen, contestants
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.dealing import MicrobatchOrder
 from megatron_ext.schedule.limit import parse_limit
@@ -129,8 +129,8 @@ def _rank_speeds(name: str, text: str) -> RankSpeeds:
     return parse_rank_speeds(text, flag(name))
 
 
-def _schedules(name: str, text: str) -> LineUp:
-    return LineUp(tuple(text.split()))
+def _schedules(name: str, text: str) -> Contestants:
+    return Contestants(tuple(text.split()))
 
 
 def _setting(parse: Parse, metavar: str, text: str) -> dict[str, Any]:
@@ -329,7 +329,7 @@ class PipelineConfig:
             "fifth to the seventh of the run.",
         ),
     )
-    race: LineUp | None = field(
+    race: Contestants | None = field(
         default=None,
         metadata=_setting(
             _schedules,
@@ -374,7 +374,7 @@ class PipelineConfig:
                     )
         parsed = {n: declared[n].metadata["parse"](n, value) for n, value in given.items()}
         if "race" in parsed and not _is_chosen_later(parsed.get("schedule")):
-            race = line_up(parsed.get("schedule"), parsed["race"].specs)
+            race = contestants(parsed.get("schedule"), parsed["race"].specs)
             parsed |= {"schedule": race.baseline, "race": race}
         return cls(**parsed)
 

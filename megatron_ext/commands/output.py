@@ -1,4 +1,4 @@
-"""How commands print: tables, units, and errors."""
+"""Output of commands: tables, units, and errors."""
 
 from __future__ import annotations
 

@@ -41,7 +41,8 @@ Iterations = Annotated[
 
 
 class _LinesUnlessNamed(TyperGroup):
-    """Without the name of a command, its arguments are launch commands."""
+    """Group that takes its arguments for launch commands if they do not begin with the name of a
+    command."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in (*self.commands, "--help"):
@@ -150,7 +151,7 @@ def compare_folders(
 
 
 def _two_lines(words: Sequence[str]) -> tuple[RunCommand, RunCommand, bool]:
-    """Lines A and B, and whether A is B as stock."""
+    """Return launch commands A and B, and whether A is B without our flags."""
     count = list(words).count("--")
     if not words or count > 1:
         raise ValueError(

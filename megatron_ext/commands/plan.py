@@ -300,14 +300,14 @@ def _refuse(options: Mapping[str, object], why: str) -> None:
 
 @dataclass(frozen=True)
 class _Seen:
-    """Bytes that allocators reserve and speeds of ranks, as a trace shows them."""
+    """Bytes that allocators reserved and speeds of ranks, as in a trace."""
 
     reserved: float | None = None
     speeds: RankSpeeds | None = None
 
 
 def _seen_in(trace: Path) -> _Seen:
-    """Raises ValueError if ``trace`` tells nothing."""
+    """Return the reserved bytes and speeds of ``trace``. Raises ValueError if it has none."""
     steps = read_trace(trace)
     seen = _Seen(reserved_in(steps), speeds_in(steps))
     if seen == _Seen():
@@ -332,7 +332,7 @@ class _Sizes:
 
     @property
     def of_model(self) -> dict[str, object]:
-        """Options, by their names, that say how a model is trained."""
+        """Options, by name, that describe the training of a model."""
         return {
             "--tp": self.tp > 1,
             "--dp": self.dp > 1,

@@ -1,4 +1,4 @@
-"""``megatron-ext schedules``: what there is."""
+"""``megatron-ext schedules``: the list of schedules."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def schedules(as_json: Json = False) -> None:
     print_table([{_HEADERS.get(key, key): value for key, value in row.items()} for row in rows])
 
 
-# Of the table, where they differ from the keys of --json.
+# Names of columns that differ from the keys of --json.
 _HEADERS = {
     "name": "schedule",
     "chunks": "stages of a rank",

@@ -1,4 +1,4 @@
-"""``megatron-ext simulate``: what a schedule takes and holds."""
+"""``megatron-ext simulate``: predicted time and memory of a schedule."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ class _More:
 
 @dataclass(frozen=True)
 class _Request:
-    """The problem, as options say it, for a placement that is yet to be known."""
+    """Problem described by the options, before its placement is known."""
 
     ranks: int
     microbatches: int
@@ -353,7 +353,7 @@ def _results(made: ScheduleReport) -> str:
 
 
 def _of_ranks(held: Sequence[float]) -> str:
-    """The microbatches that each rank holds."""
+    """Return the microbatches that each rank holds, as text."""
     most = max(held)
     if min(held) == most:
         return f"{counted(most, 'microbatch')} on every rank"
@@ -444,8 +444,8 @@ def _differing(text: str | None, microbatches: int, replicas: int) -> Costs | No
 def _with_unequal(
     program: Program, costs: Costs | None, replicas: int
 ) -> tuple[UnequalMicrobatches | None, Program]:
-    """Return what steps take whose microbatches cost ``costs``, and the better program for them,
-    with the mean costs of their places; None and ``program`` itself if ``costs`` is None."""
+    """Return the figures of steps whose microbatches cost ``costs``, and the better program for
+    them, with the mean costs of their places; None and ``program`` itself if ``costs`` is None."""
     if costs is None:
         return None, program
     at_places = same_for_all_passes(profile_of(costs, replicas).tolist())

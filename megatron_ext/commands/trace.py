@@ -1,4 +1,4 @@
-"""``megatron-ext trace``: where the time of measured steps went."""
+"""``megatron-ext trace``: the time of measured steps by its causes."""
 
 from __future__ import annotations
 
