@@ -86,7 +86,7 @@ def _show_environment(words: Sequence[str], patches: bool, versions: bool, as_js
 
 
 def _print_summary(diagnosis: Diagnosis, config: PipelineConfig) -> None:
-    wanted = [patch for patch in diagnosis.patches if patch.wanted]
+    required = [patch for patch in diagnosis.patches if patch.is_required]
     what = "of ours"
     if config.schedule is not None:
         what = f"that {flag('schedule')} {config.schedule} needs"
@@ -96,9 +96,9 @@ def _print_summary(diagnosis: Diagnosis, config: PipelineConfig) -> None:
         what = "that order and deal microbatches"
     misfits = diagnosis.misfits
     if not misfits:
-        typer.echo(f"\nall {len(wanted)} patches {what} fit this Megatron")
+        typer.echo(f"\nall {len(required)} patches {what} fit this Megatron")
         return
-    typer.echo(f"\n{len(misfits)} of the {len(wanted)} patches {what} do not fit this Megatron:")
+    typer.echo(f"\n{len(misfits)} of the {len(required)} patches {what} do not fit this Megatron:")
     for patch in misfits:
         typer.echo(f"\n{patch.why}")
     if diagnosis.allowance:

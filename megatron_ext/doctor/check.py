@@ -123,7 +123,9 @@ def _check(
         with quickly():
             from megatron_ext.launch_command import line as launch_line
     except ImportError as error:
-        raise PatchError(f"no Megatron is here to check with: {error}") from error
+        raise PatchError(
+            f"a check needs Megatron, which cannot be imported here: {error}"
+        ) from error
 
     config = report.attempt("flags", lambda: settings_of(launch, script)) or PipelineConfig()
     if not config.is_chosen_later:  # the patches that it requires are checked below
@@ -203,7 +205,7 @@ def _check_patches(report: Report, config: PipelineConfig) -> None:
             fix = f"read what has changed; {command} prints how to allow it"
         report.add(Severity.WRONG, "patches", patch.why, fix)
     if not diagnosis.misfits:
-        count = sum(patch.wanted for patch in diagnosis.patches)
+        count = sum(patch.is_required for patch in diagnosis.patches)
         megatron = diagnosis.environment["megatron-core"]
         text = f"{count} are needed, and fit Megatron {megatron}"
         report.add(Severity.RIGHT, "patches", text)

@@ -47,7 +47,7 @@ class PatchState:
     """State of a patch of a feature, or of a feature whose patches cannot be listed.
 
     Attributes:
-        wanted: whether the settings require it; without settings all patches count as required.
+        is_required: whether the settings require it; without settings all are required.
         why: reason of a misfit.
         unknown: the source that the patch was not read against, if that is the reason.
     """
@@ -57,7 +57,7 @@ class PatchState:
     how: str
     reason: str
     state: State
-    wanted: bool
+    is_required: bool
     why: str = ""
     unknown: UnknownSource | None = None
 
@@ -78,7 +78,7 @@ class Diagnosis:
     @property
     def misfits(self) -> tuple[PatchState, ...]:
         """Required patches that do not fit."""
-        return tuple(patch for patch in self.patches if patch.wanted and not patch.fits)
+        return tuple(patch for patch in self.patches if patch.is_required and not patch.fits)
 
     @property
     def allowance(self) -> str:
@@ -144,14 +144,14 @@ def _versions() -> list[dict[str, str]]:
 
 def _patches(config: PipelineConfig) -> Iterator[PatchState]:
     example = config if config.schedule else _WITH_ALL_PATCHES
-    is_asked = config.changes_launch
+    has_settings = config.changes_launch
     in_force = {patch.target for patch in applied()}
     for feature in FEATURES:
-        wanted = not is_asked or feature.is_wanted(config)
+        is_required = not has_settings or feature.is_wanted(config)
         try:
             patches = feature.patches(example)
         except PatchError as error:
-            yield PatchState(feature.name, "", "", "", State.MISFIT, wanted, str(error))
+            yield PatchState(feature.name, "", "", "", State.MISFIT, is_required, str(error))
             continue
         for patch in patches:
             misfit = None
@@ -160,14 +160,14 @@ def _patches(config: PipelineConfig) -> Iterator[PatchState]:
             elif (misfit := _misfit(patch)) is not None:
                 state = State.MISFIT
             else:
-                state = _state_of_what_fits(patch, is_asked and wanted)
+                state = _state_of_what_fits(patch, has_settings and is_required)
             yield PatchState(
                 feature.name,
                 patch.target,
                 patch.how.value,
                 patch.reason,
                 state,
-                wanted,
+                is_required,
                 misfit.text if misfit else "",
                 misfit.unknown if misfit else None,
             )

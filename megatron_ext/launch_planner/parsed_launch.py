@@ -109,7 +109,9 @@ def with_launch[T](request: LaunchRequest, work: Callable[[ParsedLaunch], T]) ->
             with quickly():
                 from megatron_ext.launch_command import line as launch_line
         except ImportError as error:
-            raise PatchError(f"no Megatron is here to plan with: {error}") from error
+            raise PatchError(
+                f"a plan needs Megatron, which cannot be imported here: {error}"
+            ) from error
         values = dict(request.values)
         given = take_vision(values)
         line = (

@@ -176,7 +176,9 @@ def launch_from_log(path: Path) -> Launch:
             with quickly():
                 from megatron_ext.launch_command.log.unparse import unparse
         except ImportError as error:
-            raise PatchError(f"no Megatron is here to read {OPTION} with: {error}") from error
+            raise PatchError(
+                f"{OPTION} needs Megatron, which cannot be imported here: {error}"
+            ) from error
         try:
             unparsed = unparse(log.arguments)
         except ValueError as error:
