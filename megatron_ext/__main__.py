@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from megatron_ext.doctor.chosen_plan import choose_plan
 from megatron_ext.launch import is_launch, launch
+from megatron_ext.launch_planner.chosen_plan import choose_plan
 
 
 def main(argv: Sequence[str]) -> None:

@@ -19,7 +19,8 @@ from megatron_ext.commands.verify import verify
 
 
 class _Commands(typer.Typer):
-    """Commands, which say so if what they print cannot be written: `> file` on a full disk."""
+    """Commands that report an error if their output cannot be written, as with `> file` on a full
+    disk."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -63,11 +64,11 @@ for command in (schedules, simulate, verify, trace):
     app.command()(command)
 app.command(
     context_settings={"allow_extra_args": True},
-    epilog="Behind -- a launch line: megatron-ext plan --gpu h100 -- torchrun ... SCRIPT ARGS.",
+    epilog="Behind -- a launch command: megatron-ext plan --gpu h100 -- torchrun ... SCRIPT ARGS.",
 )(plan)
 app.command(
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
     epilog="Give --pipeline-* flags to see the patches a launch with them would apply, or, behind "
-    "--, a whole launch line: megatron-ext doctor --world-size 16 -- SCRIPT ARGS.",
+    "--, a whole launch command: megatron-ext doctor --world-size 16 -- SCRIPT ARGS.",
 )(doctor)
 app.add_typer(parity, name="parity")

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_ext.compile.auto_spec import is_open
 from megatron_ext.compile.registry import Choice, choose
-from megatron_ext.race.line_up import LineUp, RaceThen, line_up
+from megatron_ext.race.contestants import Contestants, RaceThen, contestants
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.dealing import MicrobatchOrder
 from megatron_ext.schedule.limit import parse_limit
@@ -129,8 +129,8 @@ def _rank_speeds(name: str, text: str) -> RankSpeeds:
     return parse_rank_speeds(text, flag(name))
 
 
-def _schedules(name: str, text: str) -> LineUp:
-    return LineUp(tuple(text.split()))
+def _schedules(name: str, text: str) -> Contestants:
+    return Contestants(tuple(text.split()))
 
 
 def _setting(parse: Parse, metavar: str, text: str) -> dict[str, Any]:
@@ -168,9 +168,9 @@ class PipelineConfig:
             "SPEC",
             "Pipeline schedule: NAME[:key=value,...] (see 'megatron-ext schedules'), a CSV file "
             "of compute actions with a row per rank, a Python file with a family, 'auto' or "
-            "'plan'. auto finds placement, chunks and order for this launch "
-            "(auto:placement=v,chunks=2 names them). plan compares all schedules, with a "
-            "whole and with a split vocabulary. Default: Megatron's own, untouched.",
+            "'plan'. auto chooses placement, chunks and order for this launch "
+            "(auto:placement=v,chunks=2 fixes them). plan compares all schedules, with a whole "
+            "and with a split vocabulary. Default: Megatron's own, unpatched.",
         ),
     )
     memory_limit: str | None = field(
@@ -178,7 +178,7 @@ class PipelineConfig:
         metadata=_setting(
             _as_given,
             "LIMIT",
-            "What a rank's activations may take: 5 (microbatches of a rank), 0.5x (of 1F1B's "
+            "Limit of the activations of a rank: 5 (microbatches of a rank), 0.5x (of 1F1B's "
             "peak) or 60GiB. Default: no limit.",
         ),
     )
@@ -188,8 +188,8 @@ class PipelineConfig:
             _source,
             "COSTS",
             "Costs of passes: a JSON file, f=10,i=12,w=8,comm=1 (per microbatch of a rank; comm "
-            "per hop), 'estimate' from the model's dimensions (the default), 'profile' or "
-            "'profile:FILE'. profile measures them in the first iterations, writes them to FILE "
+            "per message), 'estimate' from the model's dimensions (the default), 'profile' or "
+            "'profile:FILE'. profile measures costs in the first iterations, writes them to FILE "
             "(costs.json) and uses them.",
         ),
     )
@@ -198,37 +198,37 @@ class PipelineConfig:
         metadata=_setting(
             _rank_speeds,
             "S,S,...",
-            "Speed of each pipeline rank relative to the costs: 1,1,0.77,1 has rank 2 take 1.3 "
-            "times as long. Schedules that go by costs are made for these ranks. Default: all "
-            "ranks are alike.",
+            "Speed of each pipeline rank relative to the costs: with 1,1,0.77,1 rank 2 takes 1.3 "
+            "times as long. Schedules that depend on costs are made for these ranks. Default: 1 "
+            "for all.",
         ),
     )
     p2p: P2P = field(
         default=P2P.ASYNC,
         metadata=_one_of(
             P2P,
-            "How ranks exchange tensors: async makes a process group for each channel (the "
-            "default), batched makes none and uses the pipeline's own, where many communicators "
-            "cost too much.",
+            "Communicators of messages: async (the default) makes a process group for each "
+            "channel; batched makes none and uses the pipeline's own, for clusters where "
+            "communicators cost too much.",
         ),
     )
     vocab_parallel: VocabularyParallel = field(
         default=VocabularyParallel.NONE,
         metadata=_one_of(
             VocabularyParallel,
-            "Divide embedding and output layer over all pipeline ranks, and make their passes "
-            "part of the schedule: 1 holds two more microbatches, 2 holds one more. Default: none, "
-            "they are on the first and the last stage.",
+            "Split the embedding and the output layer over all pipeline ranks, and make their "
+            "passes part of the schedule: 1 holds two more microbatches, 2 holds one more. "
+            "Default: none; they are on the first and the last stage.",
         ),
     )
     activation_offload: Offload = field(
         default=Offload.NONE,
         metadata=_one_of(
             Offload,
-            "Copy activations to host memory until they are needed, on the schedule's own time. "
+            "Copy activations to host memory until they are needed, as actions of the schedule. "
             "half copies those of the half of a rank's chunks that waits longest, full all that "
-            "the link to the host is fast enough for, fit as few as meet "
-            "--pipeline-memory-limit. Default: none.",
+            "the link to the host has time for, fit as few as meet --pipeline-memory-limit. "
+            "Default: none.",
         ),
     )
     recompute: Recompute = field(
@@ -237,9 +237,9 @@ class PipelineConfig:
             _recompute,
             "{none,fit,first:N}",
             "Free activations after the forward pass, except their stage's input, and recompute "
-            "them on the schedule's own time, in a bubble before the backward pass if there is "
-            "one. fit recomputes as few as meet --pipeline-memory-limit, first:N those of the "
-            "model's first N stages, which wait the longest. Default: none.",
+            "them before the backward pass, in a bubble if there is one. fit recomputes as few as "
+            "meet --pipeline-memory-limit, first:N those of the model's first N stages, which "
+            "wait longest. Default: none.",
         ),
     )
     slices: int = field(
@@ -247,9 +247,9 @@ class PipelineConfig:
         metadata=_setting(
             _count,
             "K",
-            "Cut each sequence into K slices, which go through the pipeline one behind the other "
-            "and attend to those before them. With long sequences in few microbatches, bubbles "
-            "and activation memory fall by a factor of about K. Default: 1, sequences stay whole.",
+            "Number of slices of each sequence. Slices go through the pipeline one after the "
+            "other and attend to earlier ones. With long sequences in few microbatches, bubbles "
+            "and activation memory fall by a factor of about K. Default: 1, whole sequences.",
         ),
     )
     slice_lengths: SliceLengths = field(
@@ -264,9 +264,9 @@ class PipelineConfig:
     post_validation: bool = field(
         default=False,
         metadata=_switch(
-            "Experimental: let steps overlap. The optimizer steps before the norm of all gradients "
-            "is known, which comes during the next step's warm-up. A step that should have been "
-            "clipped or skipped is taken back then and done again, exactly."
+            "Experimental: let steps overlap. The optimizer steps before the norm of all "
+            "gradients is known, which arrives during the next step's warm-up. A step that should "
+            "have been clipped or skipped is then undone and repeated exactly."
         ),
     )
     microbatch_order: MicrobatchOrder = field(
@@ -275,8 +275,8 @@ class PipelineConfig:
         | _one_of(
             MicrobatchOrder,
             "Order of a step's microbatches: arrival (the default), or small-ends, with the most "
-            "costly ones in the middle, which shortens the waits of all schedules, Megatron's too. "
-            "Costs are the squared lengths of documents: needs "
+            "costly ones in the middle, which shortens the waits of all schedules, Megatron's "
+            "too. Costs are the squared lengths of documents. Requires "
             "--dataloader-inter-document-masking.",
         ),
     )
@@ -284,27 +284,27 @@ class PipelineConfig:
         default=False,
         metadata=_ON_STOCK
         | _switch(
-            "Deal the microbatches of the global batch to data-parallel replicas by their cost, as "
-            "many to each as without, so that all replicas take about as long. Needs "
-            "--dataloader-inter-document-masking."
+            "Deal the microbatches of the global batch to data-parallel replicas by their cost, "
+            "so that all replicas take about as long. Each replica gets as many as without. "
+            "Requires --dataloader-inter-document-masking."
         ),
     )
     report_split: bool = field(
         default=False,
         metadata=_switch(
-            "After the first step, print for each rank of the first pipeline which share of the "
-            "weight gradients waits for W, and what is computed with the input gradients, and "
-            "why."
+            "After the first step, print for each rank of the first pipeline the share of the "
+            "weight gradients that waits for W, and which weight gradients are computed with the "
+            "input gradients, and why."
         ),
     )
     metrics: bool = field(
         default=False,
         metadata=_ON_STOCK
         | _switch(
-            "As often as Megatron logs, tell the bubble and a step's seconds, measured and "
-            "predicted, the slowest rank and the peak memory of the last pipeline: in one line, "
-            "and to TensorBoard and W&B. Nothing waits for it. Without --pipeline-schedule it is "
-            "Megatron's own step that is measured."
+            "Log metrics of the last pipeline as often as Megatron logs, in one line and to "
+            "TensorBoard and W&B: the bubble and a step's seconds, measured and predicted, the "
+            "slowest rank, and the peak memory. Nothing waits for them. Without "
+            "--pipeline-schedule they measure Megatron's own step."
         ),
     )
     trace: Path | None = field(
@@ -313,10 +313,10 @@ class PipelineConfig:
         | _setting(
             _folder,
             "DIR",
-            "Write DIR/trace.json for Perfetto: when each pass ran on each rank of the last "
-            "pipeline, and when it was predicted to run. Without --pipeline-schedule it "
-            "is Megatron's own step that is traced, and the log says what our schedules would "
-            "take. See 'megatron-ext trace DIR'.",
+            "Write DIR/trace.json for Perfetto: measured and predicted times of each pass on each "
+            "rank of the last pipeline. Without --pipeline-schedule Megatron's own step is "
+            "traced, and the log lists the step times that our schedules would have. See "
+            "'megatron-ext trace DIR'.",
         ),
     )
     trace_iters: range | None = field(
@@ -325,27 +325,27 @@ class PipelineConfig:
         | _setting(
             _iterations,
             "A:B",
-            "The training iterations to trace: A to B-1, as Megatron's log counts them. Default: "
-            "the fifth to the seventh of the run.",
+            "Training iterations to trace: A to B-1, as Megatron's log counts them. Default: the "
+            "fifth to the seventh of the run.",
         ),
     )
-    race: LineUp | None = field(
+    race: Contestants | None = field(
         default=None,
         metadata=_setting(
             _schedules,
             "SPECS",
-            "Time schedules of one placement against one another in turns of a few iterations of "
-            'this training, which stays the same to the last bit: "zb-h1 zb-1p" race 1f1b, '
-            "stock's order. Loops race interleaved, V's 1f1b-v, waves hanayo. Ends with a row to "
-            "show to others. Takes the place of --pipeline-schedule, or races it too.",
+            "Race: time schedules of one placement against each other in turns of a few "
+            'iterations of this training, which stays the same to the last bit. "zb-h1 zb-1p" '
+            "race 1f1b, stock's order; loops race interleaved, V's 1f1b-v, waves hanayo. Replaces "
+            "--pipeline-schedule, or races it too. The log ends with a table row of the results.",
         ),
     )
     race_then: RaceThen = field(
         default=RaceThen.KEEP,
         metadata=_one_of(
             RaceThen,
-            "When --pipeline-race is over: keep trains on under the winner (the default), report "
-            "under what it was compared with.",
+            "Schedule after a race: keep (the default) trains on under the winner, report under "
+            "the baseline.",
         ),
     )
 
@@ -374,7 +374,7 @@ class PipelineConfig:
                     )
         parsed = {n: declared[n].metadata["parse"](n, value) for n, value in given.items()}
         if "race" in parsed and not _is_chosen_later(parsed.get("schedule")):
-            race = line_up(parsed.get("schedule"), parsed["race"].specs)
+            race = contestants(parsed.get("schedule"), parsed["race"].specs)
             parsed |= {"schedule": race.baseline, "race": race}
         return cls(**parsed)
 
@@ -512,8 +512,8 @@ class PipelineConfig:
         if self.is_chosen_later:
             tells = PLAN if self.schedule == PLAN else f"simulate {self.schedule}"
             raise ValueError(
-                f"the schedule {self.schedule!r} is chosen from a launch line: launch with python "
-                f"-m megatron_ext SCRIPT ..., or name one; 'megatron-ext {tells}' tells which"
+                f"the schedule {self.schedule!r} is chosen from a launch command: launch as "
+                f"python -m megatron_ext SCRIPT ..., or name one; 'megatron-ext {tells}' says which"
             )
         return choose(self.schedule)
 

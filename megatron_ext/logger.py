@@ -1,9 +1,8 @@
-"""The logger of all that a training is told by us, ``megatron_ext``.
+"""The logger ``megatron_ext``, which writes all our lines in a training.
 
-Its lines are written to stdout, whatever becomes of the root's level and handlers: Megatron sets
-both. A notebook or a trainer silences them by the logger's level, and redirects them by
-``handlers``, where ours is the first; handlers put there before this package is imported stay
-alone.
+Lines go to stdout, whatever the root logger's level and handlers, which Megatron sets. A notebook
+or a trainer silences them by this logger's level, and redirects them by its ``handlers``, of which
+ours is the first. If handlers exist before this package is imported, ours is not added.
 """
 
 from __future__ import annotations
@@ -17,28 +16,29 @@ from megatron_ext.progress import reporting
 
 
 class _Logger(logging.Logger):
-    """Not silenced by `logging.disable`, which means others."""
+    """Logger that `logging.disable` does not silence, as that call is meant for others."""
 
     def isEnabledFor(self, level: int) -> bool:
         return not self.disabled and level >= self.getEffectiveLevel()
 
 
 class _Standard(logging.Handler):
-    """Writes ``megatron_ext: message`` to what sys.stdout is then, errors to sys.stderr."""
+    """Handler that writes ``megatron_ext: message`` to the current sys.stdout, and errors to
+    sys.stderr."""
 
     def __init__(self) -> None:
         super().__init__()
         self.setFormatter(logging.Formatter("megatron_ext: %(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the line, or lose it: a training does not end because a log cannot be written."""
+        """Write the line, or drop it: a training does not end because a log cannot be written."""
         stream = sys.stderr if record.levelno >= logging.ERROR else sys.stdout
         with contextlib.suppress(OSError, ValueError):  # a full disk or a broken pipe; closed
             print(self.format(record), file=stream, flush=True)
 
 
 def _make() -> logging.Logger:
-    """The logger, set up as far as nobody has done so before."""
+    """Return the logger, and set it up unless other code has done so."""
     others = logging.getLoggerClass()
     logging.setLoggerClass(_Logger)
     try:
@@ -57,7 +57,6 @@ logger = _make()
 
 
 def telling_of_long_work(rank: int) -> AbstractContextManager[None]:
-    """Within, a search or build that takes long says what it does, how far it is and when it ends
-    at the latest, and again now and then. All ranks of the world do the same, and ``rank`` 0 tells.
-    """
+    """In the block, a long search or build reports its activity, its progress and its latest end,
+    repeatedly. All ranks of the world do the same work, and only ``rank`` 0 reports."""
     return reporting(logger.info, logger.warning) if rank == 0 else contextlib.nullcontext()

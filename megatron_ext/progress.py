@@ -1,8 +1,8 @@
 """Progress reports of long work.
 
-Work that may take seconds names itself (`task`) and counts its steps. Nothing is reported outside
-`reporting`, which says a line after `FIRST` seconds and then every `EVERY` seconds. A thread of its
-own does so: a long step is reported too, and the work never waits.
+Work that may take seconds names itself (`task`) and counts its steps. Reports exist only inside
+`reporting`, which prints a line after `FIRST` seconds and then every `EVERY` seconds. A separate
+thread prints them, so that a long step is reported too and the work never waits.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 Say = Callable[[str], None]
 
 FIRST, EVERY = 2.0, 12.0  # seconds until the first line, and from one to the next
-_LOOKS = 0.1  # seconds
-_LEAVE = 1.0  # that the end of the work waits for a line that is being written
+_LOOKS = 0.1  # seconds between two looks at the tasks
+_LEAVE = 1.0  # seconds to wait at the end for a line that is being written
 
 
 @dataclass
@@ -26,13 +26,13 @@ class Task:
     """Work under way.
 
     Attributes:
-        what: it does, as a line of a report begins: ``v-auto packs plans``.
-        steps: how many there are at the most; 0: not known.
-        alike: whether all steps take about the same time, so that those done tell how long the
-            rest takes.
-        seconds: its time limit; None: it has none.
-        done: steps.
-        found: how good what has been found is, in words: ``the best is 2.1% above the bound``.
+        what: the activity, as a report line begins: ``v-auto packs plans``.
+        steps: largest possible number of steps; 0 if unknown.
+        alike: whether all steps take about the same time, so that the remaining time can be
+            estimated.
+        seconds: time limit; None without one.
+        done: number of steps done.
+        found: quality of the best result so far, in words: ``the best is 2.1% above the bound``.
     """
 
     what: str
@@ -49,7 +49,7 @@ class Task:
 
     @property
     def left(self) -> float | None:
-        """Seconds after which it has ended at the latest; None: that cannot be told."""
+        """Return the seconds after which the work has ended at the latest; None if unknown."""
         if self.seconds is not None:
             return max(self.seconds - self.elapsed, 0.0)
         if not self.alike or not self.done:
@@ -75,7 +75,8 @@ _REMARKS: set[str] = set()
 def task(
     what: str, steps: int = 0, *, alike: bool = False, seconds: float | None = None
 ) -> Iterator[Task]:
-    """Work that may take seconds; who does it adds to ``done``. Arguments as in `Task`."""
+    """Declare work that may take seconds; the code in the block counts ``done`` up. Arguments as in
+    `Task`."""
     work, listener = Task(what, steps, alike, seconds), _LISTENER.get()
     if listener is None:
         yield work
@@ -88,7 +89,7 @@ def task(
 
 
 def remark(text: str) -> None:
-    """Say ``text`` to who listens, once in a process."""
+    """Pass ``text`` to the listener of `reporting`, once in a process."""
     listener = _LISTENER.get()
     if listener is not None and text not in _REMARKS:
         _REMARKS.add(text)
@@ -99,13 +100,13 @@ def remark(text: str) -> None:
 def reporting(
     say: Say, remarks: Say | None = None, *, first: float = FIRST, every: float = EVERY
 ) -> Iterator[None]:
-    """Give ``say`` a line on the tasks of the block that take longer than ``first`` seconds, and
-    another each ``every`` seconds. It is called from another thread, and the block ends whether
-    lines can be written or not.
+    """Pass ``say`` a line about each task of the block that takes longer than ``first`` seconds,
+    and then one every ``every`` seconds. ``say`` is called from another thread, and the block ends
+    even if lines cannot be written.
 
-    ``remarks`` is given what `remark` says; None: ``say`` is.
+    ``remarks`` gets the texts of `remark`; None sends them to ``say``.
 
-    Inside another `reporting` it does nothing: that one tells of all.
+    Inside another `reporting` this does nothing: the outer one reports all tasks.
     """
     if _LISTENER.get() is not None:
         yield
@@ -149,6 +150,6 @@ def _line(tasks: Sequence[Task]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """``seconds`` for people: 40 s, 2 min 5 s."""
+    """Return ``seconds`` as text: 40 s, 2 min 5 s."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"

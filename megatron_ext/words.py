@@ -1,4 +1,4 @@
-"""Words for people: numbers of things, bytes, and what a misspelt name was meant to be."""
+"""Texts for people: counts with their nouns, bytes, and the meant name behind a misspelt one."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ _ALIKE = 0.75  # from 0, nothing in common, to 1
 
 
 def counted(number: float, thing: str) -> str:
-    """``1 microbatch``, ``2 microbatches``, ``1.5 ranks``."""
+    """Return a number with its noun: ``1 microbatch``, ``2 microbatches``, ``1.5 ranks``."""
     plural = "es" if thing.endswith("ch") else "s"
     return f"{number if isinstance(number, int) else f'{number:g}'} {thing}{plural * (number != 1)}"
 
 
 def shown(value: object, longest: int = 80) -> str:
-    """Return ``str(value)``, or its beginning where it is long: what users gave may be of any
-    length."""
+    """Return ``str(value)``, shortened if it is long: users' values may have any length."""
     text = str(value)
     return text if len(text) <= longest else f"{text[:longest]}... ({len(text):,} characters)"
 

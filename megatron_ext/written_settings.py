@@ -1,4 +1,4 @@
-"""Settings as they are written: flags on a command line, variables in an environment."""
+"""Settings as users write them: flags on a command line, variables in the environment."""
 
 from __future__ import annotations
 
@@ -38,30 +38,31 @@ Given = Mapping[str, str | bool]  # settings as a user has written them
 
 
 def from_argv(argv: Sequence[str]) -> PipelineConfig:
-    """The settings in a script's command line, whatever else is in it."""
+    """Return the settings in a script's command line, which may have any other words."""
     return PipelineConfig.parse(**given_in(argv))
 
 
 def given_in(argv: Sequence[str]) -> dict[str, str | bool]:
-    """Return the values of the settings that a script's command line has flags of."""
+    """Return the values of the settings whose flags are in a script's command line."""
     parser = add_flags(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
     arguments = vars(parser.parse_known_args(argv)[0])
     return {name: arguments[PREFIX + name] for name in _settings() if says(argv, name)}
 
 
 def settings_given(argv: Sequence[str]) -> bool:
-    """Whether one of our flags is in a script's command line."""
+    """Return whether a script's command line has one of our flags."""
     return any(says(argv, name) for name in _settings())
 
 
 def says(argv: Sequence[str], name: str) -> bool:
-    """Whether a script's command line has the flag of the setting ``name``."""
+    """Return whether a script's command line has the flag of the setting ``name``."""
     return any(word.split("=")[0] == flag(name) for word in argv)
 
 
 def given_beside(written: Given, env: Mapping[str, str]) -> tuple[dict[str, str | bool], list[str]]:
-    """Return what variables in ``env`` add to the settings ``written`` on a command line, for
-    `megatron_ext.launch`, and a line for each variable that a flag with another value overrules.
+    """Return the settings that variables in ``env`` add to the settings ``written`` on a command
+    line, for `megatron_ext.launch`, and a line for each variable that a flag with another value
+    overrules.
 
     Raises:
         ValueError: a variable is no setting, but looks like one; or a switch is neither 1 nor 0.
@@ -91,7 +92,8 @@ def words_of(given: Given) -> list[str]:
 
 
 def from_environment(env: Mapping[str, str]) -> PipelineConfig:
-    """The settings in environment variables, for `megatron_ext.auto`. An empty one is not given.
+    """Return the settings in environment variables, for `megatron_ext.auto`. Empty variables are
+    ignored.
 
     Raises:
         ValueError: there is neither a schedule among them nor a setting that acts on Megatron's
@@ -119,7 +121,7 @@ def _settings() -> dict[str, Field[Any]]:
 
 
 def _variables(env: Mapping[str, str]) -> dict[str, str | bool]:
-    """The values of settings in ``env``. An empty variable is not given."""
+    """Return the values of settings in ``env``. Empty variables are ignored."""
     return {
         name: _value(setting, text)
         for name, setting in _settings().items()
@@ -137,8 +139,8 @@ def _unknown_variables(env: Mapping[str, str]) -> list[str]:
 
 
 def _meant(name: str) -> str:
-    """Return the question whether another variable is meant by ``name``; empty if none is like
-    it."""
+    """Return a question that names the variable most similar to ``name``; empty if none is
+    similar."""
     # Without the prefix, by which every name of ours resembles every other.
     meant = meant_by(name.removeprefix(VARIABLES), _settings())
     return f"did you mean {' or '.join(map(variable, meant))}?" if meant else ""

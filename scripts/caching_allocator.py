@@ -186,7 +186,9 @@ class CachingAllocator:
             self.synchronize()
             self._release()
             if self.reserved + size > self._capacity:
-                raise OutOfMemory(f"{size} bytes beside {self.reserved} of {self._capacity:.0f}")
+                raise OutOfMemory(
+                    f"{size} bytes in addition to {self.reserved} of {self._capacity:.0f}"
+                )
         self.reserved += size
         self.max_reserved = max(self.max_reserved, self.reserved)
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The tests for GPUs, on a node with two or more, or all that one GPU can show.
-# docs/gpu-tests.md says what they need and show.
+# docs/measurements.md says what they need and show.
 #
 #   [PYTHON=python] [RESULTS=folder] scripts/gpu_tests.sh [pytest arguments]
 #   [PYTHON=python] [RESULTS=folder] scripts/gpu_tests.sh --one-gpu [--rehearse] [part ...]

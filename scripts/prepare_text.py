@@ -7,7 +7,7 @@ writes PREFIX.bin and PREFIX.idx. Token 0-255 is the byte, 256 ends a document. 
     --data-path PREFIX --tokenizer-type NullTokenizer --vocab-size 257
 
 NullTokenizer takes the last of its ids, here 256, as the end of a document. Without --suffix
-every file that holds no NUL byte is taken. Hidden files and folders and empty files are left out.
+every file that holds no NUL byte is taken. Hidden files and folders and empty files are ignored.
 --tokens 1000000 takes no further file once it has that many.
 
 Megatron caches its sample indices under PREFIX/cache and does not notice that a dataset has

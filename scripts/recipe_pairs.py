@@ -2,9 +2,9 @@
 
     python scripts/recipe_pairs.py [FILE.json] [--json ROWS.json] [--only WORD]
 
-FILE has recipes by name, as scripts/recipes/recipes.json, which is taken without one. Of these it
-compares those that let experts' messages go on beside other microbatches, and capture no graph of a
-whole iteration. It takes some minutes.
+FILE has recipes by name, as scripts/recipes/recipes.json, which is taken without one. The
+script compares those that overlap experts' messages with other microbatches, and capture no graph
+of a whole iteration. It takes some minutes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``megatron-ext doctor``: this environment, or a launch line before it is launched."""
+"""``megatron-ext doctor``: this environment, or a launch command before it is launched."""
 
 from __future__ import annotations
 
@@ -25,20 +25,29 @@ def doctor(
     context: typer.Context,
     as_json: Json = False,
     world_size: Annotated[
-        int | None, typer.Option(help="Ranks of the launch line, if torchrun's words are not there")
+        int | None,
+        typer.Option(
+            help="Number of ranks, if the launch command has no torchrun flags that say it."
+        ),
     ] = None,
     gpu_memory: Annotated[
-        str | None, typer.Option(help="What a GPU has, as 80GiB, to judge the launch line's by.")
+        str | None,
+        typer.Option(help="Memory of a GPU, as 80GiB, to compare with the predicted memory."),
     ] = None,
     megatron_args: MegatronArgs = None,
     patches: Annotated[bool, typer.Option("--patches", help="List each patch and its state.")] = (
         False
     ),
     versions: Annotated[
-        bool, typer.Option("--versions", help="List which versions of others are known to fit.")
+        bool,
+        typer.Option(
+            "--versions",
+            help="List the known versions of Megatron, its dependencies and its callers.",
+        ),
     ] = False,
 ) -> None:
-    """Show whether our patches fit what is installed, or check a launch line before its launch."""
+    """Show whether our patches fit the versions installed here, or check a launch command before
+    its launch."""
     words = context.args
     if megatron_args is not None or (words and (words[0] == "-m" or not words[0].startswith("-"))):
         _check_launch_line(words, megatron_args, world_size, gpu_memory, as_json)
@@ -48,7 +57,7 @@ def doctor(
 
 def _show_environment(words: Sequence[str], patches: bool, versions: bool, as_json: bool) -> None:
     from megatron_ext.doctor.doctor import diagnose
-    from megatron_ext.doctor.importing import as_on, quickly, silently
+    from megatron_ext.launch_command.importing import as_on, quickly, silently
     from megatron_ext.written_settings import from_argv
 
     try:
@@ -77,7 +86,7 @@ def _show_environment(words: Sequence[str], patches: bool, versions: bool, as_js
 
 
 def _print_summary(diagnosis: Diagnosis, config: PipelineConfig) -> None:
-    wanted = [patch for patch in diagnosis.patches if patch.wanted]
+    required = [patch for patch in diagnosis.patches if patch.is_required]
     what = "of ours"
     if config.schedule is not None:
         what = f"that {flag('schedule')} {config.schedule} needs"
@@ -87,9 +96,9 @@ def _print_summary(diagnosis: Diagnosis, config: PipelineConfig) -> None:
         what = "that order and deal microbatches"
     misfits = diagnosis.misfits
     if not misfits:
-        typer.echo(f"\nall {len(wanted)} patches {what} fit this Megatron")
+        typer.echo(f"\nall {len(required)} patches {what} fit this Megatron")
         return
-    typer.echo(f"\n{len(misfits)} of the {len(wanted)} patches {what} do not fit this Megatron:")
+    typer.echo(f"\n{len(misfits)} of the {len(required)} patches {what} do not fit this Megatron:")
     for patch in misfits:
         typer.echo(f"\n{patch.why}")
     if diagnosis.allowance:
@@ -107,7 +116,7 @@ def _check_launch_line(
     as_json: bool,
 ) -> None:
     from megatron_ext.doctor.check import check_launch
-    from megatron_ext.doctor.log.megatron_log import launch_from
+    from megatron_ext.launch_command.log.megatron_log import launch_from
     from megatron_ext.patches.engine import PatchError
 
     try:

@@ -32,8 +32,10 @@ UNIT = "f=1,i=1,w=1,comm=0"
 Limit = Annotated[
     str | None,
     typer.Option(
-        help="What a rank's activations may take: 5 (microbatches), 0.5x (of 1F1B's peak) or "
-        "60GiB. Without it there is no limit."
+        help=(
+            "Limit of the activations of a rank: 5 (microbatches), 0.5x (of 1F1B's peak) or "
+            "60GiB. Default: no limit."
+        )
     ),
 ]
 Speeds = Annotated[
@@ -41,25 +43,31 @@ Speeds = Annotated[
     typer.Option(
         "--rank-speeds",
         metavar="S,S,...",
-        help="Speed of each pipeline rank relative to the costs: 1,1,0.77,1 has rank 2 take 1.3 "
-        "times as long. Without it all ranks are alike.",
+        help=(
+            "Speed of each pipeline rank relative to the costs: with 1,1,0.77,1 rank 2 takes 1.3 "
+            "times as long. Default: 1 for all."
+        ),
     ),
 ]
 Vision = Annotated[
     str | None,
     typer.Option(
         metavar="NAME|SIZES",
-        help="Vision tower on the first stage: clip, siglip, internvit, radio and so on, or "
-        "layers=27,hidden=1152,heads=16,ffn=4304; trained=projector or trained=none behind it if "
-        "it is frozen.",
+        help=(
+            "Vision tower on the first stage: clip, siglip, internvit, radio and so on, or sizes "
+            "such as layers=27,hidden=1152,heads=16,ffn=4304. A frozen tower is followed by "
+            "trained=projector or trained=none."
+        ),
     ),
 ]
 VisionTokens = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Tokens of the vision tower for each sample. Without it as many as the language model "
-        "has.",
+        help=(
+            "Tokens of the vision tower for each sample. Default: as many as the language model "
+            "has."
+        ),
     ),
 ]
 SliceCount = Annotated[
@@ -92,8 +100,10 @@ MegatronArgs = Annotated[
     Path | None,
     typer.Option(
         metavar="LOG",
-        help="Log of an earlier start, in place of a launch command: Megatron prints a training's "
-        "arguments at its start.",
+        help=(
+            "Log of an earlier start, in place of a launch command. The log has Megatron's "
+            "arguments."
+        ),
     ),
 ]
 HtmlPage = Annotated[

@@ -1,4 +1,4 @@
-"""How commands print: tables, units, and errors."""
+"""Output of commands: tables, units, and errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def fail(error: Exception) -> NoReturn:
 
 
 def command_line() -> str:
-    """The command as it was given, to give it again."""
+    """Return the command as the user gave it, to be printed for another run."""
     return shlex.join(["megatron-ext", *sys.argv[1:]])
 
 
@@ -34,8 +34,8 @@ _GAP = 2  # between columns
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """Print ``rows`` beneath their keys. Where they are wider than the terminal, sentences and keys
-    go on in the next line; names and figures stay whole."""
+    """Print ``rows`` below their keys. If they are wider than the terminal, sentences and keys are
+    wrapped; names and figures are not."""
     console = Console()
     width = console.width if console.is_terminal else 200  # a pipe has no width of its own
     cells = [[_cell(value) for value in row.values()] for row in rows]
@@ -56,7 +56,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 
 
 def _width(heads: list[str], sizes: list[int]) -> int:
-    """Of a table with cells of these sizes."""
+    """Return the width of a table with cells of these sizes."""
     widths = (
         max(size, *map(len, head.split("\n"))) for head, size in zip(heads, sizes, strict=True)
     )

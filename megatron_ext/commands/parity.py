@@ -1,4 +1,4 @@
-"""``megatron-ext parity``: whether two launch lines train to the same numbers."""
+"""``megatron-ext parity``: whether two launch commands train to the same numbers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typer.core import TyperGroup
 from megatron_ext.commands.options import Json
 from megatron_ext.commands.output import fail, print_table
 from megatron_ext.commands.progress import showing_progress
-from megatron_ext.doctor.chosen_plan import choose_plan
 from megatron_ext.launch import RecordingRequest, launch
+from megatron_ext.launch_planner.chosen_plan import choose_plan
 from megatron_ext.parity.run_command import (
     RunCommand,
     as_stock,
@@ -41,7 +41,8 @@ Iterations = Annotated[
 
 
 class _LinesUnlessNamed(TyperGroup):
-    """Without the name of a command, its arguments are launch lines."""
+    """Group that takes its arguments for launch commands if they do not begin with the name of a
+    command."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in (*self.commands, "--help"):
@@ -52,9 +53,10 @@ class _LinesUnlessNamed(TyperGroup):
 app = typer.Typer(
     cls=_LinesUnlessNamed,
     no_args_is_help=True,
-    help="Say whether two launch lines train to the same numbers: "
-    "megatron-ext parity -- LINE_A -- LINE_B, or megatron-ext parity -- LINE for a line against "
-    "itself without our flags.",
+    help=(
+        "Compare the numbers of two trainings: megatron-ext parity -- COMMAND_A -- COMMAND_B, or "
+        "megatron-ext parity -- COMMAND, for a launch command and the same without our flags."
+    ),
     epilog="Options for lines stand before the first --: megatron-ext parity lines --help. "
     "The exit status is 0 if the numbers are the same, 1 if they differ, 2 if lines cannot be "
     "compared.",
@@ -66,15 +68,22 @@ def lines(
     context: typer.Context,
     iterations: Iterations = 4,
     folder: Annotated[
-        Path, typer.Option("--dir", metavar="DIR", help="Where recordings and logs are kept.")
+        Path, typer.Option("--dir", metavar="DIR", help="Folder for recordings and logs.")
     ] = Path("parity"),
     from_seed: Annotated[
         bool,
-        typer.Option("--from-seed", help="Write no checkpoint: both draw the same weights."),
+        typer.Option(
+            "--from-seed",
+            help=(
+                "Write no checkpoint to start from: both commands draw the same weights from their "
+                "seed."
+            ),
+        ),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Run the lines here, A twice, and compare them. The word 'lines' may be omitted."""
+    """Run both launch commands here, A twice, and compare their numbers. The word 'lines' may be
+    omitted."""
     try:
         a, b, is_stock = _two_lines(context.args)
         if not is_stock or b.value("--pipeline-slices") is not None:
@@ -90,13 +99,19 @@ def lines(
 @app.command(context_settings=_WORDS)
 def record(
     context: typer.Context,
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder, seen by all ranks.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR",
+            help="New folder for the recording, on a file system that all ranks share.",
+        ),
+    ],
     iterations: Iterations = 4,
 ) -> None:
-    """Run a launch line for a few iterations and record its numbers: record DIR -- LINE.
+    """Run a launch command for a few iterations and record its numbers: record DIR -- COMMAND.
 
-    Works also as one rank of many, started by a launcher:
-    srun python -m megatron_ext parity record DIR -- pretrain_gpt.py ARGS.
+    Works also as one rank of many, started by a launcher: srun python -m megatron_ext parity record
+    DIR -- pretrain_gpt.py ARGS.
     """
     try:
         line = read_run_command(context.args)
@@ -113,15 +128,21 @@ def record(
 
 @app.command("compare")
 def compare_folders(
-    a: Annotated[Path, typer.Argument(metavar="A", help="A recording.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Another, of the other line.")],
+    a: Annotated[Path, typer.Argument(metavar="A", help="Folder of the recording of command A.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Folder of the recording of command B.")],
     again: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="A recorded once more: what it differs by from itself."),
+        typer.Option(
+            metavar="DIR",
+            help=(
+                "Folder of a second recording of A. Differences between the two recordings of A "
+                "count as noise."
+            ),
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare two recordings, anywhere: numpy is all that is needed."""
+    """Compare two recordings. Needs numpy only, and neither torch nor a GPU."""
     try:
         found = _compare(a, b, again)
     except (ValueError, OSError) as error:
@@ -130,11 +151,12 @@ def compare_folders(
 
 
 def _two_lines(words: Sequence[str]) -> tuple[RunCommand, RunCommand, bool]:
-    """Lines A and B, and whether A is B as stock."""
+    """Return launch commands A and B, and whether A is B without our flags."""
     count = list(words).count("--")
     if not words or count > 1:
         raise ValueError(
-            "give one launch line or two, each behind --: megatron-ext parity -- LINE_A -- LINE_B"
+            "give one launch command or two, each behind --: megatron-ext parity -- COMMAND_A -- "
+            "COMMAND_B"
         )
     if count:
         at = list(words).index("--")
@@ -143,8 +165,8 @@ def _two_lines(words: Sequence[str]) -> tuple[RunCommand, RunCommand, bool]:
     a = as_stock(b)
     if a == b and not given_beside({}, os.environ)[0]:
         raise ValueError(
-            "the line has no flag of ours, as stock it is the same: give two lines, or add "
-            "--pipeline-schedule"
+            "the command has no flag of ours, so that stock's command is the same: give two "
+            "commands, or add --pipeline-schedule"
         )
     return a, b, True
 

@@ -83,7 +83,12 @@ def plan(
     ] = None,
     costs: Annotated[
         str | None,
-        typer.Option(help="As of simulate. With --model they are its times, as measured."),
+        typer.Option(
+            help=(
+                "Costs as in simulate. With --model, or behind a launch command, measured times of "
+                "its layers."
+            )
+        ),
     ] = None,
     memory_limit: Limit = None,
     rank_speeds: Speeds = None,
@@ -92,24 +97,29 @@ def plan(
         bool, typer.Option("--all", help="Print every schedule that was compared, in tables.")
     ] = False,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw time against memory, as .svg or .png.")
+        Path | None,
+        typer.Option(help="Draw step time against memory into this file, .svg or .png."),
     ] = None,
     page: HtmlPage = None,
     layers: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Layers of the model, all equal, to compare layouts, and Megatron's "
-            "redistribution if costs have a head.",
+            help=(
+                "Number of the model's layers, all equal: compares layouts too, and Megatron's "
+                "redistribution of layers if the costs have head=."
+            ),
         ),
     ] = None,
     model: Annotated[
         str | None,
         typer.Option(
-            help="layers=64,hidden=6144,heads=48,sequence=4096,vocabulary=128000 and, where they "
-            "differ, micro-batch=1,ffn=,kv-heads=,head-width=,gated=true,tied=true,recompute=true,"
-            "precision=fp8: "
-            "estimate times and count memory."
+            help=(
+                "Sizes of a model: "
+                "layers=64,hidden=6144,heads=48,sequence=4096,vocabulary=128000, and optionally "
+                "micro-batch=1,ffn=,kv-heads=,head-width=,gated=true,tied=true,recompute=true,"
+                "precision=fp8. Times and memory are estimated."
+            )
         ),
     ] = None,
     gpu: Annotated[
@@ -128,7 +138,7 @@ def plan(
     distributed_optimizer: Annotated[
         bool,
         typer.Option(
-            "--distributed-optimizer", help="Its states are shared by the data-parallel ranks."
+            "--distributed-optimizer", help="The data-parallel ranks share the optimizer states."
         ),
     ] = False,
     post_validation: PostValidation = False,
@@ -139,21 +149,28 @@ def plan(
         bool,
         typer.Option(
             "--half-pipeline",
-            help="Compare half the pipeline ranks with twice the data parallelism too: the same "
-            "GPUs and global batch.",
+            help=(
+                "Also compare half the pipeline ranks with twice the data parallelism, on the "
+                "same GPUs with the same global batch."
+            ),
         ),
     ] = False,
     any_sizes: Annotated[
         bool,
         typer.Option(
             "--any-sizes",
-            help="Compare other parallel sizes, micro-batches and recompute of a launch line too: "
-            "the same GPUs, global batch, sequence, precision and model.",
+            help=(
+                "Also compare other parallel sizes, micro-batches and recompute of a launch "
+                "command, on the same GPUs with the same global batch, sequence, precision and "
+                "model."
+            ),
         ),
     ] = False,
     config: Annotated[
         Path | None,
-        typer.Option(help="A JSON object of Megatron's arguments, in place of a launch line."),
+        typer.Option(
+            help="File with a JSON object of Megatron's arguments, in place of a launch command."
+        ),
     ] = None,
     megatron_args: MegatronArgs = None,
     trace: Annotated[
@@ -166,12 +183,15 @@ def plan(
         ),
     ] = None,
     world_size: Annotated[
-        int | None, typer.Option(help="Ranks of a launch line, if torchrun's words are not there.")
+        int | None,
+        typer.Option(
+            help="Number of ranks, if the launch command has no torchrun flags that say it."
+        ),
     ] = None,
 ) -> None:
-    """Say what a model or a launch command should run: keep what it has, or the change to write.
+    """Recommend the schedule and flags of a model or a launch command, or to keep it as it is.
 
-    Stable schedules are recommended: megatron-ext schedules has the marks.
+    Only stable schedules are recommended; megatron-ext schedules lists their maturity.
     """
     pictures = PlanPictures(plot, page)
     sizes = _Sizes(pp, microbatches, model, layers, tp, dp, distributed_optimizer)
@@ -239,12 +259,12 @@ def _show_sizes(source: _Source, sizes: _Sizes, settings: _Settings, *, as_json:
     """Print the verdict on other parallel sizes.
 
     Raises:
-        ValueError, PatchError: the job is not a launch line, or nothing fits.
+        ValueError, PatchError: the job is not a launch command, or nothing fits.
     """
     if not source.is_given:
         raise ValueError(
-            "--any-sizes is for a launch line, whose model and sizes Megatron's arguments tell: "
-            "give the line behind --"
+            "--any-sizes is for a launch command, whose model and sizes Megatron's arguments tell: "
+            "give the command behind --"
         )
     from megatron_ext.launch_planner.any_sizes import LIMIT, plan_sizes
 
@@ -280,14 +300,14 @@ def _refuse(options: Mapping[str, object], why: str) -> None:
 
 @dataclass(frozen=True)
 class _Seen:
-    """Bytes that allocators reserve and speeds of ranks, as a trace shows them."""
+    """Bytes that allocators reserved and speeds of ranks, as in a trace."""
 
     reserved: float | None = None
     speeds: RankSpeeds | None = None
 
 
 def _seen_in(trace: Path) -> _Seen:
-    """Raises ValueError if ``trace`` tells nothing."""
+    """Return the reserved bytes and speeds of ``trace``. Raises ValueError if it has none."""
     steps = read_trace(trace)
     seen = _Seen(reserved_in(steps), speeds_in(steps))
     if seen == _Seen():
@@ -312,7 +332,7 @@ class _Sizes:
 
     @property
     def of_model(self) -> dict[str, object]:
-        """Options, by their names, that say how a model is trained."""
+        """Options, by name, that describe the training of a model."""
         return {
             "--tp": self.tp > 1,
             "--dp": self.dp > 1,
@@ -375,7 +395,7 @@ def _of_launch(source: _Source, sizes: _Sizes, settings: _Settings) -> _MakePlan
 
 def _launch_request(source: _Source, sizes: _Sizes, settings: _Settings) -> LaunchRequest:
     """Raises ValueError or OSError if the source or a value is not understood."""
-    from megatron_ext.doctor.log.megatron_log import launch_from
+    from megatron_ext.launch_command.log.megatron_log import launch_from
     from megatron_ext.launch_planner.parsed_launch import LaunchRequest
 
     said = {"--pp": sizes.pp, "-m": sizes.microbatches, "--model": sizes.model}
@@ -387,7 +407,7 @@ def _launch_request(source: _Source, sizes: _Sizes, settings: _Settings) -> Laun
         gpu = gpu or launch.gpu
     elif source.words or source.log is not None:
         raise ValueError(
-            "--config stands in place of a launch line and of --megatron-args: give one of them"
+            "--config stands in place of a launch command and of --megatron-args: give one of them"
         )
     else:
         values = _values(source.config)
@@ -453,7 +473,7 @@ def _of_model(training: Training, text: str, sizes: _Sizes, settings: _Settings)
     if training.extras.pairs and training.costs is None:
         raise ValueError(
             "--pairs: a model of --model has no experts, whose messages pairs hide; add --costs "
-            "with hidden=, give a launch line, or drop --pairs"
+            "with hidden=, give a launch command, or drop --pairs"
         )
     described, tokens, gpu = parse_model(text), settings.vision_tokens, settings.gpu
     model, execution = described.model, described.execution(sizes.tp)
@@ -501,9 +521,9 @@ def _machine(
     return machine.rates(precision), free
 
 
-_NO_MODEL = "costs alone have no model: add --model, or give a launch line behind --"
+_NO_MODEL = "costs alone have no model: add --model, or give a launch command behind --"
 _NEEDED = (
-    "--pp and -m say how large a pipeline is: add them, or give a launch line behind --, as in "
+    "--pp and -m say how large a pipeline is: add them, or give a launch command behind --, as in "
     "megatron-ext plan --gpu h100 -- torchrun ... pretrain_gpt.py ARGS"
 )
-_SAID_BY_LAUNCH = "a launch line, --megatron-args or --config says that by itself"
+_SAID_BY_LAUNCH = "a launch command, --megatron-args or --config says that by itself"

@@ -140,7 +140,7 @@ def _plan_row(candidate: Candidate, job: JobPlan) -> dict[str, Any]:
 
 
 def _print_others(made: JobPlan) -> None:
-    """Print other layouts, and what other flags of Megatron's give."""
+    """Print other layouts, and the gains of other flags of Megatron's."""
     typer.echo("\nwith other flags of Megatron's, and other layers on its stages:")
     print_table(
         [
@@ -189,7 +189,7 @@ def _reserve_text(free: FreeMemory | None) -> str:
 
 
 def _print_vocabulary(plan: Plan) -> None:
-    """Print each schedule's step with all that can be done about the vocabulary."""
+    """Print each schedule's step with each treatment of the vocabulary."""
     methods = plan.methods
     names = [c.schedule for c in plan.candidates if c.method is VocabMethod.NAIVE]
     if len(methods) == 1 or not names:
@@ -206,7 +206,7 @@ def _print_vocabulary(plan: Plan) -> None:
 
 
 def _print_long_sequences(made: LongSequences) -> None:
-    """Print the shortest step of each thing that can be done about long sequences."""
+    """Print the shortest step of each treatment of long sequences."""
     typer.echo(f"\nsequences of {made.tokens:,} tokens, whole and in slices:")
     shortest = {way.words: way.shortest for way in made.ways}
     known = {words: one for words, one in shortest.items() if one is not None}
@@ -231,8 +231,8 @@ def _row_of_sequences(one: Candidate) -> dict[str, Any]:
 
 
 def print_short_slices(problems: Iterable[Problem], tokens: int) -> None:
-    """Say so if slices of a sequence of so many ``tokens`` are short: kernels then take longer than
-    is counted."""
+    """Print a remark if slices of a sequence of so many ``tokens`` are short: their kernels take
+    longer than the estimate."""
     shortest = {problem.slices.count: shortest_slice(problem, tokens) for problem in problems}
     short = {count: length for count, length in shortest.items() if length and length < LONG_ENOUGH}
     if short:

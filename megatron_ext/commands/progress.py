@@ -1,4 +1,4 @@
-"""Long work of a command told on stderr: a line that changes, on a pipe a line now and then."""
+"""Progress of long work on stderr: one changing line, or on a pipe a new line now and then."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _REFRESHED = 0.5  # seconds
 
 @contextmanager
 def showing_progress() -> Iterator[None]:
-    """Tell of what takes long in the block, and nothing of what does not."""
+    """Report the progress of work in the block that takes long."""
     console = Console(stderr=True)
     if not console.is_terminal:
         with reporting(lambda line: typer.echo(f"megatron-ext: {line}", err=True)):

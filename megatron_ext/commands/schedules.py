@@ -1,4 +1,4 @@
-"""``megatron-ext schedules``: what there is."""
+"""``megatron-ext schedules``: the list of schedules."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from megatron_ext.compile.registry import entries
 
 
 def schedules(as_json: Json = False) -> None:
-    """List the schedules there are.
+    """List the schedules.
 
-    mark: plan recommends stable ones. Experimental ones train too, and have hardly been tried with
-    anything else; those of the laboratory are there to compare with.
+    mark: stable schedules are those that plan recommends. Experimental ones train too, and have
+    hardly been tried together with other features. Laboratory ones exist for comparisons.
     """
     rows = [
         {
@@ -34,7 +34,7 @@ def schedules(as_json: Json = False) -> None:
     print_table([{_HEADERS.get(key, key): value for key, value in row.items()} for row in rows])
 
 
-# Of the table, where they differ from the keys of --json.
+# Names of columns that differ from the keys of --json.
 _HEADERS = {
     "name": "schedule",
     "chunks": "stages of a rank",

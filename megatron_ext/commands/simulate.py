@@ -1,4 +1,4 @@
-"""``megatron-ext simulate``: what a schedule takes and holds."""
+"""``megatron-ext simulate``: predicted time and memory of a schedule."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ from megatron_ext.commands.output import fail, print_table
 from megatron_ext.commands.progress import showing_progress
 from megatron_ext.commands.simulation_files import SimulationFiles
 from megatron_ext.compile.auto_spec import auto_searches
-from megatron_ext.compile.exchange import AttentionExchange, exchange
 from megatron_ext.compile.overlap import what_overlapping_gains
 from megatron_ext.compile.program.graph import Device
 from megatron_ext.compile.program.noise import Spread, spread
@@ -62,7 +61,7 @@ from megatron_ext.search.certify import Certificate
 from megatron_ext.search.certify import certify as certify_program
 from megatron_ext.search.for_places import at_places_of, program_for_places, same_for_all_passes
 from megatron_ext.viz.noise_text import parse_noise, rows_of_spread
-from megatron_ext.words import bytes_text, counted
+from megatron_ext.words import counted
 
 LONGEST = 86400.0  # seconds that may be requested: a day
 MOST_RANKS = 16  # of which each is told alone
@@ -82,14 +81,15 @@ def simulate(
     memory_limit: Limit = None,
     rank_speeds: Speeds = None,
     as_json: Json = False,
-    vpp: Annotated[int | None, typer.Option(help="Stages of a rank, for loops and auto.")] = None,
-    p2p: Annotated[P2P, typer.Option(help="How messages share communicators.")] = P2P.ASYNC,
+    vpp: Annotated[int | None, typer.Option(help="Stages per rank, for loops and auto.")] = None,
+    p2p: Annotated[P2P, typer.Option(help="Communicators of messages.")] = P2P.ASYNC,
     vocab_parallel: Annotated[
         VocabularyParallel,
-        typer.Option(help="How embedding and output layer are split over the ranks."),
+        typer.Option(help="Split of the embedding and the output layer over the ranks."),
     ] = VocabularyParallel.NONE,
     offload: Annotated[
-        Offload, typer.Option(help="What leaves for host memory; give d2h= (and h2d=) in COSTS.")
+        Offload,
+        typer.Option(help="Activations to move to host memory; give d2h= (and h2d=) in COSTS."),
     ] = Offload.NONE,
     recompute: Annotated[
         str,
@@ -101,43 +101,45 @@ def simulate(
     ] = "none",
     slices: SliceCount = 1,
     slice_lengths: SliceLengths = Lengths.EVEN.value,
-    exchange_attention: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="GROUP",
-            help="Say what it would gain and send to even out slices of one length as SlimPipe "
-            "does, where GROUP query heads share a head of keys and values. Nothing trains so.",
-        ),
-    ] = None,
     pairs: InPairs = False,
     post_validation: PostValidation = False,
     steps: Annotated[
         int,
-        typer.Option(min=1, max=1000, help="Consecutive ones, in what is drawn and traced."),
+        typer.Option(
+            min=1, max=1000, help="Number of consecutive steps in the picture and the trace."
+        ),
     ] = 1,
     certify: Annotated[
         bool,
-        typer.Option("--certify", help="Say how much shorter any schedule could be, at the most."),
+        typer.Option(
+            "--certify",
+            help="Print a bound: the largest share by which any schedule could be shorter.",
+        ),
     ] = False,
     seconds: Annotated[
-        float, typer.Option(min=0, max=LONGEST, help="For how long --certify may search.")
+        float, typer.Option(min=0, max=LONGEST, help="Seconds that --certify may search.")
     ] = 60.0,
     noise: Annotated[
         str | None,
         typer.Option(
-            help="How passes vary: 0.1 (the standard deviation of what each takes, as a share), "
-            "0.1,ranks=0.05 (and of what a rank takes throughout a step), or a training's trace."
+            help=(
+                "Random variation of passes: 0.1 (standard deviation of each pass's time, as a "
+                "share), 0.1,ranks=0.05 (adds a factor per rank that holds for a whole step), or "
+                "a trace of a training."
+            )
         ),
     ] = None,
     microbatch_costs: Annotated[
         str | None,
         typer.Option(
             metavar="lognormal:DEVIATION|FILE",
-            help="Microbatches that differ: 20 drawn steps (0.5 is the standard deviation of a "
-            "cost, as a share of the mean), or a file with a cost per line, step after step. Says "
-            "what ordering them, dealing them to the replicas, and a program for their places "
-            "gains; files are of the better program, with the mean costs of the places.",
+            help=(
+                "Costs of microbatches that differ: lognormal:0.5 (20 random steps with this "
+                "standard deviation, as a share of the mean) or a file with a cost per line, step "
+                "after step. Prints the gain of ordering them, of dealing them to replicas, and of "
+                "a program for the costs by place in the step. The files written are of the better "
+                "program at these costs."
+            ),
         ),
     ] = None,
     deal: Annotated[
@@ -151,33 +153,45 @@ def simulate(
     plot: Annotated[
         Path | None,
         typer.Option(
-            help="Draw it beneath 1F1B, or with post-validation or pairs beneath itself without "
-            "them, as .svg or .png."
+            help=(
+                "Draw the schedule below 1F1B into this .svg or .png file; with --post-validation "
+                "or --pairs below the same schedule without them."
+            )
         ),
     ] = None,
     page: HtmlPage = None,
-    trace: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto.")] = None,
-    csv: Annotated[Path | None, typer.Option(help="Write its compute actions.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write a trace for Perfetto into this file.")
+    ] = None,
+    csv: Annotated[
+        Path | None,
+        typer.Option(help="Write the compute actions into this file, a line per rank."),
+    ] = None,
     torch_csv: Annotated[
         Path | None,
         typer.Option(
-            help="The same for torch.distributed.pipelining and torchtitan: a V opens on rank 0."
+            help=(
+                "Write the same for torch.distributed.pipelining and torchtitan: a V opens on "
+                "rank 0."
+            )
         ),
     ] = None,
     program_file: Annotated[
         Path | None,
         typer.Option(
             "--program",
-            help="Write all that each rank does, in order: passes, sends, receives, waits, "
-            "collectives, copies. A line a rank.",
+            help=(
+                "Write all actions of each rank in order, a line per rank: passes, sends, "
+                "receives, waits, collectives, copies."
+            ),
         ),
     ] = None,
 ) -> None:
-    """Predict how long a step takes under a schedule, and how much a rank holds.
+    """Predict the time of a step under a schedule, and the memory of each rank.
 
-    The makespan is the time from the first start to the last end over all ranks, which a step
-    takes; the span is the longest of one rank, which it takes where steps overlap. The makespan if
-    passes wait is that of a device which, at every pass, waits for all that was posted before it.
+    The makespan is the time from the first start to the last end over all ranks: the time of a
+    step. The span is the longest time of a single rank: the time of a step if steps overlap. The
+    makespan if passes wait is the worst case: every pass waits for all messages posted before it.
     With --noise passes vary, and their order stays.
     """
     try:
@@ -204,12 +218,10 @@ def simulate(
             program, made = report(choice, problem)
             with task("simulating a device that waits at passes"):
                 waiting = simulate_program(program, program.problem.costs, Device.WAITS_AT_PASSES)
-            group = exchange_attention
             unequal, drawn = _with_unequal(program, differing, deal)
             more = _More(
                 certificate=certify_program(program, seconds) if certify else None,
                 noise=None if varying is None else spread(program, varying),
-                exchange=None if group is None else exchange(choice, problem, group),
                 unequal_microbatches=unequal,
             )
         at_places = drawn.problem.costs.at_places
@@ -239,24 +251,22 @@ class _More:
 
     certificate: Certificate | None
     noise: Spread | None
-    exchange: AttentionExchange | None
     unequal_microbatches: UnequalMicrobatches | None
 
     def as_data(self) -> dict[str, Any]:
-        others = (self.noise, self.exchange, self.unequal_microbatches)
-        names = ("noise", "exchange", "unequal_microbatches")
-        made = {name: asdict(one) for name, one in zip(names, others, strict=True) if one}
+        others = {"noise": self.noise, "unequal_microbatches": self.unequal_microbatches}
+        made = {name: asdict(one) for name, one in others.items() if one is not None}
         return _certified(self.certificate) | made
 
     def rows(self) -> dict[str, Any]:
         """Return the printed rows, by name."""
         rows = {} if self.noise is None else rows_of_spread(self.noise)
-        return rows | _of_exchange(self.exchange) | _of_unequal(self.unequal_microbatches)
+        return rows | _of_unequal(self.unequal_microbatches)
 
 
 @dataclass(frozen=True)
 class _Request:
-    """The problem, as options say it, for a placement that is yet to be known."""
+    """Problem described by the options, before its placement is known."""
 
     ranks: int
     microbatches: int
@@ -343,7 +353,7 @@ def _results(made: ScheduleReport) -> str:
 
 
 def _of_ranks(held: Sequence[float]) -> str:
-    """The microbatches that each rank holds."""
+    """Return the microbatches that each rank holds, as text."""
     most = max(held)
     if min(held) == most:
         return f"{counted(most, 'microbatch')} on every rank"
@@ -434,8 +444,8 @@ def _differing(text: str | None, microbatches: int, replicas: int) -> Costs | No
 def _with_unequal(
     program: Program, costs: Costs | None, replicas: int
 ) -> tuple[UnequalMicrobatches | None, Program]:
-    """Return what steps take whose microbatches cost ``costs``, and the better program for them,
-    with the mean costs of their places; None and ``program`` itself if ``costs`` is None."""
+    """Return the figures of steps whose microbatches cost ``costs``, and the better program for
+    them, with the mean costs of their places; None and ``program`` itself if ``costs`` is None."""
     if costs is None:
         return None, program
     at_places = same_for_all_passes(profile_of(costs, replicas).tolist())
@@ -444,19 +454,6 @@ def _with_unequal(
     if for_profile is not None and unequal.keeps_profile:
         return unequal, for_profile
     return unequal, at_places_of(program, at_places)
-
-
-def _of_exchange(evened: AttentionExchange | None) -> dict[str, Any]:
-    """Return the printed rows of ``evened``, by name; none if it is None."""
-    if evened is None:
-        return {}
-    most = max(evened.sent)
-    sent = f"{most:.3g} times a microbatch's keys and values"
-    if evened.in_bytes:
-        sent = f"{bytes_text(most)}"
-    if evened.seconds is not None:
-        sent += f", {evened.seconds:.4g} of time on a link as quick as hops"
-    return {"makespan, attention evened out": evened.makespan, "sent for that by a rank": sent}
 
 
 def _of_unequal(unequal: UnequalMicrobatches | None) -> dict[str, Any]:

@@ -78,7 +78,7 @@ class SimulationFiles:
             write_page(Page(f"{choice.spec} on {on}", runs, command_line()), self.page)
 
     def name(self, program: Program) -> None:
-        """Say where there is something to look at, or what to do with it."""
+        """Print the paths of the files, and how to look at them or use them."""
         if self.torch_csv is not None:
             problem = program.problem
             typer.echo(for_torchtitan(problem.placement, problem.microbatches, self.torch_csv))
@@ -89,7 +89,7 @@ class SimulationFiles:
 
 
 def _runs(choice: Choice, reference: Program, program: Program, steps: int) -> tuple[Run, ...]:
-    """Return the runs of a page: ``program`` beneath ``reference``, if the two differ."""
+    """Return the runs of a page: ``program`` below ``reference``, if the two differ."""
     run = simulated(title_of(choice.spec, program.problem.extras), program, steps)
     if reference.digest == program.digest:
         return (run,)
@@ -98,7 +98,7 @@ def _runs(choice: Choice, reference: Program, program: Program, steps: int) -> t
 
 
 def _reference_program(choice: Choice, problem: Problem) -> Program:
-    """The program that is drawn above the schedule's, to compare with."""
+    """Return the program that is drawn above the schedule's, for comparison."""
     if problem.extras.post_validation:
         return build_program(choice, problem.with_extras(post_validation=False))
     if problem.extras.pairs:

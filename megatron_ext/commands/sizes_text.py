@@ -10,7 +10,8 @@ from megatron_ext.words import bytes_text, counted
 
 
 def sizes_lines(made: SizesPlan) -> Iterator[str]:
-    """Say what other parallel sizes gain, with Megatron's schedules and with all."""
+    """Return the lines on the gain of other parallel sizes, with Megatron's schedules and with all
+    schedules."""
     own, best, control = made.own, made.best, made.control
     if own is None:
         yield f"now:        {made.job}, cannot be taken as it is"
@@ -56,7 +57,7 @@ def _passes(one: SizedAlternative) -> str:
 
 
 def compared_line(made: SizesPlan) -> str:
-    """Say how many sizes were compared."""
+    """Return the line on the number of sizes compared."""
     return f"{counted(made.compared, 'combination')} of sizes compared"
 
 

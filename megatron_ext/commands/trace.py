@@ -1,4 +1,4 @@
-"""``megatron-ext trace``: where the time of measured steps went."""
+"""``megatron-ext trace``: the time of measured steps by its causes."""
 
 from __future__ import annotations
 
@@ -30,14 +30,17 @@ from megatron_ext.words import counted
 
 def trace(
     folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="What --pipeline-trace named, or a file of it.")
+        Path,
+        typer.Argument(
+            metavar="DIR", help="Folder that --pipeline-trace wrote, or its trace file."
+        ),
     ],
     as_json: Json = False,
     page: HtmlPage = None,
 ) -> None:
-    """Say where the time of traced steps went, and what cost the most.
+    """Print where the time of traced steps went, and the largest causes of lost time.
 
-    Of Megatron's own steps, say also what our schedules would take.
+    For Megatron's own steps, also print the predicted step times of our schedules.
     """
     try:
         if page is not None:

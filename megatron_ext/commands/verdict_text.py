@@ -19,7 +19,7 @@ _SHOWN = 3  # names of a tie
 
 
 def verdict_lines(made: JobPlan) -> Iterator[str]:
-    """Say what ``made`` recommends, what that gains, and what to write."""
+    """Return the lines on the recommendation of ``made``, its gain, and the flags to write."""
     found = made.verdict
     taken, stock = found.taken, found.stock
     yield f"now:       {_baseline(made)}"
@@ -64,7 +64,7 @@ def _no_gain(found: Verdict) -> str:
 
 
 def _is_most(made: JobPlan, stock: Alternative) -> bool:
-    """Whether Megatron's own lever is most of the gain."""
+    """Return whether Megatron's own flags bring most of the gain."""
     found = made.verdict
     return found.taken is not None and 2 * found.saved_by(stock) >= found.saved_by(found.taken)
 

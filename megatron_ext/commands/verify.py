@@ -27,13 +27,24 @@ def verify(
     ],
     pp: Annotated[
         int | None,
-        typer.Option(help="Pipeline ranks. A .csv file has them in it, a .py file needs them."),
+        typer.Option(
+            help=(
+                "Number of pipeline ranks. Required for a .py file; a .csv file has one line per "
+                "rank."
+            )
+        ),
     ] = None,
     microbatches: Annotated[
-        int | None, typer.Option("-m", "--microbatches", help="Of one step, likewise.")
+        int | None,
+        typer.Option(
+            "-m",
+            "--microbatches",
+            help="Microbatches of one step. Required for a .py file; a .csv file has them.",
+        ),
     ] = None,
 ) -> None:
-    """Prove a schedule file: complete, in order, free of deadlock, its data in one order."""
+    """Prove a schedule file: complete, in order, free of deadlock, and each stage reads its data in
+    the same order."""
     try:
         with showing_progress():
             choice = choose(spec)

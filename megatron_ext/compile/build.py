@@ -26,10 +26,10 @@ from megatron_ext.compile.program.waits import await_sends
 from megatron_ext.compile.registry import Choice, entries
 from megatron_ext.compile.size import check_size, size_of
 from megatron_ext.compile.transforms.forward_only import keep_forward
+from megatron_ext.compile.transforms.frozen_prefix import drop_frozen_prefix, without_backward
 from megatron_ext.compile.transforms.offload import offload
 from megatron_ext.compile.transforms.post_validation import validate_afterwards
 from megatron_ext.compile.transforms.recompute import recompute
-from megatron_ext.compile.transforms.untrained import drop_untrained, without_backward
 from megatron_ext.compile.transforms.vocabulary import INTERVALS, divide_vocabulary
 from megatron_ext.compile.transforms.vocabulary_costs import share_vocabulary
 from megatron_ext.progress import task
@@ -299,7 +299,7 @@ def _transformed(schedule: Schedule, problem: Problem) -> Schedule:
 
 
 def _for_training(problem: Problem) -> list[Transform]:
-    transforms: list[Transform] = [drop_untrained] if problem.first_trained else []
+    transforms: list[Transform] = [drop_frozen_prefix] if problem.first_trained else []
     if problem.extras.activation_offload is not Offload.NONE:
         transforms.append(offload)
     elif problem.extras.post_validation:

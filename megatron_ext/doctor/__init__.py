@@ -1,1 +1,1 @@
-"""A launch line checked without a GPU, and what is installed here."""
+"""Checks of a launch command without a GPU, and of the versions installed here."""

@@ -1,4 +1,4 @@
-"""Check a launch line on a login node: one process, no GPU, and the script is not run."""
+"""Check a launch command on a login node: one process, no GPU, and the script is not run."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from megatron_ext.doctor.flags import (
     unknown_words,
     with_variables,
 )
-from megatron_ext.doctor.importing import as_on, quickly, silently
 from megatron_ext.doctor.paths import check_checkpoints, check_data, check_tokenizer_files
-from megatron_ext.doctor.report import Prediction, RankPrediction, Report, Verdict
+from megatron_ext.doctor.report import Prediction, RankPrediction, Report, Severity
 from megatron_ext.doctor.restarts import check_restarts
-from megatron_ext.doctor.words import Launch
 from megatron_ext.launch import without
+from megatron_ext.launch_command.importing import as_on, quickly, silently
+from megatron_ext.launch_command.words import Launch
 from megatron_ext.patches.engine import PatchError
 from megatron_ext.planner.candidate import VocabMethod
 from megatron_ext.race.rounds import Race
@@ -46,15 +46,16 @@ _LARGE_BUBBLE = 0.1  # of a step
 
 
 def check_launch(launch: Launch, world_size: int | None, gpu_memory: str | None) -> Report:
-    """Check everything about ``launch`` that can be told here.
+    """Check everything about ``launch`` that can be known here.
 
     Args:
-        world_size: its ranks; None takes torchrun's, or the least there can be, and says so.
-        gpu_memory: a GPU's, as 80GiB; None judges no prediction of memory.
+        world_size: number of ranks. None takes torchrun's number, or the smallest possible one, and
+            reports which.
+        gpu_memory: memory of a GPU, as 80GiB. None leaves the prediction of memory unjudged.
 
     Raises:
         ValueError: ``gpu_memory`` is not understood.
-        PatchError: there is no Megatron to ask.
+        PatchError: Megatron is not installed.
     """
     room = None if gpu_memory is None else parse_limit(gpu_memory, 1, 1).bytes
     if gpu_memory is not None and room is None:
@@ -80,23 +81,23 @@ def check_launch(launch: Launch, world_size: int | None, gpu_memory: str | None)
 
 def _say_what_is_left_out(report: Report, launch: Launch) -> None:
     for remark in launch.remarks:
-        report.add(Verdict.REMARK, "log", remark)
+        report.add(Severity.REMARK, "log", remark)
     if launch.left_out:
         text = f"ignored, and not looked at: {shlex.join(launch.left_out)}"
-        report.add(Verdict.REMARK, "launch line", text)
+        report.add(Severity.REMARK, "launch command", text)
     if launch.environment:
         names = ", ".join(launch.environment)
-        text = f"set while the line is checked: {names}"
-        report.add(Verdict.RIGHT, "launch line", text)
+        text = f"set during the check: {names}"
+        report.add(Severity.RIGHT, "launch command", text)
     words = [word for word in launch.arguments if "$" in word]
     if words:
         text = f"nothing is expanded: {shlex.join(words)} is taken as it stands"
         fix = "write what the shell would put there"
-        report.add(Verdict.REMARK, "launch line", text, fix)
+        report.add(Severity.REMARK, "launch command", text, fix)
 
 
 def _check_script(report: Report, launch: Launch) -> str | None:
-    """The script's text, None if it cannot be read."""
+    """Return the script's text; None if it cannot be read."""
     if launch.log is not None:
         return None
     path = Path(launch.script)
@@ -104,14 +105,14 @@ def _check_script(report: Report, launch: Launch) -> str | None:
         path = Path(*launch.script.split(".")).with_suffix(".py")
         if not path.is_file():
             text = f"module {launch.script} is not in this folder, and not looked for elsewhere"
-            report.add(Verdict.REMARK, "script", text)
+            report.add(Severity.REMARK, "script", text)
             return None
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        report.add(Verdict.WRONG, "script", str(error), "correct the path of the script")
+        report.add(Severity.WRONG, "script", str(error), "correct the path of the script")
         return None
-    report.add(Verdict.RIGHT, "script", f"{path} is there; it is not run")
+    report.add(Severity.RIGHT, "script", f"{path} is there; it is not run")
     return text
 
 
@@ -120,12 +121,14 @@ def _check(
 ) -> None:
     try:
         with quickly():
-            from megatron_ext.doctor import line as launch_line
+            from megatron_ext.launch_command import line as launch_line
     except ImportError as error:
-        raise PatchError(f"no Megatron is here to check with: {error}") from error
+        raise PatchError(
+            f"a check needs Megatron, which cannot be imported here: {error}"
+        ) from error
 
     config = report.attempt("flags", lambda: settings_of(launch, script)) or PipelineConfig()
-    if not config.is_chosen_later:  # which patches it wants is seen below
+    if not config.is_chosen_later:  # the patches that it requires are checked below
         _check_patches(report, config)
     line = report.attempt("flags", lambda: launch_line.parse(launch.arguments))
     if line is None:
@@ -134,7 +137,7 @@ def _check(
     args = line.args
     if args.yaml_cfg is not None or args.use_checkpoint_args:
         report.add(
-            Verdict.REMARK,
+            Severity.REMARK,
             "arguments",
             "they come from --yaml-cfg or --use-checkpoint-args too, and are not checked",
         )
@@ -157,7 +160,7 @@ def _check(
         report.findings += check_tokenizer_files(args)
         if valid is not None:
             report.add(
-                Verdict.RIGHT,
+                Severity.RIGHT,
                 "arguments",
                 f"Megatron takes them: data-parallel size {args.data_parallel_size}",
             )
@@ -176,20 +179,21 @@ def _check(
 def _planned(
     report: Report, launch: Launch, config: PipelineConfig, world_size: int, room: int | None
 ) -> tuple[str, ...]:
-    """The arguments of ``launch`` with what ``--pipeline-schedule plan`` takes."""
+    """Return the arguments of ``launch`` with the flags that ``--pipeline-schedule plan``
+    chooses."""
     from megatron_ext.launch_planner.launch_choice import choose_for
 
     chosen = choose_for(launch.arguments, config, world_size, room)
     instead = f" in place of {' '.join(chosen.dropped)}" if chosen.dropped else ""
     text = f"takes {shlex.join(chosen.flags)}{instead}: {chosen.why}"
-    report.add(Verdict.RIGHT, "plan", text)
+    report.add(Severity.RIGHT, "plan", text)
     return *without(launch.arguments, chosen.dropped), *chosen.flags
 
 
 def _check_patches(report: Report, config: PipelineConfig) -> None:
     if not config.changes_launch:
         text = f"without {flag('schedule')} nothing is patched: this is Megatron's own pipeline"
-        report.add(Verdict.RIGHT, "patches", text)
+        report.add(Severity.RIGHT, "patches", text)
         return
     diagnosis = diagnose(config)
     for patch in diagnosis.misfits:
@@ -199,24 +203,24 @@ def _check_patches(report: Report, config: PipelineConfig) -> None:
             if config.schedule is not None:
                 command += f" {flag('schedule')} {config.schedule}"
             fix = f"read what has changed; {command} prints how to allow it"
-        report.add(Verdict.WRONG, "patches", patch.why, fix)
+        report.add(Severity.WRONG, "patches", patch.why, fix)
     if not diagnosis.misfits:
-        count = sum(patch.wanted for patch in diagnosis.patches)
+        count = sum(patch.is_required for patch in diagnosis.patches)
         megatron = diagnosis.environment["megatron-core"]
         text = f"{count} are needed, and fit Megatron {megatron}"
-        report.add(Verdict.RIGHT, "patches", text)
+        report.add(Severity.RIGHT, "patches", text)
 
 
 def _check_world_size(report: Report, args: Any, world_size: int | None, launch_line: Any) -> int:
     if world_size is not None:
-        report.add(Verdict.RIGHT, "world size", counted(world_size, "rank"))
+        report.add(Severity.RIGHT, "world size", counted(world_size, "rank"))
         return world_size
     assumed: int = launch_line.least_world_size(args)
     report.add(
-        Verdict.REMARK,
+        Severity.REMARK,
         "world size",
         f"{counted(assumed, 'rank')} assumed: one copy of the model",
-        "write --world-size N before the --, or give the line with its torchrun",
+        "write --world-size N before the --, or give the command with its torchrun",
     )
     return assumed
 
@@ -230,22 +234,23 @@ def _say_what_is_assumed(report: Report, args: Any, launch_line: Any) -> None:
     text = f"none is here: one of compute capability {major}.{minor} is assumed"
     if args.transformer_impl == "transformer_engine" and not can_split():
         text += ", with the newest Transformer Engine, which is not here either"
-    report.add(Verdict.REMARK, "GPU", text, "run this check on a node with GPUs to ask them")
+    report.add(Severity.REMARK, "GPU", text, "run this check on a node with GPUs to ask them")
     name = launch_line.CONNECTIONS
     if launch_line.wants_one_connection(args) and name not in os.environ:
         text = f"{name} is not set here; Megatron demands 1 on GPUs before Blackwell with TP or CP"
-        report.add(Verdict.REMARK, "environment", text, f"export {name}=1 in the batch script")
+        report.add(Severity.REMARK, "environment", text, f"export {name}=1 in the batch script")
 
 
 def _say_what_is_untried(report: Report, args: Any) -> None:
     for entry in untried(args):
         text = f"{entry.setting}={getattr(args, entry.setting)}: {entry.text}"
         fix = "compare the first losses with a run without our flags"
-        report.add(Verdict.REMARK, "untried", text, fix)
+        report.add(Severity.REMARK, "untried", text, fix)
 
 
 def _check_tokenizer(report: Report, args: Any, launch_line: Any) -> None:
-    """Load it where that needs no other's code and no network: the vocabulary counts in memory."""
+    """Load the tokenizer if that needs no foreign code and no network: memory depends on its
+    vocabulary."""
     files = [path for path in (args.tokenizer_model, args.vocab_file, args.merge_file) if path]
     is_null = args.tokenizer_type in ("NullTokenizer", "NullMultimodalTokenizer")
     is_here = bool(files) and all(Path(path).exists() for path in files)
@@ -253,14 +258,14 @@ def _check_tokenizer(report: Report, args: Any, launch_line: Any) -> None:
         size = report.attempt("tokenizer", lambda: launch_line.load_tokenizer(args))
         if size:
             report.add(
-                Verdict.RIGHT, "tokenizer", f"{args.tokenizer_type} loads, {size} tokens padded"
+                Severity.RIGHT, "tokenizer", f"{args.tokenizer_type} loads, {size} tokens padded"
             )
     if not args.padded_vocab_size:
         report.add(
-            Verdict.REMARK,
+            Severity.REMARK,
             "tokenizer",
             "its vocabulary is not known here: memory is predicted without it",
-            "add --padded-vocab-size N to the line that is checked",
+            "add --padded-vocab-size N to the checked command",
         )
 
 
@@ -272,23 +277,23 @@ def _check_training(
     room: int | None,
     launch_line: Any,
 ) -> float | None:
-    """Batches, model, schedule and memory; returns the bytes of a checkpoint if they are known.
+    """Check batches, model, schedule and memory. Return the bytes of a checkpoint, if known.
 
-    ``parsed`` are ``args`` before they were validated.
+    ``parsed`` are ``args`` before Megatron validated them.
     """
     from megatron_ext.adapter import arguments
 
     microbatches = report.attempt("batch size", lambda: launch_line.count_microbatches(args))
     if microbatches is not None:
         report.add(
-            Verdict.RIGHT, "batch size", f"{counted(microbatches, 'microbatch')} in the first step"
+            Severity.RIGHT, "batch size", f"{counted(microbatches, 'microbatch')} in the first step"
         )
         samples = report.attempt("training", lambda: launch_line.check_course(args))
         if samples is not None:
             text = "{} samples to train on, {} to validate on, {} to test on".format(*samples)
-            report.add(Verdict.RIGHT, "training", text)
+            report.add(Severity.RIGHT, "training", text)
     if report.attempt("model", lambda: launch_line.check_model(args, config)) is not None:
-        report.add(Verdict.RIGHT, "model", f"{args.num_layers} layers can be split over the ranks")
+        report.add(Severity.RIGHT, "model", f"{args.num_layers} layers can be split over the ranks")
     if microbatches is None:
         return None
     _check_arrangement(report, args, config)
@@ -315,7 +320,7 @@ def _check_training(
 def _say_what_slices_give(
     report: Report, args: Any, parsed: Any, spec: PipelineConfig, room: int | None
 ) -> None:
-    """Where sequences are long, and they take much: much time in bubbles, or too much memory."""
+    """Report the gain of slices if sequences are long and cost much bubble or too much memory."""
     from megatron_ext.launch_planner.alternatives.long_sequences import what_slices_give
     from megatron_ext.launch_planner.variants import LineVariants
 
@@ -331,12 +336,12 @@ def _say_what_slices_give(
     line = LineVariants(parsed, spec, args.world_size, methods, None, spec.schedule)
     text = what_slices_give(line, args.seq_length // args.context_parallel_size, room)
     if text is not None:
-        fix = "megatron-ext plan -- LINE compares them with recompute and context parallelism"
-        report.add(Verdict.REMARK, "slices", text, fix)
+        fix = "megatron-ext plan -- COMMAND compares them with recompute and context parallelism"
+        report.add(Severity.REMARK, "slices", text, fix)
 
 
 def _check_race(report: Report, args: Any, config: PipelineConfig, baseline: Program) -> None:
-    """What the candidates are predicted to come to, beside the ``baseline``."""
+    """Report the predicted gain of each candidate of a race over its ``baseline``."""
     from megatron_ext.adapter import arguments
 
     assert config.race is not None
@@ -354,11 +359,11 @@ def _check_race(report: Report, args: Any, config: PipelineConfig, baseline: Pro
         )
         if costs.held_bytes is not None:
             text += f" ({bytes_text(max(peaks(schedule, in_bytes(costs))))})"
-        report.add(Verdict.RIGHT, "race", text)
+        report.add(Severity.RIGHT, "race", text)
     race = Race(config.race.baseline, config.race.candidates)
     if args.train_iters is not None and args.train_iters < race.iterations_left:
         text = f"it takes up to {race.iterations_left} iterations, and the training has fewer"
-        report.add(Verdict.REMARK, "race", text, "train longer to see its end")
+        report.add(Severity.REMARK, "race", text, "train longer to see its end")
 
 
 def _check_communicators(
@@ -391,14 +396,14 @@ def _check_communicators(
 
 
 def _check_arrangement(report: Report, args: Any, config: PipelineConfig) -> None:
-    """Whether microbatches can be ordered and dealt, if that is requested."""
+    """Check that microbatches can be ordered and dealt, if that is requested."""
     from megatron_ext.adapter.batches.refusals import check_arrangement
 
     report.attempt("microbatches", lambda: check_arrangement(args, config))
 
 
 def _check_watching(report: Report, args: Any, config: PipelineConfig) -> None:
-    """Whether what looks on at Megatron's own step will see anything."""
+    """Check that a trace or metrics of Megatron's own step would record something."""
     from megatron_ext.adapter import arguments
     from megatron_ext.adapter.stock.order import why_unseen
 
@@ -407,7 +412,7 @@ def _check_watching(report: Report, args: Any, config: PipelineConfig) -> None:
     report.attempt("trace", lambda: arguments.check_trace(args, config))
     why = why_unseen(args.pipeline_model_parallel_size, args)
     if why is not None:
-        report.add(Verdict.REMARK, "trace", f"nothing of Megatron's step will be seen: {why}")
+        report.add(Severity.REMARK, "trace", f"nothing of Megatron's step will be seen: {why}")
 
 
 def _megatrons_own(args: Any) -> str:
@@ -434,7 +439,7 @@ def _predict(
     )
     report.prediction = prediction
     report.add(
-        Verdict.RIGHT,
+        Severity.RIGHT,
         "schedule",
         f"{program.schedule.name}, {counted(problem.microbatches, 'microbatch')}: predicted bubble "
         f"{prediction.bubble:.1%} (1f1b {prediction.bubble_1f1b:.1%}), costs {costs.origin}",
@@ -442,11 +447,11 @@ def _predict(
     unknown = assumptions(args) if spec.costs.is_estimate else None
     if unknown is not None:
         fix = "--pipeline-costs profile measures what passes take"
-        report.add(Verdict.REMARK, "estimate", unknown, fix)
+        report.add(Severity.REMARK, "estimate", unknown, fix)
     model = model_bytes.model_bytes_of_ranks(args, placement, problem.extras.vocab_parallel)
     if model is None:
         text = "that of layers which are not Megatron's is not known"
-        report.add(Verdict.REMARK, "memory", text)
+        report.add(Severity.REMARK, "memory", text)
         return None
     held: list[float | None] = [None] * placement.ranks
     if costs.held_bytes is not None:
@@ -467,7 +472,7 @@ def _predict(
     if problem.extras.activation_offload is not Offload.NONE and costs.held_bytes is not None:
         planned = [planned_bytes(row, costs) or 0.0 for row in program.schedule.rows]
         text = f"offload takes up to {bytes_text(max(planned))} per rank"
-        report.add(Verdict.RIGHT, "host memory", text, "add up the ranks of a node")
+        report.add(Severity.RIGHT, "host memory", text, "add up the ranks of a node")
     return model_bytes.checkpoint_bytes(args, placement)
 
 
@@ -479,11 +484,11 @@ def _judge_memory(report: Report, totals: Sequence[float], room: int | None) -> 
     )
     if room is None:
         report.add(
-            Verdict.RIGHT, "memory", text, "write --gpu-memory 80GiB before the -- to compare"
+            Severity.RIGHT, "memory", text, "write --gpu-memory 80GiB before the -- to compare"
         )
     elif largest > room:
         text += f"; a GPU has {bytes_text(room)}"
         fix = f"{flag('memory-limit')}, recompute, or more tensor or pipeline ranks"
-        report.add(Verdict.WRONG, "memory", text, fix)
+        report.add(Severity.WRONG, "memory", text, fix)
     else:
-        report.add(Verdict.RIGHT, "memory", f"{text}; a GPU has {bytes_text(room)}")
+        report.add(Severity.RIGHT, "memory", f"{text}; a GPU has {bytes_text(room)}")

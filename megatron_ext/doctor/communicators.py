@@ -1,4 +1,5 @@
-"""What the communicators of a launch take of each GPU, and what it costs to have none."""
+"""Share of each GPU that the communicators of a launch take, and the time of a step
+without them."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from megatron_ext.compile.program.communicators import (
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.config import PipelineConfig, flag
-from megatron_ext.doctor.report import Finding, Verdict
+from megatron_ext.doctor.report import Finding, Severity
 from megatron_ext.schedule.problem import P2P
 from megatron_ext.words import bytes_text
 
@@ -31,19 +32,20 @@ def check_communicators(
     room: float | None,
     shapes_vary: bool,
 ) -> Finding:
-    """How many a rank of ``program`` has beside Megatron's own, and what they take.
+    """Report the number of communicators that a rank of ``program`` adds to Megatron's, and their
+    share of a GPU.
 
     Args:
-        config: the settings that ``program`` is made with.
-        multiprocessors: of a GPU.
-        nccl_settings: what the user's file for NCCL says of the pipeline's communicators.
-        room: bytes of a GPU that the prediction leaves; None where they are not known.
-        shapes_vary: those of the tensors that pass between stages.
+        config: the settings of ``program``.
+        multiprocessors: number of multiprocessors of a GPU.
+        nccl_settings: settings of the pipeline's communicators in the user's file for NCCL.
+        room: bytes of a GPU that the predicted model and activations leave free; None if unknown.
+        shapes_vary: whether the shapes of tensors that stages send differ between microbatches.
     """
     subject = "communicators"
     if program.problem.extras.p2p is P2P.BATCHED:
         text = "none beyond Megatron's own: all messages go over the pipeline's"
-        return Finding(Verdict.RIGHT, subject, text)
+        return Finding(Severity.RIGHT, subject, text)
     of_ranks = communicators(program)
     busiest = max(of_ranks, key=lambda of_rank: of_rank.total)
     fewest = ctas_of_each(busiest.total, multiprocessors)
@@ -61,16 +63,17 @@ def check_communicators(
         text += "; passes may wait for messages that take more than a quarter of a GPU"
         if ctas > fewest:
             file = f"max_ctas and min_ctas of pp in the file of {SETTINGS}"
-            return Finding(Verdict.REMARK, subject, text, f"write {fewest} for {file}")
-        return Finding(Verdict.REMARK, subject, text, batched)
+            return Finding(Severity.REMARK, subject, text, f"write {fewest} for {file}")
+        return Finding(Severity.REMARK, subject, text, batched)
     if room is not None and memory > room:
         text += f", and the GPU has {bytes_text(max(0.0, room))} left"
-        return Finding(Verdict.REMARK, subject, text, batched)
-    return Finding(Verdict.RIGHT, subject, text, batched)
+        return Finding(Severity.REMARK, subject, text, batched)
+    return Finding(Severity.RIGHT, subject, text, batched)
 
 
 def _batched(config: PipelineConfig, program: Program, shapes_vary: bool) -> str:
-    """What `P2P.BATCHED` instead would mean for ``program``; empty where it cannot be had."""
+    """Return the predicted effect of `P2P.BATCHED` on ``program``, as text; empty if it cannot be
+    used."""
     if shapes_vary:
         return ""
     try:

@@ -1,4 +1,4 @@
-"""What is installed here, and how the patches stand to it."""
+"""Versions installed here, and whether the patches fit them."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ ON_ROCM = (
 )
 
 
-# Features list their patches for a schedule; without one asked for, all that there can be.
+# Features list their patches for a schedule; without a schedule, all patches.
 _WITH_ALL_PATCHES = PipelineConfig.parse(schedule="zb-h1", trace="traces", trace_iters="1:2")
 
 
 class State(StrEnum):
-    """How a patch stands to what is here.
+    """State of a patch in this environment.
 
-    FITS: it could be applied, and is not asked for; WOULD_BE_APPLIED: it is; APPLIED: it is in
-    force in this process. NEEDLESS: what is here does by itself what the patch is for.
+    FITS: could be applied, and no setting requires it. WOULD_BE_APPLIED: could be applied, and the
+    settings require it. APPLIED: is in force in this process. NEEDLESS: this version of the target
+    does by itself what the patch adds.
     """
 
     FITS = "fits"
@@ -43,12 +44,12 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class PatchState:
-    """A patch of a feature, or a feature whose patches cannot be told.
+    """State of a patch of a feature, or of a feature whose patches cannot be listed.
 
     Attributes:
-        wanted: whether the settings ask for it; with none, all are.
-        why: of a misfit.
-        unknown: the source that it was not read against, where that is why.
+        is_required: whether the settings require it; without settings all are required.
+        why: reason of a misfit.
+        unknown: the source that the patch was not read against, if that is the reason.
     """
 
     feature: str
@@ -56,7 +57,7 @@ class PatchState:
     how: str
     reason: str
     state: State
-    wanted: bool
+    is_required: bool
     why: str = ""
     unknown: UnknownSource | None = None
 
@@ -67,8 +68,8 @@ class PatchState:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What is installed, by name, each patch of each feature, and which versions are known to
-    fit."""
+    """Installed versions by name, the state of each patch of each feature, and the versions known
+    to fit."""
 
     environment: Mapping[str, str]
     patches: tuple[PatchState, ...]
@@ -76,22 +77,22 @@ class Diagnosis:
 
     @property
     def misfits(self) -> tuple[PatchState, ...]:
-        """The wanted patches that do not fit."""
-        return tuple(patch for patch in self.patches if patch.wanted and not patch.fits)
+        """Required patches that do not fit."""
+        return tuple(patch for patch in self.patches if patch.is_required and not patch.fits)
 
     @property
     def allowance(self) -> str:
-        """What the variable ALLOW_UNKNOWN would have to be for all of them; empty where no unknown
-        source is among them."""
+        """Value of the variable `ALLOW_UNKNOWN` that would allow all unknown sources; empty if
+        there are none."""
         unknown = [patch.unknown for patch in self.misfits if patch.unknown is not None]
         return allowance(unknown) if unknown else ""
 
 
 def diagnose(config: PipelineConfig) -> Diagnosis:
-    """The environment, and how the patches stand to it with ``config``.
+    """Return the versions here and the state of the patches under ``config``.
 
     Raises:
-        ValueError: what the user allows is not understood.
+        ValueError: the user's list of allowed sources is not understood.
     """
     return Diagnosis(_environment(), tuple(_patches(config)), tuple(_versions()))
 
@@ -122,7 +123,7 @@ def _environment() -> dict[str, str]:
 
 
 def _megatron() -> str:
-    """The version that is imported, and from where: a checkout may hide an installed one."""
+    """Return the imported version and its folder: a checkout may hide an installed one."""
     try:
         version = resolve("megatron.core:__version__")
     except PatchError:
@@ -132,7 +133,8 @@ def _megatron() -> str:
 
 
 def _versions() -> list[dict[str, str]]:
-    """Empty where the patches cannot be told: there is no Megatron."""
+    """Return the rows of known versions; none if Megatron is missing, without which patches cannot
+    be listed."""
     try:
         patches = [patch for feature in FEATURES for patch in feature.patches(_WITH_ALL_PATCHES)]
     except PatchError:
@@ -142,14 +144,14 @@ def _versions() -> list[dict[str, str]]:
 
 def _patches(config: PipelineConfig) -> Iterator[PatchState]:
     example = config if config.schedule else _WITH_ALL_PATCHES
-    is_asked = config.changes_launch
+    has_settings = config.changes_launch
     in_force = {patch.target for patch in applied()}
     for feature in FEATURES:
-        wanted = not is_asked or feature.is_wanted(config)
+        is_required = not has_settings or feature.is_wanted(config)
         try:
             patches = feature.patches(example)
         except PatchError as error:
-            yield PatchState(feature.name, "", "", "", State.MISFIT, wanted, str(error))
+            yield PatchState(feature.name, "", "", "", State.MISFIT, is_required, str(error))
             continue
         for patch in patches:
             misfit = None
@@ -158,14 +160,14 @@ def _patches(config: PipelineConfig) -> Iterator[PatchState]:
             elif (misfit := _misfit(patch)) is not None:
                 state = State.MISFIT
             else:
-                state = _state_of_what_fits(patch, is_asked and wanted)
+                state = _state_of_what_fits(patch, has_settings and is_required)
             yield PatchState(
                 feature.name,
                 patch.target,
                 patch.how.value,
                 patch.reason,
                 state,
-                wanted,
+                is_required,
                 misfit.text if misfit else "",
                 misfit.unknown if misfit else None,
             )

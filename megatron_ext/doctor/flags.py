@@ -1,4 +1,4 @@
-"""The flags of a launch line: whether anybody knows them, and whether ours are heard at all."""
+"""Check that the flags of a launch command are known, and that ours take effect."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 
 from megatron_ext.config import PipelineConfig, flag, variable
-from megatron_ext.doctor.report import Finding, Verdict
-from megatron_ext.doctor.words import Launch
+from megatron_ext.doctor.report import Finding, Severity
+from megatron_ext.launch_command.words import Launch
 from megatron_ext.launch_planner.command_line import IMPORTS_US
 from megatron_ext.words import meant_by
 from megatron_ext.written_settings import (
@@ -29,8 +29,8 @@ _AUTO = "megatron_ext.auto"
 
 
 def with_variables(launch: Launch, script: str | None) -> tuple[Launch, list[Finding]]:
-    """``launch`` with the flags that variables stand for, where it goes by ``-m megatron_ext``, and
-    what there is to say of them.
+    """Return ``launch`` with flags in place of the variables that ``-m megatron_ext`` reads, and
+    remarks on them.
 
     Raises:
         ValueError: a variable is not understood.
@@ -41,23 +41,23 @@ def with_variables(launch: Launch, script: str | None) -> tuple[Launch, list[Fin
     if launch.installs is False:
         if not os.environ.get(schedule):
             return launch, []
-        text = f"nothing on the line reads {schedule}: this is Megatron's own pipeline"
-        return launch, [Finding(Verdict.REMARK, "flags", text, "write -m megatron_ext before it")]
+        text = f"nothing in the command reads {schedule}: this is Megatron's own pipeline"
+        return launch, [Finding(Severity.REMARK, "flags", text, "write -m megatron_ext before it")]
     added, overruled = given_beside(given_in(launch.arguments), os.environ)
     words = words_of(added)
-    findings = [Finding(Verdict.REMARK, "flags", text) for text in overruled]
+    findings = [Finding(Severity.REMARK, "flags", text) for text in overruled]
     if words:
         text = f"from variables: {shlex.join(words)}"
-        findings.append(Finding(Verdict.RIGHT, "flags", text))
+        findings.append(Finding(Severity.RIGHT, "flags", text))
     return replace(launch, arguments=(*launch.arguments, *words)), findings
 
 
 def settings_of(launch: Launch, script: str | None) -> PipelineConfig:
-    """The settings that the ranks of ``launch`` would have: of its flags, or of variables where
-    `megatron_ext.auto` reads them.
+    """Return the settings of ``launch``: of its flags, or of variables if `megatron_ext.auto` reads
+    them.
 
     Raises:
-        ValueError: one is not understood.
+        ValueError: a setting is not understood.
     """
     if settings_given(launch.arguments) or not _is_automatic(launch, script):
         return from_argv(launch.arguments)
@@ -69,11 +69,11 @@ def _is_automatic(launch: Launch, script: str | None) -> bool:
 
 
 def check_installation(launch: Launch, script: str | None) -> list[Finding]:
-    """Whether our flags are heard: whether the line goes by ``-m megatron_ext``, or its script
-    imports us.
+    """Check that our flags take effect: the command has ``-m megatron_ext``, or its script imports
+    megatron_ext.
 
     Args:
-        script: its text; None where it cannot be read.
+        script: text of the script; None if it cannot be read.
     """
     if not settings_given(launch.arguments) or launch.installs:
         return []
@@ -81,26 +81,26 @@ def check_installation(launch: Launch, script: str | None) -> list[Finding]:
     fix = f"write -m megatron_ext {target} in place of {target}"
     ours = f"our flags need -m megatron_ext before {target}"
     if script is not None and IMPORTS_US.search(script):
-        return [Finding(Verdict.RIGHT, "script", f"{target} imports megatron_ext itself")]
+        return [Finding(Severity.RIGHT, "script", f"{target} imports megatron_ext itself")]
     if _AUTO in launch.environment.values():
-        return [Finding(Verdict.RIGHT, "script", f"the environment names {_AUTO}")]
+        return [Finding(Severity.RIGHT, "script", f"the environment names {_AUTO}")]
     if launch.installs is None:
-        text = f"{ours}: the line begins behind the place where it would be"
-        return [Finding(Verdict.REMARK, "script", text, f"launch it as -m megatron_ext {target}")]
+        text = f"{ours}: the command begins behind the place where it would stand"
+        return [Finding(Severity.REMARK, "script", text, f"launch it as -m megatron_ext {target}")]
     if script is None:
         text = f"{ours}, or a script that imports megatron_ext; {target} cannot be read here"
-        return [Finding(Verdict.REMARK, "script", text, f"{fix}, unless it imports megatron_ext")]
-    text = f"{ours}, and the line has none: Megatron would end with 'unrecognized arguments'"
-    return [Finding(Verdict.WRONG, "script", text, fix)]
+        return [Finding(Severity.REMARK, "script", text, f"{fix}, unless it imports megatron_ext")]
+    text = f"{ours}, and the command lacks it: Megatron would end with 'unrecognized arguments'"
+    return [Finding(Severity.WRONG, "script", text, fix)]
 
 
 def unknown_words(
     argv: Sequence[str], unknown: Sequence[str], flags: Sequence[str], script: str | None
 ) -> list[Finding]:
-    """What to say of each of the ``unknown`` words of ``argv``, given the ``flags`` there are.
+    """Return a finding for each of the ``unknown`` words of ``argv``, given the known ``flags``.
 
-    A word that is very like a flag is that flag misspelt, and so is one that is like one of ours;
-    another may be the script's own.
+    A word that is nearly a flag of Megatron's or of ours is that flag misspelt. Any other word may
+    be the script's own.
     """
     findings = []
     for word in unknown:
@@ -110,14 +110,14 @@ def unknown_words(
             if not any(other in unknown for other in before):
                 text = f"{word!r} belongs to no flag"
                 fix = _quoted(argv, word) or "drop it: the flag before it takes no value"
-                findings.append(Finding(Verdict.WRONG, "flags", text, fix))
+                findings.append(Finding(Severity.WRONG, "flags", text, fix))
         elif script is not None and name in script:
-            findings.append(Finding(Verdict.RIGHT, "flags", f"{name} is the script's own"))
+            findings.append(Finding(Severity.RIGHT, "flags", f"{name} is the script's own"))
         else:
             findings.append(_unknown_flag(name, flags))
-    if not any(finding.verdict is Verdict.WRONG for finding in findings):
+    if not any(finding.verdict is Severity.WRONG for finding in findings):
         text = "all others are Megatron's or ours" if findings else "all are Megatron's or ours"
-        findings.append(Finding(Verdict.RIGHT, "flags", text))
+        findings.append(Finding(Severity.RIGHT, "flags", text))
     return findings
 
 
@@ -144,9 +144,9 @@ def _unknown_flag(name: str, flags: Sequence[str]) -> Finding:
     surely = difflib.get_close_matches(name.replace("_", "-"), flags, cutoff=SURELY_MEANT)
     if ours or surely or name.startswith(flag("")):
         fix = f"did you mean {meant}?" if meant else ""
-        return Finding(Verdict.WRONG, "flags", f"there is no flag {name}", fix)
+        return Finding(Severity.WRONG, "flags", f"there is no flag {name}", fix)
     text = f"{name} is neither Megatron's nor ours: the script's own, perhaps"
     fix = "drop it if the script does not add it: Megatron would refuse it"
     return Finding(
-        Verdict.REMARK, "flags", text, f"did you mean {meant}? If not, {fix}" if meant else fix
+        Severity.REMARK, "flags", text, f"did you mean {meant}? If not, {fix}" if meant else fix
     )

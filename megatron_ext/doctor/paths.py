@@ -1,4 +1,4 @@
-"""Whether the files that a launch line names are there."""
+"""Check that the files exist that a launch command names."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.doctor.report import Finding, Verdict
+from megatron_ext.doctor.report import Finding, Severity
+from megatron_ext.launch_command.checkpoint import TRACKER, name_of
 from megatron_ext.words import bytes_text
 
 INDEX_HEADER = b"MMIDIDX\x00\x00"  # of an .idx, as megatron.core.datasets.indexed_dataset writes it
-TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def check_data(args: Any, prefixes: Sequence[str]) -> list[Finding]:
-    """Whether each of ``prefixes`` is a dataset, and the index cache can be written."""
+    """Check that each of ``prefixes`` is a dataset, and that the index cache can be written."""
     findings = [finding for prefix in prefixes for finding in _check_dataset(args, prefix)]
-    if prefixes and all(finding.verdict is Verdict.RIGHT for finding in findings):
+    if prefixes and all(finding.verdict is Severity.RIGHT for finding in findings):
         size = sum(Path(f"{prefix}.bin").stat().st_size for prefix in prefixes if not args.sft)
         text = f"{len(prefixes)} found, {bytes_text(size)}"
-        findings = [Finding(Verdict.RIGHT, "datasets", text)]
+        findings = [Finding(Severity.RIGHT, "datasets", text)]
     if not prefixes and not args.mock_data:
         findings.append(
             Finding(
-                Verdict.REMARK,
+                Severity.REMARK,
                 "datasets",
                 "neither a dataset nor --mock-data is given",
                 "right only where the script has data of its own",
@@ -38,26 +38,26 @@ def check_data(args: Any, prefixes: Sequence[str]) -> list[Finding]:
 
 def _check_dataset(args: Any, prefix: str) -> list[Finding]:
     if "://" in prefix:
-        return [Finding(Verdict.REMARK, "datasets", f"{prefix} is remote, and not looked for")]
+        return [Finding(Severity.REMARK, "datasets", f"{prefix} is remote, and not looked for")]
     if args.sft:
         return [_exists("datasets", prefix)]
     findings = [_exists("datasets", f"{prefix}{ending}") for ending in (".bin", ".idx")]
-    wrong = [finding for finding in findings if finding.verdict is Verdict.WRONG]
+    wrong = [finding for finding in findings if finding.verdict is Severity.WRONG]
     if wrong:
         if Path(prefix).is_file():
             fix = "drop the ending: a dataset is named without .bin and .idx"
-            return [Finding(Verdict.WRONG, "datasets", f"{prefix} is no dataset's prefix", fix)]
+            return [Finding(Severity.WRONG, "datasets", f"{prefix} is no dataset's prefix", fix)]
         return wrong
     with open(f"{prefix}.idx", "rb") as index:
         if index.read(len(INDEX_HEADER)) != INDEX_HEADER:
             fix = "write it anew with Megatron's tools/preprocess_data.py"
             text = f"{prefix}.idx is no index of Megatron's"
-            return [Finding(Verdict.WRONG, "datasets", text, fix)]
-    return [Finding(Verdict.RIGHT, "datasets", prefix)]
+            return [Finding(Severity.WRONG, "datasets", text, fix)]
+    return [Finding(Severity.RIGHT, "datasets", prefix)]
 
 
 def check_tokenizer_files(args: Any) -> list[Finding]:
-    """Whether the tokenizer's files are there; a model that is no path may come from a hub."""
+    """Check that the tokenizer's files exist. A model that is no path may come from a hub."""
     files = [path for path in (args.vocab_file, args.merge_file) if path is not None]
     findings = [_exists("tokenizer", path) for path in files]
     model = args.tokenizer_model
@@ -67,15 +67,15 @@ def check_tokenizer_files(args: Any) -> list[Finding]:
     if not Path(model).exists() and may_be_name and not model.startswith((".", "/", "~")):
         text = f"{model} is no file here: it would come from the Hugging Face hub, or its cache"
         fix = "the ranks' nodes need a network or the cache; or give a folder"
-        return [*findings, Finding(Verdict.REMARK, "tokenizer", text, fix)]
+        return [*findings, Finding(Severity.REMARK, "tokenizer", text, fix)]
     return [*findings, _exists("tokenizer", model)]
 
 
 def check_checkpoints(args: Any, needed: float | None) -> list[Finding]:
-    """Whether there is what is to be loaded, and room for what is to be saved.
+    """Check that the checkpoint to load exists, and that there is room for those to save.
 
     Args:
-        needed: bytes of one checkpoint, None where they are not known.
+        needed: bytes of one checkpoint; None if unknown.
     """
     findings = []
     if args.pretrained_checkpoint is not None:
@@ -83,9 +83,9 @@ def check_checkpoints(args: Any, needed: float | None) -> list[Finding]:
     if args.load is not None:
         load = _check_load("--load", args.load, args.ckpt_step)
         resumes = args.load == args.save and not args.exit_on_missing_checkpoint
-        if load.verdict is Verdict.WRONG and resumes and not (Path(args.load) / TRACKER).exists():
+        if load.verdict is Severity.WRONG and resumes and not (Path(args.load) / TRACKER).exists():
             text = f"nothing to load in {args.load} yet: this run starts from scratch"
-            load = Finding(Verdict.REMARK, "checkpoints", text)
+            load = Finding(Severity.REMARK, "checkpoints", text)
         findings.append(load)
     if args.save is not None:
         findings.append(_check_save(args, needed))
@@ -94,74 +94,64 @@ def check_checkpoints(args: Any, needed: float | None) -> list[Finding]:
 
 def _check_load(flag: str, folder: str, step: int | None) -> Finding:
     if "://" in folder:
-        return Finding(Verdict.REMARK, "checkpoints", f"{flag} {folder} is remote, not looked for")
+        return Finding(Severity.REMARK, "checkpoints", f"{flag} {folder} is remote, not looked for")
     tracker = Path(folder) / TRACKER
     if not Path(folder).is_dir():
         fix = "correct the path; Megatron would start from scratch"
-        return Finding(Verdict.WRONG, "checkpoints", f"{flag}: there is no folder {folder}", fix)
+        return Finding(Severity.WRONG, "checkpoints", f"{flag}: there is no folder {folder}", fix)
     if not tracker.is_file():
         text = f"{flag} {folder} has no {TRACKER}: Megatron would start from scratch"
         fix = "name the folder above that of an iteration"
-        return Finding(Verdict.WRONG, "checkpoints", text, fix)
+        return Finding(Severity.WRONG, "checkpoints", text, fix)
     iteration = str(step) if step is not None else tracker.read_text().strip()
     if iteration != "release" and not iteration.isdecimal():
         text = f"{tracker} says {iteration!r}, which is no iteration"
-        return Finding(Verdict.WRONG, "checkpoints", text, "write the last whole iteration there")
-    name = _name_of(iteration)
+        return Finding(Severity.WRONG, "checkpoints", text, "write the last whole iteration there")
+    name = name_of(iteration)
     if not (tracker.parent / name).is_dir():
         text = f"{flag} {folder} has no {name}, which is to be loaded"
         iterations = ", ".join(sorted(path.name for path in tracker.parent.glob("iter_*"))[-3:])
-        return Finding(Verdict.WRONG, "checkpoints", text, f"there are: {iterations or 'none'}")
-    return Finding(Verdict.RIGHT, "checkpoints", f"{flag} {folder} has {name}")
-
-
-def iteration_to_load(folder: str, step: int | None) -> Path | None:
-    """The folder of the checkpoint that ``--load`` of ``folder`` takes; None if it is not here."""
-    if _check_load("--load", folder, step).verdict is not Verdict.RIGHT:
-        return None
-    iteration = str(step) if step is not None else (Path(folder) / TRACKER).read_text().strip()
-    return Path(folder) / _name_of(iteration)
-
-
-def _name_of(iteration: str) -> str:
-    return iteration if iteration == "release" else f"iter_{int(iteration):07d}"
+        return Finding(Severity.WRONG, "checkpoints", text, f"there are: {iterations or 'none'}")
+    return Finding(Severity.RIGHT, "checkpoints", f"{flag} {folder} has {name}")
 
 
 def _check_save(args: Any, needed: float | None) -> Finding:
     folder = _check_folder("--save", args.save)
-    if folder.verdict is not Verdict.RIGHT or "://" in args.save:
+    if folder.verdict is not Severity.RIGHT or "://" in args.save:
         return folder
     free = shutil.disk_usage(_existing(Path(args.save))).free
     text = f"{folder.text}; {bytes_text(free)} free"
     if needed is None:
-        return Finding(Verdict.RIGHT, folder.subject, text)
+        return Finding(Severity.RIGHT, folder.subject, text)
     text += f", a checkpoint takes about {bytes_text(needed)}"
     if free < needed:
-        return Finding(Verdict.WRONG, folder.subject, text, "make room, or save elsewhere")
-    return Finding(Verdict.RIGHT, folder.subject, text)
+        return Finding(Severity.WRONG, folder.subject, text, "make room, or save elsewhere")
+    return Finding(Severity.RIGHT, folder.subject, text)
 
 
 def _check_folder(flag: str, folder: str) -> Finding:
     subject = "checkpoints" if flag == "--save" else "datasets"
     if "://" in folder:
-        return Finding(Verdict.REMARK, subject, f"{flag} {folder} is remote, and not looked for")
+        return Finding(Severity.REMARK, subject, f"{flag} {folder} is remote, and not looked for")
     parent = _existing(Path(folder))
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         text = f"{flag} {folder} cannot be written: {parent} is no folder that you may write"
-        return Finding(Verdict.WRONG, subject, text, "name another folder")
+        return Finding(Severity.WRONG, subject, text, "name another folder")
     exists = "is there" if parent == Path(folder).absolute() else "can be made"
-    return Finding(Verdict.RIGHT, subject, f"{flag} {folder} {exists}")
+    return Finding(Severity.RIGHT, subject, f"{flag} {folder} {exists}")
 
 
 def _existing(path: Path) -> Path:
-    """The nearest of ``path`` and its parents that is there."""
+    """Return the nearest existing folder among ``path`` and its parents."""
     path = path.absolute()
     return next(p for p in (path, *path.parents) if p.exists())
 
 
 def _exists(subject: str, path: str) -> Finding:
     if not Path(path).exists():
-        return Finding(Verdict.WRONG, subject, f"there is no {path}", "correct the path")
+        return Finding(Severity.WRONG, subject, f"there is no {path}", "correct the path")
     if not os.access(path, os.R_OK):
-        return Finding(Verdict.WRONG, subject, f"{path} cannot be read", "get the right to read it")
-    return Finding(Verdict.RIGHT, subject, f"{path} is there")
+        return Finding(
+            Severity.WRONG, subject, f"{path} cannot be read", "get the right to read it"
+        )
+    return Finding(Severity.RIGHT, subject, f"{path} is there")

@@ -1,4 +1,4 @@
-"""What a check of a launch line says."""
+"""Report of a check of a launch command."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 from megatron_ext.patches.engine import PatchError
 
 
-class Verdict(StrEnum):
-    """RIGHT: checked and fine; REMARK: worth a look, or cannot be told here; WRONG: will fail."""
+class Severity(StrEnum):
+    """Severity of a finding. RIGHT: checked and fine. REMARK: worth a look, or cannot be known
+    here. WRONG: will fail."""
 
     RIGHT = "right"
     REMARK = "remark"
@@ -20,9 +21,9 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report; ``fix`` is what to do, empty where there is nothing to do."""
+    """One line of the report. ``fix`` says what to do; empty if nothing has to be done."""
 
-    verdict: Verdict
+    verdict: Severity
     subject: str
     text: str
     fix: str = ""
@@ -30,7 +31,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class RankPrediction:
-    """What a pipeline rank will hold; ``activation_bytes`` is None where it is not known."""
+    """Predicted memory of a pipeline rank. ``activation_bytes`` is None if unknown."""
 
     rank: int
     layers: int
@@ -40,18 +41,18 @@ class RankPrediction:
 
     @property
     def total_bytes(self) -> float:
-        """The sum of those bytes that are known."""
+        """Sum of the known bytes."""
         return self.model_bytes + (self.activation_bytes or 0)
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of the first step's program.
+    """Prediction for the first step.
 
     Attributes:
-        costs: where they come from.
-        bubble, bubble_1f1b: shares of the makespan.
-        ranks: none where memory cannot be estimated.
+        costs: origin of the costs.
+        bubble, bubble_1f1b: idle shares of the makespan.
+        ranks: memory of each rank; empty if it cannot be estimated.
     """
 
     schedule: str
@@ -71,26 +72,26 @@ class Prediction:
 
 @dataclass
 class Report:
-    """What is found, and what is predicted as far as the line is right."""
+    """Findings, and the predictions that could be made of what is right in the command."""
 
     findings: list[Finding] = field(default_factory=list)
     prediction: Prediction | None = None
 
-    def add(self, verdict: Verdict, subject: str, text: str, fix: str = "") -> None:
+    def add(self, verdict: Severity, subject: str, text: str, fix: str = "") -> None:
         if not any(finding.text == text for finding in self.findings):
             self.findings.append(Finding(verdict, subject, text, fix))
 
     def attempt[T](self, subject: str, work: Callable[[], T], fix: str = "") -> T | None:
-        """What ``work`` returns, or None and a finding of what it refuses."""
+        """Return the result of ``work``; if it refuses, None, and add a finding with the reason."""
         try:
             return work()
         except (ValueError, PatchError) as error:
-            self.add(Verdict.WRONG, subject, str(error), fix)
+            self.add(Severity.WRONG, subject, str(error), fix)
             return None
 
     @property
     def is_right(self) -> bool:
-        return all(finding.verdict is not Verdict.WRONG for finding in self.findings)
+        return all(finding.verdict is not Severity.WRONG for finding in self.findings)
 
     def as_data(self) -> dict[str, Any]:
         """As ``--json`` prints it."""

@@ -1,4 +1,4 @@
-"""Which versions of Megatron, of what it runs on and of who calls it are known to fit."""
+"""Versions that are known to fit: of Megatron, of its dependencies and of its callers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from megatron_ext.patches.engine import Patch
 
 
 class Tried(StrEnum):
-    """How far a version was tried: sources that were read show no more than that patches fit."""
+    """Extent to which a version was tried. Sources that were only read show no more than that
+    patches fit."""
 
     TRAINED = "trained on the CPU"
     READ = "read"
@@ -21,10 +22,11 @@ class KnownVersion:
     """A version of ``name``.
 
     Attributes:
-        version: in words.
-        megatron: the versions of Megatron that are in it, as digests of patches name them; empty
-            for what has none.
-        tried: how far, and ``how``: by what, or what was seen.
+        version: its text.
+        megatron: the versions of Megatron in it, as digests of patches name them; empty without a
+            Megatron.
+        tried: how far it was tried.
+        how: the tests that ran, or the observations.
     """
 
     name: str
@@ -34,7 +36,8 @@ class KnownVersion:
     how: str = ""
 
     def patches(self, declared: frozenset[str]) -> str:
-        """Whether ours fit it; they are ``declared`` for these versions of Megatron."""
+        """Return whether our patches fit it; they are ``declared`` for these versions of
+        Megatron."""
         fits = self.tried is Tried.TRAINED
         if self.megatron:
             fits = declared.issuperset(self.megatron)
@@ -131,14 +134,14 @@ KNOWN = (
 
 
 def declared_versions(patches: list[Patch]) -> frozenset[str]:
-    """The versions of Megatron whose sources ``patches`` were read against, and the commits on the
-    way to one (``0.20@2a75ac1``)."""
+    """Return the versions of Megatron whose sources ``patches`` were read against, and the commits
+    on the way to one (``0.20@2a75ac1``)."""
     digests = (key for patch in patches for key in (*patch.digests, *patch.needless))
     return frozenset(version for key in digests for version in key.split(", "))
 
 
 def version_rows(declared: frozenset[str]) -> list[dict[str, str]]:
-    """`KNOWN` as a table: a row a version, by column."""
+    """Return `KNOWN` as a table: one row per version, by column."""
     return [
         {
             "": known.name,

@@ -267,7 +267,7 @@ class SizedLaunch:
         Raises:
             ValueError: Megatron refuses them.
         """
-        from megatron_ext.doctor import line as launch_line
+        from megatron_ext.launch_command import line as launch_line
         from megatron_ext.launch_planner.alternatives.layouts import permits_of, rule_of, work_of
         from megatron_ext.launch_planner.alternatives.recompute import with_recompute
 

@@ -9,8 +9,8 @@ from dataclasses import fields
 from pathlib import Path
 
 from megatron_ext.config import PipelineConfig, flag
-from megatron_ext.doctor.words import Launch
 from megatron_ext.launch import without
+from megatron_ext.launch_command.words import Launch
 from megatron_ext.planner.verdict import Written
 
 IMPORTS_US = re.compile(r"^\s*(?:import|from)\s+megatron_ext\b", re.MULTILINE)

@@ -20,9 +20,9 @@ from megatron_ext.compile.registry import choose, entry_of
 from megatron_ext.config import PLAN, PipelineConfig, flag
 from megatron_ext.cost_model.gpus import FreeMemory, free_memory
 from megatron_ext.cost_model.measured.file import load_measured
-from megatron_ext.doctor import line as launch_line
-from megatron_ext.doctor.importing import silently
 from megatron_ext.launch import Chosen
+from megatron_ext.launch_command import line as launch_line
+from megatron_ext.launch_command.importing import silently
 from megatron_ext.launch_planner.alternatives.written import alternative_of
 from megatron_ext.launch_planner.variants import (
     LineVariants,
@@ -82,8 +82,8 @@ def choose_for(
     args = launch_line.parse(argv).args
     if args.yaml_cfg is not None or args.use_checkpoint_args:
         raise ValueError(
-            f"{flag('schedule')} {config.schedule} chooses from the launch line, and --yaml-cfg or "
-            f"--use-checkpoint-args bring other arguments: name a schedule"
+            f"{flag('schedule')} {config.schedule} chooses from the launch command, and --yaml-cfg "
+            f"or --use-checkpoint-args bring other arguments: name a schedule"
         )
     is_plan = config.schedule == PLAN
     given = not is_plan or says(argv, "vocab_parallel")
@@ -131,7 +131,7 @@ def _searches(args: Any, config: PipelineConfig) -> tuple[str, ...]:
     if not fitting:
         raise ValueError(
             f"{flag('schedule')} {requested} knows no schedule with {counted(chunks, 'stage')} on "
-            f"each rank, as the launch line's virtual stages, layout or pattern require: remove "
+            f"each rank, as the launch command's virtual stages, layout or pattern require: remove "
             f"them, and they are added for what is chosen"
         )
     return fitting

@@ -12,8 +12,8 @@ from typing import Any
 from megatron_ext.adapter.arguments import check, prove_without_search
 from megatron_ext.adapter.pairs.overlap_setting import FLAG
 from megatron_ext.compile.registry import choose
-from megatron_ext.doctor import line as launch_line
-from megatron_ext.doctor.words import read_launch
+from megatron_ext.launch_command import line as launch_line
+from megatron_ext.launch_command.words import read_launch
 from megatron_ext.launch_planner.alternatives.changed import Changed
 from megatron_ext.launch_planner.alternatives.first_answer import first_answer, is_long, whole_plan
 from megatron_ext.launch_planner.alternatives.half_of_launch import half_of_launch

@@ -9,7 +9,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import maybe_load_config
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_ext.doctor.paths import iteration_to_load
+from megatron_ext.launch_command.checkpoint import iteration_to_load
 
 
 def on_loading(args: Any, *, stages_move: bool) -> str:

@@ -13,8 +13,8 @@ from megatron_ext.cost_model.assumptions import assumptions
 from megatron_ext.cost_model.description import describe
 from megatron_ext.cost_model.gpus import FreeMemory, Gpu, free_memory, short_name
 from megatron_ext.cost_model.measured.file import MeasuredFile, load_measured
-from megatron_ext.doctor.importing import as_on, quickly, silently
-from megatron_ext.doctor.words import Launch
+from megatron_ext.launch_command.importing import as_on, quickly, silently
+from megatron_ext.launch_command.words import Launch
 from megatron_ext.launch_planner.vision import take_vision, vision_of_launch
 from megatron_ext.patches.engine import PatchError
 from megatron_ext.planner.candidate import VocabMethod
@@ -24,7 +24,7 @@ from megatron_ext.words import counted
 from megatron_ext.written_settings import from_argv, says
 
 if TYPE_CHECKING:
-    from megatron_ext.doctor.line import RatesOf
+    from megatron_ext.launch_command.line import RatesOf
     from megatron_ext.launch_planner.variants import LineVariants
 
 _METHODS = frozenset([VocabMethod.NAIVE, VocabMethod.ONE, VocabMethod.TWO])
@@ -107,9 +107,11 @@ def with_launch[T](request: LaunchRequest, work: Callable[[ParsedLaunch], T]) ->
     with silently(), as_on(folder.absolute(), {"HF_HUB_OFFLINE": "1", **environment}):
         try:
             with quickly():
-                from megatron_ext.doctor import line as launch_line
+                from megatron_ext.launch_command import line as launch_line
         except ImportError as error:
-            raise PatchError(f"no Megatron is here to plan with: {error}") from error
+            raise PatchError(
+                f"a plan needs Megatron, which cannot be imported here: {error}"
+            ) from error
         values = dict(request.values)
         given = take_vision(values)
         line = (

@@ -25,7 +25,7 @@ from megatron_ext.adapter.layers import (
 from megatron_ext.adapter.slices.lengths import lengths_in
 from megatron_ext.compile.registry import Mark, choose, entry_of
 from megatron_ext.config import PipelineConfig
-from megatron_ext.doctor import line as launch_line
+from megatron_ext.launch_command import line as launch_line
 from megatron_ext.planner.candidate import Candidate, Variant, VocabMethod
 from megatron_ext.planner.figures import flags_of
 from megatron_ext.planner.fitting import consider

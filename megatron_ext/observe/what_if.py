@@ -193,7 +193,9 @@ def _tried(
     costs = seen.costs(placement.stages)
     if costs is None:
         stages = seen.schedule.placement.stages
-        raise ValueError(f"it has {placement.stages} stages, and {stages} cannot be cut so")
+        raise ValueError(
+            f"it has {placement.stages} stages, into which the {stages} measured ones cannot be cut"
+        )
     problem = Problem(placement, seen.microbatches, costs)
     if (_FITTED if entry.traits.uses_costs else _BUILT) * seconds_to_build(problem) > left:
         raise ValueError("there was no time left for it")

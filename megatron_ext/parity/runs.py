@@ -104,12 +104,13 @@ def _loading(a: RunCommand, b: RunCommand, from_seed: bool) -> list[str] | None:
     there = [name is not None and (Path(name) / _LATEST).is_file() for name in named]
     if all(there) and named[0] != named[1]:
         raise ValueError(
-            f"the lines load other checkpoints, --load {named[0]} and {named[1]}: give both the "
-            f"same, or drop it from both"
+            f"the commands load different checkpoints, --load {named[0]} and {named[1]}: give both "
+            f"the same, or drop it from both"
         )
     if any(there) and not all(there):
         raise ValueError(
-            "one of the lines loads a checkpoint and the other does not: give both the same --load"
+            "one of the commands loads a checkpoint and the other does not: give both the same "
+            "--load"
         )
     return [] if all(there) or from_seed else None
 
@@ -200,19 +201,19 @@ def check_comparable(a: RunCommand, b: RunCommand) -> None:
     one, other = (arguments or {} for arguments in parsed)
     both = {name for name in one if one[name] is not None and other.get(name) is not None}
     a_both, b_both = ({name: values[name] for name in both} for values in (one, other))
-    if why := refusal(a_both, b_both, "the lines"):
+    if why := refusal(a_both, b_both, "the commands"):
         raise ValueError(why)
 
 
 def _arguments(line: RunCommand, name: str) -> dict[str, Any] | None:
-    from megatron_ext.doctor.importing import as_on, quickly, silently
+    from megatron_ext.launch_command.importing import as_on, quickly, silently
 
     with ExitStack() as stack:
         stack.enter_context(silently())
         stack.enter_context(as_on(Path.cwd(), {}))
         try:
             with quickly():
-                from megatron_ext.doctor import line as launch_line
+                from megatron_ext.launch_command import line as launch_line
         except ImportError:
             return None
         try:

@@ -60,7 +60,7 @@ class PlanningTime:
         """Reason, in words, why the comparison ended early."""
         if self.is_interrupted:
             return "the comparison was interrupted"
-        return f"a part of the comparison did not end within its share of {self.limit:g} CPU seconds"
+        return f"part of the comparison did not end within its share of {self.limit:g} CPU seconds"
 
 
 _TIME: ContextVar[PlanningTime | None] = ContextVar("planning_time", default=None)

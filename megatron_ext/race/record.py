@@ -65,8 +65,11 @@ def load_record(path: Path) -> RaceRecord:
     text = read_text_file(path, "race file")
     try:
         data = parse_json(text)
-        if data.pop("version") != _VERSION:
-            raise ValueError("it is of another version of megatron_ext")
+        if (version := data.pop("version")) != _VERSION:
+            raise ValueError(
+                f"it was written by another version of megatron_ext: its version is "
+                f"{shown(version)}, and only {_VERSION} is known"
+            )
         data["figures"] = {
             spec: RaceFigures(**figures) for spec, figures in data["figures"].items()
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from megatron_ext.race.line_up import LineUp
+from megatron_ext.race.contestants import Contestants
 from megatron_ext.race.record import NAME, RaceFigures
 from megatron_ext.race.rounds import ROUNDS, Race
 from megatron_ext.words import bytes_text, counted
@@ -80,7 +80,7 @@ def figures_line(spec: str, race: Race, figures: RaceFigures) -> str:
 
 
 def table(
-    race: Race, lines: LineUp, facts: Mapping[str, str], figures: Mapping[str, RaceFigures]
+    race: Race, lines: Contestants, facts: Mapping[str, str], figures: Mapping[str, RaceFigures]
 ) -> str:
     """Return a Markdown table with one row, of the best candidate: the schedules compared, the
     system, and the result. "" if no candidate has run a whole round."""

@@ -108,7 +108,7 @@ class RunRecording:
         if filled < bits.size:
             raise ValueError(
                 f"{self.folder}: {name_of(tensor)} has {bits.size} elements, of which {filled} "
-                f"were recorded: record anew, and report this with your launch line"
+                f"were recorded: record anew, and report this with your launch command"
             )
         return piece.dtype, bits
 
@@ -135,12 +135,13 @@ def read_recording(folder: Path) -> RunRecording:
     if not lines_file(folder, 0).is_file():
         raise ValueError(
             f"{folder} holds no recording (no {lines_file(folder, 0).name}): make one with "
-            f"megatron-ext parity record {folder} -- LINE"
+            f"megatron-ext parity record {folder} -- COMMAND"
         )
     about, *_ = _read(lines_file(folder, 0))
     if about.get("format") != FORMAT:
         raise ValueError(
-            f"{folder} was recorded by another version of megatron_ext: record it anew"
+            f"{folder} was recorded by another version of megatron_ext: its format is "
+            f"{about.get('format')}, and only {FORMAT} is known; record it anew"
         )
     ranks = [_rank(folder, rank, about) for rank in range(about["world_size"])]
     ends = [end["tensors"] for _, end in ranks]

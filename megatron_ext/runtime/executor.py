@@ -9,7 +9,7 @@ from megatron_ext.runtime.host.offload import OffloadedStep
 from megatron_ext.runtime.messages.transport import PeerFailure
 from megatron_ext.runtime.owner import BeginAgain, Handler, Owner
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.runtime.stage import Stage
+from megatron_ext.runtime.stage import RunnableStage
 from megatron_ext.runtime.stage_io import Messages, StageIO
 from megatron_ext.runtime.stage_passes import StagePasses
 from megatron_ext.runtime.vocabulary.passes import VocabularyPasses
@@ -21,7 +21,7 @@ NEIGHBOURS = 4  # actions on each side of a failing one that its error shows
 
 def execute(
     program: Program,
-    stages: Mapping[int, Stage],
+    stages: Mapping[int, RunnableStage],
     transport: Messages,
     recorder: Recorder,
     vocabulary: VocabularyPasses | None = None,
@@ -67,7 +67,7 @@ class _Execution:
         self,
         program: Program,
         rank: int,
-        stages: Mapping[int, Stage],
+        stages: Mapping[int, RunnableStage],
         recorder: Recorder,
         owners: Sequence[Owner],
         run_pair: Callable[[Pair], None] | None = None,

@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 
-class Stage(Protocol):
+class RunnableStage(Protocol):
     """One stage. It stores what it needs between the passes of a microbatch.
 
     ``x`` is the stage's input (None on the first stage, which reads the data), ``dy`` the gradient
@@ -62,9 +62,9 @@ class Stage(Protocol):
 
 @dataclass(frozen=True)
 class Backward:
-    """Backward pass that is about to run: B if ``whole``, else I. ``dy`` as in `Stage`."""
+    """Backward pass that is about to run: B if ``whole``, else I. ``dy`` as in `RunnableStage`."""
 
-    stage: Stage
+    stage: RunnableStage
     microbatch: int
     dy: Tensor | None
     whole: bool

@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from megatron_ext.runtime.owner import Handler, Owner
-from megatron_ext.runtime.stage import Stage
+from megatron_ext.runtime.stage import RunnableStage
 from megatron_ext.runtime.vocabulary.passes import VocabularyPasses
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.placement import Neighbour, Placement
@@ -38,7 +38,7 @@ class StageIO(Owner):
     def __init__(
         self,
         placement: Placement,
-        stages: Mapping[int, Stage],
+        stages: Mapping[int, RunnableStage],
         transport: Messages,
         vocabulary: VocabularyPasses | None,
         first_trained: int = 0,

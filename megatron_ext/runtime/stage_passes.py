@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_ext.runtime.host.offload import OffloadedStep
 from megatron_ext.runtime.owner import Handler, Owner
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.runtime.stage import Backward, Stage
+from megatron_ext.runtime.stage import Backward, RunnableStage
 from megatron_ext.runtime.stage_io import StageIO
 from megatron_ext.schedule.action import Action, Kind, Pair
 
@@ -20,7 +20,7 @@ class StagePasses(Owner):
 
     def __init__(
         self,
-        stages: Mapping[int, Stage],
+        stages: Mapping[int, RunnableStage],
         stage_io: StageIO,
         recorder: Recorder,
         offload: OffloadedStep | None,

@@ -399,8 +399,13 @@ def read_costs_file(path: Path) -> dict[str, Any]:
         data = parse_json(text)
     except ValueError as error:
         raise ValueError(f"costs file {path} is not JSON: {error}") from None
-    if not isinstance(data, dict) or data.get("version") != FILE_VERSION:
+    if not isinstance(data, dict) or "version" not in data:
         raise ValueError(f'costs file {path}: "version": {FILE_VERSION} is expected at the top')
+    if data["version"] != FILE_VERSION:
+        raise ValueError(
+            f"costs file {path} is of version {shown(data['version'])}, and only {FILE_VERSION} is "
+            f"known: measure it anew with --pipeline-costs profile, or {_EXAMPLE}"
+        )
     missing = _PASSES.keys() - data.keys()
     if missing:
         raise ValueError(f"costs file {path} lacks {_listed(missing)}; {_EXAMPLE}")

@@ -355,11 +355,6 @@ def passes_of(placement: Placement, again: bool = False) -> Lanes:
     )
 
 
-def lanes_of(placement: Placement, again: bool = False) -> dict[tuple[int, Kind], int]:
-    """Return the lane of each stage and kind."""
-    return {key: lane for lane, key in enumerate(passes_of(placement, again))}
-
-
 def shop_of(problem: Problem, again: npt.NDArray[np.bool_] | None = None) -> Shop:
     """Return the packing problem of ``problem``, whose ranks have equally many chunks.
 

@@ -25,8 +25,11 @@ from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.timeline import Event, GradientReduction, Timeline
 from megatron_ext.text_file import parse_json, read_text_file, whole_file, write_text_file
 from megatron_ext.viz.json_record import Record
+from megatron_ext.words import shown
 
 NAME = "trace.json"  # in the folder that a training run is given
+_VERSION = 1
+_BEGIN = f'{{"displayTimeUnit": "ms", "version": {_VERSION}, "traceEvents": ['
 _END = "\n]}\n"
 _LARGEST = 2**31  # bytes of a trace that is read
 
@@ -101,7 +104,7 @@ class TraceFile:
     def __init__(self, path: Path) -> None:
         """Start ``path`` afresh; its folder is made if there is none."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text_file(path, '{"displayTimeUnit": "ms", "traceEvents": [' + _END)
+        write_text_file(path, _BEGIN + _END)
         self._path = path
         self._is_empty = True
         self._origin: float | None = None  # what time 0 of the trace is
@@ -182,8 +185,8 @@ def read_trace(path: Path) -> list[TracedStep]:
     """Return the steps that a training run has written to ``path``, or to `NAME` in that folder.
 
     Raises:
-        ValueError: there is no such file, it is not JSON, it has no measured step, or a step of it
-            differs from what `TraceFile` writes.
+        ValueError: there is no such file, it is not JSON, it has no measured step, another version
+            wrote it, or a step of it differs from what `TraceFile` writes.
     """
     file = path / NAME if path.is_dir() else path
     try:
@@ -203,6 +206,12 @@ def read_trace(path: Path) -> list[TracedStep]:
     events = data.get("traceEvents") if isinstance(data, dict) else None
     if not isinstance(events, list):
         raise ValueError(f"{file} is no trace: it has no list 'traceEvents' at the top")
+    if data.get("version") != _VERSION and any(map(_is_of_a_step, events)):
+        raise ValueError(
+            f"{file} was written by another version of megatron_ext: its version is "
+            f"{shown(data.get('version'))}, and only {_VERSION} is known; write a new trace with "
+            f"--pipeline-trace DIR"
+        )
     iterations: dict[int, list[_Slice]] = {}
     of_stock: dict[int, tuple[float, ...]] = {}  # `weight_shares`, by iteration
     reserved: dict[int, tuple[float, ...]] = {}

@@ -133,7 +133,7 @@ def _passes(program: Program) -> int:
 
 
 class EmulatedStage(AutogradStage):
-    """`Stage` around an `EmulatedChunk`, which may have the loss."""
+    """`RunnableStage` around an `EmulatedChunk`, which may have the loss."""
 
     def __init__(self, number: int, chunk: EmulatedChunk, has_loss: bool) -> None:
         super().__init__(number)

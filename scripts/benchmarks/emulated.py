@@ -118,7 +118,7 @@ class EmulatedChunk(torch.nn.Module):
 
 
 class AutogradStage:
-    """`Stage` of one small module: a subclass says what F is, and keeps its input and output."""
+    """`RunnableStage` of a small module: subclasses define F, and keep its input and output."""
 
     def __init__(self, number: int) -> None:
         self.number = number

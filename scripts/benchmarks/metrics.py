@@ -5,8 +5,8 @@
 
 Ranks whose passes sleep (as in `executors`) run turns of ten steps. With metrics passes
 are recorded and read, and the ranks exchange their figures once in a turn. Turns of a pair follow
-one another at once, in the order on, off and off, on; the ratio is of their seconds. Beside the
-median over the pairs stands how far the middle half of them is spread.
+one another at once, in the order on, off and off, on; the ratio is of their seconds. The
+median over the pairs is printed with the spread of their middle half.
 """
 
 from __future__ import annotations

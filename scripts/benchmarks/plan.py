@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from megatron_ext.cost_model.gpus import GPUS, parse_gpu  # noqa: E402
-from megatron_ext.doctor.words import read_launch  # noqa: E402
+from megatron_ext.launch_command.words import read_launch  # noqa: E402
 from megatron_ext.launch_planner.launch_plan import plan_line  # noqa: E402
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest  # noqa: E402
 from megatron_ext.planner.planning_time import LIMIT, planning  # noqa: E402

@@ -4,10 +4,10 @@
     python -m scripts.benchmarks.prediction --schedules zb-v --costs f=60,i=70,w=50 --json
 
 Ranks whose passes sleep (as in `executors`) begin with a schedule made for wrong costs, F,
-I and W alike. They measure what their passes cost as `--pipeline-costs profile` does, make the
-schedule anew, and run some more steps, of which the median makespan is compared with the
-prediction. Sleeping takes no core, so a pipeline of four runs on two; what the host does beside
-the passes is in the measured step and not in the prediction.
+I and W alike. They measure what their passes cost as `--pipeline-costs profile` does, rebuild
+the schedule, and run some more steps, of which the median makespan is compared with the
+prediction. Sleeping takes no core, so a pipeline of four runs on two; the time of the host between
+passes is in the measured step and not in the prediction.
 """
 
 from __future__ import annotations

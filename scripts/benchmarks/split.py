@@ -1,4 +1,4 @@
-"""Measure what splitting the backward costs: I and W of a transformer layer, beside its whole B.
+"""Measure what splitting the backward costs: I and W of a transformer layer, compared with B.
 
     python -m scripts.benchmarks.split
     python -m scripts.benchmarks.split --hidden 1024 --sequence 1024 --json
@@ -6,9 +6,9 @@
 One process, one layer of Megatron's local kind, on a GPU if there is one. Whole and split backward
 take turns, so that what disturbs one disturbs the other; the ratio is that of their medians.
 
-On a CPU malloc keeps what is freed, as CUDA's caching allocator does. By default glibc hands it
-back to the system and asks for it again in the next backward, and a page fault for each 4 KiB that
-is kept for W then counts as a cost of the split: ``--hand-memory-back`` shows it.
+On a CPU malloc keeps what is freed, as CUDA's caching allocator does. By default glibc returns
+it to the system and gets it back in the next backward, and a page fault for each 4 KiB that waits
+for W then counts as a cost of the split: ``--hand-memory-back`` shows it.
 """
 
 from __future__ import annotations

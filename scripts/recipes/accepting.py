@@ -30,8 +30,8 @@ from megatron_ext.compile.build import build_program
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import Choice, choose
 from megatron_ext.config import PipelineConfig
-from megatron_ext.doctor import line as launch_line
-from megatron_ext.doctor.importing import silently
+from megatron_ext.launch_command import line as launch_line
+from megatron_ext.launch_command.importing import silently
 from megatron_ext.patches import engine
 from megatron_ext.schedule.problem import Problem
 from scripts.recipes.feature import Value

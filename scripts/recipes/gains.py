@@ -135,7 +135,7 @@ def _rule(configuration: Configuration) -> Callable[[int], Layout]:
     def layout(stages: int) -> Layout:
         per_stage, left = divmod(layers + embedding + loss, stages)
         if left or per_stage < max(embedding, loss):
-            raise ValueError(f"{layers} layers do not divide over {stages} stages")
+            raise ValueError(f"{layers} layers cannot be split evenly over {stages} stages")
         counts = [per_stage] * stages
         counts[0] -= embedding
         counts[-1] -= loss

@@ -16,25 +16,25 @@ from scripts.recipes.tables import name_of, table
 
 _HEAD = """## What a plan would gain
 
-What a step takes under each recipe's own line, with the best that stock's schedules can do with
-another layout, number of virtual stages or recompute, and with the best schedule of all. A gain of
-1.08 says that a step of the own line takes 8% more time. All of this is estimated, nothing
-measured:
+The seconds of a step under each recipe's own command, compared with the best that stock's schedules
+reach with another layout, number of virtual stages or recompute, and with the best schedule of all.
+A gain of 1.08 says that a step of the recipe's own command takes 8% more time. All of this is
+estimated, nothing measured:
 
 - Seconds and bytes are those of [estimated costs](estimated-costs.md): from the model's dimensions
   and the GPU's data sheet. The optimizer's step, and what passes do not hide of reductions, are
   charged to all alike. A gain below 5% is within what a formula can tell.
-- Within one memory bound: the larger of 0.95 of the GPU's memory, and what the fullest rank of the
-  own line takes. A gain that is gone with 2 GiB less has an asterisk.
-- Schedules that search are told by what they know before; with their search they may gain more.
-  The vocabulary is divided where that is faster. Of its layers Megatron runs again what is best:
-  nothing, modules, or all, as it stands behind a schedule where the recipe has other words.
-- The overlap of experts' communication with other microbatches is counted for no schedule. What it
-  gains each is [told apart](pairs.md#on-public-recipes).
+- One memory bound holds for all: the larger of 0.95 of the GPU's memory, and what the fullest rank
+  of the recipe's own command takes. A gain that is gone with 2 GiB less has an asterisk.
+- Schedules that search are counted without their search; with it they may gain more. The
+  vocabulary is divided if that is faster. Megatron recomputes what is best: nothing, modules, or
+  all layers.
+- The overlap of experts' communication with other microbatches is counted for no schedule:
+  [pairs](pairs.md#on-public-recipes) have figures of their own.
 - A [vision tower](uneven-stages.md#towers) counts with as many patches as the language model has
   tokens. Of adapters and frozen models, passes count without weight gradients.
 
-`megatron-ext plan -- LINE` says which [layout to write](planning.md#line); with `--json` this
+`megatron-ext plan -- COMMAND` says which [layout to write](planning.md#line); with `--json` this
 script writes the layers of each stage.
 """
 
@@ -48,6 +48,7 @@ _COLUMNS = (
     *("recipe", "ranks", "microbatches", "own line", "seconds", "GiB"),
     *("stock's best", "stock's gain", "stock's GiB"),
     *("best of all", "gain of all", "GiB of all"),
+    *("tokens/s/GPU", "published", "in release"),
 )
 
 
@@ -62,10 +63,8 @@ def gains_section(prospects: Sequence[Prospect]) -> str:
     parts = [
         _HEAD,
         _summary(planned),
-        "### Predicted over published throughput\n",
-        _throughput(planned),
-        f"[{TABLE}]({TABLE}) has each recipe: seconds of a step, and GiB of the fullest rank.\n",
-        "### What is not planned\n",
+        _ratios(planned),
+        f"[{TABLE}]({TABLE}) has each recipe: seconds, GiB of the fullest rank, tokens a second.\n",
         _without(prospects),
     ]
     return "\n".join(parts)
@@ -101,27 +100,24 @@ def _spread(gains: Sequence[float]) -> str:
     return f"{median(gains):.3f} [{max(gains):.2f}]"
 
 
-def _throughput(planned: Sequence[Prospect]) -> str:
-    known = [(prospect, ratio) for prospect in planned if (ratio := prospect.ratio) is not None]
-    if not known:
-        return "Nothing is published.\n"
-    ratios = [ratio for _, ratio in known]
-    lines = [
-        [
-            name_of(prospect.recipe.name),
-            prospect.published and prospect.published.release,
-            f"{prospect.tokens:.0f}",
-            f"{prospect.published.tokens:.0f}" if prospect.published else "",
-            f"{ratio:.2f}",
-        ]
-        for prospect, ratio in sorted(known, key=lambda pair: pair[1])
-    ]
-    head = ["recipe", "release", "predicted", "published", "ratio"]
+def _ratios(planned: Sequence[Prospect]) -> str:
+    ratios = [prospect.ratio for prospect in planned if prospect.ratio is not None]
+    if not ratios:
+        return "No throughput is published of these.\n"
     return (
-        f"Tokens per second and GPU of {len(known)} recipes, which Megatron-Bridge's tables have "
-        f"with the same settings: {min(ratios):.2f} to {max(ratios):.2f}, median "
-        f"{median(ratios):.2f}.\n\n{table(head, lines)}"
+        f"**Predicted over published throughput** of {len(ratios)} recipes, which "
+        f"Megatron-Bridge's tables have with the same settings: {min(ratios):.2f} to "
+        f"{max(ratios):.2f}, median {median(ratios):.2f}.\n"
     )
+
+
+def _throughput(prospect: Prospect) -> list[str]:
+    """Return the three cells of a recipe's throughput: predicted, published, and the release that
+    reached it; empty ones if nothing is published."""
+    if prospect.published is None or prospect.tokens is None:
+        return ["", "", ""]
+    published = prospect.published
+    return [f"{prospect.tokens:.0f}", f"{published.tokens:.0f}", published.release]
 
 
 def gains_table(prospects: Sequence[Prospect], made: Iterable[Row]) -> str:
@@ -145,6 +141,7 @@ def gains_table(prospects: Sequence[Prospect], made: Iterable[Row]) -> str:
                 _gib(own),
                 *_cells(gains.stock, gains.own),
                 *_cells(gains.ours, gains.stock, _barred(gains.ours, rows[prospect.recipe.name])),
+                *_throughput(prospect),
             ]
         )
     return text.getvalue()
@@ -163,7 +160,7 @@ def _cells(option: Option, before: Option, barred: str = "") -> list[str]:
     if option.vocabulary != "naive":
         name += f", vocabulary {option.vocabulary}"
     if option.recompute:
-        name += f", run again: {option.recompute}"
+        name += f", recompute: {option.recompute}"
     gain = f"{option.gain:.3f}" + "*" * option.is_tight
     return [name + barred, gain, _gib(option)]
 
@@ -185,5 +182,6 @@ def _gib(option: Option) -> str:
 def _without(prospects: Sequence[Prospect]) -> str:
     whys = Counter(p.gains.partition(";")[0] for p in prospects if isinstance(p.gains, str))
     if not whys:
-        return "Nothing.\n"
-    return table(["recipes", "because"], [[number, why] for why, number in whys.most_common()])
+        return "Every recipe is planned.\n"
+    why, number = whys.most_common(1)[0]
+    return f"Not planned are {whys.total()} recipes, {number} of them because: {why}.\n"

@@ -59,7 +59,7 @@ def read_mark(
     try:
         grade, kinds = words
     except ValueError:
-        raise ValueError(f"{test}: covers wants a grade and kinds of schedule") from None
+        raise ValueError(f"{test}: covers requires a grade and kinds of schedule") from None
     if grade not in GRADES:
         raise ValueError(f"{test}: grade {grade!r} is not one of {', '.join(GRADES)}")
     if isinstance(kinds, str) or not kinds or not set(kinds) <= set(KINDS):

@@ -25,13 +25,13 @@ A recipe counts under the schedule with its own stages: zb-h1 for one chunk a ra
 interleaved-zb with its own virtual stages, layout and group; and, as a second figure, under v-auto
 with its layers divided anew.
 
-- **Accepted**: all that refuses was asked, with all of the recipe's settings: Megatron's own
-  validation and our refusals, as `megatron-ext doctor` asks them, and a program is proved for its
-  ranks, chunks and microbatches (in v-auto's place zb-v's, which needs no search). No flag is
-  dropped. "After dropping" would be accepted without a setting or two, and does not count.
-- **Shown**: each thing that it switches on is compared with stock by a test under that kind of
-  schedule. A: by Megatron's own code, to the last bit, on the CPU. B: with a stand-in for a kernel.
-  C: by a test for GPUs that has not run; only kernels of FP8 and FP4, graphs' capture and replay,
+- **Accepted**: Megatron's own validation and our refusals accept all of the recipe's settings, as
+  in `megatron-ext doctor`, and a program is proved for its ranks, chunks and microbatches (zb-v's
+  in place of v-auto's, which would need a search). No flag is dropped. "After dropping" would be
+  accepted without a setting or two, and does not count.
+- **Shown**: a test compares each thing that it switches on with stock under that kind of schedule.
+  A: by Megatron's own code, to the last bit, on the CPU. B: with a stand-in for a kernel. C: by a
+  test for GPUs that has not run; only kernels of FP8 and FP4, graphs' capture and replay,
   Userbuffers, DeepEP and HybridEP, Mamba, DSA and Muon. A recipe has the grade of its worst
   feature. Every recipe has Transformer Engine's layers, so that B is the best there is.
 - **Covered**: both.
@@ -39,7 +39,8 @@ with its layers divided anew.
 `python scripts/recipe_coverage.py --recipes FILE.json` counts those of another file, in any public
 form, with `--output` writes this page of them, and with `--json` all that is known of each.
 Settings, dimensions and their sources are in `scripts/recipes/`; its `coverage.md` has the figures
-by model, the grade of each setting, and the gains of recipes with a vision tower.
+by model, the grade of each setting, what no test shows, what stock cannot run, and the gains of
+recipes with a vision tower.
 """
 
 _DETAILS = """# Recipes in detail
@@ -68,10 +69,6 @@ def page(made: Sequence[Row], prospects: Sequence[Prospect] = (), plans: str | N
         *filter(None, [plans or gains_section(prospects)]),
         _REFUSED,
         _refusals(made),
-        "## What no test shows\n",
-        _missing(made),
-        "## What stock cannot run\n",
-        _stock_cannot(made),
         *_unknown(made),
     ]
     return "\n".join(parts).rstrip("\n") + "\n"
@@ -86,6 +83,10 @@ def details(made: Sequence[Row], evidence: Evidence) -> str:
         "## What recipes switch on\n",
         "The best grade under each kind of schedule, and the recipes that have it.\n",
         _features(made, evidence),
+        "## What no test shows\n",
+        _missing(made),
+        "## What stock cannot run\n",
+        _stock_cannot(made),
         "## What stands for what\n",
         rules(),
         *_towers(made),

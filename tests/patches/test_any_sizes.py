@@ -1,4 +1,4 @@
-"""`megatron-ext plan --any-sizes -- LINE`: other parallel sizes for a launch command."""
+"""`megatron-ext plan --any-sizes -- COMMAND`: other parallel sizes for a launch command."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typer.testing import CliRunner, Result
 from megatron_ext.cli import app
 from megatron_ext.compile.registry import choose
 from megatron_ext.cost_model.gpus import parse_gpu
-from megatron_ext.doctor import line
-from megatron_ext.doctor.words import Launch, read_launch
+from megatron_ext.launch_command import line
+from megatron_ext.launch_command.words import Launch, read_launch
 from megatron_ext.launch_planner import any_sizes
 from megatron_ext.launch_planner.any_sizes import SizedLaunch, job_of, plan_sizes
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest, ParsedLaunch, with_launch
@@ -153,7 +153,10 @@ def test_what_cannot_be_compared_is_refused() -> None:
         (command("--gpu", "h100", "--all"), "drop --all"),
         (command("--gpu", "h100", **PAIRS), "drop it"),
         (command("--gpu", "h100", pipeline_recompute="fit", pipeline_schedule="zb-v"), "recompute"),
-        (CliRunner().invoke(app, ["plan", "--any-sizes", "--pp", "4", "-m", "8"]), "launch line"),
+        (
+            CliRunner().invoke(app, ["plan", "--any-sizes", "--pp", "4", "-m", "8"]),
+            "launch command",
+        ),
     ):
         assert result.exit_code == 2
         assert text in result.output

@@ -17,7 +17,7 @@ from megatron_ext.cost_model.execution import Execution, Precision
 from megatron_ext.cost_model.model import Model, Stage
 from megatron_ext.cost_model.operations.attention import looked_at
 from megatron_ext.cost_model.operations.parts import flops_of
-from megatron_ext.doctor import line as launch_line
+from megatron_ext.launch_command import line as launch_line
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.placement import line
 from scripts.recipes.recipe import read_models

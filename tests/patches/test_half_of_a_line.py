@@ -1,4 +1,4 @@
-"""`megatron-ext plan --half-pipeline -- LINE`: the line, and the same on half of its ranks."""
+"""`megatron-ext plan --half-pipeline -- COMMAND`: the line, and the same on half of its ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from megatron_ext.cli import app
 from megatron_ext.cost_model.gpus import parse_gpu
-from megatron_ext.doctor.words import Launch
+from megatron_ext.launch_command.words import Launch
 from megatron_ext.launch_planner import parsed_launch
 from megatron_ext.launch_planner.alternatives.half_of_launch import half_of_launch, on_half
 from megatron_ext.launch_planner.launch_plan import plan_line

@@ -13,7 +13,7 @@ from megatron.training import arguments as megatron_arguments
 from megatron_ext import launch
 from megatron_ext.compile.registry import choose
 from megatron_ext.config import PipelineConfig
-from megatron_ext.doctor import line as launch_line
+from megatron_ext.launch_command import line as launch_line
 from megatron_ext.logger import logger
 from megatron_ext.patches.engine import apply
 from megatron_ext.patches.megatron.training import arguments

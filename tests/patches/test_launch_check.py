@@ -20,11 +20,11 @@ from typer.testing import CliRunner
 
 from megatron_ext.adapter.model_bytes import model_bytes_of_ranks
 from megatron_ext.cli import app
-from megatron_ext.doctor import line as launch_line
 from megatron_ext.doctor.check import check_launch
 from megatron_ext.doctor.environment import dataset_helpers
-from megatron_ext.doctor.report import Report, Verdict
-from megatron_ext.doctor.words import Launch, read_launch
+from megatron_ext.doctor.report import Report, Severity
+from megatron_ext.launch_command import line as launch_line
+from megatron_ext.launch_command.words import Launch, read_launch
 from megatron_ext.patches.engine import applied
 from megatron_ext.schedule.placement import Placement, line, v
 from megatron_ext.schedule.problem import VocabularyParallel
@@ -52,7 +52,7 @@ def checked(
     return check_launch(Launch(str(SCRIPT), False, words), world_size, gpu_memory)
 
 
-def told(report: Report, verdict: Verdict) -> list[str]:
+def told(report: Report, verdict: Severity) -> list[str]:
     findings = [finding for finding in report.findings if finding.verdict is verdict]
     return [f"{finding.subject}: {finding.text}; {finding.fix}" for finding in findings]
 
@@ -60,11 +60,11 @@ def told(report: Report, verdict: Verdict) -> list[str]:
 def test_a_right_line() -> None:
     sizes: dict[str, Any] = {"hidden_size": 1024, "num_attention_heads": 16, "seq_length": 1024}
     report = checked(world_size=8, max_position_embeddings=1024, **sizes)
-    assert report.is_right, told(report, Verdict.WRONG)
-    right = {finding.subject for finding in report.findings if finding.verdict is Verdict.RIGHT}
+    assert report.is_right, told(report, Severity.WRONG)
+    right = {finding.subject for finding in report.findings if finding.verdict is Severity.RIGHT}
     assert right >= {"script", "patches", "flags", "arguments", "batch size", "model", "schedule"}
     assert "training: 40 samples to train on, 0 to validate on, 0 to test on; " in told(
-        report, Verdict.RIGHT
+        report, Severity.RIGHT
     )
     prediction = report.prediction
     assert prediction is not None
@@ -77,33 +77,33 @@ def test_a_right_line() -> None:
 def test_host_memory_of_offload_is_predicted() -> None:
     for way, expected in (("none", False), ("full", True)):
         report = checked(pipeline_activation_offload=way)
-        assert report.is_right, told(report, Verdict.WRONG)
-        said = [text for text in told(report, Verdict.RIGHT) if text.startswith("host memory: ")]
+        assert report.is_right, told(report, Severity.WRONG)
+        said = [text for text in told(report, Severity.RIGHT) if text.startswith("host memory: ")]
         assert bool(said) == expected
 
 
 def test_what_the_estimate_does_not_know_is_said() -> None:
     report = checked(num_experts=4, moe_expert_capacity_factor=1.5)
-    (told_of,) = [text for text in told(report, Verdict.REMARK) if text.startswith("estimate: ")]
+    (told_of,) = [text for text in told(report, Severity.REMARK) if text.startswith("estimate: ")]
     assert "does not know --moe-expert-capacity-factor: no token is dropped" in told_of
-    assert not any(text.startswith("estimate: ") for text in told(checked(), Verdict.REMARK))
+    assert not any(text.startswith("estimate: ") for text in told(checked(), Severity.REMARK))
 
 
 def test_cuda_graphs_are_captured_in_one_order(tmp_path: Path) -> None:
     graphs: dict[str, Any] = {"cuda_graph_impl": "transformer_engine"}
-    assert (report := checked(**graphs)).is_right, told(report, Verdict.WRONG)
+    assert (report := checked(**graphs)).is_right, told(report, Severity.WRONG)
     wrong = checked(**graphs, pipeline_schedule=None, pipeline_race="zb-h1 1f1b")
-    assert any("graphs are captured in the order of one" in t for t in told(wrong, Verdict.WRONG))
+    assert any("graphs are captured in the order of one" in t for t in told(wrong, Severity.WRONG))
     wrong = checked(**graphs, pipeline_costs=f"profile:{tmp_path / 'costs'}", train_iters=20)
-    assert any("may change after it was captured" in t for t in told(wrong, Verdict.WRONG))
+    assert any("may change after it was captured" in t for t in told(wrong, Severity.WRONG))
 
 
 def test_megatrons_own_pipeline_is_predicted_too() -> None:
     report = checked(pipeline_schedule=None, num_layers_per_virtual_pipeline_stage=1)
-    assert report.is_right, told(report, Verdict.WRONG)
+    assert report.is_right, told(report, Severity.WRONG)
     assert report.prediction is not None
     assert report.prediction.schedule.startswith("interleaved")
-    assert any("nothing is patched" in text for text in told(report, Verdict.RIGHT))
+    assert any("nothing is patched" in text for text in told(report, Severity.RIGHT))
     prediction = checked(pipeline_schedule=None).prediction
     assert prediction is not None and prediction.schedule == "1f1b"
 
@@ -111,25 +111,25 @@ def test_megatrons_own_pipeline_is_predicted_too() -> None:
 def test_a_race_is_predicted() -> None:
     """Each candidate beside the baseline; and whether the training is long enough for it."""
     report = checked(pipeline_schedule=None, pipeline_race="zb-h1 zb-1p")
-    assert report.is_right, told(report, Verdict.WRONG)
-    right = [text for text in told(report, Verdict.RIGHT) if text.startswith("race: ")]
+    assert report.is_right, told(report, Severity.WRONG)
+    right = [text for text in told(report, Severity.RIGHT) if text.startswith("race: ")]
     assert [text.split()[1] for text in right] == ["zb-h1", "zb-1p"]
     assert "times as fast as 1f1b, peak 4 microbatches (" in right[0]
     assert report.prediction is not None and report.prediction.schedule == "1f1b"
-    (remark,) = [text for text in told(report, Verdict.REMARK) if text.startswith("race: ")]
+    (remark,) = [text for text in told(report, Severity.REMARK) if text.startswith("race: ")]
     assert "it takes up to 150 iterations, and the training has fewer; train longer" in remark
     wrong = checked(pipeline_schedule=None, pipeline_race="gpipe", pipeline_memory_limit="4")
-    assert any("gpipe cannot be in it" in text for text in told(wrong, Verdict.WRONG))
+    assert any("gpipe cannot be in it" in text for text in told(wrong, Severity.WRONG))
 
 
 def test_whether_megatrons_own_pipeline_can_be_watched(tmp_path: Path) -> None:
     stock: dict[str, Any] = {"pipeline_schedule": None, "pipeline_trace": tmp_path / "traces"}
     report = checked(**stock, train_iters=8)
-    assert report.is_right, told(report, Verdict.WRONG)
-    assert any("are needed, and fit Megatron" in text for text in told(report, Verdict.RIGHT))
-    (wrong,) = told(checked(**stock, train_iters=6), Verdict.WRONG)
+    assert report.is_right, told(report, Severity.WRONG)
+    assert any("are needed, and fit Megatron" in text for text in told(report, Severity.RIGHT))
+    (wrong,) = told(checked(**stock, train_iters=6), Severity.WRONG)
     assert "traces iterations 5 to 7 of a run, and the last one is 6 (--train-iters)" in wrong
-    remarks = told(checked(**stock, train_iters=8, pipeline_model_parallel_size=1), Verdict.REMARK)
+    remarks = told(checked(**stock, train_iters=8, pipeline_model_parallel_size=1), Severity.REMARK)
     assert any("nothing of Megatron's step will be seen" in text for text in remarks)
 
 
@@ -137,8 +137,8 @@ def test_the_default_layers_need_no_transformer_engine_here() -> None:
     """On a login node without it lines with Megatron's default layers, or rope, were refused."""
     newest: dict[str, Any] = {"qk_clip": True, "fp8_format": "hybrid", "bf16": True}
     report = checked(transformer_impl=None, position_embedding_type="rope", **newest)
-    assert report.is_right, told(report, Verdict.WRONG)
-    assert any("the newest Transformer Engine" in text for text in told(report, Verdict.REMARK))
+    assert report.is_right, told(report, Severity.WRONG)
+    assert any("the newest Transformer Engine" in text for text in told(report, Severity.REMARK))
 
 
 def test_nothing_is_left_behind() -> None:
@@ -232,19 +232,19 @@ def test_nothing_is_left_behind() -> None:
 def test_a_mistake_is_found(
     overrides: dict[str, Any], more: tuple[str, ...], subject: str, text: str
 ) -> None:
-    wrong = told(checked(*more, **overrides), Verdict.WRONG)
+    wrong = told(checked(*more, **overrides), Severity.WRONG)
     assert any(line.startswith(subject) and text in line for line in wrong), wrong
 
 
 def test_a_world_size_that_does_not_divide() -> None:
-    wrong = told(checked(world_size=6), Verdict.WRONG)
+    wrong = told(checked(world_size=6), Severity.WRONG)
     assert "world size (6) is not divisible by total_model_size" in wrong[0]
-    assert any("4 ranks assumed" in text for text in told(checked(), Verdict.REMARK))
+    assert any("4 ranks assumed" in text for text in told(checked(), Severity.REMARK))
 
 
 def test_memory_is_judged_where_a_gpus_is_told() -> None:
     assert checked(gpu_memory="1GiB").is_right
-    (wrong,) = told(checked(gpu_memory="1KiB"), Verdict.WRONG)
+    (wrong,) = told(checked(gpu_memory="1KiB"), Severity.WRONG)
     assert "pipeline rank 3 takes the most" in wrong
     with pytest.raises(ValueError, match="as 80GiB"):
         checked(gpu_memory="80")
@@ -256,61 +256,61 @@ def test_what_slices_would_give_is_said() -> None:
         **{"hidden_size": 1024, "num_attention_heads": 16, "padded_vocab_size": 32000},
         **{"seq_length": 16384, "max_position_embeddings": 16384, "pipeline_schedule": "1f1b"},
     }
-    (remark,) = [text for text in told(checked(**sizes), Verdict.REMARK) if "slices:" in text]
+    (remark,) = [text for text in told(checked(**sizes), Severity.REMARK) if "slices:" in text]
     assert re.match(
         r"slices: with --pipeline-schedule \S+ --pipeline-slices 4 --pipeline-slice-lengths "
         r"balanced a step is predicted to take -\d+\.\d%: [\d.]+% bubbles in place of [\d.]+%, "
         r".* GiB on the fullest rank in place of .* GiB",
         remark,
     ), remark
-    assert "megatron-ext plan -- LINE compares them" in remark
+    assert "megatron-ext plan -- COMMAND compares them" in remark
     cut = checked(**sizes, pipeline_slices=4)
-    assert not any("slices:" in text for text in told(cut, Verdict.REMARK))
+    assert not any("slices:" in text for text in told(cut, Severity.REMARK))
 
 
 def test_what_communicators_take() -> None:
-    (text,) = communicators_of(checked(), Verdict.RIGHT)
+    (text,) = communicators_of(checked(), Severity.RIGHT)
     assert "up to 8 beyond Megatron's own (8 for messages, 0 for collectives), 4 CTAs each" in text
     assert "they take 32 of a GPU's 132 multiprocessors" in text and "147 MiB" in text
     no_longer = (
         "--pipeline-p2p batched makes none of them, and a step is predicted to take no longer"
     )
     assert no_longer in text, "launching its passes takes longest in so small a model"
-    (text,) = communicators_of(checked(pipeline_costs="f=10,i=12,w=8,comm=5"), Verdict.RIGHT)
+    (text,) = communicators_of(checked(pipeline_costs="f=10,i=12,w=8,comm=5"), Severity.RIGHT)
     assert "--pipeline-p2p batched makes none of them, for a step predicted" in text
-    (text,) = communicators_of(checked(pipeline_vocab_parallel=2), Verdict.RIGHT)
+    (text,) = communicators_of(checked(pipeline_vocab_parallel=2), Severity.RIGHT)
     assert "15 beyond Megatron's own (8 for messages, 7 for collectives), 2 CTAs each" in text
     assert "batched" not in text, "it does not go with vocabulary parallelism"
-    (text,) = communicators_of(checked(pipeline_p2p="batched"), Verdict.RIGHT)
+    (text,) = communicators_of(checked(pipeline_p2p="batched"), Severity.RIGHT)
     assert "none beyond Megatron's own" in text
-    assert not communicators_of(checked(pipeline_schedule=None), Verdict.RIGHT)
+    assert not communicators_of(checked(pipeline_schedule=None), Severity.RIGHT)
 
 
-def communicators_of(report: Report, verdict: Verdict) -> list[str]:
+def communicators_of(report: Report, verdict: Severity) -> list[str]:
     return [text for text in told(report, verdict) if text.startswith("communicators: ")]
 
 
 def test_communicators_as_the_user_has_set_them(tmp_path: Path) -> None:
     file = tmp_path / "nccl.yaml"
     file.write_text("dp: {max_ctas: 2}\npp: {max_ctas: 12, cga_cluster_size: 2}")
-    (text,) = communicators_of(checked(nccl_communicator_config_path=file), Verdict.REMARK)
+    (text,) = communicators_of(checked(nccl_communicator_config_path=file), Severity.REMARK)
     assert "16 CTAs each: they take 128 of a GPU's 132 multiprocessors" in text
     assert "write 4 for max_ctas and min_ctas of pp" in text
     file.write_text("pp: {max_ctas: 2}")
-    (text,) = communicators_of(checked(nccl_communicator_config_path=file), Verdict.RIGHT)
+    (text,) = communicators_of(checked(nccl_communicator_config_path=file), Severity.RIGHT)
     assert "they take 16 of" in text
     for content in ("pp: [", "pp: 3"):
         file.write_text(content)
-        (text,) = communicators_of(checked(nccl_communicator_config_path=file), Verdict.WRONG)
+        (text,) = communicators_of(checked(nccl_communicator_config_path=file), Severity.WRONG)
         assert f"--nccl-communicator-config-path {file}: " in text
-    (text,) = communicators_of(checked(nccl_communicator_config_path="/no/file"), Verdict.WRONG)
+    (text,) = communicators_of(checked(nccl_communicator_config_path="/no/file"), Severity.WRONG)
     assert "No such file" in text and "correct the path" in text
 
 
 def test_communicators_that_do_not_fit() -> None:
     """Batched messages are then the better choice."""
-    assert communicators_of(checked(gpu_memory="1GiB"), Verdict.RIGHT)
-    (text,) = communicators_of(checked(gpu_memory="100MiB"), Verdict.REMARK)
+    assert communicators_of(checked(gpu_memory="1GiB"), Severity.RIGHT)
+    (text,) = communicators_of(checked(gpu_memory="100MiB"), Severity.REMARK)
     assert "147 MiB of buffers over NVLink, and the GPU has" in text and "MiB left" in text
     assert "--pipeline-p2p batched makes none of them" in text
 
@@ -320,22 +320,22 @@ def test_flags_that_may_be_the_scripts_own(tmp_path: Path) -> None:
     script.write_text("parser.add_argument('--my-rate')")
     words = (*model_flags(**FLAGS), "--my-rate", "3", "--elsewhere", "4", "5")
     report = check_launch(Launch(str(script), False, words), None, None)
-    assert report.is_right, told(report, Verdict.WRONG)
-    assert any("--my-rate is the script's own" in text for text in told(report, Verdict.RIGHT))
-    assert any("--elsewhere is neither" in text for text in told(report, Verdict.REMARK))
+    assert report.is_right, told(report, Severity.WRONG)
+    assert any("--my-rate is the script's own" in text for text in told(report, Severity.RIGHT))
+    assert any("--elsewhere is neither" in text for text in told(report, Severity.REMARK))
     missing = check_launch(Launch("no.py", False, words), None, None)
-    assert any(text.startswith("script: ") for text in told(missing, Verdict.WRONG))
+    assert any(text.startswith("script: ") for text in told(missing, Severity.WRONG))
 
 
 def from_line(line: str, **overrides: object) -> Report:
-    """Of the launch line that begins so, with the flags behind it."""
+    """Of the launch command that begins so, with the flags behind it."""
     words = (*shlex.split(line), *model_flags(**(FLAGS | overrides)))
     return check_launch(read_launch(words), None, None)
 
 
 def test_our_flags_need_us_on_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing was wrong with such a line, and the launch died of unrecognized arguments."""
-    (wrong,) = told(from_line(f"torchrun --nproc-per-node 4 {SCRIPT}"), Verdict.WRONG)
+    (wrong,) = told(from_line(f"torchrun --nproc-per-node 4 {SCRIPT}"), Severity.WRONG)
     assert "our flags need -m megatron_ext before" in wrong
     assert f"write -m megatron_ext {SCRIPT} in place of {SCRIPT}" in wrong
     assert not from_line(f"python {SCRIPT}").is_right
@@ -343,7 +343,7 @@ def test_our_flags_need_us_on_the_line(tmp_path: Path, monkeypatch: pytest.Monke
     assert from_line(f"torchrun --nproc-per-node 4 -m megatron_ext {SCRIPT}").is_right
     report = from_line(str(SCRIPT))
     assert report.is_right, "it may be behind what is not shown"
-    assert any(f"launch it as -m megatron_ext {SCRIPT}" in r for r in told(report, Verdict.REMARK))
+    assert any(f"launch it as -m megatron_ext {SCRIPT}" in r for r in told(report, Severity.REMARK))
 
     monkeypatch.chdir(tmp_path)
     mine = tmp_path / "mine.py"
@@ -357,9 +357,9 @@ def test_our_flags_need_us_on_the_line(tmp_path: Path, monkeypatch: pytest.Monke
         assert from_line("torchrun --nproc-per-node 4 -m mine").is_right is right, text
     report = from_line("torchrun --nproc-per-node 4 -m elsewhere.mine")
     assert report.is_right
-    assert any("-m elsewhere.mine cannot be read here" in r for r in told(report, Verdict.REMARK))
+    assert any("-m elsewhere.mine cannot be read here" in r for r in told(report, Severity.REMARK))
     report = from_line("V=megatron_ext.auto torchrun --nproc-per-node 4 -m elsewhere.mine")
-    assert any("the environment names megatron_ext.auto" in r for r in told(report, Verdict.RIGHT))
+    assert any("the environment names megatron_ext.auto" in r for r in told(report, Severity.RIGHT))
 
 
 def test_variables_count_where_they_are_read(
@@ -370,38 +370,38 @@ def test_variables_count_where_they_are_read(
     script.write_text("import megatron_ext.auto\n")
     line = f"MEGATRON_EXT_SCHEDULE=zb-h1 torchrun --nproc-per-node 4 {script}"
     report = from_line(line, pipeline_schedule=None)
-    assert report.is_right, told(report, Verdict.WRONG)
+    assert report.is_right, told(report, Severity.WRONG)
     assert report.prediction is not None and report.prediction.schedule == "zb-h1"
     assert "MEGATRON_EXT_SCHEDULE" not in os.environ
     report = from_line(line.replace("zb-h1", "zb-h9"), pipeline_schedule=None)
-    assert any("zb-h9" in text for text in told(report, Verdict.WRONG))
+    assert any("zb-h9" in text for text in told(report, Severity.WRONG))
 
     line = "MEGATRON_EXT_SCHEDULE=zb-h1 MEGATRON_EXT_MEMORY_LIMIT=1x torchrun --nproc-per-node 4"
     report = from_line(f"{line} -m megatron_ext {SCRIPT}", pipeline_schedule=None)
     assert report.prediction is not None and report.prediction.schedule == "zb-h1"
-    right = told(report, Verdict.RIGHT)
+    right = told(report, Severity.RIGHT)
     assert any("--pipeline-schedule zb-h1 --pipeline-memory-limit 1x" in text for text in right)
     report = from_line(f"{line} -m megatron_ext {SCRIPT}")
     assert report.prediction is not None and report.prediction.schedule == "zb-v"
-    remarks = told(report, Verdict.REMARK)
+    remarks = told(report, Severity.REMARK)
     assert any("zb-v counts, not MEGATRON_EXT_SCHEDULE=zb-h1" in text for text in remarks)
     report = from_line(f"{line} {SCRIPT}", pipeline_schedule=None)
     assert report.prediction is not None and report.prediction.schedule == "1f1b"
-    remarks = told(report, Verdict.REMARK)
-    assert any("nothing on the line reads MEGATRON_EXT_SCHEDULE" in text for text in remarks)
+    remarks = told(report, Severity.REMARK)
+    assert any("nothing in the command reads MEGATRON_EXT_SCHEDULE" in text for text in remarks)
 
 
 def test_what_is_left_out_of_a_line_is_said() -> None:
     line = "srun -N 2 env CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 8 -m megatron_ext"
     flags: dict[str, Any] = {"tensor_model_parallel_size": 2, "num_attention_heads": 4}
     report = from_line(f"{line} {SCRIPT} --log-interval '$EVERY'", **flags)
-    remarks = told(report, Verdict.REMARK)
+    remarks = told(report, Severity.REMARK)
     assert any("ignored, and not looked at: srun -N 2 env;" in text for text in remarks)
     assert any("nothing is expanded: '$EVERY' is taken as it stands" in text for text in remarks)
     assert not any("CUDA_DEVICE_MAX_CONNECTIONS" in text for text in remarks)
     assert any(
-        "set while the line is checked: CUDA_DEVICE_MAX_CONNECTIONS" in text
-        for text in told(report, Verdict.RIGHT)
+        "set during the check: CUDA_DEVICE_MAX_CONNECTIONS" in text
+        for text in told(report, Severity.RIGHT)
     )
 
 
@@ -419,10 +419,10 @@ def test_what_is_left_out_of_a_line_is_said() -> None:
 def test_what_is_untried_is_said(overrides: dict[str, Any], text: str) -> None:
     """Of FP8 there was no word."""
     report = checked(**overrides)
-    assert report.is_right, told(report, Verdict.WRONG)
-    assert any(t.startswith("untried: ") and text in t for t in told(report, Verdict.REMARK))
+    assert report.is_right, told(report, Severity.WRONG)
+    assert any(t.startswith("untried: ") and text in t for t in told(report, Severity.REMARK))
     stock = checked(pipeline_schedule=None, **overrides)
-    assert not any(t.startswith("untried: ") for t in told(stock, Verdict.REMARK))
+    assert not any(t.startswith("untried: ") for t in told(stock, Severity.REMARK))
 
 
 PACKED = {"sft": True, "no_create_attention_mask_in_dataloader": True, "null_tokenizer_pad_id": 0}
@@ -431,8 +431,8 @@ PACKED = {"sft": True, "no_create_attention_mask_in_dataloader": True, "null_tok
 @pytest.mark.parametrize("overrides", [{}, PACKED, {**PACKED, "pipeline_vocab_parallel": 2}])
 def test_a_tried_line_has_no_such_remark(overrides: dict[str, Any]) -> None:
     report = checked(**overrides)
-    assert report.is_right, told(report, Verdict.WRONG)
-    assert not any(text.startswith("untried: ") for text in told(report, Verdict.REMARK))
+    assert report.is_right, told(report, Severity.WRONG)
+    assert not any(text.startswith("untried: ") for text in told(report, Severity.REMARK))
 
 
 @pytest.mark.parametrize(
@@ -447,7 +447,7 @@ def test_a_tried_line_has_no_such_remark(overrides: dict[str, Any]) -> None:
 )
 def test_a_flag_like_one_of_ours_is_one_misspelt(word: str, meant: str) -> None:
     """--pipeline-shedule-memory-limit was taken for the script's own, perhaps."""
-    (wrong,) = told(checked(word, "4"), Verdict.WRONG)
+    (wrong,) = told(checked(word, "4"), Severity.WRONG)
     assert wrong == f"flags: there is no flag {word}; did you mean {meant}?"
 
 
@@ -456,7 +456,7 @@ def test_helpers_that_cannot_be_compiled_are_told_before_the_launch(
 ) -> None:
     """Megatron ran make 50 s after the launch, found no pybind11 and ended on all ranks."""
     about = "dataset helpers: "
-    assert not [text for v in Verdict for text in told(checked(), v) if text.startswith(about)]
+    assert not [text for v in Severity for text in told(checked(), v) if text.startswith(about)]
 
     installed = {"pybind11"}
     compiled: list[Path] = []
@@ -470,13 +470,13 @@ def test_helpers_that_cannot_be_compiled_are_told_before_the_launch(
     monkeypatch.setattr(dataset_helpers, "find_spec", find_spec)
     monkeypatch.setattr(dataset_helpers, "_HEADERS", ())
     monkeypatch.setattr(dataset_helpers.shutil, "which", lambda tool: f"/bin/{tool}")
-    (without_makefile,) = told(checked(), Verdict.WRONG)
+    (without_makefile,) = told(checked(), Severity.WRONG)
     assert without_makefile.startswith(f"{about}helpers_cpp is not compiled in {tmp_path}")
     for name in ("Makefile", "helpers.cpp"):
         (tmp_path / name).touch()
-    assert any(text.startswith(about) for text in told(checked(), Verdict.RIGHT))
+    assert any(text.startswith(about) for text in told(checked(), Severity.RIGHT))
     installed.clear()
-    (wrong,) = told(checked(), Verdict.WRONG)
+    (wrong,) = told(checked(), Severity.WRONG)
     assert "pybind11 is not installed: Megatron would end" in wrong
     assert f"make -C {tmp_path}" in wrong
     compiled.append(tmp_path / "helpers_cpp.so")
@@ -489,26 +489,26 @@ def test_helpers_that_cannot_be_compiled_are_told_before_the_launch(
 def test_restarts_begin_where_a_checkpoint_is(tmp_path: Path) -> None:
     line = f"torchrun --nproc-per-node 4 --max-restarts 2 -m megatron_ext {SCRIPT}"
 
-    def of_restarts(verdict: Verdict, line: str = line, **overrides: object) -> list[str]:
+    def of_restarts(verdict: Severity, line: str = line, **overrides: object) -> list[str]:
         findings = told(from_line(line, **overrides), verdict)
         return [text for text in findings if text.startswith("restarts: ")]
 
-    (text,) = of_restarts(Verdict.REMARK)
+    (text,) = of_restarts(Severity.REMARK)
     assert "without --save each begins at iteration 0" in text
     save: dict[str, Any] = {"save": tmp_path, "save_interval": 5}
-    (text,) = of_restarts(Verdict.REMARK, **save)
+    (text,) = of_restarts(Severity.REMARK, **save)
     assert (
         "each begins at iteration 0, not from what" in text and f"write --load {tmp_path}" in text
     )
-    (text,) = of_restarts(Verdict.RIGHT, **save, load=tmp_path)
+    (text,) = of_restarts(Severity.RIGHT, **save, load=tmp_path)
     assert (
         f"up to 2, each with new processes on all ranks, from the last checkpoint in {tmp_path}"
         in text
     )
     assert of_restarts(
-        Verdict.RIGHT, line.replace("torchrun", "ft_launcher"), **save, load=tmp_path
+        Severity.RIGHT, line.replace("torchrun", "ft_launcher"), **save, load=tmp_path
     )
-    assert not of_restarts(Verdict.REMARK, line.replace("--max-restarts 2", ""))
+    assert not of_restarts(Severity.REMARK, line.replace("--max-restarts 2", ""))
 
 
 def test_the_megatron_of_the_ranks_is_the_one_that_is_checked(tmp_path: Path) -> None:
@@ -527,35 +527,35 @@ def test_datasets(tmp_path: Path) -> None:
     Path(f"{prefix}.idx").write_bytes(b"MMIDIDX\x00\x00")
     data: dict[str, Any] = {"mock_data": None, "split": "99,1,0"}
     assert checked(**data, data_path=prefix).is_right
-    (wrong,) = told(checked(**data, data_path=f"{prefix}.bin"), Verdict.WRONG)
+    (wrong,) = told(checked(**data, data_path=f"{prefix}.bin"), Severity.WRONG)
     assert "without .bin and .idx" in wrong
     (tmp_path / "list").write_text(f"0.3 {prefix} 0.7 {tmp_path}/other")
-    (missing, _) = told(checked(**data, data_args_path=tmp_path / "list"), Verdict.WRONG)
+    (missing, _) = told(checked(**data, data_args_path=tmp_path / "list"), Severity.WRONG)
     assert f"there is no {tmp_path}/other.bin" in missing
     Path(f"{prefix}.idx").write_bytes(b"else")
-    (wrong,) = told(checked(**data, data_path=prefix), Verdict.WRONG)
+    (wrong,) = told(checked(**data, data_path=prefix), Severity.WRONG)
     assert "is no index of Megatron's" in wrong
 
 
 def test_checkpoints(tmp_path: Path) -> None:
     folders: dict[str, Any] = {"save": tmp_path, "load": tmp_path, "save_interval": 5}
-    assert any("starts from scratch" in text for text in told(checked(**folders), Verdict.REMARK))
-    (wrong,) = told(checked(load=tmp_path), Verdict.WRONG)
+    assert any("starts from scratch" in text for text in told(checked(**folders), Severity.REMARK))
+    (wrong,) = told(checked(load=tmp_path), Severity.WRONG)
     assert "no latest_checkpointed_iteration.txt" in wrong
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("20\n")
     (tmp_path / "iter_0000010").mkdir()
-    (wrong,) = told(checked(**folders), Verdict.WRONG)
+    (wrong,) = told(checked(**folders), Severity.WRONG)
     assert "has no iter_0000020" in wrong and "there are: iter_0000010" in wrong
     (tmp_path / "iter_0000020").mkdir()
     report = checked(**folders)
-    assert report.is_right and any("GiB free" in text for text in told(report, Verdict.RIGHT))
+    assert report.is_right and any("GiB free" in text for text in told(report, Severity.RIGHT))
 
 
 def test_a_full_disk_is_told_before_the_first_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000}))
-    (wrong,) = told(checked(save=tmp_path / "new", save_interval=5), Verdict.WRONG)
+    (wrong,) = told(checked(save=tmp_path / "new", save_interval=5), Severity.WRONG)
     assert "a checkpoint takes about" in wrong and "make room" in wrong
     assert not (tmp_path / "new").exists()
 
@@ -602,7 +602,7 @@ def test_context_parallel_ranks_share_optimizer_states() -> None:
             transformer_impl="transformer_engine",
             **given,
         )
-        assert report.prediction is not None, told(report, Verdict.WRONG)
+        assert report.prediction is not None, told(report, Severity.WRONG)
         taken.append([rank.model_bytes for rank in report.prediction.ranks])
     assert taken[0] == taken[1] == taken[2]
 
@@ -615,12 +615,12 @@ def test_the_command() -> None:
     assert result.exit_code == 1 and "did you mean --num-layers?" in result.output
     assert "to correct before the launch: 1" in result.output and "pipeline rank" in result.output
     result = CliRunner().invoke(app, ["doctor", "--", "pretrain", "--num-layers", "3"])
-    assert result.exit_code == 2 and "begins no launch line" in result.output
+    assert result.exit_code == 2 and "begins no launch command" in result.output
 
 
 def test_what_is_assumed_of_a_gpu_is_said() -> None:
     report = checked(tensor_model_parallel_size=2)
-    remarks = told(report, Verdict.REMARK)
+    remarks = told(report, Severity.REMARK)
     assert any("compute capability 9.0 is assumed" in text for text in remarks)
     assert any("CUDA_DEVICE_MAX_CONNECTIONS=1" in text for text in remarks)
     assert report.is_right

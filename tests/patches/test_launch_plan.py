@@ -1,4 +1,4 @@
-"""What `--pipeline-schedule plan` takes on a launch line, without launching it."""
+"""What `--pipeline-schedule plan` takes on a launch command, without launching it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megatron_ext.adapter.arguments import check, search_for_first
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.registry import Mark, entries
 from megatron_ext.cost_model.gpus import RESERVED_SHARE, USABLE, free_memory
-from megatron_ext.doctor import line as launch_line
 from megatron_ext.doctor.check import check_launch
-from megatron_ext.doctor.report import Finding, Verdict
-from megatron_ext.doctor.words import Launch
+from megatron_ext.doctor.report import Finding, Severity
 from megatron_ext.installation import install
 from megatron_ext.launch import Chosen, without
+from megatron_ext.launch_command import line as launch_line
+from megatron_ext.launch_command.words import Launch
 from megatron_ext.launch_planner.launch_choice import choose_for
 from megatron_ext.patches.engine import applied
 from megatron_ext.planner.verdict import WORTH
@@ -146,7 +146,7 @@ def test_it_wants_a_launch_line() -> None:
         from_argv(["--pipeline-schedule", "auto"]),
         from_environment({"MEGATRON_EXT_SCHEDULE": "plan"}),
     ):
-        with pytest.raises(ValueError, match=r"chosen from a launch line: .* or name one"):
+        with pytest.raises(ValueError, match=r"chosen from a launch command: .* or name one"):
             install(config)
     with pytest.raises(ValueError, match="--use-checkpoint-args bring other arguments"):
         chosen(use_checkpoint_args=True)
@@ -175,7 +175,7 @@ def test_auto_says_what_it_has_left_out(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_what_does_not_fit_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`plan -- LINE` said to have it made again, and a launch took a longer step."""
+    """`plan -- COMMAND` said to have it made again, and a launch took a longer step."""
     only_families(monkeypatch, "1f1b", "zb-1p", "zb-h2")
     tight = {"pipeline_memory_limit": "0.625x", "pipeline_vocab_parallel": "none"}
     words, choice = chosen(**tight)
@@ -231,7 +231,7 @@ def test_no_more_than_1f1b_by_the_table_that_is_printed(monkeypatch: pytest.Monk
 
 
 def test_a_choice_leaves_room_for_the_allocators_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only ``plan -- LINE`` did. On this GPU 1f1b fits only if its allocator reserves nothing
+    """Only ``plan -- COMMAND`` did. On this GPU 1f1b fits only if its allocator reserves nothing
     besides."""
     shorten_search(monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -251,10 +251,10 @@ def test_choice_honours_the_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     taken, findings = fullest("plan", f"{gpu / 2**20:.2f}MiB")
     assert taken <= free_memory(gpu).allocated
     assert "of a GPU's" in finding_on("plan", findings).text
-    assert finding_on("memory", findings).verdict is Verdict.RIGHT
+    assert finding_on("memory", findings).verdict is Severity.RIGHT
     taken, findings = fullest("plan", "1MiB")
     assert "none is predicted to fit" in finding_on("plan", findings).text
-    assert finding_on("memory", findings).verdict is Verdict.WRONG and taken <= of_1f1b
+    assert finding_on("memory", findings).verdict is Severity.WRONG and taken <= of_1f1b
 
 
 def test_flag_that_hides_a_better_choice_is_named() -> None:

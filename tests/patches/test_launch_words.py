@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_ext.doctor.words import Launch, read_launch
+from megatron_ext.launch_command.words import Launch, read_launch
 
 
 @pytest.mark.parametrize(
@@ -83,9 +83,9 @@ def test_where_a_launch_line_begins(line: str, launch: Launch) -> None:
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        ("pretrain --num-layers 3", "'pretrain --num-layers 3' begins no launch line"),
-        ("srun -N 2 prog", "'srun -N 2' begins no launch line: give it from SCRIPT.py"),
-        ("", "begins no launch line"),
+        ("pretrain --num-layers 3", "'pretrain --num-layers 3' begins no launch command"),
+        ("srun -N 2 prog", "'srun -N 2' begins no launch command: give it from SCRIPT.py"),
+        ("", "begins no launch command"),
         ("torchrun --nproc-per 2 --no-such x.py", "torchrun's own words: "),
     ],
 )

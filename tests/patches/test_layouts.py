@@ -1,4 +1,4 @@
-"""Layouts of a launch line: what they gain, and that Megatron takes what is written for them."""
+"""Layouts of a launch command: what they gain, and that Megatron takes what is written for them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 
 from megatron_ext.adapter.arguments import check_settings
 from megatron_ext.cost_model.gpus import parse_gpu
-from megatron_ext.doctor import line as launch_line
-from megatron_ext.doctor.words import Launch
 from megatron_ext.launch import without
+from megatron_ext.launch_command import line as launch_line
+from megatron_ext.launch_command.words import Launch
 from megatron_ext.launch_planner.alternatives.layouts import lay_out, written_of
 from megatron_ext.launch_planner.alternatives.recompute import recompute_of_line
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest, ParsedLaunch, with_launch

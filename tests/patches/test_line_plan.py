@@ -1,4 +1,4 @@
-"""`megatron-ext plan -- LINE`: what the line trains, what else it could, and what to write."""
+"""`megatron-ext plan -- COMMAND`: what the line trains, what else it could, and what to write."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from megatron_ext.cost_model.measured.timed_operations import (
 from megatron_ext.cost_model.measured_costs import Machine
 from megatron_ext.cost_model.model import stages_of
 from megatron_ext.cost_model.operations.operation import Exchange, Group, Passes, linear
-from megatron_ext.doctor import line
 from megatron_ext.doctor.check import check_launch
-from megatron_ext.doctor.words import Launch, read_launch
+from megatron_ext.launch_command import line
+from megatron_ext.launch_command.words import Launch, read_launch
 from megatron_ext.launch_planner import launch_job, loading, parsed_launch
 from megatron_ext.launch_planner.alternatives import (
     first_answer,
@@ -239,7 +239,7 @@ def test_what_is_printed(tmp_path: Path) -> None:
     assert check_launch(read_launch(shlex.split(written)), 4, None).is_right
     assert "memory under" in command("--all", *words).output
     beside = command("--pp", "4", *words)
-    assert beside.exit_code == 2 and "--pp: a launch line" in beside.output
+    assert beside.exit_code == 2 and "--pp: a launch command" in beside.output
     assert "--pp and -m say" in command().output
 
 

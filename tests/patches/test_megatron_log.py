@@ -12,10 +12,10 @@ from megatron.training import arguments
 from typer.testing import CliRunner
 
 from megatron_ext.cli import app
-from megatron_ext.doctor import line as launch_line
-from megatron_ext.doctor.importing import silently
-from megatron_ext.doctor.log.megatron_log import launch_from_log, read_log
-from megatron_ext.doctor.log.unparse import unparse
+from megatron_ext.launch_command import line as launch_line
+from megatron_ext.launch_command.importing import silently
+from megatron_ext.launch_command.log.megatron_log import launch_from_log, read_log
+from megatron_ext.launch_command.log.unparse import unparse
 from megatron_ext.launch_planner import launch_job, parsed_launch
 from megatron_ext.planner.candidate import VocabMethod
 from megatron_ext.written_settings import from_argv

@@ -24,7 +24,7 @@ from megatron_ext.config import PipelineConfig
 from megatron_ext.cost_model.description import describe
 from megatron_ext.cost_model.model import stages_of
 from megatron_ext.cost_model.parameters import has_final_norm, parameters_of_stage
-from megatron_ext.doctor import line as launch_line
+from megatron_ext.launch_command import line as launch_line
 from tests.helpers import meta_models
 from tests.helpers.combinations import at_night, nightly
 from tests.helpers.latent_attention import take_local_attention

@@ -19,10 +19,10 @@ from typer.testing import CliRunner
 from megatron_ext.cli import app
 from megatron_ext.config import PipelineConfig
 from megatron_ext.cost_model.gpus import GPUS
-from megatron_ext.doctor import line as launch_line
 from megatron_ext.doctor.check import check_launch
-from megatron_ext.doctor.log.unparse import unparse
-from megatron_ext.doctor.words import Launch, read_launch
+from megatron_ext.launch_command import line as launch_line
+from megatron_ext.launch_command.log.unparse import unparse
+from megatron_ext.launch_command.words import Launch, read_launch
 from megatron_ext.launch_planner import parsed_launch
 from megatron_ext.launch_planner.alternatives import (
     layouts,

@@ -1,4 +1,4 @@
-"""The commands of README.md and docs/first-steps.md: each is run here, or it is said why not."""
+"""The commands of README.md and docs/index.md: each is run here, or it is said why not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ QUICKSTART = "scripts/quickstart.sh --pipeline-trace runs/traces --pipeline-trac
 ON_EIGHT = "torchrun --nproc-per-node 8 -m megatron_ext pretrain_gpt.py $YOUR_FLAGS"
 
 NOT_RUN = {
-    "scripts/quickstart.sh": "run as docs/first-steps.md has it",
+    "scripts/quickstart.sh": "run as docs/index.md has it",
     "scripts/test.sh": "runs this test",
     "scripts/test.sh --quick": "runs most of these tests",
     "source .venv/bin/activate": "tests run in an environment already",
@@ -34,7 +34,7 @@ NOT_RUN = {
     "megatron-ext parity -- torchrun --nproc-per-node 8 pretrain_gpt.py $YOUR_FLAGS "
     "--pipeline-schedule zb-h1": "8 GPUs; test_parity_command.py has two",
     "megatron-ext doctor -- torchrun --nproc-per-node 8 pretrain_gpt.py $YOUR_FLAGS": "run as "
-    "docs/first-steps.md has it",
+    "docs/index.md has it",
     "megatron-ext doctor --megatron-args train.log": "test_megatron_log.py and "
     "test_documented_outputs.py have logs",
     "sbatch scripts/slurm/pretrain.sh $YOUR_FLAGS": "tests/slurm runs it on a SLURM of two nodes",
@@ -50,7 +50,7 @@ def commands(page: str) -> list[str]:
     return [" ".join(line.split()) for line in plain]
 
 
-ALL = [*commands("README.md"), *commands("docs/first-steps.md")]
+ALL = [*commands("README.md"), *commands("docs/index.md")]
 
 
 def test_what_is_not_run_stands_on_a_page() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_ext.compile.registry import choose
 from megatron_ext.config import PipelineConfig
-from megatron_ext.doctor import line as launch_line
+from megatron_ext.launch_command import line as launch_line
 from megatron_ext.runtime.measure.profile import STEPS
 from megatron_ext.schedule.costs_text import load_costs
 from megatron_ext.schedule.kinds import Held

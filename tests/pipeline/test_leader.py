@@ -19,9 +19,8 @@ import torch.distributed as dist
 from megatron_ext.adapter.programs import Programs
 from megatron_ext.compile.program.verify import InvalidSchedule
 from megatron_ext.config import PipelineConfig
-from megatron_ext.doctor import chosen_plan
 from megatron_ext.launch import Chosen
-from megatron_ext.launch_planner import launch_choice
+from megatron_ext.launch_planner import chosen_plan, launch_choice
 from megatron_ext.runtime.host.memory import HostMemory
 from megatron_ext.runtime.store import leader as waiting
 from megatron_ext.runtime.store.agreement import Fact, agree

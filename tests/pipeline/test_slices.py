@@ -200,7 +200,7 @@ def test_gradients_are_those_of_whole_sequences() -> None:
     values(run_ranks(2, steps_of_rank))
 
 
-# --- a launch line
+# --- a launch command
 
 TENSOR: Flags = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 FULL: Flags = {

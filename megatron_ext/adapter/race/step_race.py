@@ -32,7 +32,7 @@ from megatron_ext.compile.program.verify import Program
 from megatron_ext.config import PipelineConfig
 from megatron_ext.logger import logger
 from megatron_ext.race import report
-from megatron_ext.race.line_up import RaceThen
+from megatron_ext.race.contestants import RaceThen
 from megatron_ext.race.record import (
     NAME,
     RaceFigures,

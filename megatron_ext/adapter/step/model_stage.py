@@ -1,4 +1,4 @@
-"""Megatron model chunk as a `Stage`, which calls Megatron's own forward_step and backward_step.
+"""Megatron model chunk as a `RunnableStage` that calls Megatron's forward_step and backward_step.
 
 They apply Megatron's loss scaling, token counts, timers, autocast and auxiliary losses, so that a
 stage's results are bitwise stock's.

@@ -1,1 +1,1 @@
-"""Checks of what a launch line finds around it: tools and compiled parts."""
+"""Checks of the environment of a launch command: tools and compiled parts."""

@@ -11,7 +11,7 @@ import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
-from megatron_ext.doctor.report import Finding, Verdict
+from megatron_ext.doctor.report import Finding, Severity
 
 _SUBJECT = "dataset helpers"
 _MODULE = "megatron.core.datasets.helpers_cpp"
@@ -32,14 +32,14 @@ def check_dataset_helpers() -> list[Finding]:
             return []  # nothing can be compiled anew, as in a wheel of Megatron's
         text = f"helpers_cpp is not compiled in {folder}, and there is no Makefile to compile it by"
         fix = "install Megatron's wheel for this Python, or take a checkout of Megatron-LM"
-        return [Finding(Verdict.WRONG, _SUBJECT, text, fix)]
+        return [Finding(Severity.WRONG, _SUBJECT, text, fix)]
     lacking = _lacking(folder)
     text = f"helpers_cpp is not compiled in {folder}: rank 0 runs make there when the job starts"
     if not lacking:
-        return [Finding(Verdict.RIGHT, _SUBJECT, text)]
+        return [Finding(Severity.RIGHT, _SUBJECT, text)]
     text += f", and here {' and '.join(lacking)}: Megatron would end after all ranks have started"
     fix = f"pip install pybind11, install make and g++ where they are missing; make -C {folder}"
-    return [Finding(Verdict.WRONG, _SUBJECT, text, fix)]
+    return [Finding(Severity.WRONG, _SUBJECT, text, fix)]
 
 
 def _is_older(compiled: Path, source: Path) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 from megatron_ext.adapter.compatibility import refuse
 from megatron_ext.adapter.dimensions import execution, rates
 from megatron_ext.cost_model.description import describe
-from megatron_ext.doctor import line as launch_line
+from megatron_ext.launch_command import line as launch_line
 from megatron_ext.launch_planner.variants import LineVariants
 from megatron_ext.planner.candidate import VocabMethod
 from megatron_ext.planner.layouts.recompute import (

@@ -81,7 +81,7 @@ def compare_layouts(
         permits: called for each schedule that is not Megatron's.
         search: whether schedules that search do so where they are among the last; if not, what
             they know at once stands for them.
-        margin: bytes that all but the launch line itself have to leave of that.
+        margin: bytes that all but the launch command itself have to leave of that.
 
     Raises:
         ValueError: ``own`` cannot be made.

@@ -31,7 +31,7 @@ Held = Mapping[Action, tuple[float, float | None]]  # while it runs: microbatche
 
 
 @dataclass(frozen=True)
-class Figures:
+class PageFigures:
     """Figures of a step on a page. ``peaks`` are of each rank, in microbatches of a full one."""
 
     makespan: float
@@ -58,7 +58,7 @@ class Run:
     chunk_of: tuple[int, ...]
     boxes: tuple[Box, ...]
     critical: tuple[int, ...]
-    figures: Figures
+    figures: PageFigures
     limit: MemoryLimit | None = None
     remarks: tuple[str, ...] = ()
 
@@ -295,11 +295,11 @@ def _held(schedule: Schedule, costs: Costs | None) -> Held:
     return held
 
 
-def _figures(timeline: Timeline, schedule: Schedule, costs: Costs | None) -> Figures:
+def _figures(timeline: Timeline, schedule: Schedule, costs: Costs | None) -> PageFigures:
     in_their_bytes = None
     if costs is not None and costs.held_bytes is not None:
         in_their_bytes = tuple(peaks(schedule, in_bytes(costs)))
-    return Figures(
+    return PageFigures(
         timeline.makespan,
         timeline.span,
         timeline.bubble_share_makespan,

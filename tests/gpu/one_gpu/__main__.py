@@ -1,4 +1,4 @@
-"""All that one GPU can show, as a table: docs/gpu-tests.md.
+"""All that one GPU can show, as a table: docs/measurements.md.
 
 python -m tests.gpu.one_gpu [--rehearse] [--results FOLDER] [PART ...]
 """

@@ -315,8 +315,8 @@ def test_doctor_shows_what_a_flag_would_apply() -> None:
     assert states["schedule"] == states["flags"] == "would be applied"
     assert states["split backward of local linear layers"] == "fits"
     assert all(patch["reason"] and patch["target"] for patch in report["patches"])
-    wanted = sum(patch["wanted"] for patch in report["patches"])
-    text = f"all {wanted} patches that --pipeline-schedule 1f1b needs fit this Megatron"
+    required = sum(patch["is_required"] for patch in report["patches"])
+    text = f"all {required} patches that --pipeline-schedule 1f1b needs fit this Megatron"
     assert text in run("doctor", "--pipeline-schedule", "1f1b")
 
 

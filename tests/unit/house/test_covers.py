@@ -41,7 +41,7 @@ def test_all_marks_are_understood(request: pytest.FixtureRequest) -> None:
         (lambda: read("A", LINE, needs_gpu=True, packed=True), "grade C is of tests for GPUs"),
         (lambda: read("C", LINE, needs_gpu=True, packed=True), "has to wait for a GPU"),
         (lambda: read("A", LINE, moe_flex_dispatcher_backend="deepep"), "deepep has a stand-in"),
-        (lambda: read_mark("a test", ("A",), {}, needs_gpu=False), "wants a grade and kinds"),
+        (lambda: read_mark("a test", ("A",), {}, needs_gpu=False), "requires a grade and kinds"),
     ],
 )
 def test_what_is_not_understood_is_an_error(mark: Any, told: str) -> None:

@@ -202,7 +202,7 @@ def late_weights(schedule, problem):
     ),
 """,
     ),
-    # Of the commands that compare schedules, for a model and for a launch line.
+    # Of the commands that compare schedules, for a model and for a launch command.
     ("commands/plan.py", "    Limit,\n", "    LateWeights,\n"),
     ("commands/plan.py", "    pairs: InPairs", "    late_weights: LateWeights = False,\n"),
     ("commands/plan.py", "            pairs=pairs,\n", "            late_weights=late_weights,\n"),

@@ -59,7 +59,7 @@ def test_an_error_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_stdout_is_what_it_is_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check of a launch line keeps back what Megatron prints, and our lines with it."""
+    """The check of a launch command keeps back what Megatron prints, and our lines with it."""
     kept_back = io.StringIO()
     monkeypatch.setattr(sys, "stdout", kept_back)
     logger.info("the line")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from megatron_ext.compile.program.simulate import step_seconds
 from megatron_ext.compile.registry import choose
 from megatron_ext.config import PipelineConfig
 from megatron_ext.race import report
-from megatron_ext.race.line_up import LineUp, RaceThen, line_up
+from megatron_ext.race.contestants import Contestants, RaceThen, contestants
 from megatron_ext.race.record import (
     RaceFigures,
     RaceRecord,
@@ -45,7 +46,7 @@ from megatron_ext.written_settings import from_environment
 def test_the_baseline_is_the_plain_schedule_of_the_placement(
     schedule: str | None, wanted: str, expected: str
 ) -> None:
-    assert str(line_up(schedule, wanted.split())) == expected
+    assert str(contestants(schedule, wanted.split())) == expected
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,7 @@ def test_the_baseline_is_the_plain_schedule_of_the_placement(
     [("1f1b", "stock's order"), ("interleaved:vpp=3", "stock's order"), ("1f1b-v", "no order of")],
 )
 def test_it_says_whether_the_baseline_is_stocks(baseline: str, words: str) -> None:
-    assert LineUp((baseline, "x")).order_of_baseline.startswith(words)
+    assert Contestants((baseline, "x")).order_of_baseline.startswith(words)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +177,7 @@ def test_nobody_is_left() -> None:
 def test_on_simulated_clocks_the_known_winner_wins(
     specs: str, winner: str, dropped: tuple[str, ...]
 ) -> None:
-    lines = line_up(None, specs.split())
+    lines = contestants(None, specs.split())
     seconds = {}
     for choice in lines.choices:
         placement = choice.place(4)
@@ -216,6 +217,15 @@ def test_what_is_no_record_is_said(text: str, tmp_path: Path) -> None:
         load_record(path)
 
 
+@pytest.mark.parametrize("version", [0, 2])
+def test_a_record_of_another_version_is_named(version: object, tmp_path: Path) -> None:
+    path = tmp_path / "race.json"
+    save_record(record(), path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": version}))
+    with pytest.raises(ValueError, match=r"another version of megatron_ext: .* only 1 is known"):
+        load_record(path)
+
+
 def test_the_first_difference_is_named() -> None:
     assert difference({"a": "1"}, {"a": "1"}) == ""
     assert difference({"a": "1", "b": "2"}, {"a": "1", "b": "3"}) == "b was 3 there and is 2 here"
@@ -225,7 +235,7 @@ def test_the_first_difference_is_named() -> None:
 
 
 def test_the_row_can_be_pasted() -> None:
-    lines = line_up(None, ["zb-h1"])
+    lines = contestants(None, ["zb-h1"])
     race = Race(lines.baseline, lines.candidates)
     drive(race, {"1f1b": 1.0, "zb-h1": 0.8})
     figures = {"zb-h1": RaceFigures(0.11, 0.1, 3 * 2.0**30, 2.5 * 2**30, 4)}
@@ -277,4 +287,4 @@ def test_a_race_that_nobody_has_won_is_not_doubted() -> None:
 
 
 def test_a_race_without_a_round_has_no_row() -> None:
-    assert report.table(Race("a", ["b"]), LineUp(("a", "b")), {}, {}) == ""
+    assert report.table(Race("a", ["b"]), Contestants(("a", "b")), {}, {}) == ""

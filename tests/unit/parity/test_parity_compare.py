@@ -232,6 +232,15 @@ def test_what_is_no_recording(tmp_path: Path) -> None:
         read_recording(tmp_path)
 
 
+@pytest.mark.parametrize("version", [0, 2, None])
+def test_a_recording_of_another_version_is_named(version: object, tmp_path: Path) -> None:
+    lines = write(tmp_path, A) / "rank-00000.jsonl"
+    about, rest = lines.read_text().split("\n", 1)
+    lines.write_text(f"{json.dumps(json.loads(about) | {'format': version})}\n{rest}")
+    with pytest.raises(ValueError, match=r"another version of megatron_ext: .* record it anew"):
+        read_recording(tmp_path)
+
+
 def test_a_recording_that_was_cut_off(tmp_path: Path) -> None:
     lines = write(tmp_path, A) / "rank-00001.jsonl"
     text = lines.read_text()

@@ -131,9 +131,9 @@ def test_lines_from_a_seed_write_no_checkpoint(machine: Machine) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--", "torchrun", "p.py"], "the line has no flag of ours"),
-        (["--", "a.py", "--", "b.py", "--", "c.py"], "give one launch line or two"),
-        (["--", "true"], "begins no launch line"),
+        (["--", "torchrun", "p.py"], "the command has no flag of ours"),
+        (["--", "a.py", "--", "b.py", "--", "c.py"], "give one launch command or two"),
+        (["--", "true"], "begins no launch command"),
     ],
 )
 def test_words_that_are_no_lines(machine: Machine, words: list[str], says: str) -> None:

@@ -525,8 +525,8 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_room_is_left_for_the_allocators_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only a launch line's plan left it. On this GPU the first choice fits only if its allocator
-    reserves nothing besides."""
+    """Only a launch command's plan left it. On this GPU the first choice fits only if its
+    allocator reserves nothing besides."""
     only_families(monkeypatch, *FEW)
     rates = "operations=400e12,bytes=40e9"
     without = json.loads(command("--model", TEXT, "--gpu", rates, "--json"))

@@ -276,7 +276,8 @@ def test_the_vocabulary_from_a_file(tmp_path: Path) -> None:
         ),
         ([1], '"version": 1 is expected at the top'),
         ({"f": 1, "i": 1, "w": 1}, '"version": 1 is expected at the top'),
-        (GOOD_FILE | {"version": 2}, '"version": 1 is expected at the top'),
+        (GOOD_FILE | {"version": 0}, "is of version 0, and only 1 is known: measure it anew"),
+        (GOOD_FILE | {"version": 2}, "is of version 2, and only 1 is known"),
         ({"version": 1, "f": 1, "w": 1}, f"lacks i; {HOW}"),
         (
             GOOD_FILE | {"com": 1},

@@ -121,13 +121,16 @@ def test_the_section_of_the_page() -> None:
     best = replace(option(1.2, "zb-v", is_tight=True), recompute="none")
     text, rows = gains_section([prospect(best)]), [row(LLAMA, refused)]
     (line,) = csv.DictReader(io.StringIO(gains_table([prospect(best)], rows)))
-    assert line["best of all"] == "zb-v, run again: none (without tp_comm_overlap)"
+    assert line["best of all"] == "zb-v, recompute: none (without tp_comm_overlap)"
     assert (line["gain of all"], line["GiB of all"]) == ("1.200*", "60.0")
     assert "| m <= 2p | 1 | 1.050 [1.05] | 1.200 [1.20] | 1 | 1 | 0 |" in text
     tokens = 256 * 8192 / 6 / 64
-    assert f"| 26.04.01 | {tokens:.0f} | 1664 | {tokens / 1664:.2f} |" in text
+    assert line["tokens/s/GPU"] == f"{tokens:.0f}"
+    assert (line["published"], line["in release"]) == ("1664", "26.04.01")
+    assert "of 1 recipes, which" in text and f"median {tokens / 1664:.2f}." in text
     unknown = Prospect(recipe(), None, "nothing is known of its GPU: vr200")
-    assert "| 1 | nothing is known of its GPU: vr200 |" in gains_section([prospect(best), unknown])
+    why = "Not planned are 1 recipes, 1 of them because: nothing is known of its GPU: vr200."
+    assert why in gains_section([prospect(best), unknown])
     assert gains_section([unknown]) == ""
 
 

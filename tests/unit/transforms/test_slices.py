@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 from megatron_ext.cli import app
 from megatron_ext.compile.build import build_program, complete
-from megatron_ext.compile.exchange import exchange
 from megatron_ext.compile.program.memory import (
     held_during,
     in_bytes,
@@ -645,50 +644,3 @@ def test_the_command_of_the_page(name: str) -> None:
     for k, lengths, written in ((4, "balanced", 1), (1, "even", 2)):
         problem = problem_for(name, 8, 8, k, costs, lengths)
         assert round(makespan(choose(name).build(problem), problem)) == int(figures_of[written])
-
-
-# ---- Attention that ranks exchange
-
-
-def test_an_exchange_takes_as_long_as_balanced_lengths_and_sends_bytes() -> None:
-    """Of p = k = 8 slices four are above the mean, by 0.5 to 3.5 tiles of 8: half of the queries
-    and all keys and values go there and back."""
-    costs = "f=1,i=1,w=1,attention=0.3"
-    problem = problem_for("1f1b", 8, 8, 8, costs)
-    evened = exchange(choose("1f1b"), problem, group=8)
-    assert evened.makespan == pytest.approx(26.625)  # as `balanced`; 32.83 without either
-    assert evened.sent == pytest.approx((8 * (5 * 8 / 2 * 4 / 8 + 3),) * 8)
-    assert (evened.in_bytes, evened.seconds) == (False, None)
-
-
-def test_what_an_exchange_sends_in_bytes() -> None:
-    """Of p = k = 4 slices two are above the mean, by 0.5 and 1.5 tiles of 4."""
-    costs = "f=1,i=1,w=1,comm=0.2,latency=0.1,attention=0.3"
-    problem = problem_for("slimpipe", 4, 2, 4, costs)
-    told = problem.costs.with_slices(keys_values=(8.0,) * 8).with_links(message_bytes=64.0)
-    known = exchange(choose("slimpipe"), replace(problem, costs=told), group=2)
-    sent = 2 * 16 * (5 * 2 / 2 * 2 / 4 + 3 * 2 / 4)  # microbatches, keys and values of a rank
-    assert known.in_bytes and known.sent == pytest.approx((sent,) * 4)
-    assert known.seconds == pytest.approx(sent / 64 * 0.1)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--slices 4 --slice-lengths balanced --costs f=1,i=1,w=1,attention=0.3", "even ones"),
-        ("--slices 1 --costs f=1,i=1,w=1,attention=0.3", "give several"),
-        ("--slices 4 --costs f=1,i=1,w=1", r"attention=0\.3"),
-    ],
-)
-def test_what_leaves_nothing_to_exchange(options: str, message: str) -> None:
-    asked = ["simulate", "1f1b", "--pp", "2", "-m", "2", "--exchange-attention", "1"]
-    result = CliRunner().invoke(app, [*asked, *options.split()])
-    assert result.exit_code and re.search(message, result.output)
-
-
-def test_simulate_says_what_an_exchange_sends() -> None:
-    asked = ["simulate", "slimpipe", "--pp", "4", "-m", "2", "--slices", "4"]
-    asked += ["--costs", "f=1,i=1,w=1,attention=0.3", "--exchange-attention", "2"]
-    said = run(*asked)
-    assert "makespan, attention evened out" in said and "times a microbatch's keys" in said
-    assert len(json.loads(run(*asked, "--json"))["exchange"]["sent"]) == 4

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from megatron_ext.config import PREFIX
 from megatron_ext.cost_model.gpus import name_of_gpu
-from megatron_ext.doctor.importing import as_on, quickly, silently
-from megatron_ext.doctor.words import Launch, read_launch
+from megatron_ext.launch_command.importing import as_on, quickly, silently
+from megatron_ext.launch_command.words import Launch, read_launch
 from megatron_ext.patches.engine import PatchError
 from megatron_ext.words import counted
 
@@ -160,7 +160,7 @@ def launch_from_log(path: Path) -> Launch:
 
     Raises:
         ValueError: the log cannot be read, or does not tell.
-        PatchError: there is no Megatron to ask for its flags.
+        PatchError: Megatron, which knows the flags, is not installed.
     """
     try:
         with path.open(errors="replace") as lines:
@@ -174,9 +174,11 @@ def launch_from_log(path: Path) -> Launch:
     with silently(), as_on(Path.cwd(), {"HF_HUB_OFFLINE": "1"}):
         try:
             with quickly():
-                from megatron_ext.doctor.log.unparse import unparse
+                from megatron_ext.launch_command.log.unparse import unparse
         except ImportError as error:
-            raise PatchError(f"no Megatron is here to read {OPTION} with: {error}") from error
+            raise PatchError(
+                f"{OPTION} needs Megatron, which cannot be imported here: {error}"
+            ) from error
         try:
             unparsed = unparse(log.arguments)
         except ValueError as error:

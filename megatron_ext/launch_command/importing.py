@@ -1,4 +1,4 @@
-"""Megatron imported as a rank of a launch would import it, by a command that trains nothing."""
+"""Import of Megatron as on a rank of a launch, by a command that trains nothing."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _LOGGER = "wandb"  # which Megatron imports where it is there, and needs only to
 
 @contextlib.contextmanager
 def as_on(folder: Path, environment: Mapping[str, str]) -> Iterator[None]:
-    """The environment with the assignments of a launch line, and modules looked for as a rank would
-    that starts in ``folder``: a checkout of Megatron there hides an installed one."""
+    """Set the environment of a launch command, and search modules as a rank started in ``folder``
+    does: a checkout of Megatron there hides an installed one."""
     path = [str(folder), *environment.get("PYTHONPATH", "").split(os.pathsep)]
     with (
         mock.patch.dict(os.environ, environment),
@@ -30,7 +30,7 @@ def as_on(folder: Path, environment: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def silently() -> Iterator[None]:
-    """What Megatron and torch would say is kept back: it is theirs to say in a training."""
+    """Suppress the output of Megatron and torch, which belongs to a training."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -43,9 +43,8 @@ def silently() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quickly() -> Iterator[None]:
-    """Imports of Megatron take half: what it has torch compile is left as it is, for which torch
-    would import its compiler, no logger of experiments comes with it, and nothing is looked for
-    that might be thrown away."""
+    """Halve the time of importing Megatron: torch compiles nothing, so that its compiler is not
+    imported, and loggers of experiments are not imported."""
     with contextlib.ExitStack() as stack:
         gc.disable()
         stack.callback(gc.enable)

@@ -1,7 +1,7 @@
-"""A launch line as people have it, taken apart: what starts the ranks, the script, its arguments.
+"""Launch commands as users write them, split into the launcher, the script and its arguments.
 
-Nothing is expanded and nothing is run. What stands before the launcher is left out, but for
-assignments: they count, as they would for the ranks.
+Nothing is expanded and nothing is run. Words before the launcher are ignored except assignments,
+which count as they do for the ranks.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 _SHELLS = ("bash", "sh", "zsh", "source")
 _SHELL_SCRIPTS = (".sh", ".bash", ".sbatch", ".slurm")
 _TAKE_A_VALUE = ("-W", "-X")  # of Python's own options
-# What ft_launcher has beside torchrun's own; each takes a value.
+# Flags that ft_launcher adds to torchrun's; each takes a value.
 _OF_FT_LAUNCHER = re.compile(r"--(ft|fault[-_]tol|term|workers[-_]stop|restart)[-_].*")
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The words of a launch line: the script or module, what it is given, and on how many ranks.
+    """Words of a launch command: the script or module, its arguments, and the number of ranks.
 
     Attributes:
-        world_size: None where the line does not tell.
-        installs: whether ``-m megatron_ext`` stands before the script; None where the line begins
-            at the script, and so does not tell.
+        world_size: None if the command does not say.
+        installs: whether ``-m megatron_ext`` stands before the script; None if the command begins
+            at the script, and so does not say.
         max_restarts: how often the launcher starts the ranks again.
-        environment: the assignments in front of the launcher.
-        left_out: the words in front of the launcher that are not looked at.
-        log: the log of an earlier start that the launch was read from, if it was; its script is an
+        environment: the assignments before the launcher.
+        left_out: the words before the launcher that are ignored.
+        log: the log of an earlier start that the launch was read from, if any; its script is an
             assumption then.
-        remarks: what was read from that log, and what of it is assumed.
-        gpu: name of the GPU, if the log tells it.
+        remarks: what was read from that log, and which of it is assumed.
+        gpu: name of the GPU, if the log names it.
         words: the whole command; () if it was read from a log.
     """
 
@@ -62,14 +62,14 @@ class Launch:
 
 
 def read_launch(words: Sequence[str]) -> Launch:
-    """``words`` as a launch line: SCRIPT.py ARGS or -m MODULE ARGS, alone or behind python,
-    torchrun, python -m torch.distributed.run or ft_launcher, and that behind assignments, srun, a
-    container's command or ``bash -c``.
+    """Return ``words`` as a launch command: SCRIPT.py ARGS or -m MODULE ARGS, alone or behind
+    python, torchrun, python -m torch.distributed.run or ft_launcher. Assignments, srun, a
+    container's command or ``bash -c`` may precede these.
 
-    ``-m megatron_ext`` before the script may be there or not.
+    ``-m megatron_ext`` may stand before the script.
 
     Raises:
-        ValueError: they are none of these, or torchrun refuses its own.
+        ValueError: the words are none of these, or torchrun refuses its own flags.
     """
     return replace(_read_launch(words), words=tuple(words))
 
@@ -92,7 +92,8 @@ def _read_launch(words: Sequence[str]) -> Launch:
 
 
 def _read_behind(words: Sequence[str]) -> Launch:
-    """The launch behind words that are another program's, as srun's, up to the launcher."""
+    """Return the launch command behind the words of another program, such as srun's, up to the
+    launcher."""
     for index, word in enumerate(words[1:], 1):
         if words[index - 1] in ("-c", "-lc") and " " in word:
             launch = read_launch(shlex.split(word))
@@ -112,7 +113,7 @@ def _read_behind(words: Sequence[str]) -> Launch:
                 f"it, and paste what it prints"
             )
         raise ValueError(
-            f"{' '.join(words[:3])!r} begins no launch line: give it from SCRIPT.py, -m MODULE, "
+            f"{' '.join(words[:3])!r} begins no launch command: give it from SCRIPT.py, -m MODULE, "
             f"torchrun, srun or the like on"
         )
     while index > 1 and _ASSIGNMENT.fullmatch(words[index - 1]):
@@ -129,7 +130,7 @@ def _shell_script(words: Sequence[str]) -> str | None:
 
 
 def _read_python(words: Sequence[str]) -> Launch:
-    """Python's own options, then a script or module."""
+    """Read Python's own options, then a script or module."""
     match words:
         case [option, _, *rest] if option in _TAKE_A_VALUE:
             return _read_python(rest)

@@ -1,6 +1,6 @@
-"""A launch line, parsed and validated as Megatron does it, in one process and without a GPU.
+"""A launch command, parsed and validated by Megatron itself, in one process and without a GPU.
 
-What Megatron asks of the GPU has the answers of `on_gpus` where there is none.
+Megatron's questions about the GPU are answered by `on_gpus` if there is none.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from megatron_ext.schedule.problem import VocabularyParallel
 from megatron_ext.words import meant_by
 from megatron_ext.written_settings import add_flags
 
-# Fusions for whose kernels Megatron looks where Transformer Engine should be.
+# Fusions whose kernels Megatron looks for in Transformer Engine.
 _LOOKED_FOR = ("apply_rope_fusion", "moe_permute_fusion")
 
-RatesOf = Callable[[Precision], Rates]  # what a rank reaches in a precision
+RatesOf = Callable[[Precision], Rates]  # rates that a rank reaches in a precision
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-CAPABILITY = (9, 0)  # of the GPU that is assumed: Hopper, for which the most is demanded
+CAPABILITY = (9, 0)  # of the assumed GPU: Hopper, which has the most requirements
 MULTIPROCESSORS = 132  # of an H100
 
 
 @dataclass(frozen=True)
 class Line:
-    """A parsed launch line.
+    """A parsed launch command.
 
     Attributes:
         args: Megatron's arguments, not validated.
-        unknown: the words that are neither Megatron's nor ours, in order.
+        unknown: words that are neither Megatron's flags nor ours, in order.
         flags: all flags that Megatron and we know.
     """
 
@@ -64,10 +64,11 @@ class Line:
 
 @contextlib.contextmanager
 def on_gpus(args: Any, rates: RatesOf | None = None) -> Iterator[None]:
-    """Without a GPU, answer as a GPU of `CAPABILITY` with the newest Transformer Engine would.
+    """Without a GPU, answer as a GPU of compute capability `CAPABILITY` with the newest Transformer
+    Engine would.
 
-    `CONNECTIONS` is 1 meanwhile if it is not set and ``args`` want it. With ``rates`` costs are
-    those of a GPU that reaches these.
+    `CONNECTIONS` is 1 meanwhile if it is not set and ``args`` require it. With ``rates`` costs are
+    those of a GPU with these rates.
     """
     if torch.cuda.is_available():
         with apply(_reached(rates) if rates else ()):
@@ -79,7 +80,7 @@ def on_gpus(args: Any, rates: RatesOf | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_connection(args: Any) -> Iterator[None]:
-    """Have `CONNECTIONS` be 1 if it is not set and ``args`` want it."""
+    """Set `CONNECTIONS` to 1 for a while if it is not set and ``args`` require it."""
     is_ours = wants_one_connection(args) and CONNECTIONS not in os.environ
     if is_ours:
         os.environ[CONNECTIONS] = "1"
@@ -91,7 +92,7 @@ def one_connection(args: Any) -> Iterator[None]:
 
 
 def wants_one_connection(args: Any) -> bool:
-    """Whether Megatron demands that `CONNECTIONS` is 1 on GPUs before Blackwell."""
+    """Return whether Megatron requires that `CONNECTIONS` is 1 on GPUs before Blackwell."""
     overlaps = max(args.tensor_model_parallel_size, args.context_parallel_size) > 1
     return overlaps and not (args.use_megatron_fsdp or args.use_torch_fsdp2)
 
@@ -126,7 +127,7 @@ def parse(argv: Sequence[str]) -> Line:
     """Parse the words after the script with Megatron's own parser and our flags.
 
     Raises:
-        ValueError: what argparse says of a value it does not take.
+        ValueError: a value is refused; the text is argparse's.
     """
     args, unknown, parser = _parsed(argv)
     return Line(args, tuple(unknown), tuple(parser._option_string_actions))
@@ -148,8 +149,8 @@ _NAMES_OF_CONFIGS = {
 
 
 def parse_values(values: Mapping[str, Any]) -> Line:
-    """Megatron's arguments from ``values`` by their names, as a JSON file has them; others have
-    their defaults, and what is None has its own.
+    """Return Megatron's arguments from ``values`` by name, as in a JSON file. An argument that is
+    missing or None has its default.
 
     Raises:
         ValueError: there is no such argument, or a value is not understood.
@@ -182,7 +183,7 @@ def _converted(action: argparse.Action, value: Any) -> Any:
 
 
 def _parsed(argv: Sequence[str]) -> tuple[Any, list[str], argparse.ArgumentParser]:
-    """Megatron's arguments, the words that are unknown, and the parser that knows our flags too."""
+    """Return Megatron's arguments, the unknown words, and the parser with our flags."""
     parsers: list[argparse.ArgumentParser] = []
     unknown: list[str] = []
 
@@ -209,7 +210,7 @@ def _parsed(argv: Sequence[str]) -> tuple[Any, list[str], argparse.ArgumentParse
 
 
 def least_world_size(args: Any) -> int:
-    """The ranks of one copy of the model: data-parallel size 1."""
+    """Return the number of ranks of one copy of the model: data-parallel size 1."""
     dense = (
         args.tensor_model_parallel_size
         * args.pipeline_model_parallel_size
@@ -223,10 +224,11 @@ def least_world_size(args: Any) -> int:
 
 
 def validate(args: Any, config: PipelineConfig, world_size: int) -> Any:
-    """Megatron's validation of ``args``, which it completes and returns.
+    """Validate and complete ``args`` by Megatron's own validation, and return them.
 
     Raises:
-        ValueError: Megatron's own text, or the line that it asserts where it says nothing.
+        ValueError: Megatron refuses them; the text is Megatron's, or the line of its assertion if
+            it has no text.
     """
     args.rank, args.world_size = 0, world_size
     with _as_value_error():
@@ -236,19 +238,19 @@ def validate(args: Any, config: PipelineConfig, world_size: int) -> Any:
 
 
 def count_microbatches(args: Any) -> int:
-    """The microbatches of the first step.
+    """Return the number of microbatches of the first step.
 
     Raises:
-        ValueError: as `validate`, when batches do not divide.
+        ValueError: batches do not divide; the text is as in `validate`.
     """
     with _as_value_error(), _counting_microbatches(args):
         return int(num_microbatches_calculator.get_num_microbatches())
 
 
 def check_course(args: Any) -> tuple[int, int, int]:
-    """The samples to train on, to validate on and to test on, and that learning rates can be made.
+    """Check the numbers of samples to train, validate and test on, and the learning-rate schedule.
 
-    A rank does this after the model is built, and what Megatron's validation has let pass ends it.
+    A rank checks these after it has built the model, and ends if one is wrong.
 
     Raises:
         ValueError: as `validate`.
@@ -288,10 +290,11 @@ def _counting_microbatches(args: Any) -> Iterator[None]:
 
 
 def check_model(args: Any, config: PipelineConfig) -> Any:
-    """The model's config of validated ``args``, made as a rank would, with the schedule's stages.
+    """Make the model's config of validated ``args`` as a rank would, with the schedule's stages.
 
     Raises:
-        ValueError: as `validate`; PatchError where a patch does not fit.
+        ValueError: as `validate`.
+        PatchError: a patch does not fit.
     """
     model = copy.copy(args)
     if not torch.cuda.is_available():
@@ -303,18 +306,18 @@ def check_model(args: Any, config: PipelineConfig) -> Any:
 
 
 def multiprocessors() -> int:
-    """The multiprocessors of the GPU here, or of the one that is assumed."""
+    """Return the number of multiprocessors of the GPU here, or of the assumed one."""
     if not torch.cuda.is_available():
         return MULTIPROCESSORS
     return torch.cuda.get_device_properties(0).multi_processor_count
 
 
 def pipeline_communicator(args: Any) -> dict[str, int]:
-    """What the file of --nccl-communicator-config-path says of the pipeline's communicators, which
-    Megatron calls ``pp``.
+    """Return the settings of the pipeline's communicators, which Megatron calls ``pp``, in the file
+    of --nccl-communicator-config-path.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: the file cannot be read.
     """
     path = args.nccl_communicator_config_path
     if path is None:
@@ -328,7 +331,8 @@ def pipeline_communicator(args: Any) -> dict[str, int]:
 
 
 def load_tokenizer(args: Any) -> int:
-    """Build the tokenizer, which gives ``args`` their padded vocabulary; returns its size.
+    """Build the tokenizer, which sets the padded vocabulary of ``args``, and return its number of
+    tokens.
 
     Raises:
         ValueError: it cannot be built.
@@ -339,7 +343,8 @@ def load_tokenizer(args: Any) -> int:
 
 
 def count_tokens(args: Any) -> int | None:
-    """The tokenizer's vocabulary, not padded; None if no tokenizer can be built."""
+    """Return the number of the tokenizer's tokens, not padded; None if no tokenizer can be
+    built."""
     args = copy.copy(args)
     args.rank = 0
     try:
@@ -350,11 +355,11 @@ def count_tokens(args: Any) -> int | None:
 
 
 def settle_vocabulary(args: Any, config: PipelineConfig, tokens: int | None) -> None:
-    """Give validated ``args`` the padded vocabulary that they will have in a run with so many
-    ``tokens``; None leaves it unknown.
+    """Set the padded vocabulary of validated ``args`` to that of a run with so many ``tokens``;
+    None leaves it unknown.
 
     Raises:
-        ValueError: it cannot be divided as ``config`` wants.
+        ValueError: it cannot be split over the ranks as ``config`` requires.
     """
     with _as_value_error():
         if config.vocab_parallel is not VocabularyParallel.NONE:
@@ -365,7 +370,8 @@ def settle_vocabulary(args: Any, config: PipelineConfig, tokens: int | None) -> 
 
 
 def data_prefixes(args: Any) -> list[str]:
-    """The datasets that ``args`` name, each the path of a .bin and an .idx without its ending.
+    """Return the datasets that ``args`` name, each as the path of a .bin and an .idx without its
+    ending.
 
     Raises:
         ValueError: a file of --data-args-path cannot be read.
@@ -386,7 +392,7 @@ def data_prefixes(args: Any) -> list[str]:
 
 @contextlib.contextmanager
 def _as_value_error() -> Iterator[None]:
-    """Whatever ends Megatron, as a ValueError with the reason; what it prints is kept back."""
+    """Turn whatever ends Megatron into a ValueError with the reason, and suppress its output."""
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):

@@ -1,4 +1,4 @@
-"""The schedule that a launch chooses, by what is imported only then."""
+"""Choice of a schedule at a launch. Imports torch and Megatron only when it is called."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 def choose_plan(argv: Sequence[str], config: PipelineConfig, world_size: int) -> Chosen:
-    """For `megatron_ext.launch`: what becomes of ``argv``, and why.
+    """Return ``argv`` with the chosen flags, and the reason, for `megatron_ext.launch`.
 
-    Under torchrun, whose agent has a store before there are process groups, one rank chooses for
-    all with the same ``argv``. Elsewhere each does, and all come to the same.
+    Under torchrun, whose agent has a store before process groups exist, one rank chooses for all
+    ranks with the same ``argv``. Elsewhere each rank chooses, and all choose the same.
 
     Raises:
-        ValueError: no schedule can run so.
-        RuntimeError: the rank that chooses has failed otherwise, or died.
+        ValueError: no schedule can run under these flags.
+        RuntimeError: the rank that chooses has died, or failed for another reason.
     """
     from megatron_ext.launch_planner.launch_choice import choose_for  # torch and Megatron
     from megatron_ext.runtime.store.leader import run_on_leader
@@ -36,8 +36,8 @@ def choose_plan(argv: Sequence[str], config: PipelineConfig, world_size: int) ->
 
 
 def _agents_store(asked: str) -> dist.Store | None:
-    """That of torchrun's agent, for those who have ``asked`` the same in this attempt; None where
-    there is none."""
+    """Return the store of torchrun's agent, for ranks that request the same (``asked``) in this
+    attempt; None without torchrun."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     import torch.distributed as dist

@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_ext.compile.registry import choose
 from megatron_ext.config import PREFIX
-from megatron_ext.doctor import line as launch_line
+from megatron_ext.launch_command import line as launch_line
 from megatron_ext.words import shown
 from megatron_ext.written_settings import from_argv
 

@@ -20,7 +20,7 @@ from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
 
 
-def drop_untrained(schedule: Schedule, problem: Problem) -> Schedule:
+def drop_frozen_prefix(schedule: Schedule, problem: Problem) -> Schedule:
     """Return ``schedule``, which has its messages and waits, without the backward passes of the
     stages before `Problem.first_trained`."""
 

@@ -1,4 +1,4 @@
-"""Who races: schedules of one placement, and the one that they are compared with."""
+"""Contestants of a race: schedules of one placement, compared with a baseline."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_ext.compile.registry import Choice, choose
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.words import counted
 
-# Of a placement with so many chunks on a rank: the plainest schedule that there is on it.
+# The plainest schedule of each placement; the baseline is the first on the same placement.
 _BASELINES = ("1f1b", "interleaved", "interleaved:vpp={chunks}", "1f1b-v", "hanayo:waves={waves}")
 STOCK = ("1f1b", "interleaved")  # families that run Megatron's own order
 
@@ -24,8 +24,8 @@ class RaceThen(enum.StrEnum):
 
 
 @dataclass(frozen=True)
-class LineUp:
-    """The schedules of a race, as they were chosen, the baseline first."""
+class Contestants:
+    """Schedules of a race, as the user wrote them, the baseline first."""
 
     specs: tuple[str, ...]
 
@@ -51,7 +51,7 @@ class LineUp:
         return tuple(map(choose, self.specs))
 
 
-def line_up(schedule: str | None, wanted: Sequence[str]) -> LineUp:
+def contestants(schedule: str | None, wanted: Sequence[str]) -> Contestants:
     """Return the contestants of a race: ``wanted``, and ``schedule`` if one is given.
 
     A schedule of the baseline's family among them is the baseline.
@@ -84,7 +84,7 @@ def line_up(schedule: str | None, wanted: Sequence[str]) -> LineUp:
             f"--pipeline-race {baseline} has no schedule to race with: it is what others are "
             f"compared with; name another schedule"
         )
-    return LineUp((baseline, *candidates))
+    return Contestants((baseline, *candidates))
 
 
 def _baseline(placement: Placement, specs: Sequence[str]) -> str:

@@ -1,0 +1,1 @@
+"""Launch commands as users write them, read by Megatron itself without a GPU."""
