@@ -22,7 +22,7 @@ from megatron_ext.compile.build import build_program
 from megatron_ext.compile.program.memory import in_bytes, peaks
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.registry import choose
-from megatron_ext.cost_model import reductions, stage_seconds
+from megatron_ext.cost_model import gpus, reductions, stage_seconds
 from megatron_ext.cost_model.estimate import estimate
 from megatron_ext.cost_model.execution import Execution, Framework
 from megatron_ext.cost_model.gpus import GPUS
@@ -74,10 +74,12 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of a step, and the bytes that the fullest rank reserves."""
+    """Seconds of a step, and the bytes that the fullest rank reserves: by the figures above, and
+    as `plan` counts them, which leaves more memory for temporary tensors."""
 
     seconds: float
     fullest: float
+    in_plan: float = 0.0
 
 
 def read(path: Path) -> list[Configuration]:
@@ -167,7 +169,8 @@ def predict(configuration: Configuration, rates: Rates) -> Prediction:
         own.total + (1 + FRAGMENTED) * (own.temporary + kept)
         for own, kept in zip(on_ranks, held, strict=True)
     )
-    return Prediction(seconds + beside, fullest)
+    in_plan = max(own.total + kept for own, kept in zip(on_ranks, held, strict=True))
+    return Prediction(seconds + beside, fullest, (1 + gpus.RESERVED_SHARE) * in_plan)
 
 
 def _passes(costs: Costs, placement: Placement, microbatches: int) -> tuple[float, list[float]]:
@@ -353,6 +356,10 @@ def main() -> None:
     print(f"microbatch alone: {result.micro_batch}")
     print("regret:", {group: f"{share:.1%}" for group, share in result.regret.items()})
     print(f"ran, predicted to fit: {result.fits}; predicted best ran: {result.best_ran}")
+    in_plan = {row: replace(found, fullest=found.in_plan) for row, found in predicted.items()}
+    bound = bars(configurations, in_plan, gpus.USABLE * gpu.memory)
+    ran = sum(bound.best_ran.values())
+    print(f"by plan's bound: {bound.fits}; predicted best ran in {ran} of {len(bound.best_ran)}")
     print("predicted over measured by TP:", {k: round(v, 3) for k, v in result.ratios.items()})
 
 

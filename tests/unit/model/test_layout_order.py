@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_ext.cost_model import gpus
 from megatron_ext.cost_model.gpus import GPUS
 from scripts.layout_order import (
     MEASURED,
@@ -24,9 +25,14 @@ ROWS = read(MEASURED)
 
 
 @pytest.fixture(scope="module")
-def found() -> Bars:
+def predicted() -> dict[Configuration, Prediction]:
+    return {row: predict(row, GPU.rates()) for row in ROWS}
+
+
+@pytest.fixture(scope="module")
+def found(predicted: dict[Configuration, Prediction]) -> Bars:
     assert GPU.memory is not None
-    return bars(ROWS, {row: predict(row, GPU.rates()) for row in ROWS}, USABLE * GPU.memory)
+    return bars(ROWS, predicted, USABLE * GPU.memory)
 
 
 def test_pairs_are_in_the_right_order(found: Bars) -> None:
@@ -47,6 +53,14 @@ def test_regret(found: Bars) -> None:
 def test_what_ran_fits(found: Bars) -> None:
     assert found.fits.all == 49 and found.fits.share >= 0.95
     assert sum(found.best_ran.values()) >= 4
+
+
+def test_what_plan_takes_to_fit_ran(predicted: dict[Configuration, Prediction]) -> None:
+    """Its bound is for Megatron, and rejects four configurations that ran."""
+    assert GPU.memory is not None
+    in_plan = {row: replace(one, fullest=one.in_plan) for row, one in predicted.items()}
+    bound = bars(ROWS, in_plan, gpus.USABLE * GPU.memory)
+    assert bound.fits.right == 45 and sum(bound.best_ran.values()) >= 4
 
 
 ROW = Configuration("set", "13B", 2048, 64, 8, 1, 1, 1, False, 10.0)
