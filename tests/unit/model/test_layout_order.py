@@ -9,6 +9,7 @@ import pytest
 
 from megatron_ext.cost_model import gpus
 from megatron_ext.cost_model.gpus import GPUS
+from megatron_ext.cost_model.messages import collectives
 from scripts.layout_order import (
     MEASURED,
     USABLE,
@@ -16,6 +17,7 @@ from scripts.layout_order import (
     Configuration,
     Prediction,
     bars,
+    perturbed,
     predict,
     read,
 )
@@ -61,6 +63,15 @@ def test_what_plan_takes_to_fit_ran(predicted: dict[Configuration, Prediction]) 
     in_plan = {row: replace(one, fullest=one.in_plan) for row, one in predicted.items()}
     bound = bars(ROWS, in_plan, gpus.USABLE * GPU.memory)
     assert bound.fits.right == 45 and sum(bound.best_ran.values()) >= 4
+
+
+def test_constants_are_perturbed_and_come_back() -> None:
+    row, rates = next(row for row in ROWS if row.tensor_parallel > 1), GPU.rates()
+    before, begin = predict(row, rates), collectives.BEGIN
+    for factors in ({"linear": 0.8}, {"BEGIN": 1.2}):
+        with perturbed(factors, rates) as changed:
+            assert predict(row, changed).seconds > before.seconds
+    assert begin == collectives.BEGIN and predict(row, rates) == before
 
 
 ROW = Configuration("set", "13B", 2048, 64, 8, 1, 1, 1, False, 10.0)
