@@ -1,15 +1,19 @@
 """Predicted over published throughput of Megatron-Bridge's recipes, as they stand.
 
-python -m scripts.published_throughput
+The last line adds the trainings of published_steps.py.
+
+    python -m scripts.published_throughput
 """
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_ext.planner.layouts.layout import Layout
 from megatron_ext.planner.layouts.work import evaluate
+from scripts.published_steps import TRAININGS, predicted_seconds
 from scripts.recipes.accepting import as_on_gpus
 from scripts.recipes.configured import configuration_of
 from scripts.recipes.gains import work_of
@@ -47,8 +51,14 @@ def main() -> None:
         ratio = predicted / reached.tokens
         ratios.append(ratio)
         print(f"{ratio:5.2f} {predicted:7.0f} {reached.tokens:7.0f} {recipe.name}")
+    print(_summary(ratios))
+    steps = [training.seconds / predicted_seconds(training) for training in TRAININGS]
+    print(f"with {len(steps)} published trainings: {_summary([*ratios, *steps])}")
+
+
+def _summary(ratios: Sequence[float]) -> str:
     within = sum(0.75 <= ratio <= 1.33 for ratio in ratios)
-    print(
+    return (
         f"median {statistics.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}; "
         f"{within} of {len(ratios)} within 0.75 to 1.33"
     )

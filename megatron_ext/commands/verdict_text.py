@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_ext.cost_model.gpus import USABLE
 from megatron_ext.planner.job_plan import JobPlan
 from megatron_ext.planner.verdict import (
     ALIKE,
@@ -104,7 +105,7 @@ def _memory_of_rank(made: JobPlan, taken: Alternative) -> str:
         return text
     return (
         f"{text}, which may take {bytes_text(made.free.allocated)}; its allocator reserves "
-        f"{bytes_text(made.free.reserved)} more"
+        f"{bytes_text(made.free.reserved)} more: together {USABLE:.0%} of the GPU's memory"
     )
 
 

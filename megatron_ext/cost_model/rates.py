@@ -145,9 +145,18 @@ class Rates:
     def _factors(self, operation: Operation) -> tuple[float, float, float]:
         """Measured over estimated seconds of F, I and W of ``operation``."""
         product, factors = operation.product, self.factors
-        if factors is None or product is None or operation.engine is not Engine.LINEAR:
+        if factors is None:
             return 1.0, 1.0, 1.0
-        forward, backward, weights = map(factors.of_product, product.shapes)
+        if operation.is_attention:
+            return *factors.of_attention(operation.flops.forward, operation.moved.forward), 1.0
+        if product is None or operation.engine not in (Engine.LINEAR, Engine.GROUPED):
+            return 1.0, 1.0, 1.0
+        if operation.engine is Engine.LINEAR:
+            forward, backward, weights = map(factors.of_product, product.shapes)
+        else:
+            forward, backward, weights = (
+                factors.of_grouped((*shape, product.groups)) for shape in product.shapes
+            )
         return forward, backward, weights
 
     def _engine(self, engine: Engine) -> float:
@@ -177,13 +186,21 @@ class Rates:
         latency = 0.0
         if self.sms:
             latency = ring_latency(exchange.halves, exchange.collectives, near, nodes)
-        factors = self.factors if exchange.group is Group.TENSOR else None
         forward, backward = (
-            (moved * a_byte + (latency if moved else 0.0))
-            * (1.0 if factors is None else factors.of_gather(moved / exchange.halves))
+            (moved * a_byte + (latency if moved else 0.0)) * self._factor_of(exchange, moved)
             for moved in (exchange.moved.forward, exchange.moved.input_gradient)
         )
         return forward, backward
+
+    def _factor_of(self, exchange: Exchange, moved: float) -> float:
+        """Return measured over estimated seconds of ``exchange``, which moves ``moved`` bytes."""
+        if self.factors is None:
+            return 1.0
+        if exchange.group is Group.TENSOR:
+            return self.factors.of_gather(moved / exchange.halves)
+        if exchange.group is Group.EXPERT and not exchange.choices:
+            return self.factors.of_exchange(moved / 2)  # there and back
+        return 1.0
 
 
 def _distinct(places: float, choices: int) -> float:

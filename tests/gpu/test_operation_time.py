@@ -7,7 +7,12 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ext.runtime.measure.operation_time import machine_versions, product_seconds
+from megatron_ext.runtime.measure.operation_time import (
+    attention_seconds,
+    grouped_seconds,
+    machine_versions,
+    product_seconds,
+)
 from tests.gpu.runs import GPUS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 1, reason="needs a GPU")]
@@ -18,3 +23,17 @@ def test_a_product_of_four_times_the_operations_takes_longer() -> None:
     assert small is not None and large is not None
     assert 0 < 2 * small < large
     assert all(" " in version for version in machine_versions())
+
+
+def test_four_times_as_many_experts_take_longer() -> None:
+    small, large = (grouped_seconds((1024, 2048, 4096, experts)) for experts in (4, 16))
+    assert small is not None and large is not None
+    assert 0 < 2 * small < large
+
+
+def test_attention_of_a_longer_sample_takes_longer() -> None:
+    """With shared keys and values; its backward pass takes longer than its forward pass."""
+    small, large = (attention_seconds((1, tokens, 32, 8, 128)) for tokens in (4096, 8192))
+    assert small is not None and large is not None
+    assert 0 < 2 * small[0] < large[0] and 0 < 2 * small[1] < large[1]
+    assert small[0] < small[1]

@@ -31,12 +31,15 @@ from megatron_ext.cost_model.measured.machine_factors import MachineFactors, Sha
 from megatron_ext.cost_model.measured.scale import Measured, Scale
 from megatron_ext.cost_model.measured.timed_operations import (
     GATHERED,
-    timed_gathers,
+    AttentionShape,
+    timed_attention,
+    timed_collectives,
     timed_products,
 )
 from megatron_ext.cost_model.measured_costs import Machine
 from megatron_ext.cost_model.model import stages_of
 from megatron_ext.cost_model.operations.operation import Exchange, Group, Passes, linear
+from megatron_ext.cost_model.operations.parts import part_of
 from megatron_ext.doctor.check import check_launch
 from megatron_ext.launch_command import line
 from megatron_ext.launch_command.words import Launch, read_launch
@@ -311,6 +314,12 @@ def test_a_line_of_another_size_is_planned_by_a_machines_factors(
         product, *_ = linear("product", shape[0], shape[2], shape[1], run)
         return true.seconds_of(product)[0]
 
+    def attention_seconds(shape: AttentionShape) -> tuple[float, float]:
+        heads = replace(run, tensor_parallel=model.num_attention_heads // shape[2])
+        operation = next(o for o in part_of("*", model, heads).operations if o.is_attention)
+        forward, backward, _ = true.seconds_of(operation)
+        return forward, backward
+
     gathers = {
         float(size): true.seconds_to_exchange(Exchange(Group.TENSOR, 2, 1, Passes(size, 0.0)))[0]
         for size in GATHERED
@@ -320,7 +329,9 @@ def test_a_line_of_another_size_is_planned_by_a_machines_factors(
         VERSIONS,
         "bf16",
         timed_products(model, run, sheet, seconds_of),
-        timed_gathers(2, sheet, gathers),
+        timed_collectives(Group.TENSOR, 2, 1, sheet, gathers),
+        (),
+        *timed_attention(model, run, sheet, attention_seconds),
     )
     costs = estimate(model, stages, run, true)
     machine = Machine({}, 8, None)

@@ -414,7 +414,8 @@ def test_a_file_that_cannot_be_written_does_not_end_the_training(tmp_path: Path)
 
 
 def test_operations_are_timed_for_a_known_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU is emulated whose products take three times the estimate, and whose gathers twice."""
+    """A GPU is emulated whose products take three times the estimate, whose gathers twice, and
+    whose experts have neither memory nor a kernel."""
     model = Model(
         layers=("*-",) * 2,
         hidden_size=1024,
@@ -440,12 +441,22 @@ def test_operations_are_timed_for_a_known_gpu_alone(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(observer, "product_seconds", seconds)
     gather = Exchange(Group.TENSOR, 2, 1, Passes(2.0**20, 0.0))
-    gathers = {2.0**20: 2 * sheet.seconds_to_exchange(gather)[0]}
+    gathers = {Group.TENSOR: {2.0**20: 2 * sheet.seconds_to_exchange(gather)[0]}}
+    monkeypatch.setattr(observer, "attention_seconds", lambda shape: (shape[2], 1.0))
+    monkeypatch.setattr(observer, "grouped_seconds", lambda shape: None)
     factors = observer._machine_factors(basis, gathers)
     assert factors is not None
     assert (factors.gpu, factors.precision) == ("NVIDIA H100 80GB HBM3", "bf16")
     assert factors.of_product((1024, 3072, 1024)) == pytest.approx(3)
     assert factors.of_gather(2**20) == pytest.approx(2)
+    assert [timed.measured for timed in factors.attention] == [8, 4, 2, 1], "heads of a rank"
+    assert not factors.grouped and not factors.exchanges
+    for dispatcher, exchanges in (("alltoall", 1), ("flex", 0)):
+        with_experts = replace(run, expert_parallel=2, dispatcher=dispatcher)
+        found = observer._machine_factors(
+            replace(basis, execution=with_experts), {Group.EXPERT: {2.0**20: 1.0}}
+        )
+        assert found is not None and len(found.exchanges) == exchanges and not found.gathers
     monkeypatch.setattr(observer, "product_seconds", lambda shape, **_: None)
     without_memory = observer._machine_factors(basis, gathers)
     assert without_memory is not None and not without_memory.products

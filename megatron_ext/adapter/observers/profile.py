@@ -37,15 +37,21 @@ from megatron_ext.cost_model.measured.machine_factors import MachineFactors
 from megatron_ext.cost_model.measured.places import measured_places
 from megatron_ext.cost_model.measured.timed_operations import (
     GATHERED,
-    timed_gathers,
+    timed_attention,
+    timed_collectives,
+    timed_grouped,
     timed_products,
 )
 from megatron_ext.cost_model.measured_costs import Machine, RankFigures, measured_costs
+from megatron_ext.cost_model.operations.operation import Group
 from megatron_ext.logger import logger
 from megatron_ext.runtime.held_bytes import Allocated, HeldBytes, SavedTensors
 from megatron_ext.runtime.measure.measured_steps import MeasuredSteps
 from megatron_ext.runtime.measure.operation_time import (
+    attention_seconds,
+    exchange_seconds,
     gather_seconds,
+    grouped_seconds,
     machine_versions,
     product_seconds,
 )
@@ -58,6 +64,8 @@ from megatron_ext.schedule.costs_text import save_costs
 from megatron_ext.schedule.problem import VocabularyParallel
 from megatron_ext.viz.program_summary import summary_of_change
 
+# Seconds of collectives on this machine by their bytes, by the ranks that take part.
+_Collectives = Mapping[Group, Mapping[float, float]]
 _SELDOMER = 8  # all ranks meet again after 1/8 as many further training steps
 
 
@@ -142,12 +150,12 @@ class StepProfile(StepObserver[Step]):
         """Rebuild programs with the costs of ``shape`` that global rank 0 computes from the
         measurements of ``ranks``, and write them on that rank. Collective over the world."""
         own = self._ready.pop(shape)
-        gathers = _gathers()
+        collectives = _collectives()
         costs = tell_all(self._costs(own, shape, ranks) if dist.get_rank() == 0 else None)
         assert costs is not None
         self._measured.add(shape)
         if dist.get_rank() == 0:
-            layers = self._layers(own.program, shape, costs, gathers)
+            layers = self._layers(own.program, shape, costs, collectives)
             tower = None if layers is None else layers.tower
             forwards = next((rank.forwards for rank in ranks if rank.forwards), ())
             measured = as_data(layers, Machine.of(ranks), forwards)
@@ -194,14 +202,14 @@ class StepProfile(StepObserver[Step]):
         return costs.with_links(message_bytes=own.message_bytes)
 
     def _layers(
-        self, program: Program, shape: Shape, costs: Costs, gathers: Mapping[float, float]
+        self, program: Program, shape: Shape, costs: Costs, collectives: _Collectives
     ) -> LayerCosts | None:
         """Return the costs per layer type; None if layers are not known, or only some of them are
         trained."""
         basis = self._programs.bases.get(shape)
         if basis is None:
             return None
-        factors = _machine_factors(basis, gathers)
+        factors = _machine_factors(basis, collectives)
         basis = replace(basis, rates=replace(basis.rates, factors=factors))
         vocabulary = program.problem.extras.vocab_parallel
         layers = layer_costs(costs, basis, is_divided=vocabulary is not VocabularyParallel.NONE)
@@ -262,16 +270,20 @@ def _is_on_gpu() -> bool:
     return torch.device(torch.cuda.current_device()).type == "cuda"
 
 
-def _gathers() -> dict[float, float]:
-    """Return the seconds of gathers among this rank's tensor-parallel ranks, by their bytes; {}
-    if there are none, or no GPU. Collective over them."""
+def _collectives() -> _Collectives:
+    """Return the seconds of gathers among this rank's tensor-parallel ranks, and of exchanges among
+    its expert-parallel ranks; {} for groups of one rank, or without a GPU. Collective over both."""
     if not _is_on_gpu() or not parallel_state.model_parallel_is_initialized():
         return {}
-    group = parallel_state.get_tensor_model_parallel_group()
-    return gather_seconds(group, GATHERED) if group.size() > 1 else {}
+    tensor = parallel_state.get_tensor_model_parallel_group()
+    experts = parallel_state.get_expert_model_parallel_group()
+    return {
+        Group.TENSOR: gather_seconds(tensor, GATHERED) if tensor.size() > 1 else {},
+        Group.EXPERT: exchange_seconds(experts, GATHERED) if experts.size() > 1 else {},
+    }
 
 
-def _machine_factors(basis: Basis, gathers: Mapping[float, float]) -> MachineFactors | None:
+def _machine_factors(basis: Basis, collectives: _Collectives) -> MachineFactors | None:
     """Return factors of single operations on this GPU; None without one, or if the estimate knows
     no shapes on it."""
     model, execution, rates = basis.model, basis.execution, basis.rates
@@ -279,12 +291,24 @@ def _machine_factors(basis: Basis, gathers: Mapping[float, float]) -> MachineFac
     if not _is_on_gpu() or not rates.sms or execution.precision not in precisions:
         return None
     measure = partial(product_seconds, in_fp8=execution.precision is Precision.FP8)
+    is_bf16 = execution.precision is Precision.BF16
+    grouped = timed_grouped(model, execution, rates, grouped_seconds) if is_bf16 else ()
+    attention, backward = timed_attention(model, execution, rates, attention_seconds)
+    tensor, experts = execution.tensor_parallel, execution.expert_parallel
+    is_exchanged = execution.dispatcher == "alltoall"
+    exchanges = collectives.get(Group.EXPERT, {}) if is_exchanged else {}
     return MachineFactors(
         torch.cuda.get_device_name(),
         machine_versions(),
         execution.precision,
         timed_products(model, execution, rates, measure),
-        timed_gathers(execution.tensor_parallel, rates, gathers),
+        timed_collectives(Group.TENSOR, tensor, 1, rates, collectives.get(Group.TENSOR, {})),
+        grouped,
+        attention,
+        backward,
+        timed_collectives(
+            Group.EXPERT, experts, execution.expert_tensor_parallel, rates, exchanges
+        ),
     )
 
 

@@ -1,15 +1,16 @@
 """Factors of a machine: measured over estimated seconds of single operations, by their shapes.
 
 Costs per layer type hold for the sizes at which they were measured. At other tensor-parallel sizes
-a layer has other products and shorter collectives, whose seconds change by more or less than the
-estimate says. Each of them takes the factor of the measured one that is closest in shape.
+a layer has other products, fewer heads and shorter collectives, whose seconds change by more or
+less than the estimate says. Each of them takes the factor of the measured one that is closest in
+shape.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,27 +18,29 @@ import numpy as np
 
 from megatron_ext.words import shown
 
-FORMAT = 1
+FORMAT = 2
 
 Shape = tuple[float, float, float]  # rows, columns, depth
+# The same of each of experts' products, and their number.
+GroupedShape = tuple[float, float, float, float]
 
 
 @dataclass(frozen=True)
-class TimedProduct:
-    """Seconds of one matrix product in the layers' precision, measured and estimated."""
+class TimedKernel:
+    """Seconds of one kernel, measured and estimated."""
 
-    shape: Shape
+    shape: tuple[float, ...]
     measured: float
     estimated: float
 
 
 @dataclass(frozen=True)
-class TimedGather:
-    """Seconds of one gather among tensor-parallel ranks, measured and estimated.
+class TimedCollective:
+    """Seconds of one collective, measured and estimated.
 
     Attributes:
-        size: bytes of all ranks' shares together.
-        ranks: how many ranks gather.
+        size: bytes of a rank's buffer, which has the shares of all ranks.
+        ranks: how many ranks take part.
     """
 
     size: float
@@ -54,34 +57,46 @@ class MachineFactors:
         gpu: name that the GPU's driver gives.
         versions: of torch, CUDA and so on, in words.
         precision: of the products, by its name in `Precision`.
+        products: `Shape` of each, in the layers' precision.
+        gathers: of tensor-parallel ranks.
+        grouped: `GroupedShape` of each.
+        attention, attention_backward: floating-point operations and bytes of the forward pass.
+        exchanges: of expert-parallel ranks, all to all.
     """
 
     gpu: str
     versions: tuple[str, ...]
     precision: str
-    products: tuple[TimedProduct, ...] = ()
-    gathers: tuple[TimedGather, ...] = ()
+    products: tuple[TimedKernel, ...] = ()
+    gathers: tuple[TimedCollective, ...] = ()
+    grouped: tuple[TimedKernel, ...] = ()
+    attention: tuple[TimedKernel, ...] = ()
+    attention_backward: tuple[TimedKernel, ...] = ()
+    exchanges: tuple[TimedCollective, ...] = ()
 
     def of_product(self, shape: Shape) -> float:
         """Return the factor of the measured product that is closest in shape to ``shape``."""
-        if not self.products:
-            return 1.0
+        return _of_closest(self.products, shape)
 
-        def distance(product: TimedProduct) -> float:
-            return sum(abs(math.log(a / b)) for a, b in zip(product.shape, shape, strict=True))
+    def of_grouped(self, shape: GroupedShape) -> float:
+        """Return the factor of the measured experts' products closest in shape to ``shape``."""
+        return _of_closest(self.grouped, shape)
 
-        closest = min(self.products, key=distance)
-        return closest.measured / closest.estimated
+    def of_attention(self, flops: float, moved: float) -> tuple[float, float]:
+        """Return the factors of attention's forward and backward pass, of the measured attention
+        closest in floating-point operations and bytes of the forward pass."""
+        shape = flops, moved
+        return _of_closest(self.attention, shape), _of_closest(self.attention_backward, shape)
 
     def of_gather(self, size: float) -> float:
         """Return the factor of a gather of ``size`` bytes: between those of the measured sizes on
         both sides, by the logarithm of the size; beyond all of them that of the last one."""
-        if not self.gathers or size <= 0:
-            return 1.0
-        gathers = sorted(self.gathers, key=lambda gather: gather.size)
-        sizes = [math.log(gather.size) for gather in gathers]
-        factors = [gather.measured / gather.estimated for gather in gathers]
-        return float(np.interp(math.log(size), sizes, factors))
+        return _of_size(self.gathers, size)
+
+    def of_exchange(self, size: float) -> float:
+        """Return the factor of an exchange of ``size`` bytes among expert-parallel ranks, as
+        `of_gather`."""
+        return _of_size(self.exchanges, size)
 
     def is_of(self, gpu: str) -> bool:
         """Return whether this is a machine of ``gpu``, named in short (h100) or by its driver."""
@@ -94,30 +109,68 @@ class MachineFactors:
             "gpu": self.gpu,
             "versions": list(self.versions),
             "precision": self.precision,
-            "products": [[*p.shape, p.measured, p.estimated] for p in self.products],
-            "gathers": [[g.size, g.ranks, g.measured, g.estimated] for g in self.gathers],
+            **{
+                name: [[*k.shape, k.measured, k.estimated] for k in getattr(self, name)]
+                for name in _KERNELS
+            },
+            **{
+                name: [[c.size, c.ranks, c.measured, c.estimated] for c in getattr(self, name)]
+                for name in _COLLECTIVES
+            },
         }
 
     def remark(self) -> str:
         """Return one line on what was measured."""
-        of_products = _middle(p.measured / p.estimated for p in self.products)
-        of_gathers = _middle(g.measured / g.estimated for g in self.gathers)
-        what = [
-            f"{len(self.products)} products in {self.precision}{of_products}",
-            f"{len(self.gathers)} gathers of tensor-parallel ranks{of_gathers}"
-            if self.gathers
-            else "no gather, as it had no tensor-parallel ranks",
+        names = {
+            "products": f"products in {self.precision}",
+            "grouped": "experts' products",
+            "attention": "attentions",
+            "gathers": "gathers of tensor-parallel ranks",
+            "exchanges": "exchanges of expert-parallel ranks",
+        }
+        found = {name: getattr(self, name) for name in names}
+        known = [
+            f"{len(timed)} {names[name]}, {statistics.median(map(_factor, timed)):.2f} of the "
+            f"estimate in the middle"
+            for name, timed in found.items()
+            if timed
         ]
+        missing = [names[name] for name, timed in found.items() if not timed]
+        as_estimated = ", ".join([*missing, "other messages"])
         return (
             f"operations are scaled to those of a machine with {self.gpu} "
-            f"({', '.join(self.versions)}): {' and '.join(what)}; experts' products, attention and "
-            f"other messages are as estimated, but for what layers took"
+            f"({', '.join(self.versions)}): {'; '.join(known)}; as estimated, but for what layers "
+            f"took: {as_estimated}"
         )
 
 
-def _middle(factors: Iterable[float]) -> str:
-    known = list(factors)
-    return f", {statistics.median(known):.2f} of the estimate in the middle" if known else ""
+# Kernels, and the number of figures of their shapes.
+_KERNELS = {"products": 3, "grouped": 4, "attention": 2, "attention_backward": 2}
+_COLLECTIVES = "gathers", "exchanges"
+
+
+def _factor(timed: TimedKernel | TimedCollective) -> float:
+    return timed.measured / timed.estimated
+
+
+def _of_closest(timed: Sequence[TimedKernel], shape: tuple[float, ...]) -> float:
+    """Return the factor of the kernel closest in shape, by the logarithm of each dimension; 1 if
+    there is none."""
+    if not timed or not all(shape):
+        return 1.0
+
+    def distance(kernel: TimedKernel) -> float:
+        return sum(abs(math.log(a / b)) for a, b in zip(kernel.shape, shape, strict=True))
+
+    return _factor(min(timed, key=distance))
+
+
+def _of_size(timed: Sequence[TimedCollective], size: float) -> float:
+    if not timed or size <= 0:
+        return 1.0
+    by_size = sorted(timed, key=lambda collective: collective.size)
+    sizes = [math.log(collective.size) for collective in by_size]
+    return float(np.interp(math.log(size), sizes, list(map(_factor, by_size))))
 
 
 def read_factors(data: Mapping[str, Any]) -> MachineFactors:
@@ -135,18 +188,30 @@ def read_factors(data: Mapping[str, Any]) -> MachineFactors:
             raise ValueError(f"{value!r} is no figure above 0")
         return float(value)
 
-    products = []
-    for row in data["products"]:
-        rows, columns, depth, measured, estimated = map(figure, row)
-        products.append(TimedProduct((rows, columns, depth), measured, estimated))
-    gathers = []
-    for row in data["gathers"]:
-        size, ranks, measured, estimated = map(figure, row)
-        gathers.append(TimedGather(size, int(ranks), measured, estimated))
+    def kernels(name: str) -> tuple[TimedKernel, ...]:
+        timed = []
+        for row in data[name]:
+            *shape, measured, estimated = map(figure, row)
+            if len(shape) != _KERNELS[name]:
+                raise ValueError(f"{shown(row)} of {name} has another number of figures")
+            timed.append(TimedKernel(tuple(shape), measured, estimated))
+        return tuple(timed)
+
+    def collectives(name: str) -> tuple[TimedCollective, ...]:
+        timed = []
+        for row in data[name]:
+            size, ranks, measured, estimated = map(figure, row)
+            timed.append(TimedCollective(size, int(ranks), measured, estimated))
+        return tuple(timed)
+
     return MachineFactors(
         str(data["gpu"]),
         tuple(map(str, data["versions"])),
         str(data["precision"]),
-        tuple(products),
-        tuple(gathers),
+        kernels("products"),
+        collectives("gathers"),
+        kernels("grouped"),
+        kernels("attention"),
+        kernels("attention_backward"),
+        collectives("exchanges"),
     )

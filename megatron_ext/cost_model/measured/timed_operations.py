@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from megatron_ext.cost_model.execution import Execution
-from megatron_ext.cost_model.measured.machine_factors import Shape, TimedGather, TimedProduct
+from megatron_ext.cost_model.measured.machine_factors import (
+    GroupedShape,
+    Shape,
+    TimedCollective,
+    TimedKernel,
+)
 from megatron_ext.cost_model.model import Model
 from megatron_ext.cost_model.operations.operation import (
     Engine,
     Exchange,
     Group,
+    Operation,
     Passes,
     linear,
 )
 from megatron_ext.cost_model.operations.parts import part_of
 from megatron_ext.cost_model.rates import Rates
 
-TENSOR_PARALLEL = (1, 2, 4, 8)  # sizes whose products are timed
-# Bytes of a gather, those of all ranks together: 256 KiB to 64 MiB.
+TENSOR_PARALLEL = (1, 2, 4, 8)  # sizes whose kernels are timed
+# Bytes of a collective, those of all ranks together: 256 KiB to 64 MiB.
 GATHERED = tuple(4**power * 2**18 for power in range(5))
+# Samples, tokens of each, heads, query groups, and the width of a head.
+AttentionShape = tuple[int, int, int, int, int]
 
 
 def timed_products(
     model: Model, execution: Execution, rates: Rates, seconds_of: Callable[[Shape], float | None]
-) -> tuple[TimedProduct, ...]:
+) -> tuple[TimedKernel, ...]:
     """Return the products of F, I and W of the layers of ``model``, at each of `TENSOR_PARALLEL`.
 
     Each is timed as a product alone, which writes 16 bits an element.
@@ -35,38 +43,118 @@ def timed_products(
         seconds_of: measures a product of (rows, columns, depth); None if it cannot. Such products
             are not returned.
     """
+    runs = [replace(execution, tensor_parallel=ranks) for ranks in TENSOR_PARALLEL]
     shapes: dict[Shape, None] = {}
-    for ranks in TENSOR_PARALLEL:
-        run = replace(execution, tensor_parallel=ranks)
-        for symbol in dict.fromkeys("".join(model.layers)):
-            for operation in part_of(symbol, model, run).operations:
-                if operation.product is not None and operation.engine is Engine.LINEAR:
-                    shapes |= dict.fromkeys(operation.product.shapes)
-    # A size that does not divide a matrix leaves a part of an element.
-    whole = [shape for shape in shapes if all(float(size).is_integer() for size in shape)]
-    measured = {shape: seconds_of(shape) for shape in whole}
+    for operation in _operations(model, runs, Engine.LINEAR):
+        if operation.product is not None:
+            shapes |= dict.fromkeys(operation.product.shapes)
+    measured = {shape: seconds_of(shape) for shape in shapes if _is_whole(shape)}
     return tuple(
-        TimedProduct(shape, seconds, _estimated(shape, execution, rates))
+        TimedKernel(shape, seconds, _estimated((*shape, 1.0), execution, rates, Engine.LINEAR))
         for shape, seconds in measured.items()
         if seconds is not None
     )
 
 
-def _estimated(shape: Shape, execution: Execution, rates: Rates) -> float:
-    rows, columns, depth = shape
-    product, *_ = linear("product", rows, depth, columns, execution)
+def timed_grouped(
+    model: Model,
+    execution: Execution,
+    rates: Rates,
+    seconds_of: Callable[[GroupedShape], float | None],
+) -> tuple[TimedKernel, ...]:
+    """Return the products of experts in F, I and W, for half as many expert-parallel ranks as
+    ``execution`` has, as many, and twice as many. Arguments as of `timed_products`."""
+    own = execution.expert_parallel
+    sizes = [size for size in (own // 2, own, 2 * own) if size and not model.num_experts % size]
+    runs = [replace(execution, expert_parallel=size) for size in sizes]
+    shapes: dict[GroupedShape, None] = {}
+    for operation in _operations(model, runs, Engine.GROUPED):
+        product = operation.product
+        if product is not None:
+            shapes |= dict.fromkeys((*shape, product.groups) for shape in product.shapes)
+    measured = {shape: seconds_of(shape) for shape in shapes if _is_whole(shape)}
+    return tuple(
+        TimedKernel(shape, seconds, _estimated(shape, execution, rates, Engine.GROUPED))
+        for shape, seconds in measured.items()
+        if seconds is not None
+    )
+
+
+def _operations(model: Model, runs: Iterable[Execution], engine: Engine) -> Iterator[Operation]:
+    """Yield the operations on ``engine`` of each type of layers in each of ``runs``."""
+    for run in runs:
+        for symbol in dict.fromkeys("".join(model.layers)):
+            for operation in part_of(symbol, model, run).operations:
+                if operation.engine is engine:
+                    yield operation
+
+
+def _is_whole(shape: tuple[float, ...]) -> bool:
+    """Return whether no parallel size leaves a part of an element."""
+    return all(float(size).is_integer() for size in shape)
+
+
+def _estimated(shape: GroupedShape, execution: Execution, rates: Rates, engine: Engine) -> float:
+    rows, columns, depth, groups = shape
+    product, *_ = linear(
+        "product", rows * groups, depth, columns, execution, engine=engine, weights=groups
+    )
     forward, _, _ = rates.seconds_of(product)
     return forward
 
 
-def timed_gathers(
-    ranks: int, rates: Rates, seconds: Mapping[float, float]
-) -> tuple[TimedGather, ...]:
-    """Return gathers among ``ranks`` tensor-parallel ranks, whose ``seconds`` were measured by
-    their bytes. ``rates``: without factors."""
+def timed_attention(
+    model: Model,
+    execution: Execution,
+    rates: Rates,
+    seconds_of: Callable[[AttentionShape], tuple[float, float] | None],
+) -> tuple[tuple[TimedKernel, ...], tuple[TimedKernel, ...]]:
+    """Return fused causal attention forward, and the same backward, at each of `TENSOR_PARALLEL`.
+
+    Nothing is returned of latent attention, of windows and of context-parallel ranks.
+
+    Args:
+        rates: for the estimate; without factors.
+        seconds_of: measures the two passes; None if it cannot.
+    """
+    forward: list[TimedKernel] = []
+    backward: list[TimedKernel] = []
+    is_timed = (
+        "*" in "".join(model.layers)
+        and model.is_causal
+        and execution.transformer_engine
+        and execution.context_parallel == 1
+        and not model.multi_latent_attention
+    )
+    for ranks in TENSOR_PARALLEL if is_timed else ():
+        heads, groups = model.num_attention_heads, model.num_query_groups
+        if heads % ranks or groups % ranks:
+            continue
+        of_rank = heads // ranks, groups // ranks, model.kv_channels
+        measured = seconds_of((execution.micro_batch, execution.sequence, *of_rank))
+        run = replace(execution, tensor_parallel=ranks)
+        operation = next(o for o in part_of("*", model, run).operations if o.is_attention)
+        estimated = rates.seconds_of(operation)
+        shape = operation.flops.forward, operation.moved.forward
+        if measured is not None:
+            forward.append(TimedKernel(shape, measured[0], estimated[0]))
+            backward.append(TimedKernel(shape, measured[1], estimated[1]))
+    return tuple(forward), tuple(backward)
+
+
+def timed_collectives(
+    group: Group, ranks: int, stride: int, rates: Rates, seconds: Mapping[float, float]
+) -> tuple[TimedCollective, ...]:
+    """Return collectives among ``ranks`` ranks of ``group``, whose ``seconds`` were measured by
+    their bytes.
+
+    Args:
+        stride: the distance from one of these ranks to the next.
+        rates: for the estimate; without factors.
+    """
     timed = []
     for size, measured in seconds.items():
-        gather = Exchange(Group.TENSOR, ranks, 1, Passes(size, 0.0))
-        estimated, _ = rates.seconds_to_exchange(gather)
-        timed.append(TimedGather(size, ranks, measured, estimated))
+        collective = Exchange(group, ranks, stride, Passes(size, 0.0))
+        estimated, _ = rates.seconds_to_exchange(collective)
+        timed.append(TimedCollective(size, ranks, measured, estimated))
     return tuple(timed)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_ext.cost_model.execution import Execution, Framework
 from megatron_ext.cost_model.model import Model
 from megatron_ext.cost_model.operations.operation import (
@@ -44,6 +46,7 @@ def attention(model: Model, execution: Execution, *, is_sliding: bool) -> Part:
     if model.qk_layernorm:
         operations.append(passing_over("norms of q and k", turned, (2, 3), execution))
     operations.append(_core(model, execution, query, query, key_value, key_value, is_sliding))
+    operations += _softmax(model, execution)
     operations += _merged_steps(execution, query, query, 2 * key_value)
     if gate:
         operations.append(passing_over("gate", tokens * query, (3, 5), execution))
@@ -78,6 +81,7 @@ def latent_attention(model: Model, execution: Execution, *, is_sliding: bool) ->
     operations += linear("kv up", tokens, latent, made, execution, modules=modules)
     operations.append(passing_over("rotary", tokens * 2 * keys, (2, 2), execution, modules))
     operations.append(_core(model, execution, keys, values, keys, values, is_sliding))
+    operations += _softmax(model, execution)
     operations += _merged_steps(execution, keys, values, keys + values)
     operations += linear("projection", tokens, values, hidden, execution, is_row=True)
     exchanges = _of_samples(execution, keys, keys + values)
@@ -123,8 +127,31 @@ def _core(
     size = tokens * (query + key + value + output) * execution.element_bytes
     again = 2 * tokens * seen * query if execution.transformer_engine else 0.0
     squared = squared_share(execution.sequence, window)
-    moved = (size, 2 * size)
+    matrix = _matrix_bytes(model, execution)
+    # Both products of F write or read the matrix, and so do the four of I.
+    moved = (size + 2 * matrix, 2 * size + 4 * matrix)
     return core("attention", flops, moved, again=again, modules=["core_attn"], squared=squared)
+
+
+def _matrix_bytes(model: Model, execution: Execution) -> float:
+    """Return the bytes of the attention matrix, which fused attention never writes to memory."""
+    if execution.transformer_engine:
+        return 0.0
+    heads = model.num_attention_heads / execution.tensor_parallel
+    return heads * execution.tokens * execution.sequence * execution.element_bytes
+
+
+def _softmax(model: Model, execution: Execution) -> list[Operation]:
+    """Return the softmax and the dropout of unfused attention, which read and write its matrix.
+    Megatron's local layers (``DotProductAttention``) have a kernel for each."""
+    matrix = _matrix_bytes(model, execution)
+    if not matrix:
+        return []
+    dropout = 0.0
+    if execution.attention_dropout:
+        dropout = matrix * (2 + 1 / execution.element_bytes)  # and a mask of one byte each
+    passes = elementwise("softmax", 1, 2 * matrix + dropout, 3 * matrix + dropout, ["core_attn"])
+    return [replace(passes, squared=1.0)]
 
 
 # Of the tokens of a rank, how many a later step of a ring meets on average: causal attention sees

@@ -67,6 +67,11 @@ class Operation:
     product: MatrixProduct | None = None
     operand_bytes: float = 2.0
 
+    @property
+    def is_attention(self) -> bool:
+        """Whether it is attention itself, not a recurrence in its place."""
+        return self.engine is Engine.ATTENTION and self.name == "attention"
+
 
 class Group(StrEnum):
     """Ranks that wait for one another within a pass."""

@@ -1,14 +1,17 @@
-"""Durations of single operations on this GPU: matrix products, and gathers of a group of ranks."""
+"""Durations of single operations on this GPU: kernels, and collectives of a group of ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 _TIMED = 0.1  # seconds of each product
-_ROUNDS = 10  # gathers that are timed
+_ROUNDS = 10  # collectives that are timed
 
 
 def product_seconds(shape: tuple[float, float, float], *, in_fp8: bool) -> float | None:
@@ -34,6 +37,62 @@ def _product_seconds(shape: tuple[float, float, float], in_fp8: bool) -> float:
     return sustained_seconds(
         lambda: torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16), _TIMED
     )
+
+
+def grouped_seconds(shape: tuple[float, float, float, float]) -> float | None:
+    """Return the seconds of experts' products of ``shape`` (rows, columns and depth of each, and
+    their number) in bf16, sustained; None if this GPU has no kernel or too little memory for
+    them."""
+    rows, columns, depth, groups = map(int, shape)
+    try:
+        tokens = torch.randn(groups * rows, depth, device="cuda", dtype=torch.bfloat16)
+        matrices = torch.randn(groups, depth, columns, device="cuda", dtype=torch.bfloat16)
+        ends = torch.arange(1, groups + 1, device="cuda", dtype=torch.int32) * rows
+        return sustained_seconds(partial(torch._grouped_mm, tokens, matrices, offs=ends), _TIMED)
+    except RuntimeError:  # torch.OutOfMemoryError is one
+        return None
+
+
+def attention_seconds(shape: tuple[int, int, int, int, int]) -> tuple[float, float] | None:
+    """Return the seconds of causal attention forward and backward in bf16, sustained; None if this
+    GPU has no fused kernel or too little memory.
+
+    cuDNN's kernel is timed, which Transformer Engine takes on Hopper and later.
+
+    Args:
+        shape: samples, tokens of each, heads, groups of keys and values, width of a head.
+    """
+    samples, sequence, heads, groups, width = shape
+    try:
+        query, key, value = (
+            torch.randn(
+                samples,
+                number,
+                sequence,
+                width,
+                device="cuda",
+                dtype=torch.bfloat16,
+                requires_grad=True,
+            )
+            for number in (heads, groups, groups)
+        )
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            attend = partial(
+                scaled_dot_product_attention,
+                query,
+                key,
+                value,
+                is_causal=True,
+                enable_gqa=heads != groups,
+            )
+            output = attend()
+            gradient = torch.randn_like(output)
+            differentiate = partial(
+                torch.autograd.grad, output, (query, key, value), gradient, retain_graph=True
+            )
+            return sustained_seconds(attend, _TIMED), sustained_seconds(differentiate, _TIMED)
+    except RuntimeError:
+        return None
 
 
 def sustained_seconds(kernel: Callable[[], object], timed: float) -> float:
@@ -62,16 +121,37 @@ def _timed(kernel: Callable[[], object], repetitions: int) -> float:
 def gather_seconds(group: dist.ProcessGroup, sizes: Iterable[int]) -> dict[float, float]:
     """Return the seconds of a gather of each of ``sizes``, in bytes of all ranks together.
     Collective over ``group``."""
+
+    def gather(whole: torch.Tensor) -> Callable[[], object]:
+        share = whole[: whole.numel() // group.size()].clone()
+        return lambda: dist.all_gather_into_tensor(whole, share, group=group)
+
+    return _collective_seconds(group, sizes, gather)
+
+
+def exchange_seconds(group: dist.ProcessGroup, sizes: Iterable[int]) -> dict[float, float]:
+    """Return the seconds in which each rank of ``group`` sends equal parts of its ``sizes`` bytes
+    to all. Collective over ``group``."""
+
+    def exchange(received: torch.Tensor) -> Callable[[], object]:
+        sent = torch.zeros_like(received)
+        return lambda: dist.all_to_all_single(received, sent, group=group)
+
+    return _collective_seconds(group, sizes, exchange)
+
+
+def _collective_seconds(
+    group: dist.ProcessGroup,
+    sizes: Iterable[int],
+    collective_of: Callable[[torch.Tensor], Callable[[], object]],
+) -> dict[float, float]:
+    """Return the seconds of ``collective_of`` a buffer of each of ``sizes`` bytes."""
     seconds: dict[float, float] = {}
     for size in sizes:
-        share = torch.zeros(size // group.size(), dtype=torch.uint8, device="cuda")
-        whole = torch.empty(share.numel() * group.size(), dtype=torch.uint8, device="cuda")
-
-        def gather(whole: torch.Tensor = whole, share: torch.Tensor = share) -> None:
-            dist.all_gather_into_tensor(whole, share, group=group)
-
-        _timed(gather, 2)  # a rank may wait for a peer that still computes
-        seconds[float(size)] = _timed(gather, _ROUNDS)
+        size -= size % group.size()
+        collective = collective_of(torch.zeros(size, dtype=torch.uint8, device="cuda"))
+        _timed(collective, 2)  # a rank may wait for a peer that still computes
+        seconds[float(size)] = _timed(collective, _ROUNDS)
     return seconds
 
 

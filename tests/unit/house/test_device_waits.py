@@ -228,7 +228,7 @@ NO_TENSORS = {
     ("megatron_ext/adapter/programs.py", "Programs._compare"),
     ("megatron_ext/runtime/host/copies.py", "pinned"),
     ("megatron_ext/runtime/measure/operation_time.py", "sustained_seconds"),
-    ("megatron_ext/runtime/measure/operation_time.py", "gather_seconds"),
+    ("megatron_ext/runtime/measure/operation_time.py", "_collective_seconds"),
     ("megatron_ext/runtime/host/memory.py", "_left_in"),
     ("megatron_ext/runtime/host/memory.py", "available_bytes"),
     ("megatron_ext/runtime/post_validation/messages.py", "_state"),

@@ -127,6 +127,27 @@ def test_fused_attention_makes_its_scores_again() -> None:
     assert fused.seconds[F] == plain.seconds[F] and fused.seconds[W] == plain.seconds[W]
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_unfused_attention_moves_its_matrix(dropout: float) -> None:
+    """GPT 175B without fused attention was predicted to take 0.76 of its published step."""
+    moving = replace(WHOLE, linear=math.inf, matrix=math.inf, attention=math.inf, memory=1e12)
+    moving = replace(moving, attention_backward=math.inf)
+    plain, fused, recomputed = (
+        costs_of(
+            rates=moving,
+            fused=fused,
+            attention_dropout=dropout,
+            recompute_modules=frozenset(modules),
+        )
+        for fused, modules in ((False, []), (True, []), (False, ["core_attn"]))
+    )
+    matrices = 4 * 16 * TOKENS**2 * 2 / moving.memory  # of 4 layers with 16 heads, in 16 bits
+    dropped = 2.5 if dropout else 0
+    more = [plain.seconds[kind][1] - fused.seconds[kind][1] for kind in (F, I, W)]
+    assert more == pytest.approx([(4 + dropped) * matrices, (7 + dropped) * matrices, 0])
+    assert recomputed.seconds[I][1] - plain.seconds[I][1] > (4 + dropped) * matrices
+
+
 @pytest.mark.parametrize(("sequence", "window", "seen"), [(4, 0, 2), (4, 9, 2), (100, 9, 9.5)])
 def test_tokens_in_a_sliding_window(sequence: int, window: int, seen: float) -> None:
     """Half of a short sample; in a long one those of the window, but for its beginning."""

@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_ext.cost_model import gpus
 from megatron_ext.cost_model.gpus import GPUS
+from megatron_ext.cost_model.messages import collectives
 from scripts.layout_order import (
     MEASURED,
     USABLE,
@@ -15,6 +17,7 @@ from scripts.layout_order import (
     Configuration,
     Prediction,
     bars,
+    perturbed,
     predict,
     read,
 )
@@ -24,9 +27,14 @@ ROWS = read(MEASURED)
 
 
 @pytest.fixture(scope="module")
-def found() -> Bars:
+def predicted() -> dict[Configuration, Prediction]:
+    return {row: predict(row, GPU.rates()) for row in ROWS}
+
+
+@pytest.fixture(scope="module")
+def found(predicted: dict[Configuration, Prediction]) -> Bars:
     assert GPU.memory is not None
-    return bars(ROWS, {row: predict(row, GPU.rates()) for row in ROWS}, USABLE * GPU.memory)
+    return bars(ROWS, predicted, USABLE * GPU.memory)
 
 
 def test_pairs_are_in_the_right_order(found: Bars) -> None:
@@ -47,6 +55,23 @@ def test_regret(found: Bars) -> None:
 def test_what_ran_fits(found: Bars) -> None:
     assert found.fits.all == 49 and found.fits.share >= 0.95
     assert sum(found.best_ran.values()) >= 4
+
+
+def test_what_plan_takes_to_fit_ran(predicted: dict[Configuration, Prediction]) -> None:
+    """Its bound is for Megatron, and rejects four configurations that ran."""
+    assert GPU.memory is not None
+    in_plan = {row: replace(one, fullest=one.in_plan) for row, one in predicted.items()}
+    bound = bars(ROWS, in_plan, gpus.USABLE * GPU.memory)
+    assert bound.fits.right == 45 and sum(bound.best_ran.values()) >= 4
+
+
+def test_constants_are_perturbed_and_come_back() -> None:
+    row, rates = next(row for row in ROWS if row.tensor_parallel > 1), GPU.rates()
+    before, begin = predict(row, rates), collectives.BEGIN
+    for factors in ({"linear": 0.8}, {"BEGIN": 1.2}):
+        with perturbed(factors, rates) as changed:
+            assert predict(row, changed).seconds > before.seconds
+    assert begin == collectives.BEGIN and predict(row, rates) == before
 
 
 ROW = Configuration("set", "13B", 2048, 64, 8, 1, 1, 1, False, 10.0)
