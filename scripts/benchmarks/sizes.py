@@ -28,7 +28,7 @@ from megatron_ext.planner.layouts.layout import Layout, evenly
 from megatron_ext.planner.layouts.recompute import LayerRecompute, recompute_options
 from megatron_ext.planner.layouts.work import evaluate
 from megatron_ext.planner.planning_time import begin, planning
-from megatron_ext.planner.sizes.estimated import estimates
+from megatron_ext.planner.sizes.estimated import Estimator
 from megatron_ext.planner.sizes.job import SizedJob
 from megatron_ext.planner.sizes.search import (
     CandidateKind,
@@ -258,8 +258,9 @@ def paper_job(setting: Setting, sequence: int) -> SizedJob:
 
 def best_1f1b(job: SizedJob) -> float:
     """Return the seconds of the best step under 1F1B, with any sizes that the paper could have."""
+    estimator = Estimator(job)
     all_sizes = (sizes for sizes in space(job) if not adds_unchecked(job, sizes))
-    made = [one for sizes in all_sizes for one in estimates(job, sizes) if one.spec == "1f1b"]
+    made = [one for sizes in all_sizes for one in estimator.estimates(sizes) if one.spec == "1f1b"]
     made = sorted((one for one in made if not one.excess), key=lambda one: one.seconds)
     seconds = []
     for one in made[:_TRIED]:

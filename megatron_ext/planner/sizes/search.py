@@ -23,7 +23,7 @@ from megatron_ext.planner.layouts.minimax import least_slowest_stage, with_even_
 from megatron_ext.planner.layouts.recompute import LayerRecompute
 from megatron_ext.planner.layouts.work import Evaluated, Work, evaluate
 from megatron_ext.planner.planning_time import answered, until_end, within
-from megatron_ext.planner.sizes.estimated import Estimated, estimates
+from megatron_ext.planner.sizes.estimated import Estimated, Estimator
 from megatron_ext.planner.sizes.job import SizedJob
 from megatron_ext.planner.sizes.sizes import Sizes
 from megatron_ext.planner.sizes.space import space
@@ -169,12 +169,16 @@ class _Search:
 
     def simulate(self, progress: Task) -> None:
         """Estimate all sizes, and simulate the schedules of the best."""
-        estimated: list[Estimated] = []
-        shortest = inf  # seconds, of what is of all kinds
-        for sizes in space(self._job):
-            made = list(estimates(self._job, sizes, worse_than=_FAR * shortest))
+        estimator, estimated, shortest = Estimator(self._job), list[Estimated](), inf
+        bounds = {sizes: estimator.bound(sizes) for sizes in space(self._job)}
+        self.found.compared = len(bounds)
+        # ``shortest``: seconds of the best that is of all kinds
+        for sizes in sorted(bounds, key=lambda one: (one != self._job.own, bounds[one])):
+            far = _FAR * shortest
+            if bounds[sizes] > far:
+                break
+            made = list(estimator.estimates(sizes, worse_than=far))
             estimated += made
-            self.found.compared += 1
             of_all = (one for one in made if self._kinds[0].has_estimated(one) and not one.excess)
             shortest = min([shortest, *(one.seconds for one in of_all)])
         self.found.is_whole = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 from functools import partial
+from math import inf
 
 import pytest
 
@@ -16,8 +17,9 @@ from megatron_ext.planner.layouts.layout import evenly
 from megatron_ext.planner.layouts.recompute import NO_RECOMPUTE, LayerRecompute
 from megatron_ext.planner.layouts.work import evaluate
 from megatron_ext.planner.planning_time import begin, planning
+from megatron_ext.planner.sizes import estimated as estimated_module
 from megatron_ext.planner.sizes import search
-from megatron_ext.planner.sizes.estimated import estimates, least_maximum
+from megatron_ext.planner.sizes.estimated import Estimator, least_maximum
 from megatron_ext.planner.sizes.job import SizedJob
 from megatron_ext.planner.sizes.search import (
     SizedWorks,
@@ -76,12 +78,13 @@ def measured() -> dict[str, list[tuple[SizedJob, float]]]:
         execution = replace(job.execution, sequence=row.sequence, framework=Framework.PYTORCH)
         state = replace(job.state, gradient_bytes=2)
         job = replace(job, execution=execution, state=state, recompute=(NO_RECOMPUTE,))
+        job = replace(job, memory=None)  # it ran
         sets[row.group].append((job, row.seconds))
     return sets
 
 
 def estimated(job: SizedJob) -> float:
-    (seconds,) = (one.seconds for one in estimates(job, job.own) if one.spec == "1f1b")
+    (seconds,) = (one.seconds for one in Estimator(job).estimates(job.own) if one.spec == "1f1b")
     return seconds
 
 
@@ -181,9 +184,57 @@ def test_estimate_without_a_pipeline_is_exact() -> None:
             assert made.candidate.memory is not None
             less = made.candidate.memory[0].activations / 2
             tight = replace(job, memory=made.fullest - less, temporary=1e12)
-            (one,) = (one for one in estimates(tight, sizes) if one.recompute == recompute)
+            (one,) = (
+                one for one in Estimator(tight).estimates(sizes) if one.recompute == recompute
+            )
             assert one.seconds == pytest.approx(made.seconds, rel=1e-4)
             assert one.excess == pytest.approx(less, rel=0.02)
+
+
+def test_no_step_beats_its_bound() -> None:
+    """The search ignores sizes whose bound is far above the best, so a bound that is too high would
+    hide the best. A bound is also near enough to tell something."""
+    job, nearest = small_job(), inf
+    estimator = Estimator(job)
+    for sizes in space(job):
+        bound = estimator.bound(sizes)
+        for one in estimator.estimates(sizes):
+            assert bound <= one.seconds, one
+            nearest = min(nearest, one.seconds / bound)
+    assert nearest < 1.2
+
+
+def test_sizes_that_cannot_fit_are_not_estimated() -> None:
+    """And no others: more memory shows all estimates, of which those that fit in less stay."""
+    roomy = Estimator(small_job())
+    least = 1.5 * min(roomy.model_bytes(sizes).total for sizes in space(small_job()))
+    tight = Estimator(small_job(least))
+    kept = dropped = 0
+    for sizes in space(small_job()):
+        model = roomy.model_bytes(sizes).total
+        estimated = list(tight.estimates(sizes))
+        assert (tight.bound(sizes) == inf) == (model >= least)
+        kept += any(not one.excess for one in estimated)
+        dropped += not estimated
+        assert list(roomy.estimates(sizes))
+    assert kept and dropped
+
+
+def test_sizes_share_their_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A description is estimated once for all pipelines: 1,024 GPUs have thousands of sizes."""
+    job, calls = small_job(), []
+    pieces = estimated_module._pieces
+
+    def counted(*arguments: object) -> object:
+        calls.append(arguments)
+        return pieces(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(estimated_module, "_pieces", counted)
+    estimator = Estimator(job)
+    for sizes in space(job):
+        estimator.bound(sizes)
+    without_pipeline = {replace(sizes, pipeline=1) for sizes in space(job)}
+    assert 0 < len(calls) <= len(without_pipeline) < len(list(space(job)))
 
 
 def test_small_model_needs_no_model_parallelism() -> None:
