@@ -43,6 +43,7 @@ class Estimated:
         is_stock: whether Megatron has the schedule itself.
         seconds: of a step.
         excess: bytes of the fullest rank beyond what it may take; 0 if it fits.
+        offloaded: seconds of a step that copies the excess to the host and back.
     """
 
     sizes: Sizes
@@ -51,6 +52,7 @@ class Estimated:
     is_stock: bool
     seconds: float
     excess: float
+    offloaded: float
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Estimator:
 
     def __init__(self, job: SizedJob) -> None:
         self._job = job
-        self._recompute = sorted(job.recompute, key=_amount)
+        self._recompute = sorted(job.recompute, key=amount_of)
         self._models: dict[Sizes, ModelBytes] = {}
         self._pieces: dict[tuple[Sizes, LayerRecompute], _Pieces] = {}
         self._activations: dict[tuple[Sizes, LayerRecompute], float] = {}
@@ -176,7 +178,7 @@ def _least_in_flight(ranks: int) -> int:
     return (ranks + 2) // 2 if ranks > 1 else 1
 
 
-def _amount(recompute: LayerRecompute) -> tuple[bool, int]:
+def amount_of(recompute: LayerRecompute) -> tuple[bool, int]:
     """Return a key that orders recompute by its amount."""
     return recompute.granularity == FULL, len(recompute.modules) + recompute.num_layers
 
@@ -269,14 +271,17 @@ class _Sized:
             slowest += 2 * self._message * (ranks > 1)
         slowest += 2 * self._job.rates.launch * chunks
         seconds = self._microbatches * slowest + bubble + self._outside
-        excess = 0.0
+        excess = copies = 0.0
         if self._free is not None:
-            held = min(in_flight, self._microbatches) * self._layers / ranks
-            activations = held * pieces.layer.activation
+            at_once = min(in_flight, self._microbatches)
+            activations = at_once * self._layers / ranks * pieces.layer.activation
             if ranks == 1:
                 activations += pieces.first.activation + pieces.last.activation
             excess = max(activations - self._free, 0.0)
-        return Estimated(self._sizes, self._recompute, spec, is_stock, seconds, excess)
+            copies = self._microbatches * excess / at_once / self._job.rates.host
+        return Estimated(
+            self._sizes, self._recompute, spec, is_stock, seconds, excess, max(seconds, copies)
+        )
 
 
 @cache

@@ -19,9 +19,11 @@ from megatron_ext.planner.layouts.work import evaluate
 from megatron_ext.planner.planning_time import begin, planning
 from megatron_ext.planner.sizes import estimated as estimated_module
 from megatron_ext.planner.sizes import search
+from megatron_ext.planner.sizes import space as space_module
 from megatron_ext.planner.sizes.estimated import Estimator, least_maximum
 from megatron_ext.planner.sizes.job import SizedJob
 from megatron_ext.planner.sizes.search import (
+    SizedStep,
     SizedWorks,
     adds_unchecked,
     described_works,
@@ -31,7 +33,8 @@ from megatron_ext.planner.sizes.search import (
 from megatron_ext.planner.sizes.sizes import Sizes
 from megatron_ext.planner.sizes.space import space
 from megatron_ext.schedule.placement import line
-from megatron_ext.schedule.problem import VocabularyParallel
+from megatron_ext.schedule.problem import Offload, VocabularyParallel
+from megatron_ext.schedule.slices import LONG_ENOUGH
 from scripts.layout_order import MEASURED, model_of, read
 
 FULL = LayerRecompute("full", method="uniform", num_layers=1)
@@ -291,6 +294,73 @@ def test_long_reductions_are_not_hidden() -> None:
     (model,) = work.bytes_of(layout.of(SMALL), line(1), VocabularyParallel.NONE)
     moved = 7 / 8 * (model.gradients + model.weights) / 1e8
     assert steps[1] - steps[0] == pytest.approx(moved, rel=0.05)
+
+
+def piped_job(memory: float, sequence: int) -> SizedJob:
+    """A job that only pipeline and data parallelism can divide, without recompute."""
+    job = small_job(memory)
+    model = replace(SMALL, layers=("*-",) * 16, num_query_groups=1, vocabulary=1024)
+    return replace(
+        job,
+        model=model,
+        own=Sizes(pipeline=8),
+        execution=replace(job.execution, sequence=sequence),
+        recompute=(NO_RECOMPUTE,),
+        rates=replace(job.rates, host=50e9),
+    )
+
+
+@pytest.fixture
+def only_pipelines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No context parallelism, no searches, and simple layouts alone."""
+
+    def no_layouts(*arguments: object, **more: object) -> None:
+        raise ValueError
+
+    monkeypatch.setattr(space_module, "_MOST_CONTEXT", 1)
+    monkeypatch.setattr(search, "SEARCHES", ())
+    monkeypatch.setattr(search, "compare_layouts", no_layouts)
+
+
+def best_of(job: SizedJob) -> SizedStep:
+    *_, any_schedule = kinds_of(job)
+    best = search_sizes(job, partial(described_works, job)).best(any_schedule)
+    assert best is not None
+    return best
+
+
+def test_offload_makes_shorter_steps_fit(
+    only_pipelines: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = piped_job(2.4e9, 4096)
+    best = best_of(job)
+    assert best.made.candidate.report.offload is Offload.FIT and not best.is_stock
+    assert best.made.fullest <= 2.4e9
+    monkeypatch.setattr(search, "_OFFLOADED", 0)
+    assert best.seconds < 0.97 * best_of(job).seconds
+
+
+def test_long_sequences_are_sliced(only_pipelines: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In slices that kernels are fast on, also where nothing fits without them."""
+    monkeypatch.setattr(search, "_OFFLOADED", 0)
+    for memory in (5.5e9, 8e9):
+        best = best_of(piped_job(memory, 4 * LONG_ENOUGH))
+        assert best.made.candidate.report.slices in (2, 4) and not best.is_stock
+        assert best.made.fullest <= memory
+    monkeypatch.setattr(search, "_SLICED", ())
+    assert best.seconds < 0.9 * best_of(piped_job(8e9, 4 * LONG_ENOUGH)).seconds
+
+
+def test_schedules_are_searched_for_the_best_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(space_module, "_MOST_CONTEXT", 1)
+    monkeypatch.setattr(search, "_OFFLOADED", 0)
+    job = replace(piped_job(2.4e9, 4096), global_batch=8)
+    found = search_sizes(job, partial(described_works, job))
+    searched = [step for step in found.steps if step.made.candidate.variant.choice.takes_long]
+    assert searched
+    before = [step for step in found.steps if step not in searched and step.sizes.pipeline > 1]
+    assert {step.sizes for step in searched} <= {step.sizes for step in before}
+    assert min(s.seconds for s in searched) <= 1.01 * min(s.seconds for s in before)
 
 
 def test_unchecked_parts_of_other_sizes() -> None:
