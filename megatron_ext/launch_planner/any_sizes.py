@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.cost_model.assumptions import not_checked
+from megatron_ext.cost_model.assumptions import unchecked_parts
 from megatron_ext.cost_model.gpus import USABLE
 from megatron_ext.launch_planner.command_line import command_with
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest, ParsedLaunch, with_launch
@@ -29,7 +29,6 @@ from megatron_ext.planner.sizes.search import (
     Found,
     SizedStep,
     SizedWorks,
-    adds_unchecked,
     search_sizes,
 )
 from megatron_ext.planner.sizes.sizes import Sizes
@@ -106,8 +105,8 @@ def _plan(request: LaunchRequest, parsed: ParsedLaunch) -> SizesPlan:
     same_sizes = best_of([step for step in found.steps if step.sizes == job.own])
     best = best_of(found.steps)
     checked = None
-    if best is not None and adds_unchecked(job, best.sizes):
-        checked = best_of([s for s in found.steps if not adds_unchecked(job, s.sizes)])
+    if best is not None and best.adds_unchecked:
+        checked = best_of([step for step in found.steps if not step.adds_unchecked(job)])
     made = SizesPlan(
         f"{parsed.facts}, under {parsed.variants.own}",
         baseline,
@@ -119,6 +118,10 @@ def _plan(request: LaunchRequest, parsed: ParsedLaunch) -> SizesPlan:
         excess=excess,
         remarks=(*parsed.remarks, *_on_refused(found)),
     )
+    if checked is not None and not made.keeps:
+        made = replace(
+            made, remarks=(*made.remarks, f"for the checked one write {checked.write()}")
+        )
     if made.best is None or made.keeps:
         return made
     written = made.best.write()
@@ -286,6 +289,7 @@ class SizedLaunch:
     def alternative(self, step: SizedStep, *, is_own: bool = False) -> SizedAlternative:
         """Return ``step`` as an alternative to the launch."""
         made, sizes = step.made, step.sizes
+        report = made.candidate.report
         execution = self._job.execution_of(sizes, made.recompute)
         return SizedAlternative(
             made.candidate,
@@ -295,7 +299,9 @@ class SizedLaunch:
             sizes=sizes,
             title=sizes.text(self._job.gpus),
             recompute=str(made.recompute),
-            not_checked=not_checked(execution) or "",
+            passes=report.work * self._job.microbatches(sizes) / report.microbatches,
+            not_checked=(*unchecked_parts(execution), *step.unchecked),
+            adds_unchecked=step.adds_unchecked(self._job),
         )
 
     def written(self, step: SizedStep) -> Written:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+from itertools import takewhile
 from typing import Any
 
 import pytest
@@ -143,6 +147,31 @@ def test_what_is_printed() -> None:
     data = json.loads(command("--gpu", "h100", "--json").stdout)
     assert data["control"]["candidate"]["schedule"] in ("1f1b", "interleaved")
     assert data["best"]["sizes"]["pipeline"] >= 1
+
+
+def test_ctrl_c_prints_the_best_so_far() -> None:
+    """A real process, interrupted after its first answer, when most is still to be compared."""
+    flags = {**FLAGS, "num_layers": 32, "hidden_size": 4096, "global_batch_size": 256}
+    launch = ["torchrun", "--nnodes", "8", "--nproc-per-node", "8", str(SCRIPT)]
+    cli = [sys.executable, "-c", "from megatron_ext.cli import app; app()"]
+    process = subprocess.Popen(
+        [*cli, "plan", "--any-sizes", "--gpu", "h100", "--", *launch, *model_flags(**flags)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stderr is not None
+        said = list(takewhile(lambda line: "a first answer" not in line, process.stderr))
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=200)
+    finally:
+        process.kill()
+    assert process.returncode == 0, (said, errors)
+    assert "the comparison was interrupted: some alternatives were not compared" in errors
+    assert "laying out" not in errors
+    for start in ("now:", "your sizes:", "control:", "any:", "write:"):
+        assert sum(text.startswith(start) for text in output.splitlines()) == 1, start
 
 
 def test_what_cannot_be_compared_is_refused() -> None:

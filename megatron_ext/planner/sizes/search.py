@@ -34,7 +34,7 @@ from megatron_ext.planner.sizes.sizes import Sizes
 from megatron_ext.planner.sizes.space import space
 from megatron_ext.planner.verdict import is_stock
 from megatron_ext.progress import Task, remark, task
-from megatron_ext.schedule.problem import VocabularyParallel
+from megatron_ext.schedule.problem import Offload, VocabularyParallel
 from megatron_ext.schedule.slices import LONG_ENOUGH, Lengths, Slices
 
 SIMULATED = 100  # candidates of which a schedule is simulated
@@ -83,6 +83,18 @@ class SizedStep:
         """Whether Megatron trains so with its own flags."""
         return is_stock(self.made.candidate)
 
+    @property
+    def unchecked(self) -> tuple[str, ...]:
+        """Parts of the schedule whose estimate no measurement has checked."""
+        report = self.made.candidate.report
+        is_used = {"offload": report.offload is not Offload.NONE, "slices": report.slices > 1}
+        return tuple(part for part, used in is_used.items() if used)
+
+    def adds_unchecked(self, job: SizedJob) -> bool:
+        """Whether its estimate has parts that no measurement has checked and that ``job`` itself
+        does not have in the same way."""
+        return bool(self.unchecked) or adds_unchecked(job, self.sizes)
+
 
 @dataclass
 class Found:
@@ -102,7 +114,12 @@ class Found:
 
     def best(self, kind: CandidateKind) -> SizedStep | None:
         """Return the shortest step of ``kind``."""
-        steps = (step for step in self.steps if kind.has(step.sizes, is_stock=step.is_stock))
+        steps = (
+            step
+            for step in self.steps
+            if kind.has(step.sizes, is_stock=step.is_stock)
+            and not (kind.only_checked and step.unchecked)
+        )
         return min(steps, key=lambda step: step.seconds, default=None)
 
 
@@ -112,7 +129,7 @@ class CandidateKind:
 
     Attributes:
         only_stock: whether only Megatron's schedules count.
-        only_checked: whether only sizes count whose estimate is checked.
+        only_checked: whether only sizes and schedules count whose estimate is checked.
     """
 
     job: SizedJob
@@ -376,7 +393,8 @@ class _Search:
             sizes = self._job.own if best is None else best.sizes
             if sizes not in done:
                 done.add(sizes)
-                self.found.steps += self._laid_out(sizes)
+                with task(sizes.text(self._job.gpus)):
+                    self.found.steps += self._laid_out(sizes)
 
     def _laid_out(self, sizes: Sizes) -> list[SizedStep]:
         """Return the best steps with ``sizes``, from Megatron's best schedule on if one fits, so
