@@ -8,6 +8,7 @@ refusals.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -129,7 +130,7 @@ def _plan(request: LaunchRequest, parsed: ParsedLaunch) -> SizesPlan:
         made,
         written=written,
         command="" if request.launch is None else command_with(request.launch, written),
-        remarks=(*made.remarks, *_on_loading(parsed)),
+        remarks=(*made.remarks, *_on_loading(parsed), *_on_connections(parsed, made.best.sizes)),
     )
 
 
@@ -360,6 +361,18 @@ def _on_refused(found: Found) -> Iterator[str]:
         yield (
             f"Megatron refuses {len(found.refused)} of the sizes that were simulated, as TP "
             f"{sizes.tensor} x PP {sizes.pipeline}: {why}"
+        )
+
+
+def _on_connections(parsed: ParsedLaunch, sizes: Sizes) -> Iterator[str]:
+    """Name the variable that Megatron demands with ``sizes``, if the launch needs it not."""
+    from megatron_ext.doctor.line import CONNECTIONS, wants_one_connection
+
+    overlaps = max(sizes.tensor, sizes.context) > 1
+    if overlaps and not wants_one_connection(parsed.validated) and CONNECTIONS not in os.environ:
+        yield (
+            f"{CONNECTIONS} is not set, and Megatron demands 1 with these sizes on GPUs before "
+            f"Blackwell: export {CONNECTIONS}=1 in the batch script"
         )
 
 

@@ -175,7 +175,8 @@ def refusal_of(request: LaunchRequest, parsed: ParsedLaunch, written: Written) -
         args = launch_line.parse(words).args
     config = from_argv(words)
     try:
-        args = launch_line.validate(args, config, parsed.variants.world_size)
+        with launch_line.one_connection(args):  # which doctor remarks on
+            args = launch_line.validate(args, config, parsed.variants.world_size)
         launch_line.settle_vocabulary(args, config, parsed.variants.tokens)
         launch_line.check_model(args, config)
         if config.schedule is not None:

@@ -20,6 +20,7 @@ from megatron_ext.doctor import line
 from megatron_ext.doctor.words import Launch, read_launch
 from megatron_ext.launch_planner import any_sizes
 from megatron_ext.launch_planner.any_sizes import SizedLaunch, job_of, plan_sizes
+from megatron_ext.launch_planner.launch_job import refusal_of
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest, ParsedLaunch, with_launch
 from megatron_ext.planner.layouts.layout import evenly
 from megatron_ext.planner.layouts.work import evaluate
@@ -27,6 +28,7 @@ from megatron_ext.planner.sizes import search
 from megatron_ext.planner.sizes.plan import SizesPlan
 from megatron_ext.planner.sizes.sizes import Sizes
 from megatron_ext.planner.sizes.space import space
+from megatron_ext.planner.verdict import Written
 from megatron_ext.written_settings import from_argv
 from tests.helpers.megatron_runs import SCRIPT, model_flags
 
@@ -186,6 +188,23 @@ def test_what_cannot_be_compared_is_refused() -> None:
     ):
         assert result.exit_code == 2
         assert text in result.output
+
+
+def test_tensor_and_context_parallelism_need_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch without either does not set it, and all sizes with either were refused."""
+    monkeypatch.delenv(line.CONNECTIONS, raising=False)
+    asked = request(tensor_model_parallel_size=1)
+
+    def check(parsed: ParsedLaunch) -> tuple[str | None, list[list[str]]]:
+        refused = refusal_of(asked, parsed, Written(("--tensor-model-parallel-size", "2")))
+        sizes = Sizes(pipeline=2), Sizes(tensor=2, pipeline=2), Sizes(context=2)
+        return refused, [list(any_sizes._on_connections(parsed, one)) for one in sizes]
+
+    refused, (without, *remarks) = with_launch(asked, check)
+    assert refused is None and not without
+    assert all(f"export {line.CONNECTIONS}=1" in remark for (remark,) in remarks)
+    monkeypatch.setenv(line.CONNECTIONS, "1")
+    assert not any(with_launch(asked, check)[1])
 
 
 def test_layouts_of_the_launch_go() -> None:
