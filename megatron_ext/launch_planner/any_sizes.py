@@ -25,7 +25,7 @@ from megatron_ext.planner.layouts.layout import Layout
 from megatron_ext.planner.layouts.work import Evaluated, evaluate
 from megatron_ext.planner.planning_time import begin
 from megatron_ext.planner.sizes.job import SizedJob
-from megatron_ext.planner.sizes.plan import SizedAlternative, SizesPlan
+from megatron_ext.planner.sizes.plan import SizedAlternative, SizesPlan, is_tie
 from megatron_ext.planner.sizes.search import (
     Found,
     SizedStep,
@@ -108,6 +108,8 @@ def _plan(request: LaunchRequest, parsed: ParsedLaunch) -> SizesPlan:
     checked = None
     if best is not None and best.adds_unchecked:
         checked = best_of([step for step in found.steps if not step.adds_unchecked(job)])
+        if checked is not None and is_tie(checked, best):
+            best, checked = checked, None
     made = SizesPlan(
         f"{parsed.facts}, under {parsed.variants.own}",
         baseline,

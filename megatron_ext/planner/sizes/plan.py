@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_ext.planner.sizes.sizes import Sizes
-from megatron_ext.planner.verdict import NOTHING, WORTH, Alternative, Written
+from megatron_ext.planner.verdict import ALIKE, NOTHING, WORTH, Alternative, Written
 
 _NONE = Sizes()
 
@@ -29,6 +29,11 @@ class SizedAlternative(Alternative):
     passes: float = 0.0
     not_checked: tuple[str, ...] = ()
     adds_unchecked: bool = False
+
+
+def is_tie(one: Alternative, best: Alternative) -> bool:
+    """Return whether estimates do not tell ``one`` from ``best``, which takes no more time."""
+    return one.seconds <= (1 + ALIKE) * best.seconds
 
 
 @dataclass(frozen=True, eq=False)

@@ -216,7 +216,7 @@ class _Search:
         self.found.is_whole = True
         self._too_full = [one for one in estimated if one.excess]
         shortlist = self._shortlist(estimated)
-        progress.steps = len(shortlist)
+        progress.steps, has_answered = len(shortlist), False
         for candidate in shortlist:
             timed = self._timed(candidate)
             if timed is not None:
@@ -224,7 +224,8 @@ class _Search:
                 best = min(self._simulated, key=lambda one: one[2])
                 progress.found = f"so far the best is {self._in_words(best)}"
             progress.done += 1
-            if progress.done == FIRST and self._simulated:
+            if progress.done >= FIRST and self._simulated and not has_answered:
+                has_answered = True
                 best = min(self._simulated, key=lambda one: one[2])
                 remark(f"a first answer: {self._in_words(best)}, as estimated")
                 answered()

@@ -277,6 +277,23 @@ def test_what_a_launch_refuses_is_not_found() -> None:
     assert set(found.refused.values()) == {"no pipeline"}
 
 
+def test_first_answer_comes_though_the_first_sizes_are_refused() -> None:
+    """It came with the tenth candidate or not at all."""
+    job, refused = small_job(), set[Sizes]()
+
+    def works_of(sizes: Sizes) -> SizedWorks:
+        if len(refused) < 10:
+            refused.add(sizes)
+            raise ValueError("no pipeline")
+        return described_works(job, sizes)
+
+    with planning(limit=20.0) as time:
+        begin()
+        found = search_sizes(job, works_of)
+    assert refused <= set(found.refused) and found.steps
+    assert time.first_answer is not None
+
+
 def test_long_reductions_are_not_hidden() -> None:
     """With gradients that take longer to reduce than the last backward pass, the rest counts."""
     job = small_job()
