@@ -145,16 +145,6 @@ def plan(
     slices: SliceCount = 1,
     slice_lengths: SliceLengths = Lengths.EVEN.value,
     pairs: InPairs = False,
-    half_pipeline: Annotated[
-        bool,
-        typer.Option(
-            "--half-pipeline",
-            help=(
-                "Also compare half the pipeline ranks with twice the data parallelism, on the "
-                "same GPUs with the same global batch."
-            ),
-        ),
-    ] = False,
     any_sizes: Annotated[
         bool,
         typer.Option(
@@ -213,10 +203,9 @@ def plan(
             vision_tokens,
             extras,
             seen,
-            half_pipeline,
         )
         if any_sizes:
-            _refuse_with_sizes(pictures, half_pipeline=half_pipeline, show_all=show_all)
+            _refuse_with_sizes(pictures, show_all=show_all)
             _show_sizes(source, sizes, settings, as_json=as_json)
             return
         make = (_of_launch if source.is_given else _of_sizes)(source, sizes, settings)
@@ -248,10 +237,13 @@ def _echo(data: object) -> None:
     typer.echo(json.dumps(as_data(data), indent=2))
 
 
-def _refuse_with_sizes(pictures: PlanPictures, *, half_pipeline: bool, show_all: bool) -> None:
+def _refuse_with_sizes(pictures: PlanPictures, *, show_all: bool) -> None:
     """Raise ValueError for options that do not go with ``--any-sizes``."""
-    options = {"--half-pipeline": half_pipeline, "--all": show_all}
-    options |= {"--plot": pictures.plot is not None, "--html": pictures.page is not None}
+    options = {
+        "--all": show_all,
+        "--plot": pictures.plot is not None,
+        "--html": pictures.page is not None,
+    }
     _refuse(options, "--any-sizes prints its verdict alone")
 
 
@@ -352,7 +344,6 @@ class _Settings:
     vision_tokens: int | None
     extras: Extras
     seen: _Seen
-    half_pipeline: bool
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -423,7 +414,6 @@ def _launch_request(source: _Source, sizes: _Sizes, settings: _Settings) -> Laun
         seen_speeds=settings.seen.speeds,
         vision=settings.vision,
         vision_tokens=settings.vision_tokens,
-        half_pipeline=settings.half_pipeline,
     )
 
 
@@ -461,7 +451,7 @@ def _of_sizes(source: _Source, sizes: _Sizes, settings: _Settings) -> _MakePlan:
     tower = {"--vision": settings.vision, "--vision-tokens": settings.vision_tokens}
     _refuse(tower, f"{_NO_MODEL}, or write the tower into --costs as tower=F/I/W")
     training = replace(training, costs=training.costs or partial(parse_costs, UNIT))
-    return partial(plan_job, job_of(training, half_pipeline=settings.half_pipeline))
+    return partial(plan_job, job_of(training))
 
 
 def _of_model(training: Training, text: str, sizes: _Sizes, settings: _Settings) -> TrainingJob:
@@ -503,7 +493,7 @@ def _of_model(training: Training, text: str, sizes: _Sizes, settings: _Settings)
     trained = TrainedModel(model, execution, state, rates)
     assumed = (ASSUMED_GPU,) if not gpus and training.costs is None else ()
     training = replace(training, trained=trained)
-    return job_of(training, free, assumed, half_pipeline=settings.half_pipeline)
+    return job_of(training, free, assumed)
 
 
 def _machine(

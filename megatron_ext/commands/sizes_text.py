@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megatron_ext.planner.sizes.plan import SizedAlternative, SizesPlan
 from megatron_ext.planner.verdict import ALIKE, WORTH, name_of
+from megatron_ext.schedule.problem import Offload
 from megatron_ext.words import bytes_text, counted
 
 
@@ -22,17 +23,17 @@ def sizes_lines(made: SizesPlan) -> Iterator[str]:
         return
     yield f"your sizes: {_found(made, made.same_sizes)}"
     yield f"control:    {_found(made, control)}: the best of Megatron's own schedules, any sizes"
-    yield f"any:        {_found(made, best)}"
+    yield f"any:        {'as the control' if _are_same(best, control) else _found(made, best)}"
     if made.added is not None and control is not None:
         ours = f"{made.added:.1%} of the control's step"
         yield f"ours add:   {ours if made.added > ALIKE else 'nothing to the control'}"
-    yield from _not_checked(own, best)
+    yield from _not_checked(made)
     if made.checked is not None:
-        yield f"checked:    {_found(made, made.checked)}: the best without those parts"
+        yield f"checked:    {_found(made, made.checked)}: the best that adds no unchecked part"
     if made.is_large and own is not None:
         yield (
-            f"doubt it:   above 1.3 times is rare for a tuned launch. Passes of a rank "
-            f"{_passes(own)} now, {_passes(best)} then"
+            f"doubt it:   above 1.3 times is rare for a tuned launch. A rank computes for "
+            f"{own.passes:.4g} s of a step now, for {best.passes:.4g} s then"
         )
     if made.keeps:
         yield f"verdict:    keep it: nothing saves {WORTH:.0%} of a step"
@@ -42,18 +43,27 @@ def sizes_lines(made: SizesPlan) -> Iterator[str]:
         yield f"write:      {made.written}"
 
 
-def _not_checked(own: SizedAlternative | None, best: SizedAlternative) -> Iterator[str]:
-    """Name the parts of the estimate of either step that no measurement has checked."""
-    parts = [best.not_checked] if best.not_checked else []
-    if own is not None and own.not_checked and own.not_checked != best.not_checked:
-        parts.append(f"of the command as it is {own.not_checked}")
+def _are_same(one: SizedAlternative, other: SizedAlternative | None) -> bool:
+    """Whether two alternatives have the same sizes, schedule, recompute and layout."""
+    if other is None:
+        return False
+    before, after = (
+        (each.sizes, name_of(each.candidate), each.recompute, each.layout) for each in (one, other)
+    )
+    return before == after
+
+
+def _not_checked(made: SizesPlan) -> Iterator[str]:
+    """Name the parts of the estimates that no measurement has checked, and the answers that rest on
+    them."""
+    answers = {"now": made.own, "control": made.control, "any": made.best}
+    parts: dict[str, list[str]] = {}
+    for name, one in answers.items():
+        for part in () if one is None else one.not_checked:
+            parts.setdefault(part, []).append(name)
     if parts:
-        yield f"            {'; '.join(parts)}"
-
-
-def _passes(one: SizedAlternative) -> str:
-    report = one.candidate.report
-    return f"take {report.work:.4g} s and wait {report.bubble_share_makespan:.0%} of the time"
+        named = "; ".join(f"{part} ({', '.join(names)})" for part, names in parts.items())
+        yield f"unchecked:  {named}: no measurement has checked these parts of the estimate"
 
 
 def compared_line(made: SizesPlan) -> str:
@@ -69,6 +79,8 @@ def _found(made: SizesPlan, one: SizedAlternative | None) -> str:
     words = [one.title] if made.own is None or one.sizes != made.own.sizes else []
     schedule = name_of(one.candidate)
     words.append(f"under {schedule}" if words else schedule)
+    if one.candidate.report.offload is not Offload.NONE:
+        words.append("with offload")
     if made.own is not None and one.recompute != made.own.recompute:
         words.append(f"with recompute {one.recompute}")
     text = f"{', '.join(words)}: {_step(one)}"

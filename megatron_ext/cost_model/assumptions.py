@@ -76,10 +76,16 @@ _NODE = 8  # GPUs
 
 
 def not_checked(execution: Execution) -> str | None:
-    """Return a line on the parts of ``execution`` whose estimate no measurement of configurations
-    has checked (docs/estimated-costs.md); None if all are checked."""
+    """Return a line on the `unchecked_parts` of ``execution``; None if all are checked."""
+    parts = unchecked_parts(execution)
+    return f"not checked against measurements: {', '.join(parts)}" if parts else None
+
+
+def unchecked_parts(execution: Execution) -> tuple[str, ...]:
+    """Return the parts of ``execution`` whose estimate no measurement of configurations has checked
+    (docs/estimated-costs.md)."""
     experts = execution.expert_parallel * execution.expert_tensor_parallel
-    parts = [
+    return tuple(
         text
         for is_used, text in (
             (execution.expert_parallel > 1 and experts > _NODE, "experts across nodes"),
@@ -87,8 +93,7 @@ def not_checked(execution: Execution) -> str | None:
             (execution.precision.is_quantized, f"matrices in {execution.precision}"),
         )
         if is_used
-    ]
-    return f"not checked against measurements: {', '.join(parts)}" if parts else None
+    )
 
 
 def _named(settings: Any) -> Iterator[str]:

@@ -8,12 +8,13 @@ refusals.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.cost_model.assumptions import not_checked
+from megatron_ext.cost_model.assumptions import unchecked_parts
 from megatron_ext.cost_model.gpus import USABLE
 from megatron_ext.launch_planner.command_line import command_with
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest, ParsedLaunch, with_launch
@@ -24,12 +25,11 @@ from megatron_ext.planner.layouts.layout import Layout
 from megatron_ext.planner.layouts.work import Evaluated, evaluate
 from megatron_ext.planner.planning_time import begin
 from megatron_ext.planner.sizes.job import SizedJob
-from megatron_ext.planner.sizes.plan import SizedAlternative, SizesPlan
+from megatron_ext.planner.sizes.plan import SizedAlternative, SizesPlan, is_tie
 from megatron_ext.planner.sizes.search import (
     Found,
     SizedStep,
     SizedWorks,
-    adds_unchecked,
     search_sizes,
 )
 from megatron_ext.planner.sizes.sizes import Sizes
@@ -106,8 +106,10 @@ def _plan(request: LaunchRequest, parsed: ParsedLaunch) -> SizesPlan:
     same_sizes = best_of([step for step in found.steps if step.sizes == job.own])
     best = best_of(found.steps)
     checked = None
-    if best is not None and adds_unchecked(job, best.sizes):
-        checked = best_of([s for s in found.steps if not adds_unchecked(job, s.sizes)])
+    if best is not None and best.adds_unchecked:
+        checked = best_of([step for step in found.steps if not step.adds_unchecked(job)])
+        if checked is not None and is_tie(checked, best):
+            best, checked = checked, None
     made = SizesPlan(
         f"{parsed.facts}, under {parsed.variants.own}",
         baseline,
@@ -119,6 +121,10 @@ def _plan(request: LaunchRequest, parsed: ParsedLaunch) -> SizesPlan:
         excess=excess,
         remarks=(*parsed.remarks, *_on_refused(found)),
     )
+    if checked is not None and not made.keeps:
+        made = replace(
+            made, remarks=(*made.remarks, f"for the checked one write {checked.write()}")
+        )
     if made.best is None or made.keeps:
         return made
     written = made.best.write()
@@ -126,7 +132,7 @@ def _plan(request: LaunchRequest, parsed: ParsedLaunch) -> SizesPlan:
         made,
         written=written,
         command="" if request.launch is None else command_with(request.launch, written),
-        remarks=(*made.remarks, *_on_loading(parsed)),
+        remarks=(*made.remarks, *_on_loading(parsed), *_on_connections(parsed, made.best.sizes)),
     )
 
 
@@ -286,6 +292,7 @@ class SizedLaunch:
     def alternative(self, step: SizedStep, *, is_own: bool = False) -> SizedAlternative:
         """Return ``step`` as an alternative to the launch."""
         made, sizes = step.made, step.sizes
+        report = made.candidate.report
         execution = self._job.execution_of(sizes, made.recompute)
         return SizedAlternative(
             made.candidate,
@@ -295,7 +302,9 @@ class SizedLaunch:
             sizes=sizes,
             title=sizes.text(self._job.gpus),
             recompute=str(made.recompute),
-            not_checked=not_checked(execution) or "",
+            passes=report.work * self._job.microbatches(sizes) / report.microbatches,
+            not_checked=(*unchecked_parts(execution), *step.unchecked),
+            adds_unchecked=step.adds_unchecked(self._job),
         )
 
     def written(self, step: SizedStep) -> Written:
@@ -354,6 +363,18 @@ def _on_refused(found: Found) -> Iterator[str]:
         yield (
             f"Megatron refuses {len(found.refused)} of the sizes that were simulated, as TP "
             f"{sizes.tensor} x PP {sizes.pipeline}: {why}"
+        )
+
+
+def _on_connections(parsed: ParsedLaunch, sizes: Sizes) -> Iterator[str]:
+    """Name the variable that Megatron demands with ``sizes``, if the launch needs it not."""
+    from megatron_ext.launch_command.line import CONNECTIONS, wants_one_connection
+
+    overlaps = max(sizes.tensor, sizes.context) > 1
+    if overlaps and not wants_one_connection(parsed.validated) and CONNECTIONS not in os.environ:
+        yield (
+            f"{CONNECTIONS} is not set, and Megatron demands 1 with these sizes on GPUs before "
+            f"Blackwell: export {CONNECTIONS}=1 in the batch script"
         )
 
 

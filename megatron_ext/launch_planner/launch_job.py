@@ -16,7 +16,6 @@ from megatron_ext.launch_command import line as launch_line
 from megatron_ext.launch_command.words import read_launch
 from megatron_ext.launch_planner.alternatives.changed import Changed
 from megatron_ext.launch_planner.alternatives.first_answer import first_answer, is_long, whole_plan
-from megatron_ext.launch_planner.alternatives.half_of_launch import half_of_launch
 from megatron_ext.launch_planner.alternatives.layouts import lay_out, own_layout, written_of
 from megatron_ext.launch_planner.alternatives.less_memory import what_would_fit
 from megatron_ext.launch_planner.alternatives.long_sequences import long_sequences
@@ -94,14 +93,11 @@ class LaunchJob(PlannedJob):
         with within(_LAYOUTS):
             layouts = until_end(partial(_layouts, self.parsed), None)
         changes: list[Changed | None] = []
-        halves: list[Alternative] = []
         with within(_CHANGES):
             if self.is_estimate:
                 in_pairs = partial(other_pairs, line, plan, room, is_long=is_long(self.parsed))
                 changes.append(until_end(partial(without_full_recompute, line, plan, room), None))
                 changes.append(until_end(in_pairs, None))
-            if self.request.half_pipeline:
-                halves = until_end(partial(half_of_launch, self.parsed), halves)
             slices = until_end(partial(long_sequences, self.parsed, plan), None)
         made = [
             self._changed(candidate, changed)
@@ -109,7 +105,7 @@ class LaunchJob(PlannedJob):
             if changed is not None
             for candidate in changed.candidates
         ]
-        made += [*halves, *([] if layouts is None else self._laid_out(layouts))]
+        made += [] if layouts is None else self._laid_out(layouts)
         if slices is not None and slices.best is not None:
             written = slices.written
             made.append(self._alternative(slices.best, lambda: written))
@@ -179,7 +175,8 @@ def refusal_of(request: LaunchRequest, parsed: ParsedLaunch, written: Written) -
         args = launch_line.parse(words).args
     config = from_argv(words)
     try:
-        args = launch_line.validate(args, config, parsed.variants.world_size)
+        with launch_line.one_connection(args):  # which doctor remarks on
+            args = launch_line.validate(args, config, parsed.variants.world_size)
         launch_line.settle_vocabulary(args, config, parsed.variants.tokens)
         launch_line.check_model(args, config)
         if config.schedule is not None:

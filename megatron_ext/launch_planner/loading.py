@@ -21,8 +21,8 @@ def on_loading(args: Any, *, stages_move: bool) -> str:
     if folder is None:
         return (
             f"--load {args.load} is not here to be looked at: a torch_dist checkpoint can be "
-            f"loaded under any schedule, and its optimizer states if it was saved without the "
-            f"distributed optimizer or with --dist-ckpt-optim-fully-reshardable"
+            f"loaded under any schedule and sizes, and its optimizer states if it was saved "
+            f"without the distributed optimizer or with --dist-ckpt-optim-fully-reshardable"
         )
     name = f"--load {folder}"
     if maybe_load_config(str(folder)) is None:

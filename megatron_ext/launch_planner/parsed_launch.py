@@ -46,7 +46,6 @@ class LaunchRequest:
         vision: sizes of a vision tower on the first stage, as text; None: as the launch says.
         vision_tokens: tokens of the tower for each sample; None: as the launch says, or as many as
             the language model has.
-        half_pipeline: whether half the pipeline ranks are compared, with twice the copies.
     """
 
     launch: Launch | None = None
@@ -59,7 +58,6 @@ class LaunchRequest:
     seen_speeds: RankSpeeds | None = None
     vision: str | None = None
     vision_tokens: int | None = None
-    half_pipeline: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from megatron_ext.cost_model.estimate import waiting_shares
 from megatron_ext.cost_model.gpus import FreeMemory
 from megatron_ext.planner.candidate import Candidate, Plan, Variant, VocabMethod
 from megatron_ext.planner.figures import flags_of
-from megatron_ext.planner.half_pipeline import division_of, half_of
 from megatron_ext.planner.job_plan import Others, PlannedJob
 from megatron_ext.planner.layouts.estimated import estimated_work
 from megatron_ext.planner.layouts.given import given_work
@@ -39,21 +38,13 @@ def job_of(
     training: Training,
     free: FreeMemory | None = None,
     remarks: tuple[str, ...] = (),
-    *,
-    half_pipeline: bool = False,
 ) -> TrainingJob:
     """Return ``training`` as a job to be planned.
 
     Args:
         free: memory that a rank may take; None: not known.
         remarks: assumptions on the job, a sentence each.
-        half_pipeline: whether half the pipeline ranks are compared, with twice the copies.
-
-    Raises:
-        ValueError: half the pipeline ranks are to be compared, and there is no half.
     """
-    if half_pipeline:
-        half_of(training)
     trained, waits = training.trained, {}
     if trained is not None and training.is_estimate:
         run = trained.execution
@@ -64,7 +55,6 @@ def job_of(
             waits = {str(group): kinds for group, kinds in shares.items()}
     return TrainingJob(
         training=training,
-        half_pipeline=half_pipeline,
         text=f"Megatron's {_BASELINE}",
         free=free,
         is_estimate=training.is_estimate,
@@ -76,14 +66,9 @@ def job_of(
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingJob(PlannedJob):
-    """Job that is described by the sizes of its model, by its costs, or by both.
-
-    Attributes:
-        half_pipeline: whether half the pipeline ranks are compared, with twice the copies.
-    """
+    """Job that is described by the sizes of its model, by its costs, or by both."""
 
     training: Training
-    half_pipeline: bool = False
 
     def variant(self, spec: str, method: VocabMethod) -> Variant | None:
         return self.training.variant(spec, method)
@@ -105,21 +90,7 @@ class TrainingJob(PlannedJob):
         made = [] if slices is None or slices.best is None else [self.alternative(slices.best)]
         none: list[Alternative] = []
         made += until_end(partial(_layouts, self.training, self.room), none)
-        if self.half_pipeline:
-            made += until_end(self._on_half, none)
         return Others(tuple(made), slices)
-
-    def _on_half(self) -> list[Alternative]:
-        half = replace(self, training=half_of(self.training))
-        size = ("--pipeline-model-parallel-size", str(half.training.ranks))
-        return [
-            replace(
-                half.alternative(made),
-                write=partial(_written, half.training, made, flags=size),
-                division=str(division_of(half.training)),
-            )
-            for made in half.compare().front
-        ]
 
     def why_not(self, plan: Plan) -> str:
         return plan.refusals.get((_BASELINE, VocabMethod.NAIVE), "")
@@ -182,23 +153,18 @@ def _work_of(training: Training) -> Work | None:
     )
 
 
-def _written(
-    training: Training,
-    candidate: Candidate,
-    layout: Layout | None = None,
-    flags: tuple[str, ...] = (),
-) -> Written:
-    """Return the flags for ``candidate`` of a job without a launch command, after ``flags``."""
+def _written(training: Training, candidate: Candidate, layout: Layout | None = None) -> Written:
+    """Return the flags for ``candidate`` of a job without a launch command."""
     placed: tuple[str, ...] = ()
     if layout is not None and not layout.is_even:
         placed = ("--pipeline-model-parallel-layout", layout.text())
     if not is_stock(candidate):
         speeds = () if training.speeds is None else ("--pipeline-rank-speeds", str(training.speeds))
-        return Written((*flags, *flags_of(candidate), *speeds, *placed))
+        return Written((*flags_of(candidate), *speeds, *placed))
     if placed:
         return Written(placed)
     chunks = candidate.report.vpp
     words = tuple(word for word in flags_of(candidate) if word.startswith("--account-for"))
     if chunks > 1:
         words = ("--num-virtual-stages-per-pipeline-rank", str(chunks), *words)
-    return Written((*flags, *words))
+    return Written(words)

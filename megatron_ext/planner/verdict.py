@@ -46,20 +46,17 @@ class Alternative:
         seconds: of a step, with the optimizer and exposed reductions if these are known.
         write: makes its flags. It is called only for what is shown.
         layout: the layers of each stage, if they are not Megatron's own.
-        division: the pipeline ranks and copies of the model, if they are others than the job has.
     """
 
     candidate: Candidate
     seconds: float
     write: Callable[[], Written] = field(repr=False)
     layout: str = ""
-    division: str = ""
 
     @property
     def name(self) -> str:
         """Its schedule with its other settings."""
-        name = name_of(self.candidate)
-        return f"{name} on {self.division}" if self.division else name
+        return name_of(self.candidate)
 
     @property
     def holds(self) -> float:

@@ -576,10 +576,6 @@ class Costs:
         """Return the costs of the same work with each rank's chunks in one stage, as on a line."""
         return self._joined(placement.stages_of)
 
-    def in_pairs(self) -> Costs:
-        """Return the costs of the same work with every two consecutive stages joined in one."""
-        return self._joined([(at, at + 1) for at in range(0, self.stages, 2)])
-
     def _joined(self, rows: Sequence[Sequence[int]]) -> Costs:
         """Return the costs of the same work with the stages of each of ``rows`` joined in one.
 

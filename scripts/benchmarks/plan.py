@@ -4,6 +4,7 @@
     python -m scripts.benchmarks.plan --all   each model, pipeline and number of microbatches
     python -m scripts.benchmarks.plan --lines 4 --profile
     python -m scripts.benchmarks.plan --lines 0     the examples alone
+    python -m scripts.benchmarks.plan --any-sizes   with other parallel sizes
 
 CPU seconds count from the moment at which Megatron has validated the launch command, in a process
 of its own that has imported Megatron, to the first answer and to the last one. Results that other
@@ -32,6 +33,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_ext.cost_model.gpus import GPUS, parse_gpu  # noqa: E402
 from megatron_ext.launch_command.words import read_launch  # noqa: E402
+from megatron_ext.launch_planner import any_sizes  # noqa: E402
 from megatron_ext.launch_planner.launch_plan import plan_line  # noqa: E402
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest  # noqa: E402
 from megatron_ext.planner.planning_time import LIMIT, planning  # noqa: E402
@@ -96,12 +98,15 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--all", action="store_true", help="not thirty lines alone")
     parser.add_argument("--lines", type=int, default=LINES, help="how many")
-    parser.add_argument("--limit", type=float, default=LIMIT, help="CPU seconds")
+    parser.add_argument("--limit", type=float, help="CPU seconds")
+    parser.add_argument("--any-sizes", action="store_true", help="compare other parallel sizes")
     parser.add_argument("--profile", action="store_true", help="print where time goes")
     arguments = parser.parse_args(words)
     recipes = distinct_recipes()
     if not arguments.all:
         recipes = spread(recipes, arguments.lines)
+    answer = _answers_of_sizes if arguments.any_sizes else _answers
+    limit = arguments.limit or (any_sizes.LIMIT if arguments.any_sizes else LIMIT)
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
     made: list[Answers] = []
     print(f"{'launch command':64}    first    last  verdict", flush=True)
@@ -110,7 +115,7 @@ def main(words: Sequence[str] | None = None) -> int:
         *((name, partial(_of_example, *example)) for name, example in EXAMPLES.items()),
     ]
     for name, request in jobs:
-        answers = _in_a_process(request, arguments.limit, arguments.profile)
+        answers = _in_a_process(partial(answer, request, limit), arguments.profile)
         figures = f"{answers.first:6.1f}s {answers.last:6.1f}s"
         found = answers.why_none or answers.schedule + ", time was over" * answers.is_short
         print(f"{name.removesuffix('_config'):64}  {figures}  {found}", flush=True)
@@ -165,7 +170,7 @@ def _of_example(gpus: int, flags: str) -> LaunchRequest:
     return LaunchRequest(launch=launch, gpu=parse_gpu("h100"))
 
 
-def _in_a_process(request: Callable[[], LaunchRequest], limit: float, profile: bool) -> Answers:
+def _in_a_process(answer: Callable[[], Answers], profile: bool) -> Answers:
     """Return the plan from a new process, which no other plan has warmed up."""
     reading, writing = os.pipe()
     child = os.fork()
@@ -174,7 +179,7 @@ def _in_a_process(request: Callable[[], LaunchRequest], limit: float, profile: b
         try:
             os.close(reading)
             with open(writing, "w") as pipe:
-                json.dump(vars(_answers(request(), limit, profile)), pipe)
+                json.dump(vars(_profiled(answer) if profile else answer()), pipe)
             status = 0
         finally:
             sys.stdout.flush()
@@ -186,23 +191,38 @@ def _in_a_process(request: Callable[[], LaunchRequest], limit: float, profile: b
     return Answers(**json.loads(text)) if text else Answers(why_none="its process died")
 
 
-def _answers(request: LaunchRequest, limit: float, profile: bool) -> Answers:
+def _profiled(answer: Callable[[], Answers]) -> Answers:
     profiler = cProfile.Profile()
-    if profile:
-        profiler.enable()
+    made = profiler.runcall(answer)
+    pstats.Stats(profiler).sort_stats("cumulative").print_stats(40)
+    return made
+
+
+def _answers(request: Callable[[], LaunchRequest], limit: float) -> Answers:
+    def schedule() -> str:
+        taken = plan_line(request()).verdict.taken
+        return "nothing fits" if taken is None else taken.candidate.schedule
+
+    return _timed(schedule, limit)
+
+
+def _answers_of_sizes(request: Callable[[], LaunchRequest], limit: float) -> Answers:
+    def sizes() -> str:
+        best = any_sizes.plan_sizes(request()).best
+        return "nothing fits" if best is None else f"{best.candidate.schedule}, {best.title}"
+
+    return _timed(sizes, limit)
+
+
+def _timed(answer: Callable[[], str], limit: float) -> Answers:
     with planning(limit) as time:
         try:
-            made = plan_line(request)
+            found = answer()
         except ValueError as error:
             return Answers(why_none=" ".join(str(error).split())[:80])
         last = time.seconds
-    if profile:
-        profiler.disable()
-        pstats.Stats(profiler).sort_stats("cumulative").print_stats(40)
-    taken = made.verdict.taken
     first = last if time.first_answer is None else time.first_answer
-    schedule = "nothing fits" if taken is None else taken.candidate.schedule
-    return Answers(first, last, schedule, time.is_short)
+    return Answers(first, last, found, time.is_short)
 
 
 if __name__ == "__main__":

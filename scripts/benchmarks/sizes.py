@@ -28,7 +28,7 @@ from megatron_ext.planner.layouts.layout import Layout, evenly
 from megatron_ext.planner.layouts.recompute import LayerRecompute, recompute_options
 from megatron_ext.planner.layouts.work import evaluate
 from megatron_ext.planner.planning_time import begin, planning
-from megatron_ext.planner.sizes.estimated import estimates
+from megatron_ext.planner.sizes.estimated import Estimator
 from megatron_ext.planner.sizes.job import SizedJob
 from megatron_ext.planner.sizes.search import (
     CandidateKind,
@@ -190,7 +190,7 @@ def cells(name: str, row: Row) -> tuple[str, ...]:
             row.job.execution,
             row.job.execution_of(step.sizes, step.made.recompute),
         )
-        is_checked = not any(map(not_checked, runs))
+        is_checked = not (any(map(not_checked, runs)) or step.unchecked)
         return f"{row.gain(step):.2f}{'' if is_checked else '*'}"
 
     gpus = row.job.gpus
@@ -257,9 +257,14 @@ def paper_job(setting: Setting, sequence: int) -> SizedJob:
 
 
 def best_1f1b(job: SizedJob) -> float:
-    """Return the seconds of the best step under 1F1B, with any sizes that the paper could have."""
+    """Return the seconds of the best step under 1F1B, with any sizes that the paper could have.
+
+    Raises:
+        ValueError: none fits.
+    """
+    estimator = Estimator(job)
     all_sizes = (sizes for sizes in space(job) if not adds_unchecked(job, sizes))
-    made = [one for sizes in all_sizes for one in estimates(job, sizes) if one.spec == "1f1b"]
+    made = [one for sizes in all_sizes for one in estimator.estimates(sizes) if one.spec == "1f1b"]
     made = sorted((one for one in made if not one.excess), key=lambda one: one.seconds)
     seconds = []
     for one in made[:_TRIED]:
@@ -268,6 +273,8 @@ def best_1f1b(job: SizedJob) -> float:
         with contextlib.suppress(ValueError):
             found = evaluate(work, one.spec, layout, room=job.memory, search=False)
             seconds.append(found.seconds)
+    if not seconds:
+        raise ValueError("1F1B fits with no sizes")
     return min(seconds)
 
 
@@ -275,7 +282,7 @@ _TRIED = 16
 
 
 def paper_cells(setting: Setting, sequence: int, limit: float) -> tuple[str, ...]:
-    """Return the row of a table for a model of the paper."""
+    """Return the row of a table for a model of the paper. Raises ValueError if nothing fits."""
     job = paper_job(setting, sequence)
     of_1f1b = best_1f1b(job)
     with planning(limit):
@@ -283,7 +290,8 @@ def paper_cells(setting: Setting, sequence: int, limit: float) -> tuple[str, ...
         found = search_sizes(job, partial(described_works, job))
     row = Row(job, of_1f1b, found)
     control, best = row.best(only_stock=True, only_checked=True), row.best(only_checked=True)
-    assert best is not None
+    if best is None:
+        raise ValueError("nothing fits")
     return (
         setting.name,
         f"{sequence:,}",
@@ -312,7 +320,10 @@ def main() -> None:
         print_table([_PAPER_COLUMNS, ("-",) * len(_PAPER_COLUMNS)])
         for setting in PAPER:
             for sequence in SEQUENCES:
-                print_table([paper_cells(setting, sequence, options.limit)])
+                try:
+                    print_table([paper_cells(setting, sequence, options.limit)])
+                except ValueError as error:
+                    print(f"{setting.name}, {sequence:,}: {error}", flush=True)
         return
     models = read_models()
     recipes = {

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 import pytest
@@ -16,13 +21,17 @@ from megatron_ext.launch_command import line
 from megatron_ext.launch_command.words import Launch, read_launch
 from megatron_ext.launch_planner import any_sizes
 from megatron_ext.launch_planner.any_sizes import SizedLaunch, job_of, plan_sizes
+from megatron_ext.launch_planner.launch_job import refusal_of
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest, ParsedLaunch, with_launch
 from megatron_ext.planner.layouts.layout import evenly
 from megatron_ext.planner.layouts.work import evaluate
 from megatron_ext.planner.sizes import search
+from megatron_ext.planner.sizes.job import SizedJob
 from megatron_ext.planner.sizes.plan import SizesPlan
+from megatron_ext.planner.sizes.search import Found, SizedStep, WorksOf
 from megatron_ext.planner.sizes.sizes import Sizes
 from megatron_ext.planner.sizes.space import space
+from megatron_ext.planner.verdict import Written
 from megatron_ext.written_settings import from_argv
 from tests.helpers.megatron_runs import SCRIPT, model_flags
 
@@ -145,6 +154,31 @@ def test_what_is_printed() -> None:
     assert data["best"]["sizes"]["pipeline"] >= 1
 
 
+def test_ctrl_c_prints_the_best_so_far() -> None:
+    """A real process, interrupted after its first answer, when most is still to be compared."""
+    flags = {**FLAGS, "num_layers": 32, "hidden_size": 4096, "global_batch_size": 256}
+    launch = ["torchrun", "--nnodes", "8", "--nproc-per-node", "8", str(SCRIPT)]
+    cli = [sys.executable, "-c", "from megatron_ext.cli import app; app()"]
+    process = subprocess.Popen(
+        [*cli, "plan", "--any-sizes", "--gpu", "h100", "--", *launch, *model_flags(**flags)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stderr is not None
+        said = list(takewhile(lambda line: "a first answer" not in line, process.stderr))
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=200)
+    finally:
+        process.kill()
+    assert process.returncode == 0, (said, errors)
+    assert "the comparison was interrupted: some alternatives were not compared" in errors
+    assert "laying out" not in errors
+    for start in ("now:", "your sizes:", "control:", "any:", "write:"):
+        assert sum(text.startswith(start) for text in output.splitlines()) == 1, start
+
+
 def test_what_cannot_be_compared_is_refused() -> None:
     for result, text in (
         (command(), "--gpu h100"),
@@ -160,6 +194,46 @@ def test_what_cannot_be_compared_is_refused() -> None:
     ):
         assert result.exit_code == 2
         assert text in result.output
+
+
+@pytest.mark.parametrize(("longer", "is_tie"), [(1.009, True), (1.02, False)])
+def test_of_a_tie_the_checked_one_is_taken(
+    longer: float, is_tie: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Context parallelism was recommended for 0.5 %, which no estimate tells."""
+
+    def search_sizes(job: SizedJob, works_of: WorksOf) -> Found:
+        found, layout = Found(), evenly(8, 2)
+        for sizes in (Sizes(2, 2, sequence_parallel=True), Sizes(2, 2, 2, sequence_parallel=True)):
+            work = works_of(sizes).works[0]
+            made = evaluate(work, "1f1b", layout, search=False)
+            seconds = 0.5 * (longer if sizes.context == 1 else 1.0)
+            found.steps.append(SizedStep(sizes, replace(made, seconds=seconds)))
+        return found
+
+    monkeypatch.setattr(any_sizes, "search_sizes", search_sizes)
+    monkeypatch.setattr(any_sizes.SizedLaunch, "baseline", lambda self: None)
+    made = plan_sizes(request(pipeline_model_parallel_size=4))
+    assert made.best is not None and made.best.sizes.context == (1 if is_tie else 2)
+    assert (made.checked is None) == is_tie
+    assert any("for the checked one write" in remark for remark in made.remarks) != is_tie
+
+
+def test_tensor_and_context_parallelism_need_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch without either does not set it, and all sizes with either were refused."""
+    monkeypatch.delenv(line.CONNECTIONS, raising=False)
+    asked = request(tensor_model_parallel_size=1)
+
+    def check(parsed: ParsedLaunch) -> tuple[str | None, list[list[str]]]:
+        refused = refusal_of(asked, parsed, Written(("--tensor-model-parallel-size", "2")))
+        sizes = Sizes(pipeline=2), Sizes(tensor=2, pipeline=2), Sizes(context=2)
+        return refused, [list(any_sizes._on_connections(parsed, one)) for one in sizes]
+
+    refused, (without, *remarks) = with_launch(asked, check)
+    assert refused is None and not without
+    assert all(f"export {line.CONNECTIONS}=1" in remark for (remark,) in remarks)
+    monkeypatch.setenv(line.CONNECTIONS, "1")
+    assert not any(with_launch(asked, check)[1])
 
 
 def test_layouts_of_the_launch_go() -> None:

@@ -386,24 +386,6 @@ def test_a_plan_says_what_no_measurement_has_checked(flags: dict[str, Any], what
         assert "not checked" not in text.output and not remarks
 
 
-def test_half_a_line_is_planned_by_them_too(tmp_path: Path) -> None:
-    """Its flags did not name the file: the run would have estimated times."""
-    path = measured_file(tmp_path, pipeline_model_parallel_size=4)
-    plan = plan_line(
-        LaunchRequest(
-            launch(**EXPERTS, pipeline_model_parallel_size=4),
-            gpu=parse_gpu("h100"),
-            settings=("--pipeline-costs", str(path)),
-            half_pipeline=True,
-        )
-    )
-    halves = [one for one in plan.others if one.division]
-    assert not plan.is_estimate and halves
-    for one in halves:
-        added = one.write().added
-        assert added[-2:] == ("--pipeline-costs", str(path)) or "--pipeline-schedule" not in added
-
-
 def test_room_is_left_for_what_a_model_says_of_the_allocator() -> None:
     """Nothing was left without a trace. On this GPU the first choice fits only if its allocator
     reserves nothing besides."""

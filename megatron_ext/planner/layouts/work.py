@@ -21,6 +21,7 @@ from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Extras, Problem, VocabularyParallel
 from megatron_ext.schedule.rank_speeds import at_speeds
+from megatron_ext.schedule.slices import UNCUT, Slices
 
 CostsOf = Callable[[Sequence[Stage], Placement], Costs]
 BytesOf = Callable[[Sequence[Stage], Placement, VocabularyParallel], Sequence[ModelBytes]]
@@ -40,6 +41,7 @@ class Work:
         recompute: Megatron's recompute of layers, which ``costs_of`` counts.
         pairs: whether forward and backward passes overlap if a rank has several stages.
         speeds: of the ranks, relative to those that ``costs_of`` is for; () if all are alike.
+        slices: slices of each microbatch.
     """
 
     model: Model
@@ -53,6 +55,7 @@ class Work:
     recompute: LayerRecompute = NO_RECOMPUTE
     pairs: bool = False
     speeds: tuple[float, ...] = ()
+    slices: Slices = UNCUT
 
     def variant(
         self, spec: str, layout: Layout, method: VocabMethod = VocabMethod.NAIVE
@@ -78,6 +81,7 @@ class Work:
             extras=Extras(
                 vocab_parallel=method.vocabulary,
                 post_validation=self.post_validation,
+                slices=self.slices,
                 pairs=self.pairs and placement.chunks > 1,
             ),
         )
@@ -139,6 +143,7 @@ def evaluate(
     *,
     search: bool = True,
     better_than: float = math.inf,
+    may_offload: bool = False,
 ) -> Evaluated:
     """Return a step of ``work`` under the schedule ``spec`` with ``layout``.
 
@@ -148,6 +153,7 @@ def evaluate(
         search: whether a schedule that searches does so. If not, what it knows at once stands in,
             and what a long step takes is told by two shorter ones.
         better_than: of a long step nothing is searched for unless what is known takes less.
+        may_offload: whether activations may leave for the host if they do not fit.
 
     Raises:
         ValueError: the schedule cannot be made so, or a rank would hold more.
@@ -157,11 +163,11 @@ def evaluate(
     assert model is not None
     outside = max(map(work.seconds_outside_passes, model))
     if search:
-        candidate = _searched(variant, method, room, better_than - outside)
+        candidate = _searched(variant, method, room, better_than - outside, may_offload)
         step = candidate.step
     else:
         variant = replace(variant, choice=variant.choice.without_search)
-        candidate, step = _from_shorter(variant, method, room)
+        candidate, step = _from_shorter(variant, method, room, may_offload)
     return Evaluated(
         layout,
         candidate,
@@ -175,17 +181,21 @@ SMALL = 2600  # microbatches on a stage, of what a search knows at once in some 
 
 
 def _searched(
-    variant: Variant, method: VocabMethod, room: float | None, better_than: float
+    variant: Variant,
+    method: VocabMethod,
+    room: float | None,
+    better_than: float,
+    may_offload: bool,
 ) -> Candidate:
     """Return the result of `consider`; for a long step without a search that would gain next to
     nothing, or begin with a step that is no shorter than ``better_than``."""
     problem = variant.problem
     if variant.choice.traits.searches and problem.placement.stages * problem.microbatches > SMALL:
         short = replace(variant, choice=variant.choice.without_search)
-        candidate = consider(short, method, room)
+        candidate = consider(short, method, room, may_offload)
         if is_close(candidate) or candidate.step >= better_than:
             return candidate
-    return consider(variant, method, room)
+    return consider(variant, method, room, may_offload)
 
 
 def work_of_stages(costs: Costs) -> tuple[float, ...]:
@@ -199,19 +209,19 @@ MANY = 5  # microbatches a rank: the order of passes has long repeated itself
 
 
 def _from_shorter(
-    variant: Variant, method: VocabMethod, room: float | None
+    variant: Variant, method: VocabMethod, room: float | None, may_offload: bool
 ) -> tuple[Candidate, float]:
     """Return a candidate with fewer microbatches than ``variant``, if that has many, and the
     seconds of a step with all of them."""
     ranks, microbatches = variant.problem.ranks, variant.problem.microbatches
     longer = MANY * ranks + microbatches % ranks
     if microbatches < 2 * longer:
-        candidate = consider(variant, method, room)
+        candidate = consider(variant, method, room, may_offload)
         return candidate, candidate.step
     steps = []
     for number in (longer - ranks, longer):
         problem = replace(variant.problem, microbatches=number)
-        candidate = consider(replace(variant, problem=problem), method, room)
+        candidate = consider(replace(variant, problem=problem), method, room, may_offload)
         steps.append(candidate.step)
     each = (steps[1] - steps[0]) / ranks
     return candidate, steps[1] + (microbatches - longer) * each

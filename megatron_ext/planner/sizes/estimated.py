@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil, floor, inf
 
-from megatron_ext.compile.registry import choose
+from megatron_ext.cost_model.activations import held_of_stage
 from megatron_ext.cost_model.estimate import estimate
 from megatron_ext.cost_model.execution import Framework
 from megatron_ext.cost_model.model import Stage
@@ -43,6 +43,7 @@ class Estimated:
         is_stock: whether Megatron has the schedule itself.
         seconds: of a step.
         excess: bytes of the fullest rank beyond what it may take; 0 if it fits.
+        offloaded: seconds of a step that copies the excess to the host and back.
     """
 
     sizes: Sizes
@@ -51,6 +52,7 @@ class Estimated:
     is_stock: bool
     seconds: float
     excess: float
+    offloaded: float
 
 
 @dataclass(frozen=True)
@@ -69,33 +71,114 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Pieces:
-    """A mean layer, what the first and the last stage have besides, and a message."""
+    """A mean layer, what the first and the last stage have besides, and the bytes of a message."""
 
     layer: _Piece
     first: _Piece
     last: _Piece
-    message: float
+    message_bytes: float
 
 
-def estimates(job: SizedJob, sizes: Sizes, worse_than: float = inf) -> Iterator[Estimated]:
-    """Estimate a step of ``job`` with ``sizes`` for each recompute and schedule; nothing if the
-    model alone is too large for a rank.
+class Estimator:
+    """Estimates of a step of a job for any of its sizes.
 
-    More recompute takes longer: none is estimated beyond that with which all schedules fit, or
-    with which all take more seconds than ``worse_than``.
+    Sizes that differ only in pipeline and data parallelism have the same pieces: a layer, and what
+    the ends of a pipeline have besides. These are estimated once.
     """
-    model = _model_bytes(job, sizes)
-    if job.memory is not None and model.total >= job.memory:
-        return
-    for recompute in sorted(job.recompute, key=_amount):
-        made = list(_Sized(job, sizes, recompute, model).estimates())
-        yield from made
-        fits = not any(one.excess for one in made)
-        if fits or min(one.seconds for one in made) > worse_than:
+
+    def __init__(self, job: SizedJob) -> None:
+        self._job = job
+        self._recompute = sorted(job.recompute, key=amount_of)
+        self._models: dict[Sizes, ModelBytes] = {}
+        self._pieces: dict[tuple[Sizes, LayerRecompute], _Pieces] = {}
+        self._activations: dict[tuple[Sizes, LayerRecompute], float] = {}
+        self._temporary: dict[tuple[Sizes, LayerRecompute, bool], float] = {}
+
+    def bound(self, sizes: Sizes) -> float:
+        """Return seconds that no step with ``sizes`` beats: the work of all layers without
+        recompute, on ranks that never wait. Infinite if the model alone is too large for a rank."""
+        job = self._job
+        if job.memory is not None and self.model_bytes(sizes).total >= job.memory:
+            return inf
+        layer = self.pieces(sizes, self._recompute[0]).layer.seconds
+        return job.microbatches(sizes) * len(job.model.layers) * layer / sizes.pipeline
+
+    def estimates(self, sizes: Sizes, worse_than: float = inf) -> Iterator[Estimated]:
+        """Estimate a step with ``sizes`` for each recompute and schedule; nothing if none fits.
+
+        More recompute takes longer: none is estimated beyond that with which all schedules fit, or
+        with which all take more seconds than ``worse_than``.
+        """
+        job = self._job
+        if not self._may_fit(sizes):
             return
+        for recompute in self._recompute:
+            made = list(_Sized(self, job, sizes, recompute).estimates())
+            yield from made
+            fits = not any(one.excess for one in made)
+            if fits or min(one.seconds for one in made) > worse_than:
+                return
+
+    def _may_fit(self, sizes: Sizes) -> bool:
+        """Whether a rank has memory for its layers with some recompute, under the schedule that
+        holds least."""
+        job = self._job
+        if job.memory is None:
+            return True
+        free = job.memory - self.model_bytes(sizes).total
+        held = min(_least_in_flight(sizes.pipeline), job.microbatches(sizes))
+        layers = held * len(job.model.layers) / sizes.pipeline
+        return any(layers * self._activation(sizes, one) <= free for one in self._recompute[::-1])
+
+    def _activation(self, sizes: Sizes, recompute: LayerRecompute) -> float:
+        """Return the bytes that a microbatch leaves in a mean layer."""
+        key = replace(sizes, pipeline=1), recompute
+        if key not in self._activations:
+            job = self._job
+            types = Counter(job.model.layers)
+            model, execution = (
+                replace(job.model_of(sizes), layers=tuple(types)),
+                job.execution_of(sizes, recompute),
+            )
+            number = sum(types.values())
+            self._activations[key] = sum(
+                count
+                / number
+                * held_of_stage(model, Stage((layer,)), execution, job.rates.measured)[0]
+                for layer, count in types.items()
+            )
+        return self._activations[key]
+
+    def model_bytes(self, sizes: Sizes) -> ModelBytes:
+        """Return the bytes of the model on the fullest rank."""
+        if sizes not in self._models:
+            self._models[sizes] = _model_bytes(self._job, sizes)
+        return self._models[sizes]
+
+    def pieces(self, sizes: Sizes, recompute: LayerRecompute) -> _Pieces:
+        """Return the pieces of a stage."""
+        key = replace(sizes, pipeline=1), recompute
+        if key not in self._pieces:
+            self._pieces[key] = _pieces(self._job, sizes, recompute)
+        return self._pieces[key]
+
+    def temporary(self, sizes: Sizes, recompute: LayerRecompute) -> float:
+        """Return the bytes of temporary tensors on the fullest rank."""
+        job, is_alone = self._job, sizes.pipeline == 1
+        key = replace(sizes, pipeline=1), recompute, is_alone
+        if key not in self._temporary:
+            stage = Stage(job.model.layers[:1], embedding=is_alone, head=True)
+            execution = job.execution_of(sizes, recompute)
+            self._temporary[key] = temporary_bytes(job.model_of(sizes), stage, execution)
+        return self._temporary[key]
 
 
-def _amount(recompute: LayerRecompute) -> tuple[bool, int]:
+def _least_in_flight(ranks: int) -> int:
+    """Return the microbatches that the fullest rank holds under the schedule with the least."""
+    return (ranks + 2) // 2 if ranks > 1 else 1
+
+
+def amount_of(recompute: LayerRecompute) -> tuple[bool, int]:
     """Return a key that orders recompute by its amount."""
     return recompute.granularity == FULL, len(recompute.modules) + recompute.num_layers
 
@@ -114,35 +197,37 @@ def _model_bytes(job: SizedJob, sizes: Sizes) -> ModelBytes:
 
 
 class _Sized:
-    """A job with sizes and recompute. ``model``: bytes of the fullest rank."""
+    """A job with sizes and recompute."""
 
     def __init__(
-        self, job: SizedJob, sizes: Sizes, recompute: LayerRecompute, model: ModelBytes
+        self, estimator: Estimator, job: SizedJob, sizes: Sizes, recompute: LayerRecompute
     ) -> None:
         self._job, self._sizes, self._recompute = job, sizes, recompute
-        self._pieces = _pieces(job, sizes, recompute)
+        self._pieces = estimator.pieces(sizes, recompute)
         self._layers = len(job.model.layers)
         self._ranks, self._microbatches = sizes.pipeline, job.microbatches(sizes)
-        execution = job.execution_of(sizes, recompute)
+        near, far = (self._pieces.message_bytes / speed for speed in job.rates.to_neighbours)
+        share = min(job.stride(sizes) / _NODE, 1.0) if job.gpus > _NODE else 0.0
+        self._message = near + share * (far - near)
+        model, execution = estimator.model_bytes(sizes), job.execution_of(sizes, recompute)
         on_ranks = self._layers / self._ranks
         forward = on_ranks * self._pieces.layer.forward
         backward = on_ranks * self._pieces.layer.seconds - forward
         self._outside = seconds_outside_passes(model, job.state_of(sizes), execution, job.rates)
         self._outside += job.uncovered(sizes, model, forward, backward)
-        stage = Stage(job.model.layers[:1], embedding=self._ranks == 1, head=True)
-        temporary = temporary_bytes(job.model_of(sizes), stage, execution)
         self._free = None
         if job.memory is not None:
+            temporary = estimator.temporary(sizes, recompute)
             self._free = job.memory - max(temporary - job.temporary, 0.0) - model.total
 
     def estimates(self) -> Iterator[Estimated]:
         ranks, microbatches = self._ranks, self._microbatches
-        whole = self._pieces
-        forward = (self._layers * whole.layer.forward) / ranks
-        weight = (self._layers * whole.layer.weight_gradient) / ranks
-        work = (self._layers * whole.layer.seconds) / ranks
+        layer = self._pieces.layer
+        forward = (self._layers * layer.forward) / ranks
+        weight = (self._layers * layer.weight_gradient) / ranks
+        work = (self._layers * layer.seconds) / ranks
         backward = work - forward - weight
-        hops = 2 * (ranks - 1) * whole.message
+        hops = 2 * (ranks - 1) * self._message
         if ranks == 1:
             yield self._made("1f1b", True, 0.0, 1)
             return
@@ -154,36 +239,49 @@ class _Sized:
             for chunks in range(2, most + 1):
                 in_flight = ranks + (ranks - 1) / chunks
                 bubble = (ranks - 1) * work / chunks + hops
-                yield self._made(f"interleaved:vpp={chunks}", True, bubble, in_flight)
+                spec = f"interleaved:vpp={chunks}"
+                yield self._made(spec, True, bubble, in_flight, chunks=chunks)
                 bubble = (ranks - 1) * max(forward + backward - weight, 0.0) / chunks + hops
-                yield self._made(f"interleaved-zb:vpp={chunks}", False, bubble, in_flight)
+                spec = f"interleaved-zb:vpp={chunks}"
+                yield self._made(spec, False, bubble, in_flight, chunks=chunks)
         if most >= 2:
             way = (ranks - 1) * forward / 2 + hops
-            yield self._made("zb-v", False, way, ranks, is_v=True)
-            half = (ranks + 2) // 2
-            yield self._made("v-half", False, way + (ranks - 1) * work / 3, half, is_v=True)
+            yield self._made("zb-v", False, way, ranks, chunks=2, is_v=True)
+            way += (ranks - 1) * work / 3
+            least = _least_in_flight(ranks)
+            yield self._made("v-half", False, way, least, chunks=2, is_v=True)
 
     def _made(
-        self, spec: str, is_stock: bool, bubble: float, in_flight: float, *, is_v: bool = False
+        self,
+        spec: str,
+        is_stock: bool,
+        bubble: float,
+        in_flight: float,
+        *,
+        chunks: int = 1,
+        is_v: bool = False,
     ) -> Estimated:
         """Args: ``bubble`` in seconds, ``in_flight``: microbatches that the fullest rank holds,
-        ``is_v``: whether the first and the last stage are on one rank."""
+        ``chunks``: of a rank, ``is_v``: whether the first and the last stage are on one rank."""
         pieces, ranks = self._pieces, self._ranks
         layer, first, last = pieces.layer.seconds, pieces.first.seconds, pieces.last.seconds
         ends = [first + last, 0.0] if is_v or ranks == 1 else [first, last]
         slowest = least_maximum(self._layers, layer, tuple(ends), ranks)
         if self._job.execution.framework is Framework.PYTORCH:
-            slowest += 2 * pieces.message * (ranks > 1)
-        slowest += 2 * self._job.rates.launch * choose(spec).place(ranks).chunks
+            slowest += 2 * self._message * (ranks > 1)
+        slowest += 2 * self._job.rates.launch * chunks
         seconds = self._microbatches * slowest + bubble + self._outside
-        excess = 0.0
+        excess = copies = 0.0
         if self._free is not None:
-            held = min(in_flight, self._microbatches) * self._layers / ranks
-            activations = held * pieces.layer.activation
+            at_once = min(in_flight, self._microbatches)
+            activations = at_once * self._layers / ranks * pieces.layer.activation
             if ranks == 1:
                 activations += pieces.first.activation + pieces.last.activation
             excess = max(activations - self._free, 0.0)
-        return Estimated(self._sizes, self._recompute, spec, is_stock, seconds, excess)
+            copies = self._microbatches * excess / at_once / self._job.rates.host
+        return Estimated(
+            self._sizes, self._recompute, spec, is_stock, seconds, excess, max(seconds, copies)
+        )
 
 
 @cache
@@ -252,9 +350,7 @@ def _pieces(job: SizedJob, sizes: Sizes, recompute: LayerRecompute) -> _Pieces:
         ends.head[2] + with_depths.weight_gradient - last_layer.weight_gradient,
         ends.logits_bytes + with_depths.activation - last_layer.activation,
     )
-    near, far = (costs.links.message_bytes / speed for speed in job.rates.to_neighbours)
-    share = min(job.stride(sizes) / _NODE, 1.0) if job.gpus > _NODE else 0.0
-    return _Pieces(mean, first, last, near + share * (far - near))
+    return _Pieces(mean, first, last, costs.links.message_bytes)
 
 
 Elements = tuple[float, ...]  # of dense parameters, of experts', and of the first those in matrices

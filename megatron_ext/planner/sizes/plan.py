@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_ext.planner.sizes.sizes import Sizes
-from megatron_ext.planner.verdict import NOTHING, WORTH, Alternative, Written
+from megatron_ext.planner.verdict import ALIKE, NOTHING, WORTH, Alternative, Written
 
 _NONE = Sizes()
 
@@ -18,13 +18,22 @@ class SizedAlternative(Alternative):
         sizes: parallel sizes and micro-batch.
         title: the sizes in words.
         recompute: what Megatron recomputes of layers, in words.
-        not_checked: the parts of the estimate that no measurement has checked; "" if there is none.
+        passes: seconds of a step that a rank computes, as the mean of all ranks.
+        not_checked: the parts of the estimate that no measurement has checked.
+        adds_unchecked: whether the job as it is does not have these in the same way.
     """
 
     sizes: Sizes = _NONE
     title: str = ""
     recompute: str = ""
-    not_checked: str = ""
+    passes: float = 0.0
+    not_checked: tuple[str, ...] = ()
+    adds_unchecked: bool = False
+
+
+def is_tie(one: Alternative, best: Alternative) -> bool:
+    """Return whether estimates do not tell ``one`` from ``best``, which takes no more time."""
+    return one.seconds <= (1 + ALIKE) * best.seconds
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +46,8 @@ class SizesPlan:
         same_sizes: the best with the job's own sizes.
         control: the best of Megatron's own schedules with any sizes.
         best: the best of all schedules with any sizes.
-        checked: the best with sizes whose estimate is checked, if ``best`` is not of these.
+        checked: the best whose estimate has no more unchecked parts than the job's own, if
+            ``best`` has more.
         compared: number of sizes that were compared.
         excess: bytes that the job as it is takes more than a rank may.
         written: flags for the best, none if the job stays as it is.

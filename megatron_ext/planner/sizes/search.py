@@ -1,5 +1,6 @@
 """The search over parallel sizes: estimates for all, simulated schedules for the best of them, and
-layouts for the best few.
+layouts for the best few. Then offload and slices for what would be shorter but does not fit, and
+searched schedules.
 
 Four kinds of candidates are searched side by side, so that each has a best of its own: Megatron's
 schedules or any, with all sizes or only with sizes whose estimate is checked (`adds_unchecked`).
@@ -9,11 +10,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import product
 from math import inf
 
+from megatron_ext.compile.auto_spec import SEARCHES
 from megatron_ext.compile.registry import choose
+from megatron_ext.planner.candidate import VocabMethod
 from megatron_ext.planner.layouts.candidates import Permits, Rule
 from megatron_ext.planner.layouts.descent import Timed
 from megatron_ext.planner.layouts.figures import StageFigures
@@ -22,22 +26,27 @@ from megatron_ext.planner.layouts.lines import compare_layouts, permit_all
 from megatron_ext.planner.layouts.minimax import least_slowest_stage, with_even_ranks
 from megatron_ext.planner.layouts.recompute import LayerRecompute
 from megatron_ext.planner.layouts.work import Evaluated, Work, evaluate
+from megatron_ext.planner.long_sequences import COUNTS
 from megatron_ext.planner.planning_time import answered, until_end, within
-from megatron_ext.planner.sizes.estimated import Estimated, estimates
+from megatron_ext.planner.sizes.estimated import Estimated, Estimator, amount_of
 from megatron_ext.planner.sizes.job import SizedJob
 from megatron_ext.planner.sizes.sizes import Sizes
 from megatron_ext.planner.sizes.space import space
 from megatron_ext.planner.verdict import is_stock
 from megatron_ext.progress import Task, remark, task
-from megatron_ext.schedule.problem import VocabularyParallel
+from megatron_ext.schedule.problem import Offload, VocabularyParallel
+from megatron_ext.schedule.slices import LONG_ENOUGH, Lengths, Slices
 
 SIMULATED = 100  # candidates of which a schedule is simulated
 FIRST = 10  # of these, after which there is a first answer
 _OF_SIZES = 2  # candidates of one kind that the same sizes may have
 _FAR = 1.3  # times the best estimate: what takes longer is not simulated
 _NODE = 8  # GPUs
-# Shares of the planning time after which simulation, evaluation and layouts end.
-_SIMULATION, _EVALUATION, _LAYOUTS = 0.35, 0.45, 0.85
+# Shares of the planning time after which simulation, evaluation, layouts, offload with slices, and
+# searches end.
+_SIMULATION, _EVALUATION, _LAYOUTS, _FITTING, _SEARCHES = 0.35, 0.45, 0.7, 0.8, 0.85
+_OFFLOADED = 6  # candidates that do not fit without offload
+_SLICED = ("1f1b", "zb-h1", "zb-v")  # schedules that are compared with slices
 
 
 @dataclass(frozen=True)
@@ -74,6 +83,18 @@ class SizedStep:
         """Whether Megatron trains so with its own flags."""
         return is_stock(self.made.candidate)
 
+    @property
+    def unchecked(self) -> tuple[str, ...]:
+        """Parts of the schedule whose estimate no measurement has checked."""
+        report = self.made.candidate.report
+        is_used = {"offload": report.offload is not Offload.NONE, "slices": report.slices > 1}
+        return tuple(part for part, used in is_used.items() if used)
+
+    def adds_unchecked(self, job: SizedJob) -> bool:
+        """Whether its estimate has parts that no measurement has checked and that ``job`` itself
+        does not have in the same way."""
+        return bool(self.unchecked) or adds_unchecked(job, self.sizes)
+
 
 @dataclass
 class Found:
@@ -93,7 +114,12 @@ class Found:
 
     def best(self, kind: CandidateKind) -> SizedStep | None:
         """Return the shortest step of ``kind``."""
-        steps = (step for step in self.steps if kind.has(step.sizes, is_stock=step.is_stock))
+        steps = (
+            step
+            for step in self.steps
+            if kind.has(step.sizes, is_stock=step.is_stock)
+            and not (kind.only_checked and step.unchecked)
+        )
         return min(steps, key=lambda step: step.seconds, default=None)
 
 
@@ -103,7 +129,7 @@ class CandidateKind:
 
     Attributes:
         only_stock: whether only Megatron's schedules count.
-        only_checked: whether only sizes count whose estimate is checked.
+        only_checked: whether only sizes and schedules count whose estimate is checked.
     """
 
     job: SizedJob
@@ -153,8 +179,13 @@ def search_sizes(job: SizedJob, works_of: WorksOf) -> Found:
             until_end(search.evaluate, None)
         if not search.found.steps:  # the time ended before: what was simulated is an answer
             search.evaluate(1)
-    with task("laying out stages of the best sizes") as progress, within(_LAYOUTS):
-        until_end(partial(search.lay_out, progress), None)
+    with task("laying out stages of the best sizes"), within(_LAYOUTS):
+        until_end(search.lay_out, None)
+    with task("comparing offload and slices"), within(_FITTING):
+        until_end(search.offload, None)
+        until_end(search.slice, None)
+    with task("searching schedules for the best sizes"), within(_SEARCHES):
+        until_end(search.search_schedules, None)
     return search.found
 
 
@@ -166,20 +197,26 @@ class _Search:
         self._figures: dict[tuple[Sizes, LayerRecompute], StageFigures] = {}
         self._sized: dict[Sizes, SizedWorks | None] = {}
         self._simulated: list[tuple[Estimated, Layout, float]] = []
+        self._too_full: list[Estimated] = []
 
     def simulate(self, progress: Task) -> None:
         """Estimate all sizes, and simulate the schedules of the best."""
-        estimated: list[Estimated] = []
-        shortest = inf  # seconds, of what is of all kinds
-        for sizes in space(self._job):
-            made = list(estimates(self._job, sizes, worse_than=_FAR * shortest))
+        estimator, estimated, shortest = Estimator(self._job), list[Estimated](), inf
+        bounds = {sizes: estimator.bound(sizes) for sizes in space(self._job)}
+        self.found.compared = len(bounds)
+        # ``shortest``: seconds of the best that is of all kinds
+        for sizes in sorted(bounds, key=lambda one: (one != self._job.own, bounds[one])):
+            far = _FAR * shortest
+            if bounds[sizes] > far:
+                break
+            made = list(estimator.estimates(sizes, worse_than=far))
             estimated += made
-            self.found.compared += 1
             of_all = (one for one in made if self._kinds[0].has_estimated(one) and not one.excess)
             shortest = min([shortest, *(one.seconds for one in of_all)])
         self.found.is_whole = True
+        self._too_full = [one for one in estimated if one.excess]
         shortlist = self._shortlist(estimated)
-        progress.steps = len(shortlist)
+        progress.steps, has_answered = len(shortlist), False
         for candidate in shortlist:
             timed = self._timed(candidate)
             if timed is not None:
@@ -187,7 +224,8 @@ class _Search:
                 best = min(self._simulated, key=lambda one: one[2])
                 progress.found = f"so far the best is {self._in_words(best)}"
             progress.done += 1
-            if progress.done == FIRST and self._simulated:
+            if progress.done >= FIRST and self._simulated and not has_answered:
+                has_answered = True
                 best = min(self._simulated, key=lambda one: one[2])
                 remark(f"a first answer: {self._in_words(best)}, as estimated")
                 answered()
@@ -225,15 +263,7 @@ class _Search:
         figures = self._figures_of(candidate)
         work = figures.work
         placement = choose(candidate.spec).place(work.ranks)
-        layers, model = len(work.model.layers), work.model
-        layouts = [evenly(layers, placement.stages)]
-        if placement.ranks > 1:
-            balanced = least_slowest_stage(layers, placement, figures)
-            layouts += [
-                with_even_ranks(balanced, placement, work.microbatches, figures),
-                balanced,
-            ]
-        layouts = list(dict.fromkeys(layouts))
+        model, layouts = work.model, self._simple_layouts(candidate)
         with contextlib.suppress(ValueError):
             of_model = work.bytes_of(layouts[0].of(model), placement, VocabularyParallel.NONE)
             bound = self._job.memory_of(of_model)
@@ -244,16 +274,22 @@ class _Search:
             return start.layout, start.seconds + max(map(work.seconds_outside_passes, of_model))
         return None
 
+    def _simple_layouts(self, candidate: Estimated) -> list[Layout]:
+        """Return layouts for ``candidate`` that take no search: even, and balanced."""
+        figures = self._figures_of(candidate)
+        work, layers = figures.work, len(self._job.model.layers)
+        placement = choose(candidate.spec).place(work.ranks)
+        layouts = [evenly(layers, placement.stages)]
+        if placement.ranks > 1:
+            balanced = least_slowest_stage(layers, placement, figures)
+            even = with_even_ranks(balanced, placement, work.microbatches, figures)
+            layouts += [even, balanced]
+        return list(dict.fromkeys(layouts))
+
     def evaluate(self, number: int = 3) -> None:
         """Evaluate ``number`` of the best candidates of each kind as they would run."""
         for candidate, layout, _ in self._finalists(number):
-            sized = self._works(candidate.sizes)
-            assert sized is not None
-            work = next(w for w in sized.works if w.recompute == candidate.recompute)
-            bound = self._bound(work)
-            with contextlib.suppress(ValueError):
-                made = evaluate(work, candidate.spec, layout, room=bound, search=False)
-                self.found.steps.append(SizedStep(candidate.sizes, made))
+            self._evaluate(candidate.sizes, self._work_of(candidate), candidate.spec, layout)
 
     def _finalists(self, number: int) -> list[tuple[Estimated, Layout, float]]:
         """Return the ``number`` shortest of each kind, and of the job's own sizes."""
@@ -264,7 +300,92 @@ class _Search:
         ]
         return list({id(one[0]): one for kind in kinds for one in kind[:number]}.values())
 
-    def lay_out(self, progress: Task) -> None:
+    def offload(self) -> None:
+        """Evaluate candidates that only offload makes fit: the best that are estimated to be
+        shorter than what fits without, one with each sizes."""
+        best = self.found.best(self._kinds[-1])
+        most = inf if best is None else best.seconds
+        wanted = {
+            one.sizes: one
+            for one in sorted(self._too_full, key=lambda one: one.offloaded, reverse=True)
+            if one.sizes.pipeline > 1 and one.offloaded < most
+        }
+        for one in list(reversed(wanted.values()))[:_OFFLOADED]:
+            if self._works(one.sizes) is not None:
+                layout = self._simple_layouts(one)[-1]
+                self._evaluate(one.sizes, self._work_of(one), one.spec, layout, may_offload=True)
+
+    def slice(self) -> None:
+        """Evaluate schedules with slices for long sequences, with the best sizes and with those
+        that would be best if they fitted."""
+        best, layers = self.found.best(self._kinds[-1]), len(self._job.model.layers)
+        choices: list[tuple[Sizes, LayerRecompute]] = []
+        if best is not None:
+            least = min(self._job.recompute, key=amount_of)
+            choices += [(best.sizes, best.made.recompute), (best.sizes, least)]
+        if self._too_full:
+            shortest = min(self._too_full, key=lambda one: one.seconds)
+            choices.append((shortest.sizes, shortest.recompute))
+        for sizes, recompute in dict.fromkeys(choices):
+            sized, tokens = self._works(sizes), self._job.execution.sequence // sizes.context
+            if sized is None or sizes.pipeline == 1:
+                continue
+            work = next(work for work in sized.works if work.recompute == recompute)
+            counts = (count for count in COUNTS if count * LONG_ENOUGH <= tokens)
+            for count, spec in product(counts, _SLICED):
+                stages = choose(spec).place(work.ranks).stages
+                if stages <= layers:
+                    sliced = replace(work, slices=Slices(count, Lengths.BALANCED))
+                    self._evaluate(sizes, sliced, spec, evenly(layers, stages))
+
+    def search_schedules(self) -> None:
+        """Search schedules with the stages of the best step, and of the best whose sizes are
+        checked."""
+        kinds = [kind for kind in self._kinds if not kind.only_stock]
+        found = [self.found.best(kind) for kind in reversed(kinds)]
+        piped = (step for step in found if step is not None and step.sizes.pipeline > 1)
+        for best in dict.fromkeys(piped):
+            sized, made = self._works(best.sizes), best.made
+            assert sized is not None
+            problem = made.candidate.variant.problem
+            work = next(work for work in sized.works if work.recompute == made.recompute)
+            if problem.extras != work.variant(made.schedule, made.layout).problem.extras:
+                continue  # searches know whole microbatches without offload
+            placement = problem.placement
+            for search in SEARCHES:
+                if (search.placement, search.chunks) == (placement.name, placement.chunks):
+                    self._evaluate(
+                        best.sizes, work, search.spec, made.layout, search=True, better_than=best
+                    )
+
+    def _evaluate(
+        self,
+        sizes: Sizes,
+        work: Work,
+        spec: str,
+        layout: Layout,
+        *,
+        search: bool = False,
+        may_offload: bool = False,
+        better_than: SizedStep | None = None,
+    ) -> None:
+        """Add a step to what is found, if it can be made and a launch may take it."""
+        sized = self._works(sizes)
+        assert sized is not None
+        with contextlib.suppress(ValueError):
+            sized.permits(spec, VocabMethod.NAIVE)
+            made = evaluate(
+                work,
+                spec,
+                layout,
+                room=self._bound(work),
+                search=search,
+                may_offload=may_offload,
+                better_than=inf if better_than is None else better_than.seconds,
+            )
+            self.found.steps.append(SizedStep(sizes, made))
+
+    def lay_out(self) -> None:
         """Compare all layouts and schedules of the best sizes of each kind, and of the job's own
         sizes first."""
         done: set[Sizes] = set()
@@ -273,7 +394,8 @@ class _Search:
             sizes = self._job.own if best is None else best.sizes
             if sizes not in done:
                 done.add(sizes)
-                self.found.steps += self._laid_out(sizes)
+                with task(sizes.text(self._job.gpus)):
+                    self.found.steps += self._laid_out(sizes)
 
     def _laid_out(self, sizes: Sizes) -> list[SizedStep]:
         """Return the best steps with ``sizes``, from Megatron's best schedule on if one fits, so
@@ -322,11 +444,13 @@ class _Search:
     def _figures_of(self, candidate: Estimated) -> StageFigures:
         key = candidate.sizes, candidate.recompute
         if key not in self._figures:
-            sized = self._works(candidate.sizes)
-            assert sized is not None
-            work = next(w for w in sized.works if w.recompute == candidate.recompute)
-            self._figures[key] = StageFigures(work)
+            self._figures[key] = StageFigures(self._work_of(candidate))
         return self._figures[key]
+
+    def _work_of(self, candidate: Estimated) -> Work:
+        sized = self._works(candidate.sizes)
+        assert sized is not None
+        return next(work for work in sized.works if work.recompute == candidate.recompute)
 
 
 def described_works(job: SizedJob, sizes: Sizes) -> SizedWorks:

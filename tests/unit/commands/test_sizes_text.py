@@ -27,7 +27,9 @@ MODEL = Model(
 )
 
 
-def alternative(spec: str, seconds: float, sizes: Sizes, not_checked: str = "") -> SizedAlternative:
+def alternative(
+    spec: str, seconds: float, sizes: Sizes, not_checked: tuple[str, ...] = ()
+) -> SizedAlternative:
     work = estimated_work(
         MODEL,
         Execution(sequence=2048),
@@ -44,7 +46,7 @@ def alternative(spec: str, seconds: float, sizes: Sizes, not_checked: str = "") 
         sizes=sizes,
         title=sizes.text(8),
         recompute="none",
-        not_checked=not_checked,
+        passes=0.8 * seconds,
     )
 
 
@@ -72,6 +74,7 @@ def test_what_our_schedules_add_stands_apart() -> None:
 
 def test_nothing_added_is_said() -> None:
     made = text(SizesPlan("job", OWN, OWN, CONTROL, CONTROL, command="torchrun"))
+    assert "any:        as the control" in made
     assert "ours add:   nothing to the control" in made
 
 
@@ -81,18 +84,21 @@ def test_job_that_is_best_is_kept() -> None:
     assert "write" not in made
 
 
-def test_unchecked_parts_of_both_steps_are_named() -> None:
-    best = replace(BEST, not_checked="not checked against measurements: context parallelism")
-    own = replace(OWN, not_checked="not checked against measurements: experts across nodes")
-    made = text(SizesPlan("job", own, own, CONTROL, best, checked=CONTROL, command="torchrun"))
-    assert "context parallelism; of the command as it is not checked" in made
-    assert "experts across nodes" in made
+def test_unchecked_parts_are_named_with_the_answers_that_rest_on_them() -> None:
+    """A control with context parallelism was not marked."""
+    best = replace(BEST, not_checked=("context parallelism", "offload"))
+    control = replace(CONTROL, not_checked=("context parallelism",))
+    own = replace(OWN, not_checked=("experts across nodes",))
+    made = text(SizesPlan("job", own, own, control, best, checked=CONTROL, command="torchrun"))
+    (line,) = (line for line in made.splitlines() if line.startswith("unchecked:"))
+    assert "experts across nodes (now); context parallelism (control, any); offload (any)" in line
     assert "checked:    PP 2 x DP 4" in made
+    assert "unchecked" not in text(SizesPlan("job", OWN, OWN, CONTROL, BEST, command="torchrun"))
 
 
 def test_large_gain_is_doubted_with_its_causes() -> None:
-    best = replace(BEST, seconds=7.0)
+    best = replace(BEST, seconds=7.0, passes=5.6)
     made = text(SizesPlan("job", OWN, OWN, CONTROL, best, command="torchrun"))
     assert "doubt it:" in made
-    assert "of the time now" in made
+    assert "computes for 8 s of a step now, for 5.6 s then" in made
     assert "doubt it:" not in text(SizesPlan("job", OWN, OWN, CONTROL, BEST, command="torchrun"))

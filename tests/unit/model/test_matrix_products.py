@@ -19,6 +19,7 @@ from megatron_ext.cost_model.model import Model, stages_of
 from megatron_ext.cost_model.operations.matrix_products import MatrixProduct, TensorCores
 from megatron_ext.cost_model.operations.operation import Exchange, Group, Passes, linear
 from megatron_ext.cost_model.operations.temporaries import temporary_bytes
+from megatron_ext.cost_model.rates import Rates
 from megatron_ext.cost_model.reductions import FULL_SPEED_NODES, seconds_of_a_byte
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import Costs, LinkCosts, PassCosts
@@ -91,6 +92,17 @@ def test_rings_of_many_nodes_are_slower() -> None:
     assert many == pytest.approx(32 / FULL_SPEED_NODES * few, rel=0.02)
     one_ring = seconds_of_a_byte(8 * FULL_SPEED_NODES, 1, A100, Framework.PYTORCH)
     assert one_ring == pytest.approx(8 * few)
+
+
+def test_gradients_are_reduced_round_a_ring() -> None:
+    """Within a node, and between nodes by as many ports as the ring has there."""
+    rates = Rates.as_a_whole(operations=1e12, network=1e9, host=1e9, peers=10e9)
+    assert seconds_of_a_byte(4, 1, rates) == pytest.approx(3 / 4 / 10e9)
+    # Eight to a node: nearly what peers carry.
+    assert seconds_of_a_byte(16, 1, rates) == pytest.approx(15 / 16 / 8e9)
+    # Tensor-parallel ranks fill the node.
+    assert seconds_of_a_byte(4, 8, rates) == pytest.approx(3 / 4 / 1e9)
+    assert seconds_of_a_byte(1, 1, rates) == 0
 
 
 def test_blocking_messages_are_in_the_pass_that_sends_them() -> None:

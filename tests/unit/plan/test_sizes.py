@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 from functools import partial
+from math import inf
 
 import pytest
 
@@ -16,10 +17,13 @@ from megatron_ext.planner.layouts.layout import evenly
 from megatron_ext.planner.layouts.recompute import NO_RECOMPUTE, LayerRecompute
 from megatron_ext.planner.layouts.work import evaluate
 from megatron_ext.planner.planning_time import begin, planning
+from megatron_ext.planner.sizes import estimated as estimated_module
 from megatron_ext.planner.sizes import search
-from megatron_ext.planner.sizes.estimated import estimates, least_maximum
+from megatron_ext.planner.sizes import space as space_module
+from megatron_ext.planner.sizes.estimated import Estimator, least_maximum
 from megatron_ext.planner.sizes.job import SizedJob
 from megatron_ext.planner.sizes.search import (
+    SizedStep,
     SizedWorks,
     adds_unchecked,
     described_works,
@@ -29,7 +33,8 @@ from megatron_ext.planner.sizes.search import (
 from megatron_ext.planner.sizes.sizes import Sizes
 from megatron_ext.planner.sizes.space import space
 from megatron_ext.schedule.placement import line
-from megatron_ext.schedule.problem import VocabularyParallel
+from megatron_ext.schedule.problem import Offload, VocabularyParallel
+from megatron_ext.schedule.slices import LONG_ENOUGH
 from scripts.layout_order import MEASURED, model_of, read
 
 FULL = LayerRecompute("full", method="uniform", num_layers=1)
@@ -76,12 +81,13 @@ def measured() -> dict[str, list[tuple[SizedJob, float]]]:
         execution = replace(job.execution, sequence=row.sequence, framework=Framework.PYTORCH)
         state = replace(job.state, gradient_bytes=2)
         job = replace(job, execution=execution, state=state, recompute=(NO_RECOMPUTE,))
+        job = replace(job, memory=None)  # it ran
         sets[row.group].append((job, row.seconds))
     return sets
 
 
 def estimated(job: SizedJob) -> float:
-    (seconds,) = (one.seconds for one in estimates(job, job.own) if one.spec == "1f1b")
+    (seconds,) = (one.seconds for one in Estimator(job).estimates(job.own) if one.spec == "1f1b")
     return seconds
 
 
@@ -181,9 +187,57 @@ def test_estimate_without_a_pipeline_is_exact() -> None:
             assert made.candidate.memory is not None
             less = made.candidate.memory[0].activations / 2
             tight = replace(job, memory=made.fullest - less, temporary=1e12)
-            (one,) = (one for one in estimates(tight, sizes) if one.recompute == recompute)
+            (one,) = (
+                one for one in Estimator(tight).estimates(sizes) if one.recompute == recompute
+            )
             assert one.seconds == pytest.approx(made.seconds, rel=1e-4)
             assert one.excess == pytest.approx(less, rel=0.02)
+
+
+def test_no_step_beats_its_bound() -> None:
+    """The search ignores sizes whose bound is far above the best, so a bound that is too high would
+    hide the best. A bound is also near enough to tell something."""
+    job, nearest = small_job(), inf
+    estimator = Estimator(job)
+    for sizes in space(job):
+        bound = estimator.bound(sizes)
+        for one in estimator.estimates(sizes):
+            assert bound <= one.seconds, one
+            nearest = min(nearest, one.seconds / bound)
+    assert nearest < 1.2
+
+
+def test_sizes_that_cannot_fit_are_not_estimated() -> None:
+    """And no others: more memory shows all estimates, of which those that fit in less stay."""
+    roomy = Estimator(small_job())
+    least = 1.5 * min(roomy.model_bytes(sizes).total for sizes in space(small_job()))
+    tight = Estimator(small_job(least))
+    kept = dropped = 0
+    for sizes in space(small_job()):
+        model = roomy.model_bytes(sizes).total
+        estimated = list(tight.estimates(sizes))
+        assert (tight.bound(sizes) == inf) == (model >= least)
+        kept += any(not one.excess for one in estimated)
+        dropped += not estimated
+        assert list(roomy.estimates(sizes))
+    assert kept and dropped
+
+
+def test_sizes_share_their_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A description is estimated once for all pipelines: 1,024 GPUs have thousands of sizes."""
+    job, calls = small_job(), []
+    pieces = estimated_module._pieces
+
+    def counted(*arguments: object) -> object:
+        calls.append(arguments)
+        return pieces(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(estimated_module, "_pieces", counted)
+    estimator = Estimator(job)
+    for sizes in space(job):
+        estimator.bound(sizes)
+    without_pipeline = {replace(sizes, pipeline=1) for sizes in space(job)}
+    assert 0 < len(calls) <= len(without_pipeline) < len(list(space(job)))
 
 
 def test_small_model_needs_no_model_parallelism() -> None:
@@ -223,6 +277,23 @@ def test_what_a_launch_refuses_is_not_found() -> None:
     assert set(found.refused.values()) == {"no pipeline"}
 
 
+def test_first_answer_comes_though_the_first_sizes_are_refused() -> None:
+    """It came with the tenth candidate or not at all."""
+    job, refused = small_job(), set[Sizes]()
+
+    def works_of(sizes: Sizes) -> SizedWorks:
+        if len(refused) < 10:
+            refused.add(sizes)
+            raise ValueError("no pipeline")
+        return described_works(job, sizes)
+
+    with planning(limit=20.0) as time:
+        begin()
+        found = search_sizes(job, works_of)
+    assert refused <= set(found.refused) and found.steps
+    assert time.first_answer is not None
+
+
 def test_long_reductions_are_not_hidden() -> None:
     """With gradients that take longer to reduce than the last backward pass, the rest counts."""
     job = small_job()
@@ -240,6 +311,73 @@ def test_long_reductions_are_not_hidden() -> None:
     (model,) = work.bytes_of(layout.of(SMALL), line(1), VocabularyParallel.NONE)
     moved = 7 / 8 * (model.gradients + model.weights) / 1e8
     assert steps[1] - steps[0] == pytest.approx(moved, rel=0.05)
+
+
+def piped_job(memory: float, sequence: int) -> SizedJob:
+    """A job that only pipeline and data parallelism can divide, without recompute."""
+    job = small_job(memory)
+    model = replace(SMALL, layers=("*-",) * 16, num_query_groups=1, vocabulary=1024)
+    return replace(
+        job,
+        model=model,
+        own=Sizes(pipeline=8),
+        execution=replace(job.execution, sequence=sequence),
+        recompute=(NO_RECOMPUTE,),
+        rates=replace(job.rates, host=50e9),
+    )
+
+
+@pytest.fixture
+def only_pipelines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No context parallelism, no searches, and simple layouts alone."""
+
+    def no_layouts(*arguments: object, **more: object) -> None:
+        raise ValueError
+
+    monkeypatch.setattr(space_module, "_MOST_CONTEXT", 1)
+    monkeypatch.setattr(search, "SEARCHES", ())
+    monkeypatch.setattr(search, "compare_layouts", no_layouts)
+
+
+def best_of(job: SizedJob) -> SizedStep:
+    *_, any_schedule = kinds_of(job)
+    best = search_sizes(job, partial(described_works, job)).best(any_schedule)
+    assert best is not None
+    return best
+
+
+def test_offload_makes_shorter_steps_fit(
+    only_pipelines: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = piped_job(2.4e9, 4096)
+    best = best_of(job)
+    assert best.made.candidate.report.offload is Offload.FIT and not best.is_stock
+    assert best.made.fullest <= 2.4e9
+    monkeypatch.setattr(search, "_OFFLOADED", 0)
+    assert best.seconds < 0.97 * best_of(job).seconds
+
+
+def test_long_sequences_are_sliced(only_pipelines: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In slices that kernels are fast on, also where nothing fits without them."""
+    monkeypatch.setattr(search, "_OFFLOADED", 0)
+    for memory in (5.5e9, 8e9):
+        best = best_of(piped_job(memory, 4 * LONG_ENOUGH))
+        assert best.made.candidate.report.slices in (2, 4) and not best.is_stock
+        assert best.made.fullest <= memory
+    monkeypatch.setattr(search, "_SLICED", ())
+    assert best.seconds < 0.9 * best_of(piped_job(8e9, 4 * LONG_ENOUGH)).seconds
+
+
+def test_schedules_are_searched_for_the_best_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(space_module, "_MOST_CONTEXT", 1)
+    monkeypatch.setattr(search, "_OFFLOADED", 0)
+    job = replace(piped_job(2.4e9, 4096), global_batch=8)
+    found = search_sizes(job, partial(described_works, job))
+    searched = [step for step in found.steps if step.made.candidate.variant.choice.takes_long]
+    assert searched
+    before = [step for step in found.steps if step not in searched and step.sizes.pipeline > 1]
+    assert {step.sizes for step in searched} <= {step.sizes for step in before}
+    assert min(s.seconds for s in searched) <= 1.01 * min(s.seconds for s in before)
 
 
 def test_unchecked_parts_of_other_sizes() -> None:

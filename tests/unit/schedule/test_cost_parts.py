@@ -24,7 +24,7 @@ from megatron_ext.schedule.costs import (
     VocabularyCosts,
 )
 from megatron_ext.schedule.kinds import Held
-from megatron_ext.schedule.placement import line, loop, v
+from megatron_ext.schedule.placement import Placement, line, loop, v
 from scripts.benchmarks.contestants import in_seconds
 
 F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
@@ -105,7 +105,7 @@ def test_a_v_has_both_ends_of_the_vocabulary_on_one_rank() -> None:
 
 
 def test_what_is_joined_is_summed_up_and_links_are_those_between() -> None:
-    joined = FULL.in_pairs()
+    joined = FULL.per_rank(Placement("neighbours", (0, 0, 1, 1)))
     assert joined.passes == PassCosts(
         {F: (12.0, 20.0), I: (12.0, 24.0), W: (15.0, 20.0)},
         held_bytes={Held.ACTIVATION: (12.0, 28.0), Held.WEIGHT_INPUTS: (6.0, 18.0)},
