@@ -66,7 +66,11 @@ class UnequalSteps:
         self._times = RankTimes(program)
 
     def makespan(self, costs: Mapping[Kind, Floats], rows: NDArray[np.intp]) -> float:
-        """Return the makespan of the slowest replica.
+        """Return the makespan of the slowest replica. Arguments as in `factors`."""
+        return self.slowest(self.factors(costs, rows))
+
+    def factors(self, costs: Mapping[Kind, Floats], rows: NDArray[np.intp]) -> Floats:
+        """Return what each action takes over its costs, by replica and action.
 
         Args:
             costs: of each microbatch of the step, over those for which the program was made, by
@@ -77,6 +81,10 @@ class UnequalSteps:
         for kind, own in costs.items():
             passes = self._of_kind[kind]
             factors[:, passes] = own[rows[:, self._microbatch[passes]]]
+        return factors
+
+    def slowest(self, factors: Floats) -> float:
+        """Return the makespan of the slowest replica. ``factors``: result of `factors`."""
         starts, ends = self._times.of(factors)
         return float((ends.max(axis=1) - starts.min(axis=1)).max())
 

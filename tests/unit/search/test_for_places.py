@@ -15,11 +15,9 @@ from hypothesis import strategies as st
 
 from megatron_ext.compile.build import complete
 from megatron_ext.compile.program.memory import in_bytes, in_microbatches, peaks
-from megatron_ext.compile.program.rank_times import RankTimes
 from megatron_ext.compile.program.simulate import seconds_of, simulate
 from megatron_ext.compile.program.unequal import UnequalSteps, profile_of
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.columns import IS_PASS
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.dealing import MicrobatchOrder, arranged
 from megatron_ext.schedule.kinds import Held
@@ -241,11 +239,9 @@ def test_most_of_the_gain_is_left_under_noise() -> None:
                 (here, MicrobatchOrder.ARRIVAL, False),
                 (made, MicrobatchOrder.SMALL_ENDS, True),
             ):
-                columns, rows = one.schedule.columns, arranged(row, 4, order, deal=deal)
-                factors = np.where(IS_PASS[columns.kind], row[rows[:, columns.microbatch]], 1.0)
-                factors = factors * lognormal(rng, noise, factors.shape)
-                starts, ends = RankTimes(one).of(factors)
-                taken.append((ends.max(axis=1) - starts.min(axis=1)).max())
+                steps, rows = UnequalSteps(one), arranged(row, 4, order, deal=deal)
+                factors = steps.factors(dict.fromkeys((F, I, W), row), rows)
+                taken.append(steps.slowest(factors * lognormal(rng, noise, factors.shape)))
         before, now = np.array(taken).reshape(-1, 2).T
         gains.append(1 - np.median(now / before))
     assert gains[1] > 0.8 * gains[0] > 0.1
