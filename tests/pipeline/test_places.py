@@ -40,6 +40,7 @@ from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.timeline import Event
 from tests.helpers.adversary import MODES
+from tests.helpers.combinations import nightly
 from tests.helpers.drawn_models import drawn_by_name
 from tests.helpers.megatron_runs import assert_same, losses, train_or_fail
 from tests.helpers.packed import packed_on_the_cpu
@@ -171,6 +172,29 @@ def test_a_rank_that_swaps_a_step_late_ends_the_training(
     assert re.search(f"ranks run different programs from v-half: {both}", told)
     began = [len((emulated / str(rank)).read_text().splitlines()) for rank in (0, 1)]
     assert sorted(began) == [STEPS, STEPS + 1]  # the first to compare, which waits for nobody
+
+
+@nightly("two replicas: test_replicas_swap_at_the_same_step")
+@pytest.mark.parametrize("pipeline", [2, 4])
+def test_eight_ranks_swap_and_train_to_the_same_bits(
+    pipeline: int, emulated: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four replicas of two stages, and two of four, dealt. (On a V each chunk has its own buckets,
+    in which gloo adds four gradients in another order.)"""
+    judged = iter((2.0, 1.0))
+    monkeypatch.setattr(programs_module, "median_makespan", lambda *of: next(judged))
+    more = ORDERED | {
+        "pipeline_deal_microbatches": True,
+        "pipeline_model_parallel_size": pipeline,
+        "num_layers": 2 * pipeline,
+        "global_batch_size": 8 * 8 // pipeline,
+        "train_iters": ITERATIONS,
+        "eval_iters": 0,
+    }
+    stock = trained(8, **more)
+    assert_same(trained(8, **profiled(emulated, "zb-h1") | more), stock)
+    ran = [what for what, _ in programs(emulated, 8)]
+    assert ran == ["8 equal"] * STEPS + ["8 places"] * 2
 
 
 def test_steps_of_a_batch_that_grows_run_a_program_for_equal_ones(emulated: Path) -> None:
