@@ -9,9 +9,11 @@ Bridge itself is not imported here: a config is known by the names of its parts.
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any
 
 from megatron_ext.config import PipelineConfig
@@ -92,6 +94,9 @@ def use(config: Any, schedule: str, **settings: str | bool | None) -> BridgeHand
         _place(handle, config, model, ours)
         _switch_off(handle, config, model, ours)
         _refuse(config, model, ours)
+        if ours.arranges_microbatches:
+            _refuse_arrangement(config, model, ours)
+            importlib.import_module("megatron.bridge.data.loaders")  # which is to be patched
         installed: Handle = install(ours)
         handle._undo.append(installed.undo)
     except BaseException:
@@ -161,6 +166,30 @@ def _refuse(config: Any, model: Any, ours: PipelineConfig) -> None:
             choice,
             ours.extras,
         )
+
+
+def _refuse_arrangement(config: Any, model: Any, ours: PipelineConfig) -> None:
+    """Raise ValueError if the microbatches of ``config`` cannot be ordered or dealt."""
+    from megatron_ext.adapter.batches.refusals import check_arrangement
+
+    dataset = config.dataset
+    kind = dataset.dataloader_type
+    is_packed = kind == "batch" and getattr(dataset, "enable_offline_packing", False)
+    if kind == "batch" and not is_packed:
+        raise ValueError(
+            "microbatch_order, deal_microbatches: a step's samples are padded to one length, and "
+            "all cost the same; set dataset.enable_offline_packing, or drop the settings"
+        )
+    args = SimpleNamespace(
+        dataloader_type="single" if is_packed else kind,
+        dataloader_inter_document_masking=(
+            is_packed or getattr(dataset, "inter_document_masking", False)
+        ),
+        num_experts=model.num_moe_experts,
+        moe_router_load_balancing_type=model.moe_router_load_balancing_type,
+        data_parallel_size=getattr(config, "data_parallel_size", None),
+    )
+    check_arrangement(args, ours)
 
 
 class _Settings:

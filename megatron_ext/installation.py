@@ -33,8 +33,9 @@ def install(config: PipelineConfig) -> Handle:
         )
     if config.arranges_microbatches and os.environ.get("RANK", "0") == "0":
         logger.info(
-            "microbatches are ordered and dealt where Megatron's own loader reads them; batches of "
-            "other loaders are ordered by megatron_ext.order_microbatches"
+            "microbatches are ordered and dealt where Megatron's own loader reads them, and under "
+            "megatron_ext.bridge.use Megatron-Bridge's; batches of other loaders are ordered by "
+            "megatron_ext.order_microbatches"
         )
     patches = wanted_patches(config)
     problem = _too_late(patches)

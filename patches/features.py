@@ -146,7 +146,7 @@ FEATURES = (
     ),
     Feature(
         "microbatches ordered and dealt by their cost",
-        ("megatron.training.datasets.data_samplers",),
+        ("megatron.training.datasets.data_samplers", "megatron.bridge.data.loaders"),
         None,
         asked_for=lambda config: config.arranges_microbatches,
     ),

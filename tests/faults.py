@@ -32,6 +32,7 @@ ADAPTER = "megatron_ext/adapter"
 MEGATRON = "patches/megatron"
 
 ORDER = "tests/pipeline/test_microbatch_order.py"
+PLACES = "tests/pipeline/test_places.py"
 PREDICTION = "tests/pipeline/test_multi_token_prediction.py::test_it_is_stock_to_the_last_bit"
 
 
@@ -377,6 +378,20 @@ FAULTS = (
         ("tests/patches/test_post_validation.py",),
     ),
     # ---- Microbatches in another order, stages and ranks that differ
+    Fault(
+        "ranks-that-swap-programs-at-other-steps",
+        f"{ADAPTER}/step/training.py",
+        "self._programs.check_swap(call.pipeline, call.config, shape, known)",
+        "pass",
+        (f"{PLACES}::test_a_rank_that_swaps_a_step_late_ends_the_training[measured costs]",),
+    ),
+    Fault(
+        "bytes-of-the-median-microbatch",
+        f"{RUNTIME}/measure/profile.py",
+        "self._counting.per_microbatch(largest=places is not None)",
+        "self._counting.per_microbatch()",
+        (f"{PLACES}::test_memory_is_that_of_the_largest_microbatch",),
+    ),
     Fault(
         "ranks-that-order-microbatches-differently",
         f"{ADAPTER}/batches/arranged_batches.py",

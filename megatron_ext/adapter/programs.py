@@ -81,6 +81,7 @@ class Programs:
         self._run = ""  # a key that no other run with the same store has
         self._has_compared = False  # programs with all ranks
         self._measured: set[Shape] = set()  # whose costs were measured
+        self._swapped: set[Shape] = set()  # whose new program has not run yet
         self._times_set: Counter[Shape] = Counter()  # how often a shape has been given costs
         self.costs: dict[Shape, Costs] = {}
         self.bases: dict[Shape, Basis | None] = {}
@@ -344,8 +345,29 @@ class Programs:
         self._found |= result.passes
         return own[0] if own else prove_built(result.schedule, result.problem)
 
-    def _compare(self, digest: str, step: _Key, pipeline: dist.ProcessGroup) -> None:
-        """Raise RuntimeError if another rank has built a different program for such a step.
+    def check_swap(
+        self, pipeline: dist.ProcessGroup, config: Any, shape: Shape, program: Program
+    ) -> None:
+        """Compare ``program``, which a training step of ``shape`` is about to run, with those of
+        the other ranks, in the first such step after programs were swapped.
+
+        A rank that swaps later would run other orders than its neighbours, and could wait forever.
+
+        Raises:
+            RuntimeError: another rank runs a different program.
+        """
+        if shape not in self._swapped:
+            return
+        self._swapped.discard(shape)
+        problem = program.problem
+        key = self._key(config, shape, problem.microbatches, False, problem.first_trained)
+        self._compare(program.digest, key, pipeline, "run")
+
+    def _compare(
+        self, digest: str, step: _Key, pipeline: dist.ProcessGroup, verb: str = "built"
+    ) -> None:
+        """Raise RuntimeError if another rank has built, or does ``verb``, a different program for
+        such a step.
 
         All ranks take part the first time, and those of one shape compare. Later digests go through
         torch's store: separate pipelines may have other numbers of microbatches, and none waits for
@@ -361,16 +383,16 @@ class Programs:
         if store is None:
             ranks = dist.get_process_group_ranks(pipeline)
             told = zip(ranks, gather(pipeline, digest), strict=True)
-            check_digests(self.choice.spec, dict(told))
+            check_digests(self.choice.spec, dict(told), verb)
             return
         where = "/".join(map(str, [shape, *request]))
         if self._config.race is not None:  # a rank with another schedule must not go unnoticed
             where += f"/{spec}"
-        key = f"megatron_ext/programs/{self._run}/{self._times_set[shape]}/{where}"
+        key = f"megatron_ext/programs/{self._run}/{self._times_set[shape]}/{verb}/{where}"
         here = dist.get_rank()
         with losing_the_store(f"global rank {here} was to compare its program"):
             rank, first = store.compare_set(key, "", f"{here} {digest}").decode().split()
-        check_digests(self.choice.spec, {int(rank): first, here: digest})
+        check_digests(self.choice.spec, {int(rank): first, here: digest}, verb)
 
     def rebuild(
         self,
@@ -387,6 +409,7 @@ class Programs:
         """
         self._set_costs(shape, costs)
         self._measured.add(shape)
+        self._swapped.add(shape)
         microbatches = before.problem.microbatches
         first_trained = before.problem.first_trained
         return self.make(pipeline, config, shape, microbatches, False, first_trained, before)
@@ -504,16 +527,22 @@ def _but_for_length(choice: Choice, problem: Problem) -> tuple[str, str]:
     return choice.spec, repr(replace(problem, microbatches=1))
 
 
-def check_digests(schedule: str, digests: Mapping[int, str]) -> None:
-    """Raise RuntimeError unless all ``digests``, by global rank, are equal."""
+_WHY = {
+    "built": "start all of them with one version of megatron_ext and numpy, and one schedule file",
+    "run": "one of them swaps its program too late; resume from the last checkpoint",
+}
+
+
+def check_digests(schedule: str, digests: Mapping[int, str], verb: str = "built") -> None:
+    """Raise RuntimeError unless all ``digests``, by global rank, are equal. ``verb`` says what the
+    ranks have done with the programs."""
     ranks: dict[str, list[int]] = defaultdict(list)
     for rank, digest in sorted(digests.items()):
         ranks[digest].append(rank)
     if len(ranks) > 1:
         built = "; ".join(f"{digest[:12]} on {listed(where)}" for digest, where in ranks.items())
         raise RuntimeError(
-            f"ranks built different programs from {schedule}: {built}; start all of them with "
-            f"one version of megatron_ext and numpy, and one schedule file"
+            f"ranks {verb} different programs from {schedule}: {built}; {_WHY[verb]}"
         )
 
 

@@ -156,6 +156,15 @@ def plan(
             ),
         ),
     ] = False,
+    lengths: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Microbatches that differ: a line for each, step after step, with the lengths of "
+            "its documents, or with costs alone its cost. Says what ordering them, dealing them to "
+            "the replicas, and a program for their places gains under the verdict.",
+        ),
+    ] = None,
     config: Annotated[
         Path | None,
         typer.Option(
@@ -205,12 +214,12 @@ def plan(
             seen,
         )
         if any_sizes:
-            _refuse_with_sizes(pictures, show_all=show_all)
+            _refuse_with_sizes(pictures, show_all=show_all, lengths=lengths)
             _show_sizes(source, sizes, settings, as_json=as_json)
             return
         make = (_of_launch if source.is_given else _of_sizes)(source, sizes, settings)
         with showing_progress(), planning() as time:
-            made = make(with_curves=pictures.plot is not None)
+            made = make(with_curves=pictures.plot is not None, lengths=lengths)
         pictures.draw(made.plan, made.curves, is_estimate=made.is_estimate)
     except (ValueError, OSError, PatchError) as error:
         fail(error)
@@ -237,12 +246,13 @@ def _echo(data: object) -> None:
     typer.echo(json.dumps(as_data(data), indent=2))
 
 
-def _refuse_with_sizes(pictures: PlanPictures, *, show_all: bool) -> None:
+def _refuse_with_sizes(pictures: PlanPictures, *, show_all: bool, lengths: Path | None) -> None:
     """Raise ValueError for options that do not go with ``--any-sizes``."""
     options = {
         "--all": show_all,
         "--plot": pictures.plot is not None,
         "--html": pictures.page is not None,
+        "--lengths": lengths is not None,
     }
     _refuse(options, "--any-sizes prints its verdict alone")
 

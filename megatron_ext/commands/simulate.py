@@ -33,20 +33,15 @@ from megatron_ext.compile.overlap import what_overlapping_gains
 from megatron_ext.compile.program.graph import Device
 from megatron_ext.compile.program.noise import Spread, spread
 from megatron_ext.compile.program.simulate import simulate as simulate_program
-from megatron_ext.compile.program.unequal import (
-    UnequalMicrobatches,
-    profile_of,
-    with_unequal_microbatches,
-)
+from megatron_ext.compile.program.unequal import UnequalMicrobatches, profile_of
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import Choice, choose, with_option
 from megatron_ext.compile.report import ScheduleReport, report
 from megatron_ext.planner.auto import AS_1F1B, take
 from megatron_ext.progress import task
 from megatron_ext.schedule.costs_text import parse_costs
-from megatron_ext.schedule.dealing import Costs
 from megatron_ext.schedule.limit import parse_limit
-from megatron_ext.schedule.microbatch_costs import parse_microbatch_costs
+from megatron_ext.schedule.microbatch_costs import MicrobatchLoads, parse_microbatch_costs
 from megatron_ext.schedule.problem import (
     P2P,
     Extras,
@@ -59,7 +54,7 @@ from megatron_ext.schedule.rank_speeds import at_speeds, parse_rank_speeds
 from megatron_ext.schedule.slices import Lengths, Slices, parse_lengths
 from megatron_ext.search.certify import Certificate
 from megatron_ext.search.certify import certify as certify_program
-from megatron_ext.search.for_places import at_places_of, program_for_places, same_for_all_passes
+from megatron_ext.search.for_places import at_places_of, judged_for_places
 from megatron_ext.viz.noise_text import parse_noise, rows_of_spread
 from megatron_ext.words import counted
 
@@ -135,10 +130,11 @@ def simulate(
             metavar="lognormal:DEVIATION|FILE",
             help=(
                 "Costs of microbatches that differ: lognormal:0.5 (20 random steps with this "
-                "standard deviation, as a share of the mean) or a file with a cost per line, step "
-                "after step. Prints the gain of ordering them, of dealing them to replicas, and of "
-                "a program for the costs by place in the step. The files written are of the better "
-                "program at these costs."
+                "standard deviation of the tokens, as a share of the mean) or a file with a line "
+                "per microbatch, step after step: the lengths of its documents, or its cost. "
+                "Attention (attention= in COSTS) grows with squared lengths. Prints the gain of "
+                "ordering them, of dealing them to replicas, and of a program for the costs by "
+                "place in the step. The files written are of the better program at these costs."
             ),
         ),
     ] = None,
@@ -432,8 +428,8 @@ def _certified(certificate: Certificate | None) -> dict[str, float | None]:
     }
 
 
-def _differing(text: str | None, microbatches: int, replicas: int) -> Costs | None:
-    """Return the costs of the microbatches that ``text`` says; None if it is None."""
+def _differing(text: str | None, microbatches: int, replicas: int) -> MicrobatchLoads | None:
+    """Return the microbatches that ``text`` says; None if it is None."""
     if text is None:
         if replicas > 1:
             raise ValueError(f"--deal {replicas} deals unequal ones: give --microbatch-costs")
@@ -442,18 +438,17 @@ def _differing(text: str | None, microbatches: int, replicas: int) -> Costs | No
 
 
 def _with_unequal(
-    program: Program, costs: Costs | None, replicas: int
+    program: Program, loads: MicrobatchLoads | None, replicas: int
 ) -> tuple[UnequalMicrobatches | None, Program]:
-    """Return the figures of steps whose microbatches cost ``costs``, and the better program for
-    them, with the mean costs of their places; None and ``program`` itself if ``costs`` is None."""
-    if costs is None:
+    """Return the figures of steps of microbatches with these ``loads``, and the better program for
+    them, with the mean costs of their places; None and ``program`` itself if ``loads`` is None."""
+    if loads is None:
         return None, program
-    at_places = same_for_all_passes(profile_of(costs, replicas).tolist())
-    for_profile = program_for_places(program, at_places)
-    unequal = with_unequal_microbatches(program, costs, replicas, for_profile)
+    costs = loads.costs(program.problem.costs)
+    unequal, for_profile = judged_for_places(program, costs, replicas)
     if for_profile is not None and unequal.keeps_profile:
         return unequal, for_profile
-    return unequal, at_places_of(program, at_places)
+    return unequal, at_places_of(program, profile_of(costs, replicas))
 
 
 def _of_unequal(unequal: UnequalMicrobatches | None) -> dict[str, Any]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 
 from megatron_ext.cost_model.gpus import USABLE
 from megatron_ext.planner.job_plan import JobPlan
+from megatron_ext.planner.unequal import UnequalGains
 from megatron_ext.planner.verdict import (
     ALIKE,
     WORTH,
@@ -22,13 +24,24 @@ _SHOWN = 3  # names of a tie
 def verdict_lines(made: JobPlan) -> Iterator[str]:
     """Return the lines on the recommendation of ``made``, its gain, and the flags to write."""
     found = made.verdict
-    taken, stock = found.taken, found.stock
+    taken = found.taken
     yield f"now:       {_baseline(made)}"
     if taken is None:
         return
     if found.keeps:
         yield f"verdict:   keep it: {_no_gain(found)}"
-        return
+    else:
+        yield from _change(made, taken)
+    unequal = made.unequal
+    if unequal is not None:
+        yield from _unequal(made, unequal)
+    arranges = unequal is not None and bool(unequal.flags)
+    if made.command and (arranges or not found.keeps):
+        yield f"write:\n{made.command}"
+
+
+def _change(made: JobPlan, taken: Alternative) -> Iterator[str]:
+    found, stock = made.verdict, made.verdict.stock
     if stock is not None and stock is not taken and _is_most(made, stock):
         yield (
             f"first:     {made.of_stock} (Megatron's own): {found.saved_by(stock):.1%} shorter, "
@@ -42,8 +55,34 @@ def verdict_lines(made: JobPlan) -> Iterator[str]:
     yield f"memory:    {_memory_of_rank(made, taken)}"
     if found.tie:
         yield f"as long:   {_tie(made, taken)}"
-    if made.command:
-        yield f"write:\n{made.command}"
+
+
+def _unequal(made: JobPlan, gains: UnequalGains) -> Iterator[str]:
+    """Say what arranging the microbatches gains, and the flags for it."""
+    if gains.refused and not gains.flags:
+        yield f"unequal:   nothing is arranged, which may save {gains.most:.1%}: {gains.refused}"
+        return
+    unit = " s" if made.is_estimate else ""
+    on = f" on each of {gains.replicas} replicas" if gains.replicas > 1 else ""
+    yield (
+        f"unequal:   {gains.seconds:.4g}{unit} a step in order of arrival under {gains.schedule}: "
+        f"{counted(gains.steps, 'step')} of {counted(gains.microbatches, 'microbatch')}{on}"
+    )
+    yield f"order:     {_saved(gains.order)}"
+    if gains.deal is not None:
+        yield f"deal:      {_saved(gains.deal)} with both"
+    if gains.program is None:
+        yield f"program:   none for the places of {gains.schedule} can be searched for"
+    else:
+        yield f"program:   {_saved(gains.program)} with one for the places too"
+    if gains.refused:
+        yield f"refused:   {gains.refused}"
+    nothing = f"nothing; no part saves {WORTH:.0%} of a step"
+    yield f"arrange:   {shlex.join(gains.flags) or nothing}"
+
+
+def _saved(share: float) -> str:
+    return f"{abs(share):.1%} {'shorter' if share >= 0 else 'longer'}"
 
 
 def _baseline(made: JobPlan) -> str:

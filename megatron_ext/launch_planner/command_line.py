@@ -29,7 +29,7 @@ def command_with(launch: Launch, written: Written) -> str:
     brings it.
     """
     words = launch.words or (launch.script, *launch.arguments)
-    is_ours = any(word in _OURS for word in written.added)
+    is_ours = any(word in _OURS for word in written.words)
     return shlex.join(_rewritten(words, launch, written, is_ours and not _is_installed(launch)))
 
 
@@ -43,10 +43,10 @@ def _rewritten(words: Sequence[str], launch: Launch, written: Written, installs:
     if installs:
         at = count - (2 if launch.is_module else 1)
         launcher[at:at] = ("-m", "megatron_ext")
-    gone |= {word for word in written.added if word.startswith("--")}
+    gone |= {word for word in written.words if word.startswith("--")}
     if written.added or written.dropped:
         gone |= set(map(flag, _CHOSEN))
-    return [*launcher, *without(launch.arguments, tuple(gone)), *written.added]
+    return [*launcher, *without(launch.arguments, tuple(gone)), *written.words]
 
 
 def _is_installed(launch: Launch) -> bool:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from megatron_ext.adapter.arguments import check, prove_without_search
+from megatron_ext.adapter.batches.refusals import check_arrangement
 from megatron_ext.adapter.pairs.overlap_setting import FLAG
 from megatron_ext.compile.registry import choose
 from megatron_ext.launch_command import line as launch_line
@@ -40,6 +41,7 @@ from megatron_ext.planner.layouts.lines import Lines
 from megatron_ext.planner.long_sequences import LongSequences
 from megatron_ext.planner.planning_time import begin, until_end, within
 from megatron_ext.planner.verdict import NOTHING, WORTH, Alternative, Written
+from megatron_ext.schedule.microbatch_costs import BatchSize
 from megatron_ext.words import bytes_text
 from megatron_ext.written_settings import from_argv
 
@@ -61,6 +63,7 @@ def job_of(request: LaunchRequest, parsed: ParsedLaunch) -> LaunchJob:
         text=f"{parsed.facts}, under {parsed.variants.own}",
         free=parsed.free,
         is_estimate=parsed.measured is None and parsed.variants.config.costs.is_estimate,
+        batch=_batch(parsed),
         remarks=parsed.remarks,
     )
 
@@ -112,7 +115,10 @@ class LaunchJob(PlannedJob):
         return Others(tuple(made), slices, tuple(_on_barred(layouts)))
 
     def refusal(self, one: Alternative) -> str | None:
-        return refusal_of(self.request, self.parsed, one.write())
+        return self.refusal_of(one.write())
+
+    def refusal_of(self, written: Written) -> str | None:
+        return refusal_of(self.request, self.parsed, written)
 
     def why_not(self, plan: Plan) -> str:
         return _why_not_as_it_is(self.parsed.variants, self.room)
@@ -163,13 +169,25 @@ class LaunchJob(PlannedJob):
         ]
 
 
+def _batch(parsed: ParsedLaunch) -> BatchSize:
+    args = parsed.validated
+    at_once = args.micro_batch_size * args.data_parallel_size
+    return BatchSize(
+        args.global_batch_size // at_once,
+        args.data_parallel_size,
+        args.micro_batch_size,
+        args.seq_length if parsed.variants.config.costs.is_estimate else None,
+        is_padded=True,
+    )
+
+
 def refusal_of(request: LaunchRequest, parsed: ParsedLaunch, written: Written) -> str | None:
     """Return the reason why a training with what is ``written`` would be refused, if it would: by
     Megatron's validation of arguments and model, or by ours."""
     if written == NOTHING:
         return None
     if request.launch is None:
-        words, args = written.added, _args_with(parsed.variants.args, written)
+        words, args = written.words, _args_with(parsed.variants.args, written)
     else:
         words = read_launch(shlex.split(command_with(request.launch, written))).arguments
         args = launch_line.parse(words).args
@@ -179,6 +197,7 @@ def refusal_of(request: LaunchRequest, parsed: ParsedLaunch, written: Written) -
             args = launch_line.validate(args, config, parsed.variants.world_size)
         launch_line.settle_vocabulary(args, config, parsed.variants.tokens)
         launch_line.check_model(args, config)
+        check_arrangement(args, config)
         if config.schedule is not None:
             check(args, config, prove_without_search)
     except ValueError as error:

@@ -10,14 +10,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 
 from megatron_ext.cost_model.gpus import FreeMemory
 from megatron_ext.planner.candidate import Candidate, Plan, Variant, VocabMethod
 from megatron_ext.planner.confirmation import confirmed_verdict
 from megatron_ext.planner.curves import Curves, curves_of
 from megatron_ext.planner.long_sequences import LongSequences
+from megatron_ext.planner.planning_time import until_end
+from megatron_ext.planner.unequal import UnequalGains, unequal_gains
 from megatron_ext.planner.verdict import NOTHING, Alternative, Verdict, Written
+from megatron_ext.schedule.microbatch_costs import BatchSize, read_loads
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,7 @@ class PlannedJob(ABC):
         text: the job in words, with the schedule that it has.
         free: memory that a rank may take; None: not known.
         is_estimate: whether times are seconds that were estimated.
+        batch: size of the batch of a step; None: not known.
         remarks: assumptions on the job, a sentence each.
         nothing_fits: error message if nothing fits.
         confirms_all: whether every schedule that may prove to be the shortest is built whole, and
@@ -55,6 +61,7 @@ class PlannedJob(ABC):
     text: str = ""
     free: FreeMemory | None = None
     is_estimate: bool = True
+    batch: BatchSize | None = None
     remarks: tuple[str, ...] = ()
     nothing_fits: str = "no schedule fits, for the reasons above"
     confirms_all: bool = True
@@ -92,6 +99,11 @@ class PlannedJob(ABC):
         """Return the reason why a training under ``one`` could not start, if it could not."""
         return None
 
+    def refusal_of(self, written: Written) -> str | None:
+        """Return the reason why a training with what is ``written`` could not start, if it could
+        not."""
+        return None
+
     def why_not(self, plan: Plan) -> str:
         """Return the reason why the job cannot run as it is, if that is known."""
         return ""
@@ -127,6 +139,7 @@ class JobPlan:
             and so on.
         long_sequences: alternatives for long sequences; None if they are short.
         waits: the share of each pass that waits for other ranks of a layer, by their group.
+        unequal: gains of arranged microbatches; None if no lengths were given, or nothing fits.
         curves: for the picture; None if none was requested.
         nothing_fits: error message if nothing fits.
     """
@@ -145,12 +158,25 @@ class JobPlan:
     others: tuple[Alternative, ...] = ()
     long_sequences: LongSequences | None = None
     waits: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    unequal: UnequalGains | None = None
     curves: Curves | None = field(default=None, repr=False)
     nothing_fits: str = field(default="", repr=False)
 
 
-def plan_job(job: PlannedJob, *, with_curves: bool = False) -> JobPlan:
-    """Compare everything that ``job`` could train under, and return the plan with its verdict."""
+def plan_job(job: PlannedJob, *, with_curves: bool = False, lengths: Path | None = None) -> JobPlan:
+    """Compare everything that ``job`` could train under, and return the plan with its verdict.
+
+    Args:
+        lengths: file of microbatches (`read_loads`), for what arranging them gains under the
+            verdict; None: they are alike.
+
+    Raises:
+        ValueError: ``lengths`` is at fault.
+    """
+    loads = None
+    if lengths is not None:
+        assert job.batch is not None
+        loads = read_loads(lengths, job.batch)
     plan = job.compare()
     baseline = job.baseline(plan)
     own = None if baseline is None else baseline.candidate
@@ -162,17 +188,21 @@ def plan_job(job: PlannedJob, *, with_curves: bool = False) -> JobPlan:
     )
     taken, stock = found.taken, found.stock
     written = NOTHING if taken is None else taken.write()
+    unequal = None
+    if taken is not None and loads is not None:
+        unequal = until_end(partial(unequal_gains, loads, taken, written, job.refusal_of), None)
     is_changed = taken is not None and not found.keeps
     remarks = (*job.remarks, *others.remarks)
     if taken is not None and is_changed:
         remarks += job.remarks_on(taken.candidate, written)
+    command = replace(written, arranging=() if unequal is None else unequal.flags)
     return JobPlan(
         plan,
         found,
         job.text,
         written=written,
         of_stock=NOTHING if stock is None else stock.write(),
-        command=job.command(written) if is_changed else "",
+        command=job.command(command) if is_changed or command.arranging else "",
         remarks=remarks,
         fallbacks=job.fallbacks(others) if taken is None else (),
         nothing_fits=job.nothing_fits,
@@ -182,5 +212,6 @@ def plan_job(job: PlannedJob, *, with_curves: bool = False) -> JobPlan:
         others=others.alternatives,
         long_sequences=others.long_sequences,
         waits=job.waits,
+        unequal=unequal,
         curves=curves_of(plan, job.variant, job.room) if with_curves else None,
     )

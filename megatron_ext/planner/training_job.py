@@ -21,6 +21,7 @@ from megatron_ext.planner.planner import make_plan
 from megatron_ext.planner.planning_time import until_end
 from megatron_ext.planner.training import Training
 from megatron_ext.planner.verdict import NOTHING, Alternative, Written, is_stock
+from megatron_ext.schedule.microbatch_costs import BatchSize
 from megatron_ext.schedule.placement import line
 
 _BASELINE = "1f1b"  # Megatron's own schedule, if no virtual stages are requested
@@ -58,6 +59,7 @@ def job_of(
         text=f"Megatron's {_BASELINE}",
         free=free,
         is_estimate=training.is_estimate,
+        batch=_batch(training),
         remarks=remarks,
         nothing_fits=_NOTHING_FITS if trained else _NOTHING_FITS_THE_LIMIT,
         waits=waits,
@@ -94,6 +96,19 @@ class TrainingJob(PlannedJob):
 
     def why_not(self, plan: Plan) -> str:
         return plan.refusals.get((_BASELINE, VocabMethod.NAIVE), "")
+
+
+def _batch(training: Training) -> BatchSize:
+    trained = training.trained
+    if trained is None:
+        return BatchSize(training.microbatches)
+    run = trained.execution
+    return BatchSize(
+        training.microbatches,
+        trained.state.data_parallel,
+        run.micro_batch,
+        run.sequence if training.is_estimate else None,
+    )
 
 
 def _is_baseline(candidate: Candidate) -> bool:

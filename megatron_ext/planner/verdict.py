@@ -22,10 +22,20 @@ STOCK = ("1f1b", "interleaved")  # families that Megatron has itself
 
 @dataclass(frozen=True)
 class Written:
-    """Flags added to a launch command, and Megatron's flags that are dropped from it."""
+    """Flags added to a launch command, and Megatron's flags that are dropped from it.
+
+    Attributes:
+        arranging: flags for unequal microbatches, in addition, which leave the schedule.
+    """
 
     added: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
+    arranging: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """All flags that are added, with their values."""
+        return *self.added, *self.arranging
 
     def __str__(self) -> str:
         """For people: ``--pipeline-schedule zb-v, in place of --num-virtual-stages...``."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -39,10 +39,18 @@ class HeldBytes(Protocol):
         """Count the memory change of the enclosed pass."""
         ...
 
-    def per_microbatch(self) -> dict[tuple[int, Held], float]:
+    def per_microbatch(self, *, largest: bool = False) -> dict[tuple[int, Held], float]:
         """Return the bytes by stage and kind of memory, after the step: the median over its
-        microbatches."""
+        microbatches, or the bytes of the ``largest`` behind the first, in which caches fill."""
         ...
+
+
+def _of_one(sizes: Mapping[int, float], *, largest: bool) -> float:
+    """Return the figure of `HeldBytes.per_microbatch` of ``sizes``, by microbatch."""
+    if not largest:
+        return statistics.median(sizes.values())
+    behind = [size for microbatch, size in sizes.items() if microbatch > 0]
+    return max(behind or sizes.values())
 
 
 def _unchanged(tensor: Tensor) -> Tensor:
@@ -74,12 +82,12 @@ class SavedTensors:
             for tensor in queue.tensors(*whose):
                 self._note(tensor, Held.WEIGHT_INPUTS, whose)
 
-    def per_microbatch(self) -> dict[tuple[int, Held], float]:
-        groups = defaultdict(list)
-        for (held, (stage, _)), sizes in self._held.items():
+    def per_microbatch(self, *, largest: bool = False) -> dict[tuple[int, Held], float]:
+        groups: dict[tuple[int, Held], dict[int, float]] = defaultdict(dict)
+        for (held, (stage, microbatch)), sizes in self._held.items():
             own = [size for address, size in sizes.items() if len(self._microbatches[address]) == 1]
-            groups[stage, held].append(sum(own))
-        return {key: statistics.median(group) for key, group in groups.items()}
+            groups[stage, held][microbatch] = sum(own)
+        return {key: _of_one(group, largest=largest) for key, group in groups.items()}
 
     def _look(self, whose: _Microbatch) -> Callable[[Tensor], Tensor]:
         def pack(tensor: Tensor) -> Tensor:
@@ -111,7 +119,7 @@ class Allocated:
     def __init__(self, stages: int, message_bytes: int) -> None:
         self._last = stages - 1
         self._message_bytes = message_bytes
-        self._gained: dict[tuple[int, Held], dict[int, int]] = defaultdict(dict)
+        self._gained: dict[tuple[int, Held], dict[int, float]] = defaultdict(dict)
 
     @contextlib.contextmanager
     def around(self, action: Action) -> Iterator[None]:
@@ -127,9 +135,9 @@ class Allocated:
         elif RULES[kind].covers == (Kind.BACKWARD_WEIGHT,):
             self._gained[stage, Held.WEIGHT_INPUTS][microbatch] = -gained
 
-    def per_microbatch(self) -> dict[tuple[int, Held], float]:
+    def per_microbatch(self, *, largest: bool = False) -> dict[tuple[int, Held], float]:
         groups = self._gained.items()
-        return {key: max(statistics.median(group.values()), 0.0) for key, group in groups}
+        return {key: max(_of_one(group, largest=largest), 0.0) for key, group in groups}
 
 
 def reserved_beyond_allocated(device: torch.device) -> float | None:

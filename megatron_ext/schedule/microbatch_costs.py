@@ -1,45 +1,146 @@
-"""Text form of the costs of the microbatches of several steps."""
+"""Text form of the microbatches of several steps, and what their passes take.
+
+A pass grows with the tokens of its microbatch, and its attention with the squared lengths of the
+documents in it: attention stays inside documents.
+"""
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
-from megatron_ext.schedule.dealing import Costs
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.columns import IS_PASS, KINDS
+from megatron_ext.schedule.costs import Costs
 from megatron_ext.words import counted, shown
 
+Floats = NDArray[np.float64]
+
+PASSES = tuple(kind for kind, is_pass in zip(KINDS, IS_PASS, strict=True) if is_pass)
 DRAWN_STEPS = 20
 _LOGNORMAL = "lognormal:"
-_EXAMPLE = "write lognormal:0.5, or the path of a file with a cost per line"
+_A_LINE = "a line per microbatch, with the lengths of its documents or its cost"
+_EXAMPLE = f"write lognormal:0.5, or the path of a file with {_A_LINE}"
 
 
-def parse_microbatch_costs(text: str, per_step: int) -> Costs:
-    """Return costs whose mean is 1: a row per step, with ``per_step`` microbatches.
+@dataclass(frozen=True)
+class BatchSize:
+    """Size of the batch of a step.
+
+    Attributes:
+        microbatches: number on each data-parallel replica.
+        replicas: number of data-parallel replicas.
+        samples: number of sequences in a microbatch.
+        sequence: tokens of each; None: not known.
+        is_padded: whether all microbatches have ``samples`` x ``sequence`` tokens, whatever the
+            documents in them.
+    """
+
+    microbatches: int
+    replicas: int = 1
+    samples: int = 1
+    sequence: int | None = None
+    is_padded: bool = False
+
+
+@dataclass(frozen=True)
+class MicrobatchLoads:
+    """Loads of the microbatches of several steps: a row per step.
+
+    Attributes:
+        tokens: tokens over those of the microbatch that costs are made for.
+        squares: the sum of the squared document lengths over that of the same microbatch.
+    """
+
+    tokens: Floats
+    squares: Floats
+
+    def costs(self, costs: Costs) -> Mapping[Kind, Floats]:
+        """Return what the passes of each microbatch take over what they take by ``costs``, by kind
+        of pass."""
+
+        def total(kind: Kind) -> float:
+            return sum(costs.seconds[kind])
+
+        def factors(kind: Kind) -> Floats:
+            attention = sum(costs.of_attention(kind, stage) for stage in range(costs.stages))
+            share = attention / (total(kind) or 1.0)
+            return (1 - share) * self.tokens + share * self.squares
+
+        kinds = Kind.FORWARD, Kind.BACKWARD_INPUT
+        made = dict.fromkeys(PASSES, self.tokens) | {kind: factors(kind) for kind in kinds}
+        of_inputs, of_weights = total(Kind.BACKWARD_INPUT), total(Kind.BACKWARD_WEIGHT)
+        backward = of_inputs * made[Kind.BACKWARD_INPUT] + of_weights * self.tokens
+        made[Kind.FULL_BACKWARD] = backward / ((of_inputs + of_weights) or 1.0)
+        made[Kind.RECOMPUTE] = made[Kind.FORWARD]
+        return made
+
+
+def parse_microbatch_costs(text: str, per_step: int) -> MicrobatchLoads:
+    """Return loads whose means are 1, with ``per_step`` microbatches in a step.
 
     Args:
-        text: ``lognormal:0.5`` draws the costs of 20 steps, with this standard deviation as a share
-            of their mean. A file has one cost per line, step after step; costs behind the last
-            whole step are ignored.
+        text: ``lognormal:0.5`` draws 20 steps of microbatches with one document each, whose tokens
+            have this standard deviation as a share of their mean; else the path of a file as in
+            `read_loads`.
 
     Raises:
-        ValueError: ``text`` is neither, a cost is no positive number, or there are fewer than
-            ``per_step`` costs.
+        ValueError: ``text`` is neither, or the file is at fault.
     """
     if text.startswith(_LOGNORMAL):
-        return _drawn(text, per_step)
-    costs = _read(Path(text))
-    if len(costs) < per_step:
+        tokens = _drawn(text, per_step)
+        return _over_their_means(tokens, tokens**2)
+    return read_loads(Path(text), BatchSize(per_step))
+
+
+def read_loads(file: Path, batch: BatchSize) -> MicrobatchLoads:
+    """Return the loads in ``file``, which has a line per microbatch, step after step: the lengths
+    of its documents in tokens, between spaces or commas, or one figure that tells its cost.
+
+    Lines behind the last whole step are ignored. The loads are over those of a microbatch of
+    ``batch`` with one document in each sequence, or if that is not known over their means.
+
+    Raises:
+        ValueError: there is no such file, a length is no positive number, there are fewer lines
+            than one step has, or more tokens in a line than a microbatch of ``batch``.
+    """
+    lines = _read(file)
+    per_step = batch.microbatches * batch.replicas
+    if len(lines) < per_step:
         raise ValueError(
-            f"{shown(text)} has {counted(len(costs), 'cost')}, and the replicas of one step have "
-            f"{counted(per_step, 'microbatch')}: give at least as many"
+            f"{file} has {counted(len(lines), 'microbatch')}, and the replicas of one step have "
+            f"{per_step}: give at least as many"
         )
-    whole = np.array(costs[: len(costs) // per_step * per_step]).reshape(-1, per_step)
-    return whole / whole.mean()
+    rows = list(lines.items())[: len(lines) // per_step * per_step]
+    if batch.sequence is not None and batch.is_padded:
+        rows = [(at, _padded(file, at, row, batch.samples * batch.sequence)) for at, row in rows]
+    tokens, squares = (
+        np.array([sum(length**power for length in row) for _, row in rows]).reshape(-1, per_step)
+        for power in (1, 2)
+    )
+    if batch.sequence is None:
+        return _over_their_means(tokens, squares)
+    whole = batch.samples * batch.sequence
+    return MicrobatchLoads(tokens / whole, squares / (whole * batch.sequence))
 
 
-def _drawn(text: str, per_step: int) -> Costs:
+def lognormal(rng: np.random.Generator, deviation: float, size: tuple[int, int]) -> Floats:
+    """Return random numbers whose mean is 1 and whose standard deviation is ``deviation``."""
+    variance = math.log1p(deviation**2)
+    return np.exp(rng.standard_normal(size) * math.sqrt(variance) - variance / 2)
+
+
+def _over_their_means(tokens: Floats, squares: Floats) -> MicrobatchLoads:
+    return MicrobatchLoads(tokens / tokens.mean(), squares / squares.mean())
+
+
+def _drawn(text: str, per_step: int) -> Floats:
     figure = text.removeprefix(_LOGNORMAL)
     try:
         deviation = float(figure)
@@ -53,30 +154,41 @@ def _drawn(text: str, per_step: int) -> Costs:
     return lognormal(np.random.default_rng(0), deviation, (DRAWN_STEPS, per_step))
 
 
-def lognormal(rng: np.random.Generator, deviation: float, size: tuple[int, int]) -> Costs:
-    """Return random numbers whose mean is 1 and whose standard deviation is ``deviation``."""
-    variance = math.log1p(deviation**2)
-    return np.exp(rng.standard_normal(size) * math.sqrt(variance) - variance / 2)
-
-
-def _read(file: Path) -> list[float]:
+def _read(file: Path) -> dict[int, list[float]]:
+    """Return the figures of each line that has any, by its number."""
     if not file.is_file():
         raise ValueError(f"microbatch costs {shown(str(file))!r} are no file; {_EXAMPLE}")
-    costs = []
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is no text; {_EXAMPLE}") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            cost = float(line)
-        except ValueError:
-            cost = math.nan
-        if not 0 < cost < math.inf:
-            raise ValueError(
-                f"{file}, line {number}: {shown(line.strip())!r} is no positive number; {_EXAMPLE}"
-            )
-        costs.append(cost)
-    return costs
+    words = {number: re.findall(r"[^\s,]+", line) for number, line in enumerate(lines, 1)}
+    return {
+        number: [_positive(file, number, word) for word in of_line]
+        for number, of_line in words.items()
+        if of_line
+    }
+
+
+def _positive(file: Path, line: int, word: str) -> float:
+    try:
+        figure = float(word)
+    except ValueError:
+        figure = math.nan
+    if not 0 < figure < math.inf:
+        raise ValueError(
+            f"{file}, line {line}: {shown(word)!r} is no positive number; give {_A_LINE}"
+        )
+    return figure
+
+
+def _padded(file: Path, line: int, lengths: list[float], tokens: int) -> list[float]:
+    """Return ``lengths`` with the padding of a microbatch of ``tokens``, which belongs to its last
+    document."""
+    rest = tokens - sum(lengths)
+    if rest < 0:
+        raise ValueError(
+            f"{file}, line {line}: {sum(lengths):g} tokens, and a microbatch of this launch has "
+            f"{tokens}"
+        )
+    return [*lengths[:-1], lengths[-1] + rest]

@@ -7,24 +7,33 @@ better than a program for equal microbatches, so that both have to be judged (`u
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from megatron_ext.compile.build import complete, prove_built
+from megatron_ext.compile.program.longest_paths import Floats
 from megatron_ext.compile.program.memory import in_microbatches, peaks
+from megatron_ext.compile.program.unequal import (
+    PlaceCosts,
+    UnequalMicrobatches,
+    profile_of,
+    with_unequal_microbatches,
+)
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.problem import Extras, Problem
 from megatron_ext.search.best import searched_briefly
-from megatron_ext.search.shop import KINDS, shop_of
-
-PlaceCosts = dict[Kind, tuple[float, ...]]
+from megatron_ext.search.shop import shop_of
 
 
-def same_for_all_passes(factors: Sequence[float]) -> PlaceCosts:
-    """Return costs by place (`Costs.at_places`) that are ``factors`` for every kind of pass."""
-    return dict.fromkeys(KINDS, tuple(factors))
+def judged_for_places(
+    program: Program, costs: Mapping[Kind, Floats], replicas: int
+) -> tuple[UnequalMicrobatches, Program | None]:
+    """Return what steps take whose microbatches cost ``costs`` (`with_unequal_microbatches`), and
+    the program for their places; None if there is none."""
+    for_profile = program_for_places(program, profile_of(costs, replicas))
+    return with_unequal_microbatches(program, costs, replicas, for_profile), for_profile
 
 
 def program_for_places(program: Program, at_places: PlaceCosts) -> Program | None:

@@ -5,6 +5,8 @@ Passes take what the test says; all else is a training whose microbatches are or
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +21,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 import megatron_ext
 from megatron_ext.adapter import programs as programs_module
 from megatron_ext.adapter.observers import profile as profile_observer
+from megatron_ext.adapter.programs import Programs
 from megatron_ext.adapter.step import training
 from megatron_ext.compile.build import build_program
 from megatron_ext.compile.registry import choose
@@ -30,13 +33,19 @@ from megatron_ext.cost_model.measured.places import (
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
 from megatron_ext.runtime.measure import profile
-from megatron_ext.runtime.measure.profile import STEPS
+from megatron_ext.runtime.measure.profile import STEPS, Profile
+from megatron_ext.runtime.messages.transport import Boundary
+from megatron_ext.runtime.recording import clock_of
 from megatron_ext.schedule.action import Action, Kind
+from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.timeline import Event
+from tests.helpers.adversary import MODES
+from tests.helpers.combinations import nightly
 from tests.helpers.drawn_models import drawn_by_name
 from tests.helpers.megatron_runs import assert_same, losses, train_or_fail
 from tests.helpers.packed import packed_on_the_cpu
 from tests.helpers.ranks import run_ranks, values
+from tests.helpers.stages import WIDTH, Pipeline, program_for, world
 from tests.pipeline import test_callers as callers
 from tests.pipeline.test_microbatch_order import ORDERED, flags, trained
 
@@ -123,6 +132,69 @@ def test_replicas_swap_at_the_same_step(emulated: Path) -> None:
     assert_same(trained(4, **profiled(emulated) | more), stock)
     expected = ["8 equal"] * STEPS + ["8 places"] * 2
     assert [what for what, _ in programs(emulated, 4)] == expected
+
+
+@pytest.mark.parametrize(("mode", "schedule"), [("synchronising", "v-half"), ("late", "zb-h1")])
+def test_programs_change_while_devices_wait_or_are_late(
+    mode: str, schedule: str, emulated: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged = iter((2.0, 1.0))
+    monkeypatch.setattr(programs_module, "median_makespan", lambda *of: next(judged))
+    more = ORDERED | {"train_iters": ITERATIONS, "eval_iters": 0}
+    stock = trained(2, **more)
+    with MODES[mode]():
+        assert_same(trained(2, **profiled(emulated, schedule) | more), stock)
+    ran = programs(emulated, 2)
+    assert [what for what, _ in ran] == ["8 equal"] * STEPS + ["8 places"] * 2
+
+
+@pytest.mark.parametrize("swap", ["measured costs", "places"])
+def test_a_rank_that_swaps_a_step_late_ends_the_training(
+    swap: str, emulated: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its neighbours may wait for it forever; the first step of a program names both instead."""
+    known = Programs.known
+
+    def late(own: Programs, *request: Any) -> Any:
+        found, before = known(own, *request), getattr(own, "before", None)
+        if found is not None and not found.problem.forward_only:
+            own.before = found  # type: ignore[attr-defined]
+        return before if before is not None and dist.get_rank() == 1 else found
+
+    monkeypatch.setattr(Programs, "known", late)
+    if swap == "measured costs":  # another order, and nothing for the places
+        monkeypatch.setattr(programs_module, "program_for_places", lambda *of: None)
+        monkeypatch.setattr(programs_module, "better_of", lambda made, *of: made)
+    more = profiled(emulated) | ORDERED | {"eval_iters": 0}
+    results = train_or_fail(2, flags(**more), model_provider=drawn_by_name)
+    told = "".join(str(result.error) for result in results)
+    both = r"\w+ on global rank 0; \w+ on global rank 1; one of them swaps"
+    assert re.search(f"ranks run different programs from v-half: {both}", told)
+    began = [len((emulated / str(rank)).read_text().splitlines()) for rank in (0, 1)]
+    assert sorted(began) == [STEPS, STEPS + 1]  # the first to compare, which waits for nobody
+
+
+@nightly("two replicas: test_replicas_swap_at_the_same_step")
+@pytest.mark.parametrize("pipeline", [2, 4])
+def test_eight_ranks_swap_and_train_to_the_same_bits(
+    pipeline: int, emulated: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four replicas of two stages, and two of four, dealt. (On a V each chunk has its own buckets,
+    in which gloo adds four gradients in another order.)"""
+    judged = iter((2.0, 1.0))
+    monkeypatch.setattr(programs_module, "median_makespan", lambda *of: next(judged))
+    more = ORDERED | {
+        "pipeline_deal_microbatches": True,
+        "pipeline_model_parallel_size": pipeline,
+        "num_layers": 2 * pipeline,
+        "global_batch_size": 8 * 8 // pipeline,
+        "train_iters": ITERATIONS,
+        "eval_iters": 0,
+    }
+    stock = trained(8, **more)
+    assert_same(trained(8, **profiled(emulated, "zb-h1") | more), stock)
+    ran = [what for what, _ in programs(emulated, 8)]
+    assert ran == ["8 equal"] * STEPS + ["8 places"] * 2
 
 
 def test_steps_of_a_batch_that_grows_run_a_program_for_equal_ones(emulated: Path) -> None:
@@ -213,6 +285,33 @@ def test_a_rank_with_another_program_for_the_places_ends_the_training(
 
 
 # ---- What is measured
+
+
+@pytest.mark.parametrize("by_place", [True, False])
+def test_memory_is_that_of_the_largest_microbatch(by_place: bool) -> None:
+    """Where microbatches differ, and else of the median one."""
+    sizes = {False: 100.0, True: 300.0}
+
+    class Counting:
+        def around(self, action: Action) -> Any:
+            return contextlib.nullcontext()
+
+        def per_microbatch(self, *, largest: bool = False) -> dict[tuple[int, Held], float]:
+            return {(0, Held.ACTIVATION): sizes[largest]}
+
+    def on_rank(rank: int) -> float:
+        pipeline = Pipeline(program_for(choose("zb-h1"), 2, 4), world())
+        profile = Profile(clock_of(torch.device("cpu")), Counting())
+        for _ in range(STEPS):
+            profile.begin(pipeline.recorder)
+            pipeline.step()
+            profile.end(pipeline.recorder, pipeline.program)
+            pipeline.recorder.end()
+        boundary = Boundary((3, WIDTH), torch.float32)
+        figures = profile.figures(pipeline.connection, world(), boundary, by_place=by_place)
+        return figures.held[0, Held.ACTIVATION]
+
+    assert values(run_ranks(2, on_rank)) == [sizes[by_place]] * 2
 
 
 def test_seconds_of_a_rank_are_summed_over_its_stages() -> None:

@@ -527,6 +527,21 @@ def test_saved_tensors_are_counted_once_and_without_what_microbatches_share(
     assert counting.per_microbatch() == {(0, Held.ACTIVATION): tensors * 400}
 
 
+def test_the_largest_microbatch_counts_where_they_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the first, in which caches fill, however much it takes."""
+    saved, allocated, now = SavedTensors([]), Allocated(1, 0), [0]
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: now[0])
+    for microbatch, size in enumerate((900, 100, 100, 300)):
+        x = torch.ones(size, requires_grad=True)
+        with saved.around(parse(f"0F{microbatch}")), allocated.around(parse(f"0F{microbatch}")):
+            y = x.exp()
+            now[0] += y.nbytes
+        y.sum().backward()
+    for counting in (saved, allocated):
+        assert counting.per_microbatch() == {(0, Held.ACTIVATION): 800}
+        assert counting.per_microbatch(largest=True) == {(0, Held.ACTIVATION): 1200}
+
+
 @pytest.mark.parametrize("again", [Recompute(first=2), *at_night(Recompute())], ids=str)
 def test_an_allocator_tells_the_same(again: Recompute, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a GPU's does, here from the storages that live. ``y = tanh(x) W^T + b``, and a loss. Where

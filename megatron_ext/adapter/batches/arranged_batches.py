@@ -11,17 +11,45 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Iterator, Sized
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
+from megatron.core import num_microbatches_calculator
 from numpy.typing import NDArray
 
+from megatron_ext.adapter.batches.document_lengths import (
+    is_packed,
+    packed_squares,
+    squared_lengths,
+)
+from megatron_ext.config import PipelineConfig
 from megatron_ext.runtime.store.leader import store_of_all
 from megatron_ext.runtime.store.lost_store import losing_the_store
 from megatron_ext.schedule.dealing import Costs, MicrobatchOrder, arranged
 
 _KEYS = 256  # in the store, used in turns; loaders read ahead by far fewer steps
+
+
+def arrange_loader(loader: Any, dataset: Any, config: PipelineConfig) -> None:
+    """Arrange the microbatches that ``loader``, which has begun nothing yet, reads of ``dataset``.
+    Its sampler is Megatron's, or Megatron-Bridge's of whole steps."""
+    costs_of = partial(packed_squares if is_packed(dataset) else squared_lengths, dataset)
+    batches: ArrangedBatches | ArrangedSteps
+    if hasattr(loader.batch_sampler, "_global_batch_size"):
+        batches = ArrangedSteps(
+            loader.batch_sampler, costs_of, config.microbatch_order, deal=config.deal_microbatches
+        )
+    else:
+        batches = ArrangedBatches(
+            loader.batch_sampler,
+            costs_of,
+            config.microbatch_order,
+            num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR,
+            deal=config.deal_microbatches,
+        )
+    object.__setattr__(loader, "batch_sampler", batches)  # torch refuses another sampler
 
 
 class ArrangedBatches:
@@ -75,6 +103,58 @@ class ArrangedBatches:
         if consumed < sampler.total_samples:
             rest.consumed_samples = consumed
             yield from rest
+
+
+class ArrangedSteps:
+    """Iterates over lists of sample numbers, a list per step, as Megatron-Bridge's sampler does.
+
+    The last step of an epoch stays as it is if it is not full.
+
+    Args:
+        sampler: Bridge's sampler, which shuffles by epochs and counts the samples that it yields.
+        costs_of, order, deal: as in `ArrangedBatches`.
+    """
+
+    def __init__(
+        self,
+        sampler: Any,
+        costs_of: Callable[[NDArray[np.int64]], Costs],
+        order: MicrobatchOrder,
+        *,
+        deal: bool,
+    ) -> None:
+        self._sampler = sampler
+        self._costs_of = costs_of
+        self._order, self._deal = order, deal
+        self._agreement = _Agreement()
+
+    def __len__(self) -> int:
+        own: Sized = self._sampler
+        return len(own)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        sampler, replicas = self._sampler, self._sampler.data_parallel_size
+        of_all = [copy.copy(sampler) for _ in range(replicas)]
+        for replica, one in enumerate(of_all):
+            one.data_parallel_rank = replica
+        consumed: int = sampler.consumed_samples
+        for own, *step in zip(sampler, *of_all, strict=True):
+            is_full = len({len(one) for one in step}) == 1 and min(map(min, step)) >= 0
+            if is_full and replicas * len(own) == sampler._global_batch_size:
+                yield self._arranged(np.array(step), consumed)
+            else:
+                yield own
+            consumed = sampler.consumed_samples
+
+    def _arranged(self, step: NDArray[np.int64], consumed: int) -> list[int]:
+        """Return the samples of this replica. ``step``: those of all, a row per replica."""
+        replicas, size = len(step), self._sampler.micro_batch_size
+        microbatches = step.reshape(replicas, -1, size).swapaxes(0, 1).reshape(-1, size)
+        costs = self._costs_of(microbatches.ravel()).reshape(-1, size).sum(axis=1)
+        rows = arranged(costs, replicas, self._order, deal=self._deal)
+        self._agreement.check(consumed, rows)
+        own: list[int] = microbatches[rows[self._sampler.data_parallel_rank]].ravel().tolist()
+        return own
 
 
 class _Agreement:

@@ -48,6 +48,18 @@ def squared_lengths(dataset: Any, samples: Ids) -> NDArray[np.float64]:
     return np.asarray(np.add.reduceat(lengths.astype(np.float64) ** 2, starts))
 
 
+def is_packed(dataset: Any) -> bool:
+    """Return whether ``dataset`` is one of Megatron-Bridge's with conversations in packs."""
+    return any(kind.__name__ == "GPTSFTPackedDataset" for kind in type(dataset).__mro__)
+
+
+def packed_squares(dataset: Any, samples: Ids) -> NDArray[np.float64]:
+    """Return the sum of the squared lengths of the conversations in each of ``samples``, packs of
+    Megatron-Bridge's, in tokens squared."""
+    borders = (np.array(dataset[sample]["seq_boundaries"]) for sample in samples.tolist())
+    return np.array([np.square(np.diff(one).astype(np.float64)).sum() for one in borders])
+
+
 def _of_blend(dataset: Any, samples: Ids) -> NDArray[np.float64]:
     if dataset.dataset_index is None:
         dataset[0]

@@ -28,7 +28,8 @@ def _reasons(args: Any, config: PipelineConfig) -> Iterator[str]:
     if not getattr(args, "dataloader_inter_document_masking", False):
         yield (
             "all microbatches cost the same, since each token attends to all before it; add "
-            "--dataloader-inter-document-masking (Megatron 0.19), or drop the flag"
+            "--dataloader-inter-document-masking (Megatron 0.19; dataset.inter_document_masking in "
+            "Megatron-Bridge), or drop the flag"
         )
     if getattr(args, "hybrid_context_parallel", False):
         yield "--hybrid-context-parallel deals sequences by itself; drop the flag"

@@ -188,6 +188,9 @@ class PipelineTraining:
         request = call.config, shape, call.num_microbatches, call.forward_only, first_trained
         known = self._programs.known(*request)
         if known is not None:
+            if self._connections is not None and not call.forward_only:
+                with self._connections.heard_if_it_fails("the swap of a program", RuntimeError):
+                    self._programs.check_swap(call.pipeline, call.config, shape, known)
             return known
         if requests_pairs(call.config) and not call.forward_only:
             refuse_unplanned(call)

@@ -1,8 +1,9 @@
 """Steps whose microbatches differ, under a program that was made for equal ones, or for the mean
 costs of places in the step.
 
-The order of passes stays. All passes of a microbatch take its cost times what they take by the
-costs; messages and copies take what they do. Of the data-parallel replicas the slowest counts.
+The order of passes stays. Passes of a microbatch take its cost times what they take by the costs;
+messages and copies take what they do. Of the data-parallel replicas the slowest counts. The forward
+pass of a microbatch tells its place.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.columns import IS_PASS, KINDS
 from megatron_ext.schedule.dealing import MicrobatchOrder, arranged
 
-PASSES = tuple(kind for kind, is_pass in zip(KINDS, IS_PASS, strict=True) if is_pass)
+PlaceCosts = dict[Kind, tuple[float, ...]]
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,11 @@ class UnequalSteps:
         self._times = RankTimes(program)
 
     def makespan(self, costs: Mapping[Kind, Floats], rows: NDArray[np.intp]) -> float:
-        """Return the makespan of the slowest replica.
+        """Return the makespan of the slowest replica. Arguments as in `factors`."""
+        return self.slowest(self.factors(costs, rows))
+
+    def factors(self, costs: Mapping[Kind, Floats], rows: NDArray[np.intp]) -> Floats:
+        """Return what each action takes over its costs, by replica and action.
 
         Args:
             costs: of each microbatch of the step, over those for which the program was made, by
@@ -76,6 +81,10 @@ class UnequalSteps:
         for kind, own in costs.items():
             passes = self._of_kind[kind]
             factors[:, passes] = own[rows[:, self._microbatch[passes]]]
+        return factors
+
+    def slowest(self, factors: Floats) -> float:
+        """Return the makespan of the slowest replica. ``factors``: result of `factors`."""
         starts, ends = self._times.of(factors)
         return float((ends.max(axis=1) - starts.min(axis=1)).max())
 
@@ -94,26 +103,34 @@ def median_makespan(program: Program, steps: Sequence[Mapping[Kind, Floats]]) ->
     return float(np.median(makespans))
 
 
-def profile_of(costs: Floats, replicas: int) -> Floats:
+def profile_of(costs: Mapping[Kind, Floats], replicas: int) -> PlaceCosts:
     """Return the mean, over several steps, of the longest of the replicas at each place of a step
-    whose microbatches are ordered and dealt.
+    whose microbatches are ordered and dealt, as `Costs.at_places`.
 
     Args:
         costs: as in `with_unequal_microbatches`.
     """
-    rows = [arranged(row, replicas, MicrobatchOrder.SMALL_ENDS, deal=True) for row in costs]
-    longest = [row[at].max(axis=0) for row, at in zip(costs, rows, strict=True)]
-    return np.array(longest).mean(axis=0)
+    forward = costs[Kind.FORWARD]
+    rows = [arranged(row, replicas, MicrobatchOrder.SMALL_ENDS, deal=True) for row in forward]
+
+    def longest(of_kind: Floats) -> Floats:
+        return np.array([row[at].max(axis=0) for row, at in zip(of_kind, rows, strict=True)])
+
+    kinds = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
+    return {kind: tuple(longest(costs[kind]).mean(axis=0).tolist()) for kind in kinds}
 
 
 def with_unequal_microbatches(
-    program: Program, costs: Floats, replicas: int, for_profile: Program | None = None
+    program: Program,
+    costs: Mapping[Kind, Floats],
+    replicas: int,
+    for_profile: Program | None = None,
 ) -> UnequalMicrobatches:
     """Return what steps of ``program`` take whose microbatches cost ``costs``.
 
     Args:
-        costs: a row per step, with the costs of the microbatches of all replicas as the sampler
-            counts them: the k-th of replica d is number k x replicas + d.
+        costs: by kind of pass, a row per step, with the costs of the microbatches of all replicas
+            as the sampler counts them: the k-th of replica d is number k x replicas + d.
         for_profile: a program for the mean costs of the places (`profile_of`).
     """
     steps = UnequalSteps(program)
@@ -124,12 +141,13 @@ def with_unequal_microbatches(
     ]
     if for_profile is not None:
         ways.append((UnequalSteps(for_profile), MicrobatchOrder.SMALL_ENDS, True))
-    makespans = np.empty((len(costs), len(ways)))
-    with task("simulating unequal microbatches", len(costs), alike=True) as simulated:
-        for number, row in enumerate(costs):
-            of_passes = dict.fromkeys(PASSES, row)
+    forward = costs[Kind.FORWARD]
+    makespans = np.empty((len(forward), len(ways)))
+    with task("simulating unequal microbatches", len(forward), alike=True) as simulated:
+        for number, row in enumerate(forward):
+            of_passes = {kind: own[number] for kind, own in costs.items()}
             for column, (under, order, deal) in enumerate(ways):
                 rows = arranged(row, replicas, order, deal=deal)
                 makespans[number, column] = under.makespan(of_passes, rows)
             simulated.done += 1
-    return UnequalMicrobatches(len(costs), replicas, *np.median(makespans, axis=0).tolist())
+    return UnequalMicrobatches(len(forward), replicas, *np.median(makespans, axis=0).tolist())

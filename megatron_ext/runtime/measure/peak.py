@@ -35,7 +35,7 @@ class AllocatedPeak:
         yield
         self.peak = max(self.peak, torch.cuda.memory_allocated() - self._before)
 
-    def per_microbatch(self) -> dict[tuple[int, Held], float]:
+    def per_microbatch(self, *, largest: bool = False) -> dict[tuple[int, Held], float]:
         return {}
 
 

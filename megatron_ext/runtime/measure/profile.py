@@ -86,7 +86,8 @@ class Profile:
         Args:
             pipeline: the group that ``connection`` connects.
             boundary: the tensor that passes between stages, with its shape.
-            by_place: whether the place of a microbatch in its step tells what it costs.
+            by_place: whether the place of a microbatch in its step tells what it costs. Memory is
+                that of the largest microbatch then.
         """
         assert boundary.shape is not None
         ways = channels(self.program.schedule)
@@ -98,7 +99,7 @@ class Profile:
             places = RankPlaces(dist.get_global_rank(pipeline, 0), seconds)
         return RankFigures(
             medians(event for events in steps for event in events),
-            self._counting.per_microbatch(),
+            self._counting.per_microbatch(largest=places is not None),
             list(hops.values()),
             [dist.get_global_rank(pipeline, rank) for rank in hops],
             socket.gethostname(),

@@ -9,14 +9,19 @@ import numpy as np
 import pytest
 
 from megatron_ext.compile.program.simulate import seconds_of, simulate
-from megatron_ext.compile.program.unequal import (
-    PASSES,
-    UnequalSteps,
-    with_unequal_microbatches,
-)
+from megatron_ext.compile.program.unequal import UnequalSteps, with_unequal_microbatches
+from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.columns import IS_PASS
+from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.dealing import arranged
-from megatron_ext.schedule.microbatch_costs import DRAWN_STEPS, parse_microbatch_costs
+from megatron_ext.schedule.microbatch_costs import (
+    DRAWN_STEPS,
+    PASSES,
+    BatchSize,
+    parse_microbatch_costs,
+    read_loads,
+)
+from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.schedule_csv import from_csv
 from megatron_ext.schedule.slices import Lengths, Slices
 from tests.unit.commands.test_cli import run
@@ -26,7 +31,7 @@ from tests.unit.program.test_noise import COSTS, program
 @pytest.mark.parametrize("spec", ["1f1b", "zb-h1", "zb-v"])
 def test_equal_microbatches_take_what_the_simulator_says(spec: str) -> None:
     here = program(spec, 4, 8)
-    made = with_unequal_microbatches(here, np.ones((2, 24)), 3)
+    made = with_unequal_microbatches(here, dict.fromkeys(PASSES, np.ones((2, 24))), 3)
     expected = simulate(here, here.problem.costs).makespan
     assert made.arrival == made.ordered == made.dealt == pytest.approx(expected)
     assert (made.steps, made.replicas) == (2, 3)
@@ -55,7 +60,7 @@ def test_every_pass_of_a_microbatch_takes_its_cost(spec: str, slices: int) -> No
 
 def test_on_one_rank_a_step_takes_the_sum_of_the_slowest_replica() -> None:
     costs = np.array([[9.0, 1, 8, 2, 7, 3, 6, 4]])  # in order of arrival 30 and 10
-    made = with_unequal_microbatches(program("1f1b", 1, 4), costs, 2)
+    made = with_unequal_microbatches(program("1f1b", 1, 4), dict.fromkeys(PASSES, costs), 2)
     assert (made.arrival, made.ordered) == (30 * 30, 30 * 30)
     assert made.dealt == 30 * 20
 
@@ -67,17 +72,51 @@ def test_kinds_of_their_own_costs() -> None:
     assert steps.makespan({kind: np.full(4, 2.0)}, np.arange(4)[None]) == 4 * (2 * 10 + 20)
 
 
-def test_drawn_costs_have_the_deviation_that_is_written() -> None:
+def test_drawn_tokens_have_the_deviation_that_is_written() -> None:
     drawn = parse_microbatch_costs("lognormal:0.5", 1000)
-    assert drawn.shape == (DRAWN_STEPS, 1000)
-    assert drawn.mean() == pytest.approx(1, abs=0.02) and drawn.std() == pytest.approx(0.5, rel=0.1)
-    assert (parse_microbatch_costs("lognormal:0", 4) == 1).all()
+    tokens = drawn.tokens
+    assert tokens.shape == (DRAWN_STEPS, 1000)
+    assert tokens.mean() == pytest.approx(1) and tokens.std() == pytest.approx(0.5, rel=0.1)
+    assert np.allclose(drawn.squares, tokens**2 / (tokens**2).mean())
+    assert np.allclose(parse_microbatch_costs("lognormal:0", 4).tokens, 1)
 
 
-def test_a_file_has_costs_step_after_step(tmp_path: Path) -> None:
+def test_a_file_has_microbatches_step_after_step(tmp_path: Path) -> None:
+    """A line has the lengths of the documents in one, or its cost."""
     file = tmp_path / "costs.txt"
     file.write_text("2\n4\n6\n8\n\n100\n")
-    assert parse_microbatch_costs(str(file), 2).tolist() == [[0.4, 0.8], [1.2, 1.6]]
+    made = parse_microbatch_costs(str(file), 2)
+    assert made.tokens.tolist() == [[0.4, 0.8], [1.2, 1.6]]
+    file.write_text("3 1\n4\n2, 2\n1,1 1\n")
+    made = parse_microbatch_costs(str(file), 2)
+    assert np.allclose(made.tokens * 3.75, [[4, 4], [4, 3]])
+    assert np.allclose(made.squares * 9.25, [[10, 16], [8, 3]])
+
+
+def test_loads_are_over_those_of_whole_sequences(tmp_path: Path) -> None:
+    """Two samples of 4 tokens each; padding belongs to the last document."""
+    file = tmp_path / "lengths.txt"
+    file.write_text("4 4\n4 2 1\n")
+    made = read_loads(file, BatchSize(1, 2, 2, 4))
+    assert made.tokens.tolist() == [[1, 7 / 8]] and made.squares.tolist() == [[1, 21 / 32]]
+    padded = read_loads(file, BatchSize(1, 2, 2, 4, is_padded=True))
+    assert padded.tokens.tolist() == [[1, 1]] and padded.squares.tolist() == [[1, 24 / 32]]
+    file.write_text("9\n1\n")
+    with pytest.raises(ValueError, match="line 1: 9 tokens, and a microbatch of this launch has 8"):
+        read_loads(file, BatchSize(1, 2, 2, 4, is_padded=True))
+
+
+def test_attention_alone_grows_with_squares(tmp_path: Path) -> None:
+    """By its share of F, and of I and W together, all of it in I."""
+    file = tmp_path / "lengths.txt"
+    file.write_text("4\n2 2\n")
+    loads = read_loads(file, BatchSize(1, 2, 1, 4))
+    costs = parse_costs("f=10,i=12,w=8,comm=1,attention=0.5", line(2))
+    made = {kind: own.tolist() for kind, own in loads.costs(costs).items()}
+    assert made[Kind.FORWARD] == made[Kind.RECOMPUTE] == [[1, 0.75]]
+    assert made[Kind.BACKWARD_INPUT] == [[1, pytest.approx(7 / 12)]]
+    assert made[Kind.BACKWARD_WEIGHT] == [[1, 1]]
+    assert made[Kind.FULL_BACKWARD] == [[1, 0.75]]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +126,7 @@ def test_a_file_has_costs_step_after_step(tmp_path: Path) -> None:
         ("lognormal:-1", "", "'-1' is no number"),
         ("lognormal:nan", "", "'nan' is no number"),
         ("missing.txt", "", "'missing.txt' are no file"),
-        ("", "1\n", "1 cost, and the replicas of one step have 2 microbatches"),
+        ("", "1\n", "has 1 microbatch, and the replicas of one step have 2"),
         ("", "1\nx\n", "line 2: 'x' is no positive number"),
         ("", "1\n0\n", "line 2: '0' is no positive number"),
         ("", "1\ninf\n", "line 2: 'inf' is no positive number"),

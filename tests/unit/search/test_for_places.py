@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,20 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.compile.build import complete
-from megatron_ext.compile.program.memory import in_microbatches, peaks
-from megatron_ext.compile.program.rank_times import RankTimes
+from megatron_ext.compile.program.memory import in_bytes, in_microbatches, peaks
 from megatron_ext.compile.program.simulate import seconds_of, simulate
 from megatron_ext.compile.program.unequal import UnequalSteps, profile_of
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.columns import IS_PASS
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.dealing import MicrobatchOrder, arranged
+from megatron_ext.schedule.kinds import Held
+from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.microbatch_costs import lognormal
 from megatron_ext.schedule.placement import Placement, line, loop, v
 from megatron_ext.schedule.problem import Problem, Recompute
 from megatron_ext.schedule.schedule import Schedule, bitwise_order
 from megatron_ext.search.bounds import lower_bound
-from megatron_ext.search.for_places import program_for_places, same_for_all_passes
+from megatron_ext.search.for_places import program_for_places
 from megatron_ext.search.improve import sides_of
 from megatron_ext.search.pack import packer
 from megatron_ext.search.shop import end_of, rows_of, shop_of, starts_of
@@ -43,6 +44,10 @@ from tests.unit.search.test_packing import (
 
 F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
 PLACES = st.sampled_from([line, v, loop])
+
+
+def same_for_all_passes(factors: Sequence[float]) -> dict[Kind, tuple[float, ...]]:
+    return dict.fromkeys((F, I, W), tuple(factors))
 
 
 def at_places(problem: Problem, random: Random) -> Problem:
@@ -166,7 +171,7 @@ LOAD = lognormal(np.random.default_rng(5), 0.5, (20, 64))  # 16 microbatches on 
 def test_a_program_for_the_places_is_shorter_on_a_v() -> None:
     """In other steps than those that it was made for, within the same memory."""
     here, load = program("v-auto", 4, 8, limit=4), LOAD[:, :32]
-    made = program_for_places(here, same_for_all_passes(profile_of(load[:10], 4).tolist()))
+    made = program_for_places(here, profile_of(dict.fromkeys((F, I, W), load[:10]), 4))
     assert made is not None and bitwise_order(made.schedule)
     assert max(peaks(made.schedule, in_microbatches(made.schedule))) <= 4 * (1 + 1e-9)
     taken = []
@@ -176,6 +181,26 @@ def test_a_program_for_the_places_is_shorter_on_a_v() -> None:
         taken.append([UnequalSteps(one).makespan(of_passes, rows) for one in (made, here)])
     now, before = np.median(taken, axis=0)
     assert now < 0.98 * before
+
+
+@pytest.mark.parametrize(("largest", "most"), [(1, 4), (3, 2), (9, 0)])
+def test_a_limit_in_bytes_counts_the_largest_microbatch(largest: int, most: int) -> None:
+    """Room for 8 bytes, where microbatches have 1 on average: as many are in flight as fit if all
+    are the largest, and nothing is searched for if not even one fits."""
+    here = program("zb-h1", 4, 8)
+    held = dict.fromkeys((Held.ACTIVATION, Held.WEIGHT_INPUTS), (float(largest),) * 4)
+    costs = here.problem.costs.with_passes(held_bytes=held)
+    problem = replace(here.problem, costs=costs, memory_limit=MemoryLimit(bytes=8))
+    places = same_for_all_passes([0.2, 0.6, 1.4, 1.8, 1.8, 1.4, 0.6, 0.2])
+    equal: Any = SimpleNamespace(schedule=here.schedule, problem=problem)
+    made = program_for_places(equal, places)
+    if not most:
+        assert made is None
+        return
+    assert made is not None
+    assert max(peaks(made.schedule, in_bytes(made.problem.costs))) <= 8
+    in_flight = max(peaks(made.schedule, in_microbatches(made.schedule)))
+    assert in_flight <= most if largest > 1 else in_flight >= most
 
 
 def test_it_stays_within_what_the_program_holds_if_there_is_no_limit(
@@ -204,7 +229,7 @@ def test_some_programs_have_none(spec: str, extras: dict[str, Any]) -> None:
 def test_most_of_the_gain_is_left_under_noise() -> None:
     """At 15 % a pass at least 80 % of what order, deal and program gain together."""
     here = program("zb-v", 4, 16, limit=4)
-    made = program_for_places(here, same_for_all_passes(profile_of(LOAD[:10], 4).tolist()))
+    made = program_for_places(here, profile_of(dict.fromkeys((F, I, W), LOAD[:10]), 4))
     assert made is not None
     rng, gains = np.random.default_rng(2), []
     for noise in (0.0, 0.15):
@@ -214,11 +239,9 @@ def test_most_of_the_gain_is_left_under_noise() -> None:
                 (here, MicrobatchOrder.ARRIVAL, False),
                 (made, MicrobatchOrder.SMALL_ENDS, True),
             ):
-                columns, rows = one.schedule.columns, arranged(row, 4, order, deal=deal)
-                factors = np.where(IS_PASS[columns.kind], row[rows[:, columns.microbatch]], 1.0)
-                factors = factors * lognormal(rng, noise, factors.shape)
-                starts, ends = RankTimes(one).of(factors)
-                taken.append((ends.max(axis=1) - starts.min(axis=1)).max())
+                steps, rows = UnequalSteps(one), arranged(row, 4, order, deal=deal)
+                factors = steps.factors(dict.fromkeys((F, I, W), row), rows)
+                taken.append(steps.slowest(factors * lognormal(rng, noise, factors.shape)))
         before, now = np.array(taken).reshape(-1, 2).T
         gains.append(1 - np.median(now / before))
     assert gains[1] > 0.8 * gains[0] > 0.1

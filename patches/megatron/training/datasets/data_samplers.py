@@ -10,14 +10,11 @@ which are refused (`check_arrangement`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-from megatron.core import num_microbatches_calculator
 from megatron.core.datasets.utils import Split
 
-from megatron_ext.adapter.batches.arranged_batches import ArrangedBatches
-from megatron_ext.adapter.batches.document_lengths import squared_lengths
+from megatron_ext.adapter.batches.arranged_batches import arrange_loader
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, wrap
 
@@ -28,17 +25,8 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
     def build(original: Callable[..., Any], dataset: Any, consumed_samples: int) -> Any:
         loader = original(dataset, consumed_samples)
         split = getattr(dataset, "split", getattr(dataset, "index_split", None))
-        if loader is None or split is not Split.train:
-            return loader
-        batches = ArrangedBatches(
-            loader.batch_sampler,
-            partial(squared_lengths, dataset),
-            config.microbatch_order,
-            num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR,
-            deal=config.deal_microbatches,
-        )
-        # torch refuses another sampler of a loader, which has begun nothing yet.
-        object.__setattr__(loader, "batch_sampler", batches)
+        if loader is not None and split is Split.train:
+            arrange_loader(loader, dataset, config)
         return loader
 
     return (

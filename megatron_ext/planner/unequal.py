@@ -1,0 +1,112 @@
+"""Gains of ordered and dealt microbatches, and of a program for their places, under a verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron_ext.config import flag
+from megatron_ext.planner.verdict import ALIKE, WORTH, Alternative, Written
+from megatron_ext.schedule.dealing import MicrobatchOrder
+from megatron_ext.schedule.microbatch_costs import MicrobatchLoads
+from megatron_ext.search.for_places import judged_for_places
+
+ORDER = (flag("microbatch_order"), MicrobatchOrder.SMALL_ENDS.value)
+DEAL = (flag("deal_microbatches"),)
+PROGRAM = (flag("costs"), "profile")
+
+
+@dataclass(frozen=True)
+class UnequalGains:
+    """Gains of arranged microbatches under one schedule, medians over several steps.
+
+    Attributes:
+        schedule: its name.
+        steps: number of steps.
+        microbatches: number of them on each replica.
+        replicas: data-parallel replicas, of which the slowest counts.
+        seconds: a step with the microbatches in order of arrival.
+        order: the share of that step which ordering them saves.
+        deal: the share that ordering and dealing them saves; None for one replica.
+        program: the share that a program for their places saves in addition to both; None if none
+            can be searched for.
+        flags: flags for the most that is worth it; () if nothing is.
+        refused: reason why flags that would save more cannot be written; "" if they can.
+    """
+
+    schedule: str
+    steps: int
+    microbatches: int
+    replicas: int
+    seconds: float
+    order: float
+    deal: float | None
+    program: float | None
+    flags: tuple[str, ...]
+    refused: str = ""
+
+    @property
+    def most(self) -> float:
+        """The largest share of a step that is saved."""
+        return max(self.order, self.deal or 0.0, self.program or 0.0)
+
+
+def unequal_gains(
+    loads: MicrobatchLoads,
+    taken: Alternative,
+    written: Written,
+    refusal_of: Callable[[Written], str | None],
+) -> UnequalGains:
+    """Return the gains of arranging microbatches with these ``loads`` under ``taken``.
+
+    Of the parts, the fewest that save within `ALIKE` of the most are written. They have to save
+    `WORTH` of a step.
+
+    Args:
+        written: flags for ``taken``.
+        refusal_of: returns why a training with some flags could not start, if it could not.
+    """
+    candidate = taken.candidate
+    program = candidate.program()
+    microbatches = program.problem.microbatches
+    replicas = loads.tokens.shape[1] // microbatches
+    unequal, _ = judged_for_places(program, loads.costs(program.problem.costs), replicas)
+    outside = taken.seconds - candidate.step
+    seconds = unequal.arrival + outside
+    is_dealt = replicas > 1
+    order, deal, own = (
+        None if makespan is None else 1 - (makespan + outside) / seconds
+        for makespan in (unequal.ordered, unequal.dealt, unequal.profile)
+    )
+    assert order is not None
+    dealt = (*ORDER, *(DEAL if is_dealt else ()))
+    parts = {(): 0.0, ORDER: order, dealt: deal, (*dealt, *PROGRAM): own}
+    saved = {flags: share for flags, share in parts.items() if share is not None}
+    refused, flags = "", _fewest(saved)
+    while flags:
+        why = refusal_of(Written(written.added, written.dropped, flags))
+        if why is None:
+            break
+        refused = refused or why
+        saved = {fewer: share for fewer, share in saved.items() if len(fewer) < len(flags)}
+        flags = _fewest(saved)
+    return UnequalGains(
+        schedule=candidate.schedule,
+        steps=unequal.steps,
+        microbatches=microbatches,
+        replicas=replicas,
+        seconds=seconds,
+        order=order,
+        deal=deal if is_dealt else None,
+        program=own,
+        flags=flags,
+        refused=refused,
+    )
+
+
+def _fewest(saved: dict[tuple[str, ...], float]) -> tuple[str, ...]:
+    """Return the fewest flags that save within `ALIKE` of the most; () if that is not worth it."""
+    most = max(saved.values())
+    if most < WORTH:
+        return ()
+    return min((flags for flags in saved if saved[flags] >= most - ALIKE), key=len)

@@ -1,0 +1,43 @@
+"""Microbatches of Megatron-Bridge in another order than that of arrival, dealt by their cost.
+
+It is patched where Bridge has been imported: `megatron_ext.bridge.use` sees to that.
+
+Not patched: the samplers; loaders of validation and test data; configs whose microbatches cost the
+same or have other loaders, which `use` refuses.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from megatron_ext.adapter.batches.arranged_batches import arrange_loader
+from megatron_ext.config import PipelineConfig
+from megatron_ext.patches.engine import Patch, wrap
+
+MODULE = "megatron.bridge.data.loaders"
+
+
+def patches(config: PipelineConfig) -> tuple[Patch, ...]:
+    """Return the patch that arranges the batches of the training split; none without Bridge."""
+    if MODULE not in sys.modules:
+        return ()
+
+    def build(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        training, *others = original(*args, **named)
+        if training is not None:
+            arrange_loader(training, training.dataset, config)
+        return training, *others
+
+    return (
+        wrap(
+            f"{MODULE}:build_train_valid_test_data_loaders",
+            build,
+            reason="order microbatches by their cost, and deal them to data-parallel replicas",
+            signature=(
+                "(cfg, train_state, build_train_valid_test_datasets_provider, dp_group, *, "
+                "eval_dp_group=None)"
+            ),
+        ),
+    )

@@ -1,0 +1,194 @@
+"""Gain of ordered and dealt microbatches, on emulated clocks, compared with its prediction.
+
+    python -m scripts.benchmarks.unequal_clocks
+
+Each replica of four ranks runs alone; of the replicas the slowest counts. Passes of a microbatch
+sleep for its cost times what they take by the costs. Each draw is a step of other microbatches:
+in order of arrival, and as the flags arrange them, under a program for their places.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from rich.console import Console
+from rich.table import Table
+
+from megatron_ext.compile.program.graph import channels
+from megatron_ext.compile.program.unequal import UnequalSteps
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.runtime.executor import execute
+from megatron_ext.runtime.messages.channels import Channels
+from megatron_ext.runtime.messages.transport import Boundary, Transport
+from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.weight_gradients import queue
+from megatron_ext.runtime.world import gather_from_all
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.dealing import MicrobatchOrder, arranged
+from megatron_ext.schedule.microbatch_costs import Floats
+from scripts.benchmarks.contestants import EmulatedStage
+from scripts.benchmarks.emulated import DTYPE, SHAPE, EmulatedChunk
+from scripts.benchmarks.runs import before_everything_else
+from scripts.benchmarks.unequal import REPLICAS, _costs, _program, for_places
+from scripts.benchmarks.unequal_loads import KINDS, batch
+
+CPU = torch.device("cpu")
+RANKS, MICROBATCHES, DRAWS, FIRST_SEED, MS = 4, 8, 5, 500, 6.0
+SPECS = ("zb-h1", "v-auto")
+LOADS = ("long-128k", "sft-packs")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A step of the slowest replica.
+
+    Attributes:
+        factors: by kind of pass, what each of its microbatches takes over a mean one, in order.
+        predicted: seconds, simulated.
+    """
+
+    program: Program
+    factors: dict[Kind, Floats]
+    predicted: float
+
+
+class UnequalStage(EmulatedStage):
+    """`Stage` whose passes last as long as those of their microbatch."""
+
+    def __init__(self, number: int, chunk: EmulatedChunk, has_loss: bool) -> None:
+        super().__init__(number, chunk, has_loss)
+        self._of_mean = chunk.seconds
+        self.factors: dict[Kind, Floats] = {}
+
+    def forward(self, microbatch: int, x: torch.Tensor | None) -> torch.Tensor:
+        self._chunk.seconds = {
+            kind: seconds * float(self.factors[kind][microbatch])
+            for kind, seconds in self._of_mean.items()
+            if kind in self.factors
+        }
+        return super().forward(microbatch, x)
+
+
+def turns(spec: str, name: str) -> list[tuple[Turn, Turn]]:
+    """Return for each draw the step in order of arrival, and as it is arranged."""
+    fixed = _program(spec, RANKS, MICROBATCHES)
+    own = for_places(fixed, name) or fixed
+    made = []
+    for draw in range(DRAWS):
+        costs = _costs(
+            batch(name, REPLICAS * MICROBATCHES, FIRST_SEED + draw), KINDS[name].attention
+        )
+        forward = costs[Kind.FORWARD]
+        small = arranged(forward, REPLICAS, MicrobatchOrder.SMALL_ENDS, deal=True)
+        arrival = arranged(forward, REPLICAS, deal=False)
+        made.append((_slowest(fixed, costs, arrival), _slowest(own, costs, small)))
+    return made
+
+
+def _slowest(program: Program, costs: dict[Kind, Floats], rows: Any) -> Turn:
+    under = UnequalSteps(program)
+    taken = [under.makespan(costs, row[None]) for row in rows]
+    row = rows[int(np.argmax(taken))]
+    factors = {kind: own[row] for kind, own in costs.items()}
+    return Turn(program, factors, max(taken) * MS / 1000)
+
+
+def measure(made: Sequence[tuple[Turn, Turn]], repeats: int) -> list[list[float]]:
+    """Return the seconds of each step: the median of ``repeats``, taken in turns."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.start_processes(
+            _rank, (made, repeats, folder), nprocs=RANKS, start_method="fork"
+        )
+        seconds: list[list[float]] = torch.load(Path(folder) / "result")
+        return seconds
+
+
+def _rank(rank: int, made: Sequence[tuple[Turn, Turn]], repeats: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    before_everything_else()
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS
+    )
+    gc.collect()
+    gc.disable()
+    step = _stepping(rank, made[0][0].program)
+    step(made[0][0])
+    taken = [
+        [float(np.median([step(turn) for _ in range(repeats)])) for turn in both] for both in made
+    ]
+    if rank == 0:
+        torch.save(taken, Path(folder) / "result")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _stepping(rank: int, first: Program) -> Any:
+    """Return a function that runs a step, and returns its seconds from the first start to the last
+    end of all ranks."""
+    world, placement, costs = dist.group.WORLD, first.problem.placement, first.problem.costs
+    assert world is not None
+    seconds = costs.with_passes(
+        seconds={kind: tuple(t * MS / 1000 for t in of) for kind, of in costs.seconds.items()}
+    )
+    ways, recorder = Channels(world, channels(first.schedule), CPU), Recorder(rank)
+    stages = {
+        number: UnequalStage(number, EmulatedChunk(number, seconds), placement.is_last(number))
+        for number in placement.stages_of[rank]
+    }
+
+    def step(turn: Turn) -> float:
+        for stage in stages.values():
+            stage.factors = turn.factors
+        dist.barrier()
+        transport = Transport(ways, Boundary(SHAPE, DTYPE), placement, recorder)
+        begin = time.monotonic()
+        queue.splitting = True
+        execute(turn.program, stages, transport, recorder)
+        queue.splitting = False
+        told = gather_from_all((begin, time.monotonic()))
+        return max(end for _, end in told) - min(start for start, _ in told)
+
+    return step
+
+
+def main(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--loads", nargs="*", default=LOADS)
+    arguments = parser.parse_args(words)
+    table = Table("load", "schedule", "predicted", "took", "farthest", "median")
+    for name in arguments.loads:
+        for spec in SPECS:
+            made = turns(spec, name)
+            taken = measure(made, arguments.repeats)
+            predicted = [own.predicted / arrival.predicted for arrival, own in made]
+            ratios = [own / arrival for arrival, own in taken]
+            errors = [100 * (took - told) for took, told in zip(ratios, predicted, strict=True)]
+            table.add_row(
+                name,
+                spec,
+                " ".join(f"{ratio:.3f}" for ratio in predicted),
+                " ".join(f"{ratio:.3f}" for ratio in ratios),
+                f"{max(errors, key=abs):+.1f} points",
+                f"{np.median(ratios) * 100 - np.median(predicted) * 100:+.1f} points",
+            )
+    console = Console(width=130)
+    console.print("steps of arranged microbatches over those in order of arrival, by draw")
+    console.print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,110 @@
+"""`plan --lengths`: gains of arranged microbatches, and the flags for them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from megatron_ext.cli import app
+from megatron_ext.planner import planner
+from megatron_ext.planner.training import Training
+from megatron_ext.planner.training_job import job_of
+from megatron_ext.planner.unequal import DEAL, ORDER, PROGRAM, unequal_gains
+from megatron_ext.planner.verdict import NOTHING, Written
+from megatron_ext.schedule.costs import uniform
+from megatron_ext.schedule.microbatch_costs import BatchSize, MicrobatchLoads, read_loads
+
+MODEL = "layers=8,hidden=1024,heads=8,sequence=8192,vocabulary=8000"
+
+
+@pytest.fixture(autouse=True)
+def few_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a search."""
+    monkeypatch.setattr(planner, "all_specs", lambda: ["1f1b", "zb-v"])
+
+
+def lengths(folder: Path, steps: int, per_step: int, tokens: int = 8192) -> Path:
+    """Write microbatches of one long document, and of short ones."""
+    rng, lines = np.random.default_rng(3), []
+    for _ in range(steps * per_step):
+        whole = int(rng.integers(tokens // 8, tokens))
+        lines.append(" ".join(map(str, [whole, *[64] * ((tokens - whole) // 64)])))
+    file = folder / "lengths.txt"
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+def planned(*words: str) -> str:
+    result = CliRunner().invoke(app, ["plan", "-m", "8", "--pp", "4", *words])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_a_model_has_the_gain_of_each_part(tmp_path: Path) -> None:
+    file = str(lengths(tmp_path, 4, 32))
+    words = ("--model", MODEL, "--dp", "4", "--gpu", "h100")
+    told = json.loads(planned(*words, "--lengths", file, "--json"))
+    gains = told["unequal"]
+    assert 0 < gains["order"] < gains["deal"] and gains["program"] is None  # it is divided
+    assert (gains["steps"], gains["microbatches"], gains["replicas"]) == (4, 8, 4)
+    assert gains["seconds"] < json.loads(planned(*words, "--json"))["verdict"]["taken"]["seconds"]
+    text = planned(*words, "--lengths", file)
+    assert f"\narrange:   {' '.join((*ORDER, *DEAL))}" in text and "a step in order of" in text
+    assert "arrange" not in planned(*words)
+
+
+def test_equal_microbatches_gain_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "lengths.txt"
+    file.write_text("8192\n" * 8)
+    told = planned("--costs", "f=10,i=12,w=8,comm=1", "--lengths", str(file))
+    assert "order:     0.0% shorter\nprogram:   " in told and "deal" not in told
+    assert "arrange:   nothing; no part saves 2% of a step\n" in told
+    file.write_text("8192\n" * 7)
+    few = CliRunner().invoke(app, ["plan", "-m", "8", "--pp", "4", "--lengths", str(file)])
+    assert few.exit_code == 2 and "has 7 microbatches" in few.output
+
+
+# ---- What is written
+
+
+def gains(loads: MicrobatchLoads, refuses: Any = lambda words: None) -> Any:
+    job = job_of(Training(4, 8, lambda placement: uniform(placement, 10, 12, 8, 1)))
+    plan = job.compare()
+    taken = next(job.alternative(one) for one in plan.candidates if one.schedule == "zb-v")
+    return unequal_gains(loads, taken, NOTHING, lambda written: refuses(written.arranging))
+
+
+@pytest.fixture(scope="module")
+def loads(tmp_path_factory: pytest.TempPathFactory) -> MicrobatchLoads:
+    file = lengths(tmp_path_factory.mktemp("loads"), 4, 32)
+    made = read_loads(file, BatchSize(8, 4))
+    return MicrobatchLoads(made.squares, made.squares)
+
+
+def test_a_refused_part_is_not_written(loads: MicrobatchLoads) -> None:
+    free = gains(loads)
+    assert free.flags == (*ORDER, *DEAL, *PROGRAM) and not free.refused
+    assert free.program - free.deal > 0.01 and free.deal - free.order > 0.01
+    part = gains(loads, lambda words: "no program" if "profile" in words else None)
+    assert part.flags == (*ORDER, *DEAL) and part.refused == "no program"
+    none = gains(loads, lambda words: "nothing goes")
+    assert none.flags == () and none.refused == "nothing goes"
+    assert none.program == free.program == free.most
+
+
+def test_what_gains_within_a_hundredth_is_left_out(loads: MicrobatchLoads) -> None:
+    """One replica has nothing to deal, and the fewest flags are written."""
+    one = MicrobatchLoads(loads.tokens[:, :8], loads.squares[:, :8])
+    alone = gains(one)
+    assert alone.deal is None and "--pipeline-deal-microbatches" not in alone.flags
+    slight = MicrobatchLoads(1 + 0.01 * loads.tokens, 1 + 0.01 * loads.squares)
+    assert gains(slight).flags == ()
+
+
+def test_flags_that_leave_the_schedule() -> None:
+    assert Written(("--a",), ("--b",), ("--c", "1")).words == ("--a", "--c", "1")
