@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megatron_ext.commands.options import Json, MegatronArgs
+from megatron_ext.commands.options import Bridge, Json, MegatronArgs
 from megatron_ext.commands.output import fail, print_table
 from megatron_ext.commands.progress import showing_progress
 from megatron_ext.config import ALLOW_UNKNOWN, PipelineConfig, flag
@@ -31,6 +31,7 @@ def doctor(
         str | None, typer.Option(help="What a GPU has, as 80GiB, to judge the launch line's by.")
     ] = None,
     megatron_args: MegatronArgs = None,
+    bridge: Bridge = None,
     patches: Annotated[bool, typer.Option("--patches", help="List each patch and its state.")] = (
         False
     ),
@@ -40,8 +41,9 @@ def doctor(
 ) -> None:
     """Show whether our patches fit what is installed, or check a launch line before its launch."""
     words = context.args
-    if megatron_args is not None or (words and (words[0] == "-m" or not words[0].startswith("-"))):
-        _check_launch_line(words, megatron_args, world_size, gpu_memory, as_json)
+    is_launch = words and (words[0] == "-m" or not words[0].startswith("-"))
+    if is_launch or megatron_args is not None or bridge is not None:
+        _check_launch_line(words, megatron_args, bridge, world_size, gpu_memory, as_json)
     else:
         _show_environment(words, patches, versions, as_json)
 
@@ -102,6 +104,7 @@ def _print_summary(diagnosis: Diagnosis, config: PipelineConfig) -> None:
 def _check_launch_line(
     words: Sequence[str],
     log: Path | None,
+    recipe: str | None,
     world_size: int | None,
     gpu_memory: str | None,
     as_json: bool,
@@ -112,7 +115,8 @@ def _check_launch_line(
 
     try:
         with showing_progress():
-            report = check_launch(launch_from(words, log), world_size, gpu_memory)
+            launch = launch_from(words, log, recipe)
+            report = check_launch(launch, world_size, gpu_memory)
     except (ValueError, PatchError) as error:
         fail(error)
     if as_json:
