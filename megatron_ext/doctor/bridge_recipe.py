@@ -128,11 +128,16 @@ def _called(recipe: str) -> Any:
 
 def _arguments(config: Any) -> _Arguments:
     """Return Megatron's arguments of ``config``, as Bridge will have applied its parts."""
+    import torch
+
     from megatron_ext.doctor import line as launch_line
 
     arguments = _Arguments()
     for part in _PARTS:
         arguments.take(part, vars(getattr(config, part, None) or _Nothing()), _NAMES)
+    for name in ("use_distributed_optimizer", "overlap_param_gather"):  # Bridge needs one of both
+        parts = (config.optimizer, config.ddp)
+        arguments.values[name] = any(getattr(part, name, False) for part in parts)
     path, model = "model", config.model
     if (transformer := getattr(model, "transformer", None)) is not None:
         arguments.take(path, vars(model), launch_line.NAMES_OF_CONFIGS)
@@ -153,6 +158,11 @@ def _arguments(config: Any) -> _Arguments:
     if values.get("cuda_graph_impl") in (None, "none"):
         values.pop("cuda_graph_modules", None)
     values |= _derived(config, values)
+    if not torch.cuda.is_available():  # Bridge switches it off where there are no kernels for it
+        values.pop("gradient_accumulation_fusion", None)
+    if values.get("cross_entropy_fusion_impl") == "te":
+        # pretrain_gpt.py refuses it; the same is computed in as much memory.
+        values["cross_entropy_fusion_impl"] = "native"
     parser = launch_line.parser()
     known = {action.dest: action for action in parser._actions}
     known |= {"virtual_pipeline_model_parallel_size": None}  # type: ignore[dict-item]
