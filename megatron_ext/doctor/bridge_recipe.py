@@ -60,12 +60,12 @@ def launch_from_recipe(recipe: str, words: Sequence[str]) -> Launch:
     Raises:
         ValueError: ``recipe`` cannot be called, or returns no config of Megatron-Bridge; or
             ``words`` are a launch command.
-        PatchError: there is no Megatron to ask for its flags.
+        PatchError: Megatron, whose flags are written, is not installed.
     """
     if words and not words[0].startswith("-"):
         raise ValueError(
             f"{OPTION} {recipe} stands in place of a launch command, and {words[0]!r} begins one: "
-            f"give one of them; flags of ours may follow {OPTION}"
+            f"give one of them; flags of ours may follow behind --"
         )
     with silently(), as_on(Path.cwd(), {}):
         try:

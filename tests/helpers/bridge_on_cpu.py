@@ -268,7 +268,7 @@ def _read_otherwise(name: str, ranks: int) -> dict[str, Any]:
 
 def _apply_parts(config: Any, data_parallel_size: int) -> None:
     """Apply the parts of ``config`` to its model as Bridge's `runtime_config_update` does, which
-    also asks for GPUs."""
+    also needs GPUs."""
     precision = config.mixed_precision
     if isinstance(precision, str):
         module: Any = importlib.import_module("megatron.bridge.training.mixed_precision")

@@ -190,7 +190,7 @@ def test_changes_name_the_fields_of_the_config(recipes: str) -> None:
 
 def test_doctor_checks_a_recipe_with_flags_of_ours(recipes: str) -> None:
     words = ["--world-size", str(RANKS), "--bridge", f"{recipes}:small"]
-    ran = run("doctor", *words, "--pipeline-schedule", "zb-v")
+    ran = run("doctor", *words, "--", "--pipeline-schedule", "zb-v")
     assert ran.exit_code == 0, ran.output
     assert "zb-v, 8 microbatches" in ran.output
     assert "datasets" not in ran.output
