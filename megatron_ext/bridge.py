@@ -41,7 +41,11 @@ class BridgeHandle(AbstractContextManager["BridgeHandle"]):
 
     def undo(self) -> None:
         """Undo everything, last change first. A second call does nothing."""
-        while self._undo:
+        self._undo_to(0)
+
+    def _undo_to(self, changes: int) -> None:
+        """Undo the last changes until so many are left."""
+        while len(self._undo) > changes:
             self._undo.pop()()
 
     def __exit__(self, *exception: object) -> None:
@@ -58,6 +62,9 @@ class BridgeHandle(AbstractContextManager["BridgeHandle"]):
             self._undo.append(lambda: setattr(owner, name, before))
 
 
+_latest: tuple[Any, PipelineConfig, BridgeHandle] | None = None
+
+
 def use(config: Any, schedule: str, **settings: str | bool | None) -> BridgeHandle:
     """Make Bridge train ``config`` under ``schedule``, in this process.
 
@@ -66,6 +73,9 @@ def use(config: Any, schedule: str, **settings: str | bool | None) -> BridgeHand
     ``config.comm_overlap``, which Bridge applies later, and installs the schedule. If the stages
     are not on the ranks in turn, as on a V, optimizer states are saved for any placement. A layout
     in ``config.model`` stays and must have as many stages as the schedule.
+
+    A second call with the same settings applies them to what ``config`` has become since, and
+    returns the first call's handle. One with other settings is refused until that is undone.
 
     Args:
         config: Bridge's ConfigContainer, as its recipes return it.
@@ -81,6 +91,7 @@ def use(config: Any, schedule: str, **settings: str | bool | None) -> BridgeHand
             with the schedule. Nothing is changed.
         PatchError: as `megatron_ext.install`. Nothing is changed.
     """
+    global _latest
     ours = PipelineConfig.parse(schedule=schedule, **settings)
     model = getattr(config.model, "transformer", config.model)
     ranks = model.pipeline_model_parallel_size
@@ -90,6 +101,9 @@ def use(config: Any, schedule: str, **settings: str | bool | None) -> BridgeHand
             f"{ranks}: set it to 2 or more, or do not call megatron_ext.bridge.use"
         )
     handle = BridgeHandle()
+    if _latest is not None and _latest[0] is config and _latest[1] == ours:
+        handle = _latest[2]
+    before = len(handle._undo)
     try:
         _place(handle, config, model, ours)
         _switch_off(handle, config, model, ours)
@@ -98,10 +112,12 @@ def use(config: Any, schedule: str, **settings: str | bool | None) -> BridgeHand
             _refuse_arrangement(config, model, ours)
             importlib.import_module("megatron.bridge.data.loaders")  # which is to be patched
         installed: Handle = install(ours)
-        handle._undo.append(installed.undo)
+        if installed.undo not in handle._undo:
+            handle._undo.append(installed.undo)
     except BaseException:
-        handle.undo()
+        handle._undo_to(before)
         raise
+    _latest = config, ours, handle
     return handle
 
 
@@ -131,8 +147,9 @@ def _place(handle: BridgeHandle, config: Any, model: Any, ours: PipelineConfig) 
         handle._set(config.checkpoint, "dist_ckpt_optim_fully_reshardable", True)
     if ours.choice.moves_first_stage and hasattr(config.model, "register_pre_wrap_hook"):
         hooks = list(getattr(config.model, "_pre_wrap_hooks", []))
-        handle._undo.append(lambda: setattr(config.model, "_pre_wrap_hooks", hooks))
-        config.model.register_pre_wrap_hook(_copy_tied_weight)
+        if _copy_tied_weight not in hooks:
+            handle._undo.append(lambda: setattr(config.model, "_pre_wrap_hooks", hooks))
+            config.model.register_pre_wrap_hook(_copy_tied_weight)
 
 
 def _copy_tied_weight(model: list[Any]) -> list[Any]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megatron_ext.commands.options import Json, MegatronArgs
+from megatron_ext.commands.options import Bridge, Json, MegatronArgs
 from megatron_ext.commands.output import fail, print_table
 from megatron_ext.commands.progress import showing_progress
 from megatron_ext.config import ALLOW_UNKNOWN, PipelineConfig, flag
@@ -35,6 +35,7 @@ def doctor(
         typer.Option(help="Memory of a GPU, as 80GiB, to compare with the predicted memory."),
     ] = None,
     megatron_args: MegatronArgs = None,
+    bridge: Bridge = None,
     patches: Annotated[bool, typer.Option("--patches", help="List each patch and its state.")] = (
         False
     ),
@@ -49,8 +50,9 @@ def doctor(
     """Show whether our patches fit the versions installed here, or check a launch command before
     its launch."""
     words = context.args
-    if megatron_args is not None or (words and (words[0] == "-m" or not words[0].startswith("-"))):
-        _check_launch_line(words, megatron_args, world_size, gpu_memory, as_json)
+    is_launch = words and (words[0] == "-m" or not words[0].startswith("-"))
+    if is_launch or megatron_args is not None or bridge is not None:
+        _check_launch_line(words, megatron_args, bridge, world_size, gpu_memory, as_json)
     else:
         _show_environment(words, patches, versions, as_json)
 
@@ -111,6 +113,7 @@ def _print_summary(diagnosis: Diagnosis, config: PipelineConfig) -> None:
 def _check_launch_line(
     words: Sequence[str],
     log: Path | None,
+    recipe: str | None,
     world_size: int | None,
     gpu_memory: str | None,
     as_json: bool,
@@ -121,7 +124,8 @@ def _check_launch_line(
 
     try:
         with showing_progress():
-            report = check_launch(launch_from(words, log), world_size, gpu_memory)
+            launch = launch_from(words, log, recipe)
+            report = check_launch(launch, world_size, gpu_memory)
     except (ValueError, PatchError) as error:
         fail(error)
     if as_json:

@@ -106,6 +106,15 @@ MegatronArgs = Annotated[
         ),
     ),
 ]
+Bridge = Annotated[
+    str | None,
+    typer.Option(
+        "--bridge",
+        metavar="MODULE:FUNCTION",
+        help="Function that returns a Megatron-Bridge config, as its recipes do, in place of a "
+        "launch command.",
+    ),
+]
 HtmlPage = Annotated[
     Path | None,
     typer.Option(

@@ -13,6 +13,7 @@ import typer
 
 from megatron_ext.commands.options import (
     UNIT,
+    Bridge,
     HtmlPage,
     InPairs,
     Json,
@@ -172,6 +173,7 @@ def plan(
         ),
     ] = None,
     megatron_args: MegatronArgs = None,
+    bridge: Bridge = None,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -194,7 +196,7 @@ def plan(
     """
     pictures = PlanPictures(plot, page)
     sizes = _Sizes(pp, microbatches, model, layers, tp, dp, distributed_optimizer)
-    source = _Source(context.args, config, megatron_args, world_size)
+    source = _Source(context.args, config, megatron_args, bridge, world_size)
     try:
         pictures.check()
         extras = Extras(
@@ -372,16 +374,19 @@ class _Settings:
 
 @dataclass(frozen=True)
 class _Source:
-    """Source of a launch: the words of a command, a file of arguments, or a log."""
+    """Source of a launch: the words of a command, a file of arguments, a log, or a recipe."""
 
     words: Sequence[str]
     config: Path | None
     log: Path | None
+    recipe: str | None
     world_size: int | None
 
     @property
     def is_given(self) -> bool:
-        return bool(self.words) or self.config is not None or self.log is not None
+        return bool(self.words) or any(
+            source is not None for source in (self.config, self.log, self.recipe)
+        )
 
 
 _MakePlan = Callable[..., JobPlan]
@@ -404,11 +409,12 @@ def _launch_request(source: _Source, sizes: _Sizes, settings: _Settings) -> Laun
     _refuse({**said, **sizes.of_model, **settings.in_parts}, _SAID_BY_LAUNCH)
     values, launch, gpu = {}, None, settings.gpu
     if source.config is None:
-        launch = launch_from(source.words, source.log)
+        launch = launch_from(source.words, source.log, source.recipe)
         gpu = gpu or launch.gpu
-    elif source.words or source.log is not None:
+    elif source.words or source.log is not None or source.recipe is not None:
         raise ValueError(
-            "--config stands in place of a launch command and of --megatron-args: give one of them"
+            "--config stands in place of a launch command, of --megatron-args and of --bridge: "
+            "give one of them"
         )
     else:
         values = _values(source.config)
@@ -526,4 +532,4 @@ _NEEDED = (
     "--pp and -m say how large a pipeline is: add them, or give a launch command behind --, as in "
     "megatron-ext plan --gpu h100 -- torchrun ... pretrain_gpt.py ARGS"
 )
-_SAID_BY_LAUNCH = "a launch command, --megatron-args or --config says that by itself"
+_SAID_BY_LAUNCH = "a launch command, --megatron-args, --bridge or --config says that by itself"

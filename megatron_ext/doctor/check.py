@@ -81,7 +81,8 @@ def check_launch(launch: Launch, world_size: int | None, gpu_memory: str | None)
 
 def _say_what_is_left_out(report: Report, launch: Launch) -> None:
     for remark in launch.remarks:
-        report.add(Severity.REMARK, "log", remark)
+        source = "log" if launch.config_fields is None else "recipe"
+        report.add(Severity.REMARK, source, remark)
     if launch.left_out:
         text = f"ignored, and not looked at: {shlex.join(launch.left_out)}"
         report.add(Severity.REMARK, "launch command", text)
@@ -98,7 +99,7 @@ def _say_what_is_left_out(report: Report, launch: Launch) -> None:
 
 def _check_script(report: Report, launch: Launch) -> str | None:
     """Return the script's text; None if it cannot be read."""
-    if launch.log is not None:
+    if launch.log is not None or launch.config_fields is not None:
         return None
     path = Path(launch.script)
     if launch.is_module:
@@ -168,9 +169,10 @@ def _check(
             needed = _check_training(report, args, parsed, config, room, launch_line)
             if config.schedule is not None:
                 _say_what_is_untried(report, args)
-    prefixes = report.attempt("datasets", lambda: launch_line.data_prefixes(args))
-    if prefixes is not None:
-        report.findings += check_data(args, prefixes)
+    if launch.config_fields is None:  # a recipe's data are not Megatron's arguments
+        prefixes = report.attempt("datasets", lambda: launch_line.data_prefixes(args))
+        if prefixes is not None:
+            report.findings += check_data(args, prefixes)
     report.findings += check_dataset_helpers()
     report.findings += check_checkpoints(args, needed)
     report.findings += check_restarts(args, launch.max_restarts)

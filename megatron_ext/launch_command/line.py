@@ -139,7 +139,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 # Megatron's and Megatron-Bridge's configs have other names for some of the arguments.
-_NAMES_OF_CONFIGS = {
+NAMES_OF_CONFIGS = {
     "num_moe_experts": "num_experts",
     "gated_linear_unit": "swiglu",
     "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
@@ -158,7 +158,7 @@ def parse_values(values: Mapping[str, Any]) -> Line:
     args, _, parser = _parsed(())
     actions = {action.dest: action for action in parser._actions}
     for given, value in values.items():
-        name = _NAMES_OF_CONFIGS.get(given, given)
+        name = NAMES_OF_CONFIGS.get(given, given)
         if name not in actions:
             meant = " or ".join(meant_by(name, actions))
             raise ValueError(

@@ -44,7 +44,9 @@ class Launch:
             assumption then.
         remarks: what was read from that log, and which of it is assumed.
         gpu: name of the GPU, if the log names it.
-        words: the whole command; () if it was read from a log.
+        words: the whole command; () if it was read from a log or a recipe.
+        config_fields: fields of the config of a recipe of Megatron-Bridge, which takes the script's
+            place, by the names of Megatron's arguments; None without a recipe.
     """
 
     script: str
@@ -59,6 +61,7 @@ class Launch:
     remarks: tuple[str, ...] = ()
     gpu: str | None = None
     words: tuple[str, ...] = ()
+    config_fields: Mapping[str, str] | None = None
 
 
 def read_launch(words: Sequence[str]) -> Launch:

@@ -1,4 +1,4 @@
-"""A launch command with flags added and removed, ready to be pasted."""
+"""A launch with flags added and removed, ready to be pasted."""
 
 from __future__ import annotations
 
@@ -23,11 +23,17 @@ _CHOSEN = (
 
 
 def command_with(launch: Launch, written: Written) -> str:
-    """Return ``launch`` with what is ``written``, as one line for a shell.
+    """Return ``launch`` with what is ``written``, as one line for a shell; of a Megatron-Bridge
+    recipe, as lines of Python.
 
     ``-m megatron_ext`` comes before the script where flags of ours need it and nothing else
     brings it.
     """
+    if launch.config_fields is not None:
+        from megatron_ext.launch_planner.recipe_lines import lines_with
+
+        arguments = arguments_with(launch, written)
+        return "\n".join(lines_with(launch.config_fields, written, arguments))
     words = launch.words or (launch.script, *launch.arguments)
     is_ours = any(word in _OURS for word in written.words)
     return shlex.join(_rewritten(words, launch, written, is_ours and not _is_installed(launch)))
@@ -39,14 +45,19 @@ def _rewritten(words: Sequence[str], launch: Launch, written: Written, installs:
         at = next(i for i in range(1, len(words)) if words[i - 1] in ("-c", "-lc"))
         inner = _rewritten(shlex.split(words[at]), launch, written, installs)
         return [*words[:at], shlex.join(inner), *words[at + 1 :]]
-    launcher, gone = list(words[:count]), set(written.dropped)
+    launcher = list(words[:count])
     if installs:
         at = count - (2 if launch.is_module else 1)
         launcher[at:at] = ("-m", "megatron_ext")
-    gone |= {word for word in written.words if word.startswith("--")}
+    return [*launcher, *arguments_with(launch, written)]
+
+
+def arguments_with(launch: Launch, written: Written) -> tuple[str, ...]:
+    """Return the words after the script of ``launch`` with what is ``written``."""
+    gone = {*written.dropped, *(word for word in written.words if word.startswith("--"))}
     if written.added or written.dropped:
         gone |= set(map(flag, _CHOSEN))
-    return [*launcher, *without(launch.arguments, tuple(gone)), *written.words]
+    return *without(launch.arguments, tuple(gone)), *written.words
 
 
 def _is_installed(launch: Launch) -> bool:

@@ -14,7 +14,6 @@ from megatron_ext.adapter.batches.refusals import check_arrangement
 from megatron_ext.adapter.pairs.overlap_setting import FLAG
 from megatron_ext.compile.registry import choose
 from megatron_ext.launch_command import line as launch_line
-from megatron_ext.launch_command.words import read_launch
 from megatron_ext.launch_planner.alternatives.changed import Changed
 from megatron_ext.launch_planner.alternatives.first_answer import first_answer, is_long, whole_plan
 from megatron_ext.launch_planner.alternatives.layouts import lay_out, own_layout, written_of
@@ -29,7 +28,7 @@ from megatron_ext.launch_planner.alternatives.written import (
     layout_of_variant,
     written_for,
 )
-from megatron_ext.launch_planner.command_line import command_with
+from megatron_ext.launch_planner.command_line import arguments_with, command_with
 from megatron_ext.launch_planner.loading import on_loading
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest, ParsedLaunch
 from megatron_ext.launch_planner.variants import LineVariants
@@ -189,7 +188,7 @@ def refusal_of(request: LaunchRequest, parsed: ParsedLaunch, written: Written) -
     if request.launch is None:
         words, args = written.words, _args_with(parsed.variants.args, written)
     else:
-        words = read_launch(shlex.split(command_with(request.launch, written))).arguments
+        words = arguments_with(request.launch, written)
         args = launch_line.parse(words).args
     config = from_argv(words)
     try:

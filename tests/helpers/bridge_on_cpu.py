@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +25,9 @@ import torch
 
 from megatron_ext.adapter.parity.named_tensors import NamedTensors
 from megatron_ext.adapter.parity.recorder import digests, loss_of
+from megatron_ext.config import PipelineConfig
+from megatron_ext.launch_command import line as launch_line
+from megatron_ext.launch_command.bridge_recipe import launch_from_recipe
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply, wrap
 from tests.helpers.callers import draw_by_name, named_parameters
@@ -30,6 +35,7 @@ from tests.helpers.megatron_runs import Run, fork_checkpoint_manager
 from tests.helpers.ranks import agent_store, run_ranks, torchrun_environment, values
 from tests.helpers.stand_ins import OF_BRIDGE, stand_ins
 
+VANILLA = "gpt.vanilla_gpt:vanilla_gpt_pretrain_config"
 _TABLE = "embedding.word_embeddings.weight"
 
 
@@ -44,13 +50,13 @@ def import_bridge(folder: Path) -> None:
     assert any(str(folder) in path for path in megatron.__path__)
     os.environ["HF_HUB_OFFLINE"] = "1"
     with stand_ins(*OF_BRIDGE):
-        for name in ("recipes.gpt.vanilla_gpt", "training.pretrain", "training.gpt_step"):
+        for name in ("recipes", "training.pretrain", "training.gpt_step"):
             importlib.import_module(f"megatron.bridge.{name}")
 
 
 @dataclass(frozen=True)
 class Job:
-    """A training by Bridge.
+    """A training of one of Bridge's recipes.
 
     ``change`` makes a recipe's config small and runs in each rank. ``ours`` are the settings of
     `megatron_ext.bridge.use`; without any Bridge trains as it is. Unless it ``draws``, the weights
@@ -63,6 +69,7 @@ class Job:
     ranks: int = 2
     values: Mapping[str, Any] = field(default_factory=dict)
     draws: bool = True
+    recipe: str = VANILLA
 
     def but(self, name: str, ours: Mapping[str, Any] | None = None, **values: Any) -> Job:
         """Return this job under another name, with other settings and fields of the config."""
@@ -81,28 +88,90 @@ class BridgeRun(Run):
     said: str = ""
 
 
-def small_recipe() -> Any:
-    """`vanilla_gpt_pretrain_config` with 8 layers, on mock data, in fp32, with local layers."""
-    recipes: Any = importlib.import_module("megatron.bridge.recipes.gpt.vanilla_gpt")
+# Models of recipes that read a config.json from Hugging Face, made small.
+_DIMENSIONS = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "meta-llama/Llama-2-7b-hf": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+    "Qwen/Qwen3-0.6B": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "tie_word_embeddings": True,
+    },
+    "Qwen/Qwen3-30B-A3B": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+        "router_aux_loss_coef": 1e-2,
+    },
+}
+
+
+@contextlib.contextmanager
+def hub() -> Iterator[None]:
+    """A working folder with a folder for each of `MODELS`, which Hugging Face takes before it asks
+    the network."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        for name, settings in MODELS.items():
+            Path(name).mkdir(parents=True)
+            Path(name, "config.json").write_text(json.dumps({**_DIMENSIONS, **settings}))
+        yield
+
+
+def small_recipe(name: str) -> Any:
+    """The config of one of Bridge's recipes, with 8 layers, on mock data, in fp32, with local
+    layers.
+
+    ``name``: MODULE:FUNCTION, within Bridge's recipes.
+    """
+    module, _, function = name.partition(":")
     provider: Any = importlib.import_module("megatron.bridge.models.gpt_provider")
-    config = recipes.vanilla_gpt_pretrain_config()
+    recipe = getattr(importlib.import_module(f"megatron.bridge.recipes.{module}"), function)
+    with hub():
+        config = recipe()
     put(
         config,
         {
             "model.num_layers": 8,
             "model.hidden_size": 32,
-            "model.num_attention_heads": 2,
+            "model.num_attention_heads": 4,
             "model.ffn_hidden_size": 64,
             "model.seq_length": 16,
+            "model.tensor_model_parallel_size": 1,
             "model.pipeline_model_parallel_size": 2,
+            "model.expert_model_parallel_size": 1,
+            "model.sequence_parallel": False,
             "model.pipeline_dtype": torch.float32,
+            "model.params_dtype": torch.float32,
+            "model.bf16": False,
             "model.transformer_layer_spec": provider.local_layer_spec,
             "model.transformer_impl": "local",
             "model.attention_dropout": 0.0,
             "model.hidden_dropout": 0.0,
             "model.masked_softmax_fusion": False,
             "model.gradient_accumulation_fusion": False,
+            "model.bias_activation_fusion": False,
             "model.bias_dropout_fusion": False,
+            "model.apply_rope_fusion": False,
+            "model.moe_grouped_gemm": False,
+            "model.moe_permute_fusion": False,
             "model.persist_layer_norm": False,
             "model.use_cpu_initialization": True,
             "model.cross_entropy_loss_fusion": False,
@@ -111,6 +180,8 @@ def small_recipe() -> Any:
             "dataset.seq_length": 16,
             "dataset.num_workers": 0,
             "dataset.persistent_workers": False,
+            "tokenizer.tokenizer_type": "NullTokenizer",
+            "tokenizer.tokenizer_model": None,
             "tokenizer.vocab_size": 63,
             "train.train_iters": 4,
             "train.global_batch_size": 8,
@@ -123,6 +194,7 @@ def small_recipe() -> Any:
             "logger.log_interval": 1,
             "logger.tensorboard_dir": None,
             "checkpoint.save": None,
+            "checkpoint.load": None,
             "dist.distributed_backend": "gloo",
             "dist.use_decentralized_pg": False,
             "dist.use_gloo_process_groups": True,
@@ -141,6 +213,78 @@ def put(config: Any, values: Mapping[str, Any]) -> None:
             owner = getattr(owner, name)
         assert hasattr(owner, last), dotted
         setattr(owner, last, value)
+
+
+# Fields of Megatron's configs with other values from arguments and from Bridge, and no meaning for
+# a plan: Bridge writes fp8's without fp8, and has None where validation completes.
+_ALIKE = frozenset(
+    {
+        *("attention_backend", "barrier_with_L1_time", "bias_activation_fusion", "cp_comm_type"),
+        *("fp8_recipe", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
+        *("expert_tensor_parallel_num_weight_shards", "tensor_parallel_num_weight_shards"),
+        *("inference_sampling_seed", "offload_modules", "persist_layer_norm"),
+        *("use_cpu_initialization", "wgrad_deferral_limit", "delay_wgrad_compute"),
+        "add_qkv_bias",  # Megatron's arguments have it with every other bias
+        "batch_p2p_comm",  # False from Bridge without a pipeline
+        "cross_entropy_fusion_impl",  # pretrain_gpt.py refuses Transformer Engine's
+        *("apply_rope_fusion", "moe_permute_fusion", "defer_embedding_wgrad_compute"),
+        "gradient_accumulation_fusion",
+        "pipeline_model_parallel_layout",
+    }
+)
+
+
+def read_recipes(folder: Path, recipes: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+    """Return the facts of each of ``recipes`` that ``--bridge`` reads otherwise than Bridge does,
+    each with both values. A recipe has its number of ranks.
+
+    Changes the process: for a forked one only.
+    """
+    import_bridge(folder)
+    return {name: _read_otherwise(name, ranks) for name, ranks in recipes.items()}
+
+
+def _read_otherwise(name: str, ranks: int) -> dict[str, Any]:
+    full = f"megatron.bridge.recipes.{name}"
+    module, _, function = full.partition(":")
+    with hub():
+        launch = launch_from_recipe(full, ())
+        config = getattr(importlib.import_module(module), function)()
+    args = launch_line.parse(launch.arguments).args
+    with launch_line.on_gpus(args):
+        launch_line.validate(args, PipelineConfig(), ranks)
+        model = launch_line.check_model(args, PipelineConfig())
+        _apply_parts(config, args.data_parallel_size)
+    facts = [(field.name, getattr(model, field.name), config.model) for field in fields(model)]
+    for part in (config.ddp, config.optimizer):
+        named = [field.name for field in fields(part) if hasattr(args, field.name)]
+        facts += [(name, getattr(args, name), part) for name in named]
+    return {
+        name: (read, getattr(theirs, name))
+        for name, read, theirs in facts
+        if name not in _ALIKE and not callable(read) and str(read) != str(getattr(theirs, name))
+    }
+
+
+def _apply_parts(config: Any, data_parallel_size: int) -> None:
+    """Apply the parts of ``config`` to its model as Bridge's `runtime_config_update` does, which
+    also needs GPUs."""
+    precision = config.mixed_precision
+    if isinstance(precision, str):
+        module: Any = importlib.import_module("megatron.bridge.training.mixed_precision")
+        precision = module.get_mixed_precision_config(precision)
+    if precision is not None:
+        precision.finalize()
+        precision.setup(config.model, config.optimizer, config.ddp)
+    if config.comm_overlap is not None:
+        config.comm_overlap.data_parallel_size = data_parallel_size
+        config.comm_overlap.finalize()
+        config.comm_overlap.setup(config.model, config.optimizer, config.ddp)
+    settings: Any = importlib.import_module("megatron.bridge.training.config")
+    settings._validate_and_sync_distributed_optimizer_settings(config)
+    for name in ("apply_rope_fusion", "moe_permute_fusion", "defer_embedding_wgrad_compute"):
+        setattr(config.model, name, False)  # there are no kernels for these here
+    config.model.finalize()
 
 
 def run(folder: Path, jobs: Sequence[Job]) -> dict[str, list[Run] | str]:
@@ -169,7 +313,7 @@ def _train(job: Job, rank: int, port: int) -> Run:
     _without_gpu()
     pretrain: Any = importlib.import_module("megatron.bridge.training.pretrain")
     gpt_step: Any = importlib.import_module("megatron.bridge.training.gpt_step")
-    config = small_recipe()
+    config = small_recipe(job.recipe)
     job.change(config)
     put(config, job.values)
     if job.draws:

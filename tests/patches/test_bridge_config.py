@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 
 from megatron_ext import bridge
+from megatron_ext.patches.engine import PatchError
 
 
 class Model(SimpleNamespace):
@@ -105,3 +106,38 @@ def test_a_patch_that_does_not_fit_leaves_the_config_unchanged(installed: mock.M
     with pytest.raises(RuntimeError, match="no patch"):
         bridge.use(given, schedule="zb-v")
     assert given == before
+
+
+def test_a_second_call_doubles_nothing_and_undo_restores_the_config(installed: mock.Mock) -> None:
+    """The second call once registered the hook again, and its handle took the schedule away while
+    the config still had its stages."""
+    given = config()
+    before = copy.deepcopy(given)
+    handle = bridge.use(given, schedule="zb-v")
+    placed = copy.deepcopy(given)
+    assert bridge.use(given, schedule="zb-v") is handle
+    assert given == placed
+    given.model.virtual_pipeline_model_parallel_size = None  # changed since
+    bridge.use(given, schedule="zb-v")
+    assert given == placed
+    handle.undo()
+    assert given == before
+    installed.return_value.undo.assert_called_once_with()
+    assert bridge.use(given, schedule="zb-v") is handle
+    assert given == placed
+    handle.undo()
+    assert given == before
+    assert installed.return_value.undo.call_count == 2
+
+
+def test_a_second_call_with_other_settings_is_refused_and_changes_nothing() -> None:
+    """Patches of another schedule are in force: a training would run under the first."""
+    given = config()
+    with bridge.use(given, schedule="zb-v"):
+        placed = copy.deepcopy(given)
+        with pytest.raises(PatchError, match="zb-v is installed in this process already"):
+            bridge.use(given, schedule="zb-h1")
+        with pytest.raises(ValueError, match="use_megatron_fsdp=True"):
+            given.dist.use_megatron_fsdp = placed.dist.use_megatron_fsdp = True
+            bridge.use(given, schedule="zb-v")
+        assert given == placed

@@ -1,6 +1,6 @@
 """Megatron-Bridge's own training loop, under its own schedule and under ours.
 
-The recipe, `pretrain` and the forward step are Bridge's; the recipe's model is made small. All
+The recipes, `pretrain` and the forward step are Bridge's; a recipe's model is made small. All
 trainings of this file run in one process, whose import of Bridge takes longer than they do.
 """
 
@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 
+from megatron_ext import bridge
 from scripts.caller_packages import prepare
 from tests.helpers import bridge_on_cpu
 from tests.helpers.bridge_on_cpu import Job, put
 from tests.helpers.combinations import at_night, nightly
 from tests.helpers.megatron_runs import Run, assert_same, losses, whole_state
+from tests.helpers.packed import by_sequence
 from tests.helpers.ranks import HANGS, lasting_folder, run_ranks, values
 
 COSTS = {"costs": "f=1,i=1,w=1,comm=0"}
@@ -79,12 +84,88 @@ def adapters(config: Any) -> None:
     config.checkpoint.pretrained_checkpoint = str(FOLDER / "stock")
 
 
+def two_expert_ranks(config: Any) -> None:
+    """Experts on two ranks each; DeepEP's kernels, which the recipe names, need a GPU."""
+    put(
+        config,
+        {"model.expert_model_parallel_size": 2, "model.moe_token_dispatcher_type": "alltoall"},
+    )
+
+
+def packed_conversations(config: Any) -> None:
+    """Bridge packs the recipe's prompts and completions, of a file here in place of SQuAD."""
+    put(
+        config,
+        {
+            "model.seq_length": 32,
+            "dataset.seq_length": 32,
+            "dataset.hf_dataset": None,
+            "dataset.hf_validation_proportion": None,
+            "dataset.do_validation": False,
+            "dataset.dataset_root": str(FOLDER / "conversations"),
+            "dataset.offline_packing_specs.packed_sequence_size": 32,
+            "dataset.offline_packing_specs.num_tokenizer_workers": 1,
+            "tokenizer.tokenizer_type": "HuggingFaceTokenizer",
+            "tokenizer.tokenizer_model": str(FOLDER / "conversations"),
+            "tokenizer.vocab_size": None,
+        },
+    )
+    attention = by_sequence(DotProductAttention.forward)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        assert kwargs["packed_seq_params"].qkv_format == "thd"
+        return attention(*args, **kwargs)
+
+    DotProductAttention.forward = forward
+
+
+def write_conversations() -> None:
+    """Write prompts and completions of made-up words, and a tokenizer that has a token for each."""
+    folder, draw = FOLDER / "conversations", Random(1)
+    folder.mkdir()
+    model = {"type": "WordLevel", "vocab": {str(word): word for word in range(64)}}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": {**model, "unk_token": "0"},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    settings = {"unk_token": "0", "pad_token": "0", "eos_token": "1", "bos_token": "2"}
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    lines = (
+        json.dumps(
+            {
+                name: " ".join(str(draw.randrange(3, 64)) for _ in range(draw.randint(2, 9)))
+                for name in ("input", "output")
+            }
+        )
+        for _ in range(128)
+    )
+    (folder / "training.jsonl").write_text("\n".join(lines))
+
+
 DENSE = Job("dense")
 EXPERTS = Job("experts", experts, ranks=4)
 PREDICTION = Job("prediction", multi_token_prediction)
 OVERLAP = Job("overlap", overlap, ranks=4)
 DEFERRAL = Job("deferral", overlap_and_deferral, ranks=4)
 ADAPTERS = Job("adapters", adapters)
+# Recipes that read a config.json from Hugging Face.
+LLAMA = Job("llama2", recipe="llama.h100.llama2:llama2_7b_pretrain_2gpu_h100_bf16_config")
+QWEN = Job("qwen3", recipe="qwen.h100.qwen3:qwen3_600m_pretrain_1gpu_h100_bf16_config")
+QWEN_EXPERTS = Job(
+    "qwen3-moe",
+    two_expert_ranks,
+    ranks=4,
+    recipe="qwen.h100.qwen3_moe:qwen3_30b_a3b_pretrain_8gpu_h100_bf16_config",
+)
+PACKED = Job(
+    "packed",
+    packed_conversations,
+    recipe="qwen.h100.qwen3:qwen3_600m_sft_1gpu_h100_bf16_config",
+)
 SAVING = DENSE.but(
     "saving",
     checkpoint__save=str(FOLDER / "stock"),
@@ -94,6 +175,14 @@ SAVING = DENSE.but(
 RESUMING = DENSE.but("resuming", checkpoint__ckpt_step=2)
 TIED = DENSE.but("tied", OURS["zb-v"])
 
+# Recipes that are read, and their ranks.
+READ = {
+    "gpt.gpt3_175b:gpt3_175b_pretrain_config": 64,
+    "olmoe.h100.olmoe_7b:olmoe_7b_pretrain_8gpu_h100_bf16_config": 8,
+    "nemotronh.h100.nemotronh:nemotronh_8b_pretrain_2gpu_h100_bf16_config": 8,
+    **{job.recipe: 8 for job in (LLAMA, QWEN, QWEN_EXPERTS, PACKED)},
+}
+
 # Job with our settings, and the one of Bridge's own that it must equal.
 BY_DAY = ((DENSE, "v-auto", DENSE),)
 AT_NIGHT = (
@@ -102,8 +191,18 @@ AT_NIGHT = (
     *((PREDICTION, name, PREDICTION) for name in OURS),
     *((DEFERRAL, name, OVERLAP) for name in OURS),
     *((ADAPTERS, name, ADAPTERS) for name in OURS),
+    *((job, name, job) for job in (LLAMA, QWEN, QWEN_EXPERTS) for name in ("zb-h1", "v-auto")),
+    *((PACKED, name, PACKED) for name in OURS),
 )
 CASES = (*BY_DAY, *at_night(*AT_NIGHT))
+
+
+def used_before(config: Any) -> None:
+    """`use` is called here, and again as for every job."""
+    bridge.use(config, **OURS["zb-v"])
+
+
+TWICE = Job("dense/twice", used_before, OURS["zb-v"])
 
 
 def under(job: Job, name: str, **values: Any) -> Job:
@@ -121,7 +220,12 @@ JOBS = (
         PREDICTION,
         OVERLAP,
         ADAPTERS,
+        LLAMA,
+        QWEN,
+        QWEN_EXPERTS,
+        PACKED,
         replace(TIED, draws=False),
+        TWICE,
     ),
     *(under(job, name) for job, name, _ in CASES),
 )
@@ -132,6 +236,7 @@ def trained() -> dict[str, list[Run] | str]:
     folder, problem = prepare("bridge")
     if problem:
         pytest.skip(f"Megatron-Bridge cannot be installed with pip: {problem}")
+    write_conversations()
     (results,) = values(
         run_ranks(
             1,
@@ -141,6 +246,21 @@ def trained() -> dict[str, list[Run] | str]:
         )
     )
     return results
+
+
+@nightly("by day with a stand-in for a recipe: test_bridge_recipe.py")
+def test_recipes_are_read_as_bridge_applies_them() -> None:
+    """``--bridge`` reads a recipe into arguments: Megatron makes of these the model's config that
+    Bridge makes of its recipe, and the same settings of optimizer and reductions."""
+    folder, problem = prepare("bridge")
+    if problem:
+        pytest.skip(f"Megatron-Bridge cannot be installed with pip: {problem}")
+    (found,) = values(
+        run_ranks(
+            1, lambda rank: bridge_on_cpu.read_recipes(folder, READ), timeout=HANGS, connect=False
+        )
+    )
+    assert found == {name: {} for name in READ}
 
 
 def runs(name: str) -> list[Run]:
@@ -163,6 +283,12 @@ def test_bridge_trains_to_the_same_bits_under_our_schedule(
     assert_same(ours, theirs)
     assert len(losses(ours)) == 4
     assert any("exp_avg_sq" in name for name in whole_state(ours))
+
+
+@nightly("what it leaves in the config: test_bridge_config.py")
+def test_use_may_be_called_twice() -> None:
+    assert_same(runs("dense/twice"), runs("dense"))
+    assert {run.schedule for run in runs("dense/twice")} == {"PipelineStep"}
 
 
 @nightly("Megatron's own checkpoints go both ways in test_checkpoints.py")

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from megatron_ext.config import PREFIX
 from megatron_ext.cost_model.gpus import name_of_gpu
+from megatron_ext.launch_command import bridge_recipe
 from megatron_ext.launch_command.importing import as_on, quickly, silently
 from megatron_ext.launch_command.words import Launch, read_launch
 from megatron_ext.patches.engine import PatchError
@@ -138,13 +139,21 @@ def _whole(blocks: list[_Block]) -> list[dict[str, str]]:
     )
 
 
-def launch_from(words: Sequence[str], log: Path | None) -> Launch:
-    """Return the launch that the command ``words`` starts, or that the ``log`` is of.
+def launch_from(words: Sequence[str], log: Path | None, recipe: str | None = None) -> Launch:
+    """Return the launch that the command ``words`` starts, that the ``log`` is of, or that trains
+    the config of a Megatron-Bridge ``recipe``.
 
     Raises:
-        ValueError: both are given, or as `read_launch` and `launch_from_log`.
+        ValueError: two are given, or as `read_launch`, `launch_from_log`, `launch_from_recipe`.
         PatchError: as `launch_from_log`.
     """
+    if recipe is not None:
+        if log is not None:
+            raise ValueError(
+                f"{OPTION} {log} and {bridge_recipe.OPTION} {recipe} each tell the arguments: "
+                f"give one of them"
+            )
+        return bridge_recipe.launch_from_recipe(recipe, words)
     if log is None:
         return read_launch(words)
     if words:

@@ -71,11 +71,7 @@ def unparse(printed: Mapping[str, str]) -> Unparsed:
     Raises:
         ValueError: Megatron's parser does not take a value, or a list is not understood.
     """
-    parser = launch_line.parser()
-    given = {name: text for name, text in printed.items() if not _is_derived(name, printed)}
-    if printed.get("use_layer_wise_distributed_optimizer") == str(True):
-        given["use_distributed_optimizer"] = str(True)  # for which validation has put it
-    words = tuple(word for name in given for word in _words(parser, name, given[name]))
+    words = flags_of(printed)
     args = launch_line.parse(words).args
     try:
         validated = vars(_validated(args, words, int(printed["world_size"])))
@@ -87,6 +83,19 @@ def unparse(printed: Mapping[str, str]) -> Unparsed:
         if name in validated and str(validated[name]) != text and name not in _NOT_COMPARED
     )
     return Unparsed(words, tuple(name for name in printed if name not in validated), differences)
+
+
+def flags_of(printed: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the flags of the arguments ``printed``, without asking what they give here.
+
+    Raises:
+        ValueError: a list is not understood.
+    """
+    parser = launch_line.parser()
+    given = {name: text for name, text in printed.items() if not _is_derived(name, printed)}
+    if printed.get("use_layer_wise_distributed_optimizer") == str(True):
+        given["use_distributed_optimizer"] = str(True)  # for which validation has put it
+    return tuple(word for name in given for word in _words(parser, name, given[name]))
 
 
 def _validated(args: Any, words: tuple[str, ...], world_size: int) -> Any:

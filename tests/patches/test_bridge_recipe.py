@@ -1,0 +1,225 @@
+"""Launches that a Megatron-Bridge recipe describes: `plan` and `doctor` with ``--bridge``.
+
+The recipe is a stand-in with the fields of Bridge's config; tests/pipeline/test_bridge.py reads
+Bridge's own.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from megatron_ext.cli import app
+from megatron_ext.config import PipelineConfig
+from megatron_ext.launch_command import line
+from megatron_ext.launch_command.bridge_recipe import launch_from_recipe
+from megatron_ext.launch_command.words import read_launch
+from megatron_ext.launch_planner.command_line import arguments_with, command_with
+from megatron_ext.planner.verdict import Written
+
+RANKS = 4
+
+RECIPES = """
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+
+def silu(x): ...
+
+
+def small():
+    model = SimpleNamespace(
+        num_layers=8, hidden_size=1024, ffn_hidden_size=4096, num_attention_heads=8,
+        num_query_groups=2, kv_channels=None, seq_length=1024, vocab_size=31000,
+        should_pad_vocab=True, make_vocab_size_divisible_by=128, normalization="RMSNorm",
+        add_bias_linear=False, gated_linear_unit=True, activation_func=silu,
+        share_embeddings_and_output_weights=False, position_embedding_type="rope",
+        rotary_base=500000.0, multi_latent_attention=False, num_moe_experts=None,
+        tensor_model_parallel_size=2, sequence_parallel=True, context_parallel_size=1,
+        pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2,
+        pipeline_model_parallel_layout=None, overlap_p2p_comm=False, batch_p2p_comm=True,
+        recompute_granularity="selective", recompute_modules=["core_attn", "mlp"],
+        bf16=False, params_dtype=None, cuda_graph_impl="none", cuda_graph_modules="full",
+        attention_backend=None, cp_comm_type=None, transformer_impl="transformer_engine",
+    )
+    return SimpleNamespace(
+        model=model,
+        train=SimpleNamespace(
+            micro_batch_size=1, global_batch_size=8, train_iters=100, eval_interval=None
+        ),
+        validation=SimpleNamespace(eval_interval=50, eval_iters=2),
+        optimizer=SimpleNamespace(lr=1e-4, use_distributed_optimizer=True, bf16=False),
+        scheduler=SimpleNamespace(lr_warmup_iters=10, lr_decay_style="cosine"),
+        ddp=SimpleNamespace(
+            grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=True,
+            bucket_size=None, average_in_collective=True,
+        ),
+        dist=SimpleNamespace(use_tp_pp_dp_mapping=False),
+        tokenizer=SimpleNamespace(vocab_size=None),
+        comm_overlap=SimpleNamespace(
+            tp_comm_overlap=False, overlap_p2p_comm=None, overlap_grad_reduce=None,
+            overlap_moe_expert_parallel_comm=None,
+        ),
+        mixed_precision=SimpleNamespace(
+            bf16=True, fp8=None, fp8_recipe="tensorwise", grad_reduce_in_fp32=False
+        ),
+        peft=None,
+        env_vars={"CUDA_DEVICE_MAX_CONNECTIONS": 1},
+    )
+
+
+def large_layers():
+    config = small()
+    config.model.pipeline_model_parallel_layout = [
+        ["embedding", "decoder", "decoder"], *[["decoder"] * 2] * 2, ["decoder"] * 2 + ["loss"]
+    ]
+    config.peft = object()
+    return config
+
+
+def broken():
+    raise RuntimeError("no network")
+
+
+def nothing():
+    return 3
+
+
+def fails(size):
+    ...
+"""
+
+# The same training, as a launch command of Megatron's has it.
+LINE = f"""
+torchrun --nproc-per-node {RANKS} pretrain_gpt.py --num-layers 8 --hidden-size 1024
+--ffn-hidden-size 4096 --num-attention-heads 8 --group-query-attention --num-query-groups 2
+--seq-length 1024 --max-position-embeddings 1024 --padded-vocab-size 31232 --normalization RMSNorm
+--disable-bias-linear --swiglu --untie-embeddings-and-output-weights
+--position-embedding-type rope --rotary-base 500000 --tensor-model-parallel-size 2
+--sequence-parallel --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2
+--recompute-granularity selective --recompute-modules core_attn mlp --bf16 --grad-reduce-in-bf16
+--micro-batch-size 1 --global-batch-size 8 --train-iters 100 --eval-interval 50 --eval-iters 2
+--lr 1e-4 --use-distributed-optimizer --lr-warmup-iters 10 --lr-decay-style cosine
+--overlap-grad-reduce --overlap-param-gather --ddp-average-in-collective
+""".split()
+
+
+@pytest.fixture
+def recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A module of recipes in the working folder."""
+    (tmp_path / "stand_in_recipes.py").write_text(RECIPES)
+    monkeypatch.chdir(tmp_path)
+    yield "stand_in_recipes"
+    sys.modules.pop("stand_in_recipes", None)
+
+
+def run(*words: str) -> Result:
+    return CliRunner().invoke(app, words)
+
+
+def validated(arguments: tuple[str, ...]) -> dict[str, Any]:
+    args = line.parse(arguments).args
+    with line.on_gpus(args):
+        return vars(line.validate(args, PipelineConfig(), RANKS))
+
+
+def test_a_recipe_gives_the_arguments_of_its_launch_command(recipes: str) -> None:
+    read = validated(launch_from_recipe(f"{recipes}:small", ()).arguments)
+    written = validated(read_launch(LINE).arguments)
+    differences = {name: value for name, value in written.items() if read[name] != value}
+    assert differences == {}
+
+
+def test_a_layout_of_lists_is_read_and_adapters_are_named(recipes: str) -> None:
+    launch = launch_from_recipe(f"{recipes}:large_layers", ("--pipeline-schedule", "zb-v"))
+    args = line.parse(launch.arguments).args
+    assert args.pipeline_model_parallel_layout == "Ett|tt|tt|ttL"
+    assert args.num_virtual_stages_per_pipeline_rank is None
+    assert args.pipeline_schedule == "zb-v"
+    assert any("config.peft" in remark for remark in launch.remarks)
+
+
+def test_a_plan_prints_lines_for_the_config(recipes: str) -> None:
+    ran = run("plan", "--gpu", "h100", "--world-size", str(RANKS), "--bridge", f"{recipes}:small")
+    assert ran.exit_code == 0, ran.output
+    job = "8 layers on 4 ranks (TP 2 x PP 2), 8 microbatches of 1 x 1024 tokens"
+    assert f"{job}, under interleaved:vpp=2" in ran.stdout
+    lines = ran.stdout.partition("write:\n")[2].splitlines()
+    code = [text for text in lines if text.startswith(("config.", "megatron_ext."))]
+    assert "torchrun" not in ran.stdout
+    config, settings = sys.modules[recipes].small(), []
+    use = SimpleNamespace(use=lambda config, **given: settings.append(given))
+    exec("\n".join(code), {"config": config, "megatron_ext": SimpleNamespace(bridge=use)})
+    assert len(settings) == 1
+    verdict = ran.stdout.partition("verdict: ")[2].splitlines()[0]
+    assert f"--pipeline-schedule {settings[0]['schedule']}" in verdict
+
+
+def test_changes_name_the_fields_of_the_config(recipes: str) -> None:
+    launch = launch_from_recipe(
+        f"{recipes}:small", ("--pipeline-p2p", "batched", "--pipeline-schedule", "zb-h1")
+    )
+    written = Written(
+        (
+            *("--pipeline-schedule", "v-auto", "--pipeline-memory-limit", "0.5x"),
+            *("--micro-batch-size", "2", "--recompute-modules", "mlp", "layernorm"),
+            *("--pipeline-post-validation", "--overlap-moe-expert-parallel-comm"),
+        ),
+        ("--num-virtual-stages-per-pipeline-rank", "--sequence-parallel"),
+    )
+    assert command_with(launch, written).splitlines() == [
+        "config.model.virtual_pipeline_model_parallel_size = None",
+        "config.model.sequence_parallel = False",
+        "config.train.micro_batch_size = 2",
+        "config.model.recompute_modules = ['mlp', 'layernorm']",
+        "config.comm_overlap.overlap_moe_expert_parallel_comm = True",
+        'megatron_ext.bridge.use(config, schedule="v-auto", memory_limit="0.5x", p2p="batched", '
+        "post_validation=True)",
+    ]
+    changed = line.parse(arguments_with(launch, written)).args
+    assert (changed.micro_batch_size, changed.sequence_parallel) == (2, False)
+    stock = Written(("--num-virtual-stages-per-pipeline-rank", "4"))
+    assert command_with(launch, stock) == ("config.model.virtual_pipeline_model_parallel_size = 4")
+
+
+def test_doctor_checks_a_recipe_with_flags_of_ours(recipes: str) -> None:
+    words = ["--world-size", str(RANKS), "--bridge", f"{recipes}:small"]
+    ran = run("doctor", *words, "--", "--pipeline-schedule", "zb-v")
+    assert ran.exit_code == 0, ran.output
+    assert "zb-v, 8 microbatches" in ran.output
+    assert "datasets" not in ran.output
+    ran = run("doctor", *words, "--pipeline-shedule", "zb-v")
+    assert ran.exit_code == 1
+    assert "there is no flag --pipeline-shedule" in ran.output
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ("stand_in_recipes", "write MODULE:FUNCTION"),
+        ("stand_in_recipes:smal", "did you mean small?"),
+        ("stand_in_recipes:broken", "RuntimeError: no network"),
+        ("stand_in_recipes:nothing", "returns a int"),
+        ("stand_in_recipes:fails", "called without arguments: TypeError"),
+        ("no_such_module:small", "cannot be imported here"),
+    ],
+)
+def test_a_recipe_that_cannot_be_read_says_why(recipes: str, recipe: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"--bridge {recipe}.*{message.replace('?', '.')}"):
+        launch_from_recipe(recipe, ())
+
+
+def test_a_recipe_stands_in_place_of_other_sources(recipes: str, tmp_path: Path) -> None:
+    recipe = ("--bridge", f"{recipes}:small")
+    others = (("--megatron-args", "log"), ("--config", "values.json"), ("--", *LINE))
+    for other in others:
+        ran = run("plan", *recipe, *other)
+        assert ran.exit_code == 2
+        assert "give one of them" in ran.output
+    assert "--model" in run("plan", *recipe, "--model", "layers=4").output
