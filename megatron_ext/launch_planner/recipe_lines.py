@@ -34,7 +34,7 @@ def lines_with(
     for name, value in values.items():
         if name.removeprefix(PREFIX) not in settings:
             yield f"config.{config_fields.get(name, f'model.{name}')} = {_literal(value)}"
-    if settings:
+    if "schedule" in settings or written.arranging:
         stock = {"schedule": stock_schedule(launch_line.parse(arguments).args)}
         given = {**stock, **settings}.items()
         keywords = ", ".join(f"{name}={_literal(value)}" for name, value in given)

@@ -186,6 +186,12 @@ def test_changes_name_the_fields_of_the_config(recipes: str) -> None:
     assert (changed.micro_batch_size, changed.sequence_parallel) == (2, False)
     stock = Written(("--num-virtual-stages-per-pipeline-rank", "4"))
     assert command_with(launch, stock) == ("config.model.virtual_pipeline_model_parallel_size = 4")
+    arranged = Written(arranging=("--pipeline-microbatch-order", "small-ends"))
+    (call,) = command_with(launch_from_recipe(f"{recipes}:small", ()), arranged).splitlines()
+    assert call == (
+        'megatron_ext.bridge.use(config, schedule="interleaved:vpp=2", '
+        'microbatch_order="small-ends")'
+    )
 
 
 def test_doctor_checks_a_recipe_with_flags_of_ours(recipes: str) -> None:
