@@ -131,10 +131,10 @@ def simulate(
             metavar="lognormal:DEVIATION|FILE",
             help="Microbatches that differ: 20 drawn steps (0.5 is the standard deviation of their "
             "tokens, as a share of the mean), or a file with a line per microbatch, step after "
-            "step: the lengths of its documents, or its cost. Attention (attention= in COSTS) "
-            "grows with squared lengths. Says what ordering them, dealing them to the replicas, "
-            "and a program for their places gains; files are of the better program, with the mean "
-            "costs of the places.",
+            "step. A line has the lengths of its documents, or its cost. Attention (attention= in "
+            "COSTS) grows with squared lengths. Says what ordering them, dealing them to the "
+            "replicas, and a program for their places gains; files are of the better program, with "
+            "the mean costs of the places.",
         ),
     ] = None,
     deal: Annotated[
