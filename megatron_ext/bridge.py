@@ -9,7 +9,6 @@ Bridge itself is not imported here: a config is known by the names of its parts.
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -20,6 +19,7 @@ from megatron_ext.config import PipelineConfig
 from megatron_ext.installation import install
 from megatron_ext.logger import logger
 from megatron_ext.patches.engine import Handle
+from megatron_ext.patches.megatron.bridge.data.loaders import import_loaders
 
 _CHUNKS = "virtual_pipeline_model_parallel_size"
 # What Megatron's config gets from a schedule when Bridge finalizes it.
@@ -110,7 +110,7 @@ def use(config: Any, schedule: str, **settings: str | bool | None) -> BridgeHand
         _refuse(config, model, ours)
         if ours.arranges_microbatches:
             _refuse_arrangement(config, model, ours)
-            importlib.import_module("megatron.bridge.data.loaders")  # which is to be patched
+            import_loaders()
         installed: Handle = install(ours)
         if installed.undo not in handle._undo:
             handle._undo.append(installed.undo)

@@ -94,7 +94,7 @@ def _as_given(name: str, value: Any) -> Any:
     return value
 
 
-def _folder(name: str, text: str) -> Path:
+def _path(name: str, text: str) -> Path:
     return Path(text)
 
 
@@ -289,6 +289,17 @@ class PipelineConfig:
             "Requires --dataloader-inter-document-masking."
         ),
     )
+    microbatch_weights: Path | None = field(
+        default=None,
+        metadata=_ON_STOCK
+        | _setting(
+            _path,
+            "FILE.npy",
+            "Weights by which microbatches are ordered and dealt: a numpy array with a positive "
+            "figure for each sample of the training data, by the number under which the data set "
+            "has it. Default: the squared lengths of documents.",
+        ),
+    )
     report_split: bool = field(
         default=False,
         metadata=_switch(
@@ -311,7 +322,7 @@ class PipelineConfig:
         default=None,
         metadata=_ON_STOCK
         | _setting(
-            _folder,
+            _path,
             "DIR",
             "Write DIR/trace.json for Perfetto: measured and predicted times of each pass on each "
             "rank of the last pipeline. Without --pipeline-schedule Megatron's own step is "
@@ -380,6 +391,11 @@ class PipelineConfig:
 
     def __post_init__(self) -> None:
         self._check_traces()
+        if self.microbatch_weights is not None and not self.arranges_microbatches:
+            raise ValueError(
+                f"{flag('microbatch_weights')} {self.microbatch_weights}: no microbatches are "
+                f"arranged by them; add {flag('microbatch_order')} small-ends"
+            )
         if self.schedule is None:
             return
         if not self.is_chosen_later:

@@ -527,23 +527,24 @@ def _but_for_length(choice: Choice, problem: Problem) -> tuple[str, str]:
     return choice.spec, repr(replace(problem, microbatches=1))
 
 
-_WHY = {
-    "built": "start all of them with one version of megatron_ext and numpy, and one schedule file",
-    "run": "one of them swaps its program too late; resume from the last checkpoint",
-}
-
-
 def check_digests(schedule: str, digests: Mapping[int, str], verb: str = "built") -> None:
     """Raise RuntimeError unless all ``digests``, by global rank, are equal. ``verb`` says what the
     ranks have done with the programs."""
     ranks: dict[str, list[int]] = defaultdict(list)
     for rank, digest in sorted(digests.items()):
         ranks[digest].append(rank)
-    if len(ranks) > 1:
-        built = "; ".join(f"{digest[:12]} on {listed(where)}" for digest, where in ranks.items())
+    if len(ranks) <= 1:
+        return
+    told = "; ".join(f"{digest[:12]} on {listed(where)}" for digest, where in ranks.items())
+    if verb == "run":
         raise RuntimeError(
-            f"ranks {verb} different programs from {schedule}: {built}; {_WHY[verb]}"
+            f"ranks run different programs from {schedule}: {told}; one of them swaps a step "
+            f"late: start again from the last checkpoint"
         )
+    raise RuntimeError(
+        f"ranks built different programs from {schedule}: {told}; start all of them with one "
+        f"version of megatron_ext and numpy, and one schedule file"
+    )
 
 
 def gather(group: dist.ProcessGroup, value: Any) -> list[Any]:

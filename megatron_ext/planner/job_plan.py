@@ -11,7 +11,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 from megatron_ext.cost_model.gpus import FreeMemory
@@ -19,7 +18,6 @@ from megatron_ext.planner.candidate import Candidate, Plan, Variant, VocabMethod
 from megatron_ext.planner.confirmation import confirmed_verdict
 from megatron_ext.planner.curves import Curves, curves_of
 from megatron_ext.planner.long_sequences import LongSequences
-from megatron_ext.planner.planning_time import until_end
 from megatron_ext.planner.unequal import UnequalGains, unequal_gains
 from megatron_ext.planner.verdict import NOTHING, Alternative, Verdict, Written
 from megatron_ext.schedule.microbatch_costs import BatchSize, read_loads
@@ -189,8 +187,8 @@ def plan_job(job: PlannedJob, *, with_curves: bool = False, lengths: Path | None
     taken, stock = found.taken, found.stock
     written = NOTHING if taken is None else taken.write()
     unequal = None
-    if taken is not None and loads is not None:
-        unequal = until_end(partial(unequal_gains, loads, taken, written, job.refusal_of), None)
+    if taken is not None and loads is not None:  # seconds, though the time of the plan may be over
+        unequal = unequal_gains(loads, taken, written, job.refusal_of)
     is_changed = taken is not None and not found.keeps
     remarks = (*job.remarks, *others.remarks)
     if taken is not None and is_changed:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_ext.config import flag
 from megatron_ext.planner.verdict import ALIKE, WORTH, Alternative, Written
 from megatron_ext.schedule.dealing import MicrobatchOrder
 from megatron_ext.schedule.microbatch_costs import MicrobatchLoads
 from megatron_ext.search.for_places import judged_for_places
 
-ORDER = (flag("microbatch_order"), MicrobatchOrder.SMALL_ENDS.value)
-DEAL = (flag("deal_microbatches"),)
-PROGRAM = (flag("costs"), "profile")
+ORDER = ("--pipeline-microbatch-order", MicrobatchOrder.SMALL_ENDS.value)
+DEAL = ("--pipeline-deal-microbatches",)
+PROGRAM = ("--pipeline-costs", "profile")
 
 
 @dataclass(frozen=True)

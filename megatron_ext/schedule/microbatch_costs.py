@@ -83,7 +83,8 @@ class MicrobatchLoads:
 
 
 def parse_microbatch_costs(text: str, per_step: int) -> MicrobatchLoads:
-    """Return loads whose means are 1, with ``per_step`` microbatches in a step.
+    """Return loads whose means are 1, or of drawn ones about 1, with ``per_step`` microbatches in a
+    step.
 
     Args:
         text: ``lognormal:0.5`` draws 20 steps of microbatches with one document each, whose tokens
@@ -95,7 +96,7 @@ def parse_microbatch_costs(text: str, per_step: int) -> MicrobatchLoads:
     """
     if text.startswith(_LOGNORMAL):
         tokens = _drawn(text, per_step)
-        return _over_their_means(tokens, tokens**2)
+        return MicrobatchLoads(tokens, tokens**2 / (tokens**2).mean())
     return read_loads(Path(text), BatchSize(per_step))
 
 

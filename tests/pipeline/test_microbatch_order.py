@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +31,7 @@ from megatron_ext.adapter.batches import arranged_batches
 from megatron_ext.adapter.batches.arranged_batches import ArrangedBatches
 from megatron_ext.adapter.batches.document_lengths import squared_lengths
 from megatron_ext.adapter.batches.refusals import check_arrangement
+from megatron_ext.adapter.batches.sample_weights import SampleWeights
 from megatron_ext.compile.registry import choose
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches import cpu
@@ -94,6 +96,34 @@ def test_dealt_replicas_train_the_same_global_batch() -> None:
     with pytest.raises(AssertionError):  # sums in another order
         assert_same(stock, arrival)
     assert losses(stock)[0] == pytest.approx(losses(arrival)[0], rel=1e-6)
+
+
+def test_weights_from_a_file_order_microbatches_of_any_data(tmp_path: Path) -> None:
+    """Without documents; ours as stock, and another order than the squared lengths'."""
+    file = tmp_path / "weights.npy"
+    np.save(file, np.random.default_rng(1).lognormal(0, 1, 1000))
+    weighed: Flags = {**ORDERED, "pipeline_microbatch_weights": file}
+    unmasked: Flags = {"dataloader_inter_document_masking": None, "eval_iters": 0}
+    arrival, stock = trained(2, **unmasked), trained(2, **weighed, **unmasked)
+    assert_same(trained(2, pipeline_schedule="zb-h1", **weighed, **unmasked), stock)
+    with pytest.raises(AssertionError):  # sums in another order
+        assert_same(stock, arrival)
+    assert losses(stock)[0] == pytest.approx(losses(arrival)[0], rel=1e-6)
+
+
+def test_faults_of_weights(tmp_path: Path) -> None:
+    file = tmp_path / "weights.npy"
+    with pytest.raises(ValueError, match=r"--pipeline-microbatch-weights .* is no numpy array"):
+        SampleWeights(file, 4)
+    np.save(file, np.array([1.0, 0.0, 3.0]))
+    with pytest.raises(ValueError, match=r"has shape \(3,\), and the training data has 4 samples"):
+        SampleWeights(file, 4)
+    weights = SampleWeights(file, 3)
+    assert weights(np.array([2, 0])).tolist() == [3, 1]
+    with pytest.raises(ValueError, match=r"the weight of sample 1 is 0\.0, and no positive"):
+        weights(np.array([0, 1]))
+    with pytest.raises(ValueError, match="no microbatches are arranged by them; add --pipeline-m"):
+        PipelineConfig.parse(microbatch_weights=str(file))
 
 
 # ---- The sampler

@@ -289,7 +289,7 @@ def test_a_rank_with_another_program_for_the_places_ends_the_training(
 
 @pytest.mark.parametrize("by_place", [True, False])
 def test_memory_is_that_of_the_largest_microbatch(by_place: bool) -> None:
-    """Where microbatches differ, and else of the median one."""
+    """If microbatches differ; else of the median one."""
     sizes = {False: 100.0, True: 300.0}
 
     class Counting:

@@ -24,6 +24,7 @@ from megatron_ext.adapter.batches.document_lengths import (
     packed_squares,
     squared_lengths,
 )
+from megatron_ext.adapter.batches.sample_weights import SampleWeights
 from megatron_ext.config import PipelineConfig
 from megatron_ext.runtime.store.leader import store_of_all
 from megatron_ext.runtime.store.lost_store import losing_the_store
@@ -35,15 +36,20 @@ _KEYS = 256  # in the store, used in turns; loaders read ahead by far fewer step
 def arrange_loader(loader: Any, dataset: Any, config: PipelineConfig) -> None:
     """Arrange the microbatches that ``loader``, which has begun nothing yet, reads of ``dataset``.
     Its sampler is Megatron's, or Megatron-Bridge's of whole steps."""
-    costs_of = partial(packed_squares if is_packed(dataset) else squared_lengths, dataset)
+    sampler, file = loader.batch_sampler, config.microbatch_weights
+    costs_of: Callable[[NDArray[np.int64]], Costs]
+    if file is not None:
+        costs_of = SampleWeights(file, sampler.total_samples)
+    else:
+        costs_of = partial(packed_squares if is_packed(dataset) else squared_lengths, dataset)
     batches: ArrangedBatches | ArrangedSteps
-    if hasattr(loader.batch_sampler, "_global_batch_size"):
+    if hasattr(sampler, "_global_batch_size"):
         batches = ArrangedSteps(
-            loader.batch_sampler, costs_of, config.microbatch_order, deal=config.deal_microbatches
+            sampler, costs_of, config.microbatch_order, deal=config.deal_microbatches
         )
     else:
         batches = ArrangedBatches(
-            loader.batch_sampler,
+            sampler,
             costs_of,
             config.microbatch_order,
             num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR,

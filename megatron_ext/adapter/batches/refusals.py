@@ -25,11 +25,12 @@ def _reasons(args: Any, config: PipelineConfig) -> Iterator[str]:
         )
     if getattr(args, "sft", False):
         yield "--sft pads all samples to the whole length, and all cost the same; drop the flag"
-    if not getattr(args, "dataloader_inter_document_masking", False):
+    masks = getattr(args, "dataloader_inter_document_masking", False)
+    if not masks and config.microbatch_weights is None:
         yield (
             "all microbatches cost the same, since each token attends to all before it; add "
             "--dataloader-inter-document-masking (Megatron 0.19; dataset.inter_document_masking in "
-            "Megatron-Bridge), or drop the flag"
+            "Megatron-Bridge), give other costs by --pipeline-microbatch-weights, or drop the flag"
         )
     if getattr(args, "hybrid_context_parallel", False):
         yield "--hybrid-context-parallel deals sequences by itself; drop the flag"

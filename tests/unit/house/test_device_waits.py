@@ -61,6 +61,16 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
             "rows[replica].tolist()",
         ),
         (
+            "megatron_ext/adapter/batches/arranged_batches.py",
+            "ArrangedSteps._arranged",
+            "microbatches[rows[self._sampler.data_parallel_rank]].ravel().tolist()",
+        ),
+        (
+            "megatron_ext/adapter/batches/document_lengths.py",
+            "packed_squares",
+            "samples.tolist()",
+        ),
+        (
             "megatron_ext/adapter/batches/document_lengths.py",
             "_of_blend",
             "np.unique(of_dataset)",

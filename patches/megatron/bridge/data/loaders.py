@@ -8,6 +8,7 @@ same or have other loaders, which `use` refuses.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,11 @@ from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, wrap
 
 MODULE = "megatron.bridge.data.loaders"
+
+
+def import_loaders() -> None:
+    """Import Bridge's loaders, so that they are patched."""
+    importlib.import_module(MODULE)
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
