@@ -22,14 +22,15 @@ from megatron_ext.patches.engine import Handle
 from megatron_ext.patches.megatron.bridge.data.loaders import import_loaders
 
 _CHUNKS = "virtual_pipeline_model_parallel_size"
-# What Megatron's config gets from a schedule when Bridge finalizes it.
-_PLACED = (
-    "pipeline_model_parallel_layout",
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-)
+# Fields of a config that say which layers a stage has, and the arguments of Megatron's that give
+# them. Megatron's config gets them from a schedule when Bridge finalizes it.
+LAYOUT_FIELDS = {
+    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+    "pipeline_model_parallel_layout": "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split": "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split": "account_for_loss_in_pipeline_split",
+}
 _PARTS = ("ddp", "optimizer", "dist", "checkpoint", "train", "validation", "logger", "rng")
 
 
@@ -126,7 +127,7 @@ def _place(handle: BridgeHandle, config: Any, model: Any, ours: PipelineConfig) 
     states that any placement can load."""
     placement = ours.choice.place(model.pipeline_model_parallel_size)
     chunks = placement.chunks
-    for name in _PLACED:
+    for name in LAYOUT_FIELDS:
         handle._keep(model, name)
     if model.pipeline_model_parallel_layout is None:
         given = getattr(model, _CHUNKS)

@@ -27,6 +27,7 @@ from packaging.version import Version
 
 from megatron_ext.adapter.arguments import add_virtual_stages, pad_vocabulary
 from megatron_ext.adapter.transformer_engine import installed
+from megatron_ext.bridge import LAYOUT_FIELDS
 from megatron_ext.config import PipelineConfig
 from megatron_ext.cost_model.execution import Precision
 from megatron_ext.cost_model.gpus import assumed_rates
@@ -143,8 +144,7 @@ NAMES_OF_CONFIGS = {
     "num_moe_experts": "num_experts",
     "gated_linear_unit": "swiglu",
     "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
-    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
-    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+    **LAYOUT_FIELDS,
 }
 
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext.bridge import LAYOUT_FIELDS
 from megatron_ext.cost_model.assumptions import unchecked_parts
 from megatron_ext.cost_model.gpus import USABLE
 from megatron_ext.launch_planner.command_line import command_with
@@ -54,9 +55,7 @@ _NAMES = {  # Megatron's arguments for `Sizes`
 # Arguments that only fit the pipeline, or the tensor parallelism, of the launch.
 _OF_PIPELINE = (
     *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
-    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
-    "pipeline_model_parallel_layout",
-    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+    *LAYOUT_FIELDS.values(),
     "microbatch_group_size_per_vp_stage",
 )
 _OF_TENSOR = ("tp_comm_overlap",)

@@ -1,10 +1,11 @@
-"""PPO steps of verl's own trainer and workers, as a script on two ranks without a GPU.
+"""PPO steps of verl's own trainer and workers, as a script on ranks without a GPU.
 
 verl's classes run as their package has them: `RayPPOTrainer` computes log-probabilities, those of a
 reference model and updates the actor, `ActorRolloutRefWorker` and its Megatron engine do the work,
 and a batch is divided into microbatches by its tokens. These things of verl's world stand in:
 
-- Ray: the workers are called in this process, and the last pipeline rank's answer goes to all;
+- Ray: the workers are called in this process; verl's split of a batch over replicas and its
+  collection of their answers are used;
 - vLLM: the sequences are drawn, and so are the advantages;
 - CUDA: a platform for verl's registry of platforms;
 - Transformer Engine: a model for each bridge's registry, with Megatron's own layers, whose
@@ -26,10 +27,16 @@ from hydra import compose, initialize_config_dir
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from verl.plugin.platform import PlatformRegistry
 from verl.plugin.platform.platform_cuda import PlatformCUDA
+from verl.single_controller.base.decorator import (
+    MAGIC_ATTR,
+    _concat_data_proto_or_future,
+    _split_args_kwargs_data_proto,
+)
 
 from tests.helpers.packed import by_sequence
 
-RANKS, BATCH, PROMPT, RESPONSE, VOCABULARY = 2, 16, 6, 10, 64
+PIPELINE, BATCH, PROMPT, RESPONSE, VOCABULARY = 2, 16, 6, 10, 64
+STEPS = 2
 SETTINGS: dict[str, Any] = json.loads(os.environ["VERL_ACTOR"])
 
 # Fusions of Megatron that need a GPU.
@@ -110,16 +117,15 @@ def register_with_megatron_bridge() -> None:
     from megatron.bridge.models.conversion.param_mapping import AutoMapping
     from megatron.bridge.models.gpt_provider import local_layer_spec
     from megatron.bridge.models.qwen.qwen2_bridge import Qwen2Bridge
+    from megatron.bridge.models.qwen.qwen3_moe_bridge import Qwen3MoEBridge
     from megatron.core.models.gpt.gpt_model import GPTModel
-    from transformers import Qwen2ForCausalLM
+    from transformers import Qwen2ForCausalLM, Qwen3MoeForCausalLM
 
-    @MegatronModelBridge.register_bridge(
-        source=Qwen2ForCausalLM, target=GPTModel, model_type="qwen2"
-    )
-    class LocalQwen2(Qwen2Bridge):
+    class Local:
         def provider_bridge(self, hf_pretrained: Any) -> Any:
-            provider = super().provider_bridge(hf_pretrained)
+            provider = super().provider_bridge(hf_pretrained)  # type: ignore[misc]
             provider.transformer_layer_spec = local_layer_spec
+            provider.moe_grouped_gemm = provider.moe_permute_fusion = False
             return provider
 
         def mapping_registry(self) -> Any:
@@ -127,14 +133,24 @@ def register_with_megatron_bridge() -> None:
                 AutoMapping(f"decoder.layers.*.{ours}.weight", f"model.layers.*.{theirs}.weight")
                 for ours, theirs in NORMS.items()
             )
-            return MegatronMappingRegistry(*super().mapping_registry().mappings, *norms)
+            mappings = super().mapping_registry().mappings  # type: ignore[misc]
+            return MegatronMappingRegistry(*mappings, *norms)
+
+    for source, model_type, bridge in (
+        (Qwen2ForCausalLM, "qwen2", Qwen2Bridge),
+        (Qwen3MoeForCausalLM, "qwen3_moe", Qwen3MoEBridge),
+    ):
+        register = MegatronModelBridge.register_bridge(
+            source=source, target=GPTModel, model_type=model_type
+        )
+        register(type(f"Local{bridge.__name__}", (Local, bridge), {}))
 
 
 def trainer_config() -> Any:
     """verl's default configuration of PPO, with a small model and a pipeline of two ranks."""
     vanilla = str(SETTINGS["bridge"] == "mbridge").lower()
     common = {
-        "pipeline_model_parallel_size": RANKS,
+        "pipeline_model_parallel_size": PIPELINE,
         "vanilla_mbridge": vanilla,
         "sequence_parallel": "false",
         **{f"override_transformer_config.{name}": value for name, value in LOCAL.items()},
@@ -168,18 +184,33 @@ def trainer_config() -> Any:
 
 
 class Workers:
-    """A group of workers as verl's trainer calls it: all have the last pipeline rank's answer."""
+    """A group of workers as verl's trainer calls it: each replica's get their part of a batch, and
+    all have the answers of those that verl collects."""
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
 
     def __getattr__(self, name: str) -> Any:
+        method = getattr(self._worker, name)
+        if not (modes := getattr(method, MAGIC_ATTR, None)) or name.endswith("_checkpoint"):
+            return method
+        (mesh,) = modes["dispatch_mode"]["dispatch_fn"].args
+
         def call(data: Any) -> Any:
-            answer = [getattr(self._worker, name)(data)]
-            dist.broadcast_object_list(answer, src=RANKS - 1)
-            return answer[0]
+            ranks = gathered(self._worker._query_dispatch_info(mesh))
+            ((parts,), _) = _split_args_kwargs_data_proto(max(ranks) + 1, data)
+            answer = method(parts[ranks[dist.get_rank()]].unlock_())  # as Ray's copy is
+            answers = gathered((self._worker._query_collect_info(mesh), answer))
+            return _concat_data_proto_or_future([one for collected, one in answers if collected])
 
         return call
+
+
+def gathered(value: Any) -> list[Any]:
+    """Return ``value`` of each rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def draw_batch(step: int) -> Any:
@@ -249,8 +280,10 @@ def main() -> None:
     trainer = object.__new__(RayPPOTrainer)  # its making starts Ray
     trainer.config, trainer.ref_in_actor = config, False
     trainer.actor_rollout_wg, trainer.ref_policy_wg = Workers(actor), Workers(reference)
+    if SETTINGS["load"]:
+        trainer.actor_rollout_wg.load_checkpoint(SETTINGS["load"])
     result: dict[str, Any] = {"before": parameters(actor), "log_probs": [], "metrics": []}
-    for step in range(SETTINGS["steps"]):
+    for step in range(SETTINGS["first"], STEPS):
         batch = draw_batch(step)
         old, _ = trainer._compute_old_log_prob(batch)
         batch = batch.union(old)
@@ -261,8 +294,10 @@ def main() -> None:
         )
         names = ("actor/loss", "actor/pg_loss", "actor/kl_loss", "actor/entropy_loss", "actor/lr")
         result["metrics"].append({name: [float(v) for v in metrics[name]] for name in names})
+        if SETTINGS["save"] and step == 0:
+            trainer.actor_rollout_wg.save_checkpoint(SETTINGS["save"], global_step=1)
     result |= {"after": parameters(actor), "microbatches": microbatches}
-    if dist.get_rank() == RANKS - 1:
+    if dist.get_rank() == dist.get_world_size() - 1:
         Path(SETTINGS["result"]).write_text(json.dumps(result))
     dist.destroy_process_group()
 

@@ -1,7 +1,9 @@
 """verl's own training under several schedules, each on forked ranks of a process that has imported
-what verl imports: ``python -m tests.helpers.verl_on_cpu FOLDER BRIDGE SCHEDULE...``
+what verl imports: ``python -m tests.helpers.verl_on_cpu FOLDER BRIDGE TRAINING...``
 
-FOLDER takes a small model and a file of results per schedule, ``stock.json`` for Megatron's own.
+A training is a schedule, ``stock`` for Megatron's own; SCHEDULE:saved also writes a checkpoint
+after the first step, and SCHEDULE:OTHER begins with the second, from the checkpoint of
+``OTHER:saved``. FOLDER takes a small model and a file of results per training.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from tests.helpers.ranks import agent_store, run_ranks, torchrun_environment, va
 from tests.helpers.stand_ins import OF_BRIDGE, stand_ins
 
 SCRIPT = Path(__file__).with_name("verl_actor.py")
-RANKS, LAYERS = 2, 8
+LAYERS = 8
 
 # What verl imports. verl itself is imported by each rank, as it reads variables then.
 _IMPORTED = (
@@ -39,11 +41,13 @@ _IMPORTED = (
 
 
 def write_model(folder: Path, **settings: Any) -> None:
-    """A Qwen2 of random weights with its tokenizer, as they are downloaded."""
+    """A Qwen2 of random weights, or a Qwen3 with experts, and its tokenizer, as they are
+    downloaded."""
     transformers: Any = importlib.import_module("transformers")
     tokenizers: Any = importlib.import_module("tokenizers")
     torch.manual_seed(0)
-    config = transformers.Qwen2Config(
+    family = "Qwen3Moe" if "num_experts" in settings else "Qwen2"
+    config = getattr(transformers, f"{family}Config")(
         vocab_size=64,
         hidden_size=32,
         intermediate_size=64,
@@ -53,7 +57,7 @@ def write_model(folder: Path, **settings: Any) -> None:
         max_position_embeddings=64,
         **{"tie_word_embeddings": False, **settings},
     )
-    transformers.Qwen2ForCausalLM(config).bfloat16().save_pretrained(folder)
+    getattr(transformers, f"{family}ForCausalLM")(config).bfloat16().save_pretrained(folder)
     words = {str(token): token for token in range(config.vocab_size)}
     model = tokenizers.models.WordLevel(words, unk_token="0")
     transformers.PreTrainedTokenizerFast(
@@ -62,8 +66,10 @@ def write_model(folder: Path, **settings: Any) -> None:
     ).save_pretrained(folder)
 
 
-def train(folder: Path, bridge: str, schedule: str, overrides: list[str], steps: int = 2) -> str:
+def train(folder: Path, bridge: str, training: str, ranks: int, overrides: list[str]) -> str:
     """Train, and return what the ranks printed; the results are in a file of ``folder``."""
+    schedule, _, source = training.partition(":")
+    saves, loads = source == "saved", source not in ("", "saved")
     variables = {
         "VERL_PLATFORM": "cpu",
         "VERL_ENGINE_DEVICE": "cuda",  # verl's engines are registered for CUDA
@@ -72,9 +78,11 @@ def train(folder: Path, bridge: str, schedule: str, overrides: list[str], steps:
             {
                 "model": str(folder / "model"),
                 "bridge": bridge,
-                "result": str(folder / f"{schedule}.json"),
+                "result": str(folder / f"{training}.json"),
                 "overrides": overrides,
-                "steps": steps,
+                "save": str(folder / f"{schedule}.checkpoint") if saves else None,
+                "load": str(folder / f"{source}.checkpoint") if loads else None,
+                "first": int(loads),
             }
         ),
     }
@@ -86,16 +94,16 @@ def train(folder: Path, bridge: str, schedule: str, overrides: list[str], steps:
 
     def on_rank(rank: int) -> str:
         torch.compiler.set_stance("force_eager")  # as the launcher says before torch is imported
-        os.environ |= torchrun_environment(rank, RANKS, port) | variables
+        os.environ |= torchrun_environment(rank, ranks, port) | variables
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             main([str(SCRIPT)])
         return printed.getvalue()
 
     with agent_store() as port:
-        return "".join(values(run_ranks(RANKS, on_rank, connect=False)))
+        return "".join(values(run_ranks(ranks, on_rank, connect=False)))
 
 
-def run(folder: str, bridge: str, *schedules: str) -> None:
+def run(folder: str, bridge: str, *trainings: str) -> None:
     assert megatron_runs.SCRIPT.exists()  # imported for what it has each rank not do again
     for name in _IMPORTED:
         importlib.import_module(name)
@@ -105,8 +113,9 @@ def run(folder: str, bridge: str, *schedules: str) -> None:
                 importlib.import_module(f"megatron.bridge.training.{name}")
     write_model(Path(folder) / "model", **json.loads(os.environ.get("VERL_MODEL", "{}")))
     overrides = os.environ.get("VERL_OVERRIDES", "").split()
-    for schedule in schedules:
-        print(train(Path(folder), bridge, schedule, overrides))
+    ranks = int(os.environ.get("VERL_RANKS", "2"))
+    for training in trainings:
+        print(train(Path(folder), bridge, training, ranks, overrides))
 
 
 if __name__ == "__main__":

@@ -203,6 +203,10 @@ def used_before(config: Any) -> None:
 
 
 TWICE = Job("dense/twice", used_before, OURS["zb-v"])
+# As plan's lines write it: a layout, and no virtual stages.
+LAID_OUT = DENSE.but(
+    "dense/laid-out", OURS["zb-v"], model__pipeline_model_parallel_layout="Ett|ttt|t|ttL"
+)
 
 
 def under(job: Job, name: str, **values: Any) -> Job:
@@ -226,6 +230,7 @@ JOBS = (
         PACKED,
         replace(TIED, draws=False),
         TWICE,
+        LAID_OUT,
     ),
     *(under(job, name) for job, name, _ in CASES),
 )
@@ -283,6 +288,12 @@ def test_bridge_trains_to_the_same_bits_under_our_schedule(
     assert_same(ours, theirs)
     assert len(losses(ours)) == 4
     assert any("exp_avg_sq" in name for name in whole_state(ours))
+
+
+@nightly("Megatron's own builder takes layouts in test_layouts.py")
+def test_a_layout_of_the_config_is_taken() -> None:
+    assert_same(runs("dense/laid-out"), runs("dense"))
+    assert {run.schedule for run in runs("dense/laid-out")} == {"PipelineStep"}
 
 
 @nightly("what it leaves in the config: test_bridge_config.py")

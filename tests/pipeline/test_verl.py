@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,12 @@ from tests.helpers.ranks import ROOT
 
 # verl leaves the making of models to one of these.
 BRIDGES = ("mbridge", "megatron-bridge")
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "head_dim": 8,
+}
 
 
 @dataclass(frozen=True)
@@ -38,28 +45,36 @@ def packages() -> str:
     return str(folder)
 
 
-def train(packages: str, folder: Path, bridge: str, *schedules: str, **model: Any) -> Training:
+def train(
+    packages: str,
+    folder: Path,
+    bridge: str,
+    *trainings: str,
+    ranks: int = 2,
+    overrides: Sequence[str] = (),
+    **model: Any,
+) -> Training:
     path = [packages, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     # The variable that makes it night is no setting, which megatron_ext.auto refuses.
     environment = {
         name: value for name, value in os.environ.items() if name != "MEGATRON_EXT_NIGHTLY"
     }
     ran = subprocess.run(
-        [sys.executable, "-m", "tests.helpers.verl_on_cpu", str(folder), bridge, *schedules],
+        [sys.executable, "-m", "tests.helpers.verl_on_cpu", str(folder), bridge, *trainings],
         cwd=ROOT,
         env={
             **environment,
             "PYTHONPATH": os.pathsep.join(path),
             "OMP_NUM_THREADS": "1",
             "VERL_MODEL": json.dumps(model),
+            "VERL_RANKS": str(ranks),
+            "VERL_OVERRIDES": " ".join(overrides),
         },
         capture_output=True,
         text=True,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    results = {
-        schedule: json.loads((folder / f"{schedule}.json").read_text()) for schedule in schedules
-    }
+    results = {name: json.loads((folder / f"{name}.json").read_text()) for name in trainings}
     return Training(results, ran.stdout)
 
 
@@ -95,3 +110,47 @@ def test_verl_trains_to_its_own_numbers(
         # Its models start with unequal copies of a tied embedding, which a V refuses in one line.
         schedules = ("stock", "zb-h1")
     assert_as_stock(train(packages, tmp_path, bridge, *schedules, tie_word_embeddings=tied))
+
+
+def sizes(**values: int) -> list[str]:
+    """Return verl's options for parallel sizes of the actor and the reference model."""
+    return [
+        f"actor_rollout_ref.{role}.megatron.{name}_model_parallel_size={value}"
+        for role in ("actor", "ref")
+        for name, value in values.items()
+    ]
+
+
+@nightly("by day on two ranks")
+@pytest.mark.parametrize(
+    ("bridge", "overrides", "model"),
+    [
+        pytest.param("mbridge", [], {}, id="two replicas"),
+        pytest.param("mbridge", sizes(tensor=2), {}, id="tensor parallel"),
+        pytest.param("megatron-bridge", sizes(expert=2), EXPERTS, id="experts"),
+    ],
+)
+def test_verl_trains_to_its_own_numbers_on_four_ranks(
+    bridge: str, overrides: list[str], model: dict[str, Any], packages: str, tmp_path: Path
+) -> None:
+    """Ranks of two replicas get other parts of a batch, in other numbers of microbatches."""
+    trainings = "stock", "zb-h1", "zb-v"
+    assert_as_stock(
+        train(packages, tmp_path, bridge, *trainings, ranks=4, overrides=overrides, **model)
+    )
+
+
+@nightly("Megatron's own checkpoints go both ways in test_checkpoints.py")
+def test_verls_checkpoints_go_both_ways(packages: str, tmp_path: Path) -> None:
+    """The second step after a checkpoint of the first, under the other schedule, is that of a
+    training in one piece. Optimizer states that are not saved for all placements do not fit a V."""
+    option = "actor_rollout_ref.actor.megatron.dist_ckpt_optim_fully_reshardable=true"
+    trainings = "stock:saved", "zb-v:saved", "zb-v:stock", "stock:zb-v"
+    made = train(packages, tmp_path, "mbridge", *trainings, ranks=4, overrides=[option]).results
+    whole = made["stock:saved"]
+    assert made["zb-v:saved"] == whole
+    for name in ("zb-v:stock", "stock:zb-v"):
+        resumed = made[name]
+        assert resumed["after"] == whole["after"] != resumed["before"], name
+        for part in ("log_probs", "metrics"):
+            assert resumed[part] == whole[part][1:], f"{part} of {name}"
