@@ -366,7 +366,7 @@ def _on_refused(found: Found) -> Iterator[str]:
 
 
 def _on_connections(parsed: ParsedLaunch, sizes: Sizes) -> Iterator[str]:
-    """Name the variable that Megatron demands with ``sizes``, if the launch needs it not."""
+    """Name the variable that Megatron demands with ``sizes`` and not with the launch as it is."""
     from megatron_ext.launch_command.line import CONNECTIONS, wants_one_connection
 
     overlaps = max(sizes.tensor, sizes.context) > 1
