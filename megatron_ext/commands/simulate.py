@@ -130,8 +130,8 @@ def simulate(
             metavar="lognormal:DEVIATION|FILE",
             help=(
                 "Costs of microbatches that differ: lognormal:0.5 (20 random steps with this "
-                "standard deviation of the tokens, as a share of the mean) or a file with a line "
-                "per microbatch, step after step: the lengths of its documents, or its cost. "
+                "standard deviation of the tokens, as a share of the mean) or a file. A line of it "
+                "has the lengths of a microbatch's documents, or its cost, step after step. "
                 "Attention (attention= in COSTS) grows with squared lengths. Prints the gain of "
                 "ordering them, of dealing them to replicas, and of a program for the costs by "
                 "place in the step. The files written are of the better program at these costs."
