@@ -93,7 +93,8 @@ KNOWN = (
         ("0.19",),
         Tried.TRAINED,
         "its own `pretrain`: dense, experts, multi-token prediction, `comm_overlap`, low-rank "
-        "adapters and checkpoints, bitwise as its own schedule (`tests/pipeline/test_bridge.py`)",
+        "adapters, packed fine-tuning, its Llama and Qwen recipes and checkpoints, bitwise as its "
+        "own schedule (`tests/pipeline/test_bridge.py`); read by `plan --bridge`",
     ),
     KnownVersion("Megatron-Bridge", "0.5.0", ("0.18",), Tried.NOT),
     KnownVersion(
@@ -111,8 +112,9 @@ KNOWN = (
         "0.9.1, with Megatron 0.19.2",
         ("0.19",),
         Tried.TRAINED,
-        "its own trainer and Megatron engine: losses, log-probabilities and weights bitwise as "
-        "under its own schedule (`tests/pipeline/test_verl.py`)",
+        "its own trainer and Megatron engine, also with replicas, tensor parallelism, experts and "
+        "checkpoints: losses, log-probabilities and weights bitwise as under its own schedule "
+        "(`tests/pipeline/test_verl.py`)",
     ),
     KnownVersion(
         "verl",
@@ -120,6 +122,12 @@ KNOWN = (
         ("0.18",),
         Tried.READ,
         "its way of calling is `examples/verl_loop.py`",
+    ),
+    KnownVersion(
+        "ms-swift",
+        "4.6.0, with mcore-bridge 1.6.5, which needs Transformer Engine",
+        (),
+        Tried.NOT,
     ),
     KnownVersion(
         "ms-swift",

@@ -18,6 +18,8 @@ from scripts.caller_packages import prepare
 from tests.helpers.combinations import nightly
 from tests.helpers.ranks import ROOT
 
+pytestmark = nightly("by day callers with batches like verl's: test_dynamic_batches.py")
+
 # verl leaves the making of models to one of these.
 BRIDGES = ("mbridge", "megatron-bridge")
 EXPERTS = {
@@ -99,7 +101,6 @@ def test_verl_trains_to_its_own_numbers_under_a_v(packages: str, tmp_path: Path)
     assert_as_stock(train(packages, tmp_path, "mbridge", "stock", "zb-v"))
 
 
-@nightly("by day under zb-v, with mbridge")
 @pytest.mark.parametrize("bridge", BRIDGES)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_verl_trains_to_its_own_numbers(
@@ -121,7 +122,6 @@ def sizes(**values: int) -> list[str]:
     ]
 
 
-@nightly("by day on two ranks")
 @pytest.mark.parametrize(
     ("bridge", "overrides", "model"),
     [
@@ -140,7 +140,6 @@ def test_verl_trains_to_its_own_numbers_on_four_ranks(
     )
 
 
-@nightly("Megatron's own checkpoints go both ways in test_checkpoints.py")
 def test_verls_checkpoints_go_both_ways(packages: str, tmp_path: Path) -> None:
     """The second step after a checkpoint of the first, under the other schedule, is that of a
     training in one piece. Optimizer states that are not saved for all placements do not fit a V."""
