@@ -373,7 +373,7 @@ def test_a_limit_that_measured_bytes_exceed_ends_the_training(
     monkeypatch.setattr(
         SavedTensors,
         "per_microbatch",
-        lambda self: {(s, k): 2.0**40 for s in range(4) for k in Held},
+        lambda self, **given: {(s, k): 2.0**40 for s in range(4) for k in Held},
     )
 
     def loop(rank: int) -> str:
