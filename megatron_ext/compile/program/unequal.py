@@ -125,7 +125,7 @@ def with_unequal_microbatches(
     if for_profile is not None:
         ways.append((UnequalSteps(for_profile), MicrobatchOrder.SMALL_ENDS, True))
     makespans = np.empty((len(costs), len(ways)))
-    with task("simulating unequal microbatches", len(costs), alike=True) as simulated:
+    with task("simulating unequal microbatches", len(costs), equal_steps=True) as simulated:
         for number, row in enumerate(costs):
             of_passes = dict.fromkeys(PASSES, row)
             for column, (under, order, deal) in enumerate(ways):
