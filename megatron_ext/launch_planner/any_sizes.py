@@ -19,7 +19,7 @@ from megatron_ext.launch_planner.command_line import command_with
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest, ParsedLaunch, with_launch
 from megatron_ext.planner.candidate import Plan, VocabMethod
 from megatron_ext.planner.confirmation import confirmed_verdict
-from megatron_ext.planner.fitting import keeping_candidates
+from megatron_ext.planner.fitting import caching_candidates
 from megatron_ext.planner.layouts.layout import Layout
 from megatron_ext.planner.layouts.work import Evaluated, evaluate
 from megatron_ext.planner.planning_time import begin
@@ -72,7 +72,7 @@ def plan_sizes(request: LaunchRequest) -> SizesPlan:
             it.
         PatchError: there is no Megatron to ask.
     """
-    with keeping_candidates():
+    with caching_candidates():
         return with_launch(request, partial(_plan, request))
 
 

@@ -6,7 +6,7 @@ Megatron is imported only inside, as it would be on a machine of the launch.
 from __future__ import annotations
 
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest, ParsedLaunch, with_launch
-from megatron_ext.planner.fitting import keeping_candidates
+from megatron_ext.planner.fitting import caching_candidates
 from megatron_ext.planner.job_plan import JobPlan, plan_job
 
 
@@ -25,5 +25,5 @@ def plan_line(request: LaunchRequest, *, with_curves: bool = False) -> JobPlan:
 
         return plan_job(job_of(request, parsed), with_curves=with_curves)
 
-    with keeping_candidates():
+    with caching_candidates():
         return with_launch(request, planned)
