@@ -512,8 +512,8 @@ def check_digests(schedule: str, digests: Mapping[int, str]) -> None:
     if len(ranks) > 1:
         built = "; ".join(f"{digest[:12]} on {listed(where)}" for digest, where in ranks.items())
         raise RuntimeError(
-            f"ranks built different programs from {schedule}: {built}; start all of them with "
-            f"one version of megatron_ext and numpy, and one schedule file"
+            f"ranks built different programs from {schedule}: {built}; start all ranks with the "
+            "same versions of megatron_ext and numpy, and the same schedule file"
         )
 
 

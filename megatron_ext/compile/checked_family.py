@@ -76,8 +76,8 @@ class CheckedFamily:
                     schedule = self._checked(schedule)
             if not isinstance(schedule, Schedule):
                 raise self._error(
-                    f"{self.name} returned {type(schedule).__name__}; return a Schedule(name, "
-                    f"problem.placement, rows)"
+                    f"{self.name} returned {type(schedule).__name__}; it has to return "
+                    "Schedule(name, problem.placement, rows)"
                 )
             return schedule
 

@@ -44,13 +44,14 @@ class Division:
         """
         if self.ranks % 2 or self.ranks < 4:
             raise ValueError(
-                f"--half-pipeline compares with a pipeline of half the ranks: of {self.ranks} "
-                f"there is none; give an even number of them, 4 or more"
+                f"--half-pipeline compares with a pipeline of half the ranks: {self.ranks} ranks "
+                "have no half; give an even number of pipeline ranks, 4 or more"
             )
         if self.microbatches % 2:
             raise ValueError(
-                f"--half-pipeline compares with twice the copies of the model, over which "
-                f"{self.microbatches} microbatches do not divide: give an even number of them"
+                "--half-pipeline compares with twice the copies of the model, over which "
+                f"{self.microbatches} microbatches do not divide: give an even number of "
+                "microbatches"
             )
         return Division(self.ranks // 2, 2 * self.data_parallel, self.microbatches // 2)
 

@@ -170,7 +170,7 @@ def with_gradient(iterator: Iterator[Tensor], model: Model) -> tuple[Tensor, Any
     ("step", "text"),
     [
         (twice, "called it 2 times"),
-        (changed, "returns its output as it is"),
+        (changed, "returns its output unchanged"),
         (within, "called it 0 times"),
         (with_gradient, "no tensor that has a gradient"),
     ],

@@ -174,7 +174,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: step(build(), twice),
         "calls the model once .* called it 2 times",
     ),
-    "the output is changed": (lambda: step(build(), scaled), "returns its output as it is"),
+    "the output is changed": (lambda: step(build(), scaled), "returns its output unchanged"),
     "no labels": (
         lambda: step(build(), partial(forward_step, labels=None)),
         "called with labels on the stage that has the loss",

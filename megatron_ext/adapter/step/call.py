@@ -95,8 +95,8 @@ def refuse_call(
     refuse_measuring(config, ours)
     if adjust_tensor_shapes_fn is not None:
         raise ValueError(
-            f"adjust_tensor_shapes_fn is not supported by --pipeline-schedule {ours.schedule}: it "
-            f"sends one tensor between stages; drop the flag"
+            f"adjust_tensor_shapes_fn is not supported by --pipeline-schedule {ours.schedule}: the "
+            "schedule sends one tensor between stages; drop --pipeline-schedule"
         )
     if vocabulary is not VocabularyParallel.NONE and collect_non_loss_data:
         raise ValueError(
@@ -106,7 +106,7 @@ def refuse_call(
     if isinstance(pg_collection, MultiModuleProcessGroupCollection):
         raise ValueError(
             f"--pipeline-schedule {ours.schedule} runs one model, and this pg_collection holds "
-            f"several ({type(pg_collection).__name__}); drop the flag"
+            f"several ({type(pg_collection).__name__}); drop --pipeline-schedule"
         )
     if (p2p_communicator is None) != (pg_collection is None):
         raise ValueError("Provide both p2p_communicator and pg_collection, or neither")
@@ -130,7 +130,8 @@ def refuse_chunks(ours: PipelineConfig, call: Call) -> None:
     if len(call.iterators) != chunks:
         raise ValueError(
             f"the schedule was called with {counted(chunks, 'model chunk')} and "
-            f"{counted(len(call.iterators), 'data iterator')}: give each chunk one of its own"
+            f"{counted(len(call.iterators), 'data iterator')}: give each chunk a data iterator of "
+            "its own"
         )
 
 
@@ -158,7 +159,7 @@ def refuse_shapes(ours: PipelineConfig, call: Call) -> None:
         if is_on:
             raise ValueError(
                 f"--pipeline-{flag} does not go with {call.varies_by}: its messages need one "
-                f"shape; give one sequence length"
+                "shape; give all microbatches the same sequence length"
             )
 
 

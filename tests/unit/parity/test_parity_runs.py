@@ -132,7 +132,7 @@ def test_lines_from_a_seed_write_no_checkpoint(machine: Machine) -> None:
     ("words", "says"),
     [
         (["--", "torchrun", "p.py"], "the command has no flag of ours"),
-        (["--", "a.py", "--", "b.py", "--", "c.py"], "give one launch command or two"),
+        (["--", "a.py", "--", "b.py", "--", "c.py"], "give one or two launch commands"),
         (["--", "true"], "begins no launch command"),
     ],
 )

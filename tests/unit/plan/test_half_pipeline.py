@@ -133,8 +133,8 @@ def test_half_of_a_model_counts_its_reductions(families: list[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (("--pp", "2"), "of 2 there is none; give an even number of them, 4 or more"),
-        (("--pp", "5"), "of 5 there is none"),
+        (("--pp", "2"), "2 ranks have no half; give an even number of pipeline ranks, 4 or more"),
+        (("--pp", "5"), "5 ranks have no half"),
         (("--pp", "4", "-m", "7"), "7 microbatches do not divide: give an even number"),
         (("--pp", "4", "--rank-speeds", "1,1,1,0.5"), "drop --slices, --pairs and --rank-speeds"),
     ],
