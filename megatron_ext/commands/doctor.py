@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -144,8 +145,12 @@ def _check_launch_line(
         if report.prediction is not None and report.prediction.ranks:
             typer.echo("\npredicted memory")
             print_table([_memory_row(rank) for rank in report.prediction.ranks])
-        wrong = sum(finding.verdict == "wrong" for finding in report.findings)
-        typer.echo(f"\nto correct before the launch: {wrong}" if wrong else "\nnothing is wrong")
+        number = Counter(finding.verdict for finding in report.findings)
+        wrong = f"to correct before the launch: {number['wrong']}"
+        result = wrong if number["wrong"] else "nothing is wrong"
+        if number["remark"]:
+            result += f"; {counted(number['remark'], 'remark')} to read"
+        typer.echo(f"\n{result}")
     if not report.is_right:
         raise typer.Exit(1)
 

@@ -198,7 +198,7 @@ def _finish(found: RunComparison, as_json: bool) -> None:
 def _print(found: RunComparison) -> None:
     print_table(report.rows(found))
     if (settings := report.settings(found)) is not None:
-        typer.echo(f"\nA and B are given other: {settings}")
+        typer.echo(f"\narguments that differ between A and B: {settings}")
     if found.beyond:
         typer.echo()
         print_table(report.tensor_rows(found))

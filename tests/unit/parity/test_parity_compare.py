@@ -37,7 +37,7 @@ def test_the_same(tmp_path: Path) -> None:
     assert found.verdict is ParityVerdict.SAME and found.first is None and not found.beyond
     assert report.verdict(found) == [
         "the same to the last bit: losses, parameters and optimizer states, and gradient norms",
-        "gradients are not compared one by one: their norm is, and what the optimizer made of them",
+        "gradients are not compared directly, only their norm and the optimizer's results",
     ]
     assert [row["B against A"] for row in report.rows(found)] == ["the same"] * 4
     json.dumps(report.as_data(found))
