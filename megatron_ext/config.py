@@ -166,12 +166,11 @@ class PipelineConfig:
         metadata=_setting(
             _as_given,
             "SPEC",
-            "Pipeline schedule: NAME[:key=value,...] ('megatron-ext schedules' lists the names), a "
-            "CSV file of compute actions with a row per rank, a Python file that makes schedules, "
-            "auto or plan. auto chooses the ranks of stages (placement), the stages per rank "
-            "(chunks) and the order of passes for this launch; auto:placement=v,chunks=2 fixes the "
-            "first two. plan compares all schedules, with and without vocabulary parallelism. "
-            "Default: Megatron's own schedule, unpatched.",
+            "Pipeline schedule: NAME[:key=value,...] ('megatron-ext schedules' lists names), a CSV "
+            "file of compute actions with a row per rank, a Python file with a family, auto or "
+            "plan. auto chooses placement, chunks and order of passes for this launch "
+            "(auto:placement=v,chunks=2 fixes the first two). plan compares all schedules, with "
+            "and without vocabulary parallelism. Default: Megatron's own, unpatched.",
         ),
     )
     memory_limit: str | None = field(
@@ -188,11 +187,10 @@ class PipelineConfig:
         metadata=_setting(
             _source,
             "COSTS",
-            "Costs of passes: estimate (from the model's dimensions; the default), profile or "
-            "profile:FILE (measures costs in the first iterations, writes them to FILE, by default "
-            "costs.json, and uses them), a JSON file written by profile, or "
-            "f=10,i=12,w=8,comm=1: times of a rank's forward pass, input gradient and weight "
-            "gradient of a microbatch, and of a message.",
+            "Costs of passes. Default: estimate, from the model's dimensions. profile or "
+            "profile:FILE measures costs in the first iterations, writes them to FILE (costs.json) "
+            "and uses them. Other values: such a file, or f=10,i=12,w=8,comm=1 for a rank's "
+            "forward pass, input gradient and weight gradient of a microbatch, and a message.",
         ),
     )
     rank_speeds: RankSpeeds | None = field(
@@ -209,8 +207,8 @@ class PipelineConfig:
         default=P2P.ASYNC,
         metadata=_one_of(
             P2P,
-            "Communicators for the messages between ranks: async (the default) creates a process "
-            "group for each channel; batched creates none and uses Megatron's group of the "
+            "Communicators for messages between ranks: async (the default) or batched. async "
+            "creates a process group for each channel. batched uses Megatron's group of the "
             "pipeline, for clusters where communicators take too much memory or too many "
             "multiprocessors.",
         ),
@@ -228,10 +226,10 @@ class PipelineConfig:
         default=Offload.NONE,
         metadata=_one_of(
             Offload,
-            "Activations to copy to host memory until they are needed: half (those of the half of "
-            "a rank's chunks that waits longest), full (all that the link to the host has time "
-            "for), fit (as few as meet --pipeline-memory-limit). The schedule contains the copies. "
-            "Default: none.",
+            "Activations to copy to host memory until they are needed: none (the default), half, "
+            "full or fit. half copies those of the half of a rank's chunks that waits longest, "
+            "full all that the link to the host has time for, fit as few as meet "
+            "--pipeline-memory-limit.",
         ),
     )
     recompute: Recompute = field(
@@ -239,10 +237,10 @@ class PipelineConfig:
         metadata=_setting(
             _recompute,
             "{none,fit,first:N}",
-            "Activations to free after the forward pass, except their stage's input, and to "
-            "recompute before the backward pass, in a bubble if there is one: fit (as few as meet "
-            "--pipeline-memory-limit), first:N (those of the model's first N stages, which wait "
-            "longest). Default: none.",
+            "Activations to recompute before their backward pass, in a bubble if there is one: "
+            "none (the default), fit or first:N. Until then only their stage's input is stored. "
+            "fit recomputes as few as meet --pipeline-memory-limit, first:N those of the model's "
+            "first N stages, which wait longest.",
         ),
     )
     slices: int = field(
@@ -297,8 +295,8 @@ class PipelineConfig:
         default=False,
         metadata=_switch(
             "After the first step, print for each rank of the first pipeline the share of the "
-            "weight gradients that are deferred to passes of their own (W), and the layers whose "
-            "weight gradients are computed with the input gradients instead, and why."
+            "weight gradients that passes of their own (W) compute. Also print which layers "
+            "compute weight gradients with the input gradients, and why."
         ),
     )
     metrics: bool = field(
