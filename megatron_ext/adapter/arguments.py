@@ -166,7 +166,8 @@ def check_settings(args: Any, config: PipelineConfig) -> None:
     if ranks < 2:
         raise ValueError(
             f"--pipeline-schedule {config.schedule} needs a pipeline, but "
-            f"--pipeline-model-parallel-size is {ranks}: set it to 2 or more, or drop the flag"
+            f"--pipeline-model-parallel-size is {ranks}: set --pipeline-model-parallel-size to 2 "
+            "or more, or drop --pipeline-schedule"
         )
     for contender in config.choices:
         refuse(args, contender, config.extras)

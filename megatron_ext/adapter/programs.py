@@ -199,7 +199,8 @@ class Programs:
                 raise ValueError(
                     f"stage {stage} has parameters that require a gradient now, and in the first "
                     f"step nothing before stage {first} did, so that no backward pass runs there: "
-                    f"have some on stage 0 require one from the first step on, or start anew"
+                    "let some parameter of stage 0 require a gradient from the first step on, or "
+                    "start a new training"
                 )
         return first
 

@@ -145,7 +145,7 @@ def _check_launch_line(
         if report.prediction is not None and report.prediction.ranks:
             typer.echo("\npredicted memory")
             print_table([_memory_row(rank) for rank in report.prediction.ranks])
-        number = Counter(finding.verdict for finding in report.findings)
+        number = Counter[str](finding.verdict for finding in report.findings)
         wrong = f"to correct before the launch: {number['wrong']}"
         result = wrong if number["wrong"] else "nothing is wrong"
         if number["remark"]:

@@ -42,7 +42,7 @@ def parse_options(name: str, parameters: Parameters, text: str) -> dict[str, Any
             )
         if key in options:
             raise ValueError(
-                f"schedule {name}: {key} is given twice in {shown(text)!r}; write it once"
+                f"schedule {name}: {key} is given twice in {shown(text)!r}; write {key} once"
             )
         kind = type(parameters[key].default)
         try:

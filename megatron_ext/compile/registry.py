@@ -426,9 +426,9 @@ def _import_family(path: Path) -> FamilyEntry:
     if len(added) != 1:
         names = ", ".join(entry.name for entry in added) or "none"
         raise ValueError(
-            f"schedule file {path} registers {len(added)} families ({names}), and a file is one "
-            f"schedule: decorate exactly one function with @family(name, placement, source=...) "
-            f"of megatron_ext.families"
+            f"schedule file {path} registers {len(added)} families ({names}), and a file has to "
+            "define one schedule: decorate exactly one function with @family(name, placement, "
+            "source=...) of megatron_ext.families"
         )
     entry = added[0]
     for ours in entries().values():

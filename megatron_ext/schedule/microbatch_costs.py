@@ -33,7 +33,7 @@ def parse_microbatch_costs(text: str, per_step: int) -> Costs:
     if len(costs) < per_step:
         raise ValueError(
             f"{shown(text)} has {counted(len(costs), 'cost')}, and the replicas of one step have "
-            f"{counted(per_step, 'microbatch')}: give at least as many"
+            f"{counted(per_step, 'microbatch')}: give at least as many costs"
         )
     whole = np.array(costs[: len(costs) // per_step * per_step]).reshape(-1, per_step)
     return whole / whole.mean()

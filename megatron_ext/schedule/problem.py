@@ -217,9 +217,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
-            raise ValueError(
-                f"the number of microbatches is {self.microbatches}; at least one is needed"
-            )
+            raise ValueError(f"the number of microbatches is {self.microbatches}; write 1 or more")
         offload = self.extras.activation_offload
         if offload is not Offload.NONE and self.costs.host is None:
             raise ValueError(

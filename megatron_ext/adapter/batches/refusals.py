@@ -27,7 +27,7 @@ def _reasons(args: Any, config: PipelineConfig) -> Iterator[str]:
         yield "--sft pads all samples to the whole length, and all cost the same; drop the flag"
     if not getattr(args, "dataloader_inter_document_masking", False):
         yield (
-            "all microbatches cost the same, since each token attends to all before it; add "
+            "all microbatches cost the same, since each token attends to all earlier tokens; add "
             "--dataloader-inter-document-masking (Megatron 0.19), or drop the flag"
         )
     if getattr(args, "hybrid_context_parallel", False):

@@ -76,11 +76,10 @@ def refuse_other_cuts(position_ids: Tensor | None) -> None:
         raise ValueError(
             f"{_FLAG} with context parallelism needs a forward_step_func that cuts its batch with "
             "megatron.core.utils.get_batch_on_this_cp_rank, and this forward_step_func has not "
-            "called that function: call it there, write --context-parallel-size 1, or drop the "
-            "flag"
+            f"called that function: call it there, write --context-parallel-size 1, or drop {_FLAG}"
         )
     if position_ids is not None and position_ids.dim() == 3:
         raise ValueError(
             f"{_FLAG} with context parallelism does not go with positions of several kinds (mrope)"
-            f": untried; write --context-parallel-size 1, or drop the flag"
+            f": untried; write --context-parallel-size 1, or drop {_FLAG}"
         )

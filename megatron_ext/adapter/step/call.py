@@ -101,7 +101,7 @@ def refuse_call(
     if vocabulary is not VocabularyParallel.NONE and collect_non_loss_data:
         raise ValueError(
             f"collect_non_loss_data does not go with --pipeline-vocab-parallel {vocabulary}: no "
-            f"rank has whole logits; drop the flag"
+            "rank has whole logits; drop --pipeline-vocab-parallel"
         )
     if isinstance(pg_collection, MultiModuleProcessGroupCollection):
         raise ValueError(
@@ -149,7 +149,7 @@ def refuse_shapes(ours: PipelineConfig, call: Call) -> None:
     if ours.p2p is P2P.BATCHED:
         raise ValueError(
             f"--pipeline-p2p batched does not go with {call.varies_by}: a tensor can be received "
-            f"only when its shape has come, after its batch; drop the flag"
+            f"only when its shape has come, after its batch; drop --pipeline-p2p"
         )
     for flag, is_on in (
         ("vocab-parallel", ours.vocab_parallel is not VocabularyParallel.NONE),

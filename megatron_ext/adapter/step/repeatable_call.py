@@ -96,5 +96,6 @@ class RepeatableCall:
         if any(isinstance(value, Tensor) and value.requires_grad for value in given):
             raise ValueError(
                 f"{self._flag} needs a forward_step_func that gives the model no tensor that has a "
-                f"gradient: what made it would get none; make it within the model, or drop the flag"
+                "gradient: the code that made the tensor would get no gradient; make the tensor "
+                f"within the model, or drop {self._flag}"
             )
