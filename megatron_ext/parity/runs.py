@@ -105,12 +105,12 @@ def _loading(a: RunCommand, b: RunCommand, from_seed: bool) -> list[str] | None:
     if all(there) and named[0] != named[1]:
         raise ValueError(
             f"the commands load different checkpoints, --load {named[0]} and {named[1]}: give both "
-            "the same --load, or drop --load from both"
+            "commands the same --load, or neither a --load"
         )
     if any(there) and not all(there):
         raise ValueError(
-            "one of the commands loads a checkpoint and the other does not: give both the same "
-            "--load"
+            "one of the commands loads a checkpoint and the other does not: give both commands the "
+            "same --load"
         )
     return [] if all(there) or from_seed else None
 

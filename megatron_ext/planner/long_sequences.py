@@ -196,7 +196,7 @@ def way_of(
         if variant is not None and seconds_to_build(variant.problem) > _SECONDS:
             raise ValueError(
                 f"{counted(variant.problem.pieces, 'slice')} a step take long to be simulated: "
-                f"plan with --pipeline-slices {slices} on the line"
+                f"write --pipeline-slices {slices} in the planned command"
             )
         return variant and replace(variant, choice=variant.choice.without_search)
 

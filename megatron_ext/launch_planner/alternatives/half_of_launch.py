@@ -47,9 +47,9 @@ def half_of_launch(parsed: ParsedLaunch) -> list[Alternative]:
     args, line = parsed.validated, parsed.variants
     if not line.config.costs.is_estimate:
         raise ValueError(
-            "--half-pipeline: the given costs are those of the line's own stages, and do not tell "
-            "those of half its pipeline: drop --costs and --pipeline-costs, or give a file that "
-            "--pipeline-costs profile wrote, which has costs per layer type"
+            "--half-pipeline: the given costs are those of the command's own stages, and do not "
+            "tell those of half its pipeline: drop --costs and --pipeline-costs, or give a file "
+            "that --pipeline-costs profile wrote, which has costs per layer type"
         )
     copies = args.data_parallel_size
     microbatches = args.global_batch_size // (args.micro_batch_size * copies)

@@ -224,4 +224,4 @@ def test_other_checkpoints(machine: Machine, tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "latest_checkpointed_iteration.txt").write_text("1")
     result = parity("--", *OURS, "--load", "a", "--", *OURS, "--load", "b")
-    assert result.exit_code == 2 and "--load a and b: give both the same" in result.stderr
+    assert result.exit_code == 2 and "--load a and b: give both commands the same" in result.stderr
