@@ -166,11 +166,11 @@ class PipelineConfig:
         metadata=_setting(
             _as_given,
             "SPEC",
-            "Pipeline schedule: NAME[:key=value,...] (see 'megatron-ext schedules'), a CSV file "
-            "of compute actions with a row per rank, a Python file with a family, 'auto' or "
-            "'plan'. auto chooses placement, chunks and order for this launch "
-            "(auto:placement=v,chunks=2 fixes them). plan compares all schedules, with a whole "
-            "and with a split vocabulary. Default: Megatron's own, unpatched.",
+            "Pipeline schedule: NAME[:key=value,...] ('megatron-ext schedules' lists names), a CSV "
+            "file of compute actions with a row per rank, a Python file with a family, auto or "
+            "plan. auto chooses placement, chunks and order of passes for this launch "
+            "(auto:placement=v,chunks=2 fixes the first two). plan compares all schedules, with "
+            "and without vocabulary parallelism. Default: Megatron's own, unpatched.",
         ),
     )
     memory_limit: str | None = field(
@@ -178,8 +178,8 @@ class PipelineConfig:
         metadata=_setting(
             _as_given,
             "LIMIT",
-            "Limit of the activations of a rank: 5 (microbatches of a rank), 0.5x (of 1F1B's "
-            "peak) or 60GiB. Default: no limit.",
+            "Limit of the activations of a rank: 5 (as many as 5 microbatches of a rank have), "
+            "0.5x (half of 1F1B's peak) or 60GiB. Default: no limit.",
         ),
     )
     costs: CostsSource = field(
@@ -187,10 +187,10 @@ class PipelineConfig:
         metadata=_setting(
             _source,
             "COSTS",
-            "Costs of passes: a JSON file, f=10,i=12,w=8,comm=1 (per microbatch of a rank; comm "
-            "per message), 'estimate' from the model's dimensions (the default), 'profile' or "
-            "'profile:FILE'. profile measures costs in the first iterations, writes them to FILE "
-            "(costs.json) and uses them.",
+            "Costs of passes. Default: estimate, from the model's dimensions. profile or "
+            "profile:FILE measures costs in the first iterations, writes them to FILE (costs.json) "
+            "and uses them. Other values: such a file, or f=10,i=12,w=8,comm=1 for a rank's "
+            "forward pass, input gradient and weight gradient of a microbatch, and a message.",
         ),
     )
     rank_speeds: RankSpeeds | None = field(
@@ -199,36 +199,37 @@ class PipelineConfig:
             _rank_speeds,
             "S,S,...",
             "Speed of each pipeline rank relative to the costs: with 1,1,0.77,1 rank 2 takes 1.3 "
-            "times as long. Schedules that depend on costs are made for these ranks. Default: 1 "
-            "for all.",
+            "times as long as its costs say. Schedules that depend on costs are made for these "
+            "speeds. Default: 1 for all ranks.",
         ),
     )
     p2p: P2P = field(
         default=P2P.ASYNC,
         metadata=_one_of(
             P2P,
-            "Communicators of messages: async (the default) makes a process group for each "
-            "channel; batched makes none and uses the pipeline's own, for clusters where "
-            "communicators cost too much.",
+            "Communicators for messages between ranks: async (the default) or batched. async "
+            "creates a process group for each channel. batched uses Megatron's group of the "
+            "pipeline, for clusters where communicators take too much memory or too many "
+            "multiprocessors.",
         ),
     )
     vocab_parallel: VocabularyParallel = field(
         default=VocabularyParallel.NONE,
         metadata=_one_of(
             VocabularyParallel,
-            "Split the embedding and the output layer over all pipeline ranks, and make their "
-            "passes part of the schedule: 1 holds two more microbatches, 2 holds one more. "
-            "Default: none; they are on the first and the last stage.",
+            "Vocabulary parallelism: 1 or 2 partition the embedding and the output layer over all "
+            "pipeline ranks, and schedule their passes. 1 stores two more microbatches, 2 stores "
+            "one more. Default: none, with both layers on the first and the last stage.",
         ),
     )
     activation_offload: Offload = field(
         default=Offload.NONE,
         metadata=_one_of(
             Offload,
-            "Copy activations to host memory until they are needed, as actions of the schedule. "
-            "half copies those of the half of a rank's chunks that waits longest, full all that "
-            "the link to the host has time for, fit as few as meet --pipeline-memory-limit. "
-            "Default: none.",
+            "Activations to copy to host memory until they are needed: none (the default), half, "
+            "full or fit. half copies those of the half of a rank's chunks that waits longest, "
+            "full all that the link to the host has time for, fit as few as meet "
+            "--pipeline-memory-limit.",
         ),
     )
     recompute: Recompute = field(
@@ -236,10 +237,10 @@ class PipelineConfig:
         metadata=_setting(
             _recompute,
             "{none,fit,first:N}",
-            "Free activations after the forward pass, except their stage's input, and recompute "
-            "them before the backward pass, in a bubble if there is one. fit recomputes as few as "
-            "meet --pipeline-memory-limit, first:N those of the model's first N stages, which "
-            "wait longest. Default: none.",
+            "Activations to recompute before their backward pass, in a bubble if there is one: "
+            "none (the default), fit or first:N. Until then only their stage's input is stored. "
+            "fit recomputes as few as meet --pipeline-memory-limit, first:N those of the model's "
+            "first N stages, which wait longest.",
         ),
     )
     slices: int = field(
@@ -247,9 +248,10 @@ class PipelineConfig:
         metadata=_setting(
             _count,
             "K",
-            "Number of slices of each sequence. Slices go through the pipeline one after the "
-            "other and attend to earlier ones. With long sequences in few microbatches, bubbles "
-            "and activation memory fall by a factor of about K. Default: 1, whole sequences.",
+            "Number of slices into which each sequence is cut. Slices go through the pipeline one "
+            "after the other, and each attends to the earlier slices. With long sequences in few "
+            "microbatches, bubbles and activation memory fall by a factor of about K. Default: 1, "
+            "whole sequences.",
         ),
     )
     slice_lengths: SliceLengths = field(
@@ -257,16 +259,16 @@ class PipelineConfig:
         metadata=_setting(
             _slice_lengths,
             "{even,balanced,N,N,...}",
-            "Lengths of the slices: even (the default), balanced (equal work, though later slices "
-            "attend to more), or token counts such as 4096,2048,1024,1024.",
+            "Lengths of the slices: even (the default), balanced (equal work: later slices are "
+            "shorter, as they attend to more), or token counts such as 4096,2048,1024,1024.",
         ),
     )
     post_validation: bool = field(
         default=False,
         metadata=_switch(
-            "Experimental: let steps overlap. The optimizer steps before the norm of all "
-            "gradients is known, which arrives during the next step's warm-up. A step that should "
-            "have been clipped or skipped is then undone and repeated exactly."
+            "Experimental: overlap consecutive steps. The optimizer steps before the global "
+            "gradient norm is known; the norm arrives during the next step's warm-up. A step that "
+            "should have been clipped or skipped is then undone and repeated exactly."
         ),
     )
     microbatch_order: MicrobatchOrder = field(
@@ -274,9 +276,9 @@ class PipelineConfig:
         metadata=_ON_STOCK
         | _one_of(
             MicrobatchOrder,
-            "Order of a step's microbatches: arrival (the default), or small-ends, with the most "
-            "costly ones in the middle, which shortens the waits of all schedules, Megatron's "
-            "too. Costs are the squared lengths of documents. Requires "
+            "Order of a step's microbatches: arrival (the default), or small-ends (the most costly "
+            "microbatches in the middle), which shortens the waits of all schedules, Megatron's "
+            "too. The cost of a microbatch is the sum of its documents' squared lengths. Requires "
             "--dataloader-inter-document-masking.",
         ),
     )
@@ -284,9 +286,9 @@ class PipelineConfig:
         default=False,
         metadata=_ON_STOCK
         | _switch(
-            "Deal the microbatches of the global batch to data-parallel replicas by their cost, "
-            "so that all replicas take about as long. Each replica gets as many as without. "
-            "Requires --dataloader-inter-document-masking."
+            "Deal the microbatches of the global batch to data-parallel replicas by their cost, so "
+            "that all replicas take about as long. The number of microbatches of a replica stays "
+            "the same. Requires --dataloader-inter-document-masking."
         ),
     )
     microbatch_weights: Path | None = field(
@@ -304,8 +306,8 @@ class PipelineConfig:
         default=False,
         metadata=_switch(
             "After the first step, print for each rank of the first pipeline the share of the "
-            "weight gradients that waits for W, and which weight gradients are computed with the "
-            "input gradients, and why."
+            "weight gradients that passes of their own (W) compute. Also print which layers "
+            "compute weight gradients with the input gradients, and why."
         ),
     )
     metrics: bool = field(
@@ -314,8 +316,8 @@ class PipelineConfig:
         | _switch(
             "Log metrics of the last pipeline as often as Megatron logs, in one line and to "
             "TensorBoard and W&B: the bubble and a step's seconds, measured and predicted, the "
-            "slowest rank, and the peak memory. Nothing waits for them. Without "
-            "--pipeline-schedule they measure Megatron's own step."
+            "slowest rank, and the peak memory. The training never waits for the metrics. Without "
+            "--pipeline-schedule they describe Megatron's own step."
         ),
     )
     trace: Path | None = field(
@@ -337,7 +339,7 @@ class PipelineConfig:
             _iterations,
             "A:B",
             "Training iterations to trace: A to B-1, as Megatron's log counts them. Default: the "
-            "fifth to the seventh of the run.",
+            "fifth to the seventh iteration of the run.",
         ),
     )
     race: Contestants | None = field(
@@ -345,18 +347,19 @@ class PipelineConfig:
         metadata=_setting(
             _schedules,
             "SPECS",
-            "Race: time schedules of one placement against each other in turns of a few "
-            'iterations of this training, which stays the same to the last bit. "zb-h1 zb-1p" '
-            "race 1f1b, stock's order; loops race interleaved, V's 1f1b-v, waves hanayo. Replaces "
-            "--pipeline-schedule, or races it too. The log ends with a table row of the results.",
+            "Schedules to time against a baseline, and against each other, in turns of a few "
+            "iterations of this training, whose numbers do not change. Write names separated by "
+            'spaces, as "zb-h1 zb-1p". All have to place stages on the same ranks. Their placement '
+            "decides the baseline: 1f1b for a line, interleaved for a loop, 1f1b-v for a V, hanayo "
+            "for a wave. --pipeline-schedule is not needed; if given, its schedule races too.",
         ),
     )
     race_then: RaceThen = field(
         default=RaceThen.KEEP,
         metadata=_one_of(
             RaceThen,
-            "Schedule after a race: keep (the default) trains on under the winner, report under "
-            "the baseline.",
+            "Schedule of the training after a race: keep (the winner; the default), or report (the "
+            "baseline).",
         ),
     )
 
@@ -380,8 +383,9 @@ class PipelineConfig:
             for name, value in given.items():
                 if not is_on_stock(declared[name]):
                     raise ValueError(
-                        f"{flag_with_value(name, value)} is given without {flag('schedule')}: it "
-                        f"acts on a schedule of ours only; add one or drop it"
+                        f"{flag_with_value(name, value)} is given without {flag('schedule')}: the "
+                        f"flag acts on a schedule of ours only; add {flag('schedule')}, or drop "
+                        f"{flag(name)}"
                     )
         parsed = {n: declared[n].metadata["parse"](n, value) for n, value in given.items()}
         if "race" in parsed and not _is_chosen_later(parsed.get("schedule")):
@@ -436,14 +440,17 @@ class PipelineConfig:
             )
         if self.slices == 1 and lengths is not Lengths.EVEN:
             raise ValueError(
-                f"{flag('slice_lengths')} {lengths} is given without {flag('slices')}: there is "
-                f"nothing to divide; add one or drop it"
+                f"{flag('slice_lengths')} {lengths} is given without {flag('slices')}: sequences "
+                f"are not cut; add {flag('slices')} K, or drop {flag('slice_lengths')}"
             )
 
     def _check_traces(self) -> None:
         iterations = self.trace_iters
         if self.trace is None and iterations is not None:
-            raise ValueError(f"{flag('trace_iters')} has no folder to write to; {_TRACED}")
+            raise ValueError(
+                f"{flag('trace_iters')} has no folder to write to, as {flag('trace')} is missing; "
+                f"{_TRACED}"
+            )
         if iterations is not None and not 1 <= iterations.start < iterations.stop:
             raise ValueError(
                 f"{flag('trace_iters')} {iterations.start}:{iterations.stop} is not A:B with "
@@ -460,21 +467,21 @@ class PipelineConfig:
             self._refuse(
                 "post_validation",
                 "costs",
-                "steps that overlap cannot be measured one by one; profile without it, and give "
-                "it the file that was written",
+                f"steps that overlap cannot be measured one by one; profile without "
+                f"{flag('post_validation')}, then launch with it and the written costs file",
             )
         if self.rank_speeds is not None and self.costs.profile is not None:
             self._refuse(
                 "rank_speeds",
                 "costs",
-                "what is measured has the speeds of the ranks in it; drop one of them",
+                f"measured costs contain the speeds of the ranks; drop {flag('rank_speeds')}",
             )
         if self.slices > 1 and self.costs.profile is not None:
             self._refuse(
                 "slices",
                 "costs",
-                "what is measured is of whole microbatches; profile without it, and give it the "
-                "file that was written",
+                f"only whole microbatches are measured; profile without {flag('slices')}, then "
+                f"launch with it and the written costs file",
             )
 
     def _check_race(self) -> None:
@@ -482,16 +489,19 @@ class PipelineConfig:
             if self.race_then is not RaceThen.KEEP:
                 raise ValueError(
                     f"{flag('race_then')} {self.race_then} is given without {flag('race')}: there "
-                    f"is no race to end; add one or drop it"
+                    f"is no race to end; add {flag('race')}, or drop {flag('race_then')}"
                 )
         elif self.post_validation:
             self._refuse(
                 "race",
                 "post_validation",
-                "steps that overlap cannot be timed one by one; race without it",
+                "steps that overlap cannot be timed one by one; race without "
+                f"{flag('post_validation')}",
             )
         elif self.slices > 1:
-            self._refuse("race", "slices", "races of slices are untried; race without them")
+            self._refuse(
+                "race", "slices", f"races of slices are untried; race without {flag('slices')}"
+            )
 
     def _refuse(self, name: str, beside: str, why: str) -> None:
         words = self._as_written(name), self._as_written(beside)
@@ -529,7 +539,8 @@ class PipelineConfig:
             tells = PLAN if self.schedule == PLAN else f"simulate {self.schedule}"
             raise ValueError(
                 f"the schedule {self.schedule!r} is chosen from a launch command: launch as "
-                f"python -m megatron_ext SCRIPT ..., or name one; 'megatron-ext {tells}' says which"
+                f"python -m megatron_ext SCRIPT ..., or write the name of a schedule; "
+                f"'megatron-ext {tells}' says which"
             )
         return choose(self.schedule)
 

@@ -28,7 +28,7 @@ class Task:
     Attributes:
         what: the activity, as a report line begins: ``v-auto packs plans``.
         steps: largest possible number of steps; 0 if unknown.
-        alike: whether all steps take about the same time, so that the remaining time can be
+        equal_steps: whether all steps take about the same time, so that the remaining time can be
             estimated.
         seconds: time limit; None without one.
         done: number of steps done.
@@ -37,7 +37,7 @@ class Task:
 
     what: str
     steps: int = 0
-    alike: bool = False
+    equal_steps: bool = False
     seconds: float | None = None
     done: int = 0
     found: str = ""
@@ -52,7 +52,7 @@ class Task:
         """Return the seconds after which the work has ended at the latest; None if unknown."""
         if self.seconds is not None:
             return max(self.seconds - self.elapsed, 0.0)
-        if not self.alike or not self.done:
+        if not self.equal_steps or not self.done:
             return None
         return self.elapsed / self.done * (self.steps - self.done)
 
@@ -73,11 +73,11 @@ _REMARKS: set[str] = set()
 
 @contextmanager
 def task(
-    what: str, steps: int = 0, *, alike: bool = False, seconds: float | None = None
+    what: str, steps: int = 0, *, equal_steps: bool = False, seconds: float | None = None
 ) -> Iterator[Task]:
     """Declare work that may take seconds; the code in the block counts ``done`` up. Arguments as in
     `Task`."""
-    work, listener = Task(what, steps, alike, seconds), _LISTENER.get()
+    work, listener = Task(what, steps, equal_steps, seconds), _LISTENER.get()
     if listener is None:
         yield work
         return

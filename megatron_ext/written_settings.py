@@ -101,7 +101,9 @@ def from_environment(env: Mapping[str, str]) -> PipelineConfig:
     """
     for name in _unknown_variables(env):
         known = ", ".join(map(variable, _settings()))
-        raise ValueError(f"{name} is no setting: {_meant(name) or f'write one of {known}'}")
+        raise ValueError(
+            f"{name} is no setting: {_meant(name) or f'write one of the settings {known}'}"
+        )
     values = _variables(env)
     settings = _settings()
     stand_alone = any(name == "race" or is_on_stock(settings[name]) for name in values)

@@ -166,7 +166,8 @@ def check_settings(args: Any, config: PipelineConfig) -> None:
     if ranks < 2:
         raise ValueError(
             f"--pipeline-schedule {config.schedule} needs a pipeline, but "
-            f"--pipeline-model-parallel-size is {ranks}: set it to 2 or more, or drop the flag"
+            f"--pipeline-model-parallel-size is {ranks}: set --pipeline-model-parallel-size to 2 "
+            "or more, or drop --pipeline-schedule"
         )
     for contender in config.choices:
         refuse(args, contender, config.extras)
@@ -235,13 +236,14 @@ def check_trace(args: Any, config: PipelineConfig) -> None:
     if traced is None and last is not None and last < TRACED_OF_RUN[-1]:
         raise ValueError(
             f"--pipeline-trace {config.trace} traces iterations {TRACED_OF_RUN[0]} to "
-            f"{TRACED_OF_RUN[-1]} of a run, and the last one is {last} (--train-iters): name "
-            f"earlier ones with --pipeline-trace-iters A:B, or train longer"
+            f"{TRACED_OF_RUN[-1]} of a run, and the last iteration is {last} (--train-iters): name "
+            "earlier iterations with --pipeline-trace-iters A:B, or train longer"
         )
     if traced is not None and last is not None and traced[-1] > last:
         raise ValueError(
             f"--pipeline-trace-iters {traced.start}:{traced.stop} includes iteration {traced[-1]}, "
-            f"and the last one is {last} (--train-iters): trace earlier ones, or train longer"
+            f"and the last iteration is {last} (--train-iters): trace earlier iterations, or train "
+            "longer"
         )
     try:
         config.trace.mkdir(parents=True, exist_ok=True)
@@ -258,7 +260,7 @@ def _check_one_order(config: PipelineConfig) -> None:
     if config.race is not None:
         raise ValueError(
             f"{flag('race')} does not go with {graphs}: graphs are captured in the order of one "
-            f"schedule; race without them, and train with them under the winner"
+            f"schedule; race without graphs, then train with graphs under the winner"
         )
     if config.costs.profile is not None:
         raise ValueError(

@@ -50,8 +50,8 @@ def refuse(settings: Any, choice: Choice, extras: Extras = _NO_EXTRAS) -> None:
 def _refuse_pairs(settings: Any, choice: Choice, extras: Extras) -> None:
     if choice.has_pairs and not with_pairs(extras, settings).pairs:
         raise ValueError(
-            f"--pipeline-schedule {choice.spec} has passes that run as one: add {FLAG}, or put the "
-            f"two of each pair one behind the other"
+            f"--pipeline-schedule {choice.spec} overlaps forward and backward passes: add {FLAG}, "
+            "or write a schedule in which these passes run one after the other"
         )
 
 

@@ -200,7 +200,8 @@ class Programs:
                 raise ValueError(
                     f"stage {stage} has parameters that require a gradient now, and in the first "
                     f"step nothing before stage {first} did, so that no backward pass runs there: "
-                    f"have some on stage 0 require one from the first step on, or start anew"
+                    "let some parameter of stage 0 require a gradient from the first step on, or "
+                    "start a new training"
                 )
         return first
 
@@ -542,8 +543,8 @@ def check_digests(schedule: str, digests: Mapping[int, str], verb: str = "built"
             f"late: start again from the last checkpoint"
         )
     raise RuntimeError(
-        f"ranks built different programs from {schedule}: {told}; start all of them with one "
-        f"version of megatron_ext and numpy, and one schedule file"
+        f"ranks built different programs from {schedule}: {told}; start all ranks with the same "
+        f"versions of megatron_ext and numpy, and the same schedule file"
     )
 
 

@@ -60,7 +60,7 @@ def refuse_different_copies(pipeline: dist.ProcessGroup, model: Sequence[torch.n
     if any(gather(pipeline, copies_differ(model))):
         raise ValueError(
             "the last pipeline rank holds both copies of the embedding, and they differ: a model "
-            "built or loaded without Megatron's own functions starts with a copy of its own; copy "
+            "built or loaded without Megatron's own functions starts with different copies; copy "
             "model[0].shared_embedding_or_output_weight() to model[-1]'s on that rank"
         )
 
@@ -81,6 +81,6 @@ def check_embedding_group(
         raise ValueError(
             f"the embedding group has ranks {ranks}, but under schedule {choice.spec} the "
             f"embedding lies on {sorted(holders)}: install the schedule before "
-            f"initialize_model_parallel makes the group, or give pg_collection.embd that one rank "
-            f"(and None on the others)"
+            "initialize_model_parallel makes the group, or set pg_collection.embd to a group of "
+            "that rank alone (and to None on the other ranks)"
         )

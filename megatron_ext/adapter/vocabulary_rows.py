@@ -134,7 +134,7 @@ def tables(models: Sequence[torch.nn.Module]) -> tuple[Tensor, Tensor]:
     if embedding is None:
         raise ValueError(
             "--pipeline-vocab-parallel divides the tables of a GPTModel, and this model has none: "
-            "drop the flag, or install it before the model is built"
+            "drop --pipeline-vocab-parallel, or install the schedule before the model is built"
         )
     parts = [embedding, output_part(models[0]) or embedding]
     for part in parts:

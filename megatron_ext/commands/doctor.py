@@ -1,8 +1,9 @@
-"""``megatron-ext doctor``: this environment, or a launch command before it is launched."""
+"""``megatron-ext doctor``: a check of this environment, or of a launch command."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -27,18 +28,22 @@ def doctor(
     world_size: Annotated[
         int | None,
         typer.Option(
-            help="Number of ranks, if the launch command has no torchrun flags that say it."
+            help="Number of ranks. Default: the number in torchrun's flags, or one copy of the "
+            "model."
         ),
     ] = None,
     gpu_memory: Annotated[
         str | None,
-        typer.Option(help="Memory of a GPU, as 80GiB, to compare with the predicted memory."),
+        typer.Option(
+            help="Memory of a GPU, such as 80GiB, with which the predicted memory is compared. "
+            "Default: no comparison."
+        ),
     ] = None,
     megatron_args: MegatronArgs = None,
     bridge: Bridge = None,
-    patches: Annotated[bool, typer.Option("--patches", help="List each patch and its state.")] = (
-        False
-    ),
+    patches: Annotated[
+        bool, typer.Option("--patches", help="List each patch and whether it fits.")
+    ] = (False),
     versions: Annotated[
         bool,
         typer.Option(
@@ -50,6 +55,8 @@ def doctor(
     """Show whether our patches fit the versions installed here, or check a launch command before
     its launch."""
     words = context.args
+    # A launch command begins with a script, a launcher, or -m MODULE. Other words are flags of ours
+    # (--pipeline-...), for which the patches of this environment are checked.
     is_launch = words and (words[0] == "-m" or not words[0].startswith("-"))
     if is_launch or megatron_args is not None or bridge is not None:
         _check_launch_line(words, megatron_args, bridge, world_size, gpu_memory, as_json)
@@ -64,6 +71,7 @@ def _show_environment(words: Sequence[str], patches: bool, versions: bool, as_js
 
     try:
         config: PipelineConfig = from_argv(words)
+        # As in a rank started here, without Megatron's messages, and without slow imports.
         with silently(), as_on(Path.cwd(), {}), quickly():
             diagnosis = diagnose(config)
     except ValueError as error:
@@ -82,7 +90,7 @@ def _show_environment(words: Sequence[str], patches: bool, versions: bool, as_js
             typer.echo()
             print_table(list(diagnosis.versions))
         if not (patches or versions):
-            typer.echo("--patches lists them all, --versions which versions are known to fit")
+            typer.echo("--patches lists all patches, --versions the versions that are known to fit")
     if diagnosis.misfits:
         raise typer.Exit(1)
 
@@ -93,7 +101,7 @@ def _print_summary(diagnosis: Diagnosis, config: PipelineConfig) -> None:
     if config.schedule is not None:
         what = f"that {flag('schedule')} {config.schedule} needs"
     elif config.watches_stock:
-        what = "that watch Megatron's own step"
+        what = "that measure Megatron's own step"
     elif config.arranges_microbatches:
         what = "that order and deal microbatches"
     misfits = diagnosis.misfits
@@ -105,7 +113,8 @@ def _print_summary(diagnosis: Diagnosis, config: PipelineConfig) -> None:
         typer.echo(f"\n{patch.why}")
     if diagnosis.allowance:
         typer.echo(
-            f"\nwhere what we do still holds, allow these sources, until they change again:\n"
+            f"\nread the changes first; if our patches still do what they should, allow these "
+            f"sources until they change again:\n"
             f"  export {ALLOW_UNKNOWN}={diagnosis.allowance}\n"
         )
 
@@ -140,8 +149,12 @@ def _check_launch_line(
         if report.prediction is not None and report.prediction.ranks:
             typer.echo("\npredicted memory")
             print_table([_memory_row(rank) for rank in report.prediction.ranks])
-        wrong = sum(finding.verdict == "wrong" for finding in report.findings)
-        typer.echo(f"\nto correct before the launch: {wrong}" if wrong else "\nnothing is wrong")
+        number = Counter[str](finding.verdict for finding in report.findings)
+        wrong = f"to correct before the launch: {number['wrong']}"
+        result = wrong if number["wrong"] else "nothing is wrong"
+        if number["remark"]:
+            result += f"; {counted(number['remark'], 'remark')} to read"
+        typer.echo(f"\n{result}")
     if not report.is_right:
         raise typer.Exit(1)
 

@@ -7,25 +7,27 @@ from typing import Annotated
 
 import typer
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object or list.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON: one object or list.")]
 Schedule = Annotated[
     str,
     typer.Argument(
         metavar="SPEC",
-        help="A name of 'megatron-ext schedules', NAME[:key=value,...], auto, or a .csv or .py "
-        "file.",
+        help="Schedule: a name that 'megatron-ext schedules' lists, NAME[:key=value,...], auto, or "
+        "a .csv or .py file.",
     ),
 ]
-Ranks = Annotated[int, typer.Option(help="Pipeline ranks.")]
+Ranks = Annotated[int, typer.Option(help="Number of pipeline ranks.")]
 Microbatches = Annotated[
-    int, typer.Option("-m", "--microbatches", help="Microbatches of one step.")
+    int,
+    typer.Option("-m", "--microbatches", help="Number of microbatches of one pipeline in a step."),
 ]
 CostsText = Annotated[
     str,
     typer.Option(
-        help="Times of passes, in any unit: f=10,i=12,w=8,comm=1 per microbatch of a rank, "
-        "in addition head=5/6/4,embedding=1/1 for the whole output layer and embedding, "
-        "tower=8/9/6 for an encoder on the first stage; or a JSON file."
+        help="Costs of passes: times in any unit, or a JSON file of measured costs. "
+        "f=10,i=12,w=8,comm=1 are a rank's forward pass, input gradient and weight gradient of a "
+        "microbatch, and one message. head=5/6/4,embedding=1/1 adds the output layer and the "
+        "embedding, tower=8/9/6 an encoder on the first stage."
     ),
 ]
 UNIT = "f=1,i=1,w=1,comm=0"
@@ -65,19 +67,24 @@ VisionTokens = Annotated[
     typer.Option(
         min=1,
         help=(
-            "Tokens of the vision tower for each sample. Default: as many as the language model "
-            "has."
+            "Number of tokens of the vision tower for each sample. Default: as many as the "
+            "language model has."
         ),
     ),
 ]
 SliceCount = Annotated[
-    int, typer.Option("--slices", min=1, help="Slices of each microbatch along its sequence.")
+    int,
+    typer.Option(
+        "--slices",
+        min=1,
+        help="Number of slices into which each microbatch is cut along its sequence.",
+    ),
 ]
 SliceLengths = Annotated[
     str,
     typer.Option(
         metavar="{even,balanced,TOKENS,...}",
-        help="Lengths of the slices: even, balanced (equal work; give attention= in COSTS), or "
+        help="Lengths of the slices: even, balanced (equal work; needs attention= in --costs), or "
         "token counts such as 4096,2048,1024,1024.",
     ),
 ]
@@ -85,15 +92,16 @@ InPairs = Annotated[
     bool,
     typer.Option(
         "--pairs",
-        help="Run forward and backward passes overlapped, so that they hide each other's "
-        "all-to-all; give hidden= in COSTS.",
+        help="Overlap the forward pass of one microbatch with the backward pass of another, so "
+        "that each hides the other's all-to-all. Needs hidden= in --costs.",
     ),
 ]
 PostValidation = Annotated[
     bool,
     typer.Option(
         "--post-validation",
-        help="Experimental: overlap steps; the optimizer steps before all ranks are done.",
+        help="Experimental: overlap consecutive steps. The optimizer steps before the global "
+        "gradient norm is known, and undoes the step if the norm demands it.",
     ),
 ]
 MegatronArgs = Annotated[
@@ -101,8 +109,8 @@ MegatronArgs = Annotated[
     typer.Option(
         metavar="LOG",
         help=(
-            "Log of an earlier start, in place of a launch command. The log has Megatron's "
-            "arguments."
+            "Log of an earlier start with Megatron's list of arguments, in place of a launch "
+            "command."
         ),
     ),
 ]
@@ -119,7 +127,7 @@ HtmlPage = Annotated[
     Path | None,
     typer.Option(
         "--html",
-        help="Write a page for a browser, .html: timelines to zoom into, who waited for whom, the "
-        "critical path, memory.",
+        help="Write a page for a browser into this .html file: timelines to zoom into, the passes "
+        "that each pass waited for, the critical path, and memory.",
     ),
 ]

@@ -36,7 +36,10 @@ _LINES = "lines"
 _WORDS = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 Iterations = Annotated[
-    int, typer.Option(min=1, help="Iterations of each run. A loss that moves needs 2.")
+    int,
+    typer.Option(
+        min=1, help="Number of iterations of each run; at least 2 for a loss that changes."
+    ),
 ]
 
 
@@ -57,9 +60,9 @@ app = typer.Typer(
         "Compare the numbers of two trainings: megatron-ext parity -- COMMAND_A -- COMMAND_B, or "
         "megatron-ext parity -- COMMAND, for a launch command and the same without our flags."
     ),
-    epilog="Options for lines stand before the first --: megatron-ext parity lines --help. "
-    "The exit status is 0 if the numbers are the same, 1 if they differ, 2 if lines cannot be "
-    "compared.",
+    epilog="Options stand before the first --; megatron-ext parity lines --help lists them. "
+    "The exit status is 0 if the numbers are the same, 1 if they differ, 2 if the commands cannot "
+    "be compared.",
 )
 
 
@@ -68,15 +71,15 @@ def lines(
     context: typer.Context,
     iterations: Iterations = 4,
     folder: Annotated[
-        Path, typer.Option("--dir", metavar="DIR", help="Folder for recordings and logs.")
+        Path, typer.Option("--dir", metavar="DIR", help="Folder to write recordings and logs into.")
     ] = Path("parity"),
     from_seed: Annotated[
         bool,
         typer.Option(
             "--from-seed",
             help=(
-                "Write no checkpoint to start from: both commands draw the same weights from their "
-                "seed."
+                "Start both commands from random weights of their seed, not from a checkpoint. "
+                "Both have to draw the same weights."
             ),
         ),
     ] = False,
@@ -103,7 +106,8 @@ def record(
         Path,
         typer.Argument(
             metavar="DIR",
-            help="New folder for the recording, on a file system that all ranks share.",
+            help="Folder to write the recording into, on a file system that all ranks share. A "
+            "folder that has a recording is refused.",
         ),
     ],
     iterations: Iterations = 4,
@@ -123,7 +127,8 @@ def record(
     if argv is not None:
         launch([*argv, *quiet()], choose_plan, RecordingRequest(folder.absolute(), iterations))
         return
-    raise typer.Exit(subprocess.call(recorded(line, folder, iterations)))
+    status = subprocess.call(recorded(line, folder, iterations))
+    raise typer.Exit(status)
 
 
 @app.command("compare")
@@ -155,7 +160,7 @@ def _two_lines(words: Sequence[str]) -> tuple[RunCommand, RunCommand, bool]:
     count = list(words).count("--")
     if not words or count > 1:
         raise ValueError(
-            "give one launch command or two, each behind --: megatron-ext parity -- COMMAND_A -- "
+            "give one or two launch commands, each behind --: megatron-ext parity -- COMMAND_A -- "
             "COMMAND_B"
         )
     if count:
@@ -193,7 +198,7 @@ def _finish(found: RunComparison, as_json: bool) -> None:
 def _print(found: RunComparison) -> None:
     print_table(report.rows(found))
     if (settings := report.settings(found)) is not None:
-        typer.echo(f"\nA and B are given other: {settings}")
+        typer.echo(f"\narguments that differ between A and B: {settings}")
     if found.beyond:
         typer.echo()
         print_table(report.tensor_rows(found))

@@ -78,16 +78,20 @@ _WORLD_SIZE = "world_size"  # in a file of arguments
 
 def plan(
     context: typer.Context,
-    pp: Annotated[int | None, typer.Option(help="Pipeline ranks.")] = None,
+    pp: Annotated[int | None, typer.Option(help="Number of pipeline ranks.")] = None,
     microbatches: Annotated[
-        int | None, typer.Option("-m", "--microbatches", help="Microbatches of one step.")
+        int | None,
+        typer.Option(
+            "-m", "--microbatches", help="Number of microbatches of one pipeline in a step."
+        ),
     ] = None,
     costs: Annotated[
         str | None,
         typer.Option(
             help=(
-                "Costs as in simulate. With --model, or behind a launch command, measured times of "
-                "its layers."
+                "Costs of passes, as --costs of simulate takes them. Default: estimated for a "
+                "model or a launch command, otherwise f=1,i=1,w=1,comm=0. The JSON file of "
+                "--pipeline-costs profile has measured costs for a model or a launch command."
             )
         ),
     ] = None,
@@ -95,11 +99,14 @@ def plan(
     rank_speeds: Speeds = None,
     as_json: Json = False,
     show_all: Annotated[
-        bool, typer.Option("--all", help="Print every schedule that was compared, in tables.")
+        bool, typer.Option("--all", help="Print all compared schedules, in tables.")
     ] = False,
     plot: Annotated[
         Path | None,
-        typer.Option(help="Draw step time against memory into this file, .svg or .png."),
+        typer.Option(
+            help="Draw the step time of each schedule against its memory into this .svg or .png "
+            "file."
+        ),
     ] = None,
     page: HtmlPage = None,
     layers: Annotated[
@@ -107,8 +114,9 @@ def plan(
         typer.Option(
             min=1,
             help=(
-                "Number of the model's layers, all equal: compares layouts too, and Megatron's "
-                "redistribution of layers if the costs have head=."
+                "Number of equal layers of the model. Also compares ways to distribute the layers "
+                "over the stages, and stages with fewer layers next to the embedding and the "
+                "output layer if the costs have head=. Default: layers are not moved."
             ),
         ),
     ] = None,
@@ -126,20 +134,22 @@ def plan(
     gpu: Annotated[
         str | None,
         typer.Option(
-            help="Name of a GPU whose data sheet is known, such as h100 (an unknown name is "
-            "answered with all), or operations=400e12,bytes=40e9,memory=80GiB, as achieved. "
-            "h100:6,a100:2 has six pipeline ranks of one type, and the last two of another. "
-            f"A rank's tensors and its allocator's reserve may take {USABLE:.0%} of the memory."
+            help="GPU to plan for: a name such as h100 (an unknown name lists all), or achieved "
+            "operations and message bytes per second, as "
+            "operations=400e12,bytes=40e9,memory=80GiB. h100:6,a100:2 gives six pipeline ranks an "
+            "H100, and the last two an A100. A rank's tensors and its allocator's reserve may "
+            f"take {USABLE:.0%} of the memory."
         ),
     ] = None,
     vision: Vision = None,
     vision_tokens: VisionTokens = None,
-    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
-    dp: Annotated[int, typer.Option(min=1, help="Data-parallel ranks.")] = 1,
+    tp: Annotated[int, typer.Option(min=1, help="Number of tensor-parallel ranks.")] = 1,
+    dp: Annotated[int, typer.Option(min=1, help="Number of data-parallel ranks.")] = 1,
     distributed_optimizer: Annotated[
         bool,
         typer.Option(
-            "--distributed-optimizer", help="The data-parallel ranks share the optimizer states."
+            "--distributed-optimizer",
+            help="Partition the optimizer states over the data-parallel ranks.",
         ),
     ] = False,
     post_validation: PostValidation = False,
@@ -186,7 +196,8 @@ def plan(
     world_size: Annotated[
         int | None,
         typer.Option(
-            help="Number of ranks, if the launch command has no torchrun flags that say it."
+            help="Number of ranks. Default: the number in torchrun's flags, or one copy of the "
+            "model."
         ),
     ] = None,
 ) -> None:
@@ -413,8 +424,8 @@ def _launch_request(source: _Source, sizes: _Sizes, settings: _Settings) -> Laun
         gpu = gpu or launch.gpu
     elif source.words or source.log is not None or source.recipe is not None:
         raise ValueError(
-            "--config stands in place of a launch command, of --megatron-args and of --bridge: "
-            "give one of them"
+            "--config replaces a launch command, --megatron-args and --bridge: give only one of "
+            "the four"
         )
     else:
         values = _values(source.config)
@@ -440,7 +451,9 @@ def _values(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"--config {path} is no JSON: {error}") from None
     if not isinstance(values, dict):
-        raise ValueError(f"--config {path}: it is to be one object of Megatron's arguments")
+        raise ValueError(
+            f"--config {path}: the file has to contain one JSON object of Megatron's arguments"
+        )
     return values
 
 

@@ -76,22 +76,39 @@ def simulate(
     memory_limit: Limit = None,
     rank_speeds: Speeds = None,
     as_json: Json = False,
-    vpp: Annotated[int | None, typer.Option(help="Stages per rank, for loops and auto.")] = None,
-    p2p: Annotated[P2P, typer.Option(help="Communicators of messages.")] = P2P.ASYNC,
+    vpp: Annotated[
+        int | None,
+        typer.Option(help="Number of stages (chunks) of a rank, for loop schedules and auto."),
+    ] = None,
+    p2p: Annotated[
+        P2P,
+        typer.Option(
+            help="Communicators for messages: async, one for each channel between two ranks "
+            "(default); batched, one for the whole pipeline, on which messages wait for each other."
+        ),
+    ] = P2P.ASYNC,
     vocab_parallel: Annotated[
         VocabularyParallel,
-        typer.Option(help="Split of the embedding and the output layer over the ranks."),
+        typer.Option(
+            help="Vocabulary parallelism: none (default), or 1 or 2, which partition the embedding "
+            "and the output layer over all ranks. 1 stores two more microbatches, 2 stores one "
+            "more."
+        ),
     ] = VocabularyParallel.NONE,
     offload: Annotated[
         Offload,
-        typer.Option(help="Activations to move to host memory; give d2h= (and h2d=) in COSTS."),
+        typer.Option(
+            help="Activations to copy to host memory: none (default), half (of a rank's chunks), "
+            "full (all that the link has time for), or fit (as few as meet --memory-limit). Needs "
+            "d2h= and perhaps h2d= in --costs."
+        ),
     ] = Offload.NONE,
     recompute: Annotated[
         str,
         typer.Option(
             metavar="{none,fit,first:N}",
-            help="Activations to recompute: fit as few as meet the memory limit, first:N those of "
-            "the first N stages.",
+            help="Activations to recompute: none, fit (as few as meet --memory-limit), or first:N "
+            "(those of the first N stages).",
         ),
     ] = "none",
     slices: SliceCount = 1,
@@ -101,26 +118,29 @@ def simulate(
     steps: Annotated[
         int,
         typer.Option(
-            min=1, max=1000, help="Number of consecutive steps in the picture and the trace."
+            min=1,
+            max=1000,
+            help="Number of consecutive steps in the picture, the page and the trace.",
         ),
     ] = 1,
     certify: Annotated[
         bool,
         typer.Option(
             "--certify",
-            help="Print a bound: the largest share by which any schedule could be shorter.",
+            help="Search for a lower bound of the makespan, and print how much shorter than this "
+            "schedule any other could be.",
         ),
     ] = False,
     seconds: Annotated[
-        float, typer.Option(min=0, max=LONGEST, help="Seconds that --certify may search.")
+        float, typer.Option(min=0, max=LONGEST, help="Time limit of --certify, in seconds.")
     ] = 60.0,
     noise: Annotated[
         str | None,
         typer.Option(
             help=(
-                "Random variation of passes: 0.1 (standard deviation of each pass's time, as a "
-                "share), 0.1,ranks=0.05 (adds a factor per rank that holds for a whole step), or "
-                "a trace of a training."
+                "Random variation of the passes' times: 0.1 (standard deviation as a share of each "
+                "time), 0.1,ranks=0.05 (adds a random factor per rank and step), or the trace of a "
+                "training, whose variation is taken. Default: none."
             )
         ),
     ] = None,
@@ -130,11 +150,12 @@ def simulate(
             metavar="lognormal:DEVIATION|FILE",
             help=(
                 "Costs of microbatches that differ: lognormal:0.5 (20 random steps with this "
-                "standard deviation of the tokens, as a share of the mean) or a file. A line of it "
-                "has the lengths of a microbatch's documents, or its cost, step after step. "
-                "Attention (attention= in COSTS) grows with squared lengths. Prints the gain of "
-                "ordering them, of dealing them to replicas, and of a program for the costs by "
-                "place in the step. The files written are of the better program at these costs."
+                "standard deviation of the tokens, as a share of the mean), or a file. Each line of "
+                "it has the lengths of a microbatch's documents, or its cost, step after step. "
+                "Attention (attention= in COSTS) grows with squared lengths. Prints what is gained "
+                "by ordering the microbatches, by dealing them to replicas, and by a schedule made "
+                "for the mean cost at each position in the step. Output files show the best of "
+                "these."
             ),
         ),
     ] = None,
@@ -143,32 +164,38 @@ def simulate(
         typer.Option(
             min=1,
             metavar="REPLICAS",
-            help="Data-parallel replicas to which unequal microbatches are dealt.",
+            help="Number of data-parallel replicas to which microbatches of --microbatch-costs are "
+            "dealt.",
         ),
     ] = 1,
     plot: Annotated[
         Path | None,
         typer.Option(
             help=(
-                "Draw the schedule below 1F1B into this .svg or .png file; with --post-validation "
-                "or --pairs below the same schedule without them."
+                "Draw the schedule's timeline below the timeline of 1F1B into this .svg or .png "
+                "file. With --post-validation or --pairs, the upper timeline is that of the same "
+                "schedule without the option."
             )
         ),
     ] = None,
     page: HtmlPage = None,
     trace: Annotated[
-        Path | None, typer.Option(help="Write a trace for Perfetto into this file.")
+        Path | None,
+        typer.Option(help="Write the timeline into this .json file, for ui.perfetto.dev."),
     ] = None,
     csv: Annotated[
         Path | None,
-        typer.Option(help="Write the compute actions into this file, a line per rank."),
+        typer.Option(
+            help="Write the compute actions into this .csv file, a line per rank. SPEC and "
+            "--pipeline-schedule read it."
+        ),
     ] = None,
     torch_csv: Annotated[
         Path | None,
         typer.Option(
             help=(
-                "Write the same for torch.distributed.pipelining and torchtitan: a V opens on "
-                "rank 0."
+                "Write the compute actions into this .csv file for torch.distributed.pipelining "
+                "and torchtitan, where the first stage of a V is on rank 0."
             )
         ),
     ] = None,
@@ -177,8 +204,8 @@ def simulate(
         typer.Option(
             "--program",
             help=(
-                "Write all actions of each rank in order, a line per rank: passes, sends, "
-                "receives, waits, collectives, copies."
+                "Write all actions into this text file, a line per rank, in their order: passes, "
+                "sends, receives, waits, collectives and copies."
             ),
         ),
     ] = None,
@@ -188,7 +215,7 @@ def simulate(
     The makespan is the time from the first start to the last end over all ranks: the time of a
     step. The span is the longest time of a single rank: the time of a step if steps overlap. The
     makespan if passes wait is the worst case: every pass waits for all messages posted before it.
-    With --noise passes vary, and their order stays.
+    With --noise the times of passes vary, and their order stays.
     """
     try:
         _check_options(csv, vocab_parallel, certify, post_validation, pairs)
@@ -387,17 +414,18 @@ def _check_options(
     if csv is not None and vocab_parallel is not VocabularyParallel.NONE:
         raise ValueError(
             f"--csv writes a table to which the passes of --vocab-parallel {vocab_parallel} "
-            f"would be added a second time when it is read: leave one of them out"
+            f"would be added a second time when the table is read: drop --csv or "
+            f"--vocab-parallel"
         )
     if certify and pairs:
         raise ValueError(
-            "--certify bounds passes that run one after the other, and with --pairs they do not: "
-            "leave one of them out"
+            "--certify bounds passes that run one after the other, and with --pairs passes "
+            "overlap: drop --certify or --pairs"
         )
     if certify and post_validation:
         raise ValueError(
             "--certify bounds the makespan, and with --post-validation a step costs the span: "
-            "leave one of them out"
+            "drop --certify or --post-validation"
         )
 
 
@@ -412,8 +440,8 @@ def _check_for_torch(
     }
     if names := [name for name, is_requested in requested.items() if is_requested]:
         raise ValueError(
-            f"torch has nothing like {', '.join(names)}, and no table holds it: leave that or "
-            f"--torch-csv out"
+            f"--torch-csv: torch.distributed.pipelining has nothing like {', '.join(names)}; drop "
+            f"--torch-csv, or {', '.join(names)}"
         )
 
 
@@ -432,7 +460,10 @@ def _differing(text: str | None, microbatches: int, replicas: int) -> Microbatch
     """Return the microbatches that ``text`` says; None if it is None."""
     if text is None:
         if replicas > 1:
-            raise ValueError(f"--deal {replicas} deals unequal ones: give --microbatch-costs")
+            raise ValueError(
+                f"--deal {replicas} deals unequal microbatches: add --microbatch-costs, or drop "
+                "--deal"
+            )
         return None
     return parse_microbatch_costs(text, microbatches * replicas)
 

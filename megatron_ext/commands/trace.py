@@ -32,7 +32,7 @@ def trace(
     folder: Annotated[
         Path,
         typer.Argument(
-            metavar="DIR", help="Folder that --pipeline-trace wrote, or its trace file."
+            metavar="DIR", help="Folder written by --pipeline-trace, or the trace.json in it."
         ),
     ],
     as_json: Json = False,

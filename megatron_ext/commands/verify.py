@@ -39,7 +39,8 @@ def verify(
         typer.Option(
             "-m",
             "--microbatches",
-            help="Microbatches of one step. Required for a .py file; a .csv file has them.",
+            help="Number of microbatches of a step. Required for a .py file; a .csv file contains "
+            "them.",
         ),
     ] = None,
 ) -> None:

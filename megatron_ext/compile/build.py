@@ -61,7 +61,7 @@ def build_program(choice: Choice, problem: Problem) -> Program:
     with task(f"building {choice.spec} for {size_of(problem)}"), _uncollected():
         if _adds_recompute(choice, problem) and not problem.forward_only:
             return _shortest_with_recompute(choice, problem)
-        with keeping_proofs():
+        with caching_proofs():
             return _proved(choice, problem)
 
 
@@ -104,7 +104,7 @@ _PROGRAMS = 2  # they are large
 
 
 @contextlib.contextmanager
-def keeping_proofs() -> Iterator[None]:
+def caching_proofs() -> Iterator[None]:
     """Cache the latest proofs in the block: a search proves its result before `build_program` does,
     and several memory limits often give the same schedule."""
     if _PROOFS.get() is not None:

@@ -109,8 +109,8 @@ class CheckedFamily:
         recompute = next((action for action in actions if RULES[action.kind].repeats), None)
         if recompute is not None:
             raise self._error(
-                f"{self.name} makes {recompute}, a {RULES[recompute.kind].does}; omit such passes, "
-                f"--pipeline-recompute inserts them"
+                f"{self.name} makes {recompute}, a {RULES[recompute.kind].does}; omit passes of R: "
+                "--pipeline-recompute inserts them"
             )
         late = next((action for action in actions if action.kind in _SPLIT), None)
         if late is not None and not self.splits_backward:

@@ -41,7 +41,9 @@ def parse_options(name: str, parameters: Parameters, text: str) -> dict[str, Any
                 f"schedule {name} has no option {shown(key)!r}; {perhaps(key, parameters, known)}"
             )
         if key in options:
-            raise ValueError(f"schedule {name}: {key} is given twice in {shown(text)!r}; keep one")
+            raise ValueError(
+                f"schedule {name}: {key} is given twice in {shown(text)!r}; write {key} once"
+            )
         kind = type(parameters[key].default)
         try:
             options[key] = _BOOLEANS[value] if kind is bool else kind(value)

@@ -20,7 +20,7 @@ def check_pairs(choice: Choice, problem: Problem) -> None:
         others = [name for name, entry in entries().items() if entry.traits.keeps_pairs]
         raise ValueError(
             f"schedule {choice.spec} has one stage on each rank, and pairs of a forward and a "
-            f"backward pass need several (Megatron too requires virtual stages): take one of "
+            "backward pass need several (Megatron too requires virtual stages): choose one of "
             f"{', '.join(others)}, or no pairs"
         )
 

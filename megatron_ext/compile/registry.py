@@ -224,8 +224,8 @@ def _named(spec: str) -> str:
         return spec
     if len(searches) > 1:
         raise ValueError(
-            f"schedule {spec} is chosen by a launch or 'megatron-ext simulate', for costs and "
-            f"limit: name one of {', '.join(searches)}"
+            f"schedule {spec} is chosen by a launch or 'megatron-ext simulate', for the costs and "
+            f"the memory limit: write one of {', '.join(searches)}"
         )
     return searches[0]
 
@@ -342,13 +342,13 @@ def _from_csv_file(path: Path) -> Choice:
         if problem.microbatches != microbatches:
             raise ValueError(
                 f"schedule file {path} is for {counted(microbatches, 'microbatch')}, and this step "
-                f"has {problem.microbatches}: change the batch size, or the file"
+                f"has {problem.microbatches}: change the batch size, or the schedule file"
             )
         if problem.slices.count != slices:
             raise ValueError(
-                f"schedule file {path} has {_counted_slices(slices)} of a microbatch, and this "
-                f"step {_counted_slices(problem.slices.count)}: request {_counted_slices(slices)}, "
-                f"or take another file"
+                f"schedule file {path} is for {_counted_slices(slices)} of a microbatch, and this "
+                f"step has {_counted_slices(problem.slices.count)}: write --pipeline-slices "
+                f"{slices} (--slices {slices} for simulate), or take another schedule file"
             )
         return cut_as_in(problem, schedule)
 
@@ -426,9 +426,9 @@ def _import_family(path: Path) -> FamilyEntry:
     if len(added) != 1:
         names = ", ".join(entry.name for entry in added) or "none"
         raise ValueError(
-            f"schedule file {path} registers {len(added)} families ({names}), and a file is one "
-            f"schedule: decorate exactly one function with @family(name, placement, source=...) "
-            f"of megatron_ext.families"
+            f"schedule file {path} registers {len(added)} families ({names}), and a file has to "
+            "define one schedule: decorate exactly one function with @family(name, placement, "
+            "source=...) of megatron_ext.families"
         )
     entry = added[0]
     for ours in entries().values():

@@ -45,7 +45,7 @@ class DataSheet:
 
 
 def _data_sheets() -> dict[str, DataSheet]:
-    """Return the data sheets in gpus.toml by the GPU's name."""
+    """Return the data sheets of gpus.toml, keyed by the name of the GPU."""
     tables = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text())
     return {
         name: DataSheet(memory=table.pop("memory_gib") * 2**30, **table)

@@ -129,7 +129,9 @@ def tower_of(sizes: Mapping[str, Any], hidden: int, patches: int) -> Tower:
     """
     missing = [name for name in _NEEDED if not sizes.get(name)]
     if missing:
-        raise ValueError(f"the vision tower lacks {', '.join(missing)}; {_EXAMPLE}")
+        raise ValueError(
+            f"--vision: the sizes of the vision tower lack {', '.join(missing)}; {_EXAMPLE}"
+        )
     return Tower(
         layers=sizes["layers"],
         hidden_size=sizes["hidden"],

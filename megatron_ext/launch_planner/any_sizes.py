@@ -21,7 +21,7 @@ from megatron_ext.launch_planner.command_line import command_with
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest, ParsedLaunch, with_launch
 from megatron_ext.planner.candidate import Plan, VocabMethod
 from megatron_ext.planner.confirmation import confirmed_verdict
-from megatron_ext.planner.fitting import keeping_candidates
+from megatron_ext.planner.fitting import caching_candidates
 from megatron_ext.planner.layouts.layout import Layout
 from megatron_ext.planner.layouts.work import Evaluated, evaluate
 from megatron_ext.planner.planning_time import begin
@@ -71,7 +71,7 @@ def plan_sizes(request: LaunchRequest) -> SizesPlan:
             it.
         PatchError: there is no Megatron to ask.
     """
-    with keeping_candidates():
+    with caching_candidates():
         return with_launch(request, partial(_plan, request))
 
 
@@ -151,8 +151,8 @@ def _check(request: LaunchRequest, parsed: ParsedLaunch) -> None:
         )
     if config.rank_speeds is not None or request.gpus:
         raise ValueError(
-            "--any-sizes: speeds and types of GPUs are those of the launch's pipeline ranks, of "
-            "which other sizes have others: name one type with --gpu, and drop --rank-speeds"
+            "--any-sizes: speeds and types of GPUs are those of the launch's pipeline ranks, and "
+            "other sizes have other ranks: name one type of GPU with --gpu, and drop --rank-speeds"
         )
     extras = config.extras
     is_plain = extras.recompute == Recompute() and extras.activation_offload is Offload.NONE
@@ -166,12 +166,13 @@ def _check(request: LaunchRequest, parsed: ParsedLaunch) -> None:
     if requests_pairs(args):
         raise ValueError(
             "--any-sizes: --overlap-moe-expert-parallel-comm requires virtual stages of each "
-            "pipeline, which are open here: drop it, and add it to the recommended command"
+            "pipeline, which are open here: drop --overlap-moe-expert-parallel-comm, and add it to "
+            "the recommended command"
         )
     for name in ("use_megatron_fsdp", "use_torch_fsdp2"):
         if getattr(args, name, False):
             flag = f"--{name.replace('_', '-')}"
-            raise ValueError(f"--any-sizes: {flag} has memory that is not estimated; drop it")
+            raise ValueError(f"--any-sizes: {flag} has memory that is not estimated; drop {flag}")
 
 
 def job_of(request: LaunchRequest, parsed: ParsedLaunch) -> SizedJob:

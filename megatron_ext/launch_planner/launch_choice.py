@@ -131,8 +131,8 @@ def _searches(args: Any, config: PipelineConfig) -> tuple[str, ...]:
     if not fitting:
         raise ValueError(
             f"{flag('schedule')} {requested} knows no schedule with {counted(chunks, 'stage')} on "
-            f"each rank, as the launch command's virtual stages, layout or pattern require: remove "
-            f"them, and they are added for what is chosen"
+            "each rank, as the launch command's virtual stages, layout or pattern require: remove "
+            "these settings; those of the chosen schedule are added"
         )
     return fitting
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest, ParsedLaunch, with_launch
-from megatron_ext.planner.fitting import keeping_candidates
+from megatron_ext.planner.fitting import caching_candidates
 from megatron_ext.planner.job_plan import JobPlan, plan_job
 
 
@@ -30,5 +30,5 @@ def plan_line(
 
         return plan_job(job_of(request, parsed), with_curves=with_curves, lengths=lengths)
 
-    with keeping_candidates():
+    with caching_candidates():
         return with_launch(request, planned)

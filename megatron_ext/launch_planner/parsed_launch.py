@@ -131,8 +131,8 @@ def _read(request: LaunchRequest, args: Any, launch_line: Any) -> ParsedLaunch:
 
     if args.yaml_cfg is not None or args.use_checkpoint_args:
         raise ValueError(
-            "--yaml-cfg and --use-checkpoint-args bring other arguments than the line's: write "
-            "them on the line"
+            "--yaml-cfg and --use-checkpoint-args replace arguments of the command: write the "
+            "arguments on the command line"
         )
     words = () if request.launch is None else request.launch.arguments
     config = given = _settings(request)

@@ -65,9 +65,10 @@ def read_run_command(words: Sequence[str]) -> RunCommand:
         if words[place - 1] in ("-c", "-lc") and " " in word:
             if set(word) & set(_SHELL):
                 raise ValueError(
-                    f"the line in {' '.join(words[max(0, place - 2) : place])} is one for a shell "
+                    f"the command in {' '.join(words[max(0, place - 2) : place])} is for a shell "
                     f"({sorted(set(word) & set(_SHELL))}): put megatron-ext parity record DIR -- "
-                    f"before the launcher inside it, then megatron-ext parity compare"
+                    "before the launcher inside it for each of the two commands, then compare the "
+                    "recordings by megatron-ext parity compare"
                 )
             return replace(read_run_command(shlex.split(word)), shell=tuple(words[:place]))
     return _taken_apart(words, read_launch(words))

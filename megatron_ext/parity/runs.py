@@ -105,12 +105,12 @@ def _loading(a: RunCommand, b: RunCommand, from_seed: bool) -> list[str] | None:
     if all(there) and named[0] != named[1]:
         raise ValueError(
             f"the commands load different checkpoints, --load {named[0]} and {named[1]}: give both "
-            f"the same, or drop it from both"
+            "commands the same --load, or neither a --load"
         )
     if any(there) and not all(there):
         raise ValueError(
-            "one of the commands loads a checkpoint and the other does not: give both the same "
-            "--load"
+            "one of the commands loads a checkpoint and the other does not: give both commands the "
+            "same --load"
         )
     return [] if all(there) or from_seed else None
 
@@ -185,7 +185,7 @@ def _room(folder: Path, needed: int, what: str) -> None:
     if free < needed:
         raise ValueError(
             f"no room in {folder}: {what} need about {bytes_text(needed)}, and its disk has "
-            f"{bytes_text(free)} left; name a folder on a larger one with --dir"
+            f"{bytes_text(free)} left; name a folder on a larger disk with --dir"
         )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import replace
 
-from megatron_ext.compile.build import keeping_proofs
+from megatron_ext.compile.build import caching_proofs
 from megatron_ext.compile.long_step import simulate_step
 from megatron_ext.planner.candidate import (
     Candidate,
@@ -29,76 +29,82 @@ def consider(
     may_offload: bool = False,
     at_most: float = math.inf,
 ) -> Candidate:
-    """Build and simulate ``variant``, within its memory limit and ``room`` bytes.
+    """Build and simulate ``variant`` within its memory limit and within ``room``.
 
-    If it does not fit, and may use offload or recompute, the faster one is used. A schedule that
-    chooses itself what to recompute is also tried with recompute if memory costs it time. If
-    overlapped passes are requested, it is tried with and without.
+    If the schedule does not fit, offload and recompute are tried, if they are allowed, and the
+    fastest result is returned. A family that chooses the recomputed activations itself is also
+    tried with recompute if the memory limit makes its schedule slow. If overlapped passes are
+    requested, the schedule is also tried without them.
 
-    Without a limit, the schedule is made for the memory that the model leaves of ``room``, which
-    some families use.
+    If the problem has no memory limit, the limit is what the model's parameters, gradients and
+    optimizer states leave of ``room``. Some families order passes differently under a limit.
 
     Args:
-        at_most: a schedule that does not fit is not made to fit if it takes more seconds.
+        room: bytes that each rank may take; None: any number.
+        may_offload: whether activations may be copied to the host so that the schedule fits.
+        at_most: seconds of a step. A schedule that does not fit and takes longer is refused
+            without a try of offload or recompute.
 
     Raises:
-        ValueError: the schedule cannot be made so.
+        ValueError: the schedule cannot be built, or does not fit (`TooFull`).
     """
-    with keeping_proofs():
+    with caching_proofs():
         if not variant.problem.extras.pairs:
             return _consider(variant, method, room, may_offload, at_most)
-        alone = replace(variant, problem=variant.problem.with_extras(pairs=False))
-        made: list[Candidate] = []
+        without_overlap = replace(variant, problem=variant.problem.with_extras(pairs=False))
+        candidates: list[Candidate] = []
         with contextlib.suppress(ValueError):
-            made.append(_without_offload(variant, method, room))
+            candidates.append(_as_requested(variant, method, room))
         try:
-            made.insert(0, _consider(alone, method, room, may_offload, at_most))
-        except ValueError:  # in pairs the order is another, and may hold less
-            if not made:
+            candidates.insert(0, _consider(without_overlap, method, room, may_offload, at_most))
+        except ValueError:
+            # Overlapped passes have another order, which may fit although this one does not.
+            if not candidates:
                 raise
-        return min(made, key=by_time)
+        return min(candidates, key=by_time)
 
 
 def _consider(
     variant: Variant, method: VocabMethod, room: float | None, may_offload: bool, at_most: float
 ) -> Candidate:
     limit = variant.problem.memory_limit or limit_left(variant, room)
-    made: list[Candidate] = []
+    candidates: list[Candidate] = []
     refusal: ValueError | None = None
     try:
-        made.append(_without_offload(variant, method, room))
+        candidates.append(_as_requested(variant, method, room))
     except TooFull as error:
-        if error.step > at_most:
+        if error.seconds > at_most:
             raise
         refusal = error
     except ValueError as error:
         refusal = error
-    if limit is not None and (refusal or _is_slowed_by_memory(variant, made[0])):
+    if limit is not None and (refusal or _is_slowed_by_memory(variant, candidates[0])):
         for extras in _ways_to_fit(variant, may_offload and refusal is not None):
             with contextlib.suppress(ValueError):
                 fitting = replace(variant.problem, memory_limit=limit, extras=extras)
                 candidate = _candidate(replace(variant, problem=fitting), method)
                 _check_room(candidate, room)
-                made.append(candidate)
-    if not made:
+                candidates.append(candidate)
+    if not candidates:
         assert refusal is not None
         raise refusal
-    return min(made, key=by_time)
+    return min(candidates, key=by_time)
 
 
-SLOWED = 1.1  # times what any schedule would take without a limit
+# A step that takes this many times the lower bound without a limit is slowed by its memory limit.
+SLOWED = 1.1
 
 
-def _is_slowed_by_memory(variant: Variant, made: Candidate) -> bool:
-    """Return whether ``made`` may well be shorter with more recompute."""
+def _is_slowed_by_memory(variant: Variant, candidate: Candidate) -> bool:
+    """Return whether the step of ``candidate`` would probably be shorter with more recompute."""
     if not (variant.may_recompute and variant.choice.traits.fits_recompute):
         return False
     unlimited = replace(variant.problem, memory_limit=None)
-    return made.step > SLOWED * least_time(unlimited, variant.choice.traits.splits_backward)
+    return candidate.step > SLOWED * least_time(unlimited, variant.choice.traits.splits_backward)
 
 
 def _ways_to_fit(variant: Variant, may_offload: bool) -> Iterator[Extras]:
-    """Yield the options with which a variant may fit into its memory limit."""
+    """Yield the options of offload or recompute with which ``variant`` may fit into its limit."""
     problem = variant.problem
     if may_offload and problem.costs.host is not None:
         yield replace(problem.extras, activation_offload=Offload.FIT)
@@ -106,66 +112,75 @@ def _ways_to_fit(variant: Variant, may_offload: bool) -> Iterator[Extras]:
         yield replace(problem.extras, recompute=Recompute(fit=True))
 
 
-def _without_offload(variant: Variant, method: VocabMethod, room: float | None) -> Candidate:
+def _as_requested(variant: Variant, method: VocabMethod, room: float | None) -> Candidate:
+    """Return ``variant`` with its own options alone. Raises TooFull if it needs more than ``room``,
+    ValueError if it cannot be built."""
     left = limit_left(variant, room)
     if left is not None and variant.problem.memory_limit is None:
-        # One limit is for all ranks, and the fullest may be one that holds little.
+        # A limit holds for all ranks, and is what the model leaves on its fullest rank. If no
+        # schedule meets the limit, a schedule without one may still fit: the rank with the largest
+        # model may store the fewest activations.
         with contextlib.suppress(ValueError):
             return _candidate(
                 replace(variant, problem=replace(variant.problem, memory_limit=left)), method
             )
-    made = _candidate(variant, method)
-    _check_room(made, room)
-    return made
+    candidate = _candidate(variant, method)
+    _check_room(candidate, room)
+    return candidate
 
 
 class TooFull(ValueError):
-    """Refusal of a schedule that does not fit, and would take ``step`` if it did."""
+    """Refusal of a schedule that needs more memory than a rank has.
 
-    def __init__(self, message: str, step: float) -> None:
+    Attributes:
+        seconds: duration of a step under this schedule if memory were no limit.
+    """
+
+    def __init__(self, message: str, seconds: float) -> None:
         super().__init__(message)
-        self.step = step
+        self.seconds = seconds
 
 
-def _check_room(made: Candidate, room: float | None) -> None:
-    """Raise TooFull if a rank would hold more than ``room``."""
-    if room is None or made.memory is None:
+def _check_room(candidate: Candidate, room: float | None) -> None:
+    """Raise TooFull if a rank would hold more than ``room`` bytes."""
+    if room is None or candidate.memory is None:
         return
-    totals = [rank.total for rank in made.memory]
+    totals = [rank.total for rank in candidate.memory]
     fullest = max(totals)
     if fullest > room:
         raise TooFull(
             f"rank {totals.index(fullest)} would hold {bytes_text(fullest)}, "
             f"{bytes_text(fullest - room)} more than it may",
-            made.step,
+            candidate.step,
         )
 
 
-_KEPT: ContextVar[dict[str, Candidate] | None] = ContextVar("kept", default=None)
+_CACHE: ContextVar[dict[str, Candidate] | None] = ContextVar("candidates", default=None)
 
 
 @contextlib.contextmanager
-def keeping_candidates() -> Iterator[None]:
+def caching_candidates() -> Iterator[None]:
     """Build and simulate each problem only once in the block."""
-    token = _KEPT.set({})
+    token = _CACHE.set({})
     try:
         yield
     finally:
-        _KEPT.reset(token)
+        _CACHE.reset(token)
 
 
 def _candidate(variant: Variant, method: VocabMethod) -> Candidate:
-    kept = _KEPT.get()
-    if kept is None:
-        return _made(variant, method)
+    cache = _CACHE.get()
+    if cache is None:
+        return _simulated(variant, method)
     choice = variant.choice
     key = repr((choice.spec, choice.takes_long, variant.problem, variant.model, method))
-    if key not in kept:
-        kept[key] = _made(variant, method)
-    return replace(kept[key], variant=variant)
+    if key not in cache:
+        cache[key] = _simulated(variant, method)
+    return replace(cache[key], variant=variant)
 
 
-def _made(variant: Variant, method: VocabMethod, *, whole: bool = False) -> Candidate:
+def _simulated(variant: Variant, method: VocabMethod, *, whole: bool = False) -> Candidate:
+    """Build and simulate ``variant``. ``whole`` is that of `simulate_step`."""
     step = simulate_step(variant.choice, variant.problem, variant.build, whole=whole)
     memory = None
     if variant.model is not None and step.held_bytes is not None:
@@ -175,15 +190,15 @@ def _made(variant: Variant, method: VocabMethod, *, whole: bool = False) -> Cand
 
 
 def built_whole(candidate: Candidate, room: float | None = None) -> Candidate:
-    """Return ``candidate`` with the figures of all its microbatches, instead of those that its
-    repeating part tells.
+    """Return ``candidate`` simulated with all microbatches of a step. (Long steps are first
+    simulated with fewer, and their figures computed from the part that repeats.)
 
     Raises:
-        ValueError: its schedule cannot be made after all, or takes more than ``room`` bytes.
+        ValueError: the whole schedule cannot be built, or takes more than ``room`` bytes.
     """
     if candidate.is_whole:
         return candidate
-    with keeping_proofs():
-        whole = _made(candidate.variant, candidate.method, whole=True)
+    with caching_proofs():
+        whole = _simulated(candidate.variant, candidate.method, whole=True)
     _check_room(whole, room)
     return whole

@@ -140,8 +140,12 @@ def _of_other_settings(
 
 
 def ways_of_plan(plan: Plan, slices: int = 1) -> list[Way]:
-    """Return the alternatives of ``plan``, whose sequences are cut into ``slices``: without
-    recompute in bubbles, and with."""
+    """Return the alternatives that ``plan`` contains: its schedules without recompute in bubbles
+    (--pipeline-recompute), and with it, if there are any.
+
+    Args:
+        slices: number of slices into which each sequence is cut in this plan.
+    """
     words = WHOLE if slices == 1 else f"{slices} slices"
     once = tuple(made for made in plan.candidates if not made.report.made_again)
     ways = [Way(words, once, "" if once else _why_nothing(plan) or _MADE_AGAIN, slices)]
@@ -192,7 +196,7 @@ def way_of(
         if variant is not None and seconds_to_build(variant.problem) > _SECONDS:
             raise ValueError(
                 f"{counted(variant.problem.pieces, 'slice')} a step take long to be simulated: "
-                f"plan with --pipeline-slices {slices} on the line"
+                f"write --pipeline-slices {slices} in the planned command"
             )
         return variant and replace(variant, choice=variant.choice.without_search)
 

@@ -62,10 +62,15 @@ def contestants(schedule: str | None, wanted: Sequence[str]) -> Contestants:
     """
     specs = list(dict.fromkeys([*([schedule] if schedule is not None else []), *wanted]))
     if not wanted:
-        raise ValueError('--pipeline-race names no schedule: write one or more, as "zb-h1 zb-1p"')
+        raise ValueError(
+            "--pipeline-race names no schedule: write the names of one or more schedules, as "
+            '"zb-h1 zb-1p"'
+        )
     for spec in wanted:
         if wanted.count(spec) > 1:
-            raise ValueError(f"--pipeline-race {' '.join(wanted)}: {spec} is in it twice; drop one")
+            raise ValueError(
+                f"--pipeline-race {' '.join(wanted)}: {spec} is named twice; write it once"
+            )
     choices = {spec: choose(spec) for spec in specs}
     ranks = next((choice.ranks for choice in choices.values() if choice.ranks is not None), 2)
     placements = {spec: choice.place(ranks) for spec, choice in choices.items()}
@@ -81,8 +86,8 @@ def contestants(schedule: str | None, wanted: Sequence[str]) -> Contestants:
     candidates = [spec for spec in specs if spec != baseline]
     if not candidates:
         raise ValueError(
-            f"--pipeline-race {baseline} has no schedule to race with: it is what others are "
-            f"compared with; name another schedule"
+            f"--pipeline-race {baseline} has no schedule to race with: {baseline} is the baseline; "
+            "name another schedule"
         )
     return Contestants((baseline, *candidates))
 

@@ -12,16 +12,16 @@ from megatron_ext.words import bytes_text, counted
 
 
 def standing(race: Race) -> str:
-    """After a round, in one line."""
+    """Return a line about the candidates after a round."""
     words = []
     for spec in (*race.candidates, *race.dropped):
         ratio = race.ratio(spec)
         if spec in race.dropped:
-            words.append(f"{spec} is dropped: {race.dropped[spec]}")
+            words.append(f"{spec} is dropped ({race.dropped[spec]})")
         elif ratio is not None:
             words.append(f"{spec} {ratio.median:.3f}")
-    times = f"times as fast as {race.baseline}, median so far"
-    return f"race, round {len(race.rounds)} of {ROUNDS}, {times}: {', '.join(words)}"
+    speed = f"speed relative to {race.baseline} (median so far)"
+    return f"race, round {len(race.rounds)} of {ROUNDS}, {speed}: {', '.join(words)}"
 
 
 def verdict(race: Race, keeps: bool) -> str:

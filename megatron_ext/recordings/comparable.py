@@ -86,7 +86,7 @@ def _other_draws(a: Mapping[str, Any], b: Mapping[str, Any], words: str) -> str 
         return None
     return (
         f"{words} cannot be compared: with {cuts[0]} and {cuts[1]} dropout draws other numbers; "
-        f"give both --hidden-dropout 0 --attention-dropout 0"
+        "give both commands --hidden-dropout 0 --attention-dropout 0"
     )
 
 
@@ -112,7 +112,7 @@ def _other_trainings(a: Mapping[str, Any], b: Mapping[str, Any], words: str) -> 
     ]
     return (
         f"{words} cannot be compared, they differ in their {' and '.join(kinds)}: "
-        f"{', '.join(lines)}; give both the same"
+        f"{', '.join(lines)}; give both commands the same values"
     )
 
 

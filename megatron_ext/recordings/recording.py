@@ -134,8 +134,8 @@ def read_recording(folder: Path) -> RunRecording:
     """
     if not lines_file(folder, 0).is_file():
         raise ValueError(
-            f"{folder} holds no recording (no {lines_file(folder, 0).name}): make one with "
-            f"megatron-ext parity record {folder} -- COMMAND"
+            f"{folder} holds no recording (no {lines_file(folder, 0).name}): write a recording "
+            f"with megatron-ext parity record {folder} -- COMMAND"
         )
     about, *_ = _read(lines_file(folder, 0))
     if about.get("format") != FORMAT:

@@ -104,17 +104,15 @@ def verdict(found: RunComparison) -> list[str]:
             lines = ["different: B differs from A"]
     if found.norm_alone:
         lines.append(
-            "gradient norms differ as sums do that ranks add in another order, and nothing but the "
-            "log has taken them up"
+            "gradient norms differ because ranks add them in another order; they are only logged, "
+            "and nothing that was trained depends on them"
         )
     lines += _differences(found)
-    lines.append(
-        "gradients are not compared one by one: their norm is, and what the optimizer made of them"
-    )
+    lines.append("gradients are not compared directly, only their norm and the optimizer's results")
     if found.again is None and found.verdict is not ParityVerdict.SAME:
         lines.append(
-            "what A differs by from itself is not known: record its line once more, and give that "
-            "with --again DIR"
+            "the difference of A from itself is not known: record A once more, and name that "
+            "recording's folder with --again DIR"
         )
     return lines
 
@@ -128,22 +126,22 @@ def _differences(found: RunComparison) -> list[str]:
     if found.first is not None:
         lines.append(f"first difference: {_first(found)}")
         if found.first.iteration == found.start:
-            lines.append("they start from other weights: give both lines one checkpoint, --load")
+            lines.append("the runs start from other weights: give both commands the same --load")
     if found.clipping:
         lines.append(
-            f"the norm is a sum over ranks, added in another order; --clip-grad "
-            f"{found.clipping:g} multiplies all gradients by a factor made of it, and from there "
-            f"on everything differs in its last bits. Give both lines --clip-grad 0, and all else "
-            f"is compared without it"
+            f"the gradient norm is a sum over ranks, added in another order; --clip-grad "
+            f"{found.clipping:g} scales all gradients by the norm, and then everything differs in "
+            f"its last bits. Give both commands --clip-grad 0 to compare without clipping"
         )
     if found.copies:
         lines.append(
-            f"ranks of B hold copies that are not the same, of "
+            f"ranks of B hold copies that differ, of "
             f"{counted(len(found.copies), 'tensor')}: {_some(found.copies)}"
         )
     if found.missing:
         lines.append(
-            f"only one of them has {counted(len(found.missing), 'tensor')}: {_some(found.missing)}"
+            f"only one of A and B has {counted(len(found.missing), 'tensor')}: "
+            f"{_some(found.missing)}"
         )
     return lines
 

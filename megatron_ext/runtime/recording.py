@@ -188,9 +188,10 @@ class Recording:
         return times
 
     def read(self) -> tuple[list[Event], list[GradientReduction]]:
-        """Return all records, after the step and its reductions have ended. Waits for the device.
+        """Return the records of a step's passes and gradient reductions.
 
-        A reduction without a known end is omitted.
+        Call it after the step. It blocks until the device has run all passes and reductions. A
+        reduction is omitted if its backend has not reported when it ended.
         """
         for reduction in self._reductions:
             reduction.wait_for_ends()

@@ -129,11 +129,12 @@ class LinkCosts(CostPart):
     """Seconds and bytes of messages.
 
     Attributes:
-        hop: seconds of a message from one rank to another; the mean if `hops` are given.
-        latency: the part of a hop's seconds that does not shrink with the message.
+        hop: seconds of a message from a stage to the next on another rank; the mean if `hops` are
+            given.
+        latency: seconds of ``hop`` that do not depend on the size of the message.
         hops: seconds of a message between each stage and the next; () if all take ``hop``.
-        latencies: the latency of each of `hops`; () if all have ``latency``.
-        message_bytes: bytes of a message from stage to stage; 0 if not known.
+        latencies: latency of each of ``hops``; () if all have ``latency``.
+        message_bytes: size of a message from stage to stage, in bytes; 0 if not known.
     """
 
     hop: float = 0.0

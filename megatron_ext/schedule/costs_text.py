@@ -176,7 +176,7 @@ def parse_costs(text: str, placement: Placement) -> Costs:
     seconds = {kind: _per_stage(figures[key], placement, what) for key, kind in _PASSES.items()}
     hops = figures.get("comm", [0.0])
     if len(hops) > 1:
-        raise ValueError(f"costs {what!r}: comm is one figure; {_EXAMPLE}")
+        raise ValueError(f"costs {what!r}: comm is a single number; {_EXAMPLE}")
     _check_figures(what, hops)
     recompute = _per_stage(figures[_RECOMPUTE], placement, what) if _RECOMPUTE in figures else ()
     costs = _with_slices(
@@ -199,8 +199,8 @@ def _with_slices(costs: Costs, figures: Mapping[str, Any], what: str) -> Costs:
     shares = given.get("attention", [])
     if len(shares) not in (0, 1, costs.stages) or any(share > 1 for share in shares):
         raise ValueError(
-            f"costs {what}: attention is a share of passes from 0 to 1, one or one per stage, not "
-            f"{shown(_joined(shares))}"
+            f"costs {what}: attention is a share of passes from 0 to 1, a single number or one "
+            f"number per stage, not {shown(_joined(shares))}"
         )
     latency = given.get("latency", [0.0])
     if len(latency) != 1 or latency[0] > costs.links.hop:
@@ -211,8 +211,8 @@ def _with_slices(costs: Costs, figures: Mapping[str, Any], what: str) -> Costs:
     launch = given.get("launch", [])
     if len(launch) not in (0, 1, costs.stages):
         raise ValueError(
-            f"costs {what}: launch is a part of f and of i, one or one per stage, not "
-            f"{_joined(launch)}"
+            f"costs {what}: launch is a part of f and of i, a single number or one number per "
+            f"stage, not {_joined(launch)}"
         )
     return costs.with_slices(
         attention=_of_all(shares, costs.stages), launch=_of_all(launch, costs.stages)

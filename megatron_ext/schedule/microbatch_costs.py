@@ -116,7 +116,7 @@ def read_loads(file: Path, batch: BatchSize) -> MicrobatchLoads:
     if len(lines) < per_step:
         raise ValueError(
             f"{file} has {counted(len(lines), 'microbatch')}, and the replicas of one step have "
-            f"{per_step}: give at least as many"
+            f"{counted(per_step, 'microbatch')}: give at least as many lines"
         )
     rows = list(lines.items())[: len(lines) // per_step * per_step]
     if batch.sequence is not None and batch.is_padded:

@@ -127,6 +127,6 @@ _MOST_STAGES = 10**6  # more than any model has layers: a larger number is a mis
 def _check(number: int, what: str, stages: int = 1) -> None:
     """Raise ValueError unless ``number`` of ``what``, each with ``stages`` stages, is possible."""
     if number < 1:
-        raise ValueError(f"the number of {what} is {number}; at least one is needed")
+        raise ValueError(f"the number of {what} is {number}; write 1 or more")
     if number * stages > _MOST_STAGES:
         raise ValueError(f"the number of {what} is {number}; no model has {number * stages} stages")

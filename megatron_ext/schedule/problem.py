@@ -217,9 +217,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
-            raise ValueError(
-                f"the number of microbatches is {self.microbatches}; at least one is needed"
-            )
+            raise ValueError(f"the number of microbatches is {self.microbatches}; write 1 or more")
         offload = self.extras.activation_offload
         if offload is not Offload.NONE and self.costs.host is None:
             raise ValueError(
@@ -228,7 +226,7 @@ class Problem:
             )
         if offload is Offload.FIT and self.memory_limit is None:
             raise ValueError(
-                f"offload {offload} has no memory limit to fit into: give one, or write "
+                f"offload {offload} has no memory limit to fit into: give a memory limit, or write "
                 f"{Offload.FULL} or {Offload.HALF}"
             )
         self._check_recompute()
@@ -247,8 +245,8 @@ class Problem:
         recompute, stages = self.extras.recompute, self.placement.stages
         if recompute.fit and self.memory_limit is None:
             raise ValueError(
-                f"recompute {recompute} has no memory limit to fit into: give one, or write "
-                f"{Recompute(first=stages)} for all stages"
+                f"recompute {recompute} has no memory limit to fit into: give a memory limit, or "
+                f"write {Recompute(first=stages)} for all stages"
             )
         if recompute.first > stages:
             raise ValueError(
@@ -260,10 +258,10 @@ class Problem:
         firsts = sorted(stages[0] for stages in self.placement.stages_of)
         if firsts != list(range(self.ranks)):
             raise ValueError(
-                f"post-validation passes the optimizer's state from the rank of a stage to that of "
+                "post-validation passes the optimizer's state from the rank of a stage to that of "
                 f"the next: the first {self.ranks} stages have to be on {self.ranks} ranks, and "
                 f"they are on ranks {self.placement.rank_of[: self.ranks]}; use another placement, "
-                f"or drop it"
+                "or drop post-validation"
             )
 
     @property

@@ -84,7 +84,8 @@ def is_compute(action: Action) -> bool:
 
 
 def followed_by_own_w(row: Sequence[Action]) -> frozenset[tuple[int, int]]:
-    """Return stage and microbatch of each I of a rank's ``row`` whose W is the rank's next pass."""
+    """Return the stage and microbatch of each input-gradient pass (I) of a rank's ``row`` that is
+    directly followed by the weight-gradient pass (W) of the same stage and microbatch."""
     return frozenset(
         (row[n].stage, row[n].microbatch) for n in right_behind_own_input(columns_of([row]))
     )

@@ -60,7 +60,7 @@ class Slices:
 
     def __post_init__(self) -> None:
         if self.count < 1:
-            raise ValueError(f"the number of slices is {self.count}; at least one is needed")
+            raise ValueError(f"the number of slices is {self.count}; write 1 or more")
         if isinstance(self.lengths, tuple) and len(self.lengths) != self.count:
             raise ValueError(
                 f"{len(self.lengths)} lengths are given for {self.count} slices: give as many, "

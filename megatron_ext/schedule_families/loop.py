@@ -320,7 +320,7 @@ def _rows(name: str, problem: Problem, group: int, ahead: list[int], backward: K
             f"{name}: {problem.pieces} {_pieces(problem)} in groups of {group} leave "
             f"{problem.pieces % group} for the last group, with which {problem.ranks} pipeline "
             f"ranks would wait for one another; write a number of {_pieces(problem)} that is a "
-            f"multiple of {group}, or another group"
+            f"multiple of {group}, or another group size"
         )
     return tuple(rows)
 

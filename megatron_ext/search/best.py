@@ -28,18 +28,18 @@ from megatron_ext.schedule.problem import Problem, Recompute
 from megatron_ext.schedule.schedule import Schedule, bitwise_order
 from megatron_ext.schedule.schedule_csv import from_csv, to_csv
 from megatron_ext.search import disk_cache
-from megatron_ext.search.again import search_again
 from megatron_ext.search.bounds import lower_bound
 from megatron_ext.search.effort import LARGE, Effort, effort
 from megatron_ext.search.extension import plans_from, with_middle
 from megatron_ext.search.improve import first_plans, search
 from megatron_ext.search.pack import Packed
+from megatron_ext.search.recompute_search import search_with_recompute
 from megatron_ext.search.shop import (
     Rows,
     Shop,
     Starts,
-    again_in,
     end_of,
+    recomputed_in,
     rows_of,
     shop_of,
     starts_of,
@@ -175,7 +175,7 @@ def _searched_with_recompute(
         return without
     passes = without.program.schedule.compute_rows
     known = list(dict.fromkeys([passes, *_known_with_recompute(problem)]))
-    found = search_again(problem, known, least, how) if shop.fits else []
+    found = search_with_recompute(problem, known, least, how) if shop.fits else []
     best = _best_of(name, _recompute_candidates([*known, *found], problem), problem)
     assert best is not None  # one microbatch at a time
     return best
@@ -273,7 +273,7 @@ def _recompute_candidates(all_rows: Sequence[Rows], problem: Problem) -> list[_C
     placement, m = problem.placement, problem.microbatches
     candidates = []
     for rows in all_rows:
-        shop = shop_of(problem, again_in(rows, placement.stages, m))
+        shop = shop_of(problem, recomputed_in(rows, placement.stages, m))
         candidates.append(_Candidate(partial(_same, rows), _seconds(starts_of(rows, shop), shop)))
     return candidates
 

@@ -64,19 +64,19 @@ def certify(program: Program, seconds: float) -> Certificate:
     extras = problem.extras
     if extras.vocab_parallel is not VocabularyParallel.NONE:
         raise ValueError(
-            f"--certify knows no bound with vocabulary parallelism {extras.vocab_parallel}: leave "
-            f"one of them out"
+            f"--certify knows no bound with vocabulary parallelism {extras.vocab_parallel}: drop "
+            "--certify or --vocab-parallel"
         )
     if extras.activation_offload is not Offload.NONE:
         raise ValueError(
-            f"--certify knows no bound with offload {extras.activation_offload}: leave one of "
-            f"them out"
+            f"--certify knows no bound with offload {extras.activation_offload}: drop --certify or "
+            f"--offload"
         )
     if problem.slices.count > 1:
-        raise ValueError("--certify knows no bound with slices: leave one of them out")
+        raise ValueError("--certify knows no bound with slices: drop --certify or --slices")
     kinds = {kind for _, kind in program.schedule.columns.pairs}
     if any(RULES[kind].repeats for kind in kinds):
-        raise ValueError("--certify knows no bound with recompute: leave one of them out")
+        raise ValueError("--certify knows no bound with recompute: drop --certify or --recompute")
     splits = any(
         RULES[a.kind].covers == (Kind.BACKWARD_WEIGHT,)
         for row in program.schedule.rows

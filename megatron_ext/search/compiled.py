@@ -52,7 +52,7 @@ def _tables(shop: Shop) -> tuple[Whole, ...]:
     assert shop.lanes <= _MASK
     rank_of = np.repeat(np.arange(shop.placement.ranks), shop.lanes_of_rank)
     # What repeats is not written out: of a long step tables would be larger than a CPU's caches.
-    width = shop.period if shop.given_up is None else shop.pieces
+    width = shop.period if shop.recompute_gains is None else shop.pieces
     place = np.arange(shop.pieces) % width
     columns = (
         *(rank_of, shop.rooms, shop.heads, shop.tails, shop.way, shop.is_forward, shop.turned),

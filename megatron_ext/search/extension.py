@@ -22,9 +22,9 @@ from megatron_ext.compile.program.memory import in_microbatches, peaks
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
-from megatron_ext.search.improve import Sides, sides_of
+from megatron_ext.search.improve import Packers, packers_of
 from megatron_ext.search.pack import Packed, packer
-from megatron_ext.search.shop import Starts, again_in, rows_of, shop_of, starts_of
+from megatron_ext.search.shop import Starts, recomputed_in, rows_of, shop_of, starts_of
 from megatron_ext.search.v_patterns import pattern_plans
 
 _MIDDLE = 4  # times the microbatches that a rank holds under 1F1B: longer schedules have a middle
@@ -65,25 +65,27 @@ def extended(known: Schedule, problem: Problem) -> Schedule:
     problem = replace(problem, memory_limit=limit)
     pieces, slices = 1 + max(a.microbatch for row in known.rows for a in row), problem.slices.count
     length = pieces // slices
-    again = again_in(known.rows, problem.placement.stages, length)
-    starts = starts_of(known.rows, shop_of(replace(problem, microbatches=length), again))
+    recomputed = recomputed_in(known.rows, problem.placement.stages, length)
+    starts = starts_of(known.rows, shop_of(replace(problem, microbatches=length), recomputed))
 
-    def packed(columns: Starts, later: Starts) -> tuple[Sides, Packed]:
-        shop = shop_of(problem, None if again is None else again[:, columns])
-        sides = sides_of(shop, packer)  # available before numba has been loaded
-        return sides, sides.justified(starts[:, columns] + later)
+    def packed(columns: Starts, later: Starts) -> tuple[Packers, Packed]:
+        shop = shop_of(problem, None if recomputed is None else recomputed[:, columns])
+        packers = packers_of(shop, packer)  # available before numba has been loaded
+        return packers, packers.justified(starts[:, columns] + later)
 
     number = _PASSES // (2 * len(starts) * problem.pieces)
     some = islice(_columns_from(starts, problem.pieces, slices), max(number, 1))
     made = [packed(*plan) for plan in some]
-    if number and again is None:
-        sides = sides_of(shop_of(problem), packer)
-        made += [(sides, sides.justified(plan)) for plan in pattern_plans(sides.shop)[:_PATTERNS]]
-    sides, best = min(made, key=lambda of_plan: of_plan[1].makespan)
+    if number and recomputed is None:
+        packers = packers_of(shop_of(problem), packer)
+        made += [
+            (packers, packers.justified(plan)) for plan in pattern_plans(packers.shop)[:_PATTERNS]
+        ]
+    packers, best = min(made, key=lambda of_plan: of_plan[1].makespan)
     if number:
-        best = sides.justified(best.starts, _ROUNDS)
-    is_there = None if again is None else sides.shop.again
-    rows = rows_of(best.starts, problem.placement, is_there, problem.orders)
+        best = packers.justified(best.starts, _ROUNDS)
+    recompute_actions = None if recomputed is None else packers.shop.recompute_actions
+    rows = rows_of(best.starts, problem.placement, recompute_actions, problem.orders)
     return replace(known, rows=rows)
 
 

@@ -1,8 +1,8 @@
-"""Program for microbatches whose cost depends on their place in the step.
+"""Program for microbatches whose cost depends on their position in the step.
 
-Once the microbatches of each step are dealt and ordered, the place of one tells about what it
-costs. One program made for the mean costs of the places then serves all steps. It is not always
-better than a program for equal microbatches, so that both have to be judged (`unequal`).
+Microbatches that are dealt and ordered by their costs have about the same cost at the same position
+of each step. One program made for the mean cost at each position then serves all steps. It is not
+always better than a program for equal microbatches, so that both have to be judged (`unequal`).
 """
 
 from __future__ import annotations
@@ -37,12 +37,15 @@ def judged_for_places(
 
 
 def program_for_places(program: Program, at_places: PlaceCosts) -> Program | None:
-    """Return a program for microbatches with these costs, on the placement and within the memory
-    of ``program``, which is for equal ones; None if none can be searched for.
+    """Search a program for microbatches with costs ``at_places``; None if no search is possible.
 
-    It can if the backward pass of ``program`` is split, all its stages are trained, and it has no
-    options in addition to the order of its passes. The memory is that of its limit, or of its own
-    peak.
+    A search is possible if the backward pass of ``program`` is split, all its stages are trained,
+    and it has no options in addition to the order of its passes.
+
+    Args:
+        program: a program for equal microbatches. The result has its placement and memory limit,
+            or without a limit, at most its peak.
+        at_places: for each kind of pass, the cost at each position relative to the mean.
     """
     problem = problem_for_places(program, at_places)
     if problem is None:
@@ -51,8 +54,15 @@ def program_for_places(program: Program, at_places: PlaceCosts) -> Program | Non
 
 
 def at_places_of(program: Program, at_places: PlaceCosts) -> Program:
-    """Return ``program`` in the same order with these costs, for pictures of a step; itself if its
-    options do not go with costs by place."""
+    """Return ``program``, its passes in the same order, with costs that depend on a microbatch's
+    position in the step. Pictures of a step show it.
+
+    Return ``program`` itself if it has options that cannot be combined with such costs: all except
+    the kind of communication.
+
+    Args:
+        at_places: for each kind of pass, the cost at each position relative to the mean.
+    """
     problem = program.problem
     if not _is_plain(problem):
         return program

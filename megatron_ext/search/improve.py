@@ -48,16 +48,17 @@ _SLACK = 8  # 1 / _SLACK of a microbatch's work: apparent idle time of busy rank
 
 
 @dataclass(frozen=True)
-class Sides:
-    """A packing problem, with its packers to the left and to the right."""
+class Packers:
+    """Packers of a problem to the left (as early as possible) and to the right (as late as
+    possible)."""
 
     shop: Shop
     left: Pack
     right: Pack  # for the mirrored problem
 
     def justified(self, plan: Starts, rounds: int = 1) -> Packed:
-        """Return ``plan`` packed to the left and to the right, at most ``rounds`` times, until that
-        gains nothing."""
+        """Return ``plan`` packed to the left and then to the right (double justification), at most
+        ``rounds`` times, until that gains nothing."""
         best = self._justified_once(plan)
         for _ in range(rounds - 1):
             packed = self._justified_once(best.starts)
@@ -80,8 +81,8 @@ def _mirrored(packed: Packed, durations: Starts) -> Starts:
     return np.ascontiguousarray((packed.makespan - packed.starts - durations)[:, ::-1])
 
 
-def sides_of(shop: Shop, packer: Callable[[Shop], Pack]) -> Sides:
-    return Sides(shop, packer(shop), packer(shop.mirrored()))
+def packers_of(shop: Shop, packer: Callable[[Shop], Pack]) -> Packers:
+    return Packers(shop, packer(shop), packer(shop.mirrored()))
 
 
 def search(
@@ -105,20 +106,20 @@ def search(
             idle in the middle of the best of all other plans; otherwise there is little to gain.
     """
     how = how or effort()
-    sides = sides_of(shop, how.packer)
+    packers = packers_of(shop, how.packer)
     passes = 2 * shop.lanes * shop.pieces
     steps = steps_of(how, shop.placement.ranks, passes)
     grid = list(periodic_plans(shop, _WEIGHTS, _PERIODS))
     grid = grid[:: 1 + passes * len(grid) // _OF_GRID]
     plans = (*known, *pattern_plans(shop), *grid)
     packings = len(plans) + _PROMISING * _ROUNDS + steps
-    with task(f"packing plans, {how.name} effort", packings, alike=True) as work:
-        packed = _packed(sides, plans, work)
+    with task(f"packing plans, {how.name} effort", packings, equal_steps=True) as work:
+        packed = _packed(packers, plans, work)
         if of_shorter is not None and not _is_busy(min(packed, key=_makespan), shop):
-            packed = [*_packed(sides, of_shorter(), work), *packed]
-        best = _promising(sides, packed, work)
+            packed = [*_packed(packers, of_shorter(), work), *packed]
+        best = _promising(packers, packed, work)
         patience = patience_of(how, shop.placement.ranks, passes)
-        return _improved(sides, best, least, steps, patience, work)
+        return _improved(packers, best, least, steps, patience, work)
 
 
 def steps_of(how: Effort, ranks: int, passes: int) -> int:
@@ -134,10 +135,10 @@ def patience_of(how: Effort, ranks: int, passes: int) -> int:
 
 def first_plans(shop: Shop, known: Sequence[Starts] = ()) -> list[Packed]:
     """Return the schedules made by packing the ``known`` plans and a few more, in no order."""
-    sides = sides_of(shop, pack.packer)
+    packers = packers_of(shop, pack.packer)
     affordable = max(_AT_ONCE // (2 * shop.lanes * shop.pieces), _FEWEST)
     plans = (*known, *periodic_plans(shop, (75, 100), (80, 100, 65, 50)))
-    return [sides.justified(plan) for plan in plans[:affordable]]
+    return [packers.justified(plan) for plan in plans[:affordable]]
 
 
 def periodic_plans(shop: Shop, weights: Sequence[int], periods: Sequence[int]) -> Iterator[Starts]:
@@ -159,7 +160,7 @@ def _first_starts(shop: Shop, weight: int) -> list[int]:
     """Return the start of the first microbatch on each lane, in ticks, if I and R take ``weight`` %
     of their time. R ends right before its activation is used."""
     passes, durations = shop.passes, shop.durations_of_all.max(axis=1).tolist()
-    again = {stage: lane for lane, (stage, kind) in enumerate(passes) if kind is R}
+    recompute_lane = {stage: lane for lane, (stage, kind) in enumerate(passes) if kind is R}
     starts = [0] * shop.lanes
     lanes = (lane for lane in range(shop.lanes) if passes[lane][1] is not R)
     for lane in sorted(lanes, key=lambda lane: _place(*passes[lane])):
@@ -170,9 +171,9 @@ def _first_starts(shop: Shop, weight: int) -> list[int]:
             if passes[maker][1] is not F:
                 after = after * weight // 100
             starts[lane] = max(starts[lane], starts[maker] + after)
-        if kind is I and stage in again:
-            starts[lane] += durations[again[stage]] * weight // 100
-            starts[again[stage]] = starts[lane] - durations[again[stage]]
+        if kind is I and stage in recompute_lane:
+            starts[lane] += durations[recompute_lane[stage]] * weight // 100
+            starts[recompute_lane[stage]] = starts[lane] - durations[recompute_lane[stage]]
     return starts
 
 
@@ -182,10 +183,10 @@ def _place(stage: int, kind: Kind) -> tuple[int, int]:
     return order, -stage if order else stage
 
 
-def _packed(sides: Sides, plans: Iterable[Starts], work: Task) -> list[Packed]:
+def _packed(packers: Packers, plans: Iterable[Starts], work: Task) -> list[Packed]:
     schedules = []
     for plan in plans:
-        schedules.append(sides.justified(plan))
+        schedules.append(packers.justified(plan))
         work.done += 1
     return schedules
 
@@ -200,28 +201,28 @@ def _is_busy(packed: Packed, shop: Shop) -> bool:
     return bool(takes <= busiest + shop.work // _SLACK)
 
 
-def _promising(sides: Sides, schedules: Sequence[Packed], work: Task) -> list[Packed]:
+def _promising(packers: Packers, schedules: Sequence[Packed], work: Task) -> list[Packed]:
     """Return the best of ``schedules``, repacked until that gains nothing; best first."""
     repacked = []
     for packed in sorted(schedules, key=_makespan)[:_PROMISING]:
-        repacked.append(sides.justified(packed.starts, _ROUNDS))
+        repacked.append(packers.justified(packed.starts, _ROUNDS))
         work.done += _ROUNDS
     return sorted(repacked, key=_makespan)[:_RESULTS]
 
 
 def _improved(
-    sides: Sides, best: list[Packed], least: int, steps: int, patience: int, work: Task
+    packers: Packers, best: list[Packed], least: int, steps: int, patience: int, work: Task
 ) -> list[Packed]:
     """Return ``best`` improved by up to ``steps`` random shifts of passes, best first. It ends
     early if the last ``patience`` steps have gained nothing."""
-    shop, rng = sides.shop, Dice()
+    shop, rng = packers.shop, Dice()
     current, recent = best[0], [best[0].makespan] * _MEMORY
     gained_at = 0
     work.found = _found(shop, best[0], least)
     for step in range(steps):
         if best[0].makespan <= least or step - gained_at > patience:
             break
-        new = sides.justified(shifted(current, shop, rng))
+        new = packers.justified(shifted(current, shop, rng))
         work.done += 1
         slot = step % _MEMORY
         if new.makespan <= max(current.makespan, recent[slot]):

@@ -46,7 +46,9 @@ def pack(shop: Shop, plan: Starts) -> Packed:
     durations, gains = shop.durations_of_all.tolist(), shop.gains_of_all.tolist()
     after, limit = shop.after_by_column, shop.limit
     may_take = (
-        _BankersRule(shop).may_take if shop.given_up is None else _RecomputeRule(shop).may_take
+        _BankersRule(shop).may_take
+        if shop.recompute_gains is None
+        else _RecomputeRule(shop).may_take
     )
     count, lane_end = [0] * lanes, [0] * lanes  # count: passes taken
     missing = [[len(row)] * m for row in shop.before]

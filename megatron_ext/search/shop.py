@@ -5,7 +5,7 @@ lane is one kind of pass on one stage, and runs its microbatches in order. The l
 adjacent, in the order in which a microbatch runs through them there: F by chunk, I by chunk
 backwards, W likewise; with c chunks, rank r has lanes 3cr to 3c(r+1)-1. With recompute there are
 also lanes of R, before those of I. For a microbatch whose activation is stored, a pass of R takes
-no time and no memory, and no action is made of it (`Shop.again`).
+no time and no memory, and no action is made of it (`Shop.recompute_actions`).
 
 If microbatches are cut into slices, a column is a slice: for F in order, for I and W the slices of
 each microbatch in reverse, as the last goes back first (`Shop.turned`). Each lane thus runs its
@@ -118,9 +118,9 @@ class Shop:
         heads: per rank, its earliest start.
         tails: per rank, the time from its end until everything has ended. (If steps overlap, a rank
             that starts later may end later; ranks that start sooner have a tail of the difference.)
-        given_up: by lane and microbatch, the memory that a pass takes in addition to ``gains``: if
-            the activation is recomputed F takes less, and R the difference. None: there are no
-            lanes of R.
+        recompute_gains: memory that a pass takes in addition to ``gains``, because its activation
+            is recomputed: F takes less, and R the difference. Shape (lanes, microbatches). None:
+            there are no lanes of R.
         cut: differences between the passes of a lane; None if all are alike.
         is_mirrored: whether time runs backwards.
     """
@@ -135,7 +135,7 @@ class Shop:
     rooms: tuple[int, ...]
     heads: tuple[int, ...]
     tails: tuple[int, ...]
-    given_up: Starts | None = None
+    recompute_gains: Starts | None = None
     cut: Cut | None = None
     is_mirrored: bool = False
 
@@ -165,30 +165,30 @@ class Shop:
     @cached_property
     def passes(self) -> Lanes:
         """The stage and kind of each lane."""
-        return passes_of(self.placement, self.given_up is not None)
+        return passes_of(self.placement, self.recompute_gains is not None)
 
     @cached_property
-    def again(self) -> npt.NDArray[np.bool_]:
-        """Whether a pass is one of R that becomes an action: lanes x microbatches."""
-        if self.given_up is None:
+    def recompute_actions(self) -> npt.NDArray[np.bool_]:
+        """Whether a pass is an R that becomes an action. Shape (lanes, microbatches)."""
+        if self.recompute_gains is None:
             return np.zeros((self.lanes, self.pieces), dtype=bool)
         is_lane = np.array([kind is R for _, kind in self.passes])
-        return is_lane[:, None] & (self.given_up != 0)
+        return is_lane[:, None] & (self.recompute_gains != 0)
 
     @cached_property
     def durations_of_all(self) -> Starts:
         """Ticks of passes, by lane and microbatch."""
         durations = self._of_all(self.durations, None if self.cut is None else self.cut.durations)
-        if self.given_up is not None:
+        if self.recompute_gains is not None:
             is_lane = np.array([kind is R for _, kind in self.passes])
-            durations[is_lane[:, None] & (self.given_up == 0)] = 0
+            durations[is_lane[:, None] & (self.recompute_gains == 0)] = 0
         return durations
 
     @cached_property
     def gains_of_all(self) -> Starts:
         """``gains``, by lane and microbatch."""
         gains = self._of_all(self.gains, None if self.cut is None else self.cut.gains)
-        return gains if self.given_up is None else gains + self.given_up
+        return gains if self.recompute_gains is None else gains + self.recompute_gains
 
     @cached_property
     def hops(self) -> tuple[int, ...]:
@@ -209,15 +209,17 @@ class Shop:
 
     @cached_property
     def held_after(self) -> Starts:
-        """Memory that the first n passes of a lane take together: lanes x (0 <= n <= columns)."""
+        """Memory that the first n passes of a lane take together, by lane and n from 0 to the
+        number of columns. Shape (lanes, columns + 1)."""
         held = np.zeros((self.lanes, self.pieces + 1), np.int64)
         np.cumsum(self.gains_of_all, axis=1, out=held[:, 1:])
         return held
 
     @cached_property
     def next_taking(self) -> Starts:
-        """First column from n on in which a pass of a lane takes memory: lanes x (0 <= n <=
-        columns); the number of columns if there is none."""
+        """Next column in which a pass of a lane takes memory, by lane and column n: the first such
+        column that is n or later, or the number of columns if there is none. Shape (lanes, columns
+        + 1), as n may also be the number of columns."""
         m = self.pieces
         first = np.full((self.lanes, m + 1), m, np.int64)
         taking = np.where(self.gains_of_all > 0, np.arange(m), m)
@@ -229,7 +231,7 @@ class Shop:
         """The lanes of a rank, counted from its first, in the order in which a microbatch alone
         would run through them: it frees an activation before it recomputes the next. () without
         R."""
-        if self.given_up is None:
+        if self.recompute_gains is None:
             return ()
         way = _way(self.placement)
         return way[::-1] if self.is_mirrored else way
@@ -304,7 +306,9 @@ class Shop:
             self.rooms,
             heads=self.tails,
             tails=self.heads,
-            given_up=None if self.given_up is None else -self.given_up[:, ::-1],
+            recompute_gains=None
+            if self.recompute_gains is None
+            else -self.recompute_gains[:, ::-1],
             cut=None if self.cut is None else self.cut.mirrored(receivers),
             is_mirrored=not self.is_mirrored,
         )
@@ -318,7 +322,7 @@ def _way(placement: Placement) -> tuple[int, ...]:
     kinds = {F: 0, R: 1, I: 2, W: 3}
     stages = placement.stages_of[0]
     chunks = {stage: chunk for chunk, stage in enumerate(stages)}
-    passes = passes_of(placement, again=True)[: len(kinds) * len(stages)]
+    passes = passes_of(placement, with_recompute=True)[: len(kinds) * len(stages)]
     return tuple(
         sorted(
             range(len(passes)),
@@ -342,9 +346,9 @@ def _turned(before: Waits) -> Waits:
 
 
 @lru_cache(maxsize=8)
-def passes_of(placement: Placement, again: bool = False) -> Lanes:
-    """Return the stage and kind of each lane; with ``again`` including lanes of R."""
-    kinds = (R, I, W) if again else (I, W)
+def passes_of(placement: Placement, with_recompute: bool = False) -> Lanes:
+    """Return the stage and kind of each lane; ``with_recompute`` includes lanes of R."""
+    kinds = (R, I, W) if with_recompute else (I, W)
     return tuple(
         lane
         for stages in placement.stages_of
@@ -355,12 +359,12 @@ def passes_of(placement: Placement, again: bool = False) -> Lanes:
     )
 
 
-def shop_of(problem: Problem, again: npt.NDArray[np.bool_] | None = None) -> Shop:
+def shop_of(problem: Problem, recomputed: npt.NDArray[np.bool_] | None = None) -> Shop:
     """Return the packing problem of ``problem``, whose ranks have equally many chunks.
 
     Args:
-        again: by stage and microbatch, whether the activation is recomputed; None: none is, and
-            there are no lanes for it. (None with slices.)
+        recomputed: whether an activation is recomputed, of shape (stages, microbatches). None: no
+            activation is recomputed, and there are no lanes of R. With slices it has to be None.
 
     The tick is the common unit of the costs, or the largest fraction of it of which a rank's work
     for a mean microbatch, or a slice, has a thousand; without a common unit it is a share of that
@@ -371,7 +375,7 @@ def shop_of(problem: Problem, again: npt.NDArray[np.bool_] | None = None) -> Sho
     """
     placement, costs, parts = problem.placement, problem.costs, problem.examples
     assert {len(stages) for stages in placement.stages_of} == {placement.chunks}
-    lanes = passes_of(placement, again is not None)
+    lanes = passes_of(placement, recomputed is not None)
     seconds = [
         [costs.of(Action(stage, kind, part)) for part in _in_order(kind, parts, problem)]
         for stage, kind in lanes
@@ -384,14 +388,16 @@ def shop_of(problem: Problem, again: npt.NDArray[np.bool_] | None = None) -> Sho
     tick = unit / math.ceil(_FINEST * unit / work)
     # A pass that costs nothing still has its place in the order.
     durations = [[max(round(figure / tick), 1) for figure in row] for row in seconds]
-    activation, rest, kept, limit = _memory(problem, again is not None)
+    activation, rest, kept, limit = _memory(problem, recomputed is not None)
     slices = problem.slices.count
-    given_up = None
-    if again is not None:
-        given_up = np.zeros((len(lanes), problem.microbatches), np.int64)
+    recompute_gains = None
+    if recomputed is not None:
+        recompute_gains = np.zeros((len(lanes), problem.microbatches), np.int64)
         for lane, (stage, kind) in enumerate(lanes):
             if kind in _SIGN:
-                given_up[lane] = _SIGN[kind] * (activation[stage] - kept[stage]) * again[stage]
+                recompute_gains[lane] = (
+                    _SIGN[kind] * (activation[stage] - kept[stage]) * recomputed[stage]
+                )
     return Shop(
         placement,
         problem.pieces,
@@ -405,7 +411,7 @@ def shop_of(problem: Problem, again: npt.NDArray[np.bool_] | None = None) -> Sho
         tuple(_rooms(problem, activation, rest)),
         heads=(0,) * placement.ranks,
         tails=_tails(problem, tick),
-        given_up=given_up,
+        recompute_gains=recompute_gains,
         cut=_cut(problem, lanes, tick, durations, hops, activation, rest)
         if len(parts) > 1
         else None,
@@ -492,7 +498,7 @@ def _gain(kind: Kind, activation: int, rest: int) -> int:
     return {F: activation, R: 0, I: rest - activation, W: -rest}[kind]
 
 
-def _memory(problem: Problem, again: bool) -> tuple[list[int], list[int], list[int], int]:
+def _memory(problem: Problem, with_recompute: bool) -> tuple[list[int], list[int], list[int], int]:
     """Return the memory of a microbatch, per stage: from F on, from I on, and the part that is
     stored if it is recomputed; and the limit of a rank. All are in shares of a chunk, or in bytes.
 
@@ -500,7 +506,9 @@ def _memory(problem: Problem, again: bool) -> tuple[list[int], list[int], list[i
     gradients of keys and values, which a stage holds for one sliced microbatch at a time.
     """
     limit, placement = problem.memory_limit, problem.placement
-    chunk = round(1 / INPUT_SHARE) if again else 1 if problem.slices.count == 1 else _OF_SLICES
+    chunk = (
+        round(1 / INPUT_SHARE) if with_recompute else 1 if problem.slices.count == 1 else _OF_SLICES
+    )
     kept = [1] * placement.stages
     if limit is not None and limit.bytes is not None:
         held = bytes_for(limit, problem.costs)
@@ -553,18 +561,17 @@ def _tails(problem: Problem, tick: float) -> tuple[int, ...]:
 def rows_of(
     starts: Starts,
     placement: Placement,
-    again: npt.NDArray[np.bool_] | None = None,
+    recompute_actions: npt.NDArray[np.bool_] | None = None,
     orders: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> Rows:
     """Return the actions of each rank in the order of their starts.
 
     Args:
-        again: with lanes of R, by lane and microbatch, whether its pass becomes an action
-            (`Shop.again`).
+        recompute_actions: as `Shop.recompute_actions`; None: there are no lanes of R.
         orders: the microbatches or slices of the columns of F, and of those of other lanes
             (`Problem.orders`); None: whole microbatches.
     """
-    passes, m = passes_of(placement, again is not None), starts.shape[1]
+    passes, m = passes_of(placement, recompute_actions is not None), starts.shape[1]
     there, back = orders or (range(m), range(m))
     rows = []
     for lanes in np.split(np.arange(len(passes)), placement.ranks):
@@ -572,20 +579,20 @@ def rows_of(
         for place in _in_turn(starts[lanes]).tolist():
             lane, k = lanes[0] + place // m, place % m
             stage, kind = passes[lane]
-            if kind is not R or (again is not None and again[lane, k]):
+            if kind is not R or (recompute_actions is not None and recompute_actions[lane, k]):
                 row.append(Action(stage, kind, there[k] if kind is F else back[k]))
         rows.append(tuple(row))
     return tuple(rows)
 
 
-def again_in(rows: Rows, stages: int, microbatches: int) -> npt.NDArray[np.bool_] | None:
+def recomputed_in(rows: Rows, stages: int, microbatches: int) -> npt.NDArray[np.bool_] | None:
     """Return, by stage and microbatch, whether ``rows`` recompute the activation; None if there is
     no R."""
-    again = np.zeros((stages, microbatches), dtype=bool)
+    recomputed = np.zeros((stages, microbatches), dtype=bool)
     for stage, kind, k in (action for row in rows for action in row):
         if kind is R:
-            again[stage, k] = True
-    return again if again.any() else None
+            recomputed[stage, k] = True
+    return recomputed if recomputed.any() else None
 
 
 def starts_of(rows: Sequence[Sequence[Action]], shop: Shop) -> Starts:
@@ -599,7 +606,7 @@ def starts_of(rows: Sequence[Sequence[Action]], shop: Shop) -> Starts:
 def timed(starts: Starts, shop: Shop) -> Starts:
     """Return the starts of passes that keep the order of ``starts`` on their rank, each as soon as
     it can: `starts_of` applied to `rows_of`."""
-    assert shop.given_up is None
+    assert shop.recompute_gains is None
     orders = []
     for first in range(0, shop.lanes, shop.lanes_of_rank):
         order = _in_turn(starts[first : first + shop.lanes_of_rank])
@@ -657,13 +664,13 @@ def _orders_in(rows: Sequence[Sequence[Action]], shop: Shop) -> Orders:
     of_pairs = np.full((len(actions.pairs), 2), _NONE)
     for row, (stage, kind) in zip(of_pairs, actions.pairs, strict=True):
         parts = RULES[kind].covers
-        if shop.given_up is not None and kind is F:
+        if shop.recompute_gains is not None and kind is F:
             parts = (F, R)
         row[: len(parts)] = [lane_of[stage, part] for part in parts]
     lanes, pieces = of_pairs[actions.pair], actions.microbatch[:, None]
     columns = np.where(np.array(shop.is_forward)[lanes], pieces, np.array(shop.turned)[pieces])
     is_there = lanes != _NONE
-    if shop.given_up is not None:
+    if shop.recompute_gains is not None:
         there = np.zeros((shop.lanes, shop.pieces), dtype=bool)
         there[lanes[:, 0], columns[:, 0]] = True
         is_again = np.array([kind is R for _, kind in shop.passes])

@@ -12,7 +12,7 @@ from megatron_ext.words import counted
 
 
 class RankStep(NamedTuple):
-    """One step on one rank: its first start, its last end, and the seconds of its passes."""
+    """One step on one rank: start of its first pass, end of its last, and seconds of all passes."""
 
     start: float
     end: float
@@ -21,13 +21,19 @@ class RankStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """Predicted and measured seconds: of a step, and of each rank's passes in it."""
+    """Predicted step of a program compared with measured ones.
+
+    Attributes:
+        predicted, measured: makespan of a step, in seconds.
+        predicted_busy, measured_busy: seconds of all passes of a step, for each rank.
+        steps: number of measured steps. The measured figures are their medians.
+    """
 
     predicted: float
     measured: float
     predicted_busy: tuple[float, ...]
     measured_busy: tuple[float, ...]
-    steps: int  # of which the measured figures are medians
+    steps: int
 
     @property
     def error(self) -> float:
@@ -49,15 +55,19 @@ class Comparison:
         step = f"step predicted {_ms(self.predicted)}, measured {_ms(self.measured)} ({error})"
         pairs = zip(self.predicted_busy, self.measured_busy, strict=True)
         return [
-            f"pipeline rank {rank}: {step}; idle {1 - predicted / self.predicted:.1%}, "
+            f"pipeline rank {rank}: {step}; idle share predicted "
+            f"{1 - predicted / self.predicted:.1%}, "
             f"measured {1 - measured / self.measured:.1%}; median of {counted(self.steps, 'step')}"
             for rank, (predicted, measured) in enumerate(pairs)
         ]
 
 
 def compare(predicted: Timeline, ranks: Sequence[Sequence[RankStep]]) -> Comparison:
-    """Compare ``predicted`` with the steps of ``ranks``, which share a clock and are as many on
-    each."""
+    """Compare a ``predicted`` step with the measured steps of each rank.
+
+    Args:
+        ranks: for each rank its steps. All ranks have the same steps, timed by one clock.
+    """
     steps = list(zip(*ranks, strict=True))
     makespans = [max(r.end for r in step) - min(r.start for r in step) for step in steps]
     return Comparison(

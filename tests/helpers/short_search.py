@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_ext.search import again, best, improve
+from megatron_ext.search import best, improve, recompute_search
 from megatron_ext.search.effort import Effort, small_effort
 
 _SHORT = {"_STEPS": 2, "_PERIODS": (100,), "_WEIGHTS": (100,), "_PROMISING": 1, "_ROUNDS": 1}
@@ -21,5 +21,5 @@ def shorten_search(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(best, "effort", little_effort)
     for name, value in _SHORT.items():
         monkeypatch.setattr(improve, name, value)
-        if hasattr(again, name):
-            monkeypatch.setattr(again, name, value)
+        if hasattr(recompute_search, name):
+            monkeypatch.setattr(recompute_search, name, value)

@@ -185,7 +185,7 @@ def test_what_cannot_be_compared_is_refused() -> None:
         (command("--gpu", "h100", "--costs", "f=1,i=1,w=1"), "drop --costs"),
         (command("--gpu", "h100", "--memory-limit", "10GiB"), "--pipeline-memory-limit"),
         (command("--gpu", "h100", "--all"), "drop --all"),
-        (command("--gpu", "h100", **PAIRS), "drop it"),
+        (command("--gpu", "h100", **PAIRS), "drop --overlap-moe"),
         (command("--gpu", "h100", pipeline_recompute="fit", pipeline_schedule="zb-v"), "recompute"),
         (
             CliRunner().invoke(app, ["plan", "--any-sizes", "--pp", "4", "-m", "8"]),

@@ -169,9 +169,9 @@ def with_gradient(iterator: Iterator[Tensor], model: Model) -> tuple[Tensor, Any
 @pytest.mark.parametrize(
     ("step", "text"),
     [
-        (twice, "called it 2 times"),
-        (changed, "returns its output as it is"),
-        (within, "called it 0 times"),
+        (twice, "called the model 2 times"),
+        (changed, "returns its output unchanged"),
+        (within, "called the model 0 times"),
         (with_gradient, "no tensor that has a gradient"),
     ],
 )

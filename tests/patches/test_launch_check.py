@@ -128,7 +128,7 @@ def test_whether_megatrons_own_pipeline_can_be_watched(tmp_path: Path) -> None:
     assert report.is_right, told(report, Severity.WRONG)
     assert any("are needed, and fit Megatron" in text for text in told(report, Severity.RIGHT))
     (wrong,) = told(checked(**stock, train_iters=6), Severity.WRONG)
-    assert "traces iterations 5 to 7 of a run, and the last one is 6 (--train-iters)" in wrong
+    assert "traces iterations 5 to 7 of a run, and the last iteration is 6 (--train-iters)" in wrong
     remarks = told(checked(**stock, train_iters=8, pipeline_model_parallel_size=1), Severity.REMARK)
     assert any("nothing of Megatron's step will be seen" in text for text in remarks)
 

@@ -146,7 +146,9 @@ def test_it_wants_a_launch_line() -> None:
         from_argv(["--pipeline-schedule", "auto"]),
         from_environment({"MEGATRON_EXT_SCHEDULE": "plan"}),
     ):
-        with pytest.raises(ValueError, match=r"chosen from a launch command: .* or name one"):
+        with pytest.raises(
+            ValueError, match=r"chosen from a launch command: .* the name of a schedule"
+        ):
             install(config)
     with pytest.raises(ValueError, match="--use-checkpoint-args bring other arguments"):
         chosen(use_checkpoint_args=True)

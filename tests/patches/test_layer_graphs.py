@@ -184,10 +184,10 @@ def test_steps_that_are_not_as_captured_are_refused() -> None:
     graphs.order(2, 3)
     model.cuda_graphs = [print]  # type: ignore[assignment]
     more, _ = row_of("zb-v", 2, 4, 0)
-    with pytest.raises(ValueError, match="a step of 3 microbatches, and this one has 4 microb"):
+    with pytest.raises(ValueError, match="a step of 3 microbatches, and this step has 4 microb"):
         graphs.begin(more, stages, [model])
     other, _ = row_of("v-min", 2, 3, 0)
-    with pytest.raises(ValueError, match="and this one has another order of passes"):
+    with pytest.raises(ValueError, match="and this step has another order of passes"):
         graphs.begin(other, stages, [model])
     model.cuda_graphs = []  # type: ignore[assignment]  # as after delete_cuda_graphs
     graphs.begin(more, stages, [model])

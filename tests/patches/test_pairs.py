@@ -65,7 +65,7 @@ def test_a_file_with_pairs_needs_the_flag() -> None:
     choice = replace(choose("zb-v"), has_pairs=True)
     refuse(settings, choice)
     setattr(settings, SETTING, False)
-    with pytest.raises(ValueError, match="has passes that run as one: add --overlap-moe"):
+    with pytest.raises(ValueError, match="overlaps forward and backward passes: add --overlap-moe"):
         refuse(settings, choice)
 
 

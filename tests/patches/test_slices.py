@@ -384,7 +384,10 @@ def test_a_batch_that_was_cut_otherwise_is_refused() -> None:
     """It has as many tokens: the model would train on wrong numbers without a word."""
     (first, _) = shared = spans((8, 8), 0, 2)
     tokens = {"input_ids": torch.ones(1, 8), "position_ids": torch.ones(1, 8)}
-    with running_slice.running(0, 0, first), pytest.raises(ValueError, match="has not called it"):
+    with (
+        running_slice.running(0, 0, first),
+        pytest.raises(ValueError, match="has not called that function"),
+    ):
         cut(tokens, first)
     with running_slice.step(shared, None), running_slice.running(0, 0, first):
         whole = {"tokens": torch.arange(16).expand(2, -1), "cu_seqlens": None}
@@ -585,7 +588,7 @@ def test_attention_that_is_not_causal_is_refused() -> None:
         ({"decoder_input": torch.ones(1)}, "decoder_input: untried"),
         ({"output_processor": print}, "output_processor: untried"),
         ({"labels": torch.ones(2, 8)}, "sequences of 16 tokens, and .* with labels of 8"),
-        ({"attention_mask": torch.ones(1, 1, 1, 16)}, "attention_mask of 1:"),
+        ({"attention_mask": torch.ones(1, 1, 1, 16)}, "attention_mask of 1 tokens:"),
     ],
     ids=lambda value: str(next(iter(value))) if isinstance(value, dict) else "",
 )

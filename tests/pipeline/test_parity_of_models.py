@@ -94,7 +94,7 @@ MODELS: dict[str, Model] = {
     "low-rank adapters": Model(
         UNTIED, "zb-v", ANY, stand_in="Megatron-Bridge's modules", trained="adapters"
     ),
-    "all above frozen layers, `--from-seed`": Model(
+    "frozen first layers, `--from-seed`": Model(
         UNTIED, "zb-h1", ANY, trained="upper-layers", is_saved=False
     ),
 }

@@ -175,7 +175,8 @@ def test_a_training_that_measures_is_the_same_to_the_last_bit(
     for rank, line in enumerate(predictions):
         assert re.search(
             rf"pipeline rank {rank}: step predicted [\d.e+]+ ms, measured [\d.e+]+ ms "
-            r"\([\d.]+% (shorter|longer)\); idle -?[\d.]+%, measured -?[\d.]+%; median of 2 steps",
+            r"\([\d.]+% (shorter|longer)\); idle share predicted -?[\d.]+%, "
+            r"measured -?[\d.]+%; median of 2 steps",
             line,
         )
 

@@ -179,7 +179,7 @@ def test_a_schedule_that_loses_is_dropped(
     assert len(losses(runs)) == iterations
     told = said(capfd)
     assert (
-        f"round 2 of 3, times as fast as 1f1b, median so far: zb-h1 1.087, {table} is dropped: 0."
+        f"round 2 of 3, speed relative to 1f1b (median so far): zb-h1 1.087, {table} is dropped (0."
         in told
     )
     assert "round 3 of 3" in told

@@ -93,7 +93,7 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
     ),
     "an iteration to trace that will not come": (
         {"pipeline_trace": "/dev/null/no", "pipeline_trace_iters": "5:7", "train_iters": 5},
-        "--pipeline-trace-iters 5:7 includes iteration 6, and the last one is 5 (--train-iters)",
+        "--pipeline-trace-iters 5:7 includes iteration 6, and the last iteration is 5",
     ),
     "a trace that cannot be written": (
         {"pipeline_trace": "/dev/null/no", "pipeline_trace_iters": "5:6"},

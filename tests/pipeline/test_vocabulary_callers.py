@@ -172,9 +172,9 @@ def frozen() -> GPTModel:
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "the model is called twice": (
         lambda: step(build(), twice),
-        "calls the model once .* called it 2 times",
+        "calls the model once .* called the model 2 times",
     ),
-    "the output is changed": (lambda: step(build(), scaled), "returns its output as it is"),
+    "the output is changed": (lambda: step(build(), scaled), "returns its output unchanged"),
     "no labels": (
         lambda: step(build(), partial(forward_step, labels=None)),
         "called with labels on the stage that has the loss",

@@ -28,7 +28,7 @@ def _reasons(args: Any, config: PipelineConfig) -> Iterator[str]:
     masks = getattr(args, "dataloader_inter_document_masking", False)
     if not masks and config.microbatch_weights is None:
         yield (
-            "all microbatches cost the same, since each token attends to all before it; add "
+            "all microbatches cost the same, since each token attends to all earlier tokens; add "
             "--dataloader-inter-document-masking (Megatron 0.19; dataset.inter_document_masking in "
             "Megatron-Bridge), give other costs by --pipeline-microbatch-weights, or drop the flag"
         )

@@ -28,6 +28,6 @@ def with_megatrons_group(choice: Choice, settings: Any) -> Choice:
     if given.get(_OPTION, group) not in (0, group):
         raise ValueError(
             f"--pipeline-schedule {choice.spec} does not go with {_SETTING}={group}, Megatron's "
-            f"word for the same: drop one of them"
+            f"setting for the same: drop {_SETTING} or --pipeline-schedule"
         )
     return choice if _OPTION in given else choose(with_option(choice.spec, _OPTION, group))

@@ -45,7 +45,7 @@ def refuse_unplanned(call: Call) -> None:
     if not parallel_state.model_parallel_is_initialized():
         raise ValueError(
             f"{FLAG} does not go with process groups of the caller's own: Megatron asks its global "
-            f"ones where the loss is; call initialize_model_parallel, or drop the flag"
+            f"groups where the loss is; call initialize_model_parallel, or drop {FLAG}"
         )
     for model in call.models:
         try:
@@ -59,5 +59,5 @@ def refuse_unplanned(call: Call) -> None:
         if frozen:
             raise ValueError(
                 f"{FLAG} does not go with frozen parameters, as {frozen[0]}: each part of a plan "
-                f"asks the next one for a gradient; drop the flag"
+                f"asks the next part for a gradient; drop {FLAG}"
             )

@@ -52,7 +52,7 @@ def refuse_measuring(settings: Any, ours: PipelineConfig) -> None:
     passes."""
     if requests_pairs(settings) and ours.costs.profile is not None:
         raise ValueError(
-            f"{FLAG} does not go with {flag('costs')} {ours.costs}: what passes cost is measured "
-            f"one by one, and two that run as one cannot be told apart; write 'estimate', or a "
-            f"costs file"
+            f"{FLAG} does not go with {flag('costs')} {ours.costs}: passes are measured one by "
+            "one, and the times of two overlapped passes cannot be told apart; write 'estimate', "
+            "or a costs file"
         )

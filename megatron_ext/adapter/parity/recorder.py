@@ -44,8 +44,8 @@ class ParityRecorder:
         if iterations < 1:
             raise ValueError(
                 f"nothing is left to train: the checkpoint is of iteration {first}, and "
-                f"--train-iters is {args.train_iters}; load an earlier one (--ckpt-step), or give "
-                f"both lines more --train-iters"
+                f"--train-iters is {args.train_iters}; load an earlier checkpoint (--ckpt-step), "
+                "or give both commands a larger --train-iters"
             )
         self._last = first + iterations
         self._gathers = args.use_distributed_optimizer and args.overlap_param_gather

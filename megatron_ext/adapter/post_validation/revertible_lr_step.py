@@ -9,10 +9,15 @@ import torch
 
 
 class RevertibleLrStep:
-    """Stores a scheduler's state before it steps.
+    """Step of a learning-rate scheduler that `take_back` reverts and `take` repeats.
 
-    The number of steps, and each group's learning rate and weight decay, are restored from copies,
-    not recomputed. ``step`` takes the step, as Megatron does.
+    The constructor copies the scheduler's state before the step: the number of steps, and each
+    parameter group's learning rate and weight decay. `take_back` restores these copies, so that no
+    rounding can differ.
+
+    Args:
+        scheduler: Megatron's ``OptimizerParamScheduler``.
+        step: advances ``scheduler`` by one training step, as Megatron does.
     """
 
     def __init__(self, scheduler: Any, step: Callable[[], None]) -> None:

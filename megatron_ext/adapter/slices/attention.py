@@ -104,5 +104,5 @@ def _refuse_other_masks(kind: AttnMaskType) -> None:
     if kind is not AttnMaskType.causal:
         raise ValueError(
             f"--pipeline-slices needs causal attention, and this layer's mask is {kind.name}: a "
-            f"token of an early slice would see those of later ones; drop the flag"
+            f"token of an early slice would see tokens of later slices; drop --pipeline-slices"
         )

@@ -61,8 +61,8 @@ def cut_by_slices(
         if tensor.size(dimension) != spans[0].length:
             raise ValueError(
                 f"{_FLAG} divides sequences of {spans[0].length} tokens, and a batch has {name} of "
-                f"{tensor.size(dimension)}: give all microbatches one sequence length, or drop the "
-                f"flag"
+                f"{tensor.size(dimension)} tokens: give all microbatches the same sequence length, "
+                f"or drop {_FLAG}"
             )
         parts = (tensor.narrow(dimension, s.own.begin, s.own.end - s.own.begin) for s in spans)
         batch[name] = torch.cat(list(parts), dimension)
@@ -75,11 +75,11 @@ def refuse_other_cuts(position_ids: Tensor | None) -> None:
     if not _cuts():
         raise ValueError(
             f"{_FLAG} with context parallelism needs a forward_step_func that cuts its batch with "
-            f"megatron.core.utils.get_batch_on_this_cp_rank, and this one has not called it: call "
-            f"it there, write --context-parallel-size 1, or drop the flag"
+            "megatron.core.utils.get_batch_on_this_cp_rank, and this forward_step_func has not "
+            f"called that function: call it there, write --context-parallel-size 1, or drop {_FLAG}"
         )
     if position_ids is not None and position_ids.dim() == 3:
         raise ValueError(
             f"{_FLAG} with context parallelism does not go with positions of several kinds (mrope)"
-            f": untried; write --context-parallel-size 1, or drop the flag"
+            f": untried; write --context-parallel-size 1, or drop {_FLAG}"
         )

@@ -100,6 +100,6 @@ def _cut_mask(mask: Tensor, span: Span) -> Tensor:
 def _check_length(name: str, length: int, expected: int) -> None:
     if length != expected:
         raise ValueError(
-            f"{_FLAG} divides sequences of {expected} tokens, and the model was called with "
-            f"{name} of {length}: give all microbatches one sequence length, or drop the flag"
+            f"{_FLAG} divides sequences of {expected} tokens, and the model was called with {name} "
+            f"of {length} tokens: give all microbatches the same sequence length, or drop {_FLAG}"
         )

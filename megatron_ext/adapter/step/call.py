@@ -95,18 +95,18 @@ def refuse_call(
     refuse_measuring(config, ours)
     if adjust_tensor_shapes_fn is not None:
         raise ValueError(
-            f"adjust_tensor_shapes_fn is not supported by --pipeline-schedule {ours.schedule}: it "
-            f"sends one tensor between stages; drop the flag"
+            f"adjust_tensor_shapes_fn is not supported by --pipeline-schedule {ours.schedule}: the "
+            "schedule sends one tensor between stages; drop --pipeline-schedule"
         )
     if vocabulary is not VocabularyParallel.NONE and collect_non_loss_data:
         raise ValueError(
             f"collect_non_loss_data does not go with --pipeline-vocab-parallel {vocabulary}: no "
-            f"rank has whole logits; drop the flag"
+            "rank has whole logits; drop --pipeline-vocab-parallel"
         )
     if isinstance(pg_collection, MultiModuleProcessGroupCollection):
         raise ValueError(
             f"--pipeline-schedule {ours.schedule} runs one model, and this pg_collection holds "
-            f"several ({type(pg_collection).__name__}); drop the flag"
+            f"several ({type(pg_collection).__name__}); drop --pipeline-schedule"
         )
     if (p2p_communicator is None) != (pg_collection is None):
         raise ValueError("Provide both p2p_communicator and pg_collection, or neither")
@@ -130,7 +130,8 @@ def refuse_chunks(ours: PipelineConfig, call: Call) -> None:
     if len(call.iterators) != chunks:
         raise ValueError(
             f"the schedule was called with {counted(chunks, 'model chunk')} and "
-            f"{counted(len(call.iterators), 'data iterator')}: give each chunk one of its own"
+            f"{counted(len(call.iterators), 'data iterator')}: give each chunk a data iterator of "
+            "its own"
         )
 
 
@@ -148,7 +149,7 @@ def refuse_shapes(ours: PipelineConfig, call: Call) -> None:
     if ours.p2p is P2P.BATCHED:
         raise ValueError(
             f"--pipeline-p2p batched does not go with {call.varies_by}: a tensor can be received "
-            f"only when its shape has come, after its batch; drop the flag"
+            f"only when its shape has come, after its batch; drop --pipeline-p2p"
         )
     for flag, is_on in (
         ("vocab-parallel", ours.vocab_parallel is not VocabularyParallel.NONE),
@@ -158,7 +159,7 @@ def refuse_shapes(ours: PipelineConfig, call: Call) -> None:
         if is_on:
             raise ValueError(
                 f"--pipeline-{flag} does not go with {call.varies_by}: its messages need one "
-                f"shape; give one sequence length"
+                "shape; give all microbatches the same sequence length"
             )
 
 

@@ -96,10 +96,10 @@ class EndStage(ModelStage):
         output, loss_func = self._call.forward_step_func(self._data_iterator, stand_in)
         if len(stand_in.calls) != 1 or output is not stand_in.output:
             raise ValueError(
-                f"--pipeline-vocab-parallel needs a forward_step_func that calls the model once "
-                f"and returns its output as it is; this one has called it {len(stand_in.calls)} "
-                f"times and returned {type(output).__name__}: work on the output in the loss "
-                f"function"
+                "--pipeline-vocab-parallel needs a forward_step_func that calls the model once "
+                "and returns its output unchanged; this forward_step_func has called the model "
+                f"{len(stand_in.calls)} times and returned {type(output).__name__}: work on the "
+                "output in the loss function"
             )
         ((args, kwargs),) = stand_in.calls
         call = ModelCall(args, kwargs, loss_func)

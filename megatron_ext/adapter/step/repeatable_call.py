@@ -76,9 +76,9 @@ class RepeatableCall:
         if len(self._outputs) != 1 or output is not self._outputs[0]:
             raise ValueError(
                 f"{self._flag} needs a forward_step_func that calls the model once and returns its "
-                f"output as it is; this one has called it {len(self._outputs)} times and returned "
-                f"{type(output).__name__}: work on the output in the loss function, or drop the "
-                f"flag"
+                "output unchanged; this forward_step_func has called the model "
+                f"{len(self._outputs)} times and returned {type(output).__name__}: work on the "
+                f"output in the loss function, or drop {self._flag}"
             )
         return output, self._loss_func
 
@@ -96,5 +96,6 @@ class RepeatableCall:
         if any(isinstance(value, Tensor) and value.requires_grad for value in given):
             raise ValueError(
                 f"{self._flag} needs a forward_step_func that gives the model no tensor that has a "
-                f"gradient: what made it would get none; make it within the model, or drop the flag"
+                "gradient: the code that made the tensor would get no gradient; make the tensor "
+                f"within the model, or drop {self._flag}"
             )

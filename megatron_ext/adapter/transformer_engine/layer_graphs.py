@@ -55,9 +55,10 @@ class LayerGraphs:
             if before != now:
                 what = counted(now, "microbatch")
             raise ValueError(
-                f"--cuda-graph-impl transformer_engine has captured a step of "
-                f"{counted(before, 'microbatch')}, and this one has {what}: give every step as "
-                f"many microbatches and one schedule, or write --cuda-graph-impl none"
+                "--cuda-graph-impl transformer_engine has captured a step of "
+                f"{counted(before, 'microbatch')}, and this step has {what}: give every step the "
+                "same number of microbatches and the same schedule, or write --cuda-graph-impl "
+                "none"
             )
         if self._memory is None:
             self._memory = GraphMemory(graph_memory())

@@ -143,7 +143,7 @@ def with_unequal_microbatches(
         ways.append((UnequalSteps(for_profile), MicrobatchOrder.SMALL_ENDS, True))
     forward = costs[Kind.FORWARD]
     makespans = np.empty((len(forward), len(ways)))
-    with task("simulating unequal microbatches", len(forward), alike=True) as simulated:
+    with task("simulating unequal microbatches", len(forward), equal_steps=True) as simulated:
         for number, row in enumerate(forward):
             of_passes = {kind: own[number] for kind, own in costs.items()}
             for column, (under, order, deal) in enumerate(ways):

@@ -76,7 +76,8 @@ class _RankMemory:
 
 
 def _fitting(row: Row, memory: _RankMemory, problem: Problem) -> Row:
-    """Return ``row`` with the fewest R that bring it within ``memory``; with all R if none do."""
+    """Return a rank's ``row`` with the fewest passes of R (recompute) that keep its peak within
+    ``memory``. If no number suffices, return it with R for all activations."""
     made = _longest_waiting_first(row, problem)
 
     def with_first(count: int) -> Row:

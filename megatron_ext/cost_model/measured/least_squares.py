@@ -1,5 +1,5 @@
-"""Ratios of measured to expected costs of parts, fitted by least squares to measured sums of
-parts."""
+"""Ratios of measured to expected costs of parts, such as kinds of layers, fitted by least squares
+to measured sums of parts, such as passes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class Fit:
 
     Attributes:
         scales: ratio of measured to expected, for each part.
-        alike: groups of parts that no sum tells apart.
+        alike: groups of parts whose scales the measured sums do not determine one by one, because
+            the parts have the same proportions in all sums.
     """
 
     scales: tuple[float, ...]
@@ -32,9 +33,9 @@ class Fit:
 def fit_scales(expected: Array, measured: Array) -> Fit:
     """Return the scales with which sums of parts come closest, in proportion, to the measured sums.
 
-    Scales of parts that no sum tells apart differ as little as the sums allow, so these parts keep
-    their expected proportions. Parts too small to be seen keep their expected proportion to all
-    others.
+    Scales that the sums do not determine one by one (`Fit.alike`) differ as little as the sums
+    allow, so these parts keep their expected proportions. Parts too small to be seen keep their
+    expected proportion to all others.
 
     Args:
         expected: expected value of each part (column) in each sum (row), of shape (sums, parts).
@@ -65,7 +66,7 @@ def fit_scales(expected: Array, measured: Array) -> Fit:
 
 
 def _least_spread(matrix: Array, sums: Array) -> tuple[Array, list[list[int]]]:
-    """Return the closest solution and the groups of parts that no row tells apart. Among all
+    """Return the closest solution and the groups of parts as in `Fit.alike`. Among all
     closest solutions it is the one whose parts differ least within these groups."""
     sizes = np.linalg.norm(matrix, axis=0)
     _, singular, directions = np.linalg.svd(matrix / sizes)

@@ -158,8 +158,8 @@ def launch_from(words: Sequence[str], log: Path | None, recipe: str | None = Non
         return read_launch(words)
     if words:
         raise ValueError(
-            f"{OPTION} {log} and a launch command, {shlex.join(words[:3])!r}, are given, and each "
-            f"tells the arguments: give one of them"
+            f"{OPTION} {log} and a launch command, {shlex.join(words[:3])!r}, are both given, and "
+            "each has the arguments: give only one of the two"
         )
     return launch_from_log(log)
 

@@ -1,4 +1,4 @@
-"""Megatron's own recompute of layers: that of a launch, and its alternatives."""
+"""Megatron's own recompute of layers (``--recompute-*``): the settings of a launch, and others."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ _MODULES = (
     *("core_attn", "layernorm", "mla_up_proj", "mlp"),
     *("moe_act", "shared_experts", "moe"),
 )
-_INSIDE = {"moe": ("moe_act", "shared_experts")}  # which are run again with it
-_LEAST = 0.01  # of what is held from F to I: a module that frees less frees nothing
+_INSIDE = {"moe": ("moe_act", "shared_experts")}  # modules whose parts are recomputed with them
+# A module is ignored if recompute of it frees a smaller share of the activation bytes that are
+# stored from the forward pass to the backward pass.
+_LEAST_FREED = 0.01
 
 
 @dataclass(frozen=True)
 class LayerRecompute:
-    """Recompute by the names of Megatron's arguments, each after ``recompute_``.
+    """Recompute settings; the attribute ``x`` is Megatron's argument ``recompute_x``.
 
     Attributes:
-        granularity: ``full``, ``selective``, or "": no recompute.
-        modules: of selective recompute.
-        method, num_layers: of full recompute.
+        granularity: ``full``, ``selective``, or "" for no recompute.
+        modules: recomputed modules, with ``selective``.
+        method, num_layers: which layers are recomputed, with ``full``.
     """
 
     granularity: str = ""
@@ -38,7 +40,7 @@ class LayerRecompute:
 
     @classmethod
     def of(cls, execution: Execution) -> LayerRecompute:
-        """Return the recompute of ``execution``."""
+        """Return the recompute settings of ``execution``."""
         if execution.recompute:
             method, number = execution.recompute_method, execution.recompute_num_layers
             return cls(FULL, method=method, num_layers=number)
@@ -46,7 +48,7 @@ class LayerRecompute:
         return cls(SELECTIVE, _in_order(modules)) if modules else NO_RECOMPUTE
 
     def __str__(self) -> str:
-        """For a table."""
+        """Return a short name for tables, such as ``full, 2 a stage``."""
         if self.granularity == SELECTIVE:
             return " ".join(self.modules)
         if self.method == "block":
@@ -55,7 +57,7 @@ class LayerRecompute:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Megatron's arguments, by name."""
+        """Values of Megatron's arguments, by their names."""
         return {
             "recompute_granularity": self.granularity or None,
             "recompute_modules": list(self.modules) or None,
@@ -65,7 +67,7 @@ class LayerRecompute:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The flags for it."""
+        """Flags of a launch command that set this recompute."""
         words: list[str] = []
         for name, value in self.arguments.items():
             if value is not None:
@@ -74,7 +76,7 @@ class LayerRecompute:
         return tuple(words)
 
     def in_execution(self, execution: Execution) -> Execution:
-        """``execution`` with it."""
+        """Return ``execution`` with this recompute instead of its own."""
         return replace(
             execution,
             recompute=self.granularity == FULL,
@@ -90,20 +92,29 @@ def recompute_options(
     rates: Rates,
     permits: Callable[[LayerRecompute], bool] = lambda option: True,
 ) -> list[LayerRecompute]:
-    """Return the kinds of recompute of a launch that trains ``model``: its own, then the others,
-    fastest first: nothing; modules, one more each time, first the one that frees the most bytes for
-    its time; all layers.
+    """Return the recompute settings to compare for a launch that trains ``model``.
+
+    The launch's own settings come first. The others follow, fastest first:
+
+    1. no recompute;
+    2. selective recompute of one module, of two, and so on. The first module is the one whose
+       recompute takes the fewest seconds for each byte that it frees;
+    3. full recompute of all layers.
 
     Args:
-        execution: of the launch.
-        permits: whether Megatron and the other settings of the launch permit it. Modules that are
-            permitted one by one are permitted together.
+        execution: how the launch runs the model.
+        rates: speeds of the GPU, for the seconds of a recompute.
+        permits: returns whether Megatron and the other settings of the launch permit some settings.
+            It is called with single modules only: modules are assumed to be permitted together
+            if each of them is permitted.
     """
     own = LayerRecompute.of(execution)
+    # Uniform recompute of a launch already recomputes all layers, whatever the size of its groups.
+    of_all_layers = [] if own.method == "uniform" else [_ALL]
     tried = [
         *filter(permits, [NO_RECOMPUTE]),
         *_selective(model, execution, rates, permits),
-        *filter(permits, [] if own.method == "uniform" else [_ALL]),
+        *filter(permits, of_all_layers),
     ]
     return [own, *(option for option in tried if option != own)]
 
@@ -113,7 +124,7 @@ _ALL = LayerRecompute(FULL, method="uniform", num_layers=1)
 
 
 def _in_order(modules: Collection[str]) -> tuple[str, ...]:
-    """Known ones as they stand in `_MODULES`, then others."""
+    """Return ``modules`` in the order of `_MODULES`; names that are not in it come last, sorted."""
     known = [name for name in _MODULES if name in modules]
     return (*known, *sorted(set(modules) - set(known)))
 
@@ -124,20 +135,23 @@ def _selective(
     rates: Rates,
     permits: Callable[[LayerRecompute], bool],
 ) -> Iterator[LayerRecompute]:
+    """Yield selective recompute of one module, of two, and so on (`recompute_options`)."""
     stage = Stage(model.layers, depths=model.mtp_num_layers)
 
     def figures(option: LayerRecompute) -> tuple[float, float]:
+        """Return seconds, and bytes stored from the forward to the backward pass."""
         run = option.in_execution(execution)
         held, _ = held_of_stage(model, stage, run)
         return sum(seconds_of_layers(model, stage, run, rates).totals), held
 
-    seconds, held = figures(NO_RECOMPUTE)
-    prices: dict[str, float] = {}  # seconds of a byte
+    seconds, stored = figures(NO_RECOMPUTE)
+    prices: dict[str, float] = {}  # more seconds for each byte that is freed
     for module in _MODULES:
         option = LayerRecompute(SELECTIVE, (module,))
-        longer, less = figures(option)
-        if held - less >= _LEAST * held and permits(option):
-            prices[module] = (longer - seconds) / (held - less)
+        longer, still_stored = figures(option)
+        freed = stored - still_stored
+        if freed >= _LEAST_FREED * stored and permits(option):
+            prices[module] = (longer - seconds) / freed
     modules: set[str] = set()
     for module in sorted(prices, key=prices.__getitem__):
         if not any(module in _INSIDE.get(other, ()) for other in modules):

@@ -9,70 +9,83 @@ from megatron_ext.viz.page.boxes import LEFT_OUT, Box, TrackGroup
 
 
 def shares(passes: Sequence[int], room: int) -> list[int]:
-    """Return how many passes of each schedule a page may show, ``room`` in all. Passes that one
-    schedule does not need are given to the others."""
+    """Return the number of passes that a page may show of each schedule, at most ``room`` in all.
+
+    Args:
+        passes: number of passes of each schedule. A schedule with fewer passes than its equal share
+            leaves the rest to the others.
+    """
     granted = [0] * len(passes)
-    left = room
+    remaining = room
     smallest_first = sorted(range(len(passes)), key=passes.__getitem__)
-    for number, which in enumerate(smallest_first):
-        granted[which] = min(passes[which], left // (len(passes) - number))
-        left -= granted[which]
+    for number, schedule in enumerate(smallest_first):
+        granted[schedule] = min(passes[schedule], remaining // (len(passes) - number))
+        remaining -= granted[schedule]
     return granted
 
 
 def kept_microbatches(microbatches: int, passes: int, most: int) -> tuple[range, ...]:
-    """Return the first, the middle and the last of ``microbatches``, with at most ``most`` of the
-    ``passes`` together, but at least one microbatch each. Return all microbatches if that is no
-    more."""
-    third = max(most * microbatches // passes // 3, 1)
-    if passes <= most or 3 * third >= microbatches:
+    """Return the microbatches to show: some at the start, in the middle and at the end of a step.
+
+    The three ranges are equally long. They contain at least one microbatch each, and otherwise at
+    most ``most`` passes together. If all microbatches may be shown, one range contains them all.
+
+    Args:
+        microbatches, passes: those of the whole schedule.
+    """
+    length = max(most * microbatches // passes // 3, 1)
+    if passes <= most or 3 * length >= microbatches:
         return (range(microbatches),)
-    middle = (microbatches - third) // 2
+    middle = (microbatches - length) // 2
     return (
-        range(third),
-        range(middle, middle + third),
-        range(microbatches - third, microbatches),
+        range(length),
+        range(middle, middle + length),
+        range(microbatches - length, microbatches),
     )
 
 
 def cut(
     boxes: Sequence[Box], kept: Sequence[range], path: Sequence[int]
 ) -> tuple[tuple[Box, ...], tuple[int, ...]]:
-    """Return ``boxes`` of the microbatches ``kept``, and the ``path`` through them.
+    """Return the ``boxes`` of the microbatches in ``kept``, and the part of ``path`` that they are
+    on. ``path`` and the result are numbers of boxes.
 
-    The other passes are merged: consecutive ones of a rank become one box, which no box needs.
-    Other messages and copies are not shown.
+    Consecutive passes of all other microbatches on a rank are merged into one box without
+    dependencies. Their messages and copies are omitted. Marks, which take no time, remain.
     """
-    numbers = {number for part in kept for number in part}
-    left: list[Box] = []
-    place: list[int | None] = []  # number of each box among the remaining ones
+    shown = {number for part in kept for number in part}
+    remaining: list[Box] = []
+    new_number: list[int | None] = []  # of each box: its number in ``remaining``
     for box in boxes:
-        box = replace(box, half=None)  # the other box of the pair may not be shown
-        before = left[-1] if left else None
-        if box.microbatch in numbers or box.start == box.end:
-            left.append(box)
+        box = replace(box, half=None)  # the other one of two overlapped passes may be merged
+        before = remaining[-1] if remaining else None
+        is_mark = box.start == box.end
+        if box.microbatch in shown or is_mark:
+            remaining.append(box)
         elif box.track.group is not TrackGroup.PASSES:
-            place.append(None)
+            new_number.append(None)
             continue
         elif before is not None and _continues(before, box):
-            left[-1] = _joined(before, box)
+            remaining[-1] = _joined(before, box)
         else:
-            left.append(replace(box, kind=LEFT_OUT))
-        place.append(len(left) - 1)
+            remaining.append(replace(box, kind=LEFT_OUT))
+        new_number.append(len(remaining) - 1)
 
-    def moved(places: Iterable[int]) -> tuple[int, ...]:
-        there = (place[number] for number in places)
-        return tuple(dict.fromkeys(number for number in there if number is not None))
+    def renumbered(numbers: Iterable[int]) -> tuple[int, ...]:
+        """Return the new ``numbers`` without those of omitted boxes, each once."""
+        new = (new_number[number] for number in numbers)
+        return tuple(dict.fromkeys(number for number in new if number is not None))
 
-    is_whole = [box.kind != LEFT_OUT for box in left]
-    needs = (tuple(n for n in moved(box.needs) if is_whole[n]) for box in left)
+    is_whole = [box.kind != LEFT_OUT for box in remaining]
+    needs = (tuple(n for n in renumbered(box.needs) if is_whole[n]) for box in remaining)
     return tuple(
         replace(box, needs=needed if whole else ())
-        for box, needed, whole in zip(left, needs, is_whole, strict=True)
-    ), moved(path)
+        for box, needed, whole in zip(remaining, needs, is_whole, strict=True)
+    ), renumbered(path)
 
 
 def _continues(before: Box, box: Box) -> bool:
+    """Return whether ``box`` belongs to the merged box ``before``."""
     return before.kind == LEFT_OUT and (before.track, before.step) == (box.track, box.step)
 
 

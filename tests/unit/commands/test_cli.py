@@ -204,7 +204,7 @@ def test_a_table_for_torch_comes_with_torchtitans_settings(
                 "--torch-csv",
                 "x.csv",
             ),
-            "torch has nothing like --recompute",
+            "torch.distributed.pipelining has nothing like --recompute",
         ),
         (("doctor", "--pipeline-memory-limit", "4"), "without --pipeline-schedule"),
         (("doctor", "--pipeline-schedule", "1f1b", "--pipeline-p2p", "fast"), "async or batched"),

@@ -94,7 +94,7 @@ def test_line_says_what_how_far_and_when_it_ends() -> None:
 
 
 def test_steps_that_are_alike_tell_when_it_ends() -> None:
-    work = Task("packing", 4000, alike=True, started=time.perf_counter() - 10)
+    work = Task("packing", 4000, equal_steps=True, started=time.perf_counter() - 10)
     assert work.left is None  # nothing is done yet
     work.done = 1000
     assert work.left == pytest.approx(30, abs=0.5)
@@ -106,7 +106,11 @@ def test_work_by_the_clock_ends_by_the_clock() -> None:
 
 
 def test_end_of_a_part_is_not_that_of_the_whole() -> None:
-    with hearing(first=0.0) as heard, task("schedules", 10), task("packing", 2, alike=True) as work:
+    with (
+        hearing(first=0.0) as heard,
+        task("schedules", 10),
+        task("packing", 2, equal_steps=True) as work,
+    ):
         work.done = 1
         wait_for(heard)
     assert "this part" in heard[0]
@@ -139,7 +143,7 @@ def test_search_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     with reporting(lambda line: None):
         build_program(choose("v-auto"), Problem(v(3), 7, uniform(v(3), 10, 12, 8, 1)))
     packing = next(work for work in tasks if work.what.startswith("packing plans"))
-    assert packing.alike and 0 < packing.done <= packing.steps
+    assert packing.equal_steps and 0 < packing.done <= packing.steps
     assert re.fullmatch(
         r"packing plans, small effort, \d+ of \d+, the best is \d+\.\d% above the bound",
         str(packing),

@@ -182,9 +182,7 @@ def test_other_suffixes_are_refused(name: str, tmp_path: Path) -> None:
 
 def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(
-        ValueError, match=r"pip install 'megatron_ext\[plot\]', or leave --plot out"
-    ):
+    with pytest.raises(ValueError, match=r"pip install 'megatron_ext\[plot\]', or drop --plot"):
         draw([timeline_of("1f1b", 2, 2)], tmp_path / "picture.svg")
 
 

@@ -69,7 +69,7 @@ def test_it_says_whether_the_baseline_is_stocks(baseline: str, words: str) -> No
         ({"race": "gis gis:vpp=3"}, "loop with 2 stages on a rank and gis:vpp=3 has the placement"),
         ({"race": "1f1b"}, "1f1b has no schedule to race with"),
         ({"race": ""}, "names no schedule"),
-        ({"race": "zb-h1 zb-h1"}, "zb-h1 is in it twice"),
+        ({"race": "zb-h1 zb-h1"}, "zb-h1 is named twice"),
         ({"race": "zb-h3"}, "did you mean zb-h1"),
         ({"race": "zb-h1", "post_validation": True}, "steps that overlap cannot be timed"),
         ({"race_then": "report", "schedule": "zb-h1"}, "is given without --pipeline-race"),

@@ -26,7 +26,7 @@ def test_dropout_draws_other_numbers_in_other_slices(other: dict[str, object], c
     why = refusal(other, SLICED, "the lines")
     assert why == (
         f"the lines cannot be compared: with {cut} and --pipeline-slices 4 dropout draws other "
-        f"numbers; give both --hidden-dropout 0 --attention-dropout 0"
+        f"numbers; give both commands --hidden-dropout 0 --attention-dropout 0"
     )
     without = {"attention_dropout": 0.0}
     assert refusal(other | without, SLICED | without, "the lines") is None

@@ -132,7 +132,7 @@ def test_lines_from_a_seed_write_no_checkpoint(machine: Machine) -> None:
     ("words", "says"),
     [
         (["--", "torchrun", "p.py"], "the command has no flag of ours"),
-        (["--", "a.py", "--", "b.py", "--", "c.py"], "give one launch command or two"),
+        (["--", "a.py", "--", "b.py", "--", "c.py"], "give one or two launch commands"),
         (["--", "true"], "begins no launch command"),
     ],
 )
@@ -224,4 +224,4 @@ def test_other_checkpoints(machine: Machine, tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "latest_checkpointed_iteration.txt").write_text("1")
     result = parity("--", *OURS, "--load", "a", "--", *OURS, "--load", "b")
-    assert result.exit_code == 2 and "--load a and b: give both the same" in result.stderr
+    assert result.exit_code == 2 and "--load a and b: give both commands the same" in result.stderr

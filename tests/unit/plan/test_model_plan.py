@@ -26,7 +26,7 @@ from megatron_ext.planner import confirmation, fitting
 from megatron_ext.planner.candidate import Candidate, Plan, Variant, VocabMethod, by_time
 from megatron_ext.planner.confirmation import confirmed_verdict
 from megatron_ext.planner.figures import figures, flags_of
-from megatron_ext.planner.fitting import TooFull, consider, keeping_candidates
+from megatron_ext.planner.fitting import TooFull, caching_candidates, consider
 from megatron_ext.planner.planner import VariantOf, all_specs, make_plan
 from megatron_ext.planner.training import TrainedModel, Training
 from megatron_ext.planner.verdict import Alternative, Written, verdict
@@ -421,7 +421,7 @@ def test_what_takes_longer_is_not_made_to_fit(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(fitting, "_ways_to_fit", lambda *given: pytest.fail("it is made to"))
     with pytest.raises(TooFull, match="more than it may") as refusal:
         consider(variant, VocabMethod.NAIVE, 0.9 * fullest, may_offload=True, at_most=1e-9)
-    assert refusal.value.step > 0
+    assert refusal.value.seconds > 0
 
 
 def test_what_is_made_is_kept_for_the_same_problem(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -433,7 +433,7 @@ def test_what_is_made_is_kept_for_the_same_problem(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(fitting, "simulate_step", noting)
     variants = [training().variant(name, VocabMethod.NAIVE) for name in ("1f1b", "zb-v", "1f1b")]
-    with keeping_candidates():
+    with caching_candidates():
         first, _, second = (consider(v, VocabMethod.NAIVE) for v in variants if v is not None)
     assert made == ["1f1b", "zb-v"] and first.report is second.report
     consider(second.variant, VocabMethod.NAIVE)

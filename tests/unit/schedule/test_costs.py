@@ -184,7 +184,7 @@ HOW = "write f=10,i=12,w=8,comm=1 (one microbatch of a full rank; comm per hop) 
         ("f=1,i=nan,w=1", "nan is no cost"),
         ("f=inf,i=1,w=1", "inf is no cost"),
         ("f=1,i=1,w=1,comm=-2", "-2.0 is no cost"),
-        ("f=1,i=1,w=1,comm=1/2", f"comm is one figure; {HOW}"),
+        ("f=1,i=1,w=1,comm=1/2", f"comm is a single number; {HOW}"),
         ("f=1,i=1,w=1,head=5", "head is 3 figures, of F, I and W (one microbatch through"),
         ("f=1,i=1,w=1,head=1/2/-3", "head: -3.0 is no cost"),
         ("f=1,i=1,w=1,embedding=1/2/3", "embedding is 2 figures, of the lookup and the weight"),
@@ -457,7 +457,7 @@ def test_options(spec: str, options: dict[str, Any], registered: list[dict[str, 
         ("counting:group=2.5", "group must be a whole number, not '2.5'"),
         ("counting:extra=no", "extra must be true or false, not 'no'"),
         ("counting:extra", "extra must be true or false, not ''"),
-        ("counting:group=4,group=5", "group is given twice in 'group=4,group=5'; keep one"),
+        ("counting:group=4,group=5", "group is given twice in 'group=4,group=5'; write group once"),
     ],
 )
 def test_bad_options(spec: str, message: str, registered: list[dict[str, Any]]) -> None:
@@ -549,15 +549,13 @@ def test_schedule_file_may_split_the_backward(text: str, splits: bool, tmp_path:
 
 @pytest.mark.parametrize("microbatches", [0, -1])
 def test_a_step_without_microbatches(microbatches: int) -> None:
-    with pytest.raises(
-        ValueError, match=rf"microbatches is {microbatches}; at least one is needed"
-    ):
+    with pytest.raises(ValueError, match=rf"microbatches is {microbatches}; write 1 or more"):
         line_problem(2, microbatches)
 
 
 @pytest.mark.parametrize("ranks", [0, -1])
 def test_a_pipeline_without_ranks(ranks: int) -> None:
-    with pytest.raises(ValueError, match=rf"ranks is {ranks}; at least one is needed"):
+    with pytest.raises(ValueError, match=rf"ranks is {ranks}; write 1 or more"):
         line(ranks)
 
 

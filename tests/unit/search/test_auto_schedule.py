@@ -67,7 +67,7 @@ def test_what_is_left_open(spec: str, searches: tuple[str, ...]) -> None:
     if len(searches) == 1:
         assert choose(spec).spec == searches[0]
     else:
-        with pytest.raises(ValueError, match=rf"{spec} is chosen .* name one of {searches[0]}, "):
+        with pytest.raises(ValueError, match=rf"{spec} is chosen .* write one of {searches[0]}, "):
             choose(spec)
     for search in searches:
         placement = choose(search).place(4)

@@ -28,7 +28,7 @@ from megatron_ext.schedule.problem import Problem, Recompute
 from megatron_ext.schedule.schedule import Schedule, bitwise_order
 from megatron_ext.search.bounds import lower_bound
 from megatron_ext.search.for_places import program_for_places
-from megatron_ext.search.improve import sides_of
+from megatron_ext.search.improve import packers_of
 from megatron_ext.search.pack import packer
 from megatron_ext.search.shop import end_of, rows_of, shop_of, starts_of
 from megatron_ext.search.weight_gradient_filling import fill_once
@@ -117,7 +117,7 @@ def test_any_plan_packs_soundly(
     random, placement = Random(seed), place(p)
     problem = at_places(usual(placement, m, 1 + more / placement.chunks), random)
     shop = shop_of(problem)
-    packed = sides_of(shop, packer).justified(random_plan(random, shop), rounds=3)
+    packed = packers_of(shop, packer).justified(random_plan(random, shop), rounds=3)
     schedule = Schedule("packed", placement, rows_of(packed.starts, placement))
     assert bitwise_order(schedule)
     ran = complete(schedule, problem)  # within the limit
@@ -139,7 +139,7 @@ def test_places_that_are_alike_pack_as_equal_microbatches(
     alike = replace(problem.costs, at_places=same_for_all_passes([1.0] * m))
     shop, by_place = shop_of(problem), shop_of(replace(problem, costs=alike))
     plan = random_plan(Random(seed), shop)
-    made = [sides_of(one, packer).justified(plan) for one in (shop, by_place)]
+    made = [packers_of(one, packer).justified(plan) for one in (shop, by_place)]
     assert np.array_equal(made[0].starts, made[1].starts)
 
 

@@ -29,10 +29,10 @@ from megatron_ext.schedule.placement import Placement, line, loop, v, wave
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule, bitwise_order
 from megatron_ext.search import improve
-from megatron_ext.search.again import Again
 from megatron_ext.search.effort import LARGE, SMALL, effort, small_effort
-from megatron_ext.search.improve import search, sides_of
+from megatron_ext.search.improve import packers_of, search
 from megatron_ext.search.pack import Pack, packer
+from megatron_ext.search.recompute_search import Recomputed
 from megatron_ext.search.shop import (
     Shop,
     Starts,
@@ -85,7 +85,7 @@ def assert_packers_agree(random: Random, shop: Shop) -> None:
             assert np.array_equal(ours.starts, theirs.starts)
 
 
-def random_again(random: Random, problem: Problem) -> Again:
+def random_recomputed(random: Random, problem: Problem) -> Recomputed:
     shape = problem.placement.stages, problem.microbatches
     share = random.random()
     return np.array([[random.random() < share for _ in range(shape[1])] for _ in range(shape[0])])
@@ -105,7 +105,7 @@ def test_any_plan_packs_soundly(
     placement = place(p)
     problem = usual(placement, m, 1 + more / placement.chunks)
     shop = shop_of(problem)
-    packed = sides_of(shop, packer).justified(random_plan(Random(seed), shop), rounds=3)
+    packed = packers_of(shop, packer).justified(random_plan(Random(seed), shop), rounds=3)
     schedule = Schedule("packed", placement, rows_of(packed.starts, placement))
     assert bitwise_order(schedule)
     complete(schedule, problem)  # within the limit
@@ -129,7 +129,7 @@ def test_bytes_never_deadlock(
     problem = Problem(placement, m, costs, MemoryLimit(bytes=int(above * most) + 1))
     shop = shop_of(problem)
     assert shop.fits
-    packed = sides_of(shop, packer).justified(random_plan(random, shop), rounds=3)
+    packed = packers_of(shop, packer).justified(random_plan(random, shop), rounds=3)
     complete(Schedule("packed", placement, rows_of(packed.starts, placement)), problem)
 
 
@@ -140,7 +140,7 @@ def test_plan_of_a_schedule_gives_it_back(
 ) -> None:
     placement = place(p)
     shop = shop_of(usual(placement, m, 2))
-    packed = sides_of(shop, packer).justified(random_plan(Random(seed), shop))
+    packed = packers_of(shop, packer).justified(random_plan(Random(seed), shop))
     rows = rows_of(packed.starts, placement)
     starts = starts_of(rows, shop)
     assert rows_of(starts, placement) == rows
@@ -247,8 +247,8 @@ def test_compiled_packing_is_the_same_to_the_digit(
 ) -> None:
     random = Random(seed)
     problem = random_problem(random, place(p), m, more)
-    again = random.choice([None, random_again(random, problem)])
-    assert_packers_agree(random, shop_of(problem, again))
+    recomputed = random.choice([None, random_recomputed(random, problem)])
+    assert_packers_agree(random, shop_of(problem, recomputed))
 
 
 # ---- What is installed

@@ -23,17 +23,17 @@ from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.placement import Placement, v
 from megatron_ext.schedule.problem import Recompute
 from megatron_ext.schedule.schedule import Schedule, bitwise_order
-from megatron_ext.search import again
+from megatron_ext.search import recompute_search
 from megatron_ext.search.best import searched
 from megatron_ext.search.effort import effort
 from megatron_ext.search.extension import extended
-from megatron_ext.search.improve import sides_of
+from megatron_ext.search.improve import packers_of
 from megatron_ext.search.pack import packer
 from megatron_ext.search.shop import end_of, rows_of, shop_of, starts_of
 from tests.helpers.combinations import at_night
 from tests.helpers.random_schedules import PROPERTY, seeds
 from tests.helpers.short_search import little_effort, shorten_search
-from tests.unit.search.test_packing import random_again, random_plan, shapes, usual
+from tests.unit.search.test_packing import random_plan, random_recomputed, shapes, usual
 
 
 @settings(PROPERTY, max_examples=40)
@@ -45,16 +45,16 @@ def test_any_choice_of_what_is_made_again_packs_soundly(
     there."""
     random, placement = Random(seed), place(p)
     problem = usual(placement, m, 1 + more / placement.chunks)
-    again = random_again(random, problem)
-    shop = shop_of(problem, again)
+    recomputed = random_recomputed(random, problem)
+    shop = shop_of(problem, recomputed)
     plan = random_plan(random, shop)
-    packed = sides_of(shop, packer).justified(plan, rounds=3)
-    rows = rows_of(packed.starts, placement, shop.again)
+    packed = packers_of(shop, packer).justified(plan, rounds=3)
+    rows = rows_of(packed.starts, placement, shop.recompute_actions)
     made = {(a.stage, a.microbatch) for row in rows for a in row if a.kind is Kind.RECOMPUTE}
-    assert made == {tuple(place) for place in np.argwhere(again).tolist()}
+    assert made == {tuple(place) for place in np.argwhere(recomputed).tolist()}
     complete(Schedule("packed", placement, rows), problem)  # within the limit
     back = starts_of(rows, shop)
-    assert rows_of(back, placement, shop.again) == rows
+    assert rows_of(back, placement, shop.recompute_actions) == rows
     assert end_of(back, shop) <= packed.makespan
 
 
@@ -75,11 +75,11 @@ def test_a_search_chooses_what_is_made_again(limit: float) -> None:
 
 
 def test_what_takes_the_least_there_is_is_not_improved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(again, "shifted", None)  # would fail if called
+    monkeypatch.setattr(recompute_search, "shifted", None)  # would fail if called
     problem = usual(v(2), 4, 1.5).with_extras(recompute=Recompute(fit=True))
-    assert again.search_again(problem, [], 1e9, little_effort())
+    assert recompute_search.search_with_recompute(problem, [], 1e9, little_effort())
     with pytest.raises(TypeError):
-        again.search_again(problem, [], 0.0, little_effort())
+        recompute_search.search_with_recompute(problem, [], 0.0, little_effort())
 
 
 @pytest.mark.search

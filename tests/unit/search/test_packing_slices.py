@@ -28,7 +28,7 @@ from megatron_ext.schedule.slices import Lengths, Slices
 from megatron_ext.search import best as best_room
 from megatron_ext.search.best import best_known, best_schedule
 from megatron_ext.search.extension import extended, has_middle
-from megatron_ext.search.improve import sides_of
+from megatron_ext.search.improve import packers_of
 from megatron_ext.search.pack import packer
 from megatron_ext.search.shop import Shop, Starts, end_of, rows_of, shop_of, starts_of
 from tests.helpers.combinations import at_night
@@ -107,7 +107,7 @@ def test_any_plan_packs_soundly(seed: int, place: Place, p: int, m: int, k: int)
         compiled = pytest.importorskip("megatron_ext.search.compiled")
         theirs = compiled.packer(side)(plan)
         assert packed.makespan == theirs.makespan and np.array_equal(packed.starts, theirs.starts)
-    packed = sides_of(shop, packer).justified(random_plan(random, shop), rounds=3)
+    packed = packers_of(shop, packer).justified(random_plan(random, shop), rounds=3)
     rows = rows_of(packed.starts, problem.placement, orders=problem.orders)
     schedule = Schedule("packed", problem.placement, rows)
     assert bitwise_order(schedule)

@@ -23,7 +23,7 @@ from megatron_ext.schedule.placement import v, wave
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.search import pack
-from megatron_ext.search.improve import sides_of
+from megatron_ext.search.improve import packers_of
 from megatron_ext.search.patterns import (
     F_INNER,
     F_OUTER,
@@ -289,8 +289,8 @@ def test_packed_patterns_take_what_long_searches_take(
 ) -> None:
     """The grid of plans and ten seconds of search ended at 2358 for 16 ranks and limit 9."""
     shop = shop_of(problem_of(p, m, limit))
-    sides = sides_of(shop, pack.packer)
-    packed = (sides.justified(plan).makespan for plan in pattern_plans(shop))
+    packers = packers_of(shop, pack.packer)
+    packed = (packers.justified(plan).makespan for plan in pattern_plans(shop))
     assert min(itertools.islice(packed, 2)) * shop.tick <= target
 
 
@@ -319,8 +319,8 @@ def test_repeated_they_are_schedules(seed: int, p: int, m: int, more: int) -> No
 def test_where_there_is_none_those_of_a_little_more_memory_are_plans() -> None:
     """Packed within the limit; the best of the grid of plans takes 2532."""
     shop = shop_of(problem_of(16, 64, 8.5))
-    sides = sides_of(shop, pack.packer)
-    packed = [sides.justified(plan).makespan for plan in pattern_plans(shop)]
+    packers = packers_of(shop, pack.packer)
+    packed = [packers.justified(plan).makespan for plan in pattern_plans(shop)]
     assert min(packed) * shop.tick <= 2510
     assert not pattern_plans(shop_of(problem_of(16, 64, 4)))
 

@@ -50,7 +50,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         if placement.chunks > 1 and vp_stage is None:
             raise ValueError(
                 f"schedule {choice.spec} has {placement.chunks} stages on each rank, and a "
-                f"HybridModel is made without vp_stage: make one for each, and say which it is"
+                f"HybridModel is made without vp_stage: make one for each stage, with its vp_stage"
             )
         if is_megatrons_own(placement):
             return original(SEGMENT_END.join(segments), pp_group, vp_stage, **groups)

@@ -33,7 +33,8 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         if stock is schedules.forward_backward_no_pipelining:
             raise ValueError(
                 f"--pipeline-schedule {config.schedule} needs a pipeline, but this model runs on "
-                f"one pipeline rank: set --pipeline-model-parallel-size, or drop the flag"
+                "one pipeline rank: set --pipeline-model-parallel-size, or drop "
+                "--pipeline-schedule"
             )
         return step
 

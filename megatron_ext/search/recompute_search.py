@@ -1,0 +1,177 @@
+"""Search for the schedule of least makespan in which some activations are recomputed.
+
+The search chooses both the recomputed activations and the plan. `shop` defines packing problems,
+plans and lanes, and `improve` searches for plans of one packing problem. Here each choice of
+recomputed activations is a packing problem of its own, because the choice changes which passes run
+and what memory they take. The first choices recompute a share of each rank's activations: first
+those that wait longest for their backward pass, which are those of chunk 0, evenly spread over the
+microbatches. The best choices are then changed at random, together with their plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_ext.progress import Task, task
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.search.effort import Effort
+from megatron_ext.search.improve import (
+    Dice,
+    Packers,
+    packers_of,
+    patience_of,
+    periodic_plans,
+    shifted,
+    steps_of,
+)
+from megatron_ext.search.pack import Packed
+from megatron_ext.search.shop import Rows, recomputed_in, rows_of, shop_of, starts_of
+
+Recomputed = npt.NDArray[np.bool_]  # whether an activation is recomputed: stages x microbatches
+
+# The multiples of the golden ratio modulo 1 are a low-discrepancy sequence: those of consecutive
+# numbers are spread evenly over 0 to 1.
+_GOLDEN = (5**0.5 - 1) / 2
+_SHARES_OF_CHUNK = 4  # the first choices differ by a quarter of a chunk
+_PERIODS = (80, 90, 100, 110, 120, 140)  # of the first plans, in % of a rank's work
+_WEIGHTS = (100, 55, 160)  # of backward passes relative to forward passes, in %
+_PROMISING = 4  # number of choices that are improved
+_HISTORY = 20  # steps back with whose makespan late acceptance compares
+# Of 100 steps, this many change only the plan, only the choice, and both (the other 25).
+_PLAN_ONLY, _CHOICE_ONLY = 60, 15
+
+
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """A choice of activations to recompute, and the best schedule found for it."""
+
+    recomputed: Recomputed
+    packers: Packers
+    packed: Packed
+
+    @property
+    def rows(self) -> Rows:
+        shop = self.packers.shop
+        return rows_of(self.packed.starts, shop.placement, shop.recompute_actions)
+
+
+def search_with_recompute(
+    problem: Problem, known: Sequence[Rows], least: float, how: Effort
+) -> list[Rows]:
+    """Return the best schedules found, best first.
+
+    Args:
+        problem: a problem whose memory limit suffices for a microbatch (`Shop.fits`).
+        known: good schedules to begin with, with their passes of R (recompute). Some may need more
+            memory than the limit.
+        least: a lower bound in seconds; the search ends if it finds a schedule that reaches it.
+    """
+    choices = _Choices(problem, how)
+    # Twice the effort of a search without recompute: half is spent on several choices, and half on
+    # the best of them.
+    steps = steps_of(how, problem.ranks, choices.passes)
+    shares = range(_SHARES_OF_CHUNK * problem.placement.chunks + 1)
+    plans = len(known) + len(shares) * len(_PERIODS) * len(_WEIGHTS)
+    with task(f"packing plans, {how.name} effort", plans + steps, equal_steps=True) as work:
+        found = [choices.of_rows(rows, work) for rows in known]
+        found += [choices.of_share(share / _SHARES_OF_CHUNK, work) for share in shares]
+        best = sorted(found, key=_makespan)[:_PROMISING]
+        rng = Dice()
+        each = steps // 2 // len(best)
+        enough = int(least / choices.shop.tick) + max(choices.shop.tails)
+        best = [choices.improved(candidate, each, enough, rng, work) for candidate in best]
+        first = min(best, key=_makespan)
+        best.append(choices.improved(first, steps // 2, enough, rng, work))
+    return [candidate.rows for candidate in sorted(best, key=_makespan)]
+
+
+def _makespan(found: _Found) -> int:
+    return found.packed.makespan
+
+
+class _Choices:
+    """Choices of the activations to recompute for ``problem``: their first plans and changes."""
+
+    def __init__(self, problem: Problem, how: Effort) -> None:
+        self.placement, self.m, self.how = problem.placement, problem.microbatches, how
+        self.all = np.ones((self.placement.stages, self.m), dtype=bool)
+        self.shop = shop_of(problem, self.all)
+        self.stages = np.array([stage for stage, _ in self.shop.passes])
+        self.passes = self.shop.lanes * self.m
+
+    def packers_for(self, recomputed: Recomputed) -> Packers:
+        assert self.shop.recompute_gains is not None
+        shop = replace(
+            self.shop, recompute_gains=self.shop.recompute_gains * recomputed[self.stages]
+        )
+        return packers_of(shop, self.how.packer)
+
+    def of_rows(self, rows: Rows, work: Task) -> _Found:
+        recomputed = recomputed_in(rows, *self.all.shape)
+        recomputed = np.zeros_like(self.all) if recomputed is None else recomputed
+        packers = self.packers_for(recomputed)
+        work.done += 1
+        return _Found(recomputed, packers, packers.justified(starts_of(rows, packers.shop)))
+
+    def of_share(self, chunks: float, work: Task) -> _Found:
+        """Return a choice that recomputes on average ``chunks`` of a rank's chunks for each
+        microbatch, with the best of its first plans. With 1.5, chunk 0 is recomputed for all
+        microbatches and chunk 1 for about every other one."""
+        spread = np.arange(self.m) * _GOLDEN % 1
+        recomputed = np.zeros_like(self.all)
+        for stages in self.placement.stages_of:
+            for chunk, stage in enumerate(stages):
+                recomputed[stage] = spread < chunks - chunk
+        packers = self.packers_for(recomputed)
+        packed = []
+        for plan in periodic_plans(packers.shop, _WEIGHTS, _PERIODS):
+            packed.append(packers.justified(plan))
+            work.done += 1
+        return _Found(recomputed, packers, min(packed, key=lambda p: p.makespan))
+
+    def improved(self, best: _Found, steps: int, enough: int, rng: Dice, work: Task) -> _Found:
+        """Return ``best`` after up to ``steps`` random changes, accepted late as in `improve`. The
+        search ends early if the makespan reaches ``enough`` ticks, or if changes no longer improve
+        it."""
+        current, recent = best, [_makespan(best)] * _HISTORY
+        gained_at, patience = 0, patience_of(self.how, self.placement.ranks, 2 * self.passes)
+        for step in range(steps):
+            if _makespan(best) <= enough or step - gained_at > patience:
+                break
+            draw = rng.below(100)
+            recomputed, packers, plan = current.recomputed, current.packers, current.packed.starts
+            if draw >= _PLAN_ONLY:
+                recomputed = self.changed(recomputed, rng)
+                packers = self.packers_for(recomputed)
+            if draw < _PLAN_ONLY or draw >= _PLAN_ONLY + _CHOICE_ONLY:
+                plan = shifted(current.packed, packers.shop, rng)
+            new = _Found(recomputed, packers, packers.justified(plan))
+            work.done += 1
+            slot = step % _HISTORY
+            if _makespan(new) <= max(_makespan(current), recent[slot]):
+                current = new
+            recent[slot] = _makespan(current)
+            if _makespan(current) < _makespan(best):
+                best, gained_at = current, step
+        return best
+
+    def changed(self, recomputed: Recomputed, rng: Dice) -> Recomputed:
+        """Return ``recomputed`` with a few consecutive microbatches added or removed for one stage,
+        for one chunk of every rank, or for consecutive stages."""
+        draw, stages = rng.below(100), self.placement.stages
+        if draw < 30:
+            changed_stages = [rng.below(stages)]
+        elif draw < 60:
+            chunk = rng.below(self.placement.chunks)
+            changed_stages = [of_rank[chunk] for of_rank in self.placement.stages_of]
+        else:
+            first = rng.below(stages)
+            changed_stages = list(range(first, min(first + rng.choice((2, 4)), stages)))
+        k, count = rng.below(self.m), rng.choice((1, 1, 1, 2, 4))
+        changed = recomputed.copy()
+        changed[changed_stages, k : k + count] = bool(rng.below(2))
+        return changed
