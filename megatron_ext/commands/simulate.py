@@ -150,7 +150,7 @@ def simulate(
             metavar="lognormal:DEVIATION|FILE",
             help=(
                 "Costs of microbatches that differ: lognormal:0.5 (20 random steps with this "
-                "standard deviation of the tokens, as a share of the mean), or a file. Each line of "
+                "standard deviation of the tokens, as a share of the mean), or a file. A line of "
                 "it has the lengths of a microbatch's documents, or its cost, step after step. "
                 "Attention (attention= in COSTS) grows with squared lengths. Prints what is gained "
                 "by ordering the microbatches, by dealing them to replicas, and by a schedule made "
