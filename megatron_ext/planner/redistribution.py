@@ -29,8 +29,8 @@ def redistributed_layers(layers: int, stages: int) -> list[int]:
     else:
         raise ValueError(
             f"{layers} layers and the output layer cannot be split evenly over {stages} stages, "
-            f"nor with the embedding: Megatron redistributes "
-            f"{_numbers_that_divide(layers, stages)} layers"
+            f"nor can they together with the embedding; Megatron can place "
+            f"{_numbers_that_divide(layers, stages)} layers so"
         )
     counts = [on_each] * stages
     counts[0] -= embeddings

@@ -46,7 +46,7 @@ class UnequalGains:
 
     @property
     def most(self) -> float:
-        """The largest share of a step that is saved."""
+        """The largest share of a step's time that any of the three saves."""
         return max(self.order, self.deal or 0.0, self.program or 0.0)
 
 

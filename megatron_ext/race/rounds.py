@@ -124,7 +124,8 @@ class Race:
         return [self.baseline, *self.candidates]
 
     def ratio(self, candidate: str) -> Ratio | None:
-        """Return the result of ``candidate``; None if it has no whole round."""
+        """Return the speed of ``candidate`` relative to the baseline, over the rounds in which both
+        were timed; None if there is none yet."""
         ratios = [
             sum(measured[self.baseline]) / sum(measured[candidate])
             for measured in self.rounds
@@ -133,7 +134,7 @@ class Race:
         return ratio_of(ratios) if ratios else None
 
     def seconds(self, spec: str) -> float | None:
-        """The median seconds of an iteration under ``spec``; None if it has no whole round."""
+        """The median seconds of an iteration under ``spec``; None if none was timed yet."""
         turns = [seconds for measured in self.rounds for seconds in measured.get(spec, ())]
         return statistics.median(turns) if turns else None
 

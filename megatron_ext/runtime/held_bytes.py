@@ -141,8 +141,9 @@ class Allocated:
 
 
 def reserved_beyond_allocated(device: torch.device) -> float | None:
-    """Return the bytes lost to fragmentation: the most that the GPU's allocator has reserved minus
-    the most that it has allocated, both so far. Return None if ``device`` has no such allocator."""
+    """Return the peak of the bytes that the GPU's allocator has reserved minus the peak of those
+    that it has allocated: at one time at least so much was reserved and unused. Return None if
+    ``device`` has no such allocator."""
     if device.type != "cuda":
         return None
     return torch.cuda.max_memory_reserved() - torch.cuda.max_memory_allocated()

@@ -28,7 +28,7 @@ class Owner:
 
     def forget(self) -> None:
         """Discard the step's results; the step restarts."""
-        raise AssertionError(f"no step with {type(self).__name__} begins again")
+        raise AssertionError(f"a step with {type(self).__name__} is never restarted")
 
     def finish(self) -> None:
         """After the last action: assert that nothing is left to do."""

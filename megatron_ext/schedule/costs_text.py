@@ -303,7 +303,7 @@ def _with_host(costs: Costs, given: Mapping[str, Any], placement: Placement, wha
         return costs
     if "d2h" not in figures:
         raise ValueError(
-            f"costs {what}: {min(figures)} without d2h; add d2h=, the copy to the host"
+            f"costs {what}: {min(figures)}= needs d2h=; add d2h=, the time of a copy to the host"
         )
     for key, allowed in (("link", f"1 to {_MOST_RANKS:,} ranks"), ("duplex", "0 or 1")):
         value = figures.get(key, [1])

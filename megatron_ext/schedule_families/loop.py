@@ -317,10 +317,10 @@ def _rows(name: str, problem: Problem, group: int, ahead: list[int], backward: K
         rows.append(tuple(row))
     if pass_graph(Schedule(name, problem.placement, tuple(rows)), problem.costs).stuck:
         raise ValueError(
-            f"{name}: {problem.pieces} {_pieces(problem)} in groups of {group} leave "
-            f"{problem.pieces % group} for the last group, with which {problem.ranks} pipeline "
-            f"ranks would wait for one another; write a number of {_pieces(problem)} that is a "
-            f"multiple of {group}, or another group size"
+            f"{name}: {problem.pieces} {_pieces(problem)} in groups of {group} leave a last group "
+            f"of {problem.pieces % group}, in which {problem.ranks} pipeline ranks would deadlock; "
+            f"write a number of {_pieces(problem)} that is a multiple of {group}, or another group "
+            f"size"
         )
     return tuple(rows)
 

@@ -18,12 +18,12 @@ _HEAD = """## What a plan would gain
 
 The seconds of a step under each recipe's own command, compared with the best that stock's schedules
 reach with another layout, number of virtual stages or recompute, and with the best schedule of all.
-A gain of 1.08 says that a step of the recipe's own command takes 8% more time. All of this is
-estimated, nothing measured:
+A gain of 1.08 means that a step of the recipe's own command takes 1.08 times as long as the better
+one. All of this is estimated, nothing measured:
 
 - Seconds and bytes are those of [estimated costs](estimated-costs.md): from the model's dimensions
-  and the GPU's data sheet. The optimizer's step, and what passes do not hide of reductions, are
-  charged to all alike. A gain below 5% is within what a formula can tell.
+  and the GPU's data sheet. Every step includes the optimizer and the part of the gradients'
+  reduction that no pass hides. The estimate may be wrong by 5%: do not rely on smaller gains.
 - One memory bound holds for all: the larger of 0.95 of the GPU's memory, and what the fullest rank
   of the recipe's own command takes. A gain that is gone with 2 GiB less has an asterisk.
 - Schedules that search are counted without their search; with it they may gain more. The
@@ -32,7 +32,7 @@ estimated, nothing measured:
 - The overlap of experts' communication with other microbatches is counted for no schedule:
   [pairs](pairs.md#on-public-recipes) have figures of their own.
 - A [vision tower](uneven-stages.md#towers) counts with as many patches as the language model has
-  tokens. Of adapters and frozen models, passes count without weight gradients.
+  tokens. Passes of adapters and of frozen models are counted without weight gradients.
 
 `megatron-ext plan -- COMMAND` says which [layout to write](planning.md#line); with `--json` this
 script writes the layers of each stage.
@@ -184,4 +184,4 @@ def _without(prospects: Sequence[Prospect]) -> str:
     if not whys:
         return "Every recipe is planned.\n"
     why, number = whys.most_common(1)[0]
-    return f"Not planned are {whys.total()} recipes, {number} of them because: {why}.\n"
+    return f"{whys.total()} recipes are not planned; the most frequent reason ({number}): {why}.\n"

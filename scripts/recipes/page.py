@@ -26,15 +26,18 @@ interleaved-zb with its own virtual stages, layout and group; and, as a second f
 with its layers divided anew.
 
 - **Accepted**: Megatron's own validation and our refusals accept all of the recipe's settings, as
-  in `megatron-ext doctor`, and a program is proved for its ranks, chunks and microbatches (zb-v's
-  in place of v-auto's, which would need a search). No flag is dropped. "After dropping" would be
-  accepted without a setting or two, and does not count.
-- **Shown**: a test compares each thing that it switches on with stock under that kind of schedule.
-  A: by Megatron's own code, to the last bit, on the CPU. B: with a stand-in for a kernel. C: by a
-  test for GPUs that has not run; only kernels of FP8 and FP4, graphs' capture and replay,
-  Userbuffers, DeepEP and HybridEP, Mamba, DSA and Muon. A recipe has the grade of its worst
-  feature. Every recipe has Transformer Engine's layers, so that B is the best there is.
-- **Covered**: both.
+  in `megatron-ext doctor`, and the schedule is proved for its ranks, chunks and microbatches (zb-v
+  is proved in place of v-auto, which would need a search). No flag is dropped. "After dropping":
+  accepted if one or two settings are dropped; these do not count. Of the recipes that are not
+  accepted, the last table has those that we refuse; stock Megatron cannot run the others.
+- **Shown**: there is a test for each feature that the recipe switches on, under that kind of
+  schedule, which compares it with stock Megatron. Grade A: Megatron's own code, to the last bit, on
+  the CPU. Grade B: the same with a stand-in for a kernel. Grade C: a test for GPUs **that has not
+  run yet**, of kernels of FP8 and FP4, CUDA graphs' capture and replay, Userbuffers, DeepEP and
+  HybridEP, Mamba, DSA and Muon. A recipe has the grade of its worst feature. Every recipe has
+  Transformer Engine's layers, so none is better than B.
+- **Covered**: accepted and shown. A, B and C divide the covered recipes by grade: those of grade C
+  wait for a GPU.
 
 `python scripts/recipe_coverage.py --recipes FILE.json` counts those of another file, in any public
 form, with `--output` writes this page of them, and with `--json` all that is known of each.
@@ -201,7 +204,7 @@ def _refusals(made: Sequence[Row]) -> str:
         [why, *(counts[why][key] for key in ("own", "own without", "v", "v without"))]
         for why in sorted(counts, key=lambda why: (-counts[why]["own"], why))
     ]
-    head = ["the first that refuses", "own stages", "after dropping", "v-auto", "after dropping"]
+    head = ["refused setting", "own stages", "after dropping", "v-auto", "after dropping"]
     return table(head, lines)
 
 

@@ -202,7 +202,7 @@ def leaving_room(limit: MemoryLimit, microbatches: int, problem: Problem) -> Mem
         raise ValueError(
             f"the memory limit is {limit}, and vocabulary parallelism "
             f"{problem.extras.vocab_parallel} holds {counted(microbatches, 'microbatch')} more "
-            f"than a schedule alone, which holds at least one; give at least "
+            f"than the schedule without it, which holds 1 microbatch or more; give at least "
             f"{limit.at_least(microbatch + more)}"
         )
     if limit.microbatches is not None:

@@ -216,8 +216,8 @@ class _Playing:
         return None if start == math.inf else (number, start, (rank.order[rank.done],))
 
     def turn_of(self, number: int) -> tuple[float, Row]:
-        """Return the time at which a rank continues, and its next pass or two; inf if the time is
-        not known yet."""
+        """Return the time at which rank ``number`` can start its next pass, and that pass, or the
+        two that start as a pair; inf if the time is not known yet."""
         rank = self.ranks[number]
         if rank.done == len(rank.order):
             return math.inf, ()

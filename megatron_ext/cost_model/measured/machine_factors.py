@@ -193,7 +193,9 @@ def read_factors(data: Mapping[str, Any]) -> MachineFactors:
         for row in data[name]:
             *shape, measured, estimated = map(figure, row)
             if len(shape) != _KERNELS[name]:
-                raise ValueError(f"{shown(row)} of {name} has another number of figures")
+                raise ValueError(
+                    f"{shown(row)} of {name} has {len(row)} values, not {_KERNELS[name] + 2}"
+                )
             timed.append(TimedKernel(tuple(shape), measured, estimated))
         return tuple(timed)
 

@@ -69,8 +69,8 @@ class SizesPlan:
 
     @property
     def added(self) -> float | None:
-        """The share of the control's step that our schedules save beyond it; None if either is
-        unknown."""
+        """How much shorter the best step is than the control's, as a share of the control's step;
+        None if one of the two is unknown. The control has Megatron's own schedules alone."""
         if self.control is None or self.best is None:
             return None
         return 1 - self.best.seconds / self.control.seconds

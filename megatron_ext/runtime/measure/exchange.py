@@ -37,11 +37,11 @@ class AsyncAllGather:
             self._event.record()
 
     def has_come(self) -> bool:
-        """Whether the numbers of all ranks have arrived; never waits."""
+        """Whether the measured values of all ranks have arrived; never waits."""
         return self._work.is_completed() if self._work is not None else self._event.query()
 
     def wait(self) -> None:
-        """Wait for the numbers of all ranks, at the end of a training."""
+        """Wait until the measured values of all ranks have arrived, at the end of a training."""
         if self._work is not None:
             self._work.wait()
         else:

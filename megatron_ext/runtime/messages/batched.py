@@ -69,7 +69,7 @@ class BatchedTransport(TransportBase):
         self._under_way: dict[Action, tuple[_Batch, Tensor]] = {}
 
     def drain(self) -> None:
-        raise AssertionError("no step with batched messages begins again")
+        raise AssertionError("a step with batched messages is never restarted")
 
     def abandon(self) -> None:
         """End the step after an error."""

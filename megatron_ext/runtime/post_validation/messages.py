@@ -68,12 +68,13 @@ class ValidationMessages:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank begins the chain."""
+        """Whether this rank is the first to pass its part of the gradient norm on."""
         return self._before is None
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank ends the chain: its state is the whole pipeline's."""
+        """Whether this rank is the last to add its part of the gradient norm: what it has then is
+        the norm of the whole pipeline."""
         return self._after is None
 
     def partial(self) -> PartialState:

@@ -160,5 +160,5 @@ def test_towers_are_read() -> None:
     ):
         with pytest.raises(ValueError, match=why):
             parse_tower(text)
-    with pytest.raises(ValueError, match="lacks heads, ffn"):
+    with pytest.raises(ValueError, match="vision tower lack heads, ffn"):
         tower_of(parse_tower("layers=2,hidden=64"), 512, 100)

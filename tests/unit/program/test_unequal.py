@@ -155,7 +155,7 @@ def test_the_command_says_what_ordering_and_dealing_gain() -> None:
     of_1f1b = json.loads(run("simulate", "1f1b", *line[2:], "--deal", "4", "--json"))
     assert of_1f1b["unequal_microbatches"]["profile"] is None
     assert "unequal_microbatches" not in json.loads(run(*line[:-2], "--json"))
-    assert "give --microbatch-costs" in run(*line[:-2], "--deal", "4", code=2)
+    assert "add --microbatch-costs" in run(*line[:-2], "--deal", "4", code=2)
 
 
 def test_files_are_of_the_better_program_at_the_places(tmp_path: Path) -> None:

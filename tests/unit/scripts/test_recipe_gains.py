@@ -129,7 +129,10 @@ def test_the_section_of_the_page() -> None:
     assert (line["published"], line["in release"]) == ("1664", "26.04.01")
     assert "of 1 recipes, which" in text and f"median {tokens / 1664:.2f}." in text
     unknown = Prospect(recipe(), None, "nothing is known of its GPU: vr200")
-    why = "Not planned are 1 recipes, 1 of them because: nothing is known of its GPU: vr200."
+    why = (
+        "1 recipes are not planned; the most frequent reason (1): "
+        "nothing is known of its GPU: vr200."
+    )
     assert why in gains_section([prospect(best), unknown])
     assert gains_section([unknown]) == ""
 

@@ -438,8 +438,8 @@ def test_what_w_needs_takes_as_long_as_its_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        ("h2d=1", "h2d without d2h"),
-        ("link=2", "link without d2h"),
+        ("h2d=1", "h2d= needs d2h="),
+        ("link=2", "link= needs d2h="),
         ("d2h=1,link=0", "link is 1 to 1,000,000 ranks"),
         ("d2h=1,link=1.5", "link is 1 to 1,000,000 ranks"),
         ("d2h=1,duplex=2", "duplex is 0 or 1"),

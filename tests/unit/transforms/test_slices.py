@@ -358,7 +358,8 @@ def test_csv(tmp_path: Path) -> None:
     again = build_program(choice, made.problem)
     assert again.digest == made.digest and figures(again) == figures(made)
     with pytest.raises(
-        ValueError, match="has 2 slices of a microbatch, and this step 4 slices: request 2"
+        ValueError,
+        match="for 2 slices of a microbatch, and this step has 4 slices: write --pipeline-s",
     ):
         build_program(choice, made.problem.with_extras(slices=Slices(4)))
 
