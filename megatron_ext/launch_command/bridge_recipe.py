@@ -65,7 +65,7 @@ def launch_from_recipe(recipe: str, words: Sequence[str]) -> Launch:
     if words and not words[0].startswith("-"):
         raise ValueError(
             f"{OPTION} {recipe} stands in place of a launch command, and {words[0]!r} begins one: "
-            f"give one of them; flags of ours may follow behind --"
+            f"give only one of the two; flags of ours may follow behind --"
         )
     with silently(), as_on(Path.cwd(), {}):
         try:

@@ -227,5 +227,5 @@ def test_a_recipe_stands_in_place_of_other_sources(recipes: str, tmp_path: Path)
     for other in others:
         ran = run("plan", *recipe, *other)
         assert ran.exit_code == 2
-        assert "give one of them" in ran.output
+        assert "give only one of the" in ran.output
     assert "--model" in run("plan", *recipe, "--model", "layers=4").output

@@ -190,7 +190,7 @@ def test_a_log_that_cannot_be_taken_ends_the_command(command: str, tmp_path: Pat
     assert f"--megatron-args {path}: No such file or directory" in ended.output
     words = [command, "--megatron-args", str(path), "--", "torchrun", "x.py"]
     ended = CliRunner().invoke(app, words)
-    assert ended.exit_code == 2 and "'torchrun x.py', are given" in ended.output
+    assert ended.exit_code == 2 and "'torchrun x.py', are both given" in ended.output
 
 
 def test_the_vocabulary_is_that_of_the_tokenizers_line(tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def launch_from(words: Sequence[str], log: Path | None, recipe: str | None = Non
         if log is not None:
             raise ValueError(
                 f"{OPTION} {log} and {bridge_recipe.OPTION} {recipe} each tell the arguments: "
-                f"give one of them"
+                f"give only one of the two"
             )
         return bridge_recipe.launch_from_recipe(recipe, words)
     if log is None:
