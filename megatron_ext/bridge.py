@@ -19,7 +19,6 @@ from megatron_ext.config import PipelineConfig
 from megatron_ext.installation import install
 from megatron_ext.logger import logger
 from megatron_ext.patches.engine import Handle
-from megatron_ext.patches.megatron.bridge.data.loaders import import_loaders
 
 _CHUNKS = "virtual_pipeline_model_parallel_size"
 # Fields of a config that say which layers a stage has, and the arguments of Megatron's that give
@@ -110,6 +109,8 @@ def use(config: Any, schedule: str, **settings: str | bool | None) -> BridgeHand
         _switch_off(handle, config, model, ours)
         _refuse(config, model, ours)
         if ours.arranges_microbatches:
+            from megatron_ext.patches.megatron.bridge.data.loaders import import_loaders
+
             _refuse_arrangement(config, model, ours)
             import_loaders()
         installed: Handle = install(ours)

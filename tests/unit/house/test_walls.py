@@ -191,7 +191,8 @@ def loads_without_torch(module: str, use: Use) -> bool:
     if use.lazy or use.how == "string":
         return True
     allowed = imports_only("numpy", "typer", "rich", "megatron_ext")(module, use)
-    return allowed and not within(use.name, "megatron_ext.runtime", "megatron_ext.adapter")
+    with_torch = "runtime", "adapter", "patches.megatron"
+    return allowed and not within(use.name, *(f"megatron_ext.{name}" for name in with_torch))
 
 
 PROGRAM = "megatron_ext.compile.program"
