@@ -12,17 +12,14 @@ median over the pairs is printed with the spread of their middle half.
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib
 import json
 import logging
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -47,7 +44,7 @@ from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.problem import Problem
 from scripts.benchmarks.contestants import EmulatedStage, in_seconds
 from scripts.benchmarks.emulated import DTYPE, SHAPE, EmulatedChunk
-from scripts.benchmarks.runs import before_everything_else
+from scripts.benchmarks.runs import on_forked_ranks
 
 CPU = torch.device("cpu")
 SCHEDULES = "1f1b zb-h1 zb-v"
@@ -101,32 +98,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure(spec: str, ranks: int, microbatches: int, costs: str, pairs: int) -> Result:
     """Fork the ranks, and return the result of the first one."""
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.start_processes(
-            _rank, (ranks, spec, microbatches, costs, pairs, folder), ranks, start_method="fork"
-        )
-        result: Result = torch.load(Path(folder) / "result", weights_only=False)
-        return result
+    return on_forked_ranks(ranks, lambda: _run(spec, microbatches, costs, pairs), _prepare)
 
 
-def _rank(
-    rank: int, ranks: int, spec: str, microbatches: int, costs: str, pairs: int, folder: str
-) -> None:
-    torch.set_num_threads(1)
-    before_everything_else()
+def _prepare() -> None:
     platform = importlib.import_module(CPU_PLATFORM)
     apply([patch for patch in platform.patches() if patch.target.startswith("torch")])
     logger.setLevel(logging.ERROR)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
-    )
-    gc.collect()
-    gc.disable()
-    result = _run(spec, microbatches, costs, pairs)
-    if rank == 0:
-        torch.save(result, Path(folder) / "result")
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def _run(spec: str, microbatches: int, text: str, pairs: int) -> Result:

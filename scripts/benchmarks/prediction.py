@@ -13,13 +13,10 @@ passes is in the measured step and not in the prediction.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -48,7 +45,7 @@ from megatron_ext.schedule.problem import Problem
 from megatron_ext.viz.prediction import Comparison
 from scripts.benchmarks.contestants import EmulatedStage, in_seconds
 from scripts.benchmarks.emulated import DTYPE, SHAPE, EmulatedChunk
-from scripts.benchmarks.runs import before_everything_else
+from scripts.benchmarks.runs import on_forked_ranks
 
 CPU = torch.device("cpu")
 SCHEDULES = "1f1b zb-h1 zb-auto interleaved-zb zb-v v-half"
@@ -98,27 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure(spec: str, ranks: int, microbatches: int, costs: str) -> Result:
     """Fork the ranks, and return the result of the first one."""
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.start_processes(
-            _rank, (ranks, spec, microbatches, costs, folder), nprocs=ranks, start_method="fork"
-        )
-        result: Result = torch.load(Path(folder) / "result", weights_only=False)
-        return result
-
-
-def _rank(rank: int, ranks: int, spec: str, microbatches: int, costs: str, folder: str) -> None:
-    torch.set_num_threads(1)
-    before_everything_else()
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
-    )
-    gc.collect()
-    gc.disable()
-    result = _run(spec, microbatches, costs)
-    if rank == 0:
-        torch.save(result, Path(folder) / "result")
-    dist.barrier()
-    dist.destroy_process_group()
+    return on_forked_ranks(ranks, lambda: _run(spec, microbatches, costs))
 
 
 def _run(spec: str, microbatches: int, text: str) -> Result:

@@ -439,6 +439,44 @@ def _largest(value: float) -> float:
     return float(tensor)
 
 
+def on_forked_ranks[T](
+    ranks: int, run: Callable[[], T], prepare: Callable[[], object] = lambda: None
+) -> T:
+    """Return the result of ``run`` on the first of so many forked ranks, with gloo between them.
+
+    Args:
+        prepare: is called on each rank before the process group is made.
+    """
+    import torch.multiprocessing
+
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.start_processes(
+            _forked_rank, (ranks, run, prepare, folder), nprocs=ranks, start_method="fork"
+        )
+        result: T = pickle.loads(Path(folder, "result").read_bytes())
+        return result
+
+
+def _forked_rank(
+    rank: int, ranks: int, run: Callable[[], object], prepare: Callable[[], object], folder: str
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    before_everything_else()
+    prepare()
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+    gc.collect()
+    gc.disable()
+    result = run()
+    if rank == 0:
+        Path(folder, "result").write_bytes(pickle.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def before_everything_else() -> bool:
     """Whether this rank now runs before all that is not a rank.
 

@@ -10,13 +10,10 @@ in order of arrival, and as the flags arrange them, under a program for their pl
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,7 +37,7 @@ from megatron_ext.schedule.dealing import MicrobatchOrder, arranged
 from megatron_ext.schedule.microbatch_costs import Floats
 from scripts.benchmarks.contestants import EmulatedStage
 from scripts.benchmarks.emulated import DTYPE, SHAPE, EmulatedChunk
-from scripts.benchmarks.runs import before_everything_else
+from scripts.benchmarks.runs import on_forked_ranks
 from scripts.benchmarks.unequal import REPLICAS, _costs, _program, for_places
 from scripts.benchmarks.unequal_loads import KINDS, batch
 
@@ -107,38 +104,24 @@ def _slowest(program: Program, costs: dict[Kind, Floats], rows: Any) -> Turn:
 
 def measure(made: Sequence[tuple[Turn, Turn]], repeats: int) -> list[list[float]]:
     """Return the seconds of each step: the median of ``repeats``, taken in turns."""
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.start_processes(
-            _rank, (made, repeats, folder), nprocs=RANKS, start_method="fork"
-        )
-        seconds: list[list[float]] = torch.load(Path(folder) / "result")
-        return seconds
+
+    def run() -> list[list[float]]:
+        step = _stepping(made[0][0].program)
+        step(made[0][0])
+        return [
+            [float(np.median([step(turn) for _ in range(repeats)])) for turn in both]
+            for both in made
+        ]
+
+    return on_forked_ranks(RANKS, run)
 
 
-def _rank(rank: int, made: Sequence[tuple[Turn, Turn]], repeats: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    before_everything_else()
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS
-    )
-    gc.collect()
-    gc.disable()
-    step = _stepping(rank, made[0][0].program)
-    step(made[0][0])
-    taken = [
-        [float(np.median([step(turn) for _ in range(repeats)])) for turn in both] for both in made
-    ]
-    if rank == 0:
-        torch.save(taken, Path(folder) / "result")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _stepping(rank: int, first: Program) -> Any:
+def _stepping(first: Program) -> Callable[[Turn], float]:
     """Return a function that runs a step, and returns its seconds from the first start to the last
     end of all ranks."""
     world, placement, costs = dist.group.WORLD, first.problem.placement, first.problem.costs
     assert world is not None
+    rank = world.rank()
     seconds = costs.with_passes(
         seconds={kind: tuple(t * MS / 1000 for t in of) for kind, of in costs.seconds.items()}
     )
