@@ -81,9 +81,9 @@ def launch_from_recipe(recipe: str, words: Sequence[str]) -> Launch:
         is_module=False,
         arguments=(*flags, *words),
         installs=True,
-        environment={name: str(value) for name, value in config.env_vars.items()}
-        if getattr(config, "env_vars", None)
-        else {},
+        environment={
+            name: str(value) for name, value in (getattr(config, "env_vars", None) or {}).items()
+        },
         remarks=tuple(_remarks(recipe, config)),
         config_fields=arguments.fields,
     )
@@ -134,7 +134,8 @@ def _arguments(config: Any) -> _Arguments:
 
     arguments = _Arguments()
     for part in _PARTS:
-        arguments.take(part, vars(getattr(config, part, None) or _Nothing()), _NAMES)
+        if (settings := getattr(config, part, None)) is not None:
+            arguments.take(part, vars(settings), _NAMES)
     for name in ("use_distributed_optimizer", "overlap_param_gather"):  # Bridge needs one of both
         parts = (config.optimizer, config.ddp)
         arguments.values[name] = any(getattr(part, name, False) for part in parts)
@@ -171,10 +172,6 @@ def _arguments(config: Any) -> _Arguments:
     }
     arguments.fields = {name: dotted for name, dotted in arguments.fields.items() if name in known}
     return arguments
-
-
-class _Nothing:
-    """Part of a config that is not there."""
 
 
 def _typed(action: Any, value: Any) -> Any:

@@ -328,7 +328,7 @@ def test_flags_that_may_be_the_scripts_own(tmp_path: Path) -> None:
 
 
 def from_line(line: str, **overrides: object) -> Report:
-    """Of the launch command that begins so, with the flags behind it."""
+    """Return the report on a launch command that begins with ``line`` and has the test's flags."""
     words = (*shlex.split(line), *model_flags(**(FLAGS | overrides)))
     return check_launch(read_launch(words), None, None)
 

@@ -1,4 +1,4 @@
-"""What `--pipeline-schedule plan` takes on a launch command, without launching it."""
+"""`--pipeline-schedule plan` chooses a schedule for a launch command, without launching it."""
 
 from __future__ import annotations
 

@@ -289,7 +289,8 @@ class _Search:
     def evaluate(self, number: int = 3) -> None:
         """Evaluate ``number`` of the best candidates of each kind as they would run."""
         for candidate, layout, _ in self._finalists(number):
-            self._evaluate(candidate.sizes, self._work_of(candidate), candidate.spec, layout)
+            work = self._work_of(candidate.sizes, candidate.recompute)
+            self._evaluate(candidate.sizes, work, candidate.spec, layout)
 
     def _finalists(self, number: int) -> list[tuple[Estimated, Layout, float]]:
         """Return the ``number`` shortest of each kind, and of the job's own sizes."""
@@ -313,7 +314,8 @@ class _Search:
         for one in list(reversed(wanted.values()))[:_OFFLOADED]:
             if self._works(one.sizes) is not None:
                 layout = self._simple_layouts(one)[-1]
-                self._evaluate(one.sizes, self._work_of(one), one.spec, layout, may_offload=True)
+                work = self._work_of(one.sizes, one.recompute)
+                self._evaluate(one.sizes, work, one.spec, layout, may_offload=True)
 
     def slice(self) -> None:
         """Evaluate schedules with slices for long sequences, with the best sizes and with those
@@ -327,10 +329,10 @@ class _Search:
             shortest = min(self._too_full, key=lambda one: one.seconds)
             choices.append((shortest.sizes, shortest.recompute))
         for sizes, recompute in dict.fromkeys(choices):
-            sized, tokens = self._works(sizes), self._job.execution.sequence // sizes.context
-            if sized is None or sizes.pipeline == 1:
+            tokens = self._job.execution.sequence // sizes.context
+            if self._works(sizes) is None or sizes.pipeline == 1:
                 continue
-            work = next(work for work in sized.works if work.recompute == recompute)
+            work = self._work_of(sizes, recompute)
             counts = (count for count in COUNTS if count * LONG_ENOUGH <= tokens)
             for count, spec in product(counts, _SLICED):
                 stages = choose(spec).place(work.ranks).stages
@@ -345,10 +347,9 @@ class _Search:
         found = [self.found.best(kind) for kind in reversed(kinds)]
         piped = (step for step in found if step is not None and step.sizes.pipeline > 1)
         for best in dict.fromkeys(piped):
-            sized, made = self._works(best.sizes), best.made
-            assert sized is not None
+            made = best.made
             problem = made.candidate.variant.problem
-            work = next(work for work in sized.works if work.recompute == made.recompute)
+            work = self._work_of(best.sizes, made.recompute)
             if problem.extras != work.variant(made.schedule, made.layout).problem.extras:
                 continue  # searches know whole microbatches without offload
             placement = problem.placement
@@ -444,13 +445,13 @@ class _Search:
     def _figures_of(self, candidate: Estimated) -> StageFigures:
         key = candidate.sizes, candidate.recompute
         if key not in self._figures:
-            self._figures[key] = StageFigures(self._work_of(candidate))
+            self._figures[key] = StageFigures(self._work_of(candidate.sizes, candidate.recompute))
         return self._figures[key]
 
-    def _work_of(self, candidate: Estimated) -> Work:
-        sized = self._works(candidate.sizes)
+    def _work_of(self, sizes: Sizes, recompute: LayerRecompute) -> Work:
+        sized = self._works(sizes)
         assert sized is not None
-        return next(work for work in sized.works if work.recompute == candidate.recompute)
+        return next(work for work in sized.works if work.recompute == recompute)
 
 
 def described_works(job: SizedJob, sizes: Sizes) -> SizedWorks:
