@@ -30,6 +30,7 @@ from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.tensor_parallel import random
 from megatron.core.utils import get_attr_wrapped_model
+from megatron.training import arguments
 from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.arguments import add_megatron_arguments
 from megatron.training.global_vars import get_args
@@ -81,7 +82,6 @@ def _remember_docstrings() -> None:
         return dict(known[config])
 
     ArgumentGroupFactory._get_field_docstrings = remembered
-    add_megatron_arguments(argparse.ArgumentParser())
 
 
 def _share_storage(output: torch.Tensor, recomputed: torch.Tensor) -> None:
@@ -131,6 +131,33 @@ def _remember_entry_points() -> None:
     importlib.metadata.entry_points(group="torch.distributed.backends")
 
 
+def _prepare_parsers() -> None:
+    """Each rank would build the parser of Megatron's command line twice."""
+    _PARSERS.extend(add_megatron_arguments(_parser()) for _ in range(2))
+
+
+def _parser() -> argparse.ArgumentParser:
+    """As Megatron's parse_args makes it."""
+    return argparse.ArgumentParser(description="Megatron-LM Arguments", allow_abbrev=False)
+
+
+_PARSERS: list[argparse.ArgumentParser] = []
+
+
+def _take_prepared_parsers() -> None:
+    """In a rank: parse with what the parent has prepared."""
+
+    @functools.wraps(add_megatron_arguments)
+    def prepared(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        if not _PARSERS:
+            return add_megatron_arguments(parser)
+        made = _PARSERS.pop()
+        made.prog = parser.prog
+        return made
+
+    arguments.add_megatron_arguments = prepared
+
+
 def _print_unheard() -> None:
     """Megatron imports wandb, which hears every write: the arguments that a rank prints cost it as
     much as the parsing of them."""
@@ -139,6 +166,7 @@ def _print_unheard() -> None:
 
 
 _remember_docstrings()
+_prepare_parsers()
 _remember_attributes()
 _remember_sources()
 _remember_entry_points()
@@ -345,6 +373,7 @@ def _train_rank(
 
     from megatron_ext.__main__ import main
 
+    _take_prepared_parsers()
     if "--save" in words:
         fork_checkpoint_manager()
     listener = _Listener(model_config, model_provider, witnesses.is_ours(words))

@@ -124,12 +124,19 @@ def _suggesting(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def _printable(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Escape bare per cent signs in help texts, on which Megatron 0.19's own --help fails."""
-    formatter = parser._get_formatter()
-    for action in parser._actions:
-        if action.help:
-            try:
-                formatter._expand_help(action)
-            except ValueError:
-                action.help = action.help.replace("%", "%%")
+    """Escape bare per cent signs in help texts, on which Megatron 0.19's own --help fails, once it
+    is printed."""
+    format_help = parser.format_help
+
+    def format_escaped() -> str:
+        formatter = parser._get_formatter()
+        for action in parser._actions:
+            if action.help:
+                try:
+                    formatter._expand_help(action)
+                except ValueError:
+                    action.help = action.help.replace("%", "%%")
+        return format_help()
+
+    parser.format_help = format_escaped  # type: ignore[method-assign]
     return parser
