@@ -25,7 +25,7 @@ from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.search.improve import first_plans
-from megatron_ext.search.shop import rows_of, shop_of, starts_of
+from megatron_ext.search.job_shop import rows_of, shop_of, starts_of
 from megatron_ext.search.weight_gradient_filling import (
     Memory,
     TimedOrder,

@@ -32,9 +32,7 @@ from megatron_ext.search.bounds import lower_bound
 from megatron_ext.search.effort import LARGE, Effort, effort
 from megatron_ext.search.extension import plans_from, with_middle
 from megatron_ext.search.improve import first_plans, search
-from megatron_ext.search.pack import Packed
-from megatron_ext.search.recompute_search import search_with_recompute
-from megatron_ext.search.shop import (
+from megatron_ext.search.job_shop import (
     Rows,
     Shop,
     Starts,
@@ -45,6 +43,8 @@ from megatron_ext.search.shop import (
     starts_of,
     timed,
 )
+from megatron_ext.search.pack import Packed
+from megatron_ext.search.recompute_search import search_with_recompute
 
 
 def best_schedule(name: str, problem: Problem) -> Schedule:

@@ -18,8 +18,8 @@ from numba import njit
 
 from megatron_ext.progress import remark, task
 from megatron_ext.search import disk_cache
+from megatron_ext.search.job_shop import Shop, Starts, Waits
 from megatron_ext.search.pack import GAPS, Pack, Packed
-from megatron_ext.search.shop import Shop, Starts, Waits
 
 Whole = npt.NDArray[np.int64]
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from megatron_ext.progress import remark
 from megatron_ext.search import pack
+from megatron_ext.search.job_shop import Shop
 from megatron_ext.search.pack import Pack
-from megatron_ext.search.shop import Shop
 
 SMALL, LARGE = "small", "large"
 

@@ -23,8 +23,8 @@ from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.search.improve import Packers, packers_of
+from megatron_ext.search.job_shop import Starts, recomputed_in, rows_of, shop_of, starts_of
 from megatron_ext.search.pack import Packed, packer
-from megatron_ext.search.shop import Starts, recomputed_in, rows_of, shop_of, starts_of
 from megatron_ext.search.v_patterns import pattern_plans
 
 _MIDDLE = 4  # times the microbatches that a rank holds under 1F1B: longer schedules have a middle

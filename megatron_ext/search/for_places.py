@@ -24,7 +24,7 @@ from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.problem import Extras, Problem
 from megatron_ext.search.best import searched_briefly
-from megatron_ext.search.shop import shop_of
+from megatron_ext.search.job_shop import shop_of
 
 
 def judged_for_places(

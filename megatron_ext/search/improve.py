@@ -30,8 +30,8 @@ from megatron_ext.progress import Task, task
 from megatron_ext.schedule.action import Kind
 from megatron_ext.search import pack
 from megatron_ext.search.effort import Effort, effort
+from megatron_ext.search.job_shop import F, I, R, Shop, Starts, W
 from megatron_ext.search.pack import Pack, Packed
-from megatron_ext.search.shop import F, I, R, Shop, Starts, W
 from megatron_ext.search.v_patterns import pattern_plans
 
 _PERIODS = (35, 42, 50, 57, 65, 73, 80, 90, 100, 120, 150, 200)  # % of a rank's work

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_ext.search.shop import Shop, Starts
+from megatron_ext.search.job_shop import Shop, Starts
 
 GAPS = 12  # remembered of a rank; older ones have rarely anything left that fits
 

@@ -28,8 +28,8 @@ from megatron_ext.search.improve import (
     shifted,
     steps_of,
 )
+from megatron_ext.search.job_shop import Rows, recomputed_in, rows_of, shop_of, starts_of
 from megatron_ext.search.pack import Packed
-from megatron_ext.search.shop import Rows, recomputed_in, rows_of, shop_of, starts_of
 
 Recomputed = npt.NDArray[np.bool_]  # whether an activation is recomputed: stages x microbatches
 

@@ -13,6 +13,7 @@ import numpy as np
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.placement import Neighbour, Placement, v
 from megatron_ext.schedule.problem import Problem
+from megatron_ext.search.job_shop import Shop, Starts, passes_of, shop_of
 from megatron_ext.search.patterns import (
     F_INNER,
     F_OUTER,
@@ -26,7 +27,6 @@ from megatron_ext.search.patterns import (
     exists,
     patterns,
 )
-from megatron_ext.search.shop import Shop, Starts, passes_of, shop_of
 
 _PLANS = 24
 _MORE_CHUNKS = 4  # chunks above the limit that a plan may hold before it is packed

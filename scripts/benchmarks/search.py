@@ -32,8 +32,8 @@ from megatron_ext.schedule.problem import Problem
 from megatron_ext.search import best
 from megatron_ext.search.bounds import lower_bound
 from megatron_ext.search.effort import Effort, effort
+from megatron_ext.search.job_shop import Shop, Starts, shop_of
 from megatron_ext.search.pack import Pack, Packed
-from megatron_ext.search.shop import Shop, Starts, shop_of
 from megatron_ext.search.v_patterns import excluded_period
 
 COSTS = (10, 12, 8, 1)  # f, i, w, comm

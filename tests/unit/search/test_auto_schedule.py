@@ -27,8 +27,8 @@ from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule, bitwise_order
+from megatron_ext.search.job_shop import rows_of, shop_of
 from megatron_ext.search.pack import pack
-from megatron_ext.search.shop import rows_of, shop_of
 from tests.helpers.random_schedules import PROPERTY, random_costs, seeds
 from tests.helpers.reference_runs import runs_to_end
 from tests.helpers.short_search import shorten_search

@@ -29,8 +29,8 @@ from megatron_ext.schedule.schedule import Schedule, bitwise_order
 from megatron_ext.search.bounds import lower_bound
 from megatron_ext.search.for_places import program_for_places
 from megatron_ext.search.improve import packers_of
+from megatron_ext.search.job_shop import end_of, rows_of, shop_of, starts_of
 from megatron_ext.search.pack import packer
-from megatron_ext.search.shop import end_of, rows_of, shop_of, starts_of
 from megatron_ext.search.weight_gradient_filling import fill_once
 from tests.helpers.random_schedules import PROPERTY, seeds
 from tests.helpers.short_search import shorten_search

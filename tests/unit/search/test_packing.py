@@ -31,9 +31,7 @@ from megatron_ext.schedule.schedule import Schedule, bitwise_order
 from megatron_ext.search import improve
 from megatron_ext.search.effort import LARGE, SMALL, effort, small_effort
 from megatron_ext.search.improve import packers_of, search
-from megatron_ext.search.pack import Pack, packer
-from megatron_ext.search.recompute_search import Recomputed
-from megatron_ext.search.shop import (
+from megatron_ext.search.job_shop import (
     Shop,
     Starts,
     end_of,
@@ -42,6 +40,8 @@ from megatron_ext.search.shop import (
     starts_of,
     timed,
 )
+from megatron_ext.search.pack import Pack, packer
+from megatron_ext.search.recompute_search import Recomputed
 from tests.helpers.random_schedules import PROPERTY, random_costs, seeds, with_random_links
 from tests.helpers.short_search import little_effort
 

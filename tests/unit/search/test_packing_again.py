@@ -28,8 +28,8 @@ from megatron_ext.search.best import searched
 from megatron_ext.search.effort import effort
 from megatron_ext.search.extension import extended
 from megatron_ext.search.improve import packers_of
+from megatron_ext.search.job_shop import end_of, rows_of, shop_of, starts_of
 from megatron_ext.search.pack import packer
-from megatron_ext.search.shop import end_of, rows_of, shop_of, starts_of
 from tests.helpers.combinations import at_night
 from tests.helpers.random_schedules import PROPERTY, seeds
 from tests.helpers.short_search import little_effort, shorten_search

@@ -29,8 +29,8 @@ from megatron_ext.search import best as best_room
 from megatron_ext.search.best import best_known, best_schedule
 from megatron_ext.search.extension import extended, has_middle
 from megatron_ext.search.improve import packers_of
+from megatron_ext.search.job_shop import Shop, Starts, end_of, rows_of, shop_of, starts_of
 from megatron_ext.search.pack import packer
-from megatron_ext.search.shop import Shop, Starts, end_of, rows_of, shop_of, starts_of
 from tests.helpers.combinations import at_night
 from tests.helpers.random_schedules import PROPERTY, random_costs, seeds, with_random_links
 from tests.helpers.short_search import little_effort

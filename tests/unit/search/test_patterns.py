@@ -24,6 +24,7 @@ from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.search import pack
 from megatron_ext.search.improve import packers_of
+from megatron_ext.search.job_shop import end_of, rows_of, shop_of
 from megatron_ext.search.patterns import (
     F_INNER,
     F_OUTER,
@@ -40,7 +41,6 @@ from megatron_ext.search.patterns import (
     exists,
     patterns,
 )
-from megatron_ext.search.shop import end_of, rows_of, shop_of
 from megatron_ext.search.v_patterns import excluded_period, pattern_plans
 from tests.helpers.combinations import at_night, nightly
 from tests.helpers.random_schedules import PROPERTY, random_costs, seeds

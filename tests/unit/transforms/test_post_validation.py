@@ -34,9 +34,9 @@ from megatron_ext.schedule.schedule import Schedule, is_compute
 from megatron_ext.search import improve
 from megatron_ext.search.bounds import lower_bound
 from megatron_ext.search.improve import _mirrored, packers_of
+from megatron_ext.search.job_shop import rows_of as rows_packed
+from megatron_ext.search.job_shop import shop_of, starts_of
 from megatron_ext.search.pack import packer
-from megatron_ext.search.shop import rows_of as rows_packed
-from megatron_ext.search.shop import shop_of, starts_of
 from megatron_ext.viz.draw import draw_steps
 from megatron_ext.viz.program_summary import summarize
 from megatron_ext.viz.trace import TraceFile, beside_all, read_trace
