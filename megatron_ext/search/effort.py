@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from megatron_ext.progress import remark
 from megatron_ext.search import pack
-from megatron_ext.search.job_shop import Shop
+from megatron_ext.search.job_shop import JobShop
 from megatron_ext.search.pack import Pack
 
 SMALL, LARGE = "small", "large"
@@ -34,7 +34,7 @@ class Effort:
     """
 
     name: str
-    packer: Callable[[Shop], Pack]
+    packer: Callable[[JobShop], Pack]
     by_square: int
     least: int
     most: int
@@ -64,7 +64,7 @@ class Effort:
         return replace(self, by_square=0, least=passes, most=passes, patience=0)
 
 
-def small_effort(packer: Callable[[Shop], Pack] = pack.packer) -> Effort:
+def small_effort(packer: Callable[[JobShop], Pack] = pack.packer) -> Effort:
     """Return the effort for plain Python: seconds to minutes."""
     return Effort(SMALL, packer, 33_000, 1_500_000, 10_000_000, 2_500_000, 2_000)
 

@@ -1,31 +1,34 @@
-"""Packing problem of a search: passes in lanes, in whole ticks of time and units of memory.
+"""Packing problem of a search: a job shop, in whole ticks of time and whole units of memory.
 
-`shop_of` makes a `Shop` of a problem, for any placement whose ranks have equally many chunks. A
-lane is one kind of pass on one stage, and runs its microbatches in order. The lanes of a rank are
-adjacent, in the order in which a microbatch runs through them there: F by chunk, I by chunk
-backwards, W likewise; with c chunks, rank r has lanes 3cr to 3c(r+1)-1. With recompute there are
-also lanes of R, before those of I. For a microbatch whose activation is stored, a pass of R takes
-no time and no memory, and no action is made of it (`Shop.recompute_actions`).
+`job_shop_of` makes a `JobShop` of a problem, for any placement whose ranks have equally many
+chunks. In the terms of scheduling theory:
 
-If microbatches are cut into slices, a column is a slice: for F in order, for I and W the slices of
-each microbatch in reverse, as the last goes back first (`Shop.turned`). Each lane thus runs its
-columns in order, and a microbatch has the same columns in all lanes.
+- a machine is a rank, which runs one pass at a time;
+- a job is a microbatch;
+- an operation is one kind of pass on one stage. Each job has every operation once, and an operation
+  runs the jobs in order. A *pass* is an operation of one job.
 
-`Starts` have a time for each pass, a row a lane, a column a microbatch, in ticks. They are read in
-two ways: as a *plan*, which gives the desired order of the passes and may be impossible, and as the
-schedule that packing made of one. `starts_of` makes a plan from the rows of a schedule, `rows_of`
-the rows of packed starts. Code that knows a good plan gives it to the search.
+The operations of a rank have consecutive numbers, in the order in which a microbatch runs through
+them there: F by chunk, I by chunk backwards, W likewise. With c chunks, rank r has operations 3cr
+to 3c(r+1)-1. With recompute there are also operations of R, before those of I. If the activation of
+a microbatch is stored, its pass of R takes no time and no memory, and no action is made of it
+(`JobShop.recompute_actions`).
 
-Memory never deadlocks. A *taking* lane is one whose passes take memory. Let k be the first
-microbatch that lacks a pass of a taking lane of a rank. After each pass that takes memory there,
-the memory that microbatches behind k hold, plus all that one microbatch may ever need, is within
-the limit (`pack`). Then the oldest microbatch that is not done can always continue. Earlier
-microbatches hold nothing any more, so on each rank it either has all the memory it needs or is the
-k of that rank, and finds enough memory next to that of the microbatches behind it. Its progress
-preserves the rule: the next k has fewer microbatches behind it. Lanes run in order, so this is the
-banker's rule with the oldest served first.
+If microbatches are split into slices, a job is a slice. F runs the slices of a microbatch in order;
+I and W run them in reverse, because the last slice goes back first (`JobShop.opposite_columns`).
 
-For slices the same holds of whole microbatches: the k-th lacks a pass if it lacks one of a slice.
+`Starts` are the start times of all passes, in ticks: a row for each operation, a column for each
+job, in the order in which the operation runs them. They are read in two ways. A *plan* gives the
+desired order of the passes, and may be impossible to run. Packing makes a schedule of a plan.
+`starts_of` makes a plan from the rows of a schedule, `rows_of` makes rows from packed starts.
+
+Memory never deadlocks, by the banker's rule with the oldest microbatch served first. Let k be the
+first microbatch that lacks a pass on a rank that acquires memory there. A pass may acquire memory
+only if the following stays within the limit (`pack`): the memory that microbatches after k hold,
+plus all that one microbatch may ever need. The oldest microbatch that is not done can then always
+continue. Earlier microbatches hold no memory any more, so on each rank it either has all the memory
+that it needs, or it is the k of that rank and finds enough. Its progress preserves the rule, as the
+next k has fewer microbatches after it. With slices, the rule is applied to whole microbatches.
 """
 
 from __future__ import annotations
@@ -50,11 +53,13 @@ from megatron_ext.schedule.placement import Neighbour, Placement
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.search.ticks import common_tick
 
-Starts = npt.NDArray[np.int64]  # lanes x microbatches
+Starts = npt.NDArray[np.int64]  # shape (operations, columns)
 Rows = tuple[tuple[Action, ...], ...]
-Lanes = tuple[tuple[int, Kind], ...]
-Waits = tuple[tuple[tuple[int, int], ...], ...]  # per lane: other lanes, with a hop
-Edges = list[list[tuple[int, list[int], list[int]]]]  # the same by column: hops, columns there
+Operations = tuple[tuple[int, Kind], ...]  # stage and kind of each
+# For each operation, its predecessors (or successors), each with the ticks of the message between.
+Precedences = tuple[tuple[tuple[int, int], ...], ...]
+# The same by column: the other operation, the ticks of the messages, and the columns there.
+ColumnPrecedences = list[list[tuple[int, list[int], list[int]]]]
 
 F, R, I, W = (  # noqa: E741 (the field's letters)
     Kind.FORWARD,
@@ -64,363 +69,380 @@ F, R, I, W = (  # noqa: E741 (the field's letters)
 )
 KINDS = (F, I, W)
 _NOT_YET = _NONE = -1
-_FINEST = 1_000  # ticks of a rank's work for a microbatch, at least: passes are shifted by shares
-_OF_SLICES = 1 << 40  # shares of a chunk: slices may be of any length
+_MIN_TICKS = 1_000  # a rank's work for a microbatch takes at least as many: searches shift by 1 %
+_SLICE_SHARES = 1 << 40  # units of memory of a chunk, as slices may have any length
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Differences between the passes of a lane: of the slices of a microbatch, which repeat in the
-    next one, or of all microbatches of a step.
+class PassDifferences:
+    """Figures of the passes of each operation, if they differ: by the slices of a microbatch, which
+    repeat in the next microbatch, or by all microbatches of a step.
 
     Attributes:
         slices: number of slices of a microbatch; 1: microbatches are whole, and differ.
-        durations: ticks, by lane and pass, in the order in which the lane takes them.
-        gains: `Shop.gains`, likewise.
-        hops: ticks of the messages from other ranks that passes wait for, likewise.
+        durations: ticks, by operation and pass, in the order in which the operation runs them.
+        memory_deltas: `JobShop.memory_deltas`, by the same.
+        hops: ticks of the messages from other ranks that passes wait for, by the same.
     """
 
     slices: int
     durations: Starts
-    gains: Starts
+    memory_deltas: Starts
     hops: Starts
 
     @property
-    def period(self) -> int:
-        """The columns after which the passes of a lane repeat."""
+    def column_period(self) -> int:
+        """The number of columns after which the passes of an operation repeat."""
         return self.durations.shape[1]
 
-    def mirrored(self, receivers: Sequence[int]) -> Cut:
-        """Return the slices with time running backwards.
+    def mirrored(self, receivers: Sequence[int]) -> PassDifferences:
+        """Return the figures with time running backwards.
 
         Args:
-            receivers: by lane, the lane that its messages go to.
+            receivers: for each operation, the operation that its messages go to.
         """
         hops = self.hops[list(receivers), ::-1]
-        return Cut(self.slices, self.durations[:, ::-1], -self.gains[:, ::-1], hops)
+        return PassDifferences(
+            self.slices, self.durations[:, ::-1], -self.memory_deltas[:, ::-1], hops
+        )
 
 
 @dataclass(frozen=True)
-class Shop:
+class JobShop:
     """Packing problem, in one direction of time.
 
     Attributes:
         placement: which rank holds which stage.
-        pieces: number of passes of each lane: microbatches, or slices of them.
+        columns: number of passes of each operation: microbatches, or slices of them.
         tick: seconds of a tick.
-        durations: ticks of a pass, per lane; the mean if they differ.
-        before: per lane, the lanes that it waits for, and the ticks from their end; the mean if
-            they differ.
-        gains: memory that a pass takes at its start, or, if negative, frees at its end; per lane;
-            with slices the mean.
-        limit: the memory of a rank.
-        rooms: per rank, the largest memory that a microbatch may need.
-        heads: per rank, its earliest start.
-        tails: per rank, the time from its end until everything has ended. (If steps overlap, a rank
-            that starts later may end later; ranks that start sooner have a tail of the difference.)
-        recompute_gains: memory that a pass takes in addition to ``gains``, because its activation
-            is recomputed: F takes less, and R the difference. Shape (lanes, microbatches). None:
-            there are no lanes of R.
-        cut: differences between the passes of a lane; None if all are alike.
+        durations: ticks of a pass, by operation; the mean if passes differ.
+        predecessors: for each operation, the operations that it waits for, with the ticks of the
+            message between the two; the mean if they differ.
+        memory_deltas: by operation, the memory that a pass acquires at its start, or, if negative,
+            frees at its end; with slices the mean.
+        limit: memory of a rank.
+        microbatch_memory: for each rank, the most memory that one microbatch may need.
+        release_times: for each rank, the earliest start.
+        tails: for each rank, the time from its last end until everything has ended (delivery
+            times). They are 0 unless steps overlap: a rank that starts later may then end later, so
+            ranks that start sooner have the difference as their tail.
+        recompute_deltas: memory that a pass acquires in addition to ``memory_deltas``, because its
+            activation is recomputed: F acquires less, and R the difference. Shape (operations,
+            columns). None: there are no operations of R.
+        differences: differences between the passes of an operation; None if all are alike.
         is_mirrored: whether time runs backwards.
     """
 
     placement: Placement
-    pieces: int
+    columns: int
     tick: float
     durations: tuple[int, ...]
-    before: Waits
-    gains: tuple[int, ...]
+    predecessors: Precedences
+    memory_deltas: tuple[int, ...]
     limit: int
-    rooms: tuple[int, ...]
-    heads: tuple[int, ...]
+    microbatch_memory: tuple[int, ...]
+    release_times: tuple[int, ...]
     tails: tuple[int, ...]
-    recompute_gains: Starts | None = None
-    cut: Cut | None = None
+    recompute_deltas: Starts | None = None
+    differences: PassDifferences | None = None
     is_mirrored: bool = False
 
     @property
-    def lanes(self) -> int:
+    def operation_count(self) -> int:
         return len(self.durations)
 
     @property
     def slices(self) -> int:
         """Number of slices of a microbatch; 1: microbatches are whole."""
-        return 1 if self.cut is None else self.cut.slices
+        return 1 if self.differences is None else self.differences.slices
 
     @property
-    def period(self) -> int:
-        """The columns after which the passes of a lane repeat, without recompute."""
-        return 1 if self.cut is None else self.cut.period
+    def column_period(self) -> int:
+        """The number of columns after which the passes of an operation repeat, without
+        recompute."""
+        return 1 if self.differences is None else self.differences.column_period
 
     @property
-    def lanes_of_rank(self) -> int:
-        return self.lanes // self.placement.ranks
+    def operations_per_rank(self) -> int:
+        return self.operation_count // self.placement.ranks
 
     @cached_property
     def work(self) -> int:
-        """Average ticks that a microbatch, or a slice, takes of a rank."""
-        return int(self.durations_of_all.sum()) // (self.placement.ranks * self.pieces)
+        """Mean ticks of compute that a microbatch, or a slice, takes on a rank."""
+        return int(self.pass_durations.sum()) // (self.placement.ranks * self.columns)
 
     @cached_property
-    def passes(self) -> Lanes:
-        """The stage and kind of each lane."""
-        return passes_of(self.placement, self.recompute_gains is not None)
+    def operations(self) -> Operations:
+        """The stage and kind of each operation."""
+        return operations_of(self.placement, self.recompute_deltas is not None)
 
     @cached_property
     def recompute_actions(self) -> npt.NDArray[np.bool_]:
-        """Whether a pass is an R that becomes an action. Shape (lanes, microbatches)."""
-        if self.recompute_gains is None:
-            return np.zeros((self.lanes, self.pieces), dtype=bool)
-        is_lane = np.array([kind is R for _, kind in self.passes])
-        return is_lane[:, None] & (self.recompute_gains != 0)
+        """Whether a pass is an R that becomes an action. Shape (operations, columns)."""
+        if self.recompute_deltas is None:
+            return np.zeros((self.operation_count, self.columns), dtype=bool)
+        is_recompute = np.array([kind is R for _, kind in self.operations])
+        return is_recompute[:, None] & (self.recompute_deltas != 0)
 
     @cached_property
-    def durations_of_all(self) -> Starts:
-        """Ticks of passes, by lane and microbatch."""
-        durations = self._of_all(self.durations, None if self.cut is None else self.cut.durations)
-        if self.recompute_gains is not None:
-            is_lane = np.array([kind is R for _, kind in self.passes])
-            durations[is_lane[:, None] & (self.recompute_gains == 0)] = 0
+    def pass_durations(self) -> Starts:
+        """Ticks of each pass. Shape (operations, columns)."""
+        durations = self._by_pass(
+            self.durations, None if self.differences is None else self.differences.durations
+        )
+        if self.recompute_deltas is not None:
+            is_recompute = np.array([kind is R for _, kind in self.operations])
+            durations[is_recompute[:, None] & (self.recompute_deltas == 0)] = 0
         return durations
 
     @cached_property
-    def gains_of_all(self) -> Starts:
-        """``gains``, by lane and microbatch."""
-        gains = self._of_all(self.gains, None if self.cut is None else self.cut.gains)
-        return gains if self.recompute_gains is None else gains + self.recompute_gains
+    def pass_memory_deltas(self) -> Starts:
+        """Memory that each pass acquires, or, if negative, frees. Shape (operations, columns)."""
+        deltas = self._by_pass(
+            self.memory_deltas, None if self.differences is None else self.differences.memory_deltas
+        )
+        return deltas if self.recompute_deltas is None else deltas + self.recompute_deltas
 
     @cached_property
     def hops(self) -> tuple[int, ...]:
-        """Ticks of the message from another rank that a pass waits for, per lane; the mean if they
-        differ. No pass waits for two."""
-        return tuple(max((hop for _, hop in row), default=0) for row in self.before)
+        """By operation, ticks of the message from another rank that a pass waits for; the mean if
+        they differ. No pass waits for two messages."""
+        return tuple(max((hop for _, hop in row), default=0) for row in self.predecessors)
 
     @cached_property
-    def hops_of_all(self) -> Starts:
-        """Hops of the messages that passes wait for, in ticks: lanes x columns."""
-        return self._of_all(self.hops, None if self.cut is None else self.cut.hops)
+    def pass_hops(self) -> Starts:
+        """Ticks of the message that each pass waits for. Shape (operations, columns)."""
+        return self._by_pass(self.hops, None if self.differences is None else self.differences.hops)
 
-    def _of_all(self, per_lane: tuple[int, ...], differing: Starts | None) -> Starts:
-        """Return the figures as an array of lanes x columns."""
+    def _by_pass(self, by_operation: tuple[int, ...], differing: Starts | None) -> Starts:
+        """Return a figure for each pass. Shape (operations, columns)."""
         if differing is not None:
-            return np.tile(differing, (1, self.pieces // self.period))
-        return np.repeat(np.array(per_lane, np.int64)[:, None], self.pieces, 1)
+            return np.tile(differing, (1, self.columns // self.column_period))
+        return np.repeat(np.array(by_operation, np.int64)[:, None], self.columns, 1)
 
     @cached_property
     def held_after(self) -> Starts:
-        """Memory that the first n passes of a lane take together, by lane and n from 0 to the
-        number of columns. Shape (lanes, columns + 1)."""
-        held = np.zeros((self.lanes, self.pieces + 1), np.int64)
-        np.cumsum(self.gains_of_all, axis=1, out=held[:, 1:])
+        """Memory that the first n passes of an operation acquire together, for n from 0 to the
+        number of columns. Shape (operations, columns + 1)."""
+        held = np.zeros((self.operation_count, self.columns + 1), np.int64)
+        np.cumsum(self.pass_memory_deltas, axis=1, out=held[:, 1:])
         return held
 
     @cached_property
-    def next_taking(self) -> Starts:
-        """Next column in which a pass of a lane takes memory, by lane and column n: the first such
-        column that is n or later, or the number of columns if there is none. Shape (lanes, columns
-        + 1), as n may also be the number of columns."""
-        m = self.pieces
-        first = np.full((self.lanes, m + 1), m, np.int64)
-        taking = np.where(self.gains_of_all > 0, np.arange(m), m)
-        first[:, :m] = np.minimum.accumulate(taking[:, ::-1], axis=1)[:, ::-1]
+    def next_acquiring(self) -> Starts:
+        """First column, from column n on, in which a pass of an operation acquires memory; the
+        number of columns if there is none. Shape (operations, columns + 1), as n may also be the
+        number of columns."""
+        m = self.columns
+        first = np.full((self.operation_count, m + 1), m, np.int64)
+        acquiring = np.where(self.pass_memory_deltas > 0, np.arange(m), m)
+        first[:, :m] = np.minimum.accumulate(acquiring[:, ::-1], axis=1)[:, ::-1]
         return first
 
     @property
-    def way(self) -> tuple[int, ...]:
-        """The lanes of a rank, counted from its first, in the order in which a microbatch alone
-        would run through them: it frees an activation before it recomputes the next. () without
-        R."""
-        if self.recompute_gains is None:
+    def operation_order(self) -> tuple[int, ...]:
+        """The operations of a rank, counted from its first, in the order in which a microbatch runs
+        through them if it is alone: it frees an activation before it recomputes the next. () if
+        there are no operations of R."""
+        if self.recompute_deltas is None:
             return ()
-        way = _way(self.placement)
-        return way[::-1] if self.is_mirrored else way
+        order = _operation_order(self.placement)
+        return order[::-1] if self.is_mirrored else order
 
     @property
     def fits(self) -> bool:
         """Whether any plan can be packed, because the limit suffices for a microbatch on each
         rank."""
-        return max(self.rooms) <= self.limit
+        return max(self.microbatch_memory) <= self.limit
 
     @cached_property
-    def turned(self) -> list[int]:
-        """For each column of F the column of I and W with the same slice, and the other way
-        round."""
-        columns = np.arange(self.pieces)
+    def opposite_columns(self) -> list[int]:
+        """For each column of F, the column of I and W with the same slice; for each column of I and
+        W, that of F."""
+        columns = np.arange(self.columns)
         return (columns - 2 * (columns % self.slices) + self.slices - 1).tolist()
 
     @cached_property
-    def turns(self) -> Starts:
-        """Periods from the first column to each column in a plan that repeats: lanes x columns."""
+    def period_offsets(self) -> Starts:
+        """Number of periods by which each column is later than the first one, in a plan that
+        repeats. Shape (operations, columns)."""
         later = [0 if forward else self.slices - 1 for forward in self.is_forward]
-        return np.array(later, np.int64)[:, None] + np.arange(self.pieces)
+        return np.array(later, np.int64)[:, None] + np.arange(self.columns)
 
     @cached_property
     def is_forward(self) -> list[bool]:
-        """For each lane, whether it is one of F."""
-        return [kind is F for _, kind in self.passes]
+        """Whether each operation is one of F."""
+        return [kind is F for _, kind in self.operations]
 
     @cached_property
-    def after(self) -> Waits:
-        """Per lane, the lanes that wait for it, and the ticks from its end."""
-        return _turned(self.before)
+    def successors(self) -> Precedences:
+        """For each operation, the operations that wait for it, with the ticks of the message
+        between the two."""
+        return _successors(self.predecessors)
 
     @cached_property
-    def before_by_column(self) -> Edges:
-        """`before` with figures by column: the other lane, the hops, and the columns there."""
-        return self._by_column(self.before, lambda lane, other: lane)
+    def predecessors_by_column(self) -> ColumnPrecedences:
+        """`predecessors`, with the figures of each column."""
+        return self._by_column(self.predecessors, lambda op, other: op)
 
     @cached_property
-    def after_by_column(self) -> Edges:
-        """`after` with figures by column: the other lane, the hops, and the columns there."""
-        return self._by_column(self.after, lambda lane, other: other)
+    def successors_by_column(self) -> ColumnPrecedences:
+        """`successors`, with the figures of each column."""
+        return self._by_column(self.successors, lambda op, other: other)
 
-    def _by_column(self, waits: Waits, receiver: Callable[[int, int], int]) -> Edges:
-        none, straight = [0] * self.pieces, list(range(self.pieces))
-        hops = self.hops_of_all.tolist()
+    def _by_column(
+        self, precedences: Precedences, receiver: Callable[[int, int], int]
+    ) -> ColumnPrecedences:
+        none, same = [0] * self.columns, list(range(self.columns))
+        hops, is_forward = self.pass_hops.tolist(), self.is_forward
         return [
             [
                 (
                     other,
-                    hops[receiver(lane, other)] if hop else none,
-                    straight if self.is_forward[lane] == self.is_forward[other] else self.turned,
+                    hops[receiver(op, other)] if hop else none,
+                    same if is_forward[op] == is_forward[other] else self.opposite_columns,
                 )
                 for other, hop in row
             ]
-            for lane, row in enumerate(waits)
+            for op, row in enumerate(precedences)
         ]
 
-    def mirrored(self) -> Shop:
+    def mirrored(self) -> JobShop:
         """Return the same packing problem with time running backwards."""
         receivers = [
-            next((other for other, hop in row if hop), lane) for lane, row in enumerate(self.after)
+            next((other for other, hop in row if hop), op) for op, row in enumerate(self.successors)
         ]
-        return Shop(
+        return JobShop(
             self.placement,
-            self.pieces,
+            self.columns,
             self.tick,
             self.durations,
-            self.after,
-            tuple(-gain for gain in self.gains),
+            self.successors,
+            tuple(-delta for delta in self.memory_deltas),
             self.limit,
-            self.rooms,
-            heads=self.tails,
-            tails=self.heads,
-            recompute_gains=None
-            if self.recompute_gains is None
-            else -self.recompute_gains[:, ::-1],
-            cut=None if self.cut is None else self.cut.mirrored(receivers),
+            self.microbatch_memory,
+            release_times=self.tails,
+            tails=self.release_times,
+            recompute_deltas=None
+            if self.recompute_deltas is None
+            else -self.recompute_deltas[:, ::-1],
+            differences=None if self.differences is None else self.differences.mirrored(receivers),
             is_mirrored=not self.is_mirrored,
         )
 
 
-# Cached, as it depends on the placement alone: a search makes many shops that differ in what is
+# Cached, as it depends on the placement alone: a search makes many job shops that differ in what is
 # recomputed.
 @lru_cache(maxsize=8)
-def _way(placement: Placement) -> tuple[int, ...]:
-    """Return `Shop.way` for time that runs forwards."""
+def _operation_order(placement: Placement) -> tuple[int, ...]:
+    """Return `JobShop.operation_order` for time that runs forwards."""
     kinds = {F: 0, R: 1, I: 2, W: 3}
     stages = placement.stages_of[0]
     chunks = {stage: chunk for chunk, stage in enumerate(stages)}
-    passes = passes_of(placement, with_recompute=True)[: len(kinds) * len(stages)]
+    operations = operations_of(placement, with_recompute=True)[: len(kinds) * len(stages)]
     return tuple(
         sorted(
-            range(len(passes)),
-            key=lambda lane: (
-                (0, chunks[passes[lane][0]], 0)
-                if passes[lane][1] is F
-                else (1, -chunks[passes[lane][0]], kinds[passes[lane][1]])
+            range(len(operations)),
+            key=lambda op: (
+                (0, chunks[operations[op][0]], 0)
+                if operations[op][1] is F
+                else (1, -chunks[operations[op][0]], kinds[operations[op][1]])
             ),
         )
     )
 
 
 @lru_cache(maxsize=8)
-def _turned(before: Waits) -> Waits:
-    """Return, per lane, the lanes that wait for it, and the ticks from its end."""
-    rows: list[list[tuple[int, int]]] = [[] for _ in before]
-    for lane, waits_for in enumerate(before):
+def _successors(predecessors: Precedences) -> Precedences:
+    """Return `JobShop.successors`."""
+    rows: list[list[tuple[int, int]]] = [[] for _ in predecessors]
+    for op, waits_for in enumerate(predecessors):
         for other, hop in waits_for:
-            rows[other].append((lane, hop))
+            rows[other].append((op, hop))
     return tuple(map(tuple, rows))
 
 
 @lru_cache(maxsize=8)
-def passes_of(placement: Placement, with_recompute: bool = False) -> Lanes:
-    """Return the stage and kind of each lane; ``with_recompute`` includes lanes of R."""
+def operations_of(placement: Placement, with_recompute: bool = False) -> Operations:
+    """Return the stage and kind of each operation; ``with_recompute`` includes those of R."""
     kinds = (R, I, W) if with_recompute else (I, W)
     return tuple(
-        lane
+        operation
         for stages in placement.stages_of
-        for lane in (
+        for operation in (
             *((stage, F) for stage in stages),
             *((stage, kind) for kind in kinds for stage in reversed(stages)),
         )
     )
 
 
-def shop_of(problem: Problem, recomputed: npt.NDArray[np.bool_] | None = None) -> Shop:
+def job_shop_of(problem: Problem, recomputed: npt.NDArray[np.bool_] | None = None) -> JobShop:
     """Return the packing problem of ``problem``, whose ranks have equally many chunks.
 
     Args:
         recomputed: whether an activation is recomputed, of shape (stages, microbatches). None: no
-            activation is recomputed, and there are no lanes of R. With slices it has to be None.
+            activation is recomputed, and there are no operations of R. With slices it must be
+            None.
 
-    The tick is the common unit of the costs, or the largest fraction of it of which a rank's work
-    for a mean microbatch, or a slice, has a thousand; without a common unit it is a share of that
-    work (`common_tick`).
+    The tick is the common unit of the costs (`common_tick`), divided by the smallest whole number
+    for which a rank's work for a mean microbatch, or a slice, takes at least 1,000 ticks.
 
     Raises:
         ValueError: the limit is in bytes, and the costs have none.
     """
     placement, costs, parts = problem.placement, problem.costs, problem.examples
     assert {len(stages) for stages in placement.stages_of} == {placement.chunks}
-    lanes = passes_of(placement, recomputed is not None)
+    operations = operations_of(placement, recomputed is not None)
     seconds = [
         [costs.of(Action(stage, kind, part)) for part in _in_order(kind, parts, problem)]
-        for stage, kind in lanes
+        for stage, kind in operations
     ]
-    work = sum(fmean(row) for row, (_, kind) in zip(seconds, lanes, strict=True) if kind is not R)
+    work = sum(
+        fmean(row) for row, (_, kind) in zip(seconds, operations, strict=True) if kind is not R
+    )
     work /= placement.ranks
     hops = _hops(problem)
     means = {link: fmean(row) for link, row in hops.items()}
     unit = common_tick([*chain(*seconds), *(means.values() or [costs.links.hop])], work)
-    tick = unit / math.ceil(_FINEST * unit / work)
+    tick = unit / math.ceil(_MIN_TICKS * unit / work)
     # A pass that costs nothing still has its place in the order.
     durations = [[max(round(figure / tick), 1) for figure in row] for row in seconds]
-    activation, rest, kept, limit = _memory(problem, recomputed is not None)
+    activation, rest, stored, limit = _memory(problem, recomputed is not None)
     slices = problem.slices.count
-    recompute_gains = None
+    recompute_deltas = None
     if recomputed is not None:
-        recompute_gains = np.zeros((len(lanes), problem.microbatches), np.int64)
-        for lane, (stage, kind) in enumerate(lanes):
-            if kind in _SIGN:
-                recompute_gains[lane] = (
-                    _SIGN[kind] * (activation[stage] - kept[stage]) * recomputed[stage]
+        recompute_deltas = np.zeros((len(operations), problem.microbatches), np.int64)
+        for op, (stage, kind) in enumerate(operations):
+            if kind in _RECOMPUTE_SIGN:
+                recompute_deltas[op] = (
+                    _RECOMPUTE_SIGN[kind] * (activation[stage] - stored[stage]) * recomputed[stage]
                 )
-    return Shop(
+    return JobShop(
         placement,
         problem.pieces,
         tick,
         tuple(round(fmean(row)) for row in durations),
-        _before(placement, {link: round(hop / tick) for link, hop in means.items()}, lanes),
+        _predecessors(
+            placement, {link: round(hop / tick) for link, hop in means.items()}, operations
+        ),
         tuple(
-            _gain(kind, activation[stage] // slices, rest[stage] // slices) for stage, kind in lanes
+            _memory_delta(kind, activation[stage] // slices, rest[stage] // slices)
+            for stage, kind in operations
         ),
         limit,
-        tuple(_rooms(problem, activation, rest)),
-        heads=(0,) * placement.ranks,
+        tuple(_microbatch_memory(problem, activation, rest)),
+        release_times=(0,) * placement.ranks,
         tails=_tails(problem, tick),
-        recompute_gains=recompute_gains,
-        cut=_cut(problem, lanes, tick, durations, hops, activation, rest)
+        recompute_deltas=recompute_deltas,
+        differences=_pass_differences(problem, operations, tick, durations, hops, activation, rest)
         if len(parts) > 1
         else None,
     )
 
 
 def _hops(problem: Problem) -> dict[int, list[float]]:
-    """Return the seconds of a message of each of `Problem.examples` for each link between two
-    ranks, by the stage before it."""
+    """Return, for each link between two ranks, the seconds of the message of each of
+    `Problem.examples`. The key is the stage before the link."""
     placement, costs, parts = problem.placement, problem.costs, problem.examples
     links = [s for s in range(placement.last) if placement.is_remote(s, Neighbour.NEXT)]
     if len(parts) == 1:
@@ -431,26 +453,29 @@ def _hops(problem: Problem) -> dict[int, list[float]]:
 
 
 def _in_order[T](kind: Kind, parts: Sequence[T], problem: Problem) -> Sequence[T]:
-    """Return the `Problem.examples`, or their figures, in the order of the passes of ``kind``."""
+    """Return ``parts``, `Problem.examples` or their figures, in the order in which ``kind`` runs
+    them."""
     return parts if kind is F or problem.slices.count == 1 else parts[::-1]
 
 
-def _cut(
+def _pass_differences(
     problem: Problem,
-    lanes: Sequence[tuple[int, Kind]],
+    operations: Sequence[tuple[int, Kind]],
     tick: float,
     durations: Sequence[Sequence[int]],
     seconds_of_hops: Mapping[int, Sequence[float]],
     activation: Sequence[int],
     rest: Sequence[int],
-) -> Cut:
+) -> PassDifferences:
     parts = problem.examples
-    gains = [
+    deltas = [
         [
-            _gain(kind, math.ceil(share * activation[stage]), math.ceil(share * rest[stage]))
+            _memory_delta(
+                kind, math.ceil(share * activation[stage]), math.ceil(share * rest[stage])
+            )
             for share in map(tokens_of, _in_order(kind, parts, problem))
         ]
-        for stage, kind in lanes
+        for stage, kind in operations
     ]
     none = [0.0] * len(parts)
     hops = [
@@ -458,94 +483,104 @@ def _cut(
             round(hop / tick)
             for hop in _in_order(kind, seconds_of_hops.get(stage - (kind is F), none), problem)
         ]
-        for stage, kind in lanes
+        for stage, kind in operations
     ]
-    tables = (np.array(table, np.int64) for table in (durations, gains, hops))
-    return Cut(problem.slices.count, *tables)
+    tables = (np.array(table, np.int64) for table in (durations, deltas, hops))
+    return PassDifferences(problem.slices.count, *tables)
 
 
-_SIGN = {F: -1, R: 1}  # of the memory that a pass takes in addition if it is recomputed
+# Sign of the memory that a pass acquires in addition if its activation is recomputed.
+_RECOMPUTE_SIGN = {F: -1, R: 1}
 
 
-def _before(
-    placement: Placement, hops: Mapping[int, int], lanes: Sequence[tuple[int, Kind]]
-) -> Waits:
-    """Return `Shop.before`. ``hops`` are by the stage before each link between two ranks."""
-    lane_of = {key: lane for lane, key in enumerate(lanes)}
+def _predecessors(
+    placement: Placement, hops: Mapping[int, int], operations: Sequence[tuple[int, Kind]]
+) -> Precedences:
+    """Return `JobShop.predecessors`. The key of ``hops`` is the stage before each link between two
+    ranks."""
+    op_of = {key: op for op, key in enumerate(operations)}
 
-    def own(stage: int, *kinds: Kind) -> tuple[tuple[int, int], ...]:
-        """Return the first of ``kinds`` for which ``stage`` has a lane."""
-        return ((next(lane_of[stage, kind] for kind in kinds if (stage, kind) in lane_of), 0),)
+    def on(stage: int, *kinds: Kind) -> tuple[tuple[int, int], ...]:
+        """Return the operation on ``stage`` of the first of ``kinds`` that has one there."""
+        return ((next(op_of[stage, kind] for kind in kinds if (stage, kind) in op_of), 0),)
 
     def waits_for(stage: int, kind: Kind) -> tuple[tuple[int, int], ...]:
         if kind is W:
-            return own(stage, I)
+            return on(stage, I)
         if kind is R:
-            return own(stage, F)
+            return on(stage, F)
         which = Neighbour.PREVIOUS if kind is F else Neighbour.NEXT
         other = placement.neighbour(stage, which)
         if other is None:
-            return () if kind is F else own(stage, R, F)
+            return () if kind is F else on(stage, R, F)
         hop = hops[min(stage, other)] if placement.is_remote(stage, which) else 0
-        there = (lane_of[other, kind], hop)
-        return (there, *own(stage, R)) if kind is I and (stage, R) in lane_of else (there,)
+        there = (op_of[other, kind], hop)
+        return (there, *on(stage, R)) if kind is I and (stage, R) in op_of else (there,)
 
-    return tuple(waits_for(stage, kind) for stage, kind in lanes)
+    return tuple(waits_for(stage, kind) for stage, kind in operations)
 
 
-def _gain(kind: Kind, activation: int, rest: int) -> int:
-    """Return the memory that a pass takes (negative: frees) of a microbatch without recompute."""
+def _memory_delta(kind: Kind, activation: int, rest: int) -> int:
+    """Return the memory that a pass acquires, or, if negative, frees for a microbatch that is not
+    recomputed."""
     return {F: activation, R: 0, I: rest - activation, W: -rest}[kind]
 
 
 def _memory(problem: Problem, with_recompute: bool) -> tuple[list[int], list[int], list[int], int]:
-    """Return the memory of a microbatch, per stage: from F on, from I on, and the part that is
-    stored if it is recomputed; and the limit of a rank. All are in shares of a chunk, or in bytes.
+    """Return the memory of a microbatch on each stage, and the limit of a rank, in shares of a
+    chunk or in bytes.
 
-    The limit is rounded down, and at most the need of all microbatches. It is reduced by the
-    gradients of keys and values, which a stage holds for one sliced microbatch at a time.
+    The memory is that from F to I, that from I to W, and that of the input, which is stored if the
+    activation is recomputed. The limit is rounded down, and is at most the memory of all
+    microbatches. The gradients of keys and values, which a stage holds for one sliced microbatch at
+    a time, are subtracted from the limit.
     """
     limit, placement = problem.memory_limit, problem.placement
     chunk = (
-        round(1 / INPUT_SHARE) if with_recompute else 1 if problem.slices.count == 1 else _OF_SLICES
+        round(1 / INPUT_SHARE)
+        if with_recompute
+        else 1
+        if problem.slices.count == 1
+        else _SLICE_SHARES
     )
-    kept = [1] * placement.stages
+    stored = [1] * placement.stages
     if limit is not None and limit.bytes is not None:
         held = bytes_for(limit, problem.costs)
         activation, rest = (
             list(map(math.ceil, held[what])) for what in (Held.ACTIVATION, Held.WEIGHT_INPUTS)
         )
         amount = in_bytes(problem.costs)
-        kept = [math.ceil(amount(Held.INPUT, stage)) for stage in range(placement.stages)]
+        stored = [math.ceil(amount(Held.INPUT, stage)) for stage in range(placement.stages)]
         allowed: float = limit.bytes
         if problem.slices.count > 1:
-            given_back = [amount(Held.KEYS_VALUES, stage) for stage in range(placement.stages)]
-            allowed -= max(sum(given_back[s] for s in row) for row in placement.stages_of)
+            keys_values = [amount(Held.KEYS_VALUES, stage) for stage in range(placement.stages)]
+            allowed -= max(sum(keys_values[s] for s in row) for row in placement.stages_of)
     else:
         activation = rest = [chunk] * placement.stages
         allowed = math.inf
         if limit is not None:
             assert limit.microbatches is not None
             allowed = with_rounding(limit.microbatches * placement.chunks * chunk)
-    most = problem.microbatches * max(_rooms(problem, activation, rest))
-    return activation, rest, kept, most if allowed >= most else int(allowed)
+    most = problem.microbatches * max(_microbatch_memory(problem, activation, rest))
+    return activation, rest, stored, most if allowed >= most else int(allowed)
 
 
-def _rooms(problem: Problem, activation: Sequence[int], rest: Sequence[int]) -> list[int]:
-    """Return, per rank, the largest memory that a microbatch may need, with each slice rounded
-    up."""
-    more = problem.slices.count - 1
+def _microbatch_memory(
+    problem: Problem, activation: Sequence[int], rest: Sequence[int]
+) -> list[int]:
+    """Return `JobShop.microbatch_memory`, with each slice rounded up."""
+    rounding = problem.slices.count - 1
     return [
-        sum(max(activation[stage], rest[stage]) + more for stage in stages)
+        sum(max(activation[stage], rest[stage]) + rounding for stage in stages)
         for stages in problem.placement.stages_of
     ]
 
 
 def _tails(problem: Problem, tick: float) -> tuple[int, ...]:
-    """Return, per rank, how much sooner than the last one it can begin, and so has to end, for
-    steps to overlap.
+    """Return `JobShop.tails`. If steps overlap, the tail of a rank is the time by which it can
+    begin sooner than the last rank, as it has to end sooner by the same time.
 
-    The largest end including its tail is then the largest own time plus a constant.
+    The largest end plus tail is then a constant plus the span.
     """
     placement, costs = problem.placement, problem.costs
     if not problem.extras.post_validation:
@@ -567,20 +602,20 @@ def rows_of(
     """Return the actions of each rank in the order of their starts.
 
     Args:
-        recompute_actions: as `Shop.recompute_actions`; None: there are no lanes of R.
-        orders: the microbatches or slices of the columns of F, and of those of other lanes
-            (`Problem.orders`); None: whole microbatches.
+        recompute_actions: as `JobShop.recompute_actions`; None: there are no operations of R.
+        orders: the microbatches or slices of the columns of F, and those of the columns of other
+            operations (`Problem.orders`); None: whole microbatches.
     """
-    passes, m = passes_of(placement, recompute_actions is not None), starts.shape[1]
-    there, back = orders or (range(m), range(m))
+    operations, m = operations_of(placement, recompute_actions is not None), starts.shape[1]
+    forwards, backwards = orders or (range(m), range(m))
     rows = []
-    for lanes in np.split(np.arange(len(passes)), placement.ranks):
+    for of_rank in np.split(np.arange(len(operations)), placement.ranks):
         row = []
-        for place in _in_turn(starts[lanes]).tolist():
-            lane, k = lanes[0] + place // m, place % m
-            stage, kind = passes[lane]
-            if kind is not R or (recompute_actions is not None and recompute_actions[lane, k]):
-                row.append(Action(stage, kind, there[k] if kind is F else back[k]))
+        for position in _by_start(starts[of_rank]).tolist():
+            op, k = of_rank[0] + position // m, position % m
+            stage, kind = operations[op]
+            if kind is not R or (recompute_actions is not None and recompute_actions[op, k]):
+                row.append(Action(stage, kind, forwards[k] if kind is F else backwards[k]))
         rows.append(tuple(row))
     return tuple(rows)
 
@@ -595,50 +630,55 @@ def recomputed_in(rows: Rows, stages: int, microbatches: int) -> npt.NDArray[np.
     return recomputed if recomputed.any() else None
 
 
-def starts_of(rows: Sequence[Sequence[Action]], shop: Shop) -> Starts:
-    """Return the starts of the passes of ``rows``, each as soon as it can; B counts as I, then W.
+def starts_of(rows: Sequence[Sequence[Action]], shop: JobShop) -> Starts:
+    """Return the start times of the passes of ``rows``, each as early as possible. B counts as I,
+    then W.
 
     The limit is ignored, as a plan may come from a schedule that needs more.
     """
     return _timed(_orders_in(rows, shop), shop)
 
 
-def timed(starts: Starts, shop: Shop) -> Starts:
-    """Return the starts of passes that keep the order of ``starts`` on their rank, each as soon as
-    it can: `starts_of` applied to `rows_of`."""
-    assert shop.recompute_gains is None
+def timed(starts: Starts, shop: JobShop) -> Starts:
+    """Return the earliest start times with which passes keep the order of ``starts`` on their rank:
+    `starts_of` applied to `rows_of`."""
+    assert shop.recompute_deltas is None
     orders = []
-    for first in range(0, shop.lanes, shop.lanes_of_rank):
-        order = _in_turn(starts[first : first + shop.lanes_of_rank])
-        lanes, columns = np.divmod(order, shop.pieces)
-        orders.append(list(zip((lanes + first).tolist(), columns.tolist(), strict=True)))
+    for first in range(0, shop.operation_count, shop.operations_per_rank):
+        order = _by_start(starts[first : first + shop.operations_per_rank])
+        operations, columns = np.divmod(order, shop.columns)
+        orders.append(list(zip((operations + first).tolist(), columns.tolist(), strict=True)))
     return _timed(orders, shop)
 
 
-def _in_turn(starts: Starts) -> npt.NDArray[np.intp]:
-    """Return the positions of passes, counted by lane, then by column, in the order of their
-    ``starts``."""
+def _by_start(starts: Starts) -> npt.NDArray[np.intp]:
+    """Return the positions of passes in ``starts``, counted row by row, in the order of their
+    starts."""
     return np.argsort(starts, axis=None, kind="stable")
 
 
-Orders = list[list[tuple[int, int]]]  # per rank, lane and column of each of its passes
+Orders = list[
+    list[tuple[int, int]]
+]  # for each rank, the operation and column of each of its passes
 
 
-def _timed(orders: Orders, shop: Shop) -> Starts:
-    durations: list[list[int]] = shop.durations_of_all.tolist()
-    starts = [[_NOT_YET] * shop.pieces for _ in shop.before]
-    before, size = shop.before_by_column, shop.lanes_of_rank
-    woken = [{other // size for other, _ in row} - {n // size} for n, row in enumerate(shop.after)]
-    at, free = [0] * len(orders), list(shop.heads)
+def _timed(orders: Orders, shop: JobShop) -> Starts:
+    durations: list[list[int]] = shop.pass_durations.tolist()
+    starts = [[_NOT_YET] * shop.columns for _ in shop.predecessors]
+    predecessors, size = shop.predecessors_by_column, shop.operations_per_rank
+    woken = [
+        {other // size for other, _ in row} - {n // size} for n, row in enumerate(shop.successors)
+    ]
+    at, free = [0] * len(orders), list(shop.release_times)
     todo, queued = deque(range(len(orders))), [True] * len(orders)
     while todo:
         rank = todo.popleft()
         queued[rank] = False
         order = orders[rank]
         while at[rank] < len(order):
-            lane, k = order[at[rank]]
+            op, k = order[at[rank]]
             start = free[rank]
-            for other, hops, columns in before[lane]:
+            for other, hops, columns in predecessors[op]:
                 begun = starts[other][columns[k]]
                 if begun == _NOT_YET:
                     start = _NOT_YET
@@ -646,9 +686,9 @@ def _timed(orders: Orders, shop: Shop) -> Starts:
                 start = max(start, begun + durations[other][columns[k]] + hops[k])
             if start == _NOT_YET:
                 break
-            starts[lane][k], free[rank] = start, start + durations[lane][k]
+            starts[op][k], free[rank] = start, start + durations[op][k]
             at[rank] += 1
-            for waiting in woken[lane]:
+            for waiting in woken[op]:
                 if not queued[waiting]:
                     queued[waiting] = True
                     todo.append(waiting)
@@ -656,34 +696,35 @@ def _timed(orders: Orders, shop: Shop) -> Starts:
     return np.array(starts, dtype=np.int64)
 
 
-def _orders_in(rows: Sequence[Sequence[Action]], shop: Shop) -> Orders:
-    """Return the passes of ``rows``. With lanes of R, each pass of R that is no action follows
-    directly behind its F."""
-    lane_of = {key: lane for lane, key in enumerate(shop.passes)}
+def _orders_in(rows: Sequence[Sequence[Action]], shop: JobShop) -> Orders:
+    """Return the passes of ``rows``. Each pass of R that is no action follows directly after its
+    F."""
+    op_of = {key: op for op, key in enumerate(shop.operations)}
     actions = columns_of(rows)
     of_pairs = np.full((len(actions.pairs), 2), _NONE)
     for row, (stage, kind) in zip(of_pairs, actions.pairs, strict=True):
         parts = RULES[kind].covers
-        if shop.recompute_gains is not None and kind is F:
+        if shop.recompute_deltas is not None and kind is F:
             parts = (F, R)
-        row[: len(parts)] = [lane_of[stage, part] for part in parts]
-    lanes, pieces = of_pairs[actions.pair], actions.microbatch[:, None]
-    columns = np.where(np.array(shop.is_forward)[lanes], pieces, np.array(shop.turned)[pieces])
-    is_there = lanes != _NONE
-    if shop.recompute_gains is not None:
-        there = np.zeros((shop.lanes, shop.pieces), dtype=bool)
-        there[lanes[:, 0], columns[:, 0]] = True
-        is_again = np.array([kind is R for _, kind in shop.passes])
-        behind_f = is_there[:, 1] & is_again[lanes[:, 1]]
-        is_there[behind_f, 1] = ~there[lanes[behind_f, 1], columns[behind_f, 1]]
-    passes = list(zip(lanes[is_there].tolist(), columns[is_there].tolist(), strict=True))
+        row[: len(parts)] = [op_of[stage, part] for part in parts]
+    operations, pieces = of_pairs[actions.pair], actions.microbatch[:, None]
+    opposite = np.array(shop.opposite_columns)[pieces]
+    columns = np.where(np.array(shop.is_forward)[operations], pieces, opposite)
+    is_there = operations != _NONE
+    if shop.recompute_deltas is not None:
+        there = np.zeros((shop.operation_count, shop.columns), dtype=bool)
+        there[operations[:, 0], columns[:, 0]] = True
+        is_recompute = np.array([kind is R for _, kind in shop.operations])
+        behind_f = is_there[:, 1] & is_recompute[operations[:, 1]]
+        is_there[behind_f, 1] = ~there[operations[behind_f, 1], columns[behind_f, 1]]
+    passes = list(zip(operations[is_there].tolist(), columns[is_there].tolist(), strict=True))
     lengths = np.bincount(actions.rank, is_there.sum(axis=1), len(rows))
     bounds = np.cumsum([0, *lengths], dtype=int).tolist()
     return [passes[begin:end] for begin, end in pairwise(bounds)]
 
 
-def end_of(starts: Starts, shop: Shop) -> int:
-    """Return the tick at which all passes of ``starts`` have ended, with tails."""
-    ends = (starts + shop.durations_of_all).max(axis=1)
-    of_ranks = ends.reshape(shop.placement.ranks, shop.lanes_of_rank).max(axis=1)
+def end_of(starts: Starts, shop: JobShop) -> int:
+    """Return the tick at which all passes of ``starts`` have ended, tails included."""
+    ends = (starts + shop.pass_durations).max(axis=1)
+    of_ranks = ends.reshape(shop.placement.ranks, shop.operations_per_rank).max(axis=1)
     return int((of_ranks + np.array(shop.tails)).max())
