@@ -150,8 +150,8 @@ class Gpu:
             host=sheet.host * ACHIEVED.host,
             domain=sheet.domain,
             launch=LAUNCH,
-            latency_of_peers=LATENCIES[0],
-            latency_of_network=LATENCIES[1],
+            peer_latency=LATENCIES[0],
+            network_latency=LATENCIES[1],
             sms=sheet.sms,
             operands=sheet.bf16 * OPERANDS,
             kernel=KERNEL,
@@ -285,9 +285,9 @@ def parse_gpu(text: str) -> Gpu:
         )
     near, far = LATENCIES
     whole = replace(
-        Rates.as_a_whole(operations, network, host, peers),
-        latency_of_peers=near,
-        latency_of_network=far,
+        Rates.from_training_speed(operations, network, host, peers),
+        peer_latency=near,
+        network_latency=far,
     )
     if "memory" not in given:
         return Gpu(whole=whole)
