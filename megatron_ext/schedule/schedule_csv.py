@@ -57,7 +57,7 @@ def to_torch_csv(schedule: Schedule) -> str:
     if unknown is not None:
         raise ValueError(
             f"torch has no pass like {unknown} ({RULES[unknown.kind].does}): it knows F, I, W and "
-            f"B; torch.utils.checkpoint makes a stage's activations again within its backward pass"
+            f"B; torch.utils.checkpoint recomputes a stage's activations in its backward pass"
         )
     if opens_on_last_rank(schedule.placement.rank_of):
         rows = flip_rows(rows)

@@ -75,7 +75,7 @@ def effort() -> Effort:
         from megatron_ext.search import compiled
     except Exception as error:  # a numba that does not match its numpy may raise anything
         remark(
-            f"the search makes its small effort, without numba ({error}): with "
+            f"the search runs with small effort, without numba ({error}): with "
             f"pip install 'megatron_ext[search]' it finds better schedules in less time"
         )
         return small_effort()

@@ -269,7 +269,7 @@ class _PatternProgram:
         return most
 
     def _next(self, rank: int) -> _Ints:
-        """Return `most` of ``rank``, computed from that of the previous rank."""
+        """Return the table of `self.most` for ``rank``, computed from that of the previous rank."""
         before, transitions = self.most[rank - 1], self.transitions[rank]
         arrangements = self.arrangements[rank].starts.shape[1]
         width = before.shape[1] + max(transitions, default=0)

@@ -91,9 +91,12 @@ class PostValidation:
     def connect(
         self, messages: ValidationMessages, speculate: Callable[[Any], SpeculativeOptimizer]
     ) -> None:
-        """Speculate from now on, once it pays; before that every step is Megatron's own.
+        """Let steps overlap from now on, whenever few of the latest steps were clipped or skipped.
+        All other steps are Megatron's own.
 
-        ``speculate`` makes a `SpeculativeOptimizer` from Megatron's optimizer.
+        Args:
+            messages: validation messages between the ranks of this pipeline.
+            speculate: makes a `SpeculativeOptimizer` from Megatron's optimizer.
         """
         self._connection = _Connection(messages, speculate)
         self._start()

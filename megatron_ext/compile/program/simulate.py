@@ -174,7 +174,7 @@ def take_turns(
     """Return the same as `Graph.longest_paths` for copies that also wait until their link is free.
     The copy that could start first goes first."""
     start, end = list(earliest), [0.0] * len(lasts)
-    after = graph.before.turned
+    after = graph.before.inverse
     waiting: list[int] = np.diff(graph.before.bounds).tolist()
     free: dict[object, float] = {}
     ready = [(start[node], node) for node, count in enumerate(waiting) if not count]
