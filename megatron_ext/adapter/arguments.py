@@ -120,7 +120,7 @@ def prove_without_search(choice: Choice, problems: Sequence[Problem]) -> list[Pr
 
 
 def search_for_first(choice: Choice, problems: Sequence[Problem]) -> list[Program]:
-    """Return programs of ``choice``, the first of them exactly as it will run, for callers that
+    """Return programs of ``choice``. The first one is exactly as it will run, for callers that
     report its figures.
 
     Raises:

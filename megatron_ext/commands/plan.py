@@ -359,7 +359,7 @@ class _Sizes:
 
 @dataclass(frozen=True)
 class _Settings:
-    """Options that mean the same with a launch and without."""
+    """Options with the same meaning for a launch command and for a model."""
 
     costs: str | None
     memory_limit: str | None

@@ -183,7 +183,7 @@ def _row(cells: Sequence[str], where: str, slices: int) -> tuple[Action, ...]:
 
 
 def _parts(cell: str) -> list[str]:
-    """Return the actions in a cell: none, one, or those of a compound."""
+    """Return the actions in a cell: none, one, or the two of a pair."""
     compound = COMPOUND.fullmatch(cell.strip())
     if compound:
         return compound[1].split(";")
@@ -218,7 +218,7 @@ def _check_numbers(rows: Sequence[tuple[Action, ...]], name: str) -> None:
 
 
 def _check_forwards(rows: Sequence[tuple[Action, ...]], name: str) -> None:
-    """Raise ValueError if there are fewer actions than forward passes are needed.
+    """Raise ValueError if there are fewer actions than the forward passes that the table needs.
 
     This bounds the product of the numbers by the size of the file, too.
     """

@@ -215,7 +215,7 @@ def _known_with_recompute(problem: Problem) -> list[Rows]:
 
 
 def _known(problem: Problem) -> list[Rows]:
-    """Return the schedules that need no search, some of them over the limit."""
+    """Return the schedules that need no search. Some of them may exceed the memory limit."""
     rows = [_one_at_a_time(problem)]
     for choice in on_placement(problem.placement):
         if problem.slices.count > 1 and not choice.traits.takes_slices:

@@ -226,7 +226,7 @@ def _last_start(problem: Problem) -> float:
 
 @dataclass
 class _Bounds:
-    """Deadlines, or spans, that lead to one and the same filling.
+    """Interval of deadlines, or of spans, that all lead to the same filling.
 
     A deadline decides only whether a rank may idle, so every deadline between two neighbouring
     decisions places all W alike.

@@ -67,8 +67,8 @@ class TracedStep:
 def beside(
     iteration: int, measured: Timeline, simulated: Timeline, clock_error: float
 ) -> TracedStep:
-    """Return ``measured`` with its prediction, scaled to the same work and moved to the same
-    start."""
+    """Return ``measured`` together with its prediction, which is scaled to the same work and moved
+    to the same start."""
     (step,) = beside_all([iteration], [measured], [simulated], clock_error)
     return step
 

@@ -164,7 +164,7 @@ class ArrangedSteps:
 
 
 class _Agreement:
-    """Compares arrangements with those of all other ranks that have a loader."""
+    """Compares the order of microbatches on all ranks that have a loader."""
 
     def __init__(self) -> None:
         store = store_of_all() if dist.is_initialized() else None
