@@ -42,8 +42,8 @@ def print_tables(made: JobPlan) -> None:
 
 
 def _print_plan(made: JobPlan) -> None:
-    """Print each schedule with its best treatment of the vocabulary; schedules that are not stable
-    stand in a table of their own."""
+    """Print each schedule with its best treatment of the vocabulary; schedules that are not
+    recommended stand in a table of their own."""
     plan = made.plan
     best = plan.best_of_each
     recommendable = [candidate for candidate in best if candidate in plan.recommendable]

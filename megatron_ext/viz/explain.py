@@ -97,7 +97,7 @@ def _no_delay(action: Action) -> float:
 
 
 class _Step:
-    """A measured step whose passes and messages can be replayed with their predicted times."""
+    """A measured step that can be replayed with other times of its passes and messages."""
 
     def __init__(self, measured: Timeline, predicted: Timeline) -> None:
         self.measured = measured
