@@ -177,6 +177,23 @@ def _check(
     report.findings += _check_restarts(args, launch.max_restarts)
 
 
+def _check_restarts(args: Any, max_restarts: int) -> list[Finding]:
+    """Check that ranks which the launcher starts again, up to ``max_restarts`` times, continue from
+    a checkpoint. They are new processes, and have nothing else of the old ones."""
+    if not max_restarts:
+        return []
+    text = f"up to {max_restarts}, each with new processes on all ranks"
+    if args.save is None:
+        text += ": without --save each begins at iteration 0"
+        fix = "add --save FOLDER --save-interval N --load FOLDER"
+        return [Finding(Severity.REMARK, "restarts", text, fix)]
+    if args.load != args.save:
+        begins = "at iteration 0" if args.load is None else f"from {args.load}"
+        text += f": each begins {begins}, not from what this run has saved"
+        return [Finding(Severity.REMARK, "restarts", text, f"write --load {args.save}")]
+    return [Finding(Severity.RIGHT, "restarts", f"{text}, from the last checkpoint in {args.save}")]
+
+
 def _planned(
     report: Report, launch: Launch, config: PipelineConfig, world_size: int, room: int | None
 ) -> tuple[str, ...]:
@@ -493,20 +510,3 @@ def _judge_memory(report: Report, totals: Sequence[float], room: int | None) -> 
         report.add(Severity.WRONG, "memory", text, fix)
     else:
         report.add(Severity.RIGHT, "memory", f"{text}; a GPU has {bytes_text(room)}")
-
-
-def _check_restarts(args: Any, max_restarts: int) -> list[Finding]:
-    """Check that ranks which the launcher starts again, up to ``max_restarts`` times, continue from
-    a checkpoint. They are new processes, and have nothing else of the old ones."""
-    if not max_restarts:
-        return []
-    text = f"up to {max_restarts}, each with new processes on all ranks"
-    if args.save is None:
-        text += ": without --save each begins at iteration 0"
-        fix = "add --save FOLDER --save-interval N --load FOLDER"
-        return [Finding(Severity.REMARK, "restarts", text, fix)]
-    if args.load != args.save:
-        begins = "at iteration 0" if args.load is None else f"from {args.load}"
-        text += f": each begins {begins}, not from what this run has saved"
-        return [Finding(Severity.REMARK, "restarts", text, f"write --load {args.save}")]
-    return [Finding(Severity.RIGHT, "restarts", f"{text}, from the last checkpoint in {args.save}")]
