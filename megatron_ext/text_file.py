@@ -124,6 +124,6 @@ def _print(file: Path, number: int) -> None:
 
 
 def write_text_file(path: Path, text: str) -> None:
-    """Write ``text`` to ``path`` as a whole, or leave what is there (`whole_file`)."""
+    """Write the whole of ``text`` to ``path``, or leave the file as it was (`whole_file`)."""
     with whole_file(path) as begun:
         begun.write_text(text, encoding="utf-8")

@@ -66,7 +66,7 @@ class Patch:
     needless: Mapping[str, str] = _ANY_SOURCE
 
     def is_needless(self, original: Any) -> bool:
-        """Whether ``original`` does by itself what this patch is for."""
+        """Whether ``original`` needs no patch, because this Megatron does what the patch is for."""
         return bool(self.needless) and source_digest(original) in self.needless.values()
 
     def build(self, original: Any) -> Any:

@@ -73,7 +73,8 @@ def is_allowed(target: str, digest: str) -> bool:
 
 
 def allowance(unknown: list[UnknownSource]) -> str:
-    """Return the value of `ALLOW_UNKNOWN` that allows these sources and those allowed already."""
+    """Return the value of `ALLOW_UNKNOWN` that allows these sources in addition to those allowed
+    already."""
     allowed = _allowed(os.environ.get(ALLOW_UNKNOWN, ""))
     targets = {source.target for source in unknown}
     kept = [entry for entry in allowed if entry.partition("@")[0] not in targets]

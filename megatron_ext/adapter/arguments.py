@@ -120,7 +120,7 @@ def prove_without_search(choice: Choice, problems: Sequence[Problem]) -> list[Pr
 
 
 def search_for_first(choice: Choice, problems: Sequence[Problem]) -> list[Program]:
-    """Return programs of ``choice``, the first of them exactly as it will run, for callers that
+    """Return programs of ``choice``. The first one is exactly as it will run, for callers that
     report its figures.
 
     Raises:
@@ -151,7 +151,7 @@ def check_race(args: Any, config: PipelineConfig, prove: Prove) -> dict[str, lis
                 refuse_order(args, program.schedule)
                 check_order(program)
         except ValueError as error:
-            raise ValueError(f"{flag('race')}: {choice.spec} cannot be in it: {error}") from error
+            raise ValueError(f"{flag('race')}: {choice.spec} cannot race: {error}") from error
     return made
 
 
@@ -219,7 +219,7 @@ def _refuse_multi_token_prediction(args: Any, config: PipelineConfig) -> None:
     if is_tied and args.save and args.ckpt_format == "torch_dist":
         raise ValueError(
             "--save: Megatron cannot write a torch_dist checkpoint of multi-token prediction with "
-            "tied embeddings (--mtp-num-layers) from a pipeline, under no schedule: write "
+            "tied embeddings (--mtp-num-layers) from a pipeline, under any schedule: write "
             "--untie-embeddings-and-output-weights, or drop --save"
         )
 
@@ -264,9 +264,8 @@ def _check_one_order(config: PipelineConfig) -> None:
         )
     if config.costs.profile is not None:
         raise ValueError(
-            f"{flag('costs')} {config.costs} does not go with {graphs}: with the costs that are "
-            f"measured the order may change after it was captured; write 'estimate', or a costs "
-            f"file"
+            f"{flag('costs')} {config.costs} does not go with {graphs}: measured costs may change "
+            f"the order of passes after it was captured; write 'estimate', or a costs file"
         )
 
 

@@ -144,10 +144,10 @@ def _refuse_recompute_order(schedule: Schedule) -> None:
         for forward, backward in zip(forwards[stage], backwards, strict=True):
             if forward.microbatch != backward.microbatch:
                 raise ValueError(
-                    f"{schedule.name} has {backward} where {forward}'s backward pass would be in "
-                    f"the order of stage {stage}'s forward passes, and with --fp8-recipe delayed "
-                    f"Transformer Engine recomputes passes with the scales of that order: keep it, "
-                    f"write another recipe, or recompute nothing"
+                    f"{schedule.name} runs {backward} before the backward pass of {forward}, and "
+                    f"with --fp8-recipe delayed Transformer Engine recomputes passes with FP8 "
+                    f"scales in the order of stage {stage}'s forward passes: run backward passes "
+                    f"in that order, write another recipe, or recompute nothing"
                 )
 
 

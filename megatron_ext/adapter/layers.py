@@ -63,7 +63,7 @@ def layers_of_stages(settings: Any, placement: Placement) -> list[int]:
 
 
 def is_megatrons_own(placement: Placement) -> bool:
-    """Whether Megatron places its virtual stages like this by itself: on a line or a loop."""
+    """Whether this is a placement of Megatron's own: a line or a loop."""
     return placement.rank_of == tuple(range(placement.ranks)) * placement.chunks
 
 

@@ -311,9 +311,9 @@ class Programs:
         return self._made_longer_or_shorter(self.choice.without_search)
 
     def _made_longer_or_shorter(self, choice: Choice) -> Choice:
-        """Return ``choice``, which uses the result of a search for the same problem, extended or
-        shortened, if there is one of enough microbatches. All ranks derive the same schedule from
-        it."""
+        """Return ``choice`` with the result of an earlier search for another number of
+        microbatches, extended or shortened, if there is one of enough microbatches. All ranks
+        derive the same schedule from it."""
 
         def build(problem: Problem) -> Schedule:
             known = self._found.get(_but_for_length(choice, problem))
@@ -523,7 +523,7 @@ def _search(choice: Choice, problem: Problem) -> tuple[Program, dict[tuple[str, 
 
 
 def _but_for_length(choice: Choice, problem: Problem) -> tuple[str, str]:
-    """Return the key of ``choice`` and ``problem`` that is the same for all numbers of
+    """Return a key of ``choice`` and ``problem`` that does not depend on the number of
     microbatches."""
     return choice.spec, repr(replace(problem, microbatches=1))
 

@@ -147,7 +147,7 @@ def tables(models: Sequence[torch.nn.Module]) -> tuple[Tensor, Tensor]:
 
 
 def await_tables(models: Sequence[torch.nn.Module]) -> None:
-    """Wait for the gathers of this rank's parts, after those of the step have begun.
+    """Wait for the gathers of this rank's parameters, once all gathers of the step have begun.
 
     With overlapped gathers a reader of a weight waits for it first; Megatron has hooks for that on
     each module's call, but our passes call no module. A wait before the step's gathers would gather

@@ -28,7 +28,8 @@ def doctor(
     world_size: Annotated[
         int | None,
         typer.Option(
-            help="Number of ranks. Default: the number in torchrun's flags, or one copy of the "
+            help="Number of ranks. Default: the number in torchrun's flags, or the ranks of one "
+            "copy of the "
             "model."
         ),
     ] = None,

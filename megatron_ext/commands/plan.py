@@ -171,9 +171,10 @@ def plan(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Microbatches that differ: a line for each, step after step, with the lengths of "
-            "its documents, or with costs alone its cost. Says what ordering them, dealing them to "
-            "the replicas, and a program for their places gains under the verdict.",
+            help="File of unequal microbatches: a line for each, step after step, with the lengths "
+            "of its documents, or without a model its cost. The plan says what is gained by "
+            "ordering them, by dealing them to replicas, and by a program made for the mean cost "
+            "at each position in the step.",
         ),
     ] = None,
     config: Annotated[
@@ -196,7 +197,8 @@ def plan(
     world_size: Annotated[
         int | None,
         typer.Option(
-            help="Number of ranks. Default: the number in torchrun's flags, or one copy of the "
+            help="Number of ranks. Default: the number in torchrun's flags, or the ranks of one "
+            "copy of the "
             "model."
         ),
     ] = None,
@@ -294,9 +296,9 @@ def _show_sizes(source: _Source, sizes: _Sizes, settings: _Settings, *, as_json:
     if time.is_short:
         typer.echo(f"{time.why_short}: some alternatives were not compared", err=True)
     if made.best is None and time.is_short:
-        raise ValueError("nothing was compared in that time")
+        raise ValueError("the time ended before any sizes were compared")
     if made.best is None:
-        raise ValueError("no sizes fit, as estimated: more GPUs, or a GPU with more memory, would")
+        raise ValueError("no sizes fit, as estimated: take more GPUs, or GPUs with more memory")
 
 
 def _why_nothing_fits(made: JobPlan) -> str:
@@ -327,8 +329,8 @@ def _seen_in(trace: Path) -> _Seen:
     seen = _Seen(reserved_in(steps), speeds_in(steps))
     if seen == _Seen():
         raise ValueError(
-            f"--trace {trace} tells nothing for a plan: no rank is slow there, and only a trace "
-            f"that is made on GPUs says what an allocator reserves"
+            f"--trace {trace} has nothing that a plan uses: no rank is slow, and only a trace of "
+            f"GPUs has the memory that their allocators reserved"
         )
     return seen
 
@@ -357,7 +359,7 @@ class _Sizes:
 
 @dataclass(frozen=True)
 class _Settings:
-    """Options that mean the same with a launch and without."""
+    """Options with the same meaning for a launch command and for a model."""
 
     costs: str | None
     memory_limit: str | None

@@ -42,7 +42,8 @@ def print_tables(made: JobPlan) -> None:
 
 
 def _print_plan(made: JobPlan) -> None:
-    """Print each schedule with its best treatment of the vocabulary; less tried ones apart."""
+    """Print each schedule with its best treatment of the vocabulary; schedules that are not
+    recommended stand in a table of their own."""
     plan = made.plan
     best = plan.best_of_each
     recommendable = [candidate for candidate in best if candidate in plan.recommendable]
@@ -81,7 +82,8 @@ _TOO_FULL = re.compile(r"([\d.]+ [KMGT]?i?B) more than it may$")
 
 
 def _print_refusals(refusals: Iterable[tuple[str, VocabMethod, str]]) -> None:
-    """Print one line for all schedules that are refused for the same reason, figures apart."""
+    """Print one line for all schedules that are refused for the same reason, whatever its
+    figures."""
     names: dict[str, dict[str, list[VocabMethod]]] = {}
     least: dict[str, tuple[float, str]] = {}
     for name, method, why in refusals:

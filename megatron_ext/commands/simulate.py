@@ -457,7 +457,7 @@ def _certified(certificate: Certificate | None) -> dict[str, float | None]:
 
 
 def _differing(text: str | None, microbatches: int, replicas: int) -> MicrobatchLoads | None:
-    """Return the microbatches that ``text`` says; None if it is None."""
+    """Return the unequal microbatches that ``text`` describes; None if it is None."""
     if text is None:
         if replicas > 1:
             raise ValueError(

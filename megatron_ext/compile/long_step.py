@@ -164,8 +164,7 @@ def _with_periods(
 
 
 def _holds_as_much(schedule: Schedule, part: RepeatingPart, amount: Amount) -> bool:
-    """Return whether every rank holds the same memory at both cuts, during the actions before
-    them."""
+    """Return whether every rank holds the same memory before both ends of the repeating part."""
     for row, (begin, end) in zip(schedule.rows, part.cuts, strict=True):
         before = list(held_during(row[:end], amount))
         if begin and abs(before[begin - 1] - before[-1]) > SAME * max(before):

@@ -1,4 +1,4 @@
-"""Gains of post-validation: the steps of some schedules overlap, those of others cannot."""
+"""Gains of post-validation, which lets the steps of some schedules overlap."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _LEAST = 1e-3  # of the makespan: a smaller gain is not worth it
 
 
 def is_gain(makespan: float, step: float) -> bool:
-    """Return whether overlapping steps of ``step`` seconds are worth it, compared with a single
-    step of ``makespan``."""
+    """Return whether overlapping steps, of ``step`` seconds each, are enough shorter than a single
+    step of ``makespan`` seconds."""
     return step < makespan * (1 - _LEAST)
 
 

@@ -298,8 +298,8 @@ def _find(name: str) -> FamilyEntry:
             return replace(entry, build=_remarking(entry.build, f"{name} is {entry.name} here"))
     if folded := _TWO_COPIES.get(name):
         raise ValueError(
-            f"{name} holds every stage twice; on the same GPUs that is half the pipeline ranks "
-            f"with data parallelism doubled, the same passes at the same times: halve "
+            f"{name} holds two copies of every stage. Half the pipeline ranks with twice the data "
+            f"parallelism run the same passes at the same times on the same GPUs: halve "
             f"--pipeline-model-parallel-size and write --pipeline-schedule {folded}"
         )
     known = (

@@ -115,9 +115,9 @@ def _with_hidden_exchanges(
     """Return ``costs`` without the time of tensor-parallel messages that other work overlaps.
 
     In F, a pair of matrices gathers before the first and scatters after the second, or it
-    all-reduces, which counts as two such halves; in I the other way round. In W, the repeated
-    gathers overlap the product before them. In a whole B, and in an I directly followed by its W,
-    the weight gradients of second matrices overlap the reductions of I.
+    all-reduces, which takes as long as both; in I it gathers before the second and scatters after
+    the first. In W, the repeated gathers overlap the product before them. In a whole B, and in an I
+    directly followed by its W, the weight gradients of second matrices overlap the reductions of I.
     """
     exchanges = [stage.forward.get(Group.TENSOR, 0.0) for stage in layers]
     seconds = dict(costs.seconds)

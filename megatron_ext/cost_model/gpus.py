@@ -123,7 +123,7 @@ class Gpu:
         """Return the rates that this GPU reaches in ``precision``.
 
         Raises:
-            ValueError: the GPU has no units for it.
+            ValueError: the GPU has no tensor cores for it.
         """
         if self.whole is not None:
             return self.whole
@@ -138,7 +138,9 @@ class Gpu:
         }[precision]
         if not linear:
             able = ", ".join(name for name, gpu in GPUS.items() if gpu.can(precision))
-            raise ValueError(f"this GPU has no units for {precision}: plan for one of {able}")
+            raise ValueError(
+                f"this GPU has no tensor cores for {precision}: plan for one of {able}"
+            )
         return Rates(
             linear=linear,
             grouped=linear * ACHIEVED.grouped,
@@ -150,8 +152,8 @@ class Gpu:
             host=sheet.host * ACHIEVED.host,
             domain=sheet.domain,
             launch=LAUNCH,
-            latency_of_peers=LATENCIES[0],
-            latency_of_network=LATENCIES[1],
+            peer_latency=LATENCIES[0],
+            network_latency=LATENCIES[1],
             sms=sheet.sms,
             operands=sheet.bf16 * OPERANDS,
             kernel=KERNEL,
@@ -213,7 +215,7 @@ GPU = GPUS["h100"].rates()
 
 
 def assumed_rates(precision: Precision) -> Rates:
-    """Return the rates of an H100, or of a B200 if an H100 has no units for ``precision``."""
+    """Return the rates of an H100, or of a B200 if an H100 cannot compute in ``precision``."""
     gpu = GPUS["h100"]
     return (gpu if gpu.can(precision) else GPUS["b200"]).rates(precision)
 
@@ -285,9 +287,9 @@ def parse_gpu(text: str) -> Gpu:
         )
     near, far = LATENCIES
     whole = replace(
-        Rates.as_a_whole(operations, network, host, peers),
-        latency_of_peers=near,
-        latency_of_network=far,
+        Rates.from_training_speed(operations, network, host, peers),
+        peer_latency=near,
+        network_latency=far,
     )
     if "memory" not in given:
         return Gpu(whole=whole)

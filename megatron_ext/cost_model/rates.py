@@ -1,4 +1,4 @@
-"""Rates that a rank reaches on its machine, in operations and in bytes per second."""
+"""Rates that a rank achieves on its machine, in floating-point operations and bytes per second."""
 
 from __future__ import annotations
 
@@ -11,35 +11,36 @@ from megatron_ext.cost_model.messages.collectives import ring_latency
 from megatron_ext.cost_model.operations.matrix_products import TensorCores
 from megatron_ext.cost_model.operations.operation import Engine, Exchange, Group, Operation
 
-_NODE = 8  # GPUs
+_GPUS_PER_NODE = 8
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates that a rank achieves, as opposed to peak rates.
+    """Rates that a rank achieves, which are lower than the peak rates of its GPU.
 
     Attributes:
-        linear: floating-point operations per second of layers' matrices, in the run's precision.
-        grouped: the same for experts' matrices.
-        matrix: the same for other matrices, which are in 16 bits.
-        attention: the same for attention, and for recurrences.
-        memory: bytes per second to and from the GPU's memory; inf: not counted.
-        network: bytes of messages per second between nodes.
-        peers: bytes per second to GPUs within a `domain`.
-        host: bytes per second to the host or back, each direction at once.
-        domain: number of GPUs that are connected at ``peers``.
+        linear: floating-point operations per second in products with layers' weights, in the run's
+            precision.
+        grouped: the same in products with experts' weights.
+        matrix: the same in other products, which are in 16 bits.
+        attention: the same in attention and in recurrences.
+        memory: bytes per second to and from the GPU's memory; inf: this time is not counted.
+        network: bytes per second to GPUs beyond the `domain`, over the network.
+        peers: bytes per second to GPUs within the `domain`.
+        host: bytes per second to the host, and at the same time as many back.
+        domain: number of GPUs that NVLink connects, at the rate ``peers``.
         launch: seconds that a pass takes in addition to its operations.
-        latency_of_peers, latency_of_network: seconds of a short message. A long one takes them in
-            addition.
-        sms: streaming multiprocessors, which determine the waves of a product of some shape; 0:
-            shapes do not count, and collectives have no latency.
-        operands: bytes per second from the second-level cache.
-        kernel: seconds between two kernels.
-        attention_backward: rate of attention's backward pass; 0: as ``attention``.
-        measured: measurements of a model on this machine, to which estimates are scaled; None:
+        peer_latency, network_latency: seconds that a message takes in addition to its bytes.
+        sms: streaming multiprocessors, which determine the number of waves of a matrix product; 0:
+            shapes do not matter, and collectives have no latency.
+        operands: bytes per second from the L2 cache.
+        kernel: seconds from the end of a kernel to the start of the next.
+        attention_backward: floating-point operations per second of attention's backward pass; 0:
+            as ``attention``.
+        measured: measurements of a model on this machine, to which estimates are scaled; None if
             there are none.
-        factors: measured over estimated seconds of single operations on this machine, by their
-            shapes; None: none were measured.
+        factors: ratios of measured to estimated seconds of single operations on this machine, by
+            shape; None if none were measured.
     """
 
     linear: float
@@ -50,10 +51,10 @@ class Rates:
     network: float
     peers: float
     host: float
-    domain: int = _NODE
+    domain: int = _GPUS_PER_NODE
     launch: float = 0.0
-    latency_of_peers: float = 0.0
-    latency_of_network: float = 0.0
+    peer_latency: float = 0.0
+    network_latency: float = 0.0
     sms: int = 0
     operands: float = math.inf
     kernel: float = 0.0
@@ -63,15 +64,15 @@ class Rates:
 
     @property
     def to_neighbours(self) -> tuple[float, float]:
-        """Bytes per second from one pipeline rank to the next: within a domain, and beyond it."""
+        """Bytes per second from one pipeline rank to the next, within a domain and beyond it."""
         links = Links() if self.measured is None else self.measured.links
         return links.within or self.peers, links.between or self.network
 
     @property
     def latencies(self) -> tuple[float, float]:
-        """Seconds of a short message from one pipeline rank to the next: within a domain, and
-        beyond it."""
-        return self.latency_of_peers, self.latency_of_network
+        """Seconds of a short message from one pipeline rank to the next, within a domain and beyond
+        it."""
+        return self.peer_latency, self.network_latency
 
     @property
     def ranks_of_node(self) -> int:
@@ -80,11 +81,13 @@ class Rates:
         return links.ranks_of_node or self.domain
 
     @classmethod
-    def as_a_whole(cls, operations: float, network: float, host: float, peers: float) -> Rates:
+    def from_training_speed(
+        cls, operations: float, network: float, host: float, peers: float
+    ) -> Rates:
         """Return the rates of a machine on which only the speed of whole trainings is known.
 
-        Single operations have no rates then. ``operations`` per second include attention, norms and
-        waiting.
+        All operations have the same rate, ``operations`` per second, which includes the time of
+        norms and of waiting.
         """
         return cls(
             operations,
@@ -99,11 +102,11 @@ class Rates:
         )
 
     def seconds_of(self, operation: Operation) -> tuple[float, float, float]:
-        """Return the seconds of F, I and W of ``operation``. W is part of I if the operation's
-        backward pass is unsplit.
+        """Return the seconds of F, I and W of ``operation``. I includes W if its backward pass
+        cannot be split.
 
-        A kernel loads its data while it computes, so each kernel takes the longer of the two times.
-        The kernels of a layer run one after the other, so their times add up.
+        A kernel moves its data while it computes, so it takes the longer of the two times. The
+        kernels of a layer run one after the other, so their times add up.
         """
         moved = operation.moved
         computed = self._computed(operation)
@@ -122,7 +125,7 @@ class Rates:
         return forward, backward, weights
 
     def _computed(self, operation: Operation) -> tuple[float, float, float]:
-        """Return the seconds of the floating-point operations of F, I and W."""
+        """Return the seconds that F, I and W compute."""
         flops, engine = operation.flops, self._engine(operation.engine)
         product = operation.product
         if product is None or not self.sms:
@@ -131,7 +134,7 @@ class Rates:
                 backward = self.attention_backward
             return (
                 flops.forward / engine,
-                (flops.input_gradient + operation.again) / backward,
+                (flops.input_gradient + operation.recomputed_flops) / backward,
                 flops.weight_gradient / engine,
             )
         cores = TensorCores(engine, self.operands, self.operands, self.sms)
@@ -143,7 +146,7 @@ class Rates:
         return forward, backward, weights
 
     def _factors(self, operation: Operation) -> tuple[float, float, float]:
-        """Measured over estimated seconds of F, I and W of ``operation``."""
+        """Return the ratios of measured to estimated seconds of F, I and W of ``operation``."""
         product, factors = operation.product, self.factors
         if factors is None:
             return 1.0, 1.0, 1.0
@@ -172,8 +175,8 @@ class Rates:
         return math.inf
 
     def seconds_to_exchange(self, exchange: Exchange) -> tuple[float, float]:
-        """Return the seconds that F and I wait for ``exchange``. Bytes to peers and bytes to other
-        nodes move at the same time."""
+        """Return the seconds that F and I wait for ``exchange``. Bytes within a domain and bytes to
+        other domains move at the same time."""
         ranks, choices = exchange.ranks, exchange.choices
         near = max(min(ranks, self.domain // exchange.stride), 1)
         nodes = ranks / near
@@ -182,32 +185,33 @@ class Rates:
         within = (near - 1) / (near if choices else ranks)
         to_peers = of_ranks * within / self.peers
         to_others = of_nodes * (nodes - 1) / nodes / self.network
-        a_byte = max(to_peers, to_others)
+        seconds_per_byte = max(to_peers, to_others)
         latency = 0.0
         if self.sms:
-            latency = ring_latency(exchange.halves, exchange.collectives, near, nodes)
+            latency = ring_latency(exchange.ring_passes, exchange.collectives, near, nodes)
         forward, backward = (
-            (moved * a_byte + (latency if moved else 0.0)) * self._factor_of(exchange, moved)
+            (moved * seconds_per_byte + (latency if moved else 0.0))
+            * self._factor_of(exchange, moved)
             for moved in (exchange.moved.forward, exchange.moved.input_gradient)
         )
         return forward, backward
 
     def _factor_of(self, exchange: Exchange, moved: float) -> float:
-        """Return measured over estimated seconds of ``exchange``, which moves ``moved`` bytes."""
+        """Return the ratio of measured to estimated seconds of ``exchange``, of ``moved`` bytes."""
         if self.factors is None:
             return 1.0
         if exchange.group is Group.TENSOR:
-            return self.factors.of_gather(moved / exchange.halves)
+            return self.factors.of_gather(moved / exchange.ring_passes)
         if exchange.group is Group.EXPERT and not exchange.choices:
             return self.factors.of_exchange(moved / 2)  # there and back
         return 1.0
 
 
 def _distinct(places: float, choices: int) -> float:
-    """Return the expected number of distinct places, out of ``places``, among ``choices`` random
-    ones."""
+    """Return the expected number of distinct places if ``choices`` are drawn at random from
+    ``places``."""
     return places * (1 - (1 - 1 / places) ** choices)
 
 
-# A CPU: one core, gloo over loopback, its memory.
-CPU = Rates.as_a_whole(operations=20e9, network=1e9, host=5e9, peers=1e9)
+# One core of a CPU, with gloo over the loopback interface.
+CPU = Rates.from_training_speed(operations=20e9, network=1e9, host=5e9, peers=1e9)

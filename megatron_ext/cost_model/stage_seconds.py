@@ -17,7 +17,7 @@ from megatron_ext.cost_model.measured.scale import (
     Scale,
 )
 from megatron_ext.cost_model.model import Model, Stage
-from megatron_ext.cost_model.operations.ends import embedding, output_layer, projection_of_depth
+from megatron_ext.cost_model.operations.ends import embedding, mtp_projection, output_layer
 from megatron_ext.cost_model.operations.operation import Engine, Exchange, Group, Part
 from megatron_ext.cost_model.operations.parts import part_of
 from megatron_ext.cost_model.rates import Rates
@@ -58,7 +58,7 @@ class PassSeconds:
         )
         return forward, backward, weights
 
-    def run_again(self) -> PassSeconds:
+    def with_recompute(self) -> PassSeconds:
         """Return these seconds with F recomputed in I."""
         recomputed = PassSeconds(input_gradient=self.forward, squared=(0.0, self.squared[0]))
         return summed([self, recomputed])
@@ -145,14 +145,14 @@ def _of_layer(
     layer: str, is_recomputed: bool, model: Model, execution: Execution, rates: Rates
 ) -> PassSeconds:
     parts = [_of_part(part_of(symbol, model, execution), execution, rates) for symbol in layer]
-    return summed(parts).run_again() if is_recomputed else summed(parts)
+    return summed(parts).with_recompute() if is_recomputed else summed(parts)
 
 
 def _of_depth(model: Model, execution: Execution, rates: Rates) -> PassSeconds:
-    projection = _of_part(projection_of_depth(model, execution), execution, rates)
+    projection = _of_part(mtp_projection(model, execution), execution, rates)
     layer = _of_layer(model.mtp_layer, False, model, execution, rates)
     both = summed([projection, layer])
-    return both.run_again() if execution.recompute else both
+    return both.with_recompute() if execution.recompute else both
 
 
 def _of_part(part: Part, execution: Execution, rates: Rates) -> PassSeconds:

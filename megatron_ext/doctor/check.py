@@ -28,8 +28,7 @@ from megatron_ext.doctor.flags import (
     with_variables,
 )
 from megatron_ext.doctor.paths import check_checkpoints, check_data, check_tokenizer_files
-from megatron_ext.doctor.report import Prediction, RankPrediction, Report, Severity
-from megatron_ext.doctor.restarts import check_restarts
+from megatron_ext.doctor.report import Finding, Prediction, RankPrediction, Report, Severity
 from megatron_ext.launch import without
 from megatron_ext.launch_command.importing import as_on, quickly, silently
 from megatron_ext.launch_command.words import Launch
@@ -175,7 +174,24 @@ def _check(
             report.findings += check_data(args, prefixes)
     report.findings += check_dataset_helpers()
     report.findings += check_checkpoints(args, needed)
-    report.findings += check_restarts(args, launch.max_restarts)
+    report.findings += _check_restarts(args, launch.max_restarts)
+
+
+def _check_restarts(args: Any, max_restarts: int) -> list[Finding]:
+    """Check that ranks which the launcher starts again, up to ``max_restarts`` times, continue from
+    a checkpoint. They are new processes, and have nothing else of the old ones."""
+    if not max_restarts:
+        return []
+    text = f"up to {max_restarts}, each with new processes on all ranks"
+    if args.save is None:
+        text += ": without --save each begins at iteration 0"
+        fix = "add --save FOLDER --save-interval N --load FOLDER"
+        return [Finding(Severity.REMARK, "restarts", text, fix)]
+    if args.load != args.save:
+        begins = "at iteration 0" if args.load is None else f"from {args.load}"
+        text += f": each begins {begins}, not from what this run has saved"
+        return [Finding(Severity.REMARK, "restarts", text, f"write --load {args.save}")]
+    return [Finding(Severity.RIGHT, "restarts", f"{text}, from the last checkpoint in {args.save}")]
 
 
 def _planned(

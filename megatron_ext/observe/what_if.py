@@ -194,11 +194,11 @@ def _tried(
     if costs is None:
         stages = seen.schedule.placement.stages
         raise ValueError(
-            f"it has {placement.stages} stages, into which the {stages} measured ones cannot be cut"
+            f"its {placement.stages} stages cannot be made of the {stages} measured stages"
         )
     problem = Problem(placement, seen.microbatches, costs)
     if (_FITTED if entry.traits.uses_costs else _BUILT) * seconds_to_build(problem) > left:
-        raise ValueError("there was no time left for it")
+        raise ValueError("the time for comparisons ended before it")
     program = build_program(choice, problem)
     if program.schedule.compute_rows == seen.schedule.rows:
         return
@@ -216,7 +216,7 @@ def _tried(
     if free.step < (1 - _WORTH) * (stock if within is None else within).step:
         yield free
     elif within is None:
-        raise ValueError("it holds more, and gains nothing by it")
+        raise ValueError("it needs more memory and is no faster")
 
 
 def _prospect(name: str, program: Program, seen: SeenCosts, stock: Prospect | None) -> Prospect:

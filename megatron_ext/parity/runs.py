@@ -73,8 +73,8 @@ def run_both(
                 raise ValueError(f"A's run wrote no checkpoint: see {folder}/checkpoint.log")
         except ValueError as error:
             raise ValueError(
-                f"{error}\nIf it is this model that cannot be saved: lines that place layers alike "
-                f"need no checkpoint, with --from-seed"
+                f"{error}\nIf Megatron cannot save this model, add --from-seed: no checkpoint is "
+                f"needed if both commands place layers alike"
             ) from None
         _room(folder, 3 * _size(checkpoint), "3 recordings")
         load = ["--load", str(checkpoint), "--ckpt-format", "torch_dist"]

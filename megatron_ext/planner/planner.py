@@ -148,8 +148,8 @@ class _Comparison:
         work.done += len(pairs)
 
     def _is_known_enough(self, candidate: Candidate) -> bool:
-        """Return whether a search would gain next to nothing, or would begin with a step that is no
-        better than those of others that need no search."""
+        """Return whether ``candidate`` needs no search: its step without one is close to the bound,
+        or no shorter than the best so far."""
         best = self._best
         return is_close(candidate) or (best is not None and candidate.step >= best.step)
 

@@ -152,7 +152,7 @@ def _check(a: RunRecording, b: RunRecording, again: RunRecording | None) -> None
             )
     for run in (a, b):
         if why := standstill(run):
-            raise ValueError(f"{run.folder} is no proof of anything: {why}")
+            raise ValueError(f"{run.folder} proves nothing: {why}")
 
 
 def _verdict(

@@ -124,7 +124,7 @@ def whole_of(microbatch: int) -> int:
 
 
 def tokens_of(microbatch: int) -> float:
-    """Return the share of its microbatch's tokens that ``microbatch`` has: 1 if it is no slice."""
+    """Return the share of a microbatch's tokens: 1 for a whole microbatch, less for a slice."""
     return microbatch.end - microbatch.begin if isinstance(microbatch, Slice) else 1.0
 
 

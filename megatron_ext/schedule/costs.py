@@ -383,7 +383,7 @@ class Costs:
         return launch + (rest - launch) * tokens + squared * attended
 
     def _at_place(self, kind: Kind, microbatch: int) -> float:
-        """Return the seconds of ``kind`` for ``microbatch`` over those of a mean one."""
+        """Return the seconds of ``kind`` for ``microbatch`` relative to a mean microbatch."""
         factors = self.at_places.get(kind)
         return 1.0 if factors is None else factors[microbatch]
 
@@ -403,7 +403,7 @@ class Costs:
         return self.slices.launch[stage] if self.slices.launch and is_launched else 0.0
 
     def _of_recompute(self, repeats: Kind, action: Action) -> float:
-        """Return the seconds of R: those of the pass that it repeats, unless they are given.
+        """Return the seconds of R: as given, or else those of the forward pass that it repeats.
 
         A slice takes the same share of R as of the pass that R repeats."""
         if not self.passes.recompute:
@@ -486,8 +486,8 @@ class Costs:
         )
 
     def saved_by(self, forward: Action, backward: Action) -> float:
-        """Return the seconds that the two passes save side by side: at most those of the shorter
-        one."""
+        """Return the seconds that two passes save by running as a pair, at most the seconds of the
+        shorter pass."""
         table = self.overlap.hidden.get(backward.kind) or self.overlap.hidden.get(
             Kind.BACKWARD_INPUT
         )

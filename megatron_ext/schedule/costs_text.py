@@ -266,8 +266,8 @@ def _with_vocabulary(
         part = figures[key] if isinstance(figures[key], list) else [figures[key]]
         if len(part) != size:
             raise ValueError(
-                f"costs {what}: {key} is {size} figures, of {passes} (one microbatch through the "
-                f"whole of it), not {len(part)}"
+                f"costs {what}: {key} has {len(part)} figures instead of {size}, the times of "
+                f"{passes} for one microbatch"
             )
         _check_figures(f"{what}, {key}", part)
         parts[key] = tuple(map(float, part))

@@ -82,8 +82,8 @@ class Source(enum.Enum):
 
 @dataclass(frozen=True)
 class Need:
-    """A dependency on one of ``kinds``, of the same microbatch or slice. It counts only if there is
-    such an action."""
+    """Dependency on an action of one of ``kinds`` for the same microbatch or slice. It counts only
+    if there is such an action."""
 
     kinds: tuple[Kind, ...]
     source: Source = Source.OWN

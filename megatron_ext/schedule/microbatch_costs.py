@@ -1,7 +1,7 @@
-"""Text form of the microbatches of several steps, and what their passes take.
+"""Text form of unequal microbatches of several steps, and the times of their passes.
 
-A pass grows with the tokens of its microbatch, and its attention with the squared lengths of the
-documents in it: attention stays inside documents.
+The time of a pass is proportional to the tokens of its microbatch, except attention, which is
+proportional to the sum of its documents' squared lengths, as attention stays inside documents.
 """
 
 from __future__ import annotations

@@ -301,7 +301,8 @@ class Problem:
 
     @cached_property
     def examples(self) -> tuple[int, ...]:
-        """The microbatches, or slices of one, whose passes differ: all others repeat them."""
+        """The microbatches, or slices of one microbatch, whose passes differ. All other
+        microbatches have the same costs as these."""
         return tuple(range(self.microbatches)) if self.costs.at_places else self.parts(0)
 
     @cached_property

@@ -57,7 +57,7 @@ def to_torch_csv(schedule: Schedule) -> str:
     if unknown is not None:
         raise ValueError(
             f"torch has no pass like {unknown} ({RULES[unknown.kind].does}): it knows F, I, W and "
-            f"B; torch.utils.checkpoint makes a stage's activations again within its backward pass"
+            f"B; torch.utils.checkpoint recomputes a stage's activations in its backward pass"
         )
     if opens_on_last_rank(schedule.placement.rank_of):
         rows = flip_rows(rows)
@@ -183,7 +183,7 @@ def _row(cells: Sequence[str], where: str, slices: int) -> tuple[Action, ...]:
 
 
 def _parts(cell: str) -> list[str]:
-    """Return the actions in a cell: none, one, or those of a compound."""
+    """Return the actions in a cell: none, one, or the two of a pair."""
     compound = COMPOUND.fullmatch(cell.strip())
     if compound:
         return compound[1].split(";")
@@ -218,7 +218,7 @@ def _check_numbers(rows: Sequence[tuple[Action, ...]], name: str) -> None:
 
 
 def _check_forwards(rows: Sequence[tuple[Action, ...]], name: str) -> None:
-    """Raise ValueError if there are fewer actions than forward passes are needed.
+    """Raise ValueError if there are fewer actions than the forward passes that the table needs.
 
     This bounds the product of the numbers by the size of the file, too.
     """

@@ -40,7 +40,7 @@ def parse_lengths(text: str, name: str = "slice lengths") -> Lengths | tuple[int
     tokens = text.split(",")
     if not all(part.strip().isdecimal() and int(part) for part in tokens):
         raise ValueError(
-            f"{name} {text}: write even, balanced (as much to do each) or the tokens of each "
+            f"{name} {text}: write even, balanced (equal work) or the tokens of each "
             f"slice, as in 4096,2048,1024,1024"
         )
     return tuple(map(int, tokens))

@@ -25,7 +25,7 @@ from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.search.improve import first_plans
-from megatron_ext.search.shop import rows_of, shop_of, starts_of
+from megatron_ext.search.job_shop import job_shop_of, rows_of, starts_of
 from megatron_ext.search.weight_gradient_filling import (
     Memory,
     TimedOrder,
@@ -95,7 +95,7 @@ def _packed(best: Schedule, problem: Problem, memory: Memory) -> Schedule:
     limit = problem.memory_limit or MemoryLimit(microbatches=2 * problem.held_by_1f1b)
     unlimited, shop = (
         replace(problem, memory_limit=None),
-        shop_of(replace(problem, memory_limit=limit)),
+        job_shop_of(replace(problem, memory_limit=limit)),
     )
     if not shop.fits:
         return best
@@ -261,11 +261,11 @@ def _greedy_order(problem: Problem, memory: Memory, ahead: Sequence[int]) -> lis
     memory limit requires it, or if nothing else comes before they end. They take time, but are not
     in the result.
     """
-    return _Line(problem, memory, ahead).rows()
+    return _GreedyOrder(problem, memory, ahead).rows()
 
 
-class _Line:
-    """The ranks of `_greedy_order`, with the arrival times of their inputs and their progress."""
+class _GreedyOrder:
+    """State of `_greedy_order`: the arrival times of each rank's inputs, and its progress."""
 
     def __init__(self, problem: Problem, memory: Memory, ahead: Sequence[int]) -> None:
         self._placement, self._pieces = problem.placement, problem.pieces

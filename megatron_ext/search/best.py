@@ -32,19 +32,19 @@ from megatron_ext.search.bounds import lower_bound
 from megatron_ext.search.effort import LARGE, Effort, effort
 from megatron_ext.search.extension import plans_from, with_middle
 from megatron_ext.search.improve import first_plans, search
-from megatron_ext.search.pack import Packed
-from megatron_ext.search.recompute_search import search_with_recompute
-from megatron_ext.search.shop import (
+from megatron_ext.search.job_shop import (
+    JobShop,
     Rows,
-    Shop,
     Starts,
     end_of,
+    job_shop_of,
     recomputed_in,
     rows_of,
-    shop_of,
     starts_of,
     timed,
 )
+from megatron_ext.search.pack import Packed
+from megatron_ext.search.recompute_search import search_with_recompute
 
 
 def best_schedule(name: str, problem: Problem) -> Schedule:
@@ -81,7 +81,7 @@ def best_known(name: str, problem: Problem) -> Schedule:
     if problem.extras.recompute.fit:
         candidates = _recompute_candidates(_known_with_recompute(problem), problem)
     else:
-        shop, known = shop_of(problem), _known(problem)
+        shop, known = job_shop_of(problem), _known(problem)
         starts = _starts_of_each(known, shop)
         candidates = _candidates(known, starts, shop)
         if shop.fits:
@@ -145,20 +145,20 @@ def searched_briefly(name: str, problem: Problem) -> Schedule:
 
 
 def _searched(name: str, problem: Problem, how: Effort) -> _Chosen:
-    shop, least = shop_of(problem), lower_bound(problem, splits_backward=True) * (1 + 1e-9)
+    shop, least = job_shop_of(problem), lower_bound(problem, splits_backward=True) * (1 + 1e-9)
     if problem.extras.recompute.fit:
         return _searched_with_recompute(name, problem, how, shop, least)
     known = _known(problem)
     starts = _starts_of_each(known, shop)
     candidates = _candidates(known, starts, shop)
-    there = _best_of(name, _at_most(least, candidates, problem), problem)
-    if there is not None and there.seconds <= least:
-        return there
+    good = _best_of(name, _at_most(least, candidates, problem), problem)
+    if good is not None and good.seconds <= least:
+        return good
     if shop.fits:
         enough, of_shorter = int(least / shop.tick) + max(shop.tails), None
         if problem.microbatches > with_middle(problem) and not problem.costs.at_places:
             how = how.halved  # the other half is spent on the shorter step
-            of_shorter = partial(_of_shorter, problem, how)
+            of_shorter = partial(_plans_of_shorter_step, problem, how)
         packed = search(shop, starts, enough, how, of_shorter)
         candidates += _packed_candidates(packed, shop, problem)
     best = _best_of(name, candidates, problem)
@@ -167,7 +167,7 @@ def _searched(name: str, problem: Problem, how: Effort) -> _Chosen:
 
 
 def _searched_with_recompute(
-    name: str, problem: Problem, how: Effort, shop: Shop, least: float
+    name: str, problem: Problem, how: Effort, shop: JobShop, least: float
 ) -> _Chosen:
     """Search as `_searched` does, with recompute allowed."""
     without = _searched(name, problem.with_extras(recompute=Recompute()), how)
@@ -193,11 +193,11 @@ def _at_most(
 _ROUNDED = 1.001  # largest factor by which rounding to whole ticks changes costs
 
 
-def _of_shorter(problem: Problem, how: Effort) -> Iterator[Starts]:
+def _plans_of_shorter_step(problem: Problem, how: Effort) -> Iterator[Starts]:
     """Yield plans that repeat the middle of the best schedule for the fewest microbatches with a
     middle. That search packs more plans for the same effort."""
     fewer = replace(problem, microbatches=with_middle(problem))
-    best, *_ = search(shop_of(fewer), how=how)
+    best, *_ = search(job_shop_of(fewer), how=how)
     yield from plans_from(best.starts, problem.pieces, problem.slices.count)
 
 
@@ -215,7 +215,7 @@ def _known_with_recompute(problem: Problem) -> list[Rows]:
 
 
 def _known(problem: Problem) -> list[Rows]:
-    """Return the schedules that need no search, some of them over the limit."""
+    """Return the schedules that need no search. Some of them may exceed the memory limit."""
     rows = [_one_at_a_time(problem)]
     for choice in on_placement(problem.placement):
         if problem.slices.count > 1 and not choice.traits.takes_slices:
@@ -233,12 +233,12 @@ def _known(problem: Problem) -> list[Rows]:
     return rows
 
 
-def _starts_of_each(all_rows: Sequence[Rows], shop: Shop) -> list[Starts]:
+def _starts_of_each(all_rows: Sequence[Rows], shop: JobShop) -> list[Starts]:
     return [starts_of(rows, shop) for rows in all_rows]
 
 
 def _candidates(
-    all_rows: Sequence[Rows], all_starts: Sequence[Starts], shop: Shop
+    all_rows: Sequence[Rows], all_starts: Sequence[Starts], shop: JobShop
 ) -> list[_Candidate]:
     """Return a candidate for each of ``all_rows``, which start at ``all_starts``, the shortest
     first."""
@@ -251,7 +251,9 @@ def _same(rows: Rows) -> Rows:
     return rows
 
 
-def _packed_candidates(packed: Sequence[Packed], shop: Shop, problem: Problem) -> list[_Candidate]:
+def _packed_candidates(
+    packed: Sequence[Packed], shop: JobShop, problem: Problem
+) -> list[_Candidate]:
     """Return a candidate for each of ``packed``, the shortest first."""
     candidates = [
         _Candidate(
@@ -263,7 +265,7 @@ def _packed_candidates(packed: Sequence[Packed], shop: Shop, problem: Problem) -
     return sorted(candidates, key=lambda candidate: candidate.seconds)
 
 
-def _seconds(starts: Starts, shop: Shop) -> float:
+def _seconds(starts: Starts, shop: JobShop) -> float:
     """Return the seconds of a step whose passes start at ``starts``."""
     return (end_of(starts, shop) - max(shop.tails)) * shop.tick
 
@@ -273,7 +275,7 @@ def _recompute_candidates(all_rows: Sequence[Rows], problem: Problem) -> list[_C
     placement, m = problem.placement, problem.microbatches
     candidates = []
     for rows in all_rows:
-        shop = shop_of(problem, recomputed_in(rows, placement.stages, m))
+        shop = job_shop_of(problem, recomputed_in(rows, placement.stages, m))
         candidates.append(_Candidate(partial(_same, rows), _seconds(starts_of(rows, shop), shop)))
     return candidates
 

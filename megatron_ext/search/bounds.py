@@ -127,11 +127,11 @@ def _least_held(
     stages holds its memory for longer. Memory times seconds, summed over stages and microbatches,
     is at most the rank's limit times the seconds to be found.
 
-    The memory of a rank is not full at once either. Its passes run one after the other: t seconds
-    after its first start it has started at most 1 + t/f forwards, where f is the shortest; and t
-    seconds before its last end at most 1 + t/w of the passes that free memory are still to end. The
-    memory that is empty because of that is added, for as long as all forwards and all freeing
-    passes together take, so that the two periods do not overlap.
+    Nor can the memory of a rank be full from the start to the end. Its passes run one after the
+    other: t seconds after its first start, it has started at most 1 + t/f forwards, where f is the
+    shortest. Likewise, t seconds before its last end, at most 1 + t/w of the passes that free
+    memory have not ended. The memory that is empty for these reasons is added, in each case for at
+    most as many passes as the rank has, so that the two intervals do not overlap.
     """
     allowed, m = memory.allowed[rank], problem.microbatches
     if math.isinf(allowed):
@@ -162,10 +162,10 @@ def _there_and_back(stage: int, backward: Sequence[float], problem: Problem) -> 
     placement, costs = problem.placement, problem.costs
     after = range(stage + 1, placement.stages)
     remote = [s for s in after if placement.is_remote(s, Neighbour.PREVIOUS)]
-    way = (
+    hops = (
         sum(costs.hop_behind(s - 1) for s in remote)
         if costs.links.hops
         else costs.links.hop * len(remote)
     )
     forward = costs.seconds[Kind.FORWARD]
-    return sum(forward[stage:]) + sum(backward[stage:]) + 2 * way
+    return sum(forward[stage:]) + sum(backward[stage:]) + 2 * hops

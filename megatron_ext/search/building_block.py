@@ -79,7 +79,7 @@ def squeeze(starts: Starts, placement: Placement, chunks_held: int, slices: int 
         if action.kind is Kind.BACKWARD_WEIGHT and slot > until[rank_of[action.stage]]
     ]
     for action, slot in in_cool_down:
-        ranks.take_away(action, slot)
+        ranks.remove(action, slot)
     for action, slot in order:
         if action.kind is not Kind.BACKWARD_WEIGHT or slot <= until[rank_of[action.stage]]:
             ranks.advance(action, slot, chunks_held)
@@ -96,60 +96,61 @@ def _by_slot(starts: Starts) -> list[tuple[Action, int]]:
     return [items[n] for n in np.lexsort((stages, slots)).tolist()]
 
 
-class _Lane(NamedTuple):
-    """The passes of one kind on one stage.
+class _Operation(NamedTuple):
+    """The passes of one kind on one stage, of all microbatches.
 
     Attributes:
         width: slots that each pass takes.
-        ends: by microbatch, the slot behind the pass once it is moved, and 0 until then.
-        needs: ``ends`` of the passes whose results these need.
-        turns: whether they need the last slice's result, where the microbatch turns back.
+        ends: for each microbatch, the slot after its pass; 0 until the pass is moved.
+        needs: ``ends`` of the operation whose results these passes need.
+        needs_last_slice: whether each pass needs the result of the microbatch's last slice, as the
+            backward passes of the last stage do.
     """
 
     rank: int
     width: int
     ends: list[int]
     needs: list[int]
-    turns: bool
+    needs_last_slice: bool
 
 
 class _Ranks:
     """The time slots of all ranks while passes are moved."""
 
     def __init__(self, starts: Starts, placement: Placement, slices: int) -> None:
-        self.lanes, self.slices = _lanes(starts, placement), slices
+        self.operations, self.slices = _operations(starts, placement), slices
         self.moved: list[list[tuple[int, Action]]] = [[] for _ in range(placement.ranks)]
         self.latest = [-1] * placement.ranks  # slot of the latest moved pass, by rank
-        # Twice the time, so that there are free slots for every pass behind the last.
+        # Twice the slots needed, so that every pass finds idle slots after the last pass.
         slots = 2 * (max(starts.values()) + 2)
         self.idle = [bytearray(_IDLE * slots) for _ in range(placement.ranks)]
         changes = [[0] * slots for _ in range(placement.ranks)]
         for action, slot in starts.items():
             stage, kind, _ = action
-            rank, width, *_ = self.lanes[stage, kind]
+            rank, width, *_ = self.operations[stage, kind]
             assert self.idle[rank].startswith(_IDLE * width, slot), f"{action} collides"
             self.idle[rank][slot : slot + width] = bytes(width)
-            changes[rank][slot] += kind in _TAKES
-            changes[rank][slot + width] -= kind in _GIVES_BACK
+            changes[rank][slot] += kind in _ACQUIRES
+            changes[rank][slot + width] -= kind in _RELEASES
         self.held = np.cumsum(changes, axis=1)  # chunks, during each slot
 
-    def take_away(self, action: Action, slot: int) -> None:
-        """Return the slots of ``action``, from ``slot`` on, to its rank."""
-        rank, width, *_ = self.lanes[action.stage, action.kind]
+    def remove(self, action: Action, slot: int) -> None:
+        """Mark the slots of ``action``, from ``slot`` on, as idle."""
+        rank, width, *_ = self.operations[action.stage, action.kind]
         self.idle[rank][slot : slot + width] = _IDLE * width
 
     def advance(self, action: Action, slot: int, chunks_held: int) -> None:
         """Move ``action`` from ``slot`` to the earliest possible and allowed slot."""
         # Long steps spend their time here, so it makes few calls.
         stage, kind, k = action
-        rank, width, ends, needs, turns = self.lanes[stage, kind]
+        rank, width, ends, needs, needs_last_slice = self.operations[stage, kind]
         idle, held = self.idle[rank], self.held[rank]
-        earliest = needs[k - k % self.slices + self.slices - 1 if turns else k]
+        earliest = needs[k - k % self.slices + self.slices - 1 if needs_last_slice else k]
         if k and ends[k - 1] > earliest:
             earliest = ends[k - 1]
         if kind is Kind.BACKWARD_WEIGHT:
             earliest = max(earliest, self.latest[rank] + 1)
-        if kind in _TAKES and earliest < slot:
+        if kind in _ACQUIRES and earliest < slot:
             full = (held[earliest:slot] >= chunks_held).nonzero()[0]
             earliest += int(full[-1]) + 1 if full.size else 0
         idle[slot : slot + width] = _IDLE * width
@@ -157,17 +158,18 @@ class _Ranks:
         idle[moved : moved + width] = bytes(width)
         self.moved[rank].append((moved, action))
         ends[k] = moved + width
-        if moved < slot and kind in _TAKES:
+        if moved < slot and kind in _ACQUIRES:
             held[moved:slot] += 1
-        if moved < slot and kind in _GIVES_BACK:
+        if moved < slot and kind in _RELEASES:
             held[moved + width : slot + width] -= 1
         if moved > self.latest[rank]:
             self.latest[rank] = moved
 
     def put(self, action: Action, earliest: int) -> int:
-        """Give ``action`` its rank's first idle time from ``earliest`` on, and return its slot."""
+        """Place ``action`` in its rank's first idle slots from ``earliest`` on, and return the
+        first."""
         stage, kind, k = action
-        rank, width, ends, *_ = self.lanes[stage, kind]
+        rank, width, ends, *_ = self.operations[stage, kind]
         slot = self.idle[rank].find(_IDLE * width, earliest)
         self.idle[rank][slot : slot + width] = bytes(width)
         self.moved[rank].append((slot, action))
@@ -177,8 +179,8 @@ class _Ranks:
     def after_inputs(self, action: Action) -> int:
         """Return the first slot in which all that ``action`` needs is done."""
         stage, kind, k = action
-        _, _, ends, needs, turns = self.lanes[stage, kind]
-        made = needs[k - k % self.slices + self.slices - 1 if turns else k]
+        _, _, ends, needs, needs_last_slice = self.operations[stage, kind]
+        made = needs[k - k % self.slices + self.slices - 1 if needs_last_slice else k]
         return max(made, ends[k - 1]) if k else made
 
     def rows(self) -> Rows:
@@ -186,13 +188,13 @@ class _Ranks:
 
 
 _IDLE = b"\1"  # an idle slot of a rank
-_TAKES = (Kind.FORWARD,)  # a chunk's activation
-_GIVES_BACK = (Kind.BACKWARD_WEIGHT, Kind.FULL_BACKWARD)
-_TURNS = (Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD)  # on the last stage
+_ACQUIRES = (Kind.FORWARD,)  # memory for a chunk's activation
+_RELEASES = (Kind.BACKWARD_WEIGHT, Kind.FULL_BACKWARD)
+_BACKWARD = (Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD)
 
 
-def _lanes(starts: Starts, placement: Placement) -> dict[tuple[int, Kind], _Lane]:
-    """Return the lane of each stage and kind, before any pass is moved."""
+def _operations(starts: Starts, placement: Placement) -> dict[tuple[int, Kind], _Operation]:
+    """Return the operation of each stage and kind, before any pass is moved."""
     microbatches = 1 + max(k for _, _, k in starts)
     pairs = {(stage, kind) for stage, kind, _ in starts}
     ends: dict[tuple[int | None, Kind], list[int]] = {pair: [0] * microbatches for pair in pairs}
@@ -209,12 +211,12 @@ def _lanes(starts: Starts, placement: Placement) -> dict[tuple[int, Kind], _Lane
         return (stage, Kind.FORWARD) if after is None else (after, kind)
 
     return {
-        (stage, kind): _Lane(
+        (stage, kind): _Operation(
             placement.rank_of[stage],
             len(RULES[kind].covers),  # a slot for each kind
             ends[stage, kind],
             ends.get(needs(stage, kind), nothing),
-            turns=stage == placement.last and kind in _TURNS,
+            needs_last_slice=stage == placement.last and kind in _BACKWARD,
         )
         for stage, kind in pairs
     }

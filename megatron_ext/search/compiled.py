@@ -1,6 +1,6 @@
-"""`pack` for numba, on flat arrays of whole numbers. Import this only where numba is installed.
+"""`pack` compiled by numba, on arrays of whole numbers. Import this only if numba is installed.
 
-It mirrors `pack` function by function, and gives the same starts to the digit.
+It mirrors `pack` function by function, and returns the same start times.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from numba import njit
 
 from megatron_ext.progress import remark, task
 from megatron_ext.search import disk_cache
-from megatron_ext.search.pack import GAPS, Pack, Packed
-from megatron_ext.search.shop import Shop, Starts, Waits
+from megatron_ext.search.job_shop import JobShop, Precedences, Starts
+from megatron_ext.search.pack import MAX_GAPS, Pack, Packed
 
 Whole = npt.NDArray[np.int64]
 
-_BITS = 16  # of a heap's entry are the lane
+_BITS = 16  # lowest bits of a heap's entry: the operation; those above are its start in the plan
 _MASK = (1 << _BITS) - 1
 if numba.config.DISABLE_JIT:
     raise ImportError("NUMBA_DISABLE_JIT is set")
 
 _NONE = -1
-_ANY = 1 << 62
-_OPENS, _CLOSES, _MOST = range(3)  # of a gap
+_UNBOUNDED = 1 << 62
+_OPENS, _CLOSES, _PEAK = range(3)  # columns of a gap
 
 
-def packer(shop: Shop) -> Pack:
+def packer(shop: JobShop) -> Pack:
     """Return `pack.pack` for ``shop``."""
     tables, run = _tables(shop), _compiled()
 
     def pack(plan: Starts) -> Packed:
         starts = np.empty(plan.shape, np.int64)
         makespan = run(
-            np.ascontiguousarray(plan, np.int64), starts, *tables, shop.slices, shop.limit, GAPS
+            np.ascontiguousarray(plan, np.int64), starts, *tables, shop.slices, shop.limit, MAX_GAPS
         )
         assert makespan >= 0, "memory got stuck"
         return Packed(makespan, starts)
@@ -48,22 +48,22 @@ def packer(shop: Shop) -> Pack:
     return pack
 
 
-def _tables(shop: Shop) -> tuple[Whole, ...]:
-    assert shop.lanes <= _MASK
-    rank_of = np.repeat(np.arange(shop.placement.ranks), shop.lanes_of_rank)
-    # What repeats is not written out: of a long step tables would be larger than a CPU's caches.
-    width = shop.period if shop.recompute_gains is None else shop.pieces
-    place = np.arange(shop.pieces) % width
+def _tables(shop: JobShop) -> tuple[Whole, ...]:
+    assert shop.operation_count <= _MASK
+    rank_of = np.repeat(np.arange(shop.placement.ranks), shop.operations_per_rank)
+    # Columns that repeat are stored once: tables of a long step would not fit into a CPU's caches.
+    width = shop.column_period if shop.recompute_deltas is None else shop.columns
+    place = np.arange(shop.columns) % width
     columns = (
-        *(rank_of, shop.rooms, shop.heads, shop.tails, shop.way, shop.is_forward, shop.turned),
-        *(place, shop.held_after[:, shop.slices]),
+        *(rank_of, shop.microbatch_memory, shop.release_times, shop.tails, shop.operation_order),
+        *(shop.is_forward, shop.opposite_columns, place, shop.held_after[:, shop.slices]),
     )
-    figures = (shop.durations_of_all, shop.gains_of_all, shop.hops_of_all)
+    figures = (shop.pass_durations, shop.pass_memory_deltas, shop.pass_hops)
     return (
         *(np.array(column, np.int64) for column in columns),
         *(np.ascontiguousarray(table[:, :width], np.int64) for table in figures),
-        *(np.ascontiguousarray(table, np.int64) for table in (shop.held_after, shop.next_taking)),
-        *_waits(shop.before, shop.after),
+        *(np.ascontiguousarray(t, np.int64) for t in (shop.held_after, shop.next_acquiring)),
+        *_precedences(shop.predecessors, shop.successors),
     )
 
 
@@ -72,13 +72,13 @@ _LIST, _TABLE = numba.int64[::1], numba.int64[:, ::1]
 _SIGNATURE = (_TABLE, _TABLE, *(_LIST,) * 9, *(_TABLE,) * 8, *(numba.int64,) * 3)
 
 
-@functools.lru_cache(maxsize=8)  # a search makes many shops that differ in other figures
-def _waits(before: Waits, after: Waits) -> tuple[Whole, Whole, Whole]:
-    """Return, per lane, the lanes that it waits for, their hops, and the lanes that wait for it."""
+@functools.lru_cache(maxsize=8)  # a search makes many job shops that differ in other figures
+def _precedences(predecessors: Precedences, successors: Precedences) -> tuple[Whole, Whole, Whole]:
+    """Return the predecessors of each operation, their hops, and its successors."""
     earlier, later = (
-        _padded([[lane for lane, _ in row] for row in rows]) for rows in (before, after)
+        _padded([[op for op, _ in row] for row in rows]) for rows in (predecessors, successors)
     )
-    return earlier, _padded([[hop for _, hop in row] for row in before]), later
+    return earlier, _padded([[hop for _, hop in row] for row in predecessors]), later
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> Whole:
@@ -92,63 +92,72 @@ def _pack(
     plan: Whole,
     starts: Whole,
     rank_of: Whole,
-    rooms: Whole,
-    heads: Whole,
+    microbatch_memory: Whole,
+    release_times: Whole,
     tails: Whole,
-    way: Whole,
+    order: Whole,
     is_forward: Whole,
-    turned: Whole,
+    opposite: Whole,
     place: Whole,
-    of_microbatch: Whole,
+    microbatch_delta: Whole,
     durations: Whole,
-    gains: Whole,
-    hops_of_all: Whole,
+    deltas: Whole,
+    pass_hops: Whole,
     held_after: Whole,
-    next_taking: Whole,
-    before: Whole,
+    next_acquiring: Whole,
+    predecessors: Whole,
     hops: Whole,
-    after: Whole,
+    successors: Whole,
     slices: int,
     limit: int,
-    most_gaps: int,
+    max_gaps: int,
 ) -> int:
     """Fill ``starts`` and return the makespan; -1 if memory got stuck."""
-    lanes, m = plan.shape
-    ranks, size = len(rooms), len(plan) // len(rooms)
-    count = np.zeros(lanes, np.int64)
-    lane_end = np.zeros(lanes, np.int64)
-    end = heads.copy()
+    operations, m = plan.shape
+    ranks, size = len(microbatch_memory), len(plan) // len(microbatch_memory)
+    count = np.zeros(operations, np.int64)
+    op_end = np.zeros(operations, np.int64)
+    end = release_times.copy()
     held = np.zeros(ranks, np.int64)
-    lane_held = np.zeros(lanes, np.int64)
-    gaps = np.empty((ranks, most_gaps + 1, 3), np.int64)
+    op_held = np.zeros(operations, np.int64)
+    gaps = np.empty((ranks, max_gaps + 1, 3), np.int64)
     gap_count = np.zeros(ranks, np.int64)
     refused = np.empty((ranks, size), np.int64)
     refusals = np.zeros(ranks, np.int64)
-    heap, entries, left = np.empty(lanes, np.int64), 0, lanes * m
-    for lane in range(lanes):
-        if before[lane, 0] == _NONE:
-            entries = _push(heap, entries, (plan[lane, 0] << _BITS) | lane)
+    heap, entries, left = np.empty(operations, np.int64), 0, operations * m
+    for op in range(operations):
+        if predecessors[op, 0] == _NONE:
+            entries = _push(heap, entries, (plan[op, 0] << _BITS) | op)
     while entries:
         entry = heap[0]
         entries = _pop(heap, entries)
-        lane = entry & _MASK
-        rank, k = rank_of[lane], count[lane]
-        gain, duration = gains[lane, place[k]], durations[lane, place[k]]
-        if gain > 0 and (
-            held[rank] + gain > limit
+        op = entry & _MASK
+        rank, k = rank_of[op], count[op]
+        delta, duration = deltas[op, place[k]], durations[op, place[k]]
+        if delta > 0 and (
+            held[rank] + delta > limit
             or not (
-                _can_end(lane, rank * size, gains, held_after, next_taking, count, limit, way)
-                if len(way)
-                else _may_take(
-                    lane,
-                    gain,
+                _can_end(
+                    op,
+                    rank * size,
+                    deltas,
+                    held_after,
+                    next_acquiring,
+                    count,
+                    limit,
+                    order,
+                )
+                if len(order)
+                else _may_acquire(
+                    op,
+                    delta,
                     rank * size,
                     size,
-                    of_microbatch,
-                    lane_held,
+                    microbatch_delta,
+                    op_held,
                     count,
                     slices,
-                    limit - rooms[rank],
+                    limit - microbatch_memory[rank],
                 )
             )
         ):
@@ -156,27 +165,29 @@ def _pack(
             refusals[rank] += 1
             continue
         earliest = _earliest(
-            lane,
+            op,
             k,
-            lane_end[lane],
+            op_end[op],
             starts,
             durations,
-            hops_of_all,
-            before,
+            pass_hops,
+            predecessors,
             hops,
             is_forward,
-            turned,
+            opposite,
             place,
         )
         start = earliest
         if duration:
-            start = _put(rank, earliest, duration, gain, limit, held, end, gaps, gap_count)
-        starts[lane, k] = start
-        lane_end[lane] = start + duration
-        lane_held[lane] += gain
-        count[lane] = k + 1
+            start = _put(rank, earliest, duration, delta, limit, held, end, gaps, gap_count)
+        starts[op, k] = start
+        op_end[op] = start + duration
+        op_held[op] += delta
+        count[op] = k + 1
         left -= 1
-        entries = _push_ready(heap, entries, lane, plan, count, before, after, is_forward, turned)
+        entries = _push_ready(
+            heap, entries, op, plan, count, predecessors, successors, is_forward, opposite
+        )
         while refusals[rank]:
             refusals[rank] -= 1
             entries = _push(heap, entries, refused[rank, refusals[rank]])
@@ -184,94 +195,94 @@ def _pack(
 
 
 @njit
-def _may_take(
-    lane: int,
-    gain: int,
+def _may_acquire(
+    op: int,
+    delta: int,
     begin: int,
     size: int,
-    of_microbatch: Whole,
+    microbatch_delta: Whole,
     held: Whole,
     count: Whole,
     slices: int,
     room: int,
 ) -> bool:
-    count[lane] += 1
-    held[lane] += gain
-    first, behind = _ANY, 0
+    count[op] += 1
+    held[op] += delta
+    first, behind = _UNBOUNDED, 0
     for other in range(begin, begin + size):
-        if of_microbatch[other] > 0:
+        if microbatch_delta[other] > 0:
             first = min(first, count[other])
     whole = first // slices + 1  # microbatches
     first = whole * slices
     for other in range(begin, begin + size):
         if count[other] > first:
-            behind += held[other] - whole * of_microbatch[other]
-    count[lane] -= 1
-    held[lane] -= gain
+            behind += held[other] - whole * microbatch_delta[other]
+    count[op] -= 1
+    held[op] -= delta
     return behind <= room
 
 
 @njit
 def _can_end(
-    lane: int,
+    op: int,
     begin: int,
-    gains: Whole,
+    deltas: Whole,
     held_after: Whole,
-    next_taking: Whole,
+    next_acquiring: Whole,
     count: Whole,
     limit: int,
-    way: Whole,
+    order: Whole,
 ) -> bool:
-    count[lane] += 1
-    oldest, newest = _ANY, 0
-    for other in range(begin, begin + len(way)):
-        oldest = min(oldest, next_taking[other, count[other]])
+    count[op] += 1
+    oldest, newest = _UNBOUNDED, 0
+    for other in range(begin, begin + len(order)):
+        oldest = min(oldest, next_acquiring[other, count[other]])
         newest = max(newest, count[other])
     free = limit
-    for other in range(begin, begin + len(way)):
+    for other in range(begin, begin + len(order)):
         free -= held_after[other, max(count[other], oldest)]
     can = True
     for k in range(oldest, newest):
         need = more = 0
-        for place in range(len(way)):
-            other = begin + way[place]
+        for place in range(len(order)):
+            other = begin + order[place]
             if count[other] <= k:
-                more += gains[other, k]
+                more += deltas[other, k]
                 need = max(need, more)
         if need > free:
             can = False
             break
         free -= more
-    count[lane] -= 1
+    count[op] -= 1
     return can
 
 
 @njit
-def _column(k: int, lane: int, other: int, is_forward: Whole, turned: Whole) -> int:
-    """Return the column of lane ``other`` with the slice that column ``k`` of ``lane`` has."""
-    return turned[k] if is_forward[lane] != is_forward[other] else k
+def _column(k: int, op: int, other: int, is_forward: Whole, opposite: Whole) -> int:
+    """Return the column of operation ``other`` with the slice that column ``k`` of ``op`` has."""
+    return opposite[k] if is_forward[op] != is_forward[other] else k
 
 
 @njit
 def _earliest(
-    lane: int,
+    op: int,
     k: int,
     earliest: int,
     starts: Whole,
     durations: Whole,
-    hops_of_all: Whole,
-    before: Whole,
+    pass_hops: Whole,
+    predecessors: Whole,
     hops: Whole,
     is_forward: Whole,
-    turned: Whole,
+    opposite: Whole,
     place: Whole,
 ) -> int:
-    """Return the tick from which the next pass of ``lane`` has all that it waits for."""
+    """Return the earliest tick at which the next pass of ``op`` has all its inputs."""
     at = 0
-    while before[lane, at] != _NONE:
-        other = before[lane, at]
-        n = _column(k, lane, other, is_forward, turned)
-        hop = hops_of_all[lane, place[k]] if hops[lane, at] else 0
+    while predecessors[op, at] != _NONE:
+        other = predecessors[op, at]
+        n = _column(k, op, other, is_forward, opposite)
+        hop = pass_hops[op, place[k]] if hops[op, at] else 0
         earliest = max(earliest, starts[other, n] + durations[other, place[n]] + hop)
         at += 1
     return earliest
@@ -281,23 +292,23 @@ def _earliest(
 def _push_ready(
     heap: Whole,
     entries: int,
-    lane: int,
+    op: int,
     plan: Whole,
     count: Whole,
-    before: Whole,
-    after: Whole,
+    predecessors: Whole,
+    successors: Whole,
     is_forward: Whole,
-    turned: Whole,
+    opposite: Whole,
 ) -> int:
-    """Push the passes that may be taken since ``lane`` has advanced. Return the number of entries
-    then."""
-    k, place = count[lane], 0
-    if k < plan.shape[1] and _is_ready(lane, k, count, before, is_forward, turned):
-        entries = _push(heap, entries, (plan[lane, k] << _BITS) | lane)
-    while after[lane, place] != _NONE:
-        other = after[lane, place]
-        n = _column(k - 1, lane, other, is_forward, turned)
-        if count[other] == n and _is_ready(other, n, count, before, is_forward, turned):
+    """Push the passes that can be placed now that a pass of ``op`` has been. Return the number of
+    entries then."""
+    k, place = count[op], 0
+    if k < plan.shape[1] and _is_ready(op, k, count, predecessors, is_forward, opposite):
+        entries = _push(heap, entries, (plan[op, k] << _BITS) | op)
+    while successors[op, place] != _NONE:
+        other = successors[op, place]
+        n = _column(k - 1, op, other, is_forward, opposite)
+        if count[other] == n and _is_ready(other, n, count, predecessors, is_forward, opposite):
             entries = _push(heap, entries, (plan[other, n] << _BITS) | other)
         place += 1
     return entries
@@ -305,12 +316,12 @@ def _push_ready(
 
 @njit
 def _is_ready(
-    lane: int, k: int, count: Whole, before: Whole, is_forward: Whole, turned: Whole
+    op: int, k: int, count: Whole, predecessors: Whole, is_forward: Whole, opposite: Whole
 ) -> bool:
     place = 0
-    while before[lane, place] != _NONE:
-        other = before[lane, place]
-        if count[other] <= _column(k, lane, other, is_forward, turned):
+    while predecessors[op, place] != _NONE:
+        other = predecessors[op, place]
+        if count[other] <= _column(k, op, other, is_forward, opposite):
             return False
         place += 1
     return True
@@ -321,29 +332,29 @@ def _put(
     rank: int,
     earliest: int,
     duration: int,
-    gain: int,
+    delta: int,
     limit: int,
     held: Whole,
     end: Whole,
     gaps: Whole,
     gap_count: Whole,
 ) -> int:
-    before, behind, count = held[rank], end[rank], gap_count[rank]
-    held[rank] = before + gain
+    predecessors, behind, count = held[rank], end[rank], gap_count[rank]
+    held[rank] = predecessors + delta
     if count and earliest < behind:
-        room = limit - gain if gain > 0 else _ANY
+        room = limit - delta if delta > 0 else _UNBOUNDED
         index = _gap_for(rank, gaps, count, earliest, duration, room)
         if index >= 0:
             start = max(gaps[rank, index, _OPENS], earliest)
-            gap_count[rank] = _fill_gap(rank, gaps, count, index, start, start + duration, gain)
+            gap_count[rank] = _fill_gap(rank, gaps, count, index, start, start + duration, delta)
             return start
     start = max(earliest, behind)
     if start > behind:
-        count = _insert(rank, gaps, count, count, behind, start, before)
+        count = _insert(rank, gaps, count, count, behind, start, predecessors)
         gap_count[rank] = count
-    if gain > 0:
+    if delta > 0:
         for index in range(count):
-            gaps[rank, index, _MOST] = max(gaps[rank, index, _MOST], before + gain)
+            gaps[rank, index, _PEAK] = max(gaps[rank, index, _PEAK], predecessors + delta)
     end[rank] = start + duration
     return start
 
@@ -353,30 +364,30 @@ def _gap_for(rank: int, gaps: Whole, count: int, earliest: int, duration: int, r
     """Return the first gap in which a pass fits; -1 if there is none."""
     for index in range(count):
         end = max(gaps[rank, index, _OPENS], earliest) + duration
-        if end <= gaps[rank, index, _CLOSES] and gaps[rank, index, _MOST] <= room:
+        if end <= gaps[rank, index, _CLOSES] and gaps[rank, index, _PEAK] <= room:
             return index
     return _NONE
 
 
 @njit
 def _fill_gap(
-    rank: int, gaps: Whole, count: int, index: int, start: int, end: int, gain: int
+    rank: int, gaps: Whole, count: int, index: int, start: int, end: int, delta: int
 ) -> int:
     """Fill part of a gap. Return the number of gaps then."""
-    closes, most = gaps[rank, index, _CLOSES], gaps[rank, index, _MOST]
+    closes, most = gaps[rank, index, _CLOSES], gaps[rank, index, _PEAK]
     for other in range(index):
-        gaps[rank, other, _MOST] = max(gaps[rank, other, _MOST], most + gain)
+        gaps[rank, other, _PEAK] = max(gaps[rank, other, _PEAK], most + delta)
     for other in range(index + 1, count):
-        gaps[rank, other, _MOST] += gain
+        gaps[rank, other, _PEAK] += delta
     if start > gaps[rank, index, _OPENS]:
         gaps[rank, index, _CLOSES] = start
-        gaps[rank, index, _MOST] = most + max(gain, 0)
+        gaps[rank, index, _PEAK] = most + max(delta, 0)
         if closes > end:
-            return _insert(rank, gaps, count, index + 1, end, closes, most + gain)
+            return _insert(rank, gaps, count, index + 1, end, closes, most + delta)
         return count
     if closes > end:
         gaps[rank, index, _OPENS] = end
-        gaps[rank, index, _MOST] = most + gain
+        gaps[rank, index, _PEAK] = most + delta
         return count
     _move(rank, gaps, index + 1, count, -1)
     return count - 1
@@ -394,7 +405,7 @@ def _insert(
         _move(rank, gaps, index, count, 1)
     gaps[rank, index, _OPENS] = opens
     gaps[rank, index, _CLOSES] = closes
-    gaps[rank, index, _MOST] = most
+    gaps[rank, index, _PEAK] = most
     return count + 1
 
 
@@ -443,14 +454,14 @@ def _pop(heap: Whole, entries: int) -> int:
 @functools.cache
 def _compiled() -> Callable[..., int]:
     """Return `_pack` compiled for the types of its arguments here."""
-    with task("compiling what packs plans, which is kept"):
+    with task("compiling the packer of plans once for all later runs"):
         try:
             return _cached()
         except Exception as error:  # where numba's cache is broken, whatever its pickles raise
             remark(
-                f"what numba compiles cannot be kept in {_folder()} ({error or type(error)}): it "
-                f"is compiled anew each time; empty that folder if it is broken, or set "
-                f"XDG_CACHE_HOME to one that can be written"
+                f"the compiled packer of plans cannot be stored in {_folder()} "
+                f"({error or type(error)}), so each run compiles it; empty that folder if it is "
+                f"broken, or set XDG_CACHE_HOME to a folder that can be written"
             )
             dispatcher: Any = njit(_pack)
             dispatcher.compile(_SIGNATURE)
@@ -458,21 +469,23 @@ def _compiled() -> Callable[..., int]:
 
 
 def _cached() -> Callable[..., int]:
-    """Return the same from a cache in the user's cache directory, since that of this package may be
-    read-only.
+    """Return `_pack`, compiled or from the user's cache directory, since that of this package may
+    be read-only.
 
     Raises:
         Exception: whatever numba raises if the cache is broken, OSError if it cannot be written.
     """
     folder = _folder()
     folder.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=folder).close()  # or numba would look for another, next to this file
-    before = numba.config.CACHE_DIR
+    tempfile.TemporaryFile(
+        dir=folder
+    ).close()  # otherwise numba would use a folder next to this file
+    predecessors = numba.config.CACHE_DIR
     numba.config.CACHE_DIR = str(folder)
     try:
         dispatcher: Any = njit(_pack, cache=True)
     finally:
-        numba.config.CACHE_DIR = before
+        numba.config.CACHE_DIR = predecessors
     dispatcher.compile(_SIGNATURE)
     return dispatcher
 

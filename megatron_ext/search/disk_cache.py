@@ -58,8 +58,8 @@ def store(name: str, inputs: str, text: str) -> None:
         _write(path, text)
     except OSError as error:
         remark(
-            f"what a search finds cannot be kept in {path.parent} ({error.strerror}): it is made "
-            f"anew each time; set XDG_CACHE_HOME to a folder that can be written"
+            f"found schedules cannot be stored in {path.parent} ({error.strerror}), so each run "
+            f"searches again; set XDG_CACHE_HOME to a folder that can be written"
         )
 
 

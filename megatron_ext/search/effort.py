@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from megatron_ext.progress import remark
 from megatron_ext.search import pack
+from megatron_ext.search.job_shop import JobShop
 from megatron_ext.search.pack import Pack
-from megatron_ext.search.shop import Shop
 
 SMALL, LARGE = "small", "large"
 
@@ -34,7 +34,7 @@ class Effort:
     """
 
     name: str
-    packer: Callable[[Shop], Pack]
+    packer: Callable[[JobShop], Pack]
     by_square: int
     least: int
     most: int
@@ -64,7 +64,7 @@ class Effort:
         return replace(self, by_square=0, least=passes, most=passes, patience=0)
 
 
-def small_effort(packer: Callable[[Shop], Pack] = pack.packer) -> Effort:
+def small_effort(packer: Callable[[JobShop], Pack] = pack.packer) -> Effort:
     """Return the effort for plain Python: seconds to minutes."""
     return Effort(SMALL, packer, 33_000, 1_500_000, 10_000_000, 2_500_000, 2_000)
 
@@ -75,7 +75,7 @@ def effort() -> Effort:
         from megatron_ext.search import compiled
     except Exception as error:  # a numba that does not match its numpy may raise anything
         remark(
-            f"the search makes its small effort, without numba ({error}): with "
+            f"the search runs with small effort, without numba ({error}): with "
             f"pip install 'megatron_ext[search]' it finds better schedules in less time"
         )
         return small_effort()

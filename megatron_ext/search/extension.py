@@ -1,8 +1,8 @@
 """Conversion of a schedule for some number of microbatches into one for more of them, or for fewer.
 
-In the middle of a long step ranks repeat the same: every pass comes one period later for some
-microbatches later. The place where a schedule repeats best is found, and the middle is repeated
-there, or part of it removed. The seam need not fit: the result is a plan, and packing it from both
+In the middle of a long step a schedule is periodic: every pass of microbatch k + n starts one
+period after that of microbatch k. The columns that repeat best are found, and are repeated or
+removed. The result is only a plan, in which passes may collide at the seam; packing it from both
 sides gives a schedule. This takes a few packings and no search.
 
 A schedule found for few microbatches need not repeat well: half of its step is warm-up and
@@ -23,15 +23,15 @@ from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.search.improve import Packers, packers_of
+from megatron_ext.search.job_shop import Starts, job_shop_of, recomputed_in, rows_of, starts_of
 from megatron_ext.search.pack import Packed, packer
-from megatron_ext.search.shop import Starts, recomputed_in, rows_of, shop_of, starts_of
 from megatron_ext.search.v_patterns import pattern_plans
 
-_MIDDLE = 4  # times the microbatches that a rank holds under 1F1B: longer schedules have a middle
+_MIDDLE = 4  # a step is long if it has so many times the microbatches that 1F1B holds
 _GROUPS = (4, 3, 6, 8, 2, 1)  # microbatches of a period; the most promising first
-_SEAM = 4  # microbatches behind the seam of a shorter step that have to fit
+_SEAM = 4  # microbatches after the seam of a shortened step that are compared
 _PASSES = 100_000  # passes packed, about: half a second
-_PATTERNS = 1  # others differ by at most a percent
+_PATTERNS = 1  # patterns tried: others differ by at most 1 %
 _ROUNDS = 3
 
 
@@ -49,7 +49,7 @@ def has_middle(problem: Problem) -> bool:
     placement = problem.placement
     is_even = {len(stages) for stages in placement.stages_of} == {placement.chunks}
     is_long = problem.microbatches >= with_middle(problem)
-    return is_even and is_long and shop_of(problem).fits
+    return is_even and is_long and job_shop_of(problem).fits
 
 
 def extended(known: Schedule, problem: Problem) -> Schedule:
@@ -66,10 +66,10 @@ def extended(known: Schedule, problem: Problem) -> Schedule:
     pieces, slices = 1 + max(a.microbatch for row in known.rows for a in row), problem.slices.count
     length = pieces // slices
     recomputed = recomputed_in(known.rows, problem.placement.stages, length)
-    starts = starts_of(known.rows, shop_of(replace(problem, microbatches=length), recomputed))
+    starts = starts_of(known.rows, job_shop_of(replace(problem, microbatches=length), recomputed))
 
     def packed(columns: Starts, later: Starts) -> tuple[Packers, Packed]:
-        shop = shop_of(problem, None if recomputed is None else recomputed[:, columns])
+        shop = job_shop_of(problem, None if recomputed is None else recomputed[:, columns])
         packers = packers_of(shop, packer)  # available before numba has been loaded
         return packers, packers.justified(starts[:, columns] + later)
 
@@ -77,7 +77,7 @@ def extended(known: Schedule, problem: Problem) -> Schedule:
     some = islice(_columns_from(starts, problem.pieces, slices), max(number, 1))
     made = [packed(*plan) for plan in some]
     if number and recomputed is None:
-        packers = packers_of(shop_of(problem), packer)
+        packers = packers_of(job_shop_of(problem), packer)
         made += [
             (packers, packers.justified(plan)) for plan in pattern_plans(packers.shop)[:_PATTERNS]
         ]
@@ -90,8 +90,8 @@ def extended(known: Schedule, problem: Problem) -> Schedule:
 
 
 def plans_from(known: Starts, pieces: int, slices: int) -> Iterator[Starts]:
-    """Yield plans for ``pieces`` pieces, ``slices`` of each microbatch, made from ``known``, the
-    starts of a schedule for another number of pieces."""
+    """Yield plans with ``pieces`` columns, ``slices`` for each microbatch, made from ``known``, the
+    starts of a schedule with another number of columns."""
     for columns, later in _columns_from(known, pieces, slices):
         yield known[:, columns] + later
 

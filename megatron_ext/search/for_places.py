@@ -24,7 +24,7 @@ from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.problem import Extras, Problem
 from megatron_ext.search.best import searched_briefly
-from megatron_ext.search.shop import shop_of
+from megatron_ext.search.job_shop import job_shop_of
 
 
 def judged_for_places(
@@ -83,7 +83,7 @@ def problem_for_places(program: Program, at_places: PlaceCosts) -> Problem | Non
         limit = MemoryLimit(microbatches=max(peaks(schedule, in_microbatches(schedule))))
     costs = replace(problem.costs, at_places=at_places)
     problem = replace(problem, costs=costs, memory_limit=limit)
-    return problem if shop_of(problem).fits else None
+    return problem if job_shop_of(problem).fits else None
 
 
 def _is_plain(problem: Problem) -> bool:

@@ -1,12 +1,13 @@
-"""Packer of a plan: every pass as early as possible.
+"""Packer of plans: it runs every pass of a plan as early as possible.
 
-`pack` takes the passes in the plan's order, each as soon as its dependencies have been taken. It
-puts each at the earliest time at which its rank is idle long enough and has the memory, if possible
-in a gap between passes taken before. (Serial schedule generation, Kolisch 1996.)
+`pack` places the passes in the plan's order, each once its predecessors have been placed. The place
+of a pass is the earliest time at which its rank is idle long enough and has the memory, also in a
+gap between passes that were placed before. (Serial schedule generation, Kolisch 1996.)
 
-`compiled` is the same for numba, about thirty times faster. They are two sources because numba's
-version works on arrays, on which plain Python takes 10.8 ms for a plan instead of 5.8 ms on lists;
-`tests/unit/search/test_packing.py` runs both on random problems and compares them to the digit.
+`compiled` is the same algorithm for numba, about thirty times faster. There are two sources because
+numba requires arrays, with which plain Python is slower than with lists (10.8 ms for a plan instead
+of 5.8 ms). `tests/unit/search/test_packing.py` runs both on random problems and compares all start
+times.
 """
 
 from __future__ import annotations
@@ -17,73 +18,74 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_ext.search.shop import Shop, Starts
+from megatron_ext.search.job_shop import JobShop, Starts
 
-GAPS = 12  # remembered of a rank; older ones have rarely anything left that fits
+MAX_GAPS = 12  # gaps recorded for each rank, the latest ones: passes rarely fit into older gaps
 
 
 class Packed(NamedTuple):
-    """A makespan in ticks, with heads and tails, and the schedule that has it."""
+    """Schedule that packing made of a plan, and its makespan in ticks, tails included."""
 
     makespan: int
     starts: Starts
 
 
 Pack = Callable[[Starts], Packed]
-Gap = list[int]  # start, end, the most that is held from here to the end of the rank
+Gap = list[int]  # start, end, and the peak memory of the rank from here to its last end
 
 
-def packer(shop: Shop) -> Pack:
-    """Return `pack` for ``shop``."""
+def packer(shop: JobShop) -> Pack:
+    """Return `pack` for the plans of ``shop``."""
     return lambda plan: pack(shop, plan)
 
 
-def pack(shop: Shop, plan: Starts) -> Packed:
-    """Return ``plan`` packed to the left. The limit must suffice for a microbatch (`Shop.fits`)."""
-    # A search without numba spends its time in this loop: it calls little and looks little up.
-    wanted: list[list[int]] = plan.tolist()
-    lanes, m, size = shop.lanes, shop.pieces, shop.lanes_of_rank
-    durations, gains = shop.durations_of_all.tolist(), shop.gains_of_all.tolist()
-    after, limit = shop.after_by_column, shop.limit
-    may_take = (
-        _BankersRule(shop).may_take
-        if shop.recompute_gains is None
-        else _RecomputeRule(shop).may_take
+def pack(shop: JobShop, plan: Starts) -> Packed:
+    """Return ``plan`` packed to the left. The limit must suffice for a microbatch
+    (`JobShop.fits`)."""
+    # A search without numba spends its time in this loop, so it makes few calls and look-ups.
+    plan_starts: list[list[int]] = plan.tolist()
+    operations, m, size = range(shop.operation_count), shop.columns, shop.operations_per_rank
+    durations, deltas = shop.pass_durations.tolist(), shop.pass_memory_deltas.tolist()
+    successors, limit = shop.successors_by_column, shop.limit
+    may_acquire = (
+        _BankersRule(shop).may_acquire
+        if shop.recompute_deltas is None
+        else _RecomputeRule(shop).may_acquire
     )
-    count, lane_end = [0] * lanes, [0] * lanes  # count: passes taken
-    missing = [[len(row)] * m for row in shop.before]
-    ready, starts = ([[0] * m for _ in range(lanes)] for _ in range(2))
-    rank_end, held = list(shop.heads), [0] * shop.placement.ranks
+    count, op_end = [0 for _ in operations], [0 for _ in operations]  # count: passes placed
+    missing = [[len(row)] * m for row in shop.predecessors]
+    ready, starts = ([[0] * m for _ in operations] for _ in range(2))
+    rank_end, held = list(shop.release_times), [0] * shop.placement.ranks
     gaps: list[list[Gap]] = [[] for _ in held]
     refused: list[list[tuple[int, int]]] = [[] for _ in held]
-    heap = sorted((wanted[lane][0], lane) for lane in range(lanes) if not shop.before[lane])
+    heap = sorted((plan_starts[op][0], op) for op in operations if not shop.predecessors[op])
     push, pop = heapq.heappush, heapq.heappop
     while heap:
         entry = pop(heap)
-        lane = entry[1]
-        rank, k = lane // size, count[lane]
-        gain, duration = gains[lane][k], durations[lane][k]
-        if gain > 0 and (held[rank] + gain > limit or not may_take(lane, rank, count)):
+        op = entry[1]
+        rank, k = op // size, count[op]
+        delta, duration = deltas[op][k], durations[op][k]
+        if delta > 0 and (held[rank] + delta > limit or not may_acquire(op, rank, count)):
             refused[rank].append(entry)
             continue
-        start = max(ready[lane][k], lane_end[lane])
+        start = max(ready[op][k], op_end[op])
         if duration:
             start, rank_end[rank] = _put(
-                gaps[rank], rank_end[rank], start, duration, gain, held[rank], limit
+                gaps[rank], rank_end[rank], start, duration, delta, held[rank], limit
             )
-        held[rank] += gain
-        starts[lane][k] = start
-        end = lane_end[lane] = start + duration
-        following = count[lane] = k + 1
-        if following < m and not missing[lane][following]:
-            push(heap, (wanted[lane][following], lane))
-        for follower, hops, columns in after[lane]:
-            waits, n, there = missing[follower], columns[k], end + hops[k]
+        held[rank] += delta
+        starts[op][k] = start
+        end = op_end[op] = start + duration
+        following = count[op] = k + 1
+        if following < m and not missing[op][following]:
+            push(heap, (plan_starts[op][following], op))
+        for successor, hops, columns in successors[op]:
+            waits, n, there = missing[successor], columns[k], end + hops[k]
             waits[n] -= 1
-            if there > ready[follower][n]:
-                ready[follower][n] = there
-            if not waits[n] and count[follower] == n:
-                push(heap, (wanted[follower][n], follower))
+            if there > ready[successor][n]:
+                ready[successor][n] = there
+            if not waits[n] and count[successor] == n:
+                push(heap, (plan_starts[successor][n], successor))
         while refused[rank]:
             push(heap, refused[rank].pop())
     assert min(count) == m, "memory got stuck"
@@ -91,63 +93,66 @@ def pack(shop: Shop, plan: Starts) -> Packed:
 
 
 class _BankersRule:
-    """The rule of `shop` by which memory never deadlocks, without recompute."""
+    """Banker's rule of `job_shop`, by which memory never deadlocks, without recompute."""
 
-    def __init__(self, shop: Shop) -> None:
-        self.taking: list[list[int]] = [[] for _ in shop.rooms]
-        self.changing: list[list[tuple[int, list[int]]]] = [[] for _ in shop.rooms]
+    def __init__(self, shop: JobShop) -> None:
+        self.acquiring: list[list[int]] = [[] for _ in shop.microbatch_memory]
+        self.changing: list[list[tuple[int, list[int]]]] = [[] for _ in shop.microbatch_memory]
         held_after: list[list[int]] = shop.held_after.tolist()
-        for lane, held in enumerate(held_after):
-            rank, of_microbatch = lane // shop.lanes_of_rank, held[shop.slices]
+        for op, held in enumerate(held_after):
+            rank, of_microbatch = op // shop.operations_per_rank, held[shop.slices]
             if of_microbatch > 0:
-                self.taking[rank].append(lane)
+                self.acquiring[rank].append(op)
             if of_microbatch:
-                self.changing[rank].append((lane, held))
-        self.free = [shop.limit - needed for needed in shop.rooms]  # less one microbatch's
+                self.changing[rank].append((op, held))
+        # Memory that microbatches after the first incomplete one may hold.
+        self.free = [shop.limit - memory for memory in shop.microbatch_memory]
         self.slices = shop.slices
 
-    def may_take(self, lane: int, rank: int, count: list[int]) -> bool:
-        """Return whether after the next pass of ``lane`` the rank still has enough memory for the
-        first microbatch that lacks some of its memory, next to the memory that later microbatches
-        hold."""
-        count[lane] += 1
-        first = min([count[other] for other in self.taking[rank]])
-        first += self.slices - first % self.slices  # of the next microbatch
+    def may_acquire(self, op: int, rank: int, count: list[int]) -> bool:
+        """Return whether the rank still has enough memory for its first incomplete microbatch after
+        the next pass of ``op``. (Incomplete: a pass that acquires memory has not been placed.)"""
+        count[op] += 1
+        first = min([count[other] for other in self.acquiring[rank]])
+        first += self.slices - first % self.slices  # first slice of the next microbatch
         behind = 0
         for other, held in self.changing[rank]:
             if count[other] > first:
                 behind += held[count[other]] - held[first]
-        count[lane] -= 1
+        count[op] -= 1
         return behind <= self.free[rank]
 
 
 class _RecomputeRule:
-    """The rule of `shop` by which memory never deadlocks, with recompute."""
+    """Banker's rule of `job_shop`, by which memory never deadlocks, with recompute."""
 
-    def __init__(self, shop: Shop) -> None:
-        self.limit, self.way, self.size = shop.limit, shop.way, shop.lanes_of_rank
-        self.gains: list[list[int]] = shop.gains_of_all.tolist()
+    def __init__(self, shop: JobShop) -> None:
+        self.limit, self.size = shop.limit, shop.operations_per_rank
+        self.operation_order = shop.operation_order
+        self.memory_deltas: list[list[int]] = shop.pass_memory_deltas.tolist()
         self.held_after: list[list[int]] = shop.held_after.tolist()
-        self.next_taking: list[list[int]] = shop.next_taking.tolist()
+        self.next_acquiring: list[list[int]] = shop.next_acquiring.tolist()
 
-    def may_take(self, lane: int, rank: int, count: list[int]) -> bool:
-        """Return whether after the next pass of ``lane`` the microbatches of its rank can end, one
-        after the other."""
-        count[lane] += 1
+    def may_acquire(self, op: int, rank: int, count: list[int]) -> bool:
+        """Return whether the microbatches of the rank can end one after the other, after the next
+        pass of ``op``."""
+        count[op] += 1
         may = self._can_end(range(rank * self.size, (rank + 1) * self.size), count)
-        count[lane] -= 1
+        count[op] -= 1
         return may
 
-    def _can_end(self, lanes: range, count: list[int]) -> bool:
-        oldest = min([self.next_taking[lane][count[lane]] for lane in lanes])
+    def _can_end(self, operations: range, count: list[int]) -> bool:
+        oldest = min([self.next_acquiring[op][count[op]] for op in operations])
         free = self.limit
-        for lane in lanes:  # those before the oldest give back what they hold, and need nothing
-            free -= self.held_after[lane][max(count[lane], oldest)]
-        for k in range(oldest, max(count[lanes.start : lanes.stop])):
+        for (
+            op
+        ) in operations:  # microbatches before the oldest free what they hold, and need nothing
+            free -= self.held_after[op][max(count[op], oldest)]
+        for k in range(oldest, max(count[operations.start : operations.stop])):
             need = more = 0
-            for lane in self.way:
-                if count[lanes.start + lane] <= k:
-                    more += self.gains[lanes.start + lane][k]
+            for op in self.operation_order:
+                if count[operations.start + op] <= k:
+                    more += self.memory_deltas[operations.start + op][k]
                     need = max(need, more)
             if need > free:
                 return False
@@ -160,41 +165,42 @@ def _put(
     rank_end: int,
     earliest: int,
     duration: int,
-    gain: int,
+    delta: int,
     held: int,
     limit: int,
 ) -> tuple[int, int]:
-    """Put a pass into the first gap of its rank in which it fits, or behind all others. Return its
-    start, and the rank's new end."""
+    """Place a pass in the first gap of its rank in which it fits, or after all other passes. Return
+    its start, and the rank's new end."""
     if gaps and earliest < rank_end:
-        in_gap = _fill_gap(gaps, earliest, duration, gain, limit)
+        in_gap = _fill_gap(gaps, earliest, duration, delta, limit)
         if in_gap is not None:
             return in_gap, rank_end
     start = earliest if earliest > rank_end else rank_end
     if start > rank_end:
         gaps.append([rank_end, start, held])
-        del gaps[:-GAPS]
-    if gain > 0:
+        del gaps[:-MAX_GAPS]
+    if delta > 0:
         for gap in gaps:
-            if held + gain > gap[2]:
-                gap[2] = held + gain
+            if held + delta > gap[2]:
+                gap[2] = held + delta
     return start, start + duration
 
 
-def _fill_gap(gaps: list[Gap], earliest: int, duration: int, gain: int, limit: int) -> int | None:
-    """Put a pass into the first gap in which it fits. Return its start, or None."""
+def _fill_gap(gaps: list[Gap], earliest: int, duration: int, delta: int, limit: int) -> int | None:
+    """Place a pass in the first gap in which it fits, and return its start; None if it fits into
+    none."""
     for index, (opens, closes, most) in enumerate(gaps):
         start = opens if opens > earliest else earliest
         end = start + duration
-        if end > closes or (gain > 0 and most + gain > limit):
+        if end > closes or (delta > 0 and most + delta > limit):
             continue
-        left = [[opens, start, most + max(gain, 0)]] if start > opens else []
-        right = [[end, closes, most + gain]] if closes > end else []
+        left = [[opens, start, most + max(delta, 0)]] if start > opens else []
+        right = [[end, closes, most + delta]] if closes > end else []
         for gap in gaps[:index]:
-            gap[2] = max(gap[2], most + gain)
+            gap[2] = max(gap[2], most + delta)
         for gap in gaps[index + 1 :]:
-            gap[2] += gain
+            gap[2] += delta
         gaps[index : index + 1] = left + right
-        del gaps[:-GAPS]
+        del gaps[:-MAX_GAPS]
         return start
     return None

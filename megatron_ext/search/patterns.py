@@ -1,35 +1,34 @@
-"""Patterns: layouts of one microbatch's way through a V that can be repeated exactly every period.
+"""Patterns: times of one microbatch's passes on a V that can be repeated exactly every period.
 
 A pattern gives the time at which each rank starts the six passes of a microbatch. Repeated every
 period it is a steady state if no two passes of a rank collide modulo the period, and if the
-microbatches under way together stay within the memory limit.
+microbatches in progress together stay within the memory limit.
 
 Patterns are enumerated by a dynamic program over the ranks, from the turn of the V to its open end.
-The *arrangement* of a rank is the position of its passes on a circle as long as the period.
-Collisions do not depend on the number of whole periods between passes, so each pass comes as soon
-after the one it waits for as its position on the circle allows. Two figures, in whole periods, then
-contain all of a rank that other ranks have to know:
+The *arrangement* of a rank is the position of its passes on a circle as long as the period. Whole
+periods between passes cause no collision, so each pass comes as soon after the pass it waits for as
+its position on the circle allows. Other ranks have to know only two figures of a rank, both in
+whole periods:
 
-- the way within, from F of the outer chunk to F of the inner one and from I of the inner chunk to I
-  of the outer one: the ranks nearer to the turn determine it;
-- the way without, from F of the inner chunk to its I: the ranks nearer to the open end determine
-  it.
+- the *turn trip*, from F of the outer chunk to F of the inner one, plus from I of the inner chunk
+  to I of the outer one. The ranks nearer to the turn determine it.
+- the *end trip*, from F of the inner chunk to its I. The ranks nearer to the open end determine it.
 
-The outer chunk is held for both ways together, the inner one for the way without. On the way from
-the turn outwards the way within is known. Of the way without, only the longest for which all ranks
-so far have the memory is recorded: a pattern that fits with a longer one fits with a shorter one,
-too.
+The outer chunk is held for both trips, the inner one for the end trip. The program goes from the
+turn outwards, so it knows the turn trip. Of the end trip it records the longest for which all ranks
+so far have the memory: a pattern that fits with a longer end trip also fits with a shorter one.
 
-The rotation of one rank's circle relative to the next one's is free. If it is rotated a little, two
-of the four ways between them get longer and two get shorter, but none crosses a whole period unless
-one of the four is as short as it can be. So only the four rotations with one of the ways at its
-shortest matter. No pattern is missed, and fine ticks cost nothing, as long as no rank is ever idle.
-A rank that is idle in part of the period may spread its idle time over the gaps before F and I in
-many ways (a gap before W is of no use: W may come sooner, and frees memory). All of them are tried
-if they are few (`Arrangements.EACH`); otherwise all idle time is in one gap.
+The circle of one rank can be rotated relative to that of the next. A microbatch takes four *legs*
+between the two ranks: F down, F up, I down, I up. A small rotation makes two legs longer and two
+shorter, and changes no number of whole periods unless one leg becomes shorter than it can be. So
+only the four rotations with one leg at its shortest have to be tried. No pattern is missed,
+whatever the length of a tick, as long as no rank is ever idle. A rank that is idle in part of the
+period can distribute its idle time over the gaps before F and I in many ways. (A gap before W is
+useless: an earlier W frees memory earlier.) All of them are tried if they are few
+(`Arrangements.EACH`); otherwise all idle time is in one gap.
 
-A pattern stretched in time is a pattern. So if there is none at a period, there is none at any
-shorter period either.
+A pattern stretched in time is a pattern. So if there is no pattern with some period, there is none
+with a shorter period either.
 """
 
 from __future__ import annotations
@@ -42,20 +41,21 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-LANES = 6  # of a rank, as a `Shop` has them
-F_OUTER, F_INNER, I_INNER, I_OUTER, W_INNER, W_OUTER = range(LANES)
+OPERATIONS = 6  # of a rank, in the order of a `JobShop`
+F_OUTER, F_INNER, I_INNER, I_OUTER, W_INNER, W_OUTER = range(OPERATIONS)
 
-Pattern = tuple[tuple[int, ...], ...]  # by rank and lane, the first start in ticks
-Hops = tuple[int, int]  # of the outer chunk and of the inner one, ticks of a message
+# The start of the first microbatch in ticks, by rank and operation.
+Pattern = tuple[tuple[int, ...], ...]
+Hops = tuple[int, int]  # ticks of a message of the outer chunk, and of the inner one
 
 _Ints = NDArray[np.int32]
-_NEVER = -(1 << 20)  # periods
-_UNLIMITED = 1 << 16  # periods: more than any way takes
+_IMPOSSIBLE = -(1 << 20)  # periods: there is no such pattern
+_UNLIMITED = 1 << 16  # periods: more than any trip takes
 _TINY = 1e-9
 
 
 class Arrangements(enum.Enum):
-    """Ways of spreading a rank's idle time that are tried."""
+    """Ways of spreading a rank's idle time over the gaps before its passes."""
 
     EACH = enum.auto()  # in whole ticks
     ONE_GAP = enum.auto()
@@ -66,7 +66,7 @@ class RankWork:
     """Work and memory of a rank for a microbatch.
 
     Attributes:
-        ticks: duration of its six passes, by lane; none is 0.
+        ticks: durations of its six passes, by operation; none is 0.
         activations: memory that the outer and the inner chunk hold from the start of F to the end
             of I.
         weight_inputs: memory that they hold from there to the end of W.
@@ -79,30 +79,30 @@ class RankWork:
     limit: float
 
     def __post_init__(self) -> None:
-        assert len(self.ticks) == LANES and min(self.ticks) > 0
+        assert len(self.ticks) == OPERATIONS and min(self.ticks) > 0
 
 
 def patterns(
     ranks: Sequence[RankWork], hops: Sequence[Hops], period: int, most: int, idle: Arrangements
 ) -> list[Pattern]:
-    """Return at most ``most`` patterns in which a microbatch comes every ``period`` ticks. Patterns
-    in which a microbatch takes longest come first, as they use the memory best.
+    """Return at most ``most`` patterns that repeat every ``period`` ticks. Patterns in which a
+    microbatch takes longest come first, as they use the memory best.
 
     Args:
         ranks: the ranks from the turn of the V to its open end.
-        hops: for each rank but the first, ticks of the messages between it and the previous one: of
-            the outer chunk's, and of the inner chunk's.
-        idle: how idle time is spread.
+        hops: for each rank but the first, ticks of its messages to and from the previous rank, for
+            the outer chunk and for the inner chunk.
+        idle: ways of spreading idle time that are tried.
     """
     if any(sum(rank.ticks) > period for rank in ranks):
         return []
-    line = _Line(tuple(ranks), hops, period, idle)
+    program = _PatternProgram(tuple(ranks), hops, period, idle)
     chosen: dict[Pattern, None] = {}
-    for end in line.ends():
+    for end in program.ends():
         for variant in range(_VARIANTS):
             if len(chosen) == most:
                 return list(chosen)
-            chosen[line.pattern(end, variant)] = None
+            chosen[program.pattern(end, variant)] = None
     return list(chosen)
 
 
@@ -123,28 +123,28 @@ def arrangements_of(rank: RankWork, period: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Circle:
-    """The arrangements of a rank, as columns of equal length.
+class _RankArrangements:
+    """The arrangements of a rank, one in each column.
 
     Attributes:
-        starts: start of each lane on the circle; F of the outer chunk starts at 0.
-        least: peak memory if no way takes a period or more.
-        within: length of the way within, less whole periods.
-        without: length of the way without, less whole periods.
-        carry: periods by which both ways together are longer than from F of the outer chunk to its
+        starts: start of each operation on the circle; F of the outer chunk starts at 0.
+        least: peak memory if no trip takes a period or more.
+        turn_trip: ticks of the turn trip modulo the period.
+        end_trip: ticks of the end trip modulo the period.
+        carry: periods by which these two together exceed the time from F of the outer chunk to its
             I.
     """
 
     starts: _Ints
     least: NDArray[np.float64]
-    within: _Ints
-    without: _Ints
+    turn_trip: _Ints
+    end_trip: _Ints
     carry: _Ints
 
 
-def _circle(rank: RankWork, period: int, spread: Arrangements) -> _Circle:
-    """Return the arrangements of ``rank`` that differ in F and I, each with the W that hold the
-    least memory."""
+def _arrangements(rank: RankWork, period: int, spread: Arrangements) -> _RankArrangements:
+    """Return the arrangements of ``rank`` that differ in F and I, each with the places of W that
+    hold the least memory."""
     starts = np.concatenate(list(_placed(rank.ticks, period, spread)), axis=1)
     least = _least_held(rank, starts, period)
     order = np.lexsort((least, starts[I_OUTER], starts[I_INNER], starts[F_INNER]))
@@ -155,21 +155,22 @@ def _circle(rank: RankWork, period: int, spread: Arrangements) -> _Circle:
     starts, least = starts[:, order], least[order]
     fits = least <= rank.limit + _TINY
     starts, least = starts[:, fits], least[fits]
-    return_way = (starts[I_OUTER] - starts[I_INNER]) % period
-    within = (starts[F_INNER] + return_way) % period
-    without = (starts[I_INNER] - starts[F_INNER]) % period
-    carry = (within + without - starts[I_OUTER]) // period
-    return _Circle(starts, least, within, without, carry)
+    way_back = (starts[I_OUTER] - starts[I_INNER]) % period
+    turn_trip = (starts[F_INNER] + way_back) % period
+    end_trip = (starts[I_INNER] - starts[F_INNER]) % period
+    carry = (turn_trip + end_trip - starts[I_OUTER]) // period
+    return _RankArrangements(starts, least, turn_trip, end_trip, carry)
 
 
-def _only(circle: _Circle, arrangement: int) -> _Circle:
-    """Return ``circle`` with only one of its arrangements."""
-    figures = (np.asarray(getattr(circle, field.name)) for field in fields(circle))
-    return _Circle(*(figure[..., [arrangement]] for figure in figures))
+def _one_of(of_rank: _RankArrangements, arrangement: int) -> _RankArrangements:
+    """Return only one of the arrangements ``of_rank``."""
+    figures = (np.asarray(getattr(of_rank, field.name)) for field in fields(of_rank))
+    return _RankArrangements(*(figure[..., [arrangement]] for figure in figures))
 
 
 def _placed(ticks: Sequence[int], period: int, spread: Arrangements) -> Iterator[_Ints]:
-    """Yield the passes on the circle, in each order, with idle time before F and I."""
+    """Yield the starts of the passes on the circle, in every order of passes, with idle time before
+    F and I."""
     idle = period - sum(ticks)
     if spread is Arrangements.EACH:
         cuts = itertools.combinations(range(idle + 3), 3)
@@ -177,14 +178,14 @@ def _placed(ticks: Sequence[int], period: int, spread: Arrangements) -> Iterator
     else:
         gaps = list({(0, 0, 0), (idle, 0, 0), (0, idle, 0), (0, 0, idle)})
     before = np.array(gaps, dtype=np.int32).T
-    for order in itertools.permutations(range(1, LANES)):
-        starts = np.zeros((LANES, len(gaps)), dtype=np.int32)
+    for order in itertools.permutations(range(1, OPERATIONS)):
+        starts = np.zeros((OPERATIONS, len(gaps)), dtype=np.int32)
         time, gap = np.full(len(gaps), ticks[F_OUTER], dtype=np.int32), 0
-        for lane in order:
-            if lane not in (W_INNER, W_OUTER):
+        for op in order:
+            if op not in (W_INNER, W_OUTER):
                 time, gap = time + before[gap], gap + 1
-            starts[lane] = time
-            time = time + ticks[lane]
+            starts[op] = time
+            time = time + ticks[op]
         yield starts
 
 
@@ -211,21 +212,21 @@ def _least_held(rank: RankWork, starts: _Ints, period: int) -> NDArray[np.float6
     return most
 
 
-# The spare whole periods, the next rank's arrangement, and the periods by which the way within is
-# longer than on that rank.
+# The unused whole periods of the end trip, the next rank's arrangement, and the periods by which
+# the turn trip is longer than on that rank.
 _Choice = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class _End:
-    """The arrangement of a pattern on the last rank, and the periods of its way within."""
+    """The arrangement of a pattern on the last rank, and the periods of its turn trip."""
 
     arrangement: int
     periods: int
 
 
-class _Line:
-    """The dynamic program, rank by rank."""
+class _PatternProgram:
+    """The dynamic program over the ranks."""
 
     def __init__(
         self,
@@ -235,98 +236,98 @@ class _Line:
         spread: Arrangements,
     ) -> None:
         self.ranks, self.hops, self.period = ranks, hops, period
-        circle_of = {rank: _circle(rank, period, spread) for rank in set(ranks)}
-        self.circles = [circle_of[rank] for rank in ranks]
-        # By rank, arrangement and periods of the way within: the largest number of periods of the
-        # way without.
-        self.most: list[_Ints] = [self._at_turn()]
-        self.joints: list[dict[int, _Ints]] = [{}]
+        arrangements_by_rank = {rank: _arrangements(rank, period, spread) for rank in set(ranks)}
+        self.arrangements = [arrangements_by_rank[rank] for rank in ranks]
+        # By rank, arrangement and periods of the turn trip: the most periods of the end trip.
+        self.most: list[_Ints] = [self._first_rank()]
+        self.transitions: list[dict[int, _Ints]] = [{}]
         made: dict[tuple[RankWork, RankWork, Hops], dict[int, _Ints]] = {}
         for rank, (inner, outer) in enumerate(itertools.pairwise(ranks), 1):
             key = outer, inner, hops[rank - 1]
             if key not in made:
-                circles = self.circles[rank], self.circles[rank - 1]
-                made[key] = _joint(*circles, self._between(rank), period)
-            self.joints.append(made[key])
+                circles = self.arrangements[rank], self.arrangements[rank - 1]
+                made[key] = _transitions_between(*circles, self._shortest_legs(rank), period)
+            self.transitions.append(made[key])
             self.most.append(self._next(rank))
 
-    def _room(self, rank: int, periods: int) -> _Ints:
-        """Return the largest number of periods of the way without for which each arrangement of
-        ``rank`` has memory."""
-        work, circle = self.ranks[rank], self.circles[rank]
+    def _max_end_trip(self, rank: int, periods: int) -> _Ints:
+        """Return, for each arrangement of ``rank``, the most periods of the end trip for which the
+        rank has memory."""
+        work, of_rank = self.ranks[rank], self.arrangements[rank]
         outer, inner = (max(amount, _TINY) for amount in work.activations)
-        left = work.limit + _TINY - circle.least - outer * (periods + circle.carry)
-        room = np.minimum(left // (outer + inner), _UNLIMITED)
-        return np.where(room < 0, _NEVER, room).astype(np.int32)
+        left = work.limit + _TINY - of_rank.least - outer * (periods + of_rank.carry)
+        periods_left = np.minimum(left // (outer + inner), _UNLIMITED)
+        return np.where(periods_left < 0, _IMPOSSIBLE, periods_left).astype(np.int32)
 
-    def _at_turn(self) -> _Ints:
-        starts, period = self.circles[0].starts, self.period
+    def _first_rank(self) -> _Ints:
+        starts, period = self.arrangements[0].starts, self.period
         there_and_back = starts[F_INNER] + (starts[I_OUTER] - starts[I_INNER]) % period
-        most = np.full((starts.shape[1], 2), _NEVER, dtype=np.int32)
+        most = np.full((starts.shape[1], 2), _IMPOSSIBLE, dtype=np.int32)
         for periods in range(2):
             here = there_and_back // period == periods
-            most[here, periods] = self._room(0, periods)[here]
+            most[here, periods] = self._max_end_trip(0, periods)[here]
         return most
 
     def _next(self, rank: int) -> _Ints:
-        """Return `most` of ``rank``, computed from that of the previous rank."""
-        before, joints = self.most[rank - 1], self.joints[rank]
-        arrangements = self.circles[rank].starts.shape[1]
-        width = before.shape[1] + max(joints, default=0)
-        most = np.full((arrangements, width), _NEVER, dtype=np.int32)
-        for more, joint in joints.items():
+        """Return the table of `self.most` for ``rank``, computed from that of the previous rank."""
+        before, transitions = self.most[rank - 1], self.transitions[rank]
+        arrangements = self.arrangements[rank].starts.shape[1]
+        width = before.shape[1] + max(transitions, default=0)
+        most = np.full((arrangements, width), _IMPOSSIBLE, dtype=np.int32)
+        for more, transition in transitions.items():
             for periods in range(before.shape[1]):
-                reached = (before[:, periods] - joint).max(axis=1)
+                reached = (before[:, periods] - transition).max(axis=1)
                 column = most[:, periods + more]
                 np.maximum(column, reached, out=column)
         for periods in range(width):
             column = most[:, periods]
-            np.minimum(column, self._room(rank, periods), out=column)
-            column[column < 0] = _NEVER
+            np.minimum(column, self._max_end_trip(rank, periods), out=column)
+            column[column < 0] = _IMPOSSIBLE
         used = np.flatnonzero((most >= 0).any(axis=0))
         return most[:, : used[-1] + 1 if used.size else 0]
 
     def ends(self) -> list[_End]:
-        """Return all possible ends on the last rank; those in which a microbatch takes longest come
+        """Return all possible ends on the last rank, sorted by the time of a microbatch, longest
         first."""
-        circle = self.circles[-1]
+        of_rank = self.arrangements[-1]
         arrangements, periods = np.nonzero(self.most[-1] >= 0)
-        way = circle.within[arrangements] + circle.without[arrangements] + periods * self.period
-        return [_End(int(arrangements[n]), int(periods[n])) for n in (-way).argsort(kind="stable")]
+        time = of_rank.turn_trip[arrangements] + of_rank.end_trip[arrangements]
+        time = time + periods * self.period
+        return [_End(int(arrangements[n]), int(periods[n])) for n in (-time).argsort(kind="stable")]
 
     def pattern(self, end: _End, variant: int) -> Pattern:
-        """Return a pattern with this end: variant 0 leaves the least memory unused, other variants
-        are arbitrary."""
-        arrangement, within, without = end.arrangement, end.periods, 0
-        arrangements, ways = [arrangement], []
+        """Return a pattern with this end. Variant 0 uses the most memory; other variants are
+        arbitrary."""
+        arrangement, turn_trip, end_trip = end.arrangement, end.periods, 0
+        arrangements, legs = [arrangement], []
         for rank in range(len(self.ranks) - 1, 0, -1):
             before, choices = self.most[rank - 1], list[_Choice]()
-            for more, joint in self.joints[rank].items():
-                if 0 <= within - more < before.shape[1]:
-                    spare = before[:, within - more] - joint[arrangement] - without
+            for more, transition in self.transitions[rank].items():
+                if 0 <= turn_trip - more < before.shape[1]:
+                    spare = before[:, turn_trip - more] - transition[arrangement] - end_trip
                     choices += [(int(spare[n]), int(n), more) for n in np.flatnonzero(spare >= 0)]
             chosen = choices[variant * rank * _PRIME % len(choices)] if variant else min(choices)
             _, inner, more = chosen
-            further = int(self.joints[rank][more][arrangement, inner])
-            ways.append(self._ways(rank, (arrangement, inner), (more, further)))
-            arrangement, within, without = inner, within - more, without + further
+            shorter = int(self.transitions[rank][more][arrangement, inner])
+            legs.append(self._legs(rank, (arrangement, inner), (more, shorter)))
+            arrangement, turn_trip, end_trip = inner, turn_trip - more, end_trip + shorter
             arrangements.append(arrangement)
-        return self._unrolled(arrangements[::-1], ways[::-1])
+        return self._unrolled(arrangements[::-1], legs[::-1])
 
-    def _ways(self, rank: int, pair: tuple[int, int], periods: tuple[int, int]) -> tuple[int, ...]:
-        """Return the lengths of the four ways between ``rank`` and the previous one that make the
-        ways of ``rank`` longer by these ``periods``."""
-        least = self._between(rank)
-        outer, inner = (_only(self.circles[rank - n], pair[n]) for n in range(2))
-        for ways in _turned(outer, inner, least, self.period):
-            within, without = _longer(outer, inner, ways, self.period)
-            if (within.item(), without.item()) == periods:
-                return tuple(int(way.item()) for way in ways)
-        raise AssertionError("a joint that no turn has made")
+    def _legs(self, rank: int, pair: tuple[int, int], periods: tuple[int, int]) -> tuple[int, ...]:
+        """Return the ticks of the four legs between ``rank`` and the previous one if the turn trip
+        gets longer, and the end trip shorter, by these ``periods``."""
+        least = self._shortest_legs(rank)
+        outer, inner = (_one_of(self.arrangements[rank - n], pair[n]) for n in range(2))
+        for legs in _rotations(outer, inner, least, self.period):
+            turn_trip, end_trip = _trip_changes(outer, inner, legs, self.period)
+            if (turn_trip.item(), end_trip.item()) == periods:
+                return tuple(int(leg.item()) for leg in legs)
+        raise AssertionError("no rotation has this transition")
 
-    def _between(self, rank: int) -> _Between:
-        """Return the least lengths of the four ways between ``rank`` and the previous one: F down,
-        F up, I down, I up."""
+    def _shortest_legs(self, rank: int) -> _Legs:
+        """Return the least ticks of the four legs between ``rank`` and the previous one: F down, F
+        up, I down, I up."""
         outer, inner = self.ranks[rank].ticks, self.ranks[rank - 1].ticks
         hop_outer, hop_inner = self.hops[rank - 1]
         return (
@@ -336,78 +337,84 @@ class _Line:
             inner[I_OUTER] + hop_outer,
         )
 
-    def _unrolled(self, arrangements: list[int], ways: list[tuple[int, ...]]) -> Pattern:
-        """Return the starts, from the arrangements by rank and the ways between ranks."""
-        starts = [[0] * LANES for _ in self.ranks]
+    def _unrolled(self, arrangements: list[int], legs: list[tuple[int, ...]]) -> Pattern:
+        """Return the pattern of these arrangements of the ranks and these legs between them."""
+        starts = [[0] * OPERATIONS for _ in self.ranks]
         places = [
-            [int(start) for start in circle.starts[:, n]]
-            for circle, n in zip(self.circles, arrangements, strict=True)
+            [int(start) for start in of_rank.starts[:, n]]
+            for of_rank, n in zip(self.arrangements, arrangements, strict=True)
         ]
         last, period = len(starts) - 1, self.period
 
-        def follow(rank: int, lane: int, after: int, ticks: int = 0) -> None:
-            """Start ``lane`` at its position on the circle, at least ``ticks`` after the start of
+        def follow(rank: int, op: int, after: int, ticks: int = 0) -> None:
+            """Start ``op`` at its position on the circle, at least ``ticks`` after the start of
             ``after``."""
-            wait = (places[rank][lane] - places[rank][after] - ticks) % period
-            starts[rank][lane] = starts[rank][after] + ticks + wait
+            wait = (places[rank][op] - places[rank][after] - ticks) % period
+            starts[rank][op] = starts[rank][after] + ticks + wait
 
         for rank in range(last, 0, -1):
-            starts[rank - 1][F_OUTER] = starts[rank][F_OUTER] + ways[rank - 1][0]
+            starts[rank - 1][F_OUTER] = starts[rank][F_OUTER] + legs[rank - 1][0]
         follow(0, F_INNER, F_OUTER)
         for rank in range(1, last + 1):
-            starts[rank][F_INNER] = starts[rank - 1][F_INNER] + ways[rank - 1][1]
+            starts[rank][F_INNER] = starts[rank - 1][F_INNER] + legs[rank - 1][1]
         follow(last, I_INNER, F_INNER)
         for rank in range(last, 0, -1):
-            starts[rank - 1][I_INNER] = starts[rank][I_INNER] + ways[rank - 1][2]
+            starts[rank - 1][I_INNER] = starts[rank][I_INNER] + legs[rank - 1][2]
         follow(0, I_OUTER, I_INNER)
         for rank in range(1, last + 1):
-            starts[rank][I_OUTER] = starts[rank - 1][I_OUTER] + ways[rank - 1][3]
+            starts[rank][I_OUTER] = starts[rank - 1][I_OUTER] + legs[rank - 1][3]
         for rank, work in enumerate(self.ranks):
             follow(rank, W_INNER, I_INNER, work.ticks[I_INNER])
             follow(rank, W_OUTER, I_OUTER, work.ticks[I_OUTER])
         return tuple(map(tuple, starts))
 
 
-_Between = tuple[int, int, int, int]
+_Legs = tuple[int, int, int, int]
 
 
-def _turned(
-    outer: _Circle, inner: _Circle, least: _Between, period: int
+def _rotations(
+    outer: _RankArrangements, inner: _RankArrangements, least: _Legs, period: int
 ) -> Iterator[tuple[_Ints, _Ints, _Ints, _Ints]]:
-    """Yield the lengths of the four ways, by both arrangements, for each rotation of the inner
-    circle at which one of them is shortest."""
+    """Yield the ticks of the four legs, by both arrangements, for each rotation of the inner circle
+    in which one leg is shortest."""
 
-    def apart(lane: int) -> _Ints:
-        return outer.starts[lane][:, None] - inner.starts[lane][None, :]
+    def apart(op: int) -> _Ints:
+        return outer.starts[op][:, None] - inner.starts[op][None, :]
 
-    lanes = (F_OUTER, F_INNER, I_INNER, I_OUTER)
+    operations = (F_OUTER, F_INNER, I_INNER, I_OUTER)
     to_inner = (1, -1, 1, -1)
-    for lane, way, sign in zip(lanes, least, to_inner, strict=True):
-        turn = apart(lane) + sign * way
+    for op, leg, sign in zip(operations, least, to_inner, strict=True):
+        turn = apart(op) + sign * leg
         yield tuple(  # type: ignore[misc]
-            way + (sign * (turn - apart(lane)) - way) % period
-            for lane, way, sign in zip(lanes, least, to_inner, strict=True)
+            leg + (sign * (turn - apart(op)) - leg) % period
+            for op, leg, sign in zip(operations, least, to_inner, strict=True)
         )
 
 
-def _longer(
-    outer: _Circle, inner: _Circle, ways: Sequence[_Ints], period: int
+def _trip_changes(
+    outer: _RankArrangements, inner: _RankArrangements, legs: Sequence[_Ints], period: int
 ) -> tuple[_Ints, _Ints]:
-    """Return by how many periods the way within of ``outer`` is longer than that of ``inner``, and
-    by how many its way without is shorter."""
-    within = sum(ways) + inner.within[None, :] - outer.within[:, None]
-    without = ways[1] + ways[2] + outer.without[:, None] - inner.without[None, :]
-    return within // period, without // period
+    """Return the periods by which the turn trip of ``outer`` is longer than that of ``inner``, and
+    those by which its end trip is shorter."""
+    turn_trip = sum(legs) + inner.turn_trip[None, :] - outer.turn_trip[:, None]
+    end_trip = legs[1] + legs[2] + outer.end_trip[:, None] - inner.end_trip[None, :]
+    return turn_trip // period, end_trip // period
 
 
-def _joint(outer: _Circle, inner: _Circle, least: _Between, period: int) -> dict[int, _Ints]:
-    """Return, by the number of periods by which the way within gets longer, the least number of
-    periods by which the way without gets shorter, by both arrangements."""
-    joints: dict[int, _Ints] = {}
+def _transitions_between(
+    outer: _RankArrangements, inner: _RankArrangements, least: _Legs, period: int
+) -> dict[int, _Ints]:
+    """Return the least number of periods by which the end trip gets shorter, for both arrangements.
+    The key is the number of periods by which the turn trip gets longer."""
+    transitions: dict[int, _Ints] = {}
     shape = outer.starts.shape[1], inner.starts.shape[1]
-    for ways in _turned(outer, inner, least, period):
-        within, without = _longer(outer, inner, ways, period)
-        for more in np.unique(within):
-            joint = joints.setdefault(int(more), np.full(shape, -_NEVER, dtype=np.int32))
-            np.minimum(joint, np.where(within == more, without, -_NEVER), out=joint)
-    return joints
+    for legs in _rotations(outer, inner, least, period):
+        turn_trip, end_trip = _trip_changes(outer, inner, legs, period)
+        for more in np.unique(turn_trip):
+            transition = transitions.setdefault(
+                int(more), np.full(shape, -_IMPOSSIBLE, dtype=np.int32)
+            )
+            np.minimum(
+                transition, np.where(turn_trip == more, end_trip, -_IMPOSSIBLE), out=transition
+            )
+    return transitions

@@ -1,7 +1,7 @@
 """Search for the schedule of least makespan in which some activations are recomputed.
 
-The search chooses both the recomputed activations and the plan. `shop` defines packing problems,
-plans and lanes, and `improve` searches for plans of one packing problem. Here each choice of
+The search chooses both the recomputed activations and the plan. `job_shop` defines packing problems
+and plans, and `improve` searches for plans of one packing problem. Here each choice of
 recomputed activations is a packing problem of its own, because the choice changes which passes run
 and what memory they take. The first choices recompute a share of each rank's activations: first
 those that wait longest for their backward pass, which are those of chunk 0, evenly spread over the
@@ -20,16 +20,16 @@ from megatron_ext.progress import Task, task
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.search.effort import Effort
 from megatron_ext.search.improve import (
-    Dice,
     Packers,
+    RandomIntegers,
     packers_of,
     patience_of,
     periodic_plans,
     shifted,
     steps_of,
 )
+from megatron_ext.search.job_shop import Rows, job_shop_of, recomputed_in, rows_of, starts_of
 from megatron_ext.search.pack import Packed
-from megatron_ext.search.shop import Rows, recomputed_in, rows_of, shop_of, starts_of
 
 Recomputed = npt.NDArray[np.bool_]  # whether an activation is recomputed: stages x microbatches
 
@@ -65,7 +65,7 @@ def search_with_recompute(
     """Return the best schedules found, best first.
 
     Args:
-        problem: a problem whose memory limit suffices for a microbatch (`Shop.fits`).
+        problem: a problem whose memory limit suffices for a microbatch (`JobShop.fits`).
         known: good schedules to begin with, with their passes of R (recompute). Some may need more
             memory than the limit.
         least: a lower bound in seconds; the search ends if it finds a schedule that reaches it.
@@ -80,7 +80,7 @@ def search_with_recompute(
         found = [choices.of_rows(rows, work) for rows in known]
         found += [choices.of_share(share / _SHARES_OF_CHUNK, work) for share in shares]
         best = sorted(found, key=_makespan)[:_PROMISING]
-        rng = Dice()
+        rng = RandomIntegers()
         each = steps // 2 // len(best)
         enough = int(least / choices.shop.tick) + max(choices.shop.tails)
         best = [choices.improved(candidate, each, enough, rng, work) for candidate in best]
@@ -99,14 +99,14 @@ class _Choices:
     def __init__(self, problem: Problem, how: Effort) -> None:
         self.placement, self.m, self.how = problem.placement, problem.microbatches, how
         self.all = np.ones((self.placement.stages, self.m), dtype=bool)
-        self.shop = shop_of(problem, self.all)
-        self.stages = np.array([stage for stage, _ in self.shop.passes])
-        self.passes = self.shop.lanes * self.m
+        self.shop = job_shop_of(problem, self.all)
+        self.stages = np.array([stage for stage, _ in self.shop.operations])
+        self.passes = self.shop.operation_count * self.m
 
     def packers_for(self, recomputed: Recomputed) -> Packers:
-        assert self.shop.recompute_gains is not None
+        assert self.shop.recompute_deltas is not None
         shop = replace(
-            self.shop, recompute_gains=self.shop.recompute_gains * recomputed[self.stages]
+            self.shop, recompute_deltas=self.shop.recompute_deltas * recomputed[self.stages]
         )
         return packers_of(shop, self.how.packer)
 
@@ -133,7 +133,9 @@ class _Choices:
             work.done += 1
         return _Found(recomputed, packers, min(packed, key=lambda p: p.makespan))
 
-    def improved(self, best: _Found, steps: int, enough: int, rng: Dice, work: Task) -> _Found:
+    def improved(
+        self, best: _Found, steps: int, enough: int, rng: RandomIntegers, work: Task
+    ) -> _Found:
         """Return ``best`` after up to ``steps`` random changes, accepted late as in `improve`. The
         search ends early if the makespan reaches ``enough`` ticks, or if changes no longer improve
         it."""
@@ -159,7 +161,7 @@ class _Choices:
                 best, gained_at = current, step
         return best
 
-    def changed(self, recomputed: Recomputed, rng: Dice) -> Recomputed:
+    def changed(self, recomputed: Recomputed, rng: RandomIntegers) -> Recomputed:
         """Return ``recomputed`` with a few consecutive microbatches added or removed for one stage,
         for one chunk of every rank, or for consecutive stages."""
         draw, stages = rng.below(100), self.placement.stages

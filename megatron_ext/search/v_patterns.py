@@ -13,10 +13,11 @@ import numpy as np
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.placement import Neighbour, Placement, v
 from megatron_ext.schedule.problem import Problem
+from megatron_ext.search.job_shop import JobShop, Starts, job_shop_of, operations_of
 from megatron_ext.search.patterns import (
     F_INNER,
     F_OUTER,
-    LANES,
+    OPERATIONS,
     W_INNER,
     W_OUTER,
     Arrangements,
@@ -26,7 +27,6 @@ from megatron_ext.search.patterns import (
     exists,
     patterns,
 )
-from megatron_ext.search.shop import Shop, Starts, passes_of, shop_of
 
 _PLANS = 24
 _MORE_CHUNKS = 4  # chunks above the limit that a plan may hold before it is packed
@@ -34,7 +34,7 @@ _MOST_ARRANGEMENTS = 3_400  # of a rank, ...
 _MOST_PAIRS = 2_000_000_000  # ... and of neighbours, times the ranks: some seconds
 
 
-def pattern_plans(shop: Shop) -> list[Starts]:
+def pattern_plans(shop: JobShop) -> list[Starts]:
     """Return plans from patterns in which the busiest rank never idles and that hold no more than
     the limit, or if there is none, only little more. Return none if ``shop`` is no V."""
     if not is_v(shop.placement):
@@ -43,7 +43,7 @@ def pattern_plans(shop: Shop) -> list[Starts]:
     # With slices, activations are held longer, until the later slices have turned back.
     works = [replace(w, limit=w.limit - (shop.slices - 1) * sum(w.activations)) for w in works]
     period = max(sum(rank.ticks) for rank in works)
-    turns = period * shop.turns
+    turns = period * shop.period_offsets
     for more in range(_MORE_CHUNKS + 1):
         ranks = [replace(rank, limit=rank.limit + more * max(rank.activations)) for rank in works]
         repeated = patterns(ranks, hops, period, _PLANS, Arrangements.ONE_GAP)
@@ -65,7 +65,7 @@ def excluded_period(problem: Problem, seconds: float) -> float | None:
     """
     if problem.memory_limit is None or not is_v(problem.placement):
         return None
-    shop = shop_of(problem)
+    shop = job_shop_of(problem)
     unit = math.gcd(*shop.durations, *shop.hops)
     if not _is_exact(shop, problem):
         return None
@@ -91,12 +91,12 @@ def is_v(placement: Placement) -> bool:
     return placement.rank_of == v(placement.ranks).rank_of
 
 
-def _ranks_of(shop: Shop) -> list[RankWork]:
-    assert shop.lanes_of_rank == LANES
+def _ranks_of(shop: JobShop) -> list[RankWork]:
+    assert shop.operations_per_rank == OPERATIONS
     works = []
-    for first in range(0, shop.lanes, LANES):
-        ticks = shop.durations[first : first + LANES]
-        gains = [float(gain) for gain in shop.gains[first : first + LANES]]
+    for first in range(0, shop.operation_count, OPERATIONS):
+        ticks = shop.durations[first : first + OPERATIONS]
+        gains = [float(gain) for gain in shop.memory_deltas[first : first + OPERATIONS]]
         works.append(
             RankWork(
                 ticks,
@@ -108,21 +108,21 @@ def _ranks_of(shop: Shop) -> list[RankWork]:
     return works
 
 
-def _hops_of(shop: Shop) -> list[Hops]:
+def _hops_of(shop: JobShop) -> list[Hops]:
     """Return for each rank but the first the hops of the messages of its F from and to the previous
     rank."""
-    lanes = range(0, shop.lanes - LANES, LANES)
-    return [(shop.hops[lane + F_OUTER], shop.hops[lane + LANES + F_INNER]) for lane in lanes]
+    operations = range(0, shop.operation_count - OPERATIONS, OPERATIONS)
+    return [(shop.hops[op + F_OUTER], shop.hops[op + OPERATIONS + F_INNER]) for op in operations]
 
 
-def _is_exact(shop: Shop, problem: Problem) -> bool:
+def _is_exact(shop: JobShop, problem: Problem) -> bool:
     """Return whether the ticks of ``shop`` are the costs of ``problem`` without rounding."""
-    costs, placement, passes = problem.costs, shop.placement, passes_of(shop.placement)
+    costs, placement, passes = problem.costs, shop.placement, operations_of(shop.placement)
     figures = [costs.seconds[kind][stage] for stage, kind in passes]
     ticks = list(shop.durations)
-    for lane, (stage, kind) in enumerate(passes):
+    for op, (stage, kind) in enumerate(passes):
         if kind is Kind.FORWARD and placement.is_remote(stage, Neighbour.PREVIOUS):
             figures.append(costs.hop_behind(stage - 1))
-            ticks.append(shop.hops[lane])
+            ticks.append(shop.hops[op])
     pairs = zip(figures, ticks, strict=True)
     return all(math.isclose(figure, ticks * shop.tick) for figure, ticks in pairs)

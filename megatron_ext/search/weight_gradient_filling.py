@@ -37,12 +37,12 @@ from megatron_ext.schedule.schedule import Schedule
 _TOLERANCE = 1e-9  # of a sum of costs
 
 
-class DoesNotFit(ValueError):
-    """An order of F and I that exceeds the memory limit wherever the W are put."""
+class ExceedsMemory(ValueError):
+    """Order of F and I that exceeds the memory limit wherever its W are placed."""
 
 
-class Hangs(ValueError):
-    """An order with a cyclic wait between ranks."""
+class Deadlock(ValueError):
+    """Order of passes in which ranks wait for one another in a cycle."""
 
 
 @dataclass(frozen=True)
@@ -139,8 +139,8 @@ def fill_once(
         span: the same for the time of each rank from its own start.
 
     Raises:
-        DoesNotFit: ``orders`` need more memory.
-        Hangs: ``orders`` cannot run with any memory.
+        ExceedsMemory: ``orders`` need more memory.
+        Deadlock: ``orders`` cannot run with any memory.
     """
     return _Orders(orders, problem, memory).fill(deadline, span).timed
 
@@ -149,7 +149,7 @@ def time(rows: Sequence[Sequence[Action]], problem: Problem) -> TimedOrder:
     """Return the timing of complete ``rows``, unchanged.
 
     Raises:
-        Hangs: they cannot run.
+        Deadlock: they cannot run.
     """
     schedule = Schedule("timed", problem.placement, tuple(map(tuple, rows)))
     columns = schedule.columns
@@ -159,7 +159,7 @@ def time(rows: Sequence[Sequence[Action]], problem: Problem) -> TimedOrder:
         _, firsts = np.unique(columns.rank[is_stuck], return_index=True)
         actions = list(chain.from_iterable(rows))
         stuck = [str(actions[node]) for node in columns.numbers[is_stuck][firsts].tolist()]
-        raise Hangs(f"the order would hang at {', '.join(stuck)}")
+        raise Deadlock(f"the order would hang at {', '.join(stuck)}")
     starts, ends = graph.longest_paths(seconds)
     firsts = np.unique(columns.first)
     lasts = np.append(firsts[1:], len(columns)) - 1
@@ -179,7 +179,7 @@ def fill_best(
     in the reverse order ``by_span``.
 
     Raises:
-        DoesNotFit, Hangs: as `fill_once`.
+        ExceedsMemory, Deadlock: as `fill_once`.
     """
     prepared = _Orders(orders, problem, memory)
     fills = [prepared.fill(math.inf, math.inf)]
@@ -226,7 +226,7 @@ def _last_start(problem: Problem) -> float:
 
 @dataclass
 class _Bounds:
-    """Deadlines, or spans, that lead to one and the same filling.
+    """Interval of deadlines, or of spans, that all lead to the same filling.
 
     A deadline decides only whether a rank may idle, so every deadline between two neighbouring
     decisions places all W alike.
@@ -347,7 +347,7 @@ class _Orders:
         """Return the filling for ``deadline`` and ``span``.
 
         Raises:
-            DoesNotFit, Hangs: as `fill_once`.
+            ExceedsMemory, Deadlock: as `fill_once`.
         """
         return _Filling(self, deadline, span).run()
 
@@ -395,7 +395,7 @@ class _Filling:
                     todo.append(placed.to)
         stuck = [row[n].action for n, row in zip(at, self.passes, strict=True) if n < len(row)]
         if stuck:
-            raise Hangs(f"the order would hang at {', '.join(map(str, stuck))}")
+            raise Deadlock(f"the order would hang at {', '.join(map(str, stuck))}")
         for rank, waiting in enumerate(self.pending):
             while waiting:
                 self.do_weight_gradient(rank)
@@ -445,7 +445,7 @@ class _Filling:
         assert self.memory is not None
         while not self.memory.fits(rank, self.held[rank] + placed.needs):
             if not self.pending[rank]:
-                raise DoesNotFit(f"{placed.action} exceeds the memory of rank {rank}")
+                raise ExceedsMemory(f"{placed.action} exceeds the memory of rank {rank}")
             self.do_weight_gradient(rank)
 
     def do_weight_gradient(self, rank: int) -> None:

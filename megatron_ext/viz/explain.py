@@ -97,7 +97,7 @@ def _no_delay(action: Action) -> float:
 
 
 class _Step:
-    """A measured step, taken apart so that parts of it can be replayed as they should be."""
+    """A measured step that can be replayed with other times of its passes and messages."""
 
     def __init__(self, measured: Timeline, predicted: Timeline) -> None:
         self.measured = measured
@@ -137,7 +137,8 @@ class _Step:
         return self.medians[action.stage, action.kind]
 
     def at_par(self, action: Action) -> float:
-        """Return the usual seconds of ``action``, on a rank no slower than others."""
+        """Return the seconds that ``action`` would take on a rank that is not slower than
+        others."""
         return self.usual(action) * min(1.0, self.par / self.ratios[self.events[action].rank])
 
     def delay(self, action: Action) -> float:

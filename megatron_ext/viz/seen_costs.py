@@ -13,7 +13,7 @@ from megatron_ext.schedule.timeline import Timeline
 from megatron_ext.viz.replay import Replay
 from megatron_ext.viz.trace import TracedStep
 
-_QUICK = 4  # a message is as quick as the quickest quarter: others have waited for their sender
+_QUICK = 4  # messages take the first quartile of delays: longer delays include other waiting
 
 
 def seen_costs(steps: Sequence[TracedStep]) -> SeenCosts | None:
@@ -43,8 +43,8 @@ def seen_costs(steps: Sequence[TracedStep]) -> SeenCosts | None:
 
 
 def _delays(step: Timeline) -> Iterator[float]:
-    """Yield, for each pass that waited for one of another rank, the seconds from the end of that
-    one to its start."""
+    """Yield, for each pass that waited for a pass of another rank, the seconds from the end of the
+    other pass to its own start."""
     replay = Replay(step.schedule)
     events = {event.action: event for row in step.compute for event in row}
     for action, (free, made) in replay.ready(events).items():

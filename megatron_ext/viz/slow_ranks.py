@@ -39,7 +39,7 @@ class PipelineTimes:
 
 
 def slow_ranks(ratios: Sequence[float]) -> dict[int, float]:
-    """Return how many times as slow as the others each slow rank is, by its number.
+    """Return, for each slow rank, its time relative to the other ranks.
 
     ``ratios``: by rank, the seconds of its passes over those of the costs of its stages.
     """

@@ -1,8 +1,8 @@
 """Command line with which torchtitan runs a table of ours.
 
-It takes the order of passes from the table, and the placement of stages from the name of a schedule
-(``_pipeline_module_split`` in its ``distributed/pipeline_parallel.py``): a line from 1F1B, a loop
-from Interleaved1F1B, a V from ZBVZeroBubble. There is no name for waves.
+torchtitan takes the order of passes from the table, and the placement of stages from the name of a
+schedule (``_pipeline_module_split`` in its ``distributed/pipeline_parallel.py``): a line from 1F1B,
+a loop from Interleaved1F1B, a V from ZBVZeroBubble. There is no name for waves.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from megatron_ext.schedule.placement import Placement, line, loop, v
 
 
 def for_torchtitan(placement: Placement, microbatches: int, table: Path) -> str:
-    """Return the arguments of torchtitan's command line, or a line that it cannot run the
+    """Return the arguments of torchtitan's command line, or a line that says why it cannot run the
     schedule."""
     name = _schedule_with(placement)
     if name is None:

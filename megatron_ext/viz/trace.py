@@ -67,8 +67,8 @@ class TracedStep:
 def beside(
     iteration: int, measured: Timeline, simulated: Timeline, clock_error: float
 ) -> TracedStep:
-    """Return ``measured`` with its prediction, scaled to the same work and moved to the same
-    start."""
+    """Return ``measured`` together with its prediction, which is scaled to the same work and moved
+    to the same start."""
     (step,) = beside_all([iteration], [measured], [simulated], clock_error)
     return step
 
@@ -227,7 +227,7 @@ def read_trace(path: Path) -> list[TracedStep]:
             about = Record(event["args"], f"{where}, args")
             reserved[about.count("iteration")] = about.amounts("bytes")
     if not iterations:
-        raise ValueError(f"{file} has no measured step: it is not of a training run")
+        raise ValueError(f"{file} has no measured step: no training wrote it")
     return [
         replace(
             _step(iteration, slices, of_stock.get(iteration), f"{file}, iteration {iteration}"),

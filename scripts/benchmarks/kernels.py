@@ -27,7 +27,7 @@ from megatron_ext.cost_model.gpus import parse_gpu
 from megatron_ext.cost_model.operations.operation import (
     Engine,
     Operation,
-    core,
+    attention_operation,
     linear,
     passing_over,
 )
@@ -132,11 +132,11 @@ def attention(rates: Rates) -> Iterator[Row]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     for heads, width, tokens in ATTENTION:
-        operation = core(
+        operation = attention_operation(
             "attention",
             2 * tokens * (tokens / 2) * 2 * heads * width,
             (0.0, 0.0),
-            again=2 * tokens * (tokens / 2) * heads * width,
+            recomputed_flops=2 * tokens * (tokens / 2) * heads * width,
         )
         forward, backward, _ = rates.seconds_of(operation)
         q, k, v = (

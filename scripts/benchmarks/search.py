@@ -32,8 +32,8 @@ from megatron_ext.schedule.problem import Problem
 from megatron_ext.search import best
 from megatron_ext.search.bounds import lower_bound
 from megatron_ext.search.effort import Effort, effort
+from megatron_ext.search.job_shop import JobShop, Starts, job_shop_of
 from megatron_ext.search.pack import Pack, Packed
-from megatron_ext.search.shop import Shop, Starts, shop_of
 from megatron_ext.search.v_patterns import excluded_period
 
 COSTS = (10, 12, 8, 1)  # f, i, w, comm
@@ -47,7 +47,7 @@ class Counted:
     def __init__(self, how: Effort) -> None:
         self.how, self.passes, self.first, self.last = how, 0, 0.0, 0.0
 
-    def packer(self, shop: Shop) -> Pack:
+    def packer(self, shop: JobShop) -> Pack:
         pack = self.how.packer(shop)
         self.first = time.process_time()
 
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--pattern-seconds", type=float, default=3)
     arguments = parser.parse_args(argv)
     how = effort()
-    how.packer(shop_of(problem_of(2, 2, 2.0)))  # compiled here
+    how.packer(job_shop_of(problem_of(2, 2, 2.0)))  # compiled here
     print(
         f"costs {COSTS}, {how.name} effort's packer, {platform.machine()}, {os.cpu_count()} CPUs, "
         f"load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}, numpy {np.__version__}"

@@ -9,7 +9,7 @@ import pytest
 from megatron_ext.search import best, improve, recompute_search
 from megatron_ext.search.effort import Effort, small_effort
 
-_SHORT = {"_STEPS": 2, "_PERIODS": (100,), "_WEIGHTS": (100,), "_PROMISING": 1, "_ROUNDS": 1}
+_SHORT = {"_MIN_STEPS": 2, "_PERIODS": (100,), "_WEIGHTS": (100,), "_PROMISING": 1, "_ROUNDS": 1}
 
 
 def little_effort(passes: int = 20_000) -> Effort:

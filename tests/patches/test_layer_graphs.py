@@ -118,7 +118,7 @@ ROW = rows_of("0F0 0F1 0I0 1F0 0W0 1I0 0I1 1F1 0W1 1I1 1W0 1W1")[0]
 @pytest.mark.parametrize(
     ("order", "why"),
     [
-        ([1, 1, -1, 2, -1.5, -2, -1, 2, -1.5, -2, -2.5, -2.5], "-1.5, a weight gradient apart"),
+        ([1, 1, -1, 2, -1.5, -2, -1, 2, -1.5, -2, -2.5, -2.5], "-1.5, a separate weight gradient"),
         ([1, 1, -1, 2, -2, -1, 2], "has 7 entries, and the rank runs 8 passes"),
         ([1, 1, 2, -1, -2, -1, 2, -2], "has 2 where the rank runs 0I0, of its chunk 1"),
     ],
@@ -134,7 +134,7 @@ def test_microbatches_out_of_order_are_found() -> None:
     """Transformer Engine frees the oldest forward pass's buffers, and 1F2 would have 0F0's."""
     (row,) = rows_of("0F0 0F1 0I1 0F2 0I0 0I2")
     order = capture_order(row, (0,))
-    with pytest.raises(ValueError, match="0I1 comes as number 0 of its kind on stage 0"):
+    with pytest.raises(ValueError, match="0I1 is number 0 of its kind on stage 0"):
         check_capture(order, row, (0,))
     with pytest.raises(ValueError, match="0F2 would write to the buffers of microbatch 0 before"):
         check_buffers(order, row, (0,), [2])

@@ -427,7 +427,7 @@ def test_room_is_left_for_what_a_trace_has_measured_of_the_allocator(tmp_path: P
     assert "--trace DIR" in without and "by a model of it, not measured" in without
     TraceFile(tmp_path / "cpu.json").add(step)
     on_cpu = command(*words, "--trace", str(tmp_path / "cpu.json"), *line_of_two)
-    assert on_cpu.exit_code == 2 and "tells nothing for a plan" in on_cpu.output
+    assert on_cpu.exit_code == 2 and "has nothing that a plan uses" in on_cpu.output
     model = "layers=16,hidden=1024,heads=8,sequence=1024,vocabulary=32000"
     described = ("--pp", "4", "-m", "8", "--gpu", "h100", "--model", model, "--json")
     alone = json.loads(command(*described, "--trace", str(tmp_path / "trace.json")).stdout)

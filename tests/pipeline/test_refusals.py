@@ -72,7 +72,7 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
     ),
     "a race with one that needs more memory": (
         {"pipeline_race": "gpipe", "pipeline_memory_limit": "4"},
-        "--pipeline-race: gpipe cannot be in it: schedule gpipe is invalid: 0F4 brings rank 0 over",
+        "--pipeline-race: gpipe cannot race: schedule gpipe is invalid: 0F4 brings rank 0 over",
     ),
     "a race across placements": (
         {"pipeline_race": "zb-v"},

@@ -34,8 +34,8 @@ _KEYS = 256  # in the store, used in turns; loaders read ahead by far fewer step
 
 
 def arrange_loader(loader: Any, dataset: Any, config: PipelineConfig) -> None:
-    """Arrange the microbatches that ``loader``, which has begun nothing yet, reads of ``dataset``.
-    Its sampler is Megatron's, or Megatron-Bridge's of whole steps."""
+    """Arrange the microbatches that ``loader`` reads from ``dataset``. No iteration over ``loader``
+    may have begun. Its sampler is Megatron's, or Megatron-Bridge's sampler of whole steps."""
     sampler, file = loader.batch_sampler, config.microbatch_weights
     costs_of: Callable[[NDArray[np.int64]], Costs]
     if file is not None:
@@ -164,7 +164,7 @@ class ArrangedSteps:
 
 
 class _Agreement:
-    """Compares arrangements with those of all other ranks that have a loader."""
+    """Compares the order of microbatches on all ranks that have a loader."""
 
     def __init__(self) -> None:
         store = store_of_all() if dist.is_initialized() else None
@@ -184,9 +184,9 @@ class _Agreement:
             found = self._store.compare_set(str(key), self._before.get(key, ""), own).decode()
         if found != own:
             raise RuntimeError(
-                f"the ranks order microbatches differently: the step after {consumed} samples is "
-                f"{digest} on global rank {rank}, and another rank has {found!r}; start all ranks "
-                f"with the same dataset and the same flags"
+                f"the ranks order microbatches differently: for the step after {consumed} samples "
+                f"the order's digest is {digest} on global rank {rank}, and {found!r} on another "
+                f"rank; start all ranks with the same dataset and the same flags"
             )
         self._before[key] = own
         self._number += 1

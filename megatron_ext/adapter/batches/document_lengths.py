@@ -28,7 +28,7 @@ def squared_lengths(dataset: Any, samples: Ids) -> NDArray[np.float64]:
         raise ValueError(
             f"--pipeline-microbatch-order, --pipeline-deal-microbatches: the documents in samples "
             f"of {type(dataset).__name__} are not known; drop the flags, or order the microbatches "
-            f"where they are made"
+            f"in the code that makes them"
         )
     if dataset.shuffle_index is None:  # it is mapped into memory at the first sample
         dataset._query_document_sample_shuffle_indices(0)

@@ -1,4 +1,4 @@
-"""Report of the weight gradients that a schedule defers to W, and of the others with their
+"""Report of the weight gradients that a schedule defers to W, and of those not deferred, with
 reasons."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Digests of tensors that add up: those of pieces to that of the whole, for any partition.
+"""Digests of tensors that are additive: the digests of all pieces of a tensor add up to its digest.
 
 Each element's bits are mixed with its index in the whole tensor, and the results are added modulo
 2**64, so that neither the order nor the partition matters. The digest is computed on the tensor's

@@ -92,7 +92,7 @@ class ParityRecorder:
 
 
 def digests(tensors: Iterator[NamedTensor]) -> dict[Piece, int]:
-    """Return the digest of each piece; those of one device are copied to the host together."""
+    """Return the digest of each piece. Digests on one device are copied to the host together."""
     pieces: list[Piece] = []
     values: list[torch.Tensor] = []
     for piece, tensor in tensors:
@@ -116,7 +116,8 @@ def loss_of(value: Any) -> float:
 
 
 def plain_arguments(args: Any) -> dict[str, Any]:
-    """Return Megatron's arguments: plain values and lists of such as they are, others as text."""
+    """Return Megatron's arguments: plain values and lists of plain values unchanged, others as
+    text."""
     return {name: _plain(value) for name, value in sorted(vars(args).items())}
 
 

@@ -225,7 +225,7 @@ def _overwritten(
 
 
 def _inner(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
-    """Return the optimizers that step: a hybrid one has some on the host, and others on the
+    """Return the optimizers that step: a hybrid optimizer contains several, on the host and on the
     device."""
     if isinstance(optimizer, HybridDeviceOptimizer):
         return list(optimizer.sub_optimizers)
@@ -256,8 +256,7 @@ def _forget_gathering(model: Any) -> None:
 
 
 def _gather_again(model: Any) -> None:
-    """Gather each data-parallel rank's shard of the parameters on all of them, unless hooks do
-    it."""
+    """Gather the parameters on all data-parallel ranks from their shards, unless hooks do it."""
     config = model.ddp_config
     if config.use_distributed_optimizer and not config.overlap_param_gather:
         model.start_param_sync()

@@ -91,9 +91,12 @@ class PostValidation:
     def connect(
         self, messages: ValidationMessages, speculate: Callable[[Any], SpeculativeOptimizer]
     ) -> None:
-        """Speculate from now on, once it pays; before that every step is Megatron's own.
+        """Let steps overlap from now on, whenever few of the latest steps were clipped or skipped.
+        All other steps are Megatron's own.
 
-        ``speculate`` makes a `SpeculativeOptimizer` from Megatron's optimizer.
+        Args:
+            messages: validation messages between the ranks of this pipeline.
+            speculate: makes a `SpeculativeOptimizer` from Megatron's optimizer.
         """
         self._connection = _Connection(messages, speculate)
         self._start()
@@ -189,8 +192,8 @@ class PostValidation:
         step.take()
 
     def defer(self, action: Callable[[], None]) -> None:
-        """Defer ``action`` until after the verdict, in the order of these calls and those of
-        `log`."""
+        """Defer ``action`` until after the verdict. Deferred actions and logs run in the order of
+        their calls."""
         self.log(lambda result: action())
 
     def log(self, deliver: Callable[[Result], None]) -> None:
@@ -249,7 +252,7 @@ class PostValidation:
         return replace(result, is_redone=True)
 
     def _remember(self, result: Result, iteration: int, optimizer: Any) -> None:
-        """Record a validated step: the next step may be armed, or disarmed, because of it."""
+        """Record a validated step, which may switch overlapping on or off for the next step."""
         was_armed = self._history.is_armed
         self._latest_norm = result.grad_norm
         self._history = self._history.then(result.is_quiet(optimizer.config.clip_grad))

@@ -1,4 +1,5 @@
-"""Training step that begins before the previous one is validated, and restarts if that one fails.
+"""Training step that begins before the previous step is validated, and restarts if the validation
+fails.
 
 The effects of its first forward passes are undone: random states are restored, and the data read so
 far is read again from memory.

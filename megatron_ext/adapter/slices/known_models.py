@@ -29,8 +29,8 @@ def refuse_unknown(models: Sequence[torch.nn.Module]) -> None:
             model = inner  # of DDP and mixed precision
         if not isinstance(model, GPTModel) or type(model).forward is not GPTModel.forward:
             raise ValueError(
-                f"--pipeline-slices runs a GPTModel, and {type(model).__name__} may do with "
-                f"sequences what it likes: {_DROP}"
+                f"--pipeline-slices runs a GPTModel, and {type(model).__name__} may mix "
+                f"tokens in ways that are not known: {_DROP}"
             )
         predicting = getattr(getattr(model, "mtp", None), "layers", ())
         further = [getattr(layer, _OF_PREDICTION, None) for layer in predicting]

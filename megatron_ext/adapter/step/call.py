@@ -1,4 +1,4 @@
-"""Call of Megatron's schedule functions, and the requests of it that are refused."""
+"""Call of one of Megatron's schedule functions, and what is refused in such a call."""
 
 from __future__ import annotations
 

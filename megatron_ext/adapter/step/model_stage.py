@@ -16,7 +16,6 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megatron_ext.adapter.model_parts import may_lose_gradients
-from megatron_ext.adapter.observers.gradient_reductions import watch
 from megatron_ext.adapter.step.checkpointed_forward import (
     CheckpointedCall,
     RecomputeInputs,
@@ -24,6 +23,7 @@ from megatron_ext.adapter.step.checkpointed_forward import (
 )
 from megatron_ext.adapter.step.parameter_gathers import ParameterGathers
 from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.recording import RecordedReduction
 from megatron_ext.runtime.stage import Backward
 from megatron_ext.runtime.weight_gradients import queue
 
@@ -219,7 +219,7 @@ class ModelStage:
         reduction = self._recorder.reducing(self._number)
         self._model.start_grad_sync()  # type: ignore[operator]  # DistributedDataParallel's
         if reduction is not None:
-            watch(self._model, reduction)
+            _watch_reduction(self._model, reduction)
 
     def _forward_step_func(self, microbatch: int) -> Callable[..., Any]:
         return self._call.forward_step_func
@@ -236,3 +236,31 @@ def overlaps_reduction(model: Any) -> bool:
 def _with_gradient(x: Tensor | None) -> Tensor | None:
     """Return ``x`` if it requires a gradient, else None: Megatron would call retain_grad on it."""
     return None if x is None or not x.requires_grad else x
+
+
+def _watch_reduction(model: Any, reduction: RecordedReduction) -> None:
+    """Notify ``reduction`` when the reduction just started by ``model.start_grad_sync()``
+    completes.
+
+    If a work does not signal completion, the time is that at which Megatron's wait for it returned.
+    With several optimizer instances Megatron stores no handle, and the time stays unknown.
+    """
+    for group in [*model.bucket_groups, *model.expert_parallel_bucket_groups]:
+        handle = group.grad_reduce_handle
+        if handle is None:
+            continue
+        works = getattr(handle, "works", [handle])
+        if not all(reduction.ends_with(work) for work in works):
+            group.grad_reduce_handle = _Awaited(handle, reduction)
+
+
+class _Awaited:
+    """Wrapper of a handle that Megatron waits for."""
+
+    def __init__(self, handle: Any, reduction: RecordedReduction) -> None:
+        self._handle = handle
+        self._reduction = reduction
+
+    def wait(self) -> None:
+        self._handle.wait()
+        self._reduction.was_awaited()

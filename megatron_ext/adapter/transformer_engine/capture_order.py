@@ -65,9 +65,9 @@ def _check_graphs(order: Sequence[float], passes: Sequence[Action], stages: Sequ
     for entry in order:
         if entry % 1:
             raise ValueError(
-                f"the order to capture has {entry}, a weight gradient apart, and Transformer "
-                f"Engine takes that of the chunk's latest backward pass: captured modules compute "
-                f"theirs with the input's"
+                f"the order to capture has {entry}, a separate weight gradient, which Transformer "
+                f"Engine would take for that of the chunk's latest backward pass: captured "
+                f"modules must have whole backward passes"
             )
     if len(order) != len(passes):
         raise ValueError(
@@ -84,8 +84,8 @@ def _check_graphs(order: Sequence[float], passes: Sequence[Action], stages: Sequ
             )
         if counted[entry] != action.microbatch:
             raise ValueError(
-                f"{action} comes as number {counted[entry]} of its kind on stage {action.stage}, "
-                f"and Transformer Engine would capture it as microbatch {counted[entry]}'s: run "
+                f"{action} is number {counted[entry]} of its kind on stage {action.stage}, so "
+                f"Transformer Engine would capture it as microbatch {counted[entry]}'s: run "
                 f"microbatches in order"
             )
         counted[entry] += 1

@@ -323,8 +323,8 @@ class _Waits:
         self._earlier: list[Ints] = []
 
     def add(self, later: Ints, earlier: Ints) -> None:
-        """Let each of ``later`` wait for the one of ``earlier`` at the same position, unless that
-        is -1."""
+        """Let each action of ``later`` wait for the action of ``earlier`` at the same position,
+        unless it is -1."""
         is_there = earlier >= 0
         self._later.append(later[is_there])
         self._earlier.append(earlier[is_there])
@@ -375,7 +375,8 @@ def build_graph(
 
 
 def held_up(columns: Columns, device: Device = Device.PARALLEL) -> Ints:
-    """Return, for each action, the last blocking one before it in its row; -1 if there is none."""
+    """Return, for each action, the last blocking action before it in its row; -1 if there is
+    none."""
     before = columns.numbers - 1
     if device is not Device.ONE_QUEUE:
         before = np.append(np.int32(-1), columns.latest(HOLDS_UP[columns.kind]))[:-1]
@@ -394,7 +395,7 @@ def _waited_for_at_passes(columns: Columns) -> tuple[Ints, Ints]:
 
 
 def _before_in_queue(columns: Columns, placement: Placement) -> Ints:
-    """Return, for each action, the one before it in its queue (`_queue`); -1 if there is none."""
+    """Return, for each action, the previous action in its queue (`_queue`); -1 if there is none."""
     queues: dict[tuple[int, Channel | Kind | Lane | None], int] = {}
     of_pairs = []
     for stage, kind in columns.pairs:

@@ -40,7 +40,7 @@ class Precedence:
         if self.known_order is not None:
             return self.known_order
         waiting: list[int] = np.diff(self.before.bounds).tolist()
-        after = self.before.turned
+        after = self.before.inverse
         # As views: lists of their numbers would take as much memory as all actions.
         bounds, later = memoryview(after.bounds), memoryview(after.nodes)
         order = [node for node, count in enumerate(waiting) if not count]

@@ -111,8 +111,8 @@ def _batched(graph: Graph, schedule: Schedule, costs: Costs) -> _Keys:
 
 
 def _links(schedule: Schedule) -> Ints:
-    """Return for each message the number of its link, that is of two ranks of which one sends
-    activations to the other; 0 for other actions.
+    """Return for each message the number of its link; 0 for other actions. A link is a pair of
+    ranks of which one sends activations to the other.
 
     A pair sends both ways at once, and each send swaps with a message in the other direction. All
     ranks take their links in one order; otherwise they would wait for one another.
@@ -156,6 +156,6 @@ def _times(
 
 
 def _made(columns: Columns, ends: NDArray[np.generic]) -> NDArray[np.generic]:
-    """Return, for each node, the end of the last pass of its rank up to it."""
+    """Return, for each node, the end of the latest pass of its rank at or before the node."""
     latest = columns.latest(IS_PASS[columns.kind])
     return np.where(latest < 0, 0, ends[latest])

@@ -36,8 +36,11 @@ class NodeLists:
         return cls(bounds, nodes[np.argsort(owners, kind="stable")])
 
     def joined(self, names: Ints, owners: Ints) -> tuple[Ints, Ints]:
-        """Return the nodes in the lists of ``owners``, one list after the other. With each node
-        comes the entry of ``names`` at the position of its owner, as the first array."""
+        """Return two arrays of equal length: for each node, the name of the owner in whose list it
+        is, and the node itself.
+
+        The lists are those of ``owners``, one after the other; ``names`` has a name for each.
+        """
         lengths = np.diff(self.bounds)[owners]
         starts = self.bounds[owners] - (np.cumsum(lengths) - lengths)
         places = np.repeat(starts, lengths) + np.arange(lengths.sum())
@@ -49,6 +52,6 @@ class NodeLists:
         return np.repeat(np.arange(len(self), dtype=np.int32), np.diff(self.bounds))
 
     @property
-    def turned(self) -> NodeLists:
+    def inverse(self) -> NodeLists:
         """The inverse lists: for each node, the owners of the lists that contain it."""
         return NodeLists.of(self.nodes, self.owners, len(self))

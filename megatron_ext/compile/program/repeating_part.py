@@ -135,8 +135,8 @@ class _Cuts:
         return bool(is_alike.all() and (done | ~is_there)[:, :period].all())
 
     def _follows_the_same(self, begins: Ints, ends: Ints, period: int) -> bool:
-        """Return whether each rank does the same right before both cuts, for as many actions as one
-        microbatch, or slice, of the ``period`` has."""
+        """Return whether each rank runs the same actions right before both cuts. As many actions
+        are compared as one microbatch, or slice, of the ``period`` has."""
         columns = self._columns
         for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
             length = min(-((begin - end) // period), begin - int(columns.first[begin]))

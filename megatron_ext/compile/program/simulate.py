@@ -171,10 +171,10 @@ def links_of(graph: Graph, costs: Costs) -> dict[int, object]:
 def take_turns(
     graph: Graph, lasts: list[float], links: Mapping[int, object], earliest: list[float]
 ) -> tuple[list[float], list[float]]:
-    """Return the same as `Graph.longest_paths` for copies that also wait until their link is free.
-    The copy that could start first goes first."""
+    """Return start and end times as `Graph.longest_paths` does, with copies that also wait until
+    their link is free. The copy that could start first goes first."""
     start, end = list(earliest), [0.0] * len(lasts)
-    after = graph.before.turned
+    after = graph.before.inverse
     waiting: list[int] = np.diff(graph.before.bounds).tolist()
     free: dict[object, float] = {}
     ready = [(start[node], node) for node, count in enumerate(waiting) if not count]

@@ -5,14 +5,14 @@ stores for its backward pass can be copied to the host, their memory freed, and 
 so can the tensors that I stores for W. The copies run parallel to the passes, on separate lanes;
 ranks that share a link to the host take turns on it.
 
-The transform works on any schedule with its messages and waits. It takes the times at which its
-passes would run, and books the copies into them: to the host as soon as the link is free, and back
-so late that they end when they are needed. Between passes, memory is freed as soon as a copy to the
+The transform works on any schedule with its messages and waits. It computes the times at which the
+passes would run, and schedules the copies within these times: to the host as soon as the link is
+free, and back as late as possible. Between passes, memory is freed as soon as a copy to the
 host has ended, and reallocated as late as the copy back can start.
 
-The longest-lived tensors are booked first. A tensor that would have to be copied back before its
-copy to the host has ended stays on the device: the slower the link, the fewer are offloaded, and no
-pass waits for a copy.
+Copies of the longest-lived tensors are scheduled first. A tensor that would have to be copied back
+before its copy to the host has ended stays on the device: the slower the link, the fewer are
+offloaded, and no pass waits for a copy.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ _IN_WORDS = {
     DEPTH: "a depth of multi-token prediction",
     EMBEDDING: "the embedding",
     OUTPUT_LAYER: "the output layer",
-    PASS: "what a pass takes by itself",
+    PASS: "the fixed cost of a pass",
 }
 
 

@@ -12,12 +12,12 @@ from megatron_ext.cost_model.operations.operation import (
     Operation,
     Part,
     Passes,
-    beside,
-    core,
-    divided,
+    attention_operation,
     elementwise,
     linear,
+    norm_and_residual,
     passing_over,
+    tensor_parallel_part,
 )
 
 
@@ -29,7 +29,7 @@ def attention(model: Model, execution: Execution, *, is_sliding: bool) -> Part:
     tokens = execution.tokens
     turned = tokens * (query + key_value)
     operations = [
-        *beside(model.hidden_size, execution),
+        *norm_and_residual(model.hidden_size, execution),
         *linear(
             "qkv",
             tokens,
@@ -45,14 +45,14 @@ def attention(model: Model, execution: Execution, *, is_sliding: bool) -> Part:
         operations.append(passing_over("rotary", turned, times, execution))
     if model.qk_layernorm:
         operations.append(passing_over("norms of q and k", turned, (2, 3), execution))
-    operations.append(_core(model, execution, query, query, key_value, key_value, is_sliding))
+    operations.append(_attention(model, execution, query, query, key_value, key_value, is_sliding))
     operations += _softmax(model, execution)
     operations += _merged_steps(execution, query, query, 2 * key_value)
     if gate:
         operations.append(passing_over("gate", tokens * query, (3, 5), execution))
     operations += linear("projection", tokens, query, model.hidden_size, execution, is_row=True)
     exchanges = _of_samples(execution, query, 2 * key_value)
-    return divided(operations, 2 * model.hidden_size, execution, exchanges)
+    return tensor_parallel_part(operations, 2 * model.hidden_size, execution, exchanges)
 
 
 def latent_attention(model: Model, execution: Execution, *, is_sliding: bool) -> Part:
@@ -67,7 +67,7 @@ def latent_attention(model: Model, execution: Execution, *, is_sliding: bool) ->
     tokens, split = execution.tokens, execution.split_tokens
     keys, values = heads * (model.qk_head_dim + rotary), heads * model.v_head_dim
     modules = ["mla_up_proj"]
-    operations = beside(hidden, execution, is_alone=True)
+    operations = norm_and_residual(hidden, execution, is_alone=True)
     if rank:
         operations += linear("q down", split, hidden, rank, execution)
         operations.append(passing_over("norm of q", split * rank, (2, 3), execution, modules))
@@ -80,17 +80,19 @@ def latent_attention(model: Model, execution: Execution, *, is_sliding: bool) ->
     made = heads * (model.qk_head_dim + model.v_head_dim)
     operations += linear("kv up", tokens, latent, made, execution, modules=modules)
     operations.append(passing_over("rotary", tokens * 2 * keys, (2, 2), execution, modules))
-    operations.append(_core(model, execution, keys, values, keys, values, is_sliding))
+    operations.append(_attention(model, execution, keys, values, keys, values, is_sliding))
     operations += _softmax(model, execution)
     operations += _merged_steps(execution, keys, values, keys + values)
     operations += linear("projection", tokens, values, hidden, execution, is_row=True)
     exchanges = _of_samples(execution, keys, keys + values)
-    return divided(operations, (rank or hidden) + latent + rotary + hidden, execution, exchanges)
+    return tensor_parallel_part(
+        operations, (rank or hidden) + latent + rotary + hidden, execution, exchanges
+    )
 
 
-def looked_at(sequence: int, window: int) -> float:
-    """Return the average number of tokens that one of ``sequence`` attends to: itself and those
-    before it, but at most ``window`` of those."""
+def attended_tokens(sequence: int, window: int) -> float:
+    """Return the mean number of tokens that a token of ``sequence`` attends to: itself and earlier
+    tokens, at most ``window`` of them."""
     most = min(window + 1, sequence) if window else sequence
     return most - most**2 / (2 * sequence)
 
@@ -104,12 +106,12 @@ def squared_share(sequence: int, window: int) -> float:
     first x of the sequence. The error is at most 5 % of attention.
     """
     most = min(window + 1, sequence) if window else sequence
-    full = most / sequence  # where the window is
+    full = most / sequence  # share of the sequence after which the window is full
     on_average = (full**2 / 3 + (1 - full)) / (2 - full)
     return 3 - 6 * on_average
 
 
-def _core(
+def _attention(
     model: Model,
     execution: Execution,
     query: float,
@@ -118,19 +120,26 @@ def _core(
     value: float,
     is_sliding: bool,
 ) -> Operation:
-    """Return the attention itself. The backward pass of fused attention computes the scores a
-    second time, which is half of F."""
+    """Return attention without its projections. The backward pass of fused attention recomputes
+    the scores, which is half of F."""
     tokens = execution.tokens
     window = model.window_size if is_sliding else 0
-    seen = looked_at(execution.sequence, window) if model.is_causal else execution.sequence
+    seen = attended_tokens(execution.sequence, window) if model.is_causal else execution.sequence
     flops = 2 * tokens * seen * (query + output)
     size = tokens * (query + key + value + output) * execution.element_bytes
-    again = 2 * tokens * seen * query if execution.transformer_engine else 0.0
+    recomputed_flops = 2 * tokens * seen * query if execution.transformer_engine else 0.0
     squared = squared_share(execution.sequence, window)
     matrix = _matrix_bytes(model, execution)
     # Both products of F write or read the matrix, and so do the four of I.
     moved = (size + 2 * matrix, 2 * size + 4 * matrix)
-    return core("attention", flops, moved, again=again, modules=["core_attn"], squared=squared)
+    return attention_operation(
+        "attention",
+        flops,
+        moved,
+        recomputed_flops=recomputed_flops,
+        modules=["core_attn"],
+        squared=squared,
+    )
 
 
 def _matrix_bytes(model: Model, execution: Execution) -> float:

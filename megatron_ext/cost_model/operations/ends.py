@@ -1,5 +1,5 @@
-"""Operations of a pipeline's ends: the embedding, the output layer, the loss, and the projection
-that multi-token prediction has before its layers."""
+"""Operations of a pipeline's first and last stage: embedding, output layer, loss, and the
+projection before the layers of multi-token prediction."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ from megatron_ext.cost_model.operations.operation import (
     passing_over,
 )
 
-# Bytes of a logit that the loss reads and writes in F and in I: fused, where the gradient is made
-# in place; or step by step, in fp32.
+# Bytes that the loss reads and writes for each logit, in F and in I. The fused loss computes the
+# gradient in place; the other one works step by step in fp32.
 _FUSED_LOSS = (4.0, 4.0)
 _LOSS = (22.0, 14.0)
-# Of an element of the embedding's gradient: cleared, and added to the one in fp32.
-_TABLE_GRADIENT = 12.0
+# Bytes for each element of the embedding's gradient, which is cleared, then added to the fp32
+# gradient.
+_EMBEDDING_GRADIENT_BYTES = 12.0
 
 
 def embedding(model: Model, execution: Execution) -> Operation:
-    """Return the embedding: the look-up is F, the gradient of its whole table is W, whichever rows
-    were looked up."""
+    """Return the embedding. F is the look-up; W is the gradient of the whole table, even of
+    rows that were not looked up."""
     size = execution.tokens * model.hidden_size * execution.element_bytes
     rows = model.vocabulary / execution.tensor_parallel
-    moved = Passes(2 * size, 0.0, rows * model.hidden_size * _TABLE_GRADIENT)
+    moved = Passes(2 * size, 0.0, rows * model.hidden_size * _EMBEDDING_GRADIENT_BYTES)
     return Operation("embedding", Engine.MEMORY, moved=moved)
 
 
 def output_layer(model: Model, execution: Execution) -> Part:
-    """Return one run of the output layer with the loss. Its input is gathered, or the gradient of
-    its input summed."""
+    """Return one run of the output layer with the loss. With tensor parallelism, ranks gather its
+    input (sequence parallelism) or sum the gradient of its input."""
     ranks, tokens = execution.tensor_parallel, execution.tokens
     rows = model.vocabulary / ranks
     forward, backward = _FUSED_LOSS if execution.loss_fusion else _LOSS
@@ -52,9 +53,9 @@ def output_layer(model: Model, execution: Execution) -> Part:
     return Part(operations, (Exchange(Group.TENSOR, ranks, 1, passes),))
 
 
-def projection_of_depth(model: Model, execution: Execution) -> Part:
-    """Return the part of a depth of multi-token prediction before its layer: two norms, and a
-    matrix from two widths to one."""
+def mtp_projection(model: Model, execution: Execution) -> Part:
+    """Return the operations of one depth of multi-token prediction before its layer: two norms, and
+    a projection from twice the hidden size to the hidden size."""
     hidden, ranks = model.hidden_size, execution.tensor_parallel
     elements = execution.split_tokens * hidden
     operations = (
@@ -63,5 +64,5 @@ def projection_of_depth(model: Model, execution: Execution) -> Part:
     )
     if ranks == 1:
         return Part(operations)
-    moved = 3 * execution.tokens * hidden * execution.element_bytes  # what enters, and what leaves
+    moved = 3 * execution.tokens * hidden * execution.element_bytes  # two inputs and one output
     return Part(operations, (Exchange(Group.TENSOR, ranks, 1, Passes(moved, moved)),))

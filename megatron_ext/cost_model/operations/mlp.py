@@ -13,11 +13,11 @@ from megatron_ext.cost_model.operations.operation import (
     Operation,
     Part,
     Passes,
-    beside,
-    divided,
     elementwise,
     linear,
+    norm_and_residual,
     passing_over,
+    tensor_parallel_part,
 )
 
 _ROUTING_BYTES = 16  # of a token's score for an expert, in fp32: softmax, the best, their map
@@ -26,8 +26,8 @@ _ROUTING_BYTES = 16  # of a token's score for an expert, in fp32: softmax, the b
 def mlp(model: Model, execution: Execution) -> Part:
     """Return the operations of two matrices, or three with a gate, and of the norm before them."""
     products = _products(model, execution, model.ffn_hidden_size, ["mlp"])
-    operations = [*beside(model.hidden_size, execution), *products]
-    return divided(operations, 2 * model.hidden_size, execution, modules=["mlp"])
+    operations = [*norm_and_residual(model.hidden_size, execution), *products]
+    return tensor_parallel_part(operations, 2 * model.hidden_size, execution, modules=["mlp"])
 
 
 def experts(model: Model, execution: Execution) -> Part:
@@ -39,7 +39,7 @@ def experts(model: Model, execution: Execution) -> Part:
     hidden, tokens = model.hidden_size, execution.split_tokens
     modules = ["moe"]
     operations = [
-        *beside(hidden, execution, is_alone=True),
+        *norm_and_residual(hidden, execution, is_alone=True),
         *linear(
             "router",
             tokens,
@@ -74,7 +74,7 @@ def experts(model: Model, execution: Execution) -> Part:
             engine=Engine.MATRIX,
             is_whole=True,
         )
-    return divided(operations, 2 * hidden, execution, exchanges, modules=modules)
+    return tensor_parallel_part(operations, 2 * hidden, execution, exchanges, modules=modules)
 
 
 def _products(

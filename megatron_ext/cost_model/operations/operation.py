@@ -1,9 +1,8 @@
-"""Operations and exchanges of a rank for a microbatch in a part of a layer.
+"""Operations of a GPU, and exchanges with other GPUs, for a microbatch in a part of a layer.
 
-An operation has its floating-point operations, as Megatron's papers count them (Narayanan et al.
-2021, appendix), and the bytes that it reads and writes in its GPU's memory. A product of matrices
-costs the same in F, for its input's gradient and for its weight's. An operation without weights has
-no W.
+An operation has a number of floating-point operations, counted as in Megatron's papers (Narayanan
+et al. 2021, appendix), and of bytes that it reads and writes in the GPU's memory. A product of
+matrices costs the same in F, in I and in W. An operation without weights has no W.
 """
 
 from __future__ import annotations
@@ -43,13 +42,12 @@ class Operation:
     """One operation on all tokens of a microbatch, on one rank.
 
     Attributes:
-        flops: floating-point operations, counted as a model's: without recomputation.
+        flops: floating-point operations, without those that are recomputed.
         moved: bytes to and from the GPU's memory.
-        again: floating-point operations that its own backward pass repeats.
-        modules: names in Megatron's selective recompute that make I recompute it.
-        is_whole: whether its W comes with its I under every schedule.
-        is_row: whether it is the last product of a pair that is partitioned over tensor-parallel
-            ranks.
+        recomputed_flops: floating-point operations of F that its own backward pass recomputes.
+        modules: names of ``--recompute-modules`` that make I recompute it.
+        is_whole: whether its backward pass cannot be split, so that W runs with I.
+        is_row: whether it is the row-parallel product of a tensor-parallel pair.
         squared: the share of its F and I that grows with the square of the sequence.
         product: the shape of a matrix product; None for other operations.
         operand_bytes: bytes of an element that a matrix product multiplies.
@@ -59,7 +57,7 @@ class Operation:
     engine: Engine
     flops: Passes = field(default_factory=Passes)
     moved: Passes = field(default_factory=Passes)
-    again: float = 0.0
+    recomputed_flops: float = 0.0
     modules: frozenset[str] = frozenset()
     is_whole: bool = False
     is_row: bool = False
@@ -74,7 +72,7 @@ class Operation:
 
 
 class Group(StrEnum):
-    """Ranks that wait for one another within a pass."""
+    """Kind of group whose ranks wait for one another within a pass."""
 
     TENSOR = "tensor-parallel"
     EXPERT = "expert-parallel"
@@ -87,14 +85,14 @@ class Exchange:
 
     Attributes:
         ranks, stride: size of the group, and the distance from one of its ranks to the next.
-        moved: bytes in F and in I that would be moved if all belonged to other ranks. A rank keeps
-            its own share of them.
-        choices: how many ranks each token of `moved` goes to, once to each of them, and once over
-            the network to each other node; 0: `moved` is split evenly over all ranks.
+        moved: bytes in F and in I, including the share that stays on the rank itself.
+        choices: number of ranks that each token goes to: once to each rank, and once over the
+            network to each other node. 0: ``moved`` is split evenly over all ranks.
         modules: as in an operation.
         is_behind_attention: whether the exchange overlaps attention.
         collectives: number of collectives in F, and the same number in I.
-        halves: the same number, with an all-reduce counted as two: a reduce-scatter and a gather.
+        ring_passes: passes around the ring in F, and the same number in I: one for a gather or a
+            reduce-scatter, two for an all-reduce.
     """
 
     group: Group
@@ -105,12 +103,12 @@ class Exchange:
     choices: int = 0
     is_behind_attention: bool = False
     collectives: int = 1
-    halves: int = 1
+    ring_passes: int = 1
 
 
 @dataclass(frozen=True)
 class Part:
-    """An attention, an MLP or another part of a layer: one symbol of a pattern."""
+    """Part of a layer, such as attention or MLP: one symbol of a hybrid layer pattern."""
 
     operations: tuple[Operation, ...]
     exchanges: tuple[Exchange, ...] = ()
@@ -213,43 +211,46 @@ def passing_over(
     return elementwise(name, elements, forward, elements * backward, modules, flops=flops)
 
 
-def core(
+def attention_operation(
     name: str,
     flops: float,
     moved: tuple[float, float],
     *,
-    again: float = 0.0,
+    recomputed_flops: float = 0.0,
     modules: Iterable[str] = (),
     squared: float = 0.0,
 ) -> Operation:
-    """Return the interaction of tokens with one another, which has no weights. I costs twice as
-    much as F."""
+    """Return an operation in which tokens interact (attention, or a recurrence). It has no weights,
+    and I costs twice as much as F."""
     return Operation(
         name,
         Engine.ATTENTION,
         flops=Passes(flops, 2 * flops),
         moved=Passes(*moved),
-        again=again,
+        recomputed_flops=recomputed_flops,
         modules=frozenset(modules),
         squared=squared,
     )
 
 
-def beside(hidden: int, execution: Execution, *, is_alone: bool = False) -> list[Operation]:
-    """Return the norm before a part, and the addition of the residual.
+def norm_and_residual(
+    hidden: int, execution: Execution, *, is_alone: bool = False
+) -> list[Operation]:
+    """Return the norm before a part, and the addition of the residual after it.
 
-    ``is_alone``: whether this norm is a separate module in Transformer Engine too, not fused into
-    the matrix behind it.
+    Args:
+        is_alone: whether the norm is a separate module in Transformer Engine too, rather than fused
+            into the matrix product after it.
     """
     elements = execution.split_tokens * hidden
-    again = ["layernorm"] if is_alone or not execution.transformer_engine else []
+    modules = ["layernorm"] if is_alone or not execution.transformer_engine else []
     return [
-        passing_over("norm", elements, (2, 3), execution, again),
+        passing_over("norm", elements, (2, 3), execution, modules),
         passing_over("residual", elements, (3, 3), execution),
     ]
 
 
-def divided(
+def tensor_parallel_part(
     operations: list[Operation],
     exchanged: float,
     execution: Execution,
@@ -263,7 +264,7 @@ def divided(
     pass, and no rank waits.
 
     Args:
-        exchanged: summed widths of tensors that the ranks wait for in F, and the same in I.
+        exchanged: summed widths of the tensors that ranks wait for in F, and the same in I.
         exchanges: further exchanges of the part.
     """
     ranks = execution.tensor_parallel
@@ -286,6 +287,6 @@ def divided(
         Passes(moved, moved),
         frozenset(modules),
         collectives=collectives,
-        halves=2,
+        ring_passes=2,
     )
     return Part(tuple(operations), (waits, *exchanges))

@@ -11,8 +11,8 @@ from megatron_ext.cost_model.model import Model, Stage
 from megatron_ext.cost_model.operations.attention import attention, latent_attention
 from megatron_ext.cost_model.operations.ends import (
     embedding,
+    mtp_projection,
     output_layer,
-    projection_of_depth,
 )
 from megatron_ext.cost_model.operations.mlp import experts, mlp
 from megatron_ext.cost_model.operations.operation import Part, Passes
@@ -63,7 +63,7 @@ def flops_of(model: Model, stage: Stage, execution: Execution) -> Passes:
 def _parts_of(model: Model, stage: Stage, execution: Execution) -> Iterator[Part]:
     if stage.embedding:
         yield Part((embedding(model, execution),))
-    depths = [projection_of_depth(model, execution)] * stage.depths
+    depths = [mtp_projection(model, execution)] * stage.depths
     yield from depths
     for layer in (*stage.layers, *[model.mtp_layer] * stage.depths):
         for symbol in layer:

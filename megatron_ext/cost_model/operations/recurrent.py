@@ -10,11 +10,11 @@ from megatron_ext.cost_model.model import Model
 from megatron_ext.cost_model.operations.operation import (
     Operation,
     Part,
-    beside,
-    core,
-    divided,
+    attention_operation,
     linear,
+    norm_and_residual,
     passing_over,
+    tensor_parallel_part,
 )
 
 _MAMBA_KERNEL = 4  # of its convolution: Megatron's, which no argument changes
@@ -30,14 +30,16 @@ def delta_net(model: Model, execution: Execution) -> Part:
     convolved = tokens * (2 * keys + values)
     size = convolved * execution.element_bytes
     operations = [
-        *beside(model.hidden_size, execution),
+        *norm_and_residual(model.hidden_size, execution),
         *linear("projections", tokens, model.hidden_size, projected, execution, is_column=True),
         _convolution(convolved, model.linear_conv_kernel_dim, execution),
-        core("delta rule", 8 * tokens * values * model.linear_key_head_dim, (size, 2 * size)),
+        attention_operation(
+            "delta rule", 8 * tokens * values * model.linear_key_head_dim, (size, 2 * size)
+        ),
         passing_over("gated norm", tokens * values, (3, 5), execution),
         *linear("projection", tokens, values, model.hidden_size, execution, is_row=True),
     ]
-    return divided(operations, 2 * model.hidden_size, execution)
+    return tensor_parallel_part(operations, 2 * model.hidden_size, execution)
 
 
 def mamba(model: Model, execution: Execution) -> Part:
@@ -49,7 +51,7 @@ def mamba(model: Model, execution: Execution) -> Part:
     convolved = tokens * (width + 2 * states)
     size = convolved * execution.element_bytes
     operations = [
-        *beside(model.hidden_size, execution),
+        *norm_and_residual(model.hidden_size, execution),
         *linear(
             "projections",
             tokens,
@@ -59,11 +61,11 @@ def mamba(model: Model, execution: Execution) -> Part:
             is_column=True,
         ),
         _convolution(convolved, _MAMBA_KERNEL, execution),
-        core("scan", 7 * tokens * width * model.mamba_state_dim, (size, 2 * size)),
+        attention_operation("scan", 7 * tokens * width * model.mamba_state_dim, (size, 2 * size)),
         passing_over("gated norm", tokens * width, (3, 5), execution),
         *linear("projection", tokens, width, model.hidden_size, execution, is_row=True),
     ]
-    return divided(operations, 2 * model.hidden_size, execution)
+    return tensor_parallel_part(operations, 2 * model.hidden_size, execution)
 
 
 def _convolution(elements: float, kernel: int, execution: Execution) -> Operation:

@@ -1,4 +1,4 @@
-"""Megatron's own recompute of layers (``--recompute-*``): the settings of a launch, and others."""
+"""Megatron's own recompute of layers (``--recompute-*``): a launch's settings and alternatives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Abort of a rank's connections, so that ranks waiting at the other ends fail now and not at
+"""Abort of a rank's connections, so that ranks that wait at the other ends fail now rather than at
 torch's timeout."""
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _threads: list[threading.Thread] = []  # each closes a group
 def close_groups(groups: dict[Any, dist.ProcessGroup]) -> None:
     """Abort ``groups`` and forget them. Returns in bounded time; two threads may call it at once.
 
-    All groups are aborted concurrently. NCCL ends a communicator only when the device lets it, and
-    a kernel of a communicator not yet aborted may prevent that. Gloo closes a group with its last
-    reference, after what runs on it has ended, and a broadcast posted ahead ends when its root
-    closes too: the first idle rank makes others fail, which then close theirs. A rank that hangs
-    closes nothing, and is waited for `CLOSING_SECONDS` at most.
+    All groups are aborted concurrently, because a kernel of one NCCL communicator may keep the
+    device from ending another communicator. Gloo closes a group with its last reference, once
+    everything that runs on it has ended; a broadcast that waits for its root ends when the root
+    closes too. So the first idle rank makes others fail, which then close their groups. The wait
+    for groups that do not close is at most `CLOSING_SECONDS`.
     """
     while True:
         try:
@@ -37,7 +37,7 @@ def close_groups(groups: dict[Any, dist.ProcessGroup]) -> None:
     _wait()
 
 
-# A thread that is in torch when the interpreter goes would take the process down with it.
+# A thread that is inside torch when the interpreter exits would crash the process.
 @atexit.register
 def _wait() -> None:
     end = time.monotonic() + CLOSING_SECONDS
@@ -47,7 +47,7 @@ def _wait() -> None:
 
 
 def _close(last_reference: list[dist.ProcessGroup]) -> None:
-    # The step's own error is the one to show; its main thread may be destroying groups meanwhile.
+    # Only the step's own error is shown; the main thread may be destroying groups at the same time.
     with contextlib.suppress(RuntimeError, ValueError, KeyError):
         dist.distributed_c10d._abort_process_group(last_reference[0])
     last_reference.clear()

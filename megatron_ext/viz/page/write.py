@@ -175,7 +175,7 @@ def _run(run: Run, kinds: Sequence[str], decimals: int) -> dict[str, Any]:
 
 
 def _column(figures: Iterable[float | None]) -> Any:
-    """Return ``figures``; one of them if all are equal."""
+    """Return ``figures``, or only one of them if all are equal."""
     column = list(figures)
     return column[0] if len(set(column)) == 1 else column
 

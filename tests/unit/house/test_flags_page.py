@@ -5,23 +5,14 @@ from __future__ import annotations
 from dataclasses import Field, fields
 from typing import Any
 
-from megatron_ext.config import PipelineConfig, flag, variable
+from megatron_ext.config import PipelineConfig, flag
 from tests.helpers.documents import check_written
 
 
 def section(setting: Field[Any]) -> str:
     is_switch = setting.default is False
     words = flag(setting.name) + ("" if is_switch else f" {setting.metadata['metavar']}")
-    value = "True" if is_switch else '"..."'
-    exported = "1" if is_switch else "..."
-    return "\n\n".join(
-        (
-            f"## `{words}`",
-            setting.metadata["help"],
-            f"`megatron_ext.install({setting.name}={value})`, "
-            f"`{variable(setting.name)}={exported}`",
-        )
-    )
+    return f"## `{words}`\n\n{setting.metadata['help']}"
 
 
 def test_every_setting_has_its_section() -> None:

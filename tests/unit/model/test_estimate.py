@@ -32,7 +32,7 @@ from megatron_ext.cost_model.gpus import (
     gpu_named,
 )
 from megatron_ext.cost_model.model import Model, Stage, stages_of
-from megatron_ext.cost_model.operations.attention import looked_at
+from megatron_ext.cost_model.operations.attention import attended_tokens
 from megatron_ext.cost_model.operations.operation import Group
 from megatron_ext.cost_model.operations.parts import flops_of, part_of
 from megatron_ext.cost_model.rates import CPU, Rates
@@ -52,7 +52,7 @@ TOKENS, WIDTH = 4096, 2048
 FIGURES = 4 * 16  # bytes of a token that fused attention keeps: a figure a head
 # Local layers: fused attention makes its scores a second time in I.
 RUN = Execution(TOKENS, transformer_engine=False, recompute_modules=frozenset())
-WHOLE = Rates.as_a_whole(operations=400e12, network=40e9, host=25e9, peers=300e9)
+WHOLE = Rates.from_training_speed(operations=400e12, network=40e9, host=25e9, peers=300e9)
 ALONE = replace(WHOLE, peers=math.inf)  # nobody is waited for
 
 
@@ -151,7 +151,7 @@ def test_unfused_attention_moves_its_matrix(dropout: float) -> None:
 @pytest.mark.parametrize(("sequence", "window", "seen"), [(4, 0, 2), (4, 9, 2), (100, 9, 9.5)])
 def test_tokens_in_a_sliding_window(sequence: int, window: int, seen: float) -> None:
     """Half of a short sample; in a long one those of the window, but for its beginning."""
-    assert looked_at(sequence, window) == pytest.approx(seen)
+    assert attended_tokens(sequence, window) == pytest.approx(seen)
 
 
 def test_a_sliding_window_takes_less_than_all() -> None:

@@ -197,7 +197,7 @@ def test_layers_in_the_same_mixture_everywhere_keep_the_estimates_proportions() 
         assert ratio == pytest.approx(1.3)
     assert layers.alike == ((DENSE, EXPERTS, PASS),)
     assert not_told_apart(layers.alike[0]) == (
-        "no stage tells a layer *-, a layer *E and what a pass takes by itself apart: they keep "
+        "no stage tells a layer *-, a layer *E and the fixed cost of a pass apart: they keep "
         "the proportions of the estimate"
     )
 

@@ -81,7 +81,7 @@ def test_a_ring_has_a_step_for_each_other_rank() -> None:
 
 
 def test_a_short_message_takes_its_latency() -> None:
-    exchange = Exchange(Group.TENSOR, 8, 1, Passes(1.0, 0.0), halves=2)
+    exchange = Exchange(Group.TENSOR, 8, 1, Passes(1.0, 0.0), ring_passes=2)
     forward, backward = A100.seconds_to_exchange(exchange)
     assert forward == pytest.approx(ring_latency(2, 1, 8, 1), rel=1e-3)
     assert backward == 0
@@ -96,7 +96,7 @@ def test_rings_of_many_nodes_are_slower() -> None:
 
 def test_gradients_are_reduced_round_a_ring() -> None:
     """Within a node, and between nodes by as many ports as the ring has there."""
-    rates = Rates.as_a_whole(operations=1e12, network=1e9, host=1e9, peers=10e9)
+    rates = Rates.from_training_speed(operations=1e12, network=1e9, host=1e9, peers=10e9)
     assert seconds_of_a_byte(4, 1, rates) == pytest.approx(3 / 4 / 10e9)
     # Eight to a node: nearly what peers carry.
     assert seconds_of_a_byte(16, 1, rates) == pytest.approx(15 / 16 / 8e9)

@@ -21,7 +21,7 @@ from megatron_ext.cost_model.gpus import GPUS, LATENCIES, LAUNCH
 from megatron_ext.cost_model.links import with_links
 from megatron_ext.cost_model.model import Model, stages_of
 from megatron_ext.cost_model.model_memory import TrainingState
-from megatron_ext.cost_model.operations.attention import looked_at, squared_share
+from megatron_ext.cost_model.operations.attention import attended_tokens, squared_share
 from megatron_ext.cost_model.rates import Rates
 from megatron_ext.cost_model.short_form import parse_model
 from megatron_ext.planner.figures import as_data
@@ -73,7 +73,7 @@ def test_a_window_as_long_as_half_of_the_sequence_counts_in_part() -> None:
     for window in range(1, 100):
         share = squared_share(100, window)
         for end in range(1, 101):  # what of all attention comes before
-            exact = end * looked_at(end, window) / (100 * looked_at(100, window))
+            exact = end * attended_tokens(end, window) / (100 * attended_tokens(100, window))
             told = (1 - share) * end / 100 + share * (end / 100) ** 2
             assert abs(told - exact) < 0.055, (window, end)
 

@@ -17,7 +17,7 @@ from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.search.weight_gradient_filling import Hangs, time
+from megatron_ext.search.weight_gradient_filling import Deadlock, time
 from tests.helpers.random_schedules import PROPERTY, Case, cases, seeds
 from tests.helpers.schedules import B, F
 
@@ -87,5 +87,5 @@ def test_an_order_that_hangs_names_where(first: str, second: str, stuck: str) ->
     ]
     placement = line(2)
     problem = Problem(placement, len(rows[0]) // 2, uniform(placement, 1, 1, 1, 1))
-    with pytest.raises(Hangs, match=f"would hang at {stuck}$"):
+    with pytest.raises(Deadlock, match=f"would hang at {stuck}$"):
         time(rows, problem)

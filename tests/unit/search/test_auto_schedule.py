@@ -27,8 +27,8 @@ from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule, bitwise_order
+from megatron_ext.search.job_shop import job_shop_of, rows_of
 from megatron_ext.search.pack import pack
-from megatron_ext.search.shop import rows_of, shop_of
 from tests.helpers.random_schedules import PROPERTY, random_costs, seeds
 from tests.helpers.reference_runs import runs_to_end
 from tests.helpers.short_search import shorten_search
@@ -239,10 +239,10 @@ def test_an_output_has_been_waited_for_before_its_gradient_is_used() -> None:
     nobody had freed."""
     placement = choose("wave-auto").place(2)
     problem = Problem(placement, 6, uniform(placement, 10, 12, 8, 1), parse_limit("8", 2, 6))
-    shop = shop_of(problem)
+    shop = job_shop_of(problem)
     for seed in range(20):
         random = np.random.default_rng(seed)
-        plan = np.sort(random.integers(0, 12 * shop.work, (shop.lanes, 6)), axis=1)
+        plan = np.sort(random.integers(0, 12 * shop.work, (shop.operation_count, 6)), axis=1)
         rows = rows_of(pack(shop, plan).starts, placement)
         for row in complete(Schedule("packed", placement, rows), problem).schedule.rows:
             place = {action: place for place, action in enumerate(row)}

@@ -29,8 +29,8 @@ from megatron_ext.schedule.schedule import Schedule, bitwise_order
 from megatron_ext.search.bounds import lower_bound
 from megatron_ext.search.for_places import program_for_places
 from megatron_ext.search.improve import packers_of
+from megatron_ext.search.job_shop import end_of, job_shop_of, rows_of, starts_of
 from megatron_ext.search.pack import packer
-from megatron_ext.search.shop import end_of, rows_of, shop_of, starts_of
 from megatron_ext.search.weight_gradient_filling import fill_once
 from tests.helpers.random_schedules import PROPERTY, seeds
 from tests.helpers.short_search import shorten_search
@@ -104,7 +104,7 @@ def test_both_packers_give_the_same_to_the_digit(
 ) -> None:
     random = Random(seed)
     problem = random_problem(random, place(p), m, more)
-    assert_packers_agree(random, shop_of(at_places(problem, random)))
+    assert_packers_agree(random, job_shop_of(at_places(problem, random)))
 
 
 @settings(PROPERTY, max_examples=40)
@@ -116,7 +116,7 @@ def test_any_plan_packs_soundly(
     those at which passes of these costs run."""
     random, placement = Random(seed), place(p)
     problem = at_places(usual(placement, m, 1 + more / placement.chunks), random)
-    shop = shop_of(problem)
+    shop = job_shop_of(problem)
     packed = packers_of(shop, packer).justified(random_plan(random, shop), rounds=3)
     schedule = Schedule("packed", placement, rows_of(packed.starts, placement))
     assert bitwise_order(schedule)
@@ -137,7 +137,7 @@ def test_places_that_are_alike_pack_as_equal_microbatches(
 ) -> None:
     problem = usual(place(p), m, 2)
     alike = replace(problem.costs, at_places=same_for_all_passes([1.0] * m))
-    shop, by_place = shop_of(problem), shop_of(replace(problem, costs=alike))
+    shop, by_place = job_shop_of(problem), job_shop_of(replace(problem, costs=alike))
     plan = random_plan(Random(seed), shop)
     made = [packers_of(one, packer).justified(plan) for one in (shop, by_place)]
     assert np.array_equal(made[0].starts, made[1].starts)

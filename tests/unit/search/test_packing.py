@@ -31,17 +31,17 @@ from megatron_ext.schedule.schedule import Schedule, bitwise_order
 from megatron_ext.search import improve
 from megatron_ext.search.effort import LARGE, SMALL, effort, small_effort
 from megatron_ext.search.improve import packers_of, search
-from megatron_ext.search.pack import Pack, packer
-from megatron_ext.search.recompute_search import Recomputed
-from megatron_ext.search.shop import (
-    Shop,
+from megatron_ext.search.job_shop import (
+    JobShop,
     Starts,
     end_of,
+    job_shop_of,
     rows_of,
-    shop_of,
     starts_of,
     timed,
 )
+from megatron_ext.search.pack import Pack, packer
+from megatron_ext.search.recompute_search import Recomputed
 from tests.helpers.random_schedules import PROPERTY, random_costs, seeds, with_random_links
 from tests.helpers.short_search import little_effort
 
@@ -57,10 +57,10 @@ PLACEMENTS = {
 shapes = st.sampled_from(list(PLACEMENTS.values()))
 
 
-def random_plan(random: Random, shop: Shop) -> Starts:
+def random_plan(random: Random, shop: JobShop) -> Starts:
     plan = [
-        sorted(random.randrange(20 * shop.work) for _ in range(shop.pieces))
-        for _ in range(shop.lanes)
+        sorted(random.randrange(20 * shop.work) for _ in range(shop.columns))
+        for _ in range(shop.operation_count)
     ]
     return np.array(plan)
 
@@ -74,7 +74,7 @@ def random_problem(random: Random, placement: Placement, m: int, more: int) -> P
     return Problem(placement, m, costs, limit)
 
 
-def assert_packers_agree(random: Random, shop: Shop) -> None:
+def assert_packers_agree(random: Random, shop: JobShop) -> None:
     """The packer in Python and the compiled one make the same of a random plan."""
     compiled = pytest.importorskip(COMPILED)
     for side in (shop, shop.mirrored()):
@@ -104,7 +104,7 @@ def test_any_plan_packs_soundly(
     those at which the passes really run, but for messages that hold one another up."""
     placement = place(p)
     problem = usual(placement, m, 1 + more / placement.chunks)
-    shop = shop_of(problem)
+    shop = job_shop_of(problem)
     packed = packers_of(shop, packer).justified(random_plan(Random(seed), shop), rounds=3)
     schedule = Schedule("packed", placement, rows_of(packed.starts, placement))
     assert bitwise_order(schedule)
@@ -127,7 +127,7 @@ def test_bytes_never_deadlock(
     need = [max(pair) + 1 for pair in both]
     most = max(sum(need[stage] for stage in stages) for stages in placement.stages_of)
     problem = Problem(placement, m, costs, MemoryLimit(bytes=int(above * most) + 1))
-    shop = shop_of(problem)
+    shop = job_shop_of(problem)
     assert shop.fits
     packed = packers_of(shop, packer).justified(random_plan(random, shop), rounds=3)
     complete(Schedule("packed", placement, rows_of(packed.starts, placement)), problem)
@@ -139,7 +139,7 @@ def test_plan_of_a_schedule_gives_it_back(
     seed: int, place: Callable[[int], Placement], p: int, m: int
 ) -> None:
     placement = place(p)
-    shop = shop_of(usual(placement, m, 2))
+    shop = job_shop_of(usual(placement, m, 2))
     packed = packers_of(shop, packer).justified(random_plan(Random(seed), shop))
     rows = rows_of(packed.starts, placement)
     starts = starts_of(rows, shop)
@@ -149,19 +149,19 @@ def test_plan_of_a_schedule_gives_it_back(
 
 
 def test_costs_become_whole_ticks() -> None:
-    shop = shop_of(usual(v(2), 4, 1.5))
+    shop = job_shop_of(usual(v(2), 4, 1.5))
     ticks = [round(seconds / shop.tick, 6) for seconds in (5, 6, 4, 1)]
     assert [shop.durations[lane] for lane in (0, 2, 4)] == ticks[:3]
-    assert shop.before[2][0][1] == ticks[3] and shop.work >= 1000
-    assert (shop.limit, shop.rooms) == (3, (2, 2))
-    assert shop_of(usual(v(2), 4, 1.99)).limit == 3
-    assert shop_of(usual(loop(2, vpp=3), 4, 4 / 3)).limit == 4  # despite its rounding
+    assert shop.predecessors[2][0][1] == ticks[3] and shop.work >= 1000
+    assert (shop.limit, shop.microbatch_memory) == (3, (2, 2))
+    assert job_shop_of(usual(v(2), 4, 1.99)).limit == 3
+    assert job_shop_of(usual(loop(2, vpp=3), 4, 4 / 3)).limit == 4  # despite its rounding
 
 
 def test_costs_without_a_common_unit_become_ticks_too() -> None:
     placement = v(2)
     costs = uniform(placement, 0.0123456, 0.0134567, 0.0098765, 0.0003)
-    shop = shop_of(Problem(placement, 4, costs, MemoryLimit(2)))
+    shop = job_shop_of(Problem(placement, 4, costs, MemoryLimit(2)))
     assert shop.work == pytest.approx(100_000, abs=3)
     assert shop.durations[0] * shop.tick == pytest.approx(0.0123456 / 2, rel=1e-4)
 
@@ -173,7 +173,7 @@ def test_each_link_takes_its_own_time(spec: str, place: Callable[[int], Placemen
     hops = tuple(8.0 if placement.rank_of[s] == 1 else 1.0 for s in range(placement.last))
     costs = uniform(placement, 10, 12, 8, fmean(hops)).with_links(hops=hops)
     problem = Problem(placement, 8, costs)
-    shop, rows = shop_of(problem), choose(spec).build(problem).rows
+    shop, rows = job_shop_of(problem), choose(spec).build(problem).rows
     program = complete(Schedule(spec, placement, rows), problem)
     exact = simulate(program, costs).makespan
     assert end_of(starts_of(rows, shop), shop) * shop.tick == pytest.approx(exact, rel=1e-3)
@@ -182,7 +182,7 @@ def test_each_link_takes_its_own_time(spec: str, place: Callable[[int], Placemen
 # ---- The search
 
 
-def short(shop: Shop, pack: Callable[[Shop], Pack] = packer, least: int = 0) -> list[Starts]:
+def short(shop: JobShop, pack: Callable[[JobShop], Pack] = packer, least: int = 0) -> list[Starts]:
     how = replace(little_effort(), packer=pack)
     return [packed.starts for packed in search(shop, [], least, how)]
 
@@ -190,28 +190,28 @@ def short(shop: Shop, pack: Callable[[Shop], Pack] = packer, least: int = 0) -> 
 def test_search_ends_where_nothing_can_be_shorter() -> None:
     packed = []
 
-    def counted(shop: Shop) -> Pack:
+    def counted(shop: JobShop) -> Pack:
         pack = packer(shop)
         return lambda plan: packed.append(shop) or pack(plan)  # type: ignore[func-returns-value]
 
-    shop = shop_of(usual(v(2), 8, 2))
+    shop = job_shop_of(usual(v(2), 8, 2))
     short(shop, counted)
     all_steps = len(packed)
     packed.clear()
     short(shop, counted, least=10**9)
-    steps = little_effort().passes(2) // (2 * shop.lanes * shop.pieces)
-    assert len(packed) == all_steps - 2 * max(steps, improve._STEPS)
+    steps = little_effort().passes(2) // (2 * shop.operation_count * shop.columns)
+    assert len(packed) == all_steps - 2 * max(steps, improve._MIN_STEPS)
 
 
 def test_search_ends_where_it_gains_nothing() -> None:
     """64 ranks took a minute of packing plans, of which the first seconds had found all."""
     packed = []
 
-    def counted(shop: Shop) -> Pack:
+    def counted(shop: JobShop) -> Pack:
         pack = packer(shop)
         return lambda plan: packed.append(shop) or pack(plan)  # type: ignore[func-returns-value]
 
-    shop = shop_of(usual(v(2), 8, 2))
+    shop = job_shop_of(usual(v(2), 8, 2))
     ends = []
     for patience in (little_effort().patience, 1):
         packed.clear()
@@ -235,7 +235,7 @@ def test_a_small_problem_is_not_improved_for_long() -> None:
 def test_compiled_search_finds_the_same(problem: Problem) -> None:
     """The small effort, so that with numba or without a schedule is the same."""
     compiled = pytest.importorskip(COMPILED)
-    shop = shop_of(problem)
+    shop = job_shop_of(problem)
     for ours, theirs in zip(short(shop), short(shop, compiled.packer), strict=True):
         assert np.array_equal(ours, theirs)
 
@@ -248,7 +248,7 @@ def test_compiled_packing_is_the_same_to_the_digit(
     random = Random(seed)
     problem = random_problem(random, place(p), m, more)
     recomputed = random.choice([None, random_recomputed(random, problem)])
-    assert_packers_agree(random, shop_of(problem, recomputed))
+    assert_packers_agree(random, job_shop_of(problem, recomputed))
 
 
 # ---- What is installed

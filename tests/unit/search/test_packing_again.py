@@ -28,8 +28,8 @@ from megatron_ext.search.best import searched
 from megatron_ext.search.effort import effort
 from megatron_ext.search.extension import extended
 from megatron_ext.search.improve import packers_of
+from megatron_ext.search.job_shop import end_of, job_shop_of, rows_of, starts_of
 from megatron_ext.search.pack import packer
-from megatron_ext.search.shop import end_of, rows_of, shop_of, starts_of
 from tests.helpers.combinations import at_night
 from tests.helpers.random_schedules import PROPERTY, seeds
 from tests.helpers.short_search import little_effort, shorten_search
@@ -46,7 +46,7 @@ def test_any_choice_of_what_is_made_again_packs_soundly(
     random, placement = Random(seed), place(p)
     problem = usual(placement, m, 1 + more / placement.chunks)
     recomputed = random_recomputed(random, problem)
-    shop = shop_of(problem, recomputed)
+    shop = job_shop_of(problem, recomputed)
     plan = random_plan(random, shop)
     packed = packers_of(shop, packer).justified(plan, rounds=3)
     rows = rows_of(packed.starts, placement, shop.recompute_actions)

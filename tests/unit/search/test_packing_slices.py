@@ -29,8 +29,8 @@ from megatron_ext.search import best as best_room
 from megatron_ext.search.best import best_known, best_schedule
 from megatron_ext.search.extension import extended, has_middle
 from megatron_ext.search.improve import packers_of
+from megatron_ext.search.job_shop import JobShop, Starts, end_of, job_shop_of, rows_of, starts_of
 from megatron_ext.search.pack import packer
-from megatron_ext.search.shop import Shop, Starts, end_of, rows_of, shop_of, starts_of
 from tests.helpers.combinations import at_night
 from tests.helpers.random_schedules import PROPERTY, random_costs, seeds, with_random_links
 from tests.helpers.short_search import little_effort
@@ -73,18 +73,18 @@ def random_problem(random: Random, place: Place, p: int, m: int, k: int) -> Prob
     return Problem(placement, m, costs, limit, extras=Extras(slices=cut))
 
 
-def random_plan(random: Random, shop: Shop) -> Starts:
-    lanes = range(shop.lanes)
+def random_plan(random: Random, shop: JobShop) -> Starts:
+    lanes = range(shop.operation_count)
     far = 20 * shop.work
-    return np.array([sorted(random.randrange(far) for _ in range(shop.pieces)) for _ in lanes])
+    return np.array([sorted(random.randrange(far) for _ in range(shop.columns)) for _ in lanes])
 
 
-def hops_between(shop: Shop) -> dict[frozenset[int], tuple[int, ...]]:
+def hops_between(shop: JobShop) -> dict[frozenset[int], tuple[int, ...]]:
     """Ticks of the messages between each two lanes, by column, however time runs."""
     hops = {}
-    for lane, row in enumerate(shop.before_by_column):
+    for lane, row in enumerate(shop.predecessors_by_column):
         for other, of_columns, columns in row:
-            after = {n: figures for n, figures, _ in shop.after_by_column[other]}
+            after = {n: figures for n, figures, _ in shop.successors_by_column[other]}
             assert [after[lane][n] for n in columns] == of_columns
             turned = of_columns[::-1] if shop.is_mirrored else of_columns
             hops[frozenset((lane, other))] = tuple(turned)
@@ -98,7 +98,7 @@ def test_any_plan_packs_soundly(seed: int, place: Place, p: int, m: int, k: int)
     proved, within the limit, runs when it was said to, and is the same where it is compiled."""
     random = Random(seed)
     problem = random_problem(random, place, p, m, k)
-    shop = shop_of(problem)
+    shop = job_shop_of(problem)
     assert shop.fits
     for side in (shop, shop.mirrored()):
         assert hops_between(side.mirrored()) == hops_between(side)
@@ -120,7 +120,7 @@ def test_any_plan_packs_soundly(seed: int, place: Place, p: int, m: int, k: int)
 def test_times_are_those_of_the_simulator() -> None:
     """Without hops, which a search takes for one another's where slices are of other lengths."""
     problem = asked("v-auto", 3, 4, 4, "f=10,i=12,w=8,attention=0.4", Lengths.BALANCED)
-    shop = shop_of(problem)
+    shop = job_shop_of(problem)
     rows = choose("zb-v").build(problem).rows
     program = complete(Schedule("zb-v", problem.placement, rows), problem)
     predicted = end_of(starts_of(rows, shop), shop) * shop.tick

@@ -24,23 +24,23 @@ from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.search import pack
 from megatron_ext.search.improve import packers_of
+from megatron_ext.search.job_shop import end_of, job_shop_of, rows_of
 from megatron_ext.search.patterns import (
     F_INNER,
     F_OUTER,
     I_INNER,
     I_OUTER,
-    LANES,
+    OPERATIONS,
     W_INNER,
     W_OUTER,
     Arrangements,
     Hops,
     Pattern,
     RankWork,
-    _Line,
+    _PatternProgram,
     exists,
     patterns,
 )
-from megatron_ext.search.shop import end_of, rows_of, shop_of
 from megatron_ext.search.v_patterns import excluded_period, pattern_plans
 from tests.helpers.combinations import at_night, nightly
 from tests.helpers.random_schedules import PROPERTY, random_costs, seeds
@@ -129,7 +129,7 @@ def test_any_costs(seed: int, p: int, hop: int, idle: int, spread: Arrangements)
     random = Random(seed)
     ranks = [
         RankWork(
-            tuple(random.randint(1, 4) for _ in range(LANES)),
+            tuple(random.randint(1, 4) for _ in range(OPERATIONS)),
             (random.randint(1, 3), random.randint(1, 3)),
             (random.randint(0, 4), random.randint(0, 4)),
             3 * p + random.randint(2, 9),
@@ -147,7 +147,7 @@ def test_any_costs(seed: int, p: int, hop: int, idle: int, spread: Arrangements)
 def circles(ticks: Sequence[int], period: int) -> Many:
     """All starts of a rank on its circle at which nothing collides, the first at 0."""
     rows = []
-    for starts in itertools.product(range(period), repeat=LANES - 1):
+    for starts in itertools.product(range(period), repeat=OPERATIONS - 1):
         taken = {
             (s + n) % period for s, t in zip((0, *starts), ticks, strict=True) for n in range(t)
         }
@@ -165,7 +165,7 @@ def walked(ranks: Sequence[RankWork], hop: int, period: int, places: Sequence[Ma
     last = len(ranks) - 1
     down, up = range(last, -1, -1), range(last + 1)
     lanes = ((F_OUTER, down), (F_INNER, up), (I_INNER, down), (I_OUTER, up))
-    starts = np.zeros((len(places[0]), len(ranks), LANES), dtype=int)
+    starts = np.zeros((len(places[0]), len(ranks), OPERATIONS), dtype=int)
     time, at = places[last][:, F_OUTER], last
     for rank, lane in [(rank, lane) for lane, order in lanes for rank in order]:
         time = time + hop * (rank != at)
@@ -228,8 +228,8 @@ def test_none_of_three_ranks_is_shorter() -> None:
 
 def shortest(ranks: Sequence[RankWork], hop: int, period: int) -> int | None:
     """What a microbatch takes at least in a pattern."""
-    line = _Line(tuple(ranks), alike(ranks, hop), period, Arrangements.EACH)
-    return min((way_of(line.pattern(end, 0)) for end in line.ends()[-1:]), default=None)
+    program = _PatternProgram(tuple(ranks), alike(ranks, hop), period, Arrangements.EACH)
+    return min((way_of(program.pattern(end, 0)) for end in program.ends()[-1:]), default=None)
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ def test_packed_patterns_take_what_long_searches_take(
     p: int, m: int, limit: float, target: float
 ) -> None:
     """The grid of plans and ten seconds of search ended at 2358 for 16 ranks and limit 9."""
-    shop = shop_of(problem_of(p, m, limit))
+    shop = job_shop_of(problem_of(p, m, limit))
     packers = packers_of(shop, pack.packer)
     packed = (packers.justified(plan).makespan for plan in pattern_plans(shop))
     assert min(itertools.islice(packed, 2)) * shop.tick <= target
@@ -302,7 +302,7 @@ def test_repeated_they_are_schedules(seed: int, p: int, m: int, more: int) -> No
     placement = v(p)
     limit = p / 2 + 1 + more / 2
     costs = random_costs(Random(seed), placement)
-    shop = shop_of(Problem(placement, m, costs, MemoryLimit(microbatches=limit)))
+    shop = job_shop_of(Problem(placement, m, costs, MemoryLimit(microbatches=limit)))
     plans = pattern_plans(shop)[:2]
     schedules = [Schedule("repeated", placement, rows_of(plan, placement)) for plan in plans]
     held = [max(peaks(schedule, in_microbatches(schedule))) for schedule in schedules]
@@ -312,17 +312,17 @@ def test_repeated_they_are_schedules(seed: int, p: int, m: int, more: int) -> No
         instant = replace(problem, costs=problem.costs.with_links(hop=0.0))
         program = complete(Schedule("repeated", placement, rows_of(plan, placement)), instant)
         took = simulate(program, instant.costs).makespan
-        rounding = shop.lanes * m * shop.tick
+        rounding = shop.operation_count * m * shop.tick
         assert took <= (end_of(plan, shop) - plan.min()) * shop.tick + rounding
 
 
 def test_where_there_is_none_those_of_a_little_more_memory_are_plans() -> None:
     """Packed within the limit; the best of the grid of plans takes 2532."""
-    shop = shop_of(problem_of(16, 64, 8.5))
+    shop = job_shop_of(problem_of(16, 64, 8.5))
     packers = packers_of(shop, pack.packer)
     packed = [packers.justified(plan).makespan for plan in pattern_plans(shop)]
     assert min(packed) * shop.tick <= 2510
-    assert not pattern_plans(shop_of(problem_of(16, 64, 4)))
+    assert not pattern_plans(job_shop_of(problem_of(16, 64, 4)))
 
 
 def test_bytes_are_as_good_as_microbatches() -> None:
@@ -334,14 +334,14 @@ def test_bytes_are_as_good_as_microbatches() -> None:
         costs=limited.costs.with_passes(held_bytes=held),
         memory_limit=MemoryLimit(bytes=10 * chunk),
     )
-    plans, same = (pattern_plans(shop_of(problem)) for problem in (limited, in_bytes))
+    plans, same = (pattern_plans(job_shop_of(problem)) for problem in (limited, in_bytes))
     assert len(plans) == 24 and np.array_equal(plans, same)
 
 
 def test_only_a_v_has_them() -> None:
     placement = wave(2)
     problem = Problem(placement, 4, uniform(placement, 10, 12, 8, 1), MemoryLimit(4))
-    assert not pattern_plans(shop_of(problem))
+    assert not pattern_plans(job_shop_of(problem))
     assert excluded_period(problem, seconds=0) is None
 
 

@@ -34,9 +34,9 @@ from megatron_ext.schedule.schedule import Schedule, is_compute
 from megatron_ext.search import improve
 from megatron_ext.search.bounds import lower_bound
 from megatron_ext.search.improve import _mirrored, packers_of
+from megatron_ext.search.job_shop import job_shop_of, starts_of
+from megatron_ext.search.job_shop import rows_of as rows_packed
 from megatron_ext.search.pack import packer
-from megatron_ext.search.shop import rows_of as rows_packed
-from megatron_ext.search.shop import shop_of, starts_of
 from megatron_ext.viz.draw import draw_steps
 from megatron_ext.viz.program_summary import summarize
 from megatron_ext.viz.trace import TraceFile, beside_all, read_trace
@@ -405,10 +405,10 @@ def test_packing_for_the_span_keeps_ranks_to_their_turns() -> None:
     """A rank that begins last has no tail; the one with the first stage has the longest, both ways
     round; and the packed length is the span and what the last rank begins later."""
     wanted = problem("zb-v", 4, 8, USUAL)
-    shop = shop_of(wanted)
+    shop = job_shop_of(wanted)
     assert [shop.tick * tail for tail in shop.tails] == pytest.approx([0, 6, 12, 18])
     mirrored = shop.mirrored()
-    assert (mirrored.heads, mirrored.tails) == (shop.tails, shop.heads)
+    assert (mirrored.release_times, mirrored.tails) == (shop.tails, shop.release_times)
     made = program("zb-v", 4, 8, USUAL)
     packers = packers_of(shop, packer)
     packed = packers.left(starts_of(made.schedule.compute_rows, shop))
@@ -416,7 +416,7 @@ def test_packing_for_the_span_keeps_ranks_to_their_turns() -> None:
     ran = complete(Schedule("packed", wanted.placement, rows), wanted)
     span = simulate(ran, wanted.costs).span
     assert packed.makespan * shop.tick == pytest.approx(18 + span)
-    back = packers.right(_mirrored(packed, shop.durations_of_all))
+    back = packers.right(_mirrored(packed, shop.pass_durations))
     first = back.starts.reshape(4, -1).min(axis=1)
     assert (first >= shop.tails).all()
 

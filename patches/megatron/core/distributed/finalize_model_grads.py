@@ -1,4 +1,4 @@
-"""Embeddings whose two copies are on one rank: their gradients are summed there.
+"""Sum of the gradients of tied embeddings whose two copies are on one rank.
 
 If the copies are on two ranks, Megatron all-reduces the gradients over the embedding group. On a V
 that group has one rank, and Megatron does nothing.

@@ -1,7 +1,7 @@
 """Checkpoints of validated steps only.
 
-Iterations that save are commit points already, when they log. This is a second line of defence:
-every save first commits or rolls back, and an error there is raised before anything is written.
+Iterations that save have committed or rolled back their step before they log. To be sure, every
+save does so first, and if that fails nothing is written.
 
 Not patched: what is saved, and how.
 """

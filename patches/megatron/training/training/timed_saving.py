@@ -19,7 +19,7 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch that tells a race of a save."""
+    """Return the patch that notifies a race of a save."""
     return (
         wrap(
             "megatron.training.training:save_checkpoint_and_time",

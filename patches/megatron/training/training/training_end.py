@@ -22,7 +22,7 @@ from megatron_ext.patches.engine import Patch, wrap
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
-    """Return the patch that tells a step of the training's end."""
+    """Return the patch that notifies the step of the training's end."""
     return (
         wrap(
             "megatron.training.training:checkpoint_and_decide_exit",

@@ -84,8 +84,8 @@ def delays(original: Callable[[Any], bool], store: Any) -> bool:
 
     if TEDebugState.debug_enabled:
         raise ValueError(
-            "Transformer Engine's debug mode (nvdlfw_inspect) is on, and cannot put weight "
-            "gradients off: leave it off, or use 1f1b or gpipe"
+            "Transformer Engine's debug mode (nvdlfw_inspect) is on, and cannot defer "
+            "weight gradients: turn it off, or use 1f1b or gpipe"
         )
     return True
 
@@ -207,7 +207,7 @@ def _owner(store: Any) -> Any:
     if module is None:
         raise ValueError(
             "a layer that is no Linear, LayerNormLinear, LayerNormMLP or GroupedLinear of "
-            "Transformer Engine's puts a weight gradient off: use 1f1b or gpipe"
+            "Transformer Engine's defers a weight gradient: use 1f1b or gpipe"
         )
     return module
 

@@ -1,10 +1,10 @@
-"""Optimizer steps that go to the process's `PostValidation`, which decides when they are taken.
+"""Optimizer steps and the zeroing of gradients, passed to the process's `PostValidation`.
 
-The zeroing of gradients is deferred too, because a step can be redone only on its own gradients.
+`PostValidation` decides when a step is taken. It defers the zeroing of gradients, because a step
+can be taken a second time only with its own gradients.
 
-Not patched: prepare_grads, step_with_ready_grads and clipping (called unchanged; groups and answers
-are given to one optimizer for one call), the optimizers of torch, Apex and Transformer Engine
-(their tensors are copied, not recomputed).
+Not patched: prepare_grads, step_with_ready_grads and clipping, which are called unchanged; the
+optimizers of torch, Apex and Transformer Engine, whose tensors are copied before a step.
 """
 
 from __future__ import annotations
