@@ -35,8 +35,8 @@ _FP8 = 2.0  # with one scale a matrix
 def model_bytes_of_ranks(
     args: Any, placement: Placement, vocabulary: VocabularyParallel = VocabularyParallel.NONE
 ) -> list[ModelBytes] | None:
-    """Return the bytes of parameters, gradients and optimizer states on each pipeline rank; None if
-    layers are not known.
+    """Return the bytes of each pipeline rank, without stored activations; None if layers are not
+    known.
 
     ``args`` are validated and have their padded vocabulary (None counts as no vocabulary).
 

@@ -169,5 +169,7 @@ def _memory_row(rank: RankPrediction) -> dict[str, Any]:
         "layers": rank.layers,
         "parameters, gradients, optimizer": bytes_text(rank.model_bytes),
         "activations at the peak": activations,
+        "temporary": bytes_text(rank.temporary_bytes),
+        "CUDA and NCCL": bytes_text(rank.context_bytes),
         "together": bytes_text(rank.total_bytes),
     }

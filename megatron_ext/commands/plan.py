@@ -44,13 +44,14 @@ from megatron_ext.cost_model.gpus import (
     short_name,
 )
 from megatron_ext.cost_model.measured.file import load_measured
-from megatron_ext.cost_model.model_memory import TrainingState
+from megatron_ext.cost_model.model_memory import TrainingState, bytes_of_ranks, least_lasting
 from megatron_ext.cost_model.rates import Rates
 from megatron_ext.cost_model.short_form import parse_model
 from megatron_ext.cost_model.tower import parse_tower, tower_of
 from megatron_ext.patches.engine import PatchError
 from megatron_ext.planner.figures import as_data
 from megatron_ext.planner.job_plan import JobPlan, plan_job
+from megatron_ext.planner.layouts.layout import evenly
 from megatron_ext.planner.mixed_gpus import (
     ASSUMED_GPU,
     product_of,
@@ -62,7 +63,8 @@ from megatron_ext.planner.training import TrainedModel, Training
 from megatron_ext.planner.training_job import TrainingJob, job_of
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import parse_limit
-from megatron_ext.schedule.problem import Extras
+from megatron_ext.schedule.placement import line
+from megatron_ext.schedule.problem import Extras, VocabularyParallel
 from megatron_ext.schedule.rank_speeds import RankSpeeds, parse_rank_speeds
 from megatron_ext.schedule.slices import Lengths, Slices, parse_lengths
 from megatron_ext.text_file import parse_json, read_text_file
@@ -137,8 +139,8 @@ def plan(
             help="GPU to plan for: a name such as h100 (an unknown name lists all), or achieved "
             "operations and message bytes per second, as "
             "operations=400e12,bytes=40e9,memory=80GiB. h100:6,a100:2 gives six pipeline ranks an "
-            "H100, and the last two an A100. A rank's tensors and its allocator's reserve may "
-            f"take {USABLE:.0%} of the memory."
+            "H100, and the last two an A100. A rank's tensors, CUDA, NCCL and the allocator's "
+            f"reserve may take {USABLE:.0%} of the memory."
         ),
     ] = None,
     vision: Vision = None,
@@ -515,12 +517,17 @@ def _of_model(training: Training, text: str, sizes: _Sizes, settings: _Settings)
         of_gpus = speeds_of_gpus(gpus, model, execution)
         speeds = product_of([training.speeds, of_gpus], training.ranks)
         training = replace(training, speeds=speeds)
-    rates, free = _machine(gpus, execution.precision, settings.costs, settings.seen)
     state = TrainingState(
         distributed=sizes.distributed_optimizer,
         data_parallel=sizes.dp,
         expert_data_parallel=sizes.dp,
     )
+    stages = evenly(len(model.layers), training.ranks).of(model)
+    on_ranks = bytes_of_ranks(
+        model, stages, execution, line(training.ranks), VocabularyParallel.NONE, state
+    )
+    lasting = least_lasting(on_ranks)
+    rates, free = _machine(gpus, execution.precision, settings.costs, settings.seen, lasting)
     trained = TrainedModel(model, execution, state, rates)
     assumed = (ASSUMED_GPU,) if not gpus and training.costs is None else ()
     training = replace(training, trained=trained)
@@ -528,9 +535,10 @@ def _of_model(training: Training, text: str, sizes: _Sizes, settings: _Settings)
 
 
 def _machine(
-    gpus: Sequence[Gpu], precision: Precision, costs: str | None, seen: _Seen
+    gpus: Sequence[Gpu], precision: Precision, costs: str | None, seen: _Seen, lasting: float
 ) -> tuple[Rates, FreeMemory | None]:
-    """Return the rates of a rank, and the memory that it may take. Raises ValueError."""
+    """Return the rates of a rank, and the memory that it may take, of which ``lasting`` bytes are
+    allocated once. Raises ValueError."""
     if not gpus:
         return assumed_rates(precision), None
     machine, reserved = reference_of(gpus), seen.reserved
@@ -538,7 +546,9 @@ def _machine(
         file = CostsSource(costs).file
         measured = None if file is None else load_measured(file, short_name(machine))
         reserved = None if measured is None else measured.reserved
-    free = None if machine.memory is None else free_memory(machine.memory, reserved)
+    free = (
+        None if machine.memory is None else free_memory(machine.memory, reserved, lasting=lasting)
+    )
     return machine.rates(precision), free
 
 

@@ -186,8 +186,8 @@ def _reserve_text(free: FreeMemory | None) -> str:
         )
     reserved = bytes_text(free.reserved)
     text = f"in addition the allocator reserves {reserved}, which the plan leaves free"
-    modelled = f"{text}: by a model of it, not measured ({measured_by})"
-    return modelled if free.is_modelled else text
+    assumed = f"{text}: assumed, not measured ({measured_by})"
+    return assumed if free.is_modelled else text
 
 
 def _print_vocabulary(plan: Plan) -> None:

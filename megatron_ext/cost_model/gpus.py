@@ -168,10 +168,15 @@ class Gpu:
 
 
 GPUS = {name: Gpu(sheet.memory, sheet) for name, sheet in DATA_SHEETS.items()}
-USABLE = 0.9  # of the memory; the rest is left to CUDA, NCCL and temporaries
-# Bytes that torch's allocator reserves beyond its allocations, as a share of these: from a model of
-# it, not measured (a table in docs/estimated-costs.md, made by `python -m scripts.fragmentation`).
-RESERVED_SHARE = 0.08
+# Share of a GPU's memory that a rank may take, CUDA's context, NCCL's buffers and the allocator's
+# reserve included. CUDA hands out less than nvidia-smi states: 79.15 of 80 GiB on an A100, 79.1 of
+# 79.65 GiB on an H100.
+USABLE = 0.99
+# Bytes that torch's allocator reserves beyond its allocations, as a share of what is allocated and
+# freed again in a step: 15 % on average of eight language models on A100s, without expandable
+# segments (Guo et al. 2024, GMLake, arXiv:2401.08156). A model of it says 3 to 12 %
+# (`python -m scripts.fragmentation`). Tensors that are allocated once reserve nothing.
+RESERVED_SHARE = 0.15
 
 
 @dataclass(frozen=True)
@@ -179,9 +184,9 @@ class FreeMemory:
     """Memory of a GPU that schedules may use.
 
     Attributes:
-        allocated: bytes that tensors of a rank may take.
-        reserved: bytes that its allocator reserves beyond them.
-        is_modelled: whether ``reserved`` is a model's figure, not a measured one.
+        allocated: bytes that a rank may take but for ``reserved``.
+        reserved: bytes that its allocator reserves beyond its allocations.
+        is_modelled: whether ``reserved`` is an assumed share, not measured in this training.
     """
 
     allocated: float
@@ -189,16 +194,20 @@ class FreeMemory:
     is_modelled: bool
 
 
-def free_memory(memory: float, reserved: float | None = None) -> FreeMemory:
+def free_memory(
+    memory: float, reserved: float | None = None, *, lasting: float = 0.0
+) -> FreeMemory:
     """Return how the usable part of ``memory``, the bytes of a GPU, is divided.
 
     Args:
         reserved: bytes that an allocator was measured to reserve beyond its allocations, if known.
+        lasting: bytes of a rank that are allocated once (`ModelBytes.lasting`), and so reserve
+            nothing.
     """
     usable = USABLE * memory
     is_modelled = reserved is None
     if reserved is None:
-        reserved = usable - usable / (1 + RESERVED_SHARE)
+        reserved = RESERVED_SHARE * max(usable - lasting, 0.0) / (1 + RESERVED_SHARE)
     return FreeMemory(usable - reserved, reserved, is_modelled)
 
 

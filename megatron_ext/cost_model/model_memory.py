@@ -1,4 +1,6 @@
-"""Exact bytes of parameters, gradients and optimizer states on each rank, as Megatron stores them.
+"""Bytes that each rank takes whatever its schedule: parameters, gradients and optimizer states,
+exactly as Megatron stores them, the largest temporary tensors of a pass, CUDA's context and NCCL's
+buffers.
 
 The distributed optimizer lays parameters out in buckets, aligned and padded to a multiple of the
 number of data-parallel ranks; the padding counts. The figures are those of the first data-parallel
@@ -12,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cache
 
+from megatron_ext.cost_model.context import context_bytes
 from megatron_ext.cost_model.execution import Execution
 from megatron_ext.cost_model.model import Model, Stage
 from megatron_ext.cost_model.operations.temporaries import temporary_bytes
@@ -37,8 +40,8 @@ class ModelBytes:
     Attributes:
         expert_weights, expert_gradients: the part of ``weights`` and ``gradients`` that only
             data-parallel ranks with the same experts have.
-        temporary: bytes that the largest pass takes while it runs. They are not in ``total``, as a
-            plan reserves a share of the GPU's memory for them.
+        temporary: bytes that the largest pass takes while it runs.
+        context: bytes that no tensor takes (`context_bytes`).
     """
 
     weights: float
@@ -47,10 +50,22 @@ class ModelBytes:
     expert_weights: float = 0.0
     expert_gradients: float = 0.0
     temporary: float = 0.0
+    context: float = 0.0
+
+    @property
+    def stored(self) -> float:
+        """Bytes of parameters, gradients and optimizer states."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def lasting(self) -> float:
+        """Bytes that are allocated once, for all steps."""
+        return self.stored + self.context
 
     @property
     def total(self) -> float:
-        return self.weights + self.gradients + self.optimizer
+        """Bytes of everything but stored activations."""
+        return self.lasting + self.temporary
 
 
 @dataclass(frozen=True)
@@ -101,6 +116,14 @@ def bytes_of_ranks(
     """Return the bytes of each rank of ``placement``, on which ``stages`` are placed."""
     final_norms = has_final_norm(model, stages)
     tables_of = tables_of_chunks(placement, vocabulary)
+    is_divided = vocabulary is not VocabularyParallel.NONE
+    loss_share = 1 / placement.ranks if is_divided else None
+    context = context_bytes(
+        execution,
+        pipeline=placement.ranks,
+        data_parallel=state.data_parallel,
+        expert_data_parallel=state.expert_data_parallel,
+    )
     rank_bytes = []
     for own in placement.stages_of:
         chunks = [
@@ -115,9 +138,17 @@ def bytes_of_ranks(
             )
             for stage, tables in zip(own, tables_of, strict=True)
         ]
-        temporary = max(temporary_bytes(model, stages[stage], execution) for stage in own)
-        rank_bytes.append(replace(_summed(chunks), temporary=temporary))
+        temporary = max(
+            temporary_bytes(model, stages[stage], execution, loss_share=loss_share) for stage in own
+        )
+        rank_bytes.append(replace(_summed(chunks), temporary=temporary, context=context))
     return rank_bytes
+
+
+def least_lasting(ranks: Sequence[ModelBytes] | None) -> float:
+    """Return the bytes that are allocated once on the rank that has least of them; 0 if they are
+    not known."""
+    return min((rank.lasting for rank in ranks or ()), default=0.0)
 
 
 def _summed(parts: Sequence[ModelBytes]) -> ModelBytes:

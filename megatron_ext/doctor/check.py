@@ -17,7 +17,9 @@ from megatron_ext.compile.program.simulate import simulate, step_seconds
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.config import PipelineConfig, flag
 from megatron_ext.cost_model.assumptions import assumptions
-from megatron_ext.cost_model.gpus import GPUS
+from megatron_ext.cost_model.gpus import GPUS, USABLE, FreeMemory, free_memory
+from megatron_ext.cost_model.measured.file import load_measured
+from megatron_ext.cost_model.model_memory import least_lasting
 from megatron_ext.doctor.communicators import check_communicators
 from megatron_ext.doctor.doctor import diagnose
 from megatron_ext.doctor.environment.dataset_helpers import check_dataset_helpers
@@ -325,18 +327,19 @@ def _check_training(
     if not programs:
         return None
     program = programs[0]
-    needed = _predict(report, args, spec, program, room)
+    free = _free_memory(args, spec, program, room)
+    needed = _predict(report, args, spec, program, free)
     if config.race is not None:
         _check_race(report, args, config, program)
     elif config.slices == 1:
-        _say_what_slices_give(report, args, parsed, spec, room)
+        _say_what_slices_give(report, args, parsed, spec, None if free is None else free.allocated)
     if config.schedule is not None:
-        _check_communicators(report, args, config, program, room, launch_line)
+        _check_communicators(report, args, config, program, free, launch_line)
     return needed
 
 
 def _say_what_slices_give(
-    report: Report, args: Any, parsed: Any, spec: PipelineConfig, room: int | None
+    report: Report, args: Any, parsed: Any, spec: PipelineConfig, room: float | None
 ) -> None:
     """Report the gain of slices if sequences are long and cost much bubble or too much memory."""
     from megatron_ext.launch_planner.alternatives.long_sequences import what_slices_give
@@ -389,7 +392,7 @@ def _check_communicators(
     args: Any,
     config: PipelineConfig,
     program: Program,
-    room: int | None,
+    free: FreeMemory | None,
     launch_line: Any,
 ) -> None:
     fix = "correct the path, or what is in the file"
@@ -399,8 +402,8 @@ def _check_communicators(
     if nccl_settings is None:
         return
     left = None
-    if room is not None and report.prediction is not None and report.prediction.ranks:
-        left = room - max(rank.total_bytes for rank in report.prediction.ranks)
+    if free is not None and report.prediction is not None and report.prediction.ranks:
+        left = free.allocated - max(rank.total_bytes for rank in report.prediction.ranks)
     report.findings.append(
         check_communicators(
             config,
@@ -439,7 +442,7 @@ def _megatrons_own(args: Any) -> str:
 
 
 def _predict(
-    report: Report, args: Any, spec: PipelineConfig, program: Program, room: int | None
+    report: Report, args: Any, spec: PipelineConfig, program: Program, free: FreeMemory | None
 ) -> float | None:
     from megatron_ext.adapter import model_bytes
     from megatron_ext.adapter.layers import layers_of_stages
@@ -479,14 +482,16 @@ def _predict(
         RankPrediction(
             rank,
             sum(layers[stage] for stage in placement.stages_of[rank]),
-            model[rank].total,
+            model[rank].stored,
+            model[rank].temporary,
+            model[rank].context,
             microbatches[rank],
             held[rank],
         )
         for rank in range(placement.ranks)
     )
     report.prediction = replace(prediction, ranks=ranks)
-    _judge_memory(report, [rank.total_bytes for rank in ranks], room)
+    _judge_memory(report, [rank.total_bytes for rank in ranks], free)
     if problem.extras.activation_offload is not Offload.NONE and costs.held_bytes is not None:
         planned = [planned_bytes(row, costs) or 0.0 for row in program.schedule.rows]
         text = f"offload takes up to {bytes_text(max(planned))} per rank"
@@ -494,19 +499,38 @@ def _predict(
     return model_bytes.checkpoint_bytes(args, placement)
 
 
-def _judge_memory(report: Report, totals: Sequence[float], room: int | None) -> None:
+def _free_memory(
+    args: Any, spec: PipelineConfig, program: Program, room: int | None
+) -> FreeMemory | None:
+    """Return the memory that a rank may take of a GPU with ``room`` bytes; None: not known."""
+    from megatron_ext.adapter import model_bytes
+
+    if room is None:
+        return None
+    problem, file = program.problem, spec.costs.file
+    model = model_bytes.model_bytes_of_ranks(args, problem.placement, problem.extras.vocab_parallel)
+    measured = None if file is None else load_measured(file)
+    reserved = None if measured is None else measured.reserved
+    return free_memory(room, reserved, lasting=least_lasting(model))
+
+
+def _judge_memory(report: Report, totals: Sequence[float], free: FreeMemory | None) -> None:
     largest = max(totals)
     text = (
-        f"pipeline rank {totals.index(largest)} takes the most, about {bytes_text(largest)}, "
-        f"beyond what CUDA, NCCL and temporaries take"
+        f"pipeline rank {totals.index(largest)} takes the most, about {bytes_text(largest)} with "
+        f"temporary tensors, CUDA's context and NCCL's buffers"
     )
-    if room is None:
+    if free is None:
         report.add(
             Severity.RIGHT, "memory", text, "write --gpu-memory 80GiB before the -- to compare"
         )
-    elif largest > room:
-        text += f"; a GPU has {bytes_text(room)}"
+        return
+    text += (
+        f"; it may take {bytes_text(free.allocated)}, as its allocator reserves "
+        f"{bytes_text(free.reserved)} more: together {USABLE:.0%} of the GPU's memory"
+    )
+    if largest > free.allocated:
         fix = f"{flag('memory-limit')}, recompute, or more tensor or pipeline ranks"
         report.add(Severity.WRONG, "memory", text, fix)
     else:
-        report.add(Severity.RIGHT, "memory", f"{text}; a GPU has {bytes_text(room)}")
+        report.add(Severity.RIGHT, "memory", text)

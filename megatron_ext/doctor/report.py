@@ -31,18 +31,28 @@ class Finding:
 
 @dataclass(frozen=True)
 class RankPrediction:
-    """Predicted memory of a pipeline rank. ``activation_bytes`` is None if unknown."""
+    """Predicted memory of a pipeline rank.
+
+    Attributes:
+        model_bytes: bytes of parameters, gradients and optimizer states.
+        temporary_bytes: bytes of the largest pass while it runs.
+        context_bytes: bytes of CUDA's context, workspaces and NCCL's buffers.
+        activation_bytes: bytes of activations at their peak; None if unknown.
+    """
 
     rank: int
     layers: int
     model_bytes: float
+    temporary_bytes: float
+    context_bytes: float
     activation_microbatches: float
     activation_bytes: float | None
 
     @property
     def total_bytes(self) -> float:
         """Sum of the known bytes."""
-        return self.model_bytes + (self.activation_bytes or 0)
+        known = self.model_bytes + self.temporary_bytes + self.context_bytes
+        return known + (self.activation_bytes or 0)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext.bridge import LAYOUT_FIELDS
 from megatron_ext.cost_model.assumptions import unchecked_parts
-from megatron_ext.cost_model.gpus import USABLE
 from megatron_ext.launch_planner.command_line import command_with
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest, ParsedLaunch, with_launch
 from megatron_ext.planner.candidate import Plan, VocabMethod
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from megatron_ext.launch_planner.variants import LineVariants
 
 LIMIT = 60.0  # CPU seconds from the validated command to the last answer
-_OUTSIDE = 0.04  # of a GPU's memory: CUDA's context and NCCL's buffers
 
 _NAMES = {  # Megatron's arguments for `Sizes`
     "tensor_model_parallel_size": "tensor",
@@ -96,7 +94,10 @@ def _plan(request: LaunchRequest, parsed: ParsedLaunch) -> SizesPlan:
 
     def best_of(steps: Sequence[SizedStep]) -> SizedAlternative | None:
         pool = [launch.alternative(step) for step in steps]
-        verdict, _ = confirmed_verdict(Plan((), {}), baseline, pool, free, refusal)
+        # Sizes with more of the model on a rank leave less to the allocator's reserve.
+        rooms = [job.memory_of(step.made.candidate.variant.model or ()) for step in steps]
+        widest = free if excess else max(filter(None, [free, *rooms]), default=None)
+        verdict, _ = confirmed_verdict(Plan((), {}), baseline, pool, widest, refusal)
         taken = verdict.taken
         assert taken is None or isinstance(taken, SizedAlternative)
         return taken
@@ -184,9 +185,6 @@ def job_of(request: LaunchRequest, parsed: ParsedLaunch) -> SizedJob:
 
     args, line = parsed.validated, parsed.variants
     run = dimensions.execution(args, args.seq_length, args.micro_batch_size)
-    temporary = 0.0
-    if request.gpu is not None and request.gpu.memory is not None:
-        temporary = (1 - USABLE - _OUTSIDE) * request.gpu.memory
     return SizedJob(
         describe(args),
         run,
@@ -196,8 +194,8 @@ def job_of(request: LaunchRequest, parsed: ParsedLaunch) -> SizedJob:
         gpus=args.world_size,
         global_batch=args.global_batch_size,
         recompute=tuple(recompute_of_line(line, args)),
-        memory=parsed.room,
-        temporary=temporary,
+        memory=None if request.gpu is None else request.gpu.memory,
+        reserved=request.reserved,
         tokens=None if line.args.padded_vocab_size is not None else line.tokens,
         multiple=args.make_vocab_size_divisible_by,
         instances=args.num_distributed_optimizer_instances,

@@ -20,6 +20,7 @@ from megatron_ext.compile.registry import choose, entry_of
 from megatron_ext.config import PLAN, PipelineConfig, flag
 from megatron_ext.cost_model.gpus import FreeMemory, free_memory
 from megatron_ext.cost_model.measured.file import load_measured
+from megatron_ext.cost_model.model_memory import least_lasting
 from megatron_ext.launch import Chosen
 from megatron_ext.launch_command import line as launch_line
 from megatron_ext.launch_command.importing import silently
@@ -298,18 +299,20 @@ def _jobs(
     schedule."""
     usable, on_gpu, too_large = None, "", ""
     job = LaunchChoice(line=line, specs=specs, confirms_all=False)  # a launch has no clock
+    spec, is_limited = stock_schedule(line.args), line.config.memory_limit is not None
+    own = None if is_limited and gpu_memory is None else _as_it_is(line, spec)
     if gpu_memory is not None:
-        free = free_memory(gpu_memory, _measured_reserve(line.config))
+        lasting = least_lasting(None if own is None else own.variant.model)
+        free = free_memory(gpu_memory, _measured_reserve(line.config), lasting=lasting)
         usable, on_gpu = free.allocated, _on_gpu(free, gpu_memory)
         too_large = f"; a GPU has {bytes_text(gpu_memory)}, and none is predicted to fit"
-    if line.config.memory_limit is not None:
+    if is_limited:
         text = f"within {flag('memory_limit')} {line.config.memory_limit}"
         if usable is not None:
             yield replace(job, within=f"{text} and {on_gpu}", bound=usable)
         yield replace(job, within=text + too_large)
         return
-    spec = stock_schedule(line.args)
-    text, own = f"in no more memory than {spec}", _as_it_is(line, spec)
+    text = f"in no more memory than {spec}"
     of_own = None if own is None else own.fullest
     if of_own is None:
         is_more = own is not None and own.report.peak > own.report.pp
@@ -340,8 +343,8 @@ def _as_it_is(line: LineVariants, spec: str) -> Candidate | None:
 
 
 def _on_gpu(free: FreeMemory, memory: float) -> str:
-    by = "a model of it" if free.is_modelled else "measurement"
+    by = ", not measured here" if free.is_modelled else " by measurement"
     return (
         f"in {bytes_text(free.allocated)} of a GPU's {bytes_text(memory)}, in addition to which "
-        f"its allocator reserves {bytes_text(free.reserved)} by {by}"
+        f"its allocator reserves {bytes_text(free.reserved)}{by}"
     )

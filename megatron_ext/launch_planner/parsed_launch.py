@@ -7,12 +7,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.compile.registry import Mark
+from megatron_ext.compile.registry import Mark, choose
 from megatron_ext.config import ESTIMATE, PLAN, CostsSource, PipelineConfig, flag
 from megatron_ext.cost_model.assumptions import assumptions
 from megatron_ext.cost_model.description import describe
 from megatron_ext.cost_model.gpus import FreeMemory, Gpu, free_memory, short_name
 from megatron_ext.cost_model.measured.file import MeasuredFile, load_measured
+from megatron_ext.cost_model.model_memory import least_lasting
 from megatron_ext.launch_command.importing import as_on, quickly, silently
 from megatron_ext.launch_command.words import Launch
 from megatron_ext.launch_planner.vision import take_vision, vision_of_launch
@@ -166,10 +167,8 @@ def _read(request: LaunchRequest, args: Any, launch_line: Any) -> ParsedLaunch:
     reserved = request.reserved
     if reserved is None and measured is not None:
         reserved = measured.reserved
-    free = None
-    if request.gpu is not None and request.gpu.memory is not None:
-        free = free_memory(request.gpu.memory, reserved)
     validated, _ = variants.validated(own, VocabMethod.NAIVE)  # Megatron's refusal comes alone
+    free = _free(request, validated, own, reserved)
     remarks += _on_costs(validated, given, measured)
     is_written = measured is None or str(given.costs) in words
     costs: tuple[str, ...] = () if is_written else (flag("costs"), str(given.costs))
@@ -186,6 +185,20 @@ def _read(request: LaunchRequest, args: Any, launch_line: Any) -> ParsedLaunch:
         measured,
         costs,
     )
+
+
+def _free(
+    request: LaunchRequest, args: Any, spec: str, reserved: float | None
+) -> FreeMemory | None:
+    """Return the memory that a rank of the launch with validated ``args`` may take under ``spec``;
+    None: not known. ``reserved``: as in `free_memory`."""
+    from megatron_ext.adapter.model_bytes import model_bytes_of_ranks
+
+    if request.gpu is None or request.gpu.memory is None:
+        return None
+    placement = choose(spec).place(args.pipeline_model_parallel_size)
+    lasting = least_lasting(model_bytes_of_ranks(args, placement))
+    return free_memory(request.gpu.memory, reserved, lasting=lasting)
 
 
 def _speeds(request: LaunchRequest, args: Any, config: PipelineConfig) -> RankSpeeds | None:

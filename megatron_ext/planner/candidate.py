@@ -79,7 +79,8 @@ def keeps_pairs(choice: Choice, vocabulary: VocabularyParallel) -> bool:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of a rank: of the model, and of activations at their peak."""
+    """Bytes of a rank: of the model, temporary tensors and CUDA's context, and of activations at
+    their peak."""
 
     model: ModelBytes
     activations: float

@@ -15,12 +15,19 @@ from megatron_ext.schedule.slices import Lengths
 
 @dataclass(frozen=True)
 class RankBytes:
-    """Bytes of one rank, with the activations at their peak."""
+    """Bytes of one rank, with the activations at their peak.
+
+    Attributes:
+        temporary: bytes of the largest pass while it runs.
+        context: bytes of CUDA's context, workspaces and NCCL's buffers.
+    """
 
     weights: float
     gradients: float
     optimizer: float
     activations: float
+    temporary: float
+    context: float
     total: float
 
 
@@ -90,7 +97,15 @@ def figures(candidate: Candidate) -> Figures:
 def bytes_of(rank: RankMemory) -> RankBytes:
     """Return the bytes of ``rank``, part by part."""
     model = rank.model
-    return RankBytes(model.weights, model.gradients, model.optimizer, rank.activations, rank.total)
+    return RankBytes(
+        model.weights,
+        model.gradients,
+        model.optimizer,
+        rank.activations,
+        model.temporary,
+        model.context,
+        rank.total,
+    )
 
 
 def as_data(value: Any) -> Any:

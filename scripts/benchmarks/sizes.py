@@ -21,9 +21,9 @@ from functools import partial
 
 from megatron_ext.cost_model.assumptions import not_checked
 from megatron_ext.cost_model.execution import Execution
-from megatron_ext.cost_model.gpus import GPUS, free_memory
+from megatron_ext.cost_model.gpus import GPUS, RESERVED_SHARE, USABLE
 from megatron_ext.cost_model.model import Model
-from megatron_ext.cost_model.model_memory import TrainingState
+from megatron_ext.cost_model.model_memory import TrainingState, least_lasting
 from megatron_ext.planner.layouts.layout import Layout, evenly
 from megatron_ext.planner.layouts.recompute import LayerRecompute, recompute_options
 from megatron_ext.planner.layouts.work import evaluate
@@ -41,6 +41,8 @@ from megatron_ext.planner.sizes.search import (
 )
 from megatron_ext.planner.sizes.sizes import Sizes
 from megatron_ext.planner.sizes.space import space
+from megatron_ext.schedule.placement import line
+from megatron_ext.schedule.problem import VocabularyParallel
 from scripts.recipes.accepting import as_on_gpus, stock_arguments
 from scripts.recipes.configured import configuration_of
 from scripts.recipes.gains import Configuration, work_of
@@ -64,8 +66,6 @@ LINES = (
     *("llama3_70b_sft_32gpu_h100_bf16", "gpt_oss_20b_pretrain_16gpu_h100_bf16"),
     *("llama3_70b_pretrain_64gpu_gb300_nvfp4", "qwen3_next_80b_a3b_pretrain_32gpu_h100_bf16"),
 )
-_TEMPORARY = 0.06  # of a GPU's memory
-
 COLUMNS = ("recipe", "its sizes", "s", "same sizes", "control", "any", "ours add", "best sizes")
 
 
@@ -115,7 +115,6 @@ def job_of(configuration: Configuration, recipe: Recipe) -> SizedJob:
         recipe.gpus,
         int(recipe.settings["global_batch_size"]),
         (LayerRecompute.of(run), *configuration.recompute),
-        temporary=_TEMPORARY * gpu.memory,
     )
 
 
@@ -135,10 +134,9 @@ def row_of(recipe: Recipe, limit: float) -> Row:
     own = evaluate(work, configuration.schedule, Layout(configuration.layers), search=False)
     memory = GPUS[configuration.gpu].memory
     assert memory is not None
-    job = replace(job, memory=max(free_memory(memory).allocated, own.fullest))
-    assert own.candidate.variant.model is not None
-    temporary = max(rank.temporary for rank in own.candidate.variant.model)
-    job = replace(job, temporary=max(job.temporary, temporary))
+    lasting = least_lasting(own.candidate.variant.model)
+    needed = own.fullest + RESERVED_SHARE * (own.fullest - lasting)
+    job = replace(job, memory=max(memory, needed / USABLE))
     with planning(limit):
         begin()
         found = search_sizes(job, partial(_works_of, job, recipe))
@@ -251,8 +249,7 @@ def paper_job(setting: Setting, sequence: int) -> SizedJob:
         setting.gpus,
         setting.samples,
         tuple(recompute_options(model, run, rates)),
-        memory=free_memory(memory).allocated,
-        temporary=_TEMPORARY * memory,
+        memory=memory,
     )
 
 
@@ -271,7 +268,9 @@ def best_1f1b(job: SizedJob) -> float:
         work = job.work(one.sizes, one.recompute)
         layout = evenly(len(job.model.layers), one.sizes.pipeline)
         with contextlib.suppress(ValueError):
-            found = evaluate(work, one.spec, layout, room=job.memory, search=False)
+            stages = layout.of(work.model)
+            own = work.bytes_of(stages, line(work.ranks), VocabularyParallel.NONE)
+            found = evaluate(work, one.spec, layout, room=job.memory_of(own), search=False)
             seconds.append(found.seconds)
     if not seconds:
         raise ValueError("1F1B fits with no sizes")

@@ -8,9 +8,9 @@ from multiprocessing import get_context
 
 from megatron_ext.cost_model.execution import Execution
 from megatron_ext.cost_model.frozen import without_frozen
-from megatron_ext.cost_model.gpus import DATA_SHEETS, GPUS
+from megatron_ext.cost_model.gpus import GPUS, free_memory
 from megatron_ext.cost_model.model import Model, Stage
-from megatron_ext.cost_model.model_memory import ModelBytes, TrainingState
+from megatron_ext.cost_model.model_memory import ModelBytes, TrainingState, least_lasting
 from megatron_ext.planner.layouts.estimated import estimated_work
 from megatron_ext.planner.layouts.layout import Layout
 from megatron_ext.planner.layouts.lines import Lines, compare_layouts
@@ -20,7 +20,6 @@ from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import VocabularyParallel
 
-USED = 0.95  # of a GPU's memory
 MARGIN = 2 * 2**30  # bytes: a gain that needs more than all but these is marked
 PROCESSES = 2
 
@@ -88,8 +87,8 @@ class Gains:
 
 def gains_of(configuration: Configuration) -> Gains:
     """Raises ValueError if the line cannot be planned."""
-    room = USED * DATA_SHEETS[configuration.gpu].memory
     works = _works(configuration)
+    room = room_of(configuration, works[0])
     lines = _compared(configuration, works, room, 0)
     assert lines.bound is not None
     less = lines
@@ -102,6 +101,14 @@ def gains_of(configuration: Configuration) -> Gains:
         ours=_option(lines, lines.ours, less.gain(less.ours)),
         bound=lines.bound,
     )
+
+
+def room_of(configuration: Configuration, work: Work) -> float:
+    """Return the bytes that a rank of the recipe may take, as `plan` has them."""
+    memory = GPUS[configuration.gpu].memory
+    assert memory is not None
+    own = work.variant(configuration.schedule, Layout(configuration.layers))
+    return free_memory(memory, lasting=least_lasting(own.model)).allocated
 
 
 def _option(lines: Lines, line: Evaluated, gain_with_less: float = 0.0) -> Option:
@@ -175,7 +182,7 @@ def _frozen(work: Work) -> Work:
         stages: Sequence[Stage], placement: Placement, vocabulary: VocabularyParallel
     ) -> list[ModelBytes]:
         ranks = work.bytes_of(stages, placement, vocabulary)
-        return [ModelBytes(rank.weights, 0.0, 0.0) for rank in ranks]
+        return [replace(rank, gradients=0.0, optimizer=0.0) for rank in ranks]
 
     return replace(
         work, costs_of=costs_of, bytes_of=bytes_of, seconds_outside_passes=lambda model: 0.0

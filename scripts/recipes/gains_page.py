@@ -24,8 +24,9 @@ one. All of this is estimated, nothing measured:
 - Seconds and bytes are those of [estimated costs](estimated-costs.md): from the model's dimensions
   and the GPU's data sheet. Every step includes the optimizer and the part of the gradients'
   reduction that no pass hides. The estimate may be wrong by 5%: do not rely on smaller gains.
-- One memory bound holds for all: the larger of 0.95 of the GPU's memory, and what the fullest rank
-  of the recipe's own command takes. A gain that is gone with 2 GiB less has an asterisk.
+- One memory bound holds for all: the larger of what a rank [may take](estimated-costs.md#memory),
+  and what the fullest rank of the recipe's own command takes. A gain that is gone with 2 GiB less
+  has an asterisk.
 - Schedules that search are counted without their search; with it they may gain more. The
   vocabulary is divided if that is faster. Megatron recomputes what is best: nothing, modules, or
   all layers.

@@ -309,8 +309,8 @@ def test_communicators_as_the_user_has_set_them(tmp_path: Path) -> None:
 
 def test_communicators_that_do_not_fit() -> None:
     """Batched messages are then the better choice."""
-    assert communicators_of(checked(gpu_memory="1GiB"), Severity.RIGHT)
-    (text,) = communicators_of(checked(gpu_memory="100MiB"), Severity.REMARK)
+    assert communicators_of(checked(gpu_memory="2GiB"), Severity.RIGHT)
+    (text,) = communicators_of(checked(gpu_memory="1GiB"), Severity.REMARK)
     assert "147 MiB of buffers over NVLink, and the GPU has" in text and "MiB left" in text
     assert "--pipeline-p2p batched makes none of them" in text
 

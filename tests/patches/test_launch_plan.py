@@ -12,9 +12,9 @@ import torch
 from megatron_ext.adapter.arguments import check, search_for_first
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.registry import Mark, entries
-from megatron_ext.cost_model.gpus import RESERVED_SHARE, USABLE, free_memory
+from megatron_ext.cost_model.gpus import RESERVED_SHARE, USABLE
 from megatron_ext.doctor.check import check_launch
-from megatron_ext.doctor.report import Finding, Severity
+from megatron_ext.doctor.report import Finding, RankPrediction, Severity
 from megatron_ext.installation import install
 from megatron_ext.launch import Chosen, without
 from megatron_ext.launch_command import line as launch_line
@@ -209,12 +209,18 @@ EXPERTS: dict[str, Any] = {
 }
 
 
-def fullest(schedule: str, gpu: str | None = None) -> tuple[float, list[Finding]]:
-    """Bytes of the rank that holds most, as doctor's table has it, and what it finds."""
+def memory_of(schedule: str, gpu: str | None = None) -> tuple[list[RankPrediction], list[Finding]]:
+    """Memory of each rank as doctor's table has it, and what doctor finds."""
     words = model_flags(**(FLAGS | EXPERTS | {"pipeline_schedule": schedule}))
     report = check_launch(Launch(str(SCRIPT), False, tuple(words)), 4, gpu)
     assert report.prediction is not None, report.findings
-    return max(rank.total_bytes for rank in report.prediction.ranks), report.findings
+    return list(report.prediction.ranks), report.findings
+
+
+def fullest(schedule: str, gpu: str | None = None) -> tuple[float, list[Finding]]:
+    """Bytes of the rank that holds most, as doctor's table has it, and what it finds."""
+    ranks, findings = memory_of(schedule, gpu)
+    return max(rank.total_bytes for rank in ranks), findings
 
 
 def finding_on(subject: str, findings: list[Finding]) -> Finding:
@@ -234,13 +240,22 @@ def test_no_more_than_1f1b_by_the_table_that_is_printed(monkeypatch: pytest.Monk
 
 def test_a_choice_leaves_room_for_the_allocators_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only ``plan -- COMMAND`` did. On this GPU 1f1b fits only if its allocator reserves nothing
-    besides."""
+    besides; doctor, which compared with the whole GPU, says so too."""
     shorten_search(monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    of_1f1b, _ = fullest("1f1b")
-    gpu = (1 + RESERVED_SHARE / 2) * of_1f1b / USABLE
-    taken, findings = fullest("plan", f"{gpu / 2**20:.2f}MiB")
-    assert (1 + RESERVED_SHARE) * taken <= USABLE * gpu
+    ranks, _ = memory_of("1f1b")
+    lasting = min(rank.model_bytes + rank.context_bytes for rank in ranks)
+    assert all(rank.temporary_bytes > 0 for rank in ranks) and lasting > 0.66e9
+    of_1f1b = max(rank.total_bytes for rank in ranks)
+    reserved = RESERVED_SHARE * (of_1f1b - lasting)
+    tight, enough = (
+        f"{(of_1f1b + share * reserved) / USABLE / 2**20:.3f}MiB" for share in (0.5, 1.001)
+    )
+    for gpu, judged in ((tight, Severity.WRONG), (enough, Severity.RIGHT)):
+        assert finding_on("memory", fullest("1f1b", gpu)[1]).verdict is judged
+    taken, findings = fullest("plan", tight)
+    usable = of_1f1b + 0.5 * reserved
+    assert taken + RESERVED_SHARE * (taken - lasting) <= usable + 2**14
     assert "in addition to which its allocator reserves" in finding_on("plan", findings).text
 
 
@@ -251,7 +266,7 @@ def test_choice_honours_the_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     of_1f1b, _ = fullest("1f1b")
     gpu = 0.95 * of_1f1b / USABLE
     taken, findings = fullest("plan", f"{gpu / 2**20:.2f}MiB")
-    assert taken <= free_memory(gpu).allocated
+    assert taken <= USABLE * gpu
     assert "of a GPU's" in finding_on("plan", findings).text
     assert finding_on("memory", findings).verdict is Severity.RIGHT
     taken, findings = fullest("plan", "1MiB")

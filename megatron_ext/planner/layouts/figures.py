@@ -32,6 +32,7 @@ class Figure(IntEnum):
     ACTIVATION = 4  # held from F to I
     LEFT = 5  # held from I to W
     MODEL = 6  # of parameters, gradients and optimizer states
+    BESIDES = 7  # of temporary tensors and CUDA's context: once on a rank, the most of its stages
 
 
 _SECONDS = Figure.SPARED + 1  # so many figures are seconds
@@ -154,8 +155,11 @@ class StageFigures:
             figures[Figure.ACTIVATION] += ends.logits_bytes
         if self._is_after_overlap:
             figures[Figure.WEIGHT] -= self.hidden.beside_itself(stage)
-        of_model, *_ = self.work.bytes_of((stage,), line(1), VocabularyParallel.NONE)
-        figures[Figure.MODEL] = of_model.total
+        # A pipeline of one rank would have no communicator.
+        stages = (stage,) if self.work.ranks == 1 else (companion, stage)
+        *_, of_model = self.work.bytes_of(stages, line(len(stages)), VocabularyParallel.NONE)
+        figures[Figure.MODEL] = of_model.stored
+        figures[Figure.BESIDES] = of_model.total - of_model.stored
         return figures
 
 

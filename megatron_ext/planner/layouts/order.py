@@ -91,7 +91,8 @@ class Order:
             own = figures[:, list(stages)]
             held_forward = own[..., Figure.ACTIVATION] + self._sent
             kept = np.concatenate([held_forward, own[..., Figure.LEFT]], axis=1)
-            peaks.append((kept @ held.T).max(axis=1) + own[..., Figure.MODEL].sum(axis=1))
+            besides = own[..., Figure.MODEL].sum(axis=1) + own[..., Figure.BESIDES].max(axis=1)
+            peaks.append((kept @ held.T).max(axis=1) + besides)
         return np.stack(peaks, axis=1)
 
 

@@ -17,6 +17,7 @@ from functools import cache
 from math import ceil, floor, inf
 
 from megatron_ext.cost_model.activations import held_of_stage
+from megatron_ext.cost_model.context import context_bytes
 from megatron_ext.cost_model.estimate import estimate
 from megatron_ext.cost_model.execution import Framework
 from megatron_ext.cost_model.model import Stage
@@ -98,7 +99,8 @@ class Estimator:
         """Return seconds that no step with ``sizes`` beats: the work of all layers without
         recompute, on ranks that never wait. Infinite if the model alone is too large for a rank."""
         job = self._job
-        if job.memory is not None and self.model_bytes(sizes).total >= job.memory:
+        left = self.left(sizes)
+        if left is not None and left <= 0:
             return inf
         layer = self.pieces(sizes, self._recompute[0]).layer.seconds
         return job.microbatches(sizes) * len(job.model.layers) * layer / sizes.pipeline
@@ -122,10 +124,9 @@ class Estimator:
     def _may_fit(self, sizes: Sizes) -> bool:
         """Whether a rank has memory for its layers with some recompute, under the schedule that
         holds least."""
-        job = self._job
-        if job.memory is None:
+        job, free = self._job, self.left(sizes)
+        if free is None:
             return True
-        free = job.memory - self.model_bytes(sizes).total
         held = min(_least_in_flight(sizes.pipeline), job.microbatches(sizes))
         layers = held * len(job.model.layers) / sizes.pipeline
         return any(layers * self._activation(sizes, one) <= free for one in self._recompute[::-1])
@@ -149,8 +150,15 @@ class Estimator:
             )
         return self._activations[key]
 
+    def left(self, sizes: Sizes) -> float | None:
+        """Return the bytes that the model leaves for activations and temporary tensors on the
+        fullest rank; None: unknown."""
+        model = self.model_bytes(sizes)
+        room = self._job.memory_of([model])
+        return None if room is None else room - model.total
+
     def model_bytes(self, sizes: Sizes) -> ModelBytes:
-        """Return the bytes of the model on the fullest rank."""
+        """Return the bytes of the model, without temporary tensors, on the fullest rank."""
         if sizes not in self._models:
             self._models[sizes] = _model_bytes(self._job, sizes)
         return self._models[sizes]
@@ -163,11 +171,12 @@ class Estimator:
         return self._pieces[key]
 
     def temporary(self, sizes: Sizes, recompute: LayerRecompute) -> float:
-        """Return the bytes of temporary tensors on the fullest rank."""
+        """Return the bytes of temporary tensors on the fullest rank: the first one, which has the
+        output layer only if it is alone."""
         job, is_alone = self._job, sizes.pipeline == 1
         key = replace(sizes, pipeline=1), recompute, is_alone
         if key not in self._temporary:
-            stage = Stage(job.model.layers[:1], embedding=is_alone, head=True)
+            stage = Stage(tuple(dict.fromkeys(job.model.layers)), head=is_alone)
             execution = job.execution_of(sizes, recompute)
             self._temporary[key] = temporary_bytes(job.model_of(sizes), stage, execution)
         return self._temporary[key]
@@ -192,7 +201,14 @@ def _model_bytes(job: SizedJob, sizes: Sizes) -> ModelBytes:
     if sizes.pipeline == 1:
         ends = tuple(map(sum, zip(first, last, strict=True)))
     dense, experts = (on_rank * layer[n] + ends[n] for n in range(2))
-    model = _with_elements(ModelBytes(0, 0, 0), dense, on_rank * layer[2], False, state)
+    context = context_bytes(
+        job.execution_of(sizes, job.recompute[0]),
+        pipeline=sizes.pipeline,
+        data_parallel=state.data_parallel,
+        expert_data_parallel=state.expert_data_parallel,
+    )
+    model = ModelBytes(0, 0, 0, context=context)
+    model = _with_elements(model, dense, on_rank * layer[2], False, state)
     return _with_elements(model, experts, 0.0, True, state)
 
 
@@ -215,10 +231,9 @@ class _Sized:
         backward = on_ranks * self._pieces.layer.seconds - forward
         self._outside = seconds_outside_passes(model, job.state_of(sizes), execution, job.rates)
         self._outside += job.uncovered(sizes, model, forward, backward)
-        self._free = None
-        if job.memory is not None:
-            temporary = estimator.temporary(sizes, recompute)
-            self._free = job.memory - max(temporary - job.temporary, 0.0) - model.total
+        self._free = estimator.left(sizes)
+        if self._free is not None:
+            self._free -= estimator.temporary(sizes, recompute)
 
     def estimates(self) -> Iterator[Estimated]:
         ranks, microbatches = self._ranks, self._microbatches
@@ -406,4 +421,5 @@ def _with_elements(
         model.optimizer + shared * state.optimizer_bytes,
         model.expert_weights + weights * is_expert,
         model.expert_gradients + gradients * is_expert,
+        context=model.context,
     )

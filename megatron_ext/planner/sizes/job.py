@@ -8,10 +8,16 @@ from functools import partial
 
 from megatron_ext.cost_model.estimate import estimate
 from megatron_ext.cost_model.execution import Execution, Framework
+from megatron_ext.cost_model.gpus import free_memory
 from megatron_ext.cost_model.links import with_links
 from megatron_ext.cost_model.messages.blocking import with_blocking_messages
 from megatron_ext.cost_model.model import Model, Stage, stages_of
-from megatron_ext.cost_model.model_memory import ModelBytes, TrainingState, default_bucket
+from megatron_ext.cost_model.model_memory import (
+    ModelBytes,
+    TrainingState,
+    default_bucket,
+    least_lasting,
+)
 from megatron_ext.cost_model.rates import Rates
 from megatron_ext.cost_model.reductions import seconds_of_a_byte
 from megatron_ext.planner.layouts.estimated import estimated_work
@@ -33,8 +39,8 @@ class SizedJob:
         own: the job's own sizes.
         global_batch: samples of a step.
         recompute: the recompute of layers that Megatron could do, the job's own first.
-        memory: bytes that model and activations of a rank may take; None: unknown.
-        temporary: bytes of a pass' temporary tensors, for which other memory is left.
+        memory: bytes of a GPU; None: unknown.
+        reserved: bytes that a rank's allocator was measured to reserve; None: not measured.
         tokens: vocabulary before it is padded; None: it stays as ``model`` has it.
         multiple: tokens per tensor-parallel rank of which a padded vocabulary is a multiple.
         instances: instances of the distributed optimizer.
@@ -52,7 +58,7 @@ class SizedJob:
     global_batch: int
     recompute: tuple[LayerRecompute, ...]
     memory: float | None = None
-    temporary: float = 0.0
+    reserved: float | None = None
     tokens: int | None = None
     multiple: int = 128
     instances: int = 1
@@ -183,9 +189,9 @@ class SizedJob:
         return with_links(costs, placement, self.rates, self.gpus, self.stride(sizes))
 
     def memory_of(self, model: Sequence[ModelBytes]) -> float | None:
-        """Return the bytes that model and activations of a rank may take, if temporary tensors are
-        those of ``model``, the bytes of each rank; None: unknown."""
+        """Return the bytes that a rank may take, where ``model`` are the bytes of each rank; None:
+        unknown."""
         if self.memory is None:
             return None
-        most = max(rank.temporary for rank in model)
-        return self.memory - max(most - self.temporary, 0.0)
+        lasting = least_lasting(model)
+        return free_memory(self.memory, self.reserved, lasting=lasting).allocated

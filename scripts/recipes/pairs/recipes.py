@@ -9,10 +9,10 @@ from multiprocessing import get_context
 from typing import Any
 
 from megatron_ext.adapter.layers import layout_of
-from megatron_ext.cost_model.gpus import DATA_SHEETS, GPUS
+from megatron_ext.cost_model.gpus import GPUS
 from megatron_ext.planner.layouts.layout import Layout, evenly
 from scripts.recipes.configured import configuration_of
-from scripts.recipes.gains import PROCESSES, USED, Configuration, work_of
+from scripts.recipes.gains import PROCESSES, Configuration, room_of, work_of
 from scripts.recipes.pairs.compared import Comparison, Step, with_overlap
 from scripts.recipes.recipe import Recipe
 
@@ -157,8 +157,8 @@ def compare(candidate: Candidate) -> Result:
         Comparison(of_stock, None, ()).step(configuration.schedule, own) for of_stock, _ in works
     ]
     # One for all, within which the recipe is as it stands.
-    bound = max(USED * DATA_SHEETS[configuration.gpu].memory, *(step.fullest for step in of_own))
     work_alone = work_of(configuration, configuration.execution)
+    bound = max(room_of(configuration, work_alone), *(step.fullest for step in of_own))
     alone = (
         Comparison(work_alone, bound, ["1f1b", *stocks]),
         Comparison(work_alone, bound, ["zb-2p", *ours]),

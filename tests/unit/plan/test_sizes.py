@@ -10,7 +10,7 @@ from math import inf
 import pytest
 
 from megatron_ext.cost_model.execution import Execution, Framework
-from megatron_ext.cost_model.gpus import GPUS
+from megatron_ext.cost_model.gpus import GPUS, RESERVED_SHARE, USABLE
 from megatron_ext.cost_model.model import Model
 from megatron_ext.cost_model.model_memory import TrainingState
 from megatron_ext.planner.layouts.layout import evenly
@@ -60,8 +60,7 @@ def job_of(
         gpus,
         global_batch,
         (NO_RECOMPUTE, FULL),
-        memory=0.83 * memory,
-        temporary=0.06 * memory,
+        memory=memory,
     )
 
 
@@ -185,8 +184,10 @@ def test_estimate_without_a_pipeline_is_exact() -> None:
         for recompute in job.recompute:
             made = evaluate(job.work(sizes, recompute), "1f1b", evenly(8, 1), search=False)
             assert made.candidate.memory is not None
-            less = made.candidate.memory[0].activations / 2
-            tight = replace(job, memory=made.fullest - less, temporary=1e12)
+            (rank,) = made.candidate.memory
+            less = rank.activations / 2
+            reserved = RESERVED_SHARE * (made.fullest - less - rank.model.lasting)
+            tight = replace(job, memory=(made.fullest - less + reserved) / USABLE)
             (one,) = (
                 one for one in Estimator(tight).estimates(sizes) if one.recompute == recompute
             )
@@ -349,10 +350,10 @@ def best_of(job: SizedJob) -> SizedStep:
 def test_offload_makes_shorter_steps_fit(
     only_pipelines: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = piped_job(2.4e9, 4096)
+    job = piped_job(4.1e9, 4096)
     best = best_of(job)
     assert best.made.candidate.report.offload is Offload.FIT and not best.is_stock
-    assert best.made.fullest <= 2.4e9
+    assert best.made.fullest <= 4.1e9
     monkeypatch.setattr(search, "_OFFLOADED", 0)
     assert best.seconds < 0.97 * best_of(job).seconds
 
@@ -360,18 +361,18 @@ def test_offload_makes_shorter_steps_fit(
 def test_long_sequences_are_sliced(only_pipelines: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """In slices that kernels are fast on, also where nothing fits without them."""
     monkeypatch.setattr(search, "_OFFLOADED", 0)
-    for memory in (5.5e9, 8e9):
+    for memory in (8e9, 11e9):
         best = best_of(piped_job(memory, 4 * LONG_ENOUGH))
         assert best.made.candidate.report.slices in (2, 4) and not best.is_stock
         assert best.made.fullest <= memory
     monkeypatch.setattr(search, "_SLICED", ())
-    assert best.seconds < 0.9 * best_of(piped_job(8e9, 4 * LONG_ENOUGH)).seconds
+    assert best.seconds < 0.9 * best_of(piped_job(11e9, 4 * LONG_ENOUGH)).seconds
 
 
 def test_schedules_are_searched_for_the_best_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(space_module, "_MOST_CONTEXT", 1)
     monkeypatch.setattr(search, "_OFFLOADED", 0)
-    job = replace(piped_job(2.4e9, 4096), global_batch=8)
+    job = replace(piped_job(4.1e9, 4096), global_batch=8)
     found = search_sizes(job, partial(described_works, job))
     searched = [step for step in found.steps if step.made.candidate.variant.choice.takes_long]
     assert searched

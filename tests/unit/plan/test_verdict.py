@@ -137,7 +137,7 @@ def test_what_fits_is_taken_though_it_is_longer_than_what_does_not() -> None:
     assert found.excess == 8 * GIB and found.taken is not None and not found.keeps
     text = "\n".join(told(found))
     assert "8 GiB more than a rank may take" in text and "it fits; 5.0% longer" in text
-    assert "reserves 5 GiB more: together 90% of the GPU's memory" in text
+    assert "reserves 5 GiB more: together 99% of the GPU's memory" in text
 
 
 def test_only_stable_schedules_are_taken_where_there_are_some() -> None:
