@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_ext.adapter.arguments import check, prove_without_search
 from megatron_ext.adapter.batches.refusals import check_arrangement
+from megatron_ext.adapter.dimensions import execution
 from megatron_ext.adapter.pairs.overlap_setting import FLAG
 from megatron_ext.compile.registry import choose
 from megatron_ext.launch_command import line as launch_line
@@ -177,6 +178,7 @@ def _batch(parsed: ParsedLaunch) -> BatchSize:
         args.micro_batch_size,
         args.seq_length if parsed.variants.config.costs.is_estimate else None,
         is_padded=True,
+        expert_replicas=execution(args, args.seq_length, args.micro_batch_size).expert_replicas,
     )
 
 
