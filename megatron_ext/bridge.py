@@ -9,8 +9,9 @@ Bridge itself is not imported here: a config is known by the names of its parts.
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from megatron_ext.config import PipelineConfig
 from megatron_ext.installation import install
 from megatron_ext.logger import logger
 from megatron_ext.patches.engine import Handle
+from megatron_ext.words import counted
 
 _CHUNKS = "virtual_pipeline_model_parallel_size"
 # Fields of a config that say which layers a stage has, and the arguments of Megatron's that give
@@ -93,25 +95,15 @@ def use(config: Any, schedule: str, **settings: str | bool | None) -> BridgeHand
     """
     global _latest
     ours = PipelineConfig.parse(schedule=schedule, **settings)
-    model = getattr(config.model, "transformer", config.model)
-    ranks = model.pipeline_model_parallel_size
-    if ranks < 2:
-        raise ValueError(
-            f"schedule={schedule!r} needs a pipeline, but model.pipeline_model_parallel_size is "
-            f"{ranks}: set it to 2 or more, or do not call megatron_ext.bridge.use"
-        )
     handle = BridgeHandle()
     if _latest is not None and _latest[0] is config and _latest[1] == ours:
         handle = _latest[2]
     before = len(handle._undo)
     try:
-        _place(handle, config, model, ours)
-        _switch_off(handle, config, model, ours)
-        _refuse(config, model, ours)
+        _prepare(handle, config, ours)
         if ours.arranges_microbatches:
             from megatron_ext.patches.megatron.bridge.data.loaders import import_loaders
 
-            _refuse_arrangement(config, model, ours)
             import_loaders()
         installed: Handle = install(ours)
         if installed.undo not in handle._undo:
@@ -121,6 +113,42 @@ def use(config: Any, schedule: str, **settings: str | bool | None) -> BridgeHand
         raise
     _latest = config, ours, handle
     return handle
+
+
+def check(config: Any, settings: PipelineConfig, changes: Mapping[str, Any] | None = None) -> None:
+    """Raise ValueError if `use` would refuse ``config`` with these ``settings``, which have a
+    schedule. Nothing is changed, and nothing logged.
+
+    Args:
+        changes: values of fields of ``config`` by their names, as ``model.num_layers``, with which
+            it is to be checked.
+    """
+    handle, was_disabled = BridgeHandle(), logger.disabled
+    logger.disabled = True
+    try:
+        for path, value in (changes or {}).items():
+            *parts, name = path.split(".")
+            handle._set(functools.reduce(getattr, parts, config), name, value)
+        _prepare(handle, config, settings)
+    finally:
+        handle.undo()
+        logger.disabled = was_disabled
+
+
+def _prepare(handle: BridgeHandle, config: Any, ours: PipelineConfig) -> None:
+    """Change ``config`` for the schedule. Raise ValueError if that does not work with it."""
+    model = getattr(config.model, "transformer", config.model)
+    ranks = model.pipeline_model_parallel_size
+    if ranks < 2:
+        raise ValueError(
+            f"schedule={ours.schedule!r} needs a pipeline, but model.pipeline_model_parallel_size "
+            f"is {ranks}: set it to 2 or more, or do not call megatron_ext.bridge.use"
+        )
+    _place(handle, config, model, ours)
+    _switch_off(handle, config, model, ours)
+    _refuse(config, model, ours)
+    if ours.arranges_microbatches:
+        _refuse_arrangement(config, model, ours)
 
 
 def _place(handle: BridgeHandle, config: Any, model: Any, ours: PipelineConfig) -> None:
@@ -134,8 +162,8 @@ def _place(handle: BridgeHandle, config: Any, model: Any, ours: PipelineConfig) 
         given = getattr(model, _CHUNKS)
         if given not in (None, chunks) and os.environ.get("RANK", "0") == "0":
             logger.info(
-                f"model.{_CHUNKS} was {given}; {ours.choice.spec} has {chunks} virtual stages "
-                f"a rank"
+                f"model.{_CHUNKS} was {given}; {ours.choice.spec} has "
+                f"{counted(chunks, 'virtual stage')} a rank"
             )
         handle._set(model, _CHUNKS, chunks if chunks > 1 else None)
     else:
@@ -180,11 +208,22 @@ def _refuse(config: Any, model: Any, ours: PipelineConfig) -> None:
     from megatron_ext.adapter.compatibility import refuse
 
     for choice in ours.choices:
-        refuse(
-            _Settings(config, model, choice.place(model.pipeline_model_parallel_size).chunks),
-            choice,
-            ours.extras,
-        )
+        placed = choice.place(model.pipeline_model_parallel_size)
+        chunks = _chunks_of_layout(model) or getattr(model, _CHUNKS) or placed.chunks
+        refuse(_Settings(config, model, chunks), choice, ours.extras)
+
+
+def _chunks_of_layout(model: Any) -> int | None:
+    """Return the stages that the layout of ``model`` puts on a rank; None without a layout."""
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    layout = model.pipeline_model_parallel_layout
+    if layout is None:
+        return None
+    rows = getattr(layout, "input_data", layout)
+    if isinstance(rows, str):
+        rows = PipelineParallelLayerLayout.parse_str_to_list(rows)
+    return len(rows) // model.pipeline_model_parallel_size
 
 
 def _refuse_arrangement(config: Any, model: Any, ours: PipelineConfig) -> None:
@@ -223,7 +262,7 @@ class _Settings:
         if (value := getattr(self._overlap, name, None)) is not None:
             return value
         if name == _CHUNKS:
-            return getattr(self._parts[0], name) or self._chunks
+            return self._chunks
         for part in self._parts:
             if part is not None and hasattr(part, name):
                 return getattr(part, name)

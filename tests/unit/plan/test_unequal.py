@@ -130,7 +130,8 @@ def test_replicas_that_share_experts_wait_for_one_another(loads: MicrobatchLoads
 )
 def test_experts_are_over_data_parallel_ranks(sizes: tuple[int, ...], replicas: int) -> None:
     names = "tensor_parallel", "context_parallel", "expert_parallel", "expert_tensor_parallel"
-    execution = Execution(1024, **dict(zip(names, sizes, strict=True)))
+    own: dict[str, Any] = dict(zip(names, sizes, strict=True))
+    execution = Execution(1024, **own)
     assert execution.expert_replicas == replicas
 
 
