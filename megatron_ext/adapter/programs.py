@@ -64,11 +64,13 @@ class _Comparison:
     """A comparison of the ranks' programs.
 
     Attributes:
-        verb: what the ranks do with their programs then.
-        remedy: what a user does about ranks that differ.
+        key: its name in torch's store.
+        fault: ranks that differ, in words.
+        remedy: what a user does about them.
     """
 
-    verb: str
+    key: str
+    fault: str
     remedy: str
 
     def check(self, schedule: str, digests: Mapping[int, str]) -> None:
@@ -78,17 +80,18 @@ class _Comparison:
             ranks[digest].append(rank)
         if len(ranks) > 1:
             told = "; ".join(f"{digest[:12]} on {listed(where)}" for digest, where in ranks.items())
-            raise RuntimeError(
-                f"ranks {self.verb} different programs from {schedule}: {told}; {self.remedy}"
-            )
+            raise RuntimeError(f"{self.fault} from {schedule}: {told}; {self.remedy}")
 
 
 _WHEN_BUILT = _Comparison(
     "built",
+    "ranks built different programs",
     "start all ranks with the same versions of megatron_ext and numpy, and the same schedule file",
 )
 _WHEN_RUN = _Comparison(
-    "run", "one of them swaps a step late: start again from the last checkpoint"
+    "run",
+    "ranks run different programs",
+    "one of them swaps a step late: start again from the last checkpoint",
 )
 
 
@@ -422,7 +425,7 @@ class Programs:
             told = zip(ranks, gather(pipeline, digest), strict=True)
             comparison.check(spec, dict(told))
             return
-        where = "/".join(map(str, [comparison.verb, shape, *request]))
+        where = "/".join(map(str, [comparison.key, shape, *request]))
         if self._config.race is not None:  # a rank with another schedule must not go unnoticed
             where += f"/{spec}"
         key = f"megatron_ext/programs/{self._run}/{self._times_set[shape]}/{where}"

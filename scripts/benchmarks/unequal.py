@@ -200,7 +200,7 @@ def main(words: Sequence[str]) -> int:
     )
     console.print(table)
     points, cell = worst_cell(found)
-    print(f"worst cell beside the trial's: {100 * points:+.2f} points (bar +2), {cell}")
+    print(f"worst cell, over the trial's: {100 * points:+.2f} points (bar +2), {cell}")
     missed = points > POINTS
     for size, most in SECONDS.items():
         if size in sizes:
