@@ -23,15 +23,6 @@ from megatron_ext.patches.engine import Handle
 from megatron_ext.words import counted
 
 _CHUNKS = "virtual_pipeline_model_parallel_size"
-# Fields of a config that say which layers a stage has, and the arguments of Megatron's that give
-# them. Megatron's config gets them from a schedule when Bridge finalizes it.
-LAYOUT_FIELDS = {
-    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
-    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
-    "pipeline_model_parallel_layout": "pipeline_model_parallel_layout",
-    "account_for_embedding_in_pipeline_split": "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split": "account_for_loss_in_pipeline_split",
-}
 _PARTS = ("ddp", "optimizer", "dist", "checkpoint", "train", "validation", "logger", "rng")
 
 
@@ -154,6 +145,8 @@ def _prepare(handle: BridgeHandle, config: Any, ours: PipelineConfig) -> None:
 def _place(handle: BridgeHandle, config: Any, model: Any, ours: PipelineConfig) -> None:
     """Set the schedule's virtual stages, what Bridge derives from them, and a format of optimizer
     states that any placement can load."""
+    from megatron_ext.adapter.layout_arguments import LAYOUT_FIELDS
+
     placement = ours.choice.place(model.pipeline_model_parallel_size)
     chunks = placement.chunks
     for name in LAYOUT_FIELDS:
@@ -206,24 +199,13 @@ def _switch_off(handle: BridgeHandle, config: Any, model: Any, ours: PipelineCon
 def _refuse(config: Any, model: Any, ours: PipelineConfig) -> None:
     """Raise ValueError for a setting of ``config`` that does not work with the schedule."""
     from megatron_ext.adapter.compatibility import refuse
+    from megatron_ext.adapter.layers import stages_of_layout
 
+    ranks, layout = model.pipeline_model_parallel_size, model.pipeline_model_parallel_layout
+    given = getattr(model, _CHUNKS) if layout is None else stages_of_layout(layout) // ranks
     for choice in ours.choices:
-        placed = choice.place(model.pipeline_model_parallel_size)
-        chunks = _chunks_of_layout(model) or getattr(model, _CHUNKS) or placed.chunks
+        chunks = given or choice.place(ranks).chunks
         refuse(_Settings(config, model, chunks), choice, ours.extras)
-
-
-def _chunks_of_layout(model: Any) -> int | None:
-    """Return the stages that the layout of ``model`` puts on a rank; None without a layout."""
-    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-
-    layout = model.pipeline_model_parallel_layout
-    if layout is None:
-        return None
-    rows = getattr(layout, "input_data", layout)
-    if isinstance(rows, str):
-        rows = PipelineParallelLayerLayout.parse_str_to_list(rows)
-    return len(rows) // model.pipeline_model_parallel_size
 
 
 def _refuse_arrangement(config: Any, model: Any, ours: PipelineConfig) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.adapter.layout_arguments import CHUNKS, CHUNKS_IN_CONFIGS, LAYOUT, PATTERN
 from megatron_ext.config import PLAN
 from megatron_ext.launch_command.importing import as_on, quickly, silently
 from megatron_ext.launch_command.words import BridgeRecipe, Launch
@@ -36,8 +37,6 @@ _IGNORED = frozenset({"attention_backend", "max_position_embeddings", "vocab_siz
 _WITHOUT_FP8 = ("fp8", "num_layers_at_", "first_last_layers_bf16")
 _PADDED_TO = 128  # times the tensor-parallel size: what Bridge makes of a tokenizer's vocabulary
 _MISSING = object()
-_CHUNKS = "num_virtual_stages_per_pipeline_rank"
-_VIRTUAL = "virtual_pipeline_model_parallel_size"
 _FROZEN = ("freeze_language_model", "freeze_vision_model", "freeze_vision_projection")
 
 
@@ -82,7 +81,7 @@ def launch_from_recipe(recipe: str, words: Sequence[str]) -> Launch:
         arguments = _arguments(config)
         settings = _beside_arguments(config)
         if given_in(words).get("schedule", PLAN) != PLAN:  # `use` replaces virtual stages
-            arguments.values |= dict.fromkeys([_CHUNKS, _VIRTUAL])
+            arguments.values |= dict.fromkeys([CHUNKS, CHUNKS_IN_CONFIGS])
         flags = flags_of({name: str(value) for name, value in arguments.values.items()})
     return Launch(
         recipe,
@@ -155,14 +154,12 @@ def _arguments(config: Any) -> _Arguments:
     _take_precision(arguments, config)
     _take_overlap(arguments, config.comm_overlap)
     values = arguments.values
-    if values.get("pipeline_model_parallel_layout") is not None:
-        values["pipeline_model_parallel_layout"] = _layout_text(
-            values["pipeline_model_parallel_layout"]
-        )
-        values[_CHUNKS] = None  # the layout says it
-    virtual = values.get(_CHUNKS)
-    values[_VIRTUAL] = virtual  # by which unparse knows others
-    if values.get("hybrid_layer_pattern") is not None:
+    if values.get(LAYOUT) is not None:
+        values[LAYOUT] = _layout_text(values[LAYOUT])
+        values[CHUNKS] = None  # the layout says it
+    virtual = values.get(CHUNKS)
+    values[CHUNKS_IN_CONFIGS] = virtual  # by which unparse knows others
+    if values.get(PATTERN) is not None:
         values["num_layers"] = None  # Megatron counts them in the pattern
     if values.get("cuda_graph_impl") in (None, "none"):
         values.pop("cuda_graph_modules", None)
@@ -174,7 +171,7 @@ def _arguments(config: Any) -> _Arguments:
         values["cross_entropy_fusion_impl"] = "native"
     parser = launch_line.parser()
     known = {action.dest: action for action in parser._actions}
-    known |= {_VIRTUAL: None}  # type: ignore[dict-item]
+    known |= {CHUNKS_IN_CONFIGS: None}  # type: ignore[dict-item]
     arguments.values = {
         name: _typed(known[name], value) for name, value in values.items() if name in known
     }
@@ -209,7 +206,7 @@ def _take_overlap(arguments: _Arguments, overlap: Any) -> None:
     values = arguments.values
     if values.get("use_distributed_optimizer"):
         values["overlap_grad_reduce"] = values["overlap_param_gather"] = True
-    chunks = values.get(_CHUNKS) or 1
+    chunks = values.get(CHUNKS) or 1
     values["align_param_gather"] = values["overlap_p2p_comm"] = chunks > 1
     given = {name: value for name, value in vars(overlap).items() if value is not None}
     arguments.take("comm_overlap", given, _NAMES)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_ext.adapter.layout_arguments import CHUNKS
 from megatron_ext.bridge import check
 from megatron_ext.config import PREFIX, PipelineConfig
 from megatron_ext.launch_command import line as launch_line
@@ -13,8 +14,6 @@ from megatron_ext.launch_command.words import BridgeRecipe
 from megatron_ext.launch_planner.variants import stock_schedule
 from megatron_ext.planner.verdict import Written
 from megatron_ext.written_settings import Given, given_in
-
-_CHUNKS = "num_virtual_stages_per_pipeline_rank"
 
 
 class RecipeChanges:
@@ -44,8 +43,8 @@ class RecipeChanges:
         for word in written.words:
             if (option := options.get(word.split("=")[0])) is not None:
                 values[option.dest] = getattr(changed, option.dest)
-        if not self.settings and getattr(args, _CHUNKS) is None:  # the recipe may have some
-            values.setdefault(_CHUNKS, None)
+        if not self.settings and getattr(args, CHUNKS) is None:  # the recipe may have some
+            values.setdefault(CHUNKS, None)
         self.fields = {
             recipe.fields.get(name, f"model.{name}"): value
             for name, value in values.items()
