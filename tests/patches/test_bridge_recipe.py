@@ -24,6 +24,9 @@ from megatron_ext.launch_command import line
 from megatron_ext.launch_command.bridge_recipe import launch_from_recipe
 from megatron_ext.launch_command.words import read_launch
 from megatron_ext.launch_planner.command_line import arguments_with, command_with
+from megatron_ext.launch_planner.launch_job import refusal_of
+from megatron_ext.launch_planner.parsed_launch import LaunchRequest, with_launch
+from megatron_ext.planner.unequal import ORDER
 from megatron_ext.planner.verdict import Written
 
 RANKS = 4
@@ -259,6 +262,19 @@ def test_doctor_refuses_what_use_would(recipes: str) -> None:
     assert "dataset.inter_document_masking" in str(refused.value)
     found, _ = findings("--bridge", f"{recipes}:packed", "--", *ARRANGED)
     assert not {"megatron_ext.bridge.use", "microbatches"} & found.keys()
+
+
+def test_a_plan_arranges_the_packs_of_a_recipe(recipes: str) -> None:
+    """By what `use` would refuse, not by Megatron's arguments, which know nothing of packs."""
+    written = Written(("--pipeline-schedule", "zb-v"), arranging=ORDER)
+
+    def refused(name: str) -> str | None:
+        launch = launch_from_recipe(f"{recipes}:{name}", ())
+        request = LaunchRequest(launch, world_size=RANKS)
+        return with_launch(request, lambda parsed: refusal_of(request, parsed, written))
+
+    assert refused("packed") is None
+    assert "dataset.inter_document_masking" in (refused("small") or "")
 
 
 def test_frozen_weights_and_a_tower_of_a_recipe_are_counted(recipes: str) -> None:
