@@ -9,8 +9,9 @@ Bridge itself is not imported here: a config is known by the names of its parts.
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
@@ -19,17 +20,9 @@ from megatron_ext.config import PipelineConfig
 from megatron_ext.installation import install
 from megatron_ext.logger import logger
 from megatron_ext.patches.engine import Handle
+from megatron_ext.words import counted
 
 _CHUNKS = "virtual_pipeline_model_parallel_size"
-# Fields of a config that say which layers a stage has, and the arguments of Megatron's that give
-# them. Megatron's config gets them from a schedule when Bridge finalizes it.
-LAYOUT_FIELDS = {
-    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
-    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
-    "pipeline_model_parallel_layout": "pipeline_model_parallel_layout",
-    "account_for_embedding_in_pipeline_split": "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split": "account_for_loss_in_pipeline_split",
-}
 _PARTS = ("ddp", "optimizer", "dist", "checkpoint", "train", "validation", "logger", "rng")
 
 
@@ -93,25 +86,15 @@ def use(config: Any, schedule: str, **settings: str | bool | None) -> BridgeHand
     """
     global _latest
     ours = PipelineConfig.parse(schedule=schedule, **settings)
-    model = getattr(config.model, "transformer", config.model)
-    ranks = model.pipeline_model_parallel_size
-    if ranks < 2:
-        raise ValueError(
-            f"schedule={schedule!r} needs a pipeline, but model.pipeline_model_parallel_size is "
-            f"{ranks}: set it to 2 or more, or do not call megatron_ext.bridge.use"
-        )
     handle = BridgeHandle()
     if _latest is not None and _latest[0] is config and _latest[1] == ours:
         handle = _latest[2]
     before = len(handle._undo)
     try:
-        _place(handle, config, model, ours)
-        _switch_off(handle, config, model, ours)
-        _refuse(config, model, ours)
+        _prepare(handle, config, ours)
         if ours.arranges_microbatches:
             from megatron_ext.patches.megatron.bridge.data.loaders import import_loaders
 
-            _refuse_arrangement(config, model, ours)
             import_loaders()
         installed: Handle = install(ours)
         if installed.undo not in handle._undo:
@@ -123,9 +106,47 @@ def use(config: Any, schedule: str, **settings: str | bool | None) -> BridgeHand
     return handle
 
 
+def check(config: Any, settings: PipelineConfig, changes: Mapping[str, Any] | None = None) -> None:
+    """Raise ValueError if `use` would refuse ``config`` with these ``settings``, which have a
+    schedule. Nothing is changed, and nothing logged.
+
+    Args:
+        changes: values of fields of ``config`` by their names, as ``model.num_layers``, with which
+            it is to be checked.
+    """
+    handle, was_disabled = BridgeHandle(), logger.disabled
+    logger.disabled = True
+    try:
+        for path, value in (changes or {}).items():
+            *parts, name = path.split(".")
+            handle._set(functools.reduce(getattr, parts, config), name, value)
+        _prepare(handle, config, settings)
+    finally:
+        handle.undo()
+        logger.disabled = was_disabled
+
+
+def _prepare(handle: BridgeHandle, config: Any, ours: PipelineConfig) -> None:
+    """Change ``config`` for the schedule. Raise ValueError if that does not work with it."""
+    model = getattr(config.model, "transformer", config.model)
+    ranks = model.pipeline_model_parallel_size
+    if ranks < 2:
+        raise ValueError(
+            f"schedule={ours.schedule!r} needs a pipeline, but model.pipeline_model_parallel_size "
+            f"is {ranks}: set it to 2 or more, or do not call megatron_ext.bridge.use"
+        )
+    _place(handle, config, model, ours)
+    _switch_off(handle, config, model, ours)
+    _refuse(config, model, ours)
+    if ours.arranges_microbatches:
+        _refuse_arrangement(config, model, ours)
+
+
 def _place(handle: BridgeHandle, config: Any, model: Any, ours: PipelineConfig) -> None:
     """Set the schedule's virtual stages, what Bridge derives from them, and a format of optimizer
     states that any placement can load."""
+    from megatron_ext.adapter.layout_arguments import LAYOUT_FIELDS
+
     placement = ours.choice.place(model.pipeline_model_parallel_size)
     chunks = placement.chunks
     for name in LAYOUT_FIELDS:
@@ -134,8 +155,8 @@ def _place(handle: BridgeHandle, config: Any, model: Any, ours: PipelineConfig) 
         given = getattr(model, _CHUNKS)
         if given not in (None, chunks) and os.environ.get("RANK", "0") == "0":
             logger.info(
-                f"model.{_CHUNKS} was {given}; {ours.choice.spec} has {chunks} virtual stages "
-                f"a rank"
+                f"model.{_CHUNKS} was {given}; {ours.choice.spec} has "
+                f"{counted(chunks, 'virtual stage')} a rank"
             )
         handle._set(model, _CHUNKS, chunks if chunks > 1 else None)
     else:
@@ -178,13 +199,13 @@ def _switch_off(handle: BridgeHandle, config: Any, model: Any, ours: PipelineCon
 def _refuse(config: Any, model: Any, ours: PipelineConfig) -> None:
     """Raise ValueError for a setting of ``config`` that does not work with the schedule."""
     from megatron_ext.adapter.compatibility import refuse
+    from megatron_ext.adapter.layers import stages_of_layout
 
+    ranks, layout = model.pipeline_model_parallel_size, model.pipeline_model_parallel_layout
+    given = getattr(model, _CHUNKS) if layout is None else stages_of_layout(layout) // ranks
     for choice in ours.choices:
-        refuse(
-            _Settings(config, model, choice.place(model.pipeline_model_parallel_size).chunks),
-            choice,
-            ours.extras,
-        )
+        chunks = given or choice.place(ranks).chunks
+        refuse(_Settings(config, model, chunks), choice, ours.extras)
 
 
 def _refuse_arrangement(config: Any, model: Any, ours: PipelineConfig) -> None:
@@ -223,7 +244,7 @@ class _Settings:
         if (value := getattr(self._overlap, name, None)) is not None:
             return value
         if name == _CHUNKS:
-            return getattr(self._parts[0], name) or self._chunks
+            return self._chunks
         for part in self._parts:
             if part is not None and hasattr(part, name):
                 return getattr(part, name)

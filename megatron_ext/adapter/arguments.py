@@ -13,6 +13,7 @@ from megatron_ext.adapter.compatibility import refuse, refuse_order
 from megatron_ext.adapter.handled_settings.groups import with_megatrons_group
 from megatron_ext.adapter.job import job_costs, of_arguments
 from megatron_ext.adapter.layers import SEGMENT_END, predicts_apart, segments_of_stages
+from megatron_ext.adapter.layout_arguments import ENDS, PATTERN, VIRTUAL_STAGES
 from megatron_ext.adapter.pairs.overlap_setting import refuse_measuring, requests_pairs
 from megatron_ext.adapter.race.order import check_order
 from megatron_ext.adapter.slices.lengths import spans_of
@@ -28,12 +29,7 @@ from megatron_ext.runtime.measure import profile
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
 
-_VIRTUAL_STAGES = (
-    "num_layers_per_virtual_pipeline_stage",
-    "num_virtual_stages_per_pipeline_rank",
-    "pipeline_model_parallel_layout",
-)
-_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
+_PATTERNS = (PATTERN, "hybrid_override_pattern")
 
 
 def add_virtual_stages(args: Any, config: PipelineConfig) -> None:
@@ -48,7 +44,7 @@ def add_virtual_stages(args: Any, config: PipelineConfig) -> None:
     if ranks > 1 and patterns:
         for name in patterns:
             setattr(args, name, _divided(getattr(args, name), args, config.choice))
-    elif ranks > 1 and all(getattr(args, name) is None for name in _VIRTUAL_STAGES):
+    elif ranks > 1 and all(getattr(args, name) is None for name in VIRTUAL_STAGES):
         chunks = config.choice.place(ranks).chunks
         if chunks > 1:
             args.num_virtual_stages_per_pipeline_rank = chunks
@@ -62,7 +58,7 @@ def _divided(pattern: str, args: Any, choice: Choice) -> str:
         return pattern
     main, slash, depths = pattern.partition("/")
     divided = SEGMENT_END.join(segments_of_stages(main, placement, choice.spec))
-    for name in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"):
+    for name in ENDS:
         if getattr(args, name) is not None:
             raise ValueError(
                 f"drop --{name.replace('_', '-')}: with --pipeline-schedule {choice.spec} say by "

@@ -115,7 +115,7 @@ def of_arguments(args: Any, placement: Placement, stages: Sequence[Stage] | None
         stride = args.tensor_model_parallel_size * args.context_parallel_size
     is_tied = not args.untie_embeddings_and_output_weights
     trained = Trained((1.0,) * placement.stages)
-    if getattr(args, "freeze_language_model", False):  # of a wrapper around it
+    if model.is_frozen:
         trained = Trained((0.0,) * placement.stages, head=False)
     return Job(
         placement,

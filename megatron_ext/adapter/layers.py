@@ -9,6 +9,7 @@ from typing import Any
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
+from megatron_ext.adapter.layout_arguments import ENDS, ENDS_IN_CONFIGS
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.words import counted
 
@@ -96,15 +97,19 @@ def segments_of_stages(pattern: str, placement: Placement, schedule: str) -> lis
     return segments
 
 
+def stages_of_layout(layout: Any) -> int:
+    """Return the number of stages of ``layout``: text, a list with an entry a stage, or Megatron's
+    object for one."""
+    entries = getattr(layout, "input_data", layout)
+    if isinstance(entries, str):
+        entries = PipelineParallelLayerLayout.parse_str_to_list(entries)
+    return len(entries)
+
+
 def _given_layers(settings: Any, placement: Placement) -> dict[int, int]:
     """Return the numbers of layers that Megatron's options set for single stages, by stage."""
-    # a TransformerConfig's name, and an argument's
-    names = {
-        0: ("num_layers_in_first_pipeline_stage", "decoder_first_pipeline_num_layers"),
-        -1: ("num_layers_in_last_pipeline_stage", "decoder_last_pipeline_num_layers"),
-    }
     given = {}
-    for end, alternatives in names.items():
+    for end, alternatives in zip((0, -1), zip(ENDS_IN_CONFIGS, ENDS, strict=True), strict=True):
         values: list[int | None] = [getattr(settings, name, None) for name in alternatives]
         layers = next((value for value in values if value is not None), None)
         if layers is None:

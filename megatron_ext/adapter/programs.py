@@ -59,6 +59,42 @@ Shape = tuple[int, int] | None  # micro batch, sequence; None if microbatches va
 _Key = tuple[str, Shape, int, bool, int, bool]
 
 
+@dataclass(frozen=True)
+class _Comparison:
+    """A comparison of the ranks' programs.
+
+    Attributes:
+        key: its name in torch's store.
+        fault: ranks that differ, in words.
+        remedy: what a user does about them.
+    """
+
+    key: str
+    fault: str
+    remedy: str
+
+    def check(self, schedule: str, digests: Mapping[int, str]) -> None:
+        """Raise RuntimeError unless all ``digests``, by global rank, are equal."""
+        ranks: dict[str, list[int]] = defaultdict(list)
+        for rank, digest in sorted(digests.items()):
+            ranks[digest].append(rank)
+        if len(ranks) > 1:
+            told = "; ".join(f"{digest[:12]} on {listed(where)}" for digest, where in ranks.items())
+            raise RuntimeError(f"{self.fault} from {schedule}: {told}; {self.remedy}")
+
+
+_WHEN_BUILT = _Comparison(
+    "built",
+    "ranks built different programs",
+    "start all ranks with the same versions of megatron_ext and numpy, and the same schedule file",
+)
+_WHEN_RUN = _Comparison(
+    "run",
+    "ranks run different programs",
+    "one of them swaps a step late: start again from the last checkpoint",
+)
+
+
 class Programs:
     """Programs by a step's shape and number of microbatches, built on first use.
 
@@ -362,13 +398,16 @@ class Programs:
         self._swapped.discard(shape)
         problem = program.problem
         key = self._key(config, shape, problem.microbatches, False, problem.first_trained)
-        self._compare(program.digest, key, pipeline, "run")
+        self._compare(program.digest, key, pipeline, _WHEN_RUN)
 
     def _compare(
-        self, digest: str, step: _Key, pipeline: dist.ProcessGroup, verb: str = "built"
+        self,
+        digest: str,
+        step: _Key,
+        pipeline: dist.ProcessGroup,
+        comparison: _Comparison = _WHEN_BUILT,
     ) -> None:
-        """Raise RuntimeError if another rank has built, or does ``verb``, a different program for
-        such a step.
+        """Raise RuntimeError if another rank has a different program for such a step.
 
         All ranks take part the first time, and those of one shape compare. Later digests go through
         torch's store: separate pipelines may have other numbers of microbatches, and none waits for
@@ -379,21 +418,21 @@ class Programs:
         if not self._has_compared:
             self._has_compared = True
             of_all = enumerate(gather_from_all((shape, digest)))
-            check_digests(self.choice.spec, {rank: d for rank, (of, d) in of_all if of == shape})
+            comparison.check(spec, {rank: d for rank, (of, d) in of_all if of == shape})
             return
         if store is None:
             ranks = dist.get_process_group_ranks(pipeline)
             told = zip(ranks, gather(pipeline, digest), strict=True)
-            check_digests(self.choice.spec, dict(told), verb)
+            comparison.check(spec, dict(told))
             return
-        where = "/".join(map(str, [shape, *request]))
+        where = "/".join(map(str, [comparison.key, shape, *request]))
         if self._config.race is not None:  # a rank with another schedule must not go unnoticed
             where += f"/{spec}"
-        key = f"megatron_ext/programs/{self._run}/{self._times_set[shape]}/{verb}/{where}"
+        key = f"megatron_ext/programs/{self._run}/{self._times_set[shape]}/{where}"
         here = dist.get_rank()
         with losing_the_store(f"global rank {here} was to compare its program"):
             rank, first = store.compare_set(key, "", f"{here} {digest}").decode().split()
-        check_digests(self.choice.spec, {int(rank): first, here: digest}, verb)
+        comparison.check(spec, {int(rank): first, here: digest})
 
     def rebuild(
         self,
@@ -526,26 +565,6 @@ def _but_for_length(choice: Choice, problem: Problem) -> tuple[str, str]:
     """Return a key of ``choice`` and ``problem`` that does not depend on the number of
     microbatches."""
     return choice.spec, repr(replace(problem, microbatches=1))
-
-
-def check_digests(schedule: str, digests: Mapping[int, str], verb: str = "built") -> None:
-    """Raise RuntimeError unless all ``digests``, by global rank, are equal. ``verb`` says what the
-    ranks have done with the programs."""
-    ranks: dict[str, list[int]] = defaultdict(list)
-    for rank, digest in sorted(digests.items()):
-        ranks[digest].append(rank)
-    if len(ranks) <= 1:
-        return
-    told = "; ".join(f"{digest[:12]} on {listed(where)}" for digest, where in ranks.items())
-    if verb == "run":
-        raise RuntimeError(
-            f"ranks run different programs from {schedule}: {told}; one of them swaps a step "
-            f"late: start again from the last checkpoint"
-        )
-    raise RuntimeError(
-        f"ranks built different programs from {schedule}: {told}; start all ranks with the same "
-        f"versions of megatron_ext and numpy, and the same schedule file"
-    )
 
 
 def gather(group: dist.ProcessGroup, value: Any) -> list[Any]:

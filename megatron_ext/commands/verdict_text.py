@@ -64,6 +64,8 @@ def _unequal(made: JobPlan, gains: UnequalGains) -> Iterator[str]:
         return
     unit = " s" if made.is_estimate else ""
     on = f" on each of {gains.replicas} replicas" if gains.replicas > 1 else ""
+    if gains.expert_replicas > 1:
+        on += f", of which {gains.expert_replicas} share experts and wait for one another"
     yield (
         f"unequal:   {gains.seconds:.4g}{unit} a step in order of arrival under {gains.schedule}: "
         f"{counted(gains.steps, 'step')} of {counted(gains.microbatches, 'microbatch')}{on}"

@@ -80,6 +80,7 @@ def describe(settings: Any, vocabulary: int | None = None) -> Model:
         mtp_num_layers=_depths(get),
         mtp_use_repeated_layer=bool(get("mtp_use_repeated_layer")),
         mtp_layer=_layer_of_depths(get, layers),
+        is_frozen=bool(get("freeze_language_model")),
         tower=_tower(get, hidden),
         unknown=_unknown(get, layers),
     )

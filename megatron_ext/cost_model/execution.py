@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -96,6 +97,12 @@ class Execution:
         """Tokens of a microbatch on a context-parallel rank, which all its tensor-parallel ranks
         see."""
         return self.sequence // self.context_parallel * self.micro_batch
+
+    @property
+    def expert_replicas(self) -> int:
+        """Data-parallel replicas that share each layer's experts, and exchange tokens in it."""
+        own = self.tensor_parallel * self.context_parallel
+        return math.lcm(self.expert_parallel * self.expert_tensor_parallel, own) // own
 
     @property
     def split_tokens(self) -> float:

@@ -37,6 +37,8 @@ class Model:
         q_lora_rank: rank of latent attention's queries; 0: queries are not compressed.
         mtp_layer: the parts of a layer of multi-token prediction.
         is_causal: whether a token attends only to tokens before it.
+        is_frozen: whether the language model's own parameters are frozen. Adapters on them are not
+            counted.
         tower: the vision tower in front of the language model, on its first stage.
         unknown: settings of the model that this description ignores, in words.
     """
@@ -91,6 +93,7 @@ class Model:
     mtp_layer: str = "*-"
 
     is_causal: bool = True
+    is_frozen: bool = False
     tower: Tower | None = None
 
     unknown: tuple[str, ...] = ()

@@ -201,7 +201,7 @@ def parameters_of_chunk(
     if tables > 1:
         part = table_elements(model) // execution.tensor_parallel // tables
         number = 2 if model.untie_embeddings_and_output_weights else 1
-        parameters += number * [Parameter(part, is_table=True)]
+        parameters += number * [Parameter(part, is_table=True, is_frozen=model.is_frozen)]
     return parameters
 
 

@@ -41,16 +41,23 @@ def parameters_of_stage(
 
     ``final_norm``: whether it has the norm behind the last layer (`has_final_norm`).
     """
-    is_tied = not model.untie_embeddings_and_output_weights
-    has_both = stage.embedding and stage.head
-    is_shared = (is_tied or model.mtp_num_layers > 0) and not has_both
-    elements = table_elements(model) // execution.tensor_parallel
-    table = Parameter(elements, is_table=True, is_alone=is_shared)
     if stage.embedding and model.tower is not None:
         for matrices, others, is_trained in tower_matrices(model.tower):
             share = matrices // execution.tensor_parallel
             yield Parameter(share, is_matrix=True, is_frozen=not is_trained)
             yield Parameter(others, is_frozen=not is_trained)
+    own = _of_language_model(model, stage, execution, final_norm=final_norm)
+    yield from (replace(one, is_frozen=True) for one in own) if model.is_frozen else own
+
+
+def _of_language_model(
+    model: Model, stage: Stage, execution: Execution, *, final_norm: bool
+) -> Iterator[Parameter]:
+    is_tied = not model.untie_embeddings_and_output_weights
+    has_both = stage.embedding and stage.head
+    is_shared = (is_tied or model.mtp_num_layers > 0) and not has_both
+    elements = table_elements(model) // execution.tensor_parallel
+    table = Parameter(elements, is_table=True, is_alone=is_shared)
     if stage.embedding or stage.depths:
         yield table
         if model.max_position_embeddings:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron_ext import bridge
 from megatron_ext.adapter.transformer_engine.installed import can_split
 from megatron_ext.adapter.untried import untried
 from megatron_ext.compile.program.memory import in_bytes, in_microbatches, peaks
@@ -33,7 +34,7 @@ from megatron_ext.doctor.paths import check_checkpoints, check_data, check_token
 from megatron_ext.doctor.report import Finding, Prediction, RankPrediction, Report, Severity
 from megatron_ext.launch import without
 from megatron_ext.launch_command.importing import as_on, quickly, silently
-from megatron_ext.launch_command.words import Launch
+from megatron_ext.launch_command.words import BridgeRecipe, Launch
 from megatron_ext.patches.engine import PatchError
 from megatron_ext.planner.candidate import VocabMethod
 from megatron_ext.race.rounds import Race
@@ -82,7 +83,7 @@ def check_launch(launch: Launch, world_size: int | None, gpu_memory: str | None)
 
 def _say_what_is_left_out(report: Report, launch: Launch) -> None:
     for remark in launch.remarks:
-        source = "log" if launch.config_fields is None else "recipe"
+        source = "log" if launch.recipe is None else "recipe"
         report.add(Severity.REMARK, source, remark)
     if launch.left_out:
         text = f"ignored, and not looked at: {shlex.join(launch.left_out)}"
@@ -100,7 +101,7 @@ def _say_what_is_left_out(report: Report, launch: Launch) -> None:
 
 def _check_script(report: Report, launch: Launch) -> str | None:
     """Return the script's text; None if it cannot be read."""
-    if launch.log is not None or launch.config_fields is not None:
+    if launch.log is not None or launch.recipe is not None:
         return None
     path = Path(launch.script)
     if launch.is_module:
@@ -132,17 +133,8 @@ def _check(
     config = report.attempt("flags", lambda: settings_of(launch, script)) or PipelineConfig()
     if not config.is_chosen_later:  # the patches that it requires are checked below
         _check_patches(report, config)
-    line = report.attempt("flags", lambda: launch_line.parse(launch.arguments))
-    if line is None:
-        return
-    report.findings += unknown_words(launch.arguments, line.unknown, line.flags, script)
-    args = line.args
-    if args.yaml_cfg is not None or args.use_checkpoint_args:
-        report.add(
-            Severity.REMARK,
-            "arguments",
-            "they come from --yaml-cfg or --use-checkpoint-args too, and are not checked",
-        )
+    args = _parsed(report, launch, script, launch_line)
+    if args is None:
         return
     ranks = _check_world_size(report, args, world_size or launch.world_size, launch_line)
     _say_what_is_assumed(report, args, launch_line)
@@ -151,26 +143,10 @@ def _check(
             argv = report.attempt("plan", lambda: _planned(report, launch, config, ranks, room))
         if argv is None:
             return
-        config, args = from_argv(argv), launch_line.parse(argv).args
+        config, args = from_argv(argv), _arguments(launch, argv, launch_line).args
         _check_patches(report, config)
-    needed, parsed = None, copy.deepcopy(args)
-    with launch_line.on_gpus(args):
-        stops = "Megatron stops here, and so does this check: correct it, then check again"
-        valid = report.attempt(
-            "arguments", lambda: launch_line.validate(args, config, ranks), stops
-        )
-        report.findings += check_tokenizer_files(args)
-        if valid is not None:
-            report.add(
-                Severity.RIGHT,
-                "arguments",
-                f"Megatron takes them: data-parallel size {args.data_parallel_size}",
-            )
-            _check_tokenizer(report, args, launch_line)
-            needed = _check_training(report, args, parsed, config, room, launch_line)
-            if config.schedule is not None:
-                _say_what_is_untried(report, args)
-    if launch.config_fields is None:  # a recipe's data are not Megatron's arguments
+    needed = _check_arguments(report, launch, args, config, ranks, room, launch_line)
+    if launch.recipe is None:  # a recipe's data are not Megatron's arguments
         prefixes = report.attempt("datasets", lambda: launch_line.data_prefixes(args))
         if prefixes is not None:
             report.findings += check_data(args, prefixes)
@@ -194,6 +170,66 @@ def _check_restarts(args: Any, max_restarts: int) -> list[Finding]:
         text += f": each begins {begins}, not from what this run has saved"
         return [Finding(Severity.REMARK, "restarts", text, f"write --load {args.save}")]
     return [Finding(Severity.RIGHT, "restarts", f"{text}, from the last checkpoint in {args.save}")]
+
+
+def _arguments(launch: Launch, words: Sequence[str], launch_line: Any) -> Any:
+    """Return the parsed ``words``, with the settings of a recipe that no words tell."""
+    line = launch_line.parse(words)
+    if launch.recipe is not None:
+        vars(line.args).update(launch.recipe.settings)
+    return line
+
+
+def _parsed(report: Report, launch: Launch, script: str | None, launch_line: Any) -> Any:
+    """Return Megatron's arguments; None if they cannot be checked."""
+    line = report.attempt("flags", lambda: _arguments(launch, launch.arguments, launch_line))
+    if line is None:
+        return None
+    report.findings += unknown_words(launch.arguments, line.unknown, line.flags, script)
+    if line.args.yaml_cfg is None and not line.args.use_checkpoint_args:
+        return line.args
+    report.add(
+        Severity.REMARK,
+        "arguments",
+        "they come from --yaml-cfg or --use-checkpoint-args too, and are not checked",
+    )
+    return None
+
+
+def _check_arguments(
+    report: Report,
+    launch: Launch,
+    args: Any,
+    config: PipelineConfig,
+    ranks: int,
+    room: int | None,
+    launch_line: Any,
+) -> float | None:
+    """Check ``args`` by Megatron's own validation, and what follows from them. Return the bytes of
+    a checkpoint, if known."""
+    parsed = copy.deepcopy(args)
+    with launch_line.on_gpus(args):
+        if launch.recipe is not None:
+            _check_recipe(report, launch.recipe, args, config)
+        stops = "Megatron stops here, and so does this check: correct it, then check again"
+        valid = report.attempt(
+            "arguments", lambda: launch_line.validate(args, config, ranks), stops
+        )
+        report.findings += check_tokenizer_files(args)
+        if valid is None:
+            return None
+        report.add(
+            Severity.RIGHT,
+            "arguments",
+            f"Megatron takes them: data-parallel size {args.data_parallel_size}",
+        )
+        _check_tokenizer(report, args, launch_line)
+        if launch.recipe is None:
+            _check_arrangement(report, args, config)
+        needed = _check_training(report, args, parsed, config, room, launch_line)
+        if config.schedule is not None:
+            _say_what_is_untried(report, args)
+        return needed
 
 
 def _planned(
@@ -316,7 +352,6 @@ def _check_training(
         report.add(Severity.RIGHT, "model", f"{args.num_layers} layers can be split over the ranks")
     if microbatches is None:
         return None
-    _check_arrangement(report, args, config)
     if config.schedule is None:
         _check_watching(report, args, config)
         spec = PipelineConfig(schedule=_megatrons_own(args))
@@ -414,6 +449,16 @@ def _check_communicators(
             args.variable_seq_lengths,
         )
     )
+
+
+def _check_recipe(report: Report, recipe: BridgeRecipe, args: Any, config: PipelineConfig) -> None:
+    """Check that `megatron_ext.bridge.use` takes the config of ``recipe``, if it is called."""
+    from megatron_ext.launch_planner.variants import stock_schedule
+
+    if config.schedule is None and not config.arranges_microbatches:
+        return
+    settings = replace(config, schedule=config.schedule or stock_schedule(args))
+    report.attempt("megatron_ext.bridge.use", lambda: bridge.check(recipe.config, settings))
 
 
 def _check_arrangement(report: Report, args: Any, config: PipelineConfig) -> None:

@@ -13,10 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.adapter.layout_arguments import CHUNKS, CHUNKS_IN_CONFIGS, LAYOUT, PATTERN
+from megatron_ext.config import PLAN
 from megatron_ext.launch_command.importing import as_on, quickly, silently
-from megatron_ext.launch_command.words import Launch
+from megatron_ext.launch_command.words import BridgeRecipe, Launch
 from megatron_ext.patches.engine import PatchError
 from megatron_ext.words import meant_by
+from megatron_ext.written_settings import given_in
 
 OPTION = "--bridge"
 
@@ -34,6 +37,7 @@ _IGNORED = frozenset({"attention_backend", "max_position_embeddings", "vocab_siz
 _WITHOUT_FP8 = ("fp8", "num_layers_at_", "first_last_layers_bf16")
 _PADDED_TO = 128  # times the tensor-parallel size: what Bridge makes of a tokenizer's vocabulary
 _MISSING = object()
+_FROZEN = ("freeze_language_model", "freeze_vision_model", "freeze_vision_projection")
 
 
 @dataclass
@@ -75,6 +79,9 @@ def launch_from_recipe(recipe: str, words: Sequence[str]) -> Launch:
             raise PatchError(f"no Megatron is here to read {OPTION} with: {error}") from error
         config = _called(recipe)
         arguments = _arguments(config)
+        settings = _beside_arguments(config)
+        if given_in(words).get("schedule", PLAN) != PLAN:  # `use` replaces virtual stages
+            arguments.values |= dict.fromkeys([CHUNKS, CHUNKS_IN_CONFIGS])
         flags = flags_of({name: str(value) for name, value in arguments.values.items()})
     return Launch(
         recipe,
@@ -84,8 +91,8 @@ def launch_from_recipe(recipe: str, words: Sequence[str]) -> Launch:
         environment={
             name: str(value) for name, value in (getattr(config, "env_vars", None) or {}).items()
         },
-        remarks=tuple(_remarks(recipe, config)),
-        config_fields=arguments.fields,
+        remarks=tuple(_remarks(recipe, config, settings)),
+        recipe=BridgeRecipe(config, arguments.fields, settings),
     )
 
 
@@ -147,14 +154,12 @@ def _arguments(config: Any) -> _Arguments:
     _take_precision(arguments, config)
     _take_overlap(arguments, config.comm_overlap)
     values = arguments.values
-    if values.get("pipeline_model_parallel_layout") is not None:
-        values["pipeline_model_parallel_layout"] = _layout_text(
-            values["pipeline_model_parallel_layout"]
-        )
-        values["num_virtual_stages_per_pipeline_rank"] = None  # the layout says it
-    virtual = values.get("num_virtual_stages_per_pipeline_rank")
-    values["virtual_pipeline_model_parallel_size"] = virtual  # by which unparse knows others
-    if values.get("hybrid_layer_pattern") is not None:
+    if values.get(LAYOUT) is not None:
+        values[LAYOUT] = _layout_text(values[LAYOUT])
+        values[CHUNKS] = None  # the layout says it
+    virtual = values.get(CHUNKS)
+    values[CHUNKS_IN_CONFIGS] = virtual  # by which unparse knows others
+    if values.get(PATTERN) is not None:
         values["num_layers"] = None  # Megatron counts them in the pattern
     if values.get("cuda_graph_impl") in (None, "none"):
         values.pop("cuda_graph_modules", None)
@@ -166,7 +171,7 @@ def _arguments(config: Any) -> _Arguments:
         values["cross_entropy_fusion_impl"] = "native"
     parser = launch_line.parser()
     known = {action.dest: action for action in parser._actions}
-    known |= {"virtual_pipeline_model_parallel_size": None}  # type: ignore[dict-item]
+    known |= {CHUNKS_IN_CONFIGS: None}  # type: ignore[dict-item]
     arguments.values = {
         name: _typed(known[name], value) for name, value in values.items() if name in known
     }
@@ -201,7 +206,7 @@ def _take_overlap(arguments: _Arguments, overlap: Any) -> None:
     values = arguments.values
     if values.get("use_distributed_optimizer"):
         values["overlap_grad_reduce"] = values["overlap_param_gather"] = True
-    chunks = values.get("num_virtual_stages_per_pipeline_rank") or 1
+    chunks = values.get(CHUNKS) or 1
     values["align_param_gather"] = values["overlap_p2p_comm"] = chunks > 1
     given = {name: value for name, value in vars(overlap).items() if value is not None}
     arguments.take("comm_overlap", given, _NAMES)
@@ -262,10 +267,51 @@ def _layout_text(layout: Any) -> str:
     )
 
 
-def _remarks(recipe: str, config: Any) -> Iterator[str]:
+def _beside_arguments(config: Any) -> dict[str, Any]:
+    """Return the settings of a vision tower and of frozen weights, of which Megatron has no
+    arguments."""
+    settings: dict[str, Any] = {
+        name: True for name in _FROZEN if getattr(config.model, name, False)
+    }
+    if getattr(config, "peft", None) is not None:
+        settings |= dict.fromkeys(_FROZEN, True)
+    if sizes := _tower(config.model):
+        settings["vision"] = sizes
+    return settings
+
+
+def _tower(model: Any) -> dict[str, Any]:
+    """Return the sizes of the vision tower of ``model``, as `parse_tower` does; empty without one,
+    or if its config does not tell them."""
+    vision = getattr(model, "vision_config", None)
+
+    def of_vision(*names: str) -> Any:
+        return next((value for name in names if (value := getattr(vision, name, None))), None)
+
+    sizes = {
+        "layers": of_vision("depth", "num_hidden_layers"),
+        "hidden": of_vision("hidden_size"),
+        "heads": of_vision("num_heads", "num_attention_heads"),
+        "ffn": of_vision("intermediate_size"),
+    }
+    if None in sizes.values():
+        return {}
+    if (side := of_vision("spatial_merge_size")) is not None:
+        sizes["merged"] = side**2
+    if (stages := of_vision("deepstack_visual_indexes")) is not None:
+        sizes["deepstack_mergers"] = len(stages)
+    sizes["gated"] = of_vision("hidden_act") == "silu"
+    sizes["out_hidden"] = of_vision("out_hidden_size")
+    return sizes
+
+
+def _remarks(recipe: str, config: Any, settings: Mapping[str, Any]) -> Iterator[str]:
     """Say what was read, and what of it no argument of Megatron's tells."""
     yield f"read from the config of {recipe}; data, tokenizer and checkpoints are not looked at"
     if getattr(config, "peft", None) is not None:
-        yield "config.peft: times and memory are those of training all parameters"
-    if getattr(config.model, "vision_config", None) is not None:
+        yield (
+            "config.peft: the model's own weights are frozen; time and memory of the adapters are "
+            "not counted"
+        )
+    if getattr(config.model, "vision_config", None) is not None and "vision" not in settings:
         yield "config.model.vision_config is not counted: name the tower with --vision"

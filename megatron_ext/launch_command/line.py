@@ -26,8 +26,8 @@ from megatron.training import arguments, global_vars, training
 from packaging.version import Version
 
 from megatron_ext.adapter.arguments import add_virtual_stages, pad_vocabulary
+from megatron_ext.adapter.layout_arguments import NAMES_IN_CONFIGS
 from megatron_ext.adapter.transformer_engine import installed
-from megatron_ext.bridge import LAYOUT_FIELDS
 from megatron_ext.config import PipelineConfig
 from megatron_ext.cost_model.execution import Precision
 from megatron_ext.cost_model.gpus import assumed_rates
@@ -143,8 +143,7 @@ def parser() -> argparse.ArgumentParser:
 NAMES_OF_CONFIGS = {
     "num_moe_experts": "num_experts",
     "gated_linear_unit": "swiglu",
-    "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
-    **LAYOUT_FIELDS,
+    **NAMES_IN_CONFIGS,
 }
 
 

@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 _TORCHRUN = ("torchrun", "ft_launcher")
 _TORCHRUN_MODULES = (
@@ -27,6 +27,21 @@ _SHELL_SCRIPTS = (".sh", ".bash", ".sbatch", ".slurm")
 _TAKE_A_VALUE = ("-W", "-X")  # of Python's own options
 # Flags that ft_launcher adds to torchrun's; each takes a value.
 _OF_FT_LAUNCHER = re.compile(r"--(ft|fault[-_]tol|term|workers[-_]stop|restart)[-_].*")
+
+
+@dataclass(frozen=True)
+class BridgeRecipe:
+    """A recipe of Megatron-Bridge, which takes a script's place.
+
+    Attributes:
+        config: the ConfigContainer that it returns.
+        fields: fields of ``config`` by the names of Megatron's arguments.
+        settings: frozen weights and the vision tower, of which Megatron has no arguments.
+    """
+
+    config: Any
+    fields: Mapping[str, str]
+    settings: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -45,8 +60,7 @@ class Launch:
         remarks: what was read from that log, and which of it is assumed.
         gpu: name of the GPU, if the log names it.
         words: the whole command; () if it was read from a log or a recipe.
-        config_fields: fields of the config of a recipe of Megatron-Bridge, which takes the script's
-            place, by the names of Megatron's arguments; None without a recipe.
+        recipe: the recipe in place of a script; None without one.
     """
 
     script: str
@@ -61,7 +75,7 @@ class Launch:
     remarks: tuple[str, ...] = ()
     gpu: str | None = None
     words: tuple[str, ...] = ()
-    config_fields: Mapping[str, str] | None = None
+    recipe: BridgeRecipe | None = None
 
 
 def read_launch(words: Sequence[str]) -> Launch:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.bridge import LAYOUT_FIELDS
+from megatron_ext.adapter.layout_arguments import PATTERN, PLACING
 from megatron_ext.cost_model.assumptions import unchecked_parts
 from megatron_ext.launch_planner.command_line import command_with
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest, ParsedLaunch, with_launch
@@ -51,13 +51,8 @@ _NAMES = {  # Megatron's arguments for `Sizes`
     "sequence_parallel": "sequence_parallel",
 }
 # Arguments that only fit the pipeline, or the tensor parallelism, of the launch.
-_OF_PIPELINE = (
-    *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
-    *LAYOUT_FIELDS.values(),
-    "microbatch_group_size_per_vp_stage",
-)
+_OF_PIPELINE = (*PLACING, "microbatch_group_size_per_vp_stage")
 _OF_TENSOR = ("tp_comm_overlap",)
-_PATTERN = "hybrid_layer_pattern"
 
 
 def plan_sizes(request: LaunchRequest) -> SizesPlan:
@@ -255,7 +250,7 @@ class SizedLaunch:
             if field.startswith("expert") and not args.num_experts:
                 continue
             setattr(args, name, getattr(sizes, field))
-        pattern = getattr(args, _PATTERN, None)
+        pattern = getattr(args, PATTERN, None)
         if pattern is not None:
             args.hybrid_layer_pattern = pattern.replace(SEGMENT_END, "")
         elif args.num_layers % sizes.pipeline:

@@ -29,11 +29,10 @@ def command_with(launch: Launch, written: Written) -> str:
     ``-m megatron_ext`` comes before the script where flags of ours need it and nothing else
     brings it.
     """
-    if launch.config_fields is not None:
-        from megatron_ext.launch_planner.recipe_lines import lines_with
+    if launch.recipe is not None:
+        from megatron_ext.launch_planner.recipe_lines import RecipeChanges
 
-        arguments = arguments_with(launch, written)
-        return "\n".join(lines_with(launch.config_fields, written, arguments))
+        return RecipeChanges(launch.recipe, written, arguments_with(launch, written)).text()
     words = launch.words or (launch.script, *launch.arguments)
     is_ours = any(word in _OURS for word in written.words)
     return shlex.join(_rewritten(words, launch, written, is_ours and not _is_installed(launch)))

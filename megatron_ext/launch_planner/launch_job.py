@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_ext.adapter.arguments import check, prove_without_search
 from megatron_ext.adapter.batches.refusals import check_arrangement
+from megatron_ext.adapter.dimensions import execution
 from megatron_ext.adapter.pairs.overlap_setting import FLAG
 from megatron_ext.compile.registry import choose
 from megatron_ext.launch_command import line as launch_line
@@ -31,6 +32,7 @@ from megatron_ext.launch_planner.alternatives.written import (
 from megatron_ext.launch_planner.command_line import arguments_with, command_with
 from megatron_ext.launch_planner.loading import on_loading
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest, ParsedLaunch
+from megatron_ext.launch_planner.recipe_lines import RecipeChanges
 from megatron_ext.launch_planner.variants import LineVariants
 from megatron_ext.planner.candidate import Candidate, Plan, Variant, VocabMethod
 from megatron_ext.planner.fitting import consider
@@ -177,6 +179,7 @@ def _batch(parsed: ParsedLaunch) -> BatchSize:
         args.micro_batch_size,
         args.seq_length if parsed.variants.config.costs.is_estimate else None,
         is_padded=True,
+        expert_replicas=execution(args, args.seq_length, args.micro_batch_size).expert_replicas,
     )
 
 
@@ -190,13 +193,18 @@ def refusal_of(request: LaunchRequest, parsed: ParsedLaunch, written: Written) -
     else:
         words = arguments_with(request.launch, written)
         args = launch_line.parse(words).args
-    config = from_argv(words)
+    config, recipe = from_argv(words), None
+    if request.launch is not None and request.launch.recipe is not None:
+        recipe = RecipeChanges(request.launch.recipe, written, words)
     try:
         with launch_line.one_connection(args):  # which doctor remarks on
             args = launch_line.validate(args, config, parsed.variants.world_size)
         launch_line.settle_vocabulary(args, config, parsed.variants.tokens)
         launch_line.check_model(args, config)
-        check_arrangement(args, config)
+        if recipe is not None:
+            recipe.check()
+        else:
+            check_arrangement(args, config)
         if config.schedule is not None:
             check(args, config, prove_without_search)
     except ValueError as error:

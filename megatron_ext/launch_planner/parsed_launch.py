@@ -113,6 +113,8 @@ def with_launch[T](request: LaunchRequest, work: Callable[[ParsedLaunch], T]) ->
             ) from error
         values = dict(request.values)
         given = take_vision(values)
+        if launch is not None and launch.recipe is not None:
+            given |= launch.recipe.settings
         line = (
             launch_line.parse_values(values)
             if launch is None

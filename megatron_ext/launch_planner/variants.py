@@ -22,6 +22,14 @@ from megatron_ext.adapter.layers import (
     pattern_segments,
     prediction_depths,
 )
+from megatron_ext.adapter.layout_arguments import (
+    CHUNKS,
+    ENDS,
+    LAYERS_OF_CHUNK,
+    LAYOUT,
+    PATTERN,
+    VIRTUAL_STAGES,
+)
 from megatron_ext.adapter.slices.lengths import lengths_in
 from megatron_ext.compile.registry import Mark, choose, entry_of
 from megatron_ext.config import PipelineConfig
@@ -34,11 +42,6 @@ from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Recompute, VocabularyParallel
 from megatron_ext.schedule.slices import Slices
 
-_CHUNKS = "num_virtual_stages_per_pipeline_rank"
-_LAYERS_OF_CHUNK = "num_layers_per_virtual_pipeline_stage"
-_LAYOUT = "pipeline_model_parallel_layout"
-_PATTERN = "hybrid_layer_pattern"
-_ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 STABLE = frozenset([Mark.STABLE])
 
 
@@ -169,16 +172,16 @@ class LineVariants:
         placement = choose(spec).place(args.pipeline_model_parallel_size)
         if placement.stages == placement.ranks * chunks_of(args):
             return Rewritten(args)
-        dropped = _taken_out(args, (_CHUNKS, _LAYERS_OF_CHUNK))
-        if getattr(args, _PATTERN, None) is not None:
+        dropped = _taken_out(args, (CHUNKS, LAYERS_OF_CHUNK))
+        if getattr(args, PATTERN, None) is not None:
             return Rewritten(args, dropped, _cut_pattern(args, placement.stages))
         had_layout, args.pipeline_model_parallel_layout = args.pipeline_model_parallel_layout, None
         if not had_layout and _divides(args, placement):
             return Rewritten(args, dropped)
-        dropped += _taken_out(args, _ENDS)
+        dropped += _taken_out(args, ENDS)
         layout = even_layout(args.num_layers, placement.stages, prediction_depths(args))
         args.pipeline_model_parallel_layout = layout
-        return Rewritten(args, dropped, (_flag(_LAYOUT), layout))
+        return Rewritten(args, dropped, (_flag(LAYOUT), layout))
 
     def written(self, made: Candidate) -> Written:
         """Return the flags that make the launch train under ``made``."""
@@ -221,21 +224,21 @@ def _cut_pattern(args: Any, stages: int) -> tuple[str, ...]:
     left = iter(layers)
     segments = ["".join(islice(left, count)) for count in evenly(len(layers), stages)]
     args.hybrid_layer_pattern = SEGMENT_END.join(segments) + slash + depths
-    return _flag(_PATTERN), args.hybrid_layer_pattern
+    return _flag(PATTERN), args.hybrid_layer_pattern
 
 
 def names_stages(args: Any) -> bool:
     """Return whether the launch says by itself how many chunks a rank has."""
-    given = any(getattr(args, name) is not None for name in (_CHUNKS, _LAYERS_OF_CHUNK, _LAYOUT))
-    return given or SEGMENT_END in (getattr(args, _PATTERN, None) or "")
+    given = any(getattr(args, name) is not None for name in VIRTUAL_STAGES)
+    return given or SEGMENT_END in (getattr(args, PATTERN, None) or "")
 
 
 def chunks_of(args: Any) -> int:
     """Return the chunks of a rank under ``args``, which are not validated."""
     ranks = args.pipeline_model_parallel_size
-    layout, pattern = getattr(args, _LAYOUT), getattr(args, _PATTERN, None)
-    chunks: int | None = getattr(args, _CHUNKS)
-    of_chunk = getattr(args, _LAYERS_OF_CHUNK)
+    layout, pattern = getattr(args, LAYOUT), getattr(args, PATTERN, None)
+    chunks: int | None = getattr(args, CHUNKS)
+    of_chunk = getattr(args, LAYERS_OF_CHUNK)
     if layout is not None:
         chunks = len(PipelineParallelLayerLayout.parse_str_to_list(layout)) // ranks
     elif pattern is not None and SEGMENT_END in pattern:

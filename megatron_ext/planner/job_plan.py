@@ -188,7 +188,8 @@ def plan_job(job: PlannedJob, *, with_curves: bool = False, lengths: Path | None
     written = NOTHING if taken is None else taken.write()
     unequal = None
     if taken is not None and loads is not None:  # seconds, though the time of the plan may be over
-        unequal = unequal_gains(loads, taken, written, job.refusal_of)
+        assert job.batch is not None
+        unequal = unequal_gains(loads, job.batch, taken, written, job.refusal_of)
     is_changed = taken is not None and not found.keeps
     remarks = (*job.remarks, *others.remarks)
     if taken is not None and is_changed:

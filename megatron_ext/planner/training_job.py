@@ -108,6 +108,7 @@ def _batch(training: Training) -> BatchSize:
         trained.state.data_parallel,
         run.micro_batch,
         run.sequence if training.is_estimate else None,
+        expert_replicas=run.expert_replicas,
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_ext.planner.verdict import ALIKE, WORTH, Alternative, Written
 from megatron_ext.schedule.dealing import MicrobatchOrder
-from megatron_ext.schedule.microbatch_costs import MicrobatchLoads
+from megatron_ext.schedule.microbatch_costs import BatchSize, MicrobatchLoads
 from megatron_ext.search.for_places import judged_for_places
 
 ORDER = ("--pipeline-microbatch-order", MicrobatchOrder.SMALL_ENDS.value)
@@ -24,6 +24,7 @@ class UnequalGains:
         steps: number of steps.
         microbatches: number of them on each replica.
         replicas: data-parallel replicas, of which the slowest counts.
+        expert_replicas: number of these that share experts, and wait for one another in each pass.
         seconds: a step with the microbatches in order of arrival.
         order: the share of that step which ordering them saves.
         deal: the share that ordering and dealing them saves; None for one replica.
@@ -37,6 +38,7 @@ class UnequalGains:
     steps: int
     microbatches: int
     replicas: int
+    expert_replicas: int
     seconds: float
     order: float
     deal: float | None
@@ -52,6 +54,7 @@ class UnequalGains:
 
 def unequal_gains(
     loads: MicrobatchLoads,
+    batch: BatchSize,
     taken: Alternative,
     written: Written,
     refusal_of: Callable[[Written], str | None],
@@ -62,14 +65,14 @@ def unequal_gains(
     `WORTH` of a step.
 
     Args:
+        batch: as ``loads`` were read with.
         written: flags for ``taken``.
         refusal_of: returns why a training with some flags could not start, if it could not.
     """
     candidate = taken.candidate
     program = candidate.program()
-    microbatches = program.problem.microbatches
-    replicas = loads.tokens.shape[1] // microbatches
-    unequal, _ = judged_for_places(program, loads.costs(program.problem.costs), replicas)
+    costs, replicas = loads.costs(program.problem.costs), batch.replicas
+    unequal, _ = judged_for_places(program, costs, replicas, expert_replicas=batch.expert_replicas)
     outside = taken.seconds - candidate.step
     seconds = unequal.arrival + outside
     is_dealt = replicas > 1
@@ -92,8 +95,9 @@ def unequal_gains(
     return UnequalGains(
         schedule=candidate.schedule,
         steps=unequal.steps,
-        microbatches=microbatches,
+        microbatches=batch.microbatches,
         replicas=replicas,
+        expert_replicas=batch.expert_replicas,
         seconds=seconds,
         order=order,
         deal=deal if is_dealt else None,

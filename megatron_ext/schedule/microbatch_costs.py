@@ -40,6 +40,7 @@ class BatchSize:
         sequence: tokens of each; None: not known.
         is_padded: whether all microbatches have ``samples`` x ``sequence`` tokens, whatever the
             documents in them.
+        expert_replicas: number of replicas that share experts.
     """
 
     microbatches: int
@@ -47,6 +48,7 @@ class BatchSize:
     samples: int = 1
     sequence: int | None = None
     is_padded: bool = False
+    expert_replicas: int = 1
 
 
 @dataclass(frozen=True)

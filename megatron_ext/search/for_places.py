@@ -28,12 +28,15 @@ from megatron_ext.search.job_shop import job_shop_of
 
 
 def judged_for_places(
-    program: Program, costs: Mapping[Kind, Floats], replicas: int
+    program: Program, costs: Mapping[Kind, Floats], replicas: int, *, expert_replicas: int = 1
 ) -> tuple[UnequalMicrobatches, Program | None]:
     """Return what steps take whose microbatches cost ``costs`` (`with_unequal_microbatches`), and
     the program for their places; None if there is none."""
     for_profile = program_for_places(program, profile_of(costs, replicas))
-    return with_unequal_microbatches(program, costs, replicas, for_profile), for_profile
+    steps = with_unequal_microbatches(
+        program, costs, replicas, for_profile, expert_replicas=expert_replicas
+    )
+    return steps, for_profile
 
 
 def program_for_places(program: Program, at_places: PlaceCosts) -> Program | None:

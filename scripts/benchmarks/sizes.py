@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from megatron_ext.adapter.layout_arguments import LAYOUT
 from megatron_ext.cost_model.assumptions import not_checked
 from megatron_ext.cost_model.execution import Execution
 from megatron_ext.cost_model.gpus import GPUS, RESERVED_SHARE, USABLE
@@ -43,7 +44,7 @@ from megatron_ext.planner.sizes.sizes import Sizes
 from megatron_ext.planner.sizes.space import space
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import VocabularyParallel
-from scripts.recipes.accepting import as_on_gpus, stock_arguments
+from scripts.recipes.accepting import OF_PIPELINE, as_on_gpus, stock_arguments
 from scripts.recipes.configured import configuration_of
 from scripts.recipes.gains import Configuration, work_of
 from scripts.recipes.public_form import read_recipes
@@ -148,12 +149,12 @@ def _works_of(job: SizedJob, recipe: Recipe, sizes: Sizes) -> SizedWorks:
     """Return the works of ``sizes``. Raises ValueError if Megatron refuses them."""
     if sizes != job.own:
         settings = {
-            name: value for name, value in recipe.settings.items() if name not in _OF_PIPELINE
+            name: value for name, value in recipe.settings.items() if name not in OF_PIPELINE
         }
         layers = len(job.model.layers)
         if layers % sizes.pipeline:
             layout = evenly(layers, sizes.pipeline).text(job.model.mtp_num_layers)
-            settings["pipeline_model_parallel_layout"] = layout
+            settings[LAYOUT] = layout
         changed = {
             "tensor_model_parallel_size": sizes.tensor,
             "pipeline_model_parallel_size": sizes.pipeline,
@@ -167,14 +168,6 @@ def _works_of(job: SizedJob, recipe: Recipe, sizes: Sizes) -> SizedWorks:
             settings.pop("tp_comm_overlap", None)
         stock_arguments(replace(recipe, settings={**settings, **changed}))
     return described_works(job, sizes)
-
-
-_OF_PIPELINE = (
-    *("virtual_pipeline_model_parallel_size", "microbatch_group_size_per_vp_stage"),
-    *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
-    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
-    "pipeline_model_parallel_layout",
-)
 
 
 def cells(name: str, row: Row) -> tuple[str, ...]:

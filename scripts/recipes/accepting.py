@@ -26,6 +26,13 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron_ext.adapter import arguments
 from megatron_ext.adapter.dimensions import equal_costs
 from megatron_ext.adapter.layers import layout_of
+from megatron_ext.adapter.layout_arguments import (
+    CHUNKS_IN_CONFIGS,
+    LAYOUT,
+    LAYOUT_FIELDS,
+    NAMES_IN_CONFIGS,
+    PATTERN,
+)
 from megatron_ext.compile.build import build_program
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import Choice, choose
@@ -56,11 +63,12 @@ _PRECISIONS: Mapping[str, Mapping[str, Value]] = {
     "nvfp4": {"bf16": True, "fp4": "e2m1", "fp4_recipe": "nvfp4"},
 }
 
+# Settings that only fit the pipeline of a recipe.
+OF_PIPELINE = (CHUNKS_IN_CONFIGS, "microbatch_group_size_per_vp_stage", *LAYOUT_FIELDS)
+
 # Arguments whose names differ from the settings'.
 _ARGUMENTS = {
-    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
-    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
-    "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
+    **NAMES_IN_CONFIGS,
     "cuda_graph_scope": "cuda_graph_modules",
     "check_for_nan_in_grad": "check_for_nan_in_loss_and_grad",
     "average_in_collective": "ddp_average_in_collective",
@@ -128,21 +136,16 @@ def judge_on_v(recipe: Recipe, schedule: str = "v-auto") -> Verdict:
     The program is zb-v's, which has the same placement and needs no search.
     """
     settings = dict(recipe.settings)
-    for name in (
-        *("virtual_pipeline_model_parallel_size", "microbatch_group_size_per_vp_stage"),
-        *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
-        *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
-        "pipeline_model_parallel_layout",
-    ):
+    for name in OF_PIPELINE:
         settings.pop(name, None)
-    pattern = settings.get("hybrid_layer_pattern")
+    pattern = settings.get(PATTERN)
     stages = 2 * recipe.ranks
     if pattern is not None:
-        settings["hybrid_layer_pattern"] = _cut(str(pattern), stages)
+        settings[PATTERN] = _cut(str(pattern), stages)
     else:
         layers = int(settings.get("num_layers") or recipe.dimensions["num_layers"])
         depths = int(settings.get("mtp_num_layers") or 0)
-        settings["pipeline_model_parallel_layout"] = layout_of(_evenly(layers, stages), depths)
+        settings[LAYOUT] = layout_of(_evenly(layers, stages), depths)
     return _judge(recipe, schedule, settings)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
+from megatron_ext.adapter.layout_arguments import ENDS, ENDS_IN_CONFIGS
 from scripts.recipes.feature import (
     Feature,
     Setting,
@@ -243,8 +244,7 @@ OTHER_NAMES = {
     "enable_offline_packing": "packed",
     "enable_in_batch_packing": "packed",
     "num_moe_experts": "num_experts",
-    "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
-    "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
+    **dict(zip(ENDS, ENDS_IN_CONFIGS, strict=True)),
     "accumulate_allreduce_grads_in_fp32": "grad_reduce_in_fp32",
     "cuda_graph_modules": "cuda_graph_scope",
 }

@@ -121,6 +121,25 @@ MODELS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "router_aux_loss_coef": 1e-2,
     },
+    "Qwen/Qwen3-VL-8B-Instruct": {
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "model_type": "qwen3_vl",
+        "text_config": {
+            **_DIMENSIONS,
+            "model_type": "qwen3_vl_text",
+            "rope_scaling": {"mrope_section": [1, 1, 2], "rope_type": "default"},
+        },
+        "vision_config": {
+            "model_type": "qwen3_vl",
+            "depth": 4,
+            "hidden_size": 32,
+            "num_heads": 4,
+            "intermediate_size": 64,
+            "out_hidden_size": 32,
+            "spatial_merge_size": 2,
+            "deepstack_visual_indexes": [1],
+        },
+    },
 }
 
 
@@ -234,9 +253,12 @@ _ALIKE = frozenset(
 )
 
 
-def read_recipes(folder: Path, recipes: Mapping[str, int]) -> dict[str, dict[str, Any]]:
-    """Return the facts of each of ``recipes`` that ``--bridge`` reads otherwise than Bridge does,
-    each with both values. A recipe has its number of ranks.
+def read_recipes(
+    folder: Path, recipes: Mapping[str, int]
+) -> dict[str, tuple[Mapping[str, Any], dict[str, Any]]]:
+    """Return, of each of ``recipes``, the settings that no argument tells, and the facts that
+    ``--bridge`` reads otherwise than Bridge does, each with both values. A recipe has its number of
+    ranks.
 
     Changes the process: for a forked one only.
     """
@@ -244,7 +266,7 @@ def read_recipes(folder: Path, recipes: Mapping[str, int]) -> dict[str, dict[str
     return {name: _read_otherwise(name, ranks) for name, ranks in recipes.items()}
 
 
-def _read_otherwise(name: str, ranks: int) -> dict[str, Any]:
+def _read_otherwise(name: str, ranks: int) -> tuple[Mapping[str, Any], dict[str, Any]]:
     full = f"megatron.bridge.recipes.{name}"
     module, _, function = full.partition(":")
     with hub():
@@ -259,7 +281,8 @@ def _read_otherwise(name: str, ranks: int) -> dict[str, Any]:
     for part in (config.ddp, config.optimizer):
         named = [field.name for field in fields(part) if hasattr(args, field.name)]
         facts += [(name, getattr(args, name), part) for name in named]
-    return {
+    assert launch.recipe is not None
+    return launch.recipe.settings, {
         name: (read, getattr(theirs, name))
         for name, read, theirs in facts
         if name not in _ALIKE and not callable(read) and str(read) != str(getattr(theirs, name))

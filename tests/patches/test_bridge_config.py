@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 
 from megatron_ext import bridge
+from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import PatchError
 
 
@@ -97,6 +98,24 @@ def test_a_config_that_does_not_fit_is_refused_and_unchanged(
         bridge.use(given, schedule="zb-v")
     installed.assert_not_called()
     assert given == before
+
+
+def test_a_check_refuses_what_use_does_and_changes_nothing(installed: mock.Mock) -> None:
+    """Also with changes that are to come, as a plan writes them."""
+    given = config(pipeline_model_parallel_layout="Et|tL")
+    before = copy.deepcopy(given)
+    zb_v, zb_h1 = (PipelineConfig.parse(schedule=name) for name in ("zb-v", "zb-h1"))
+    bridge.check(given, zb_h1)
+    with pytest.raises(ValueError, match="puts 2 stages on each rank") as refused:
+        bridge.use(given, schedule="zb-v")
+    with pytest.raises(ValueError) as checked:
+        bridge.check(given, zb_v)
+    assert str(checked.value) == str(refused.value)
+    bridge.check(given, zb_v, {"model.pipeline_model_parallel_layout": "E|t|t|L"})
+    with pytest.raises(ValueError, match="use_megatron_fsdp=True"):
+        bridge.check(given, zb_h1, {"dist.use_megatron_fsdp": True})
+    assert given == before
+    installed.assert_not_called()
 
 
 def test_a_patch_that_does_not_fit_leaves_the_config_unchanged(installed: mock.Mock) -> None:

@@ -6,6 +6,8 @@ Bridge's own.
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,12 +17,16 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from megatron_ext import bridge
 from megatron_ext.cli import app
 from megatron_ext.config import PipelineConfig
 from megatron_ext.launch_command import line
 from megatron_ext.launch_command.bridge_recipe import launch_from_recipe
 from megatron_ext.launch_command.words import read_launch
 from megatron_ext.launch_planner.command_line import arguments_with, command_with
+from megatron_ext.launch_planner.launch_job import refusal_of
+from megatron_ext.launch_planner.parsed_launch import LaunchRequest, with_launch
+from megatron_ext.planner.unequal import ORDER
 from megatron_ext.planner.verdict import Written
 
 RANKS = 4
@@ -41,6 +47,7 @@ def small():
         add_bias_linear=False, gated_linear_unit=True, activation_func=silu,
         share_embeddings_and_output_weights=False, position_embedding_type="rope",
         rotary_base=500000.0, multi_latent_attention=False, num_moe_experts=None,
+        moe_router_load_balancing_type="aux_loss",
         tensor_model_parallel_size=2, sequence_parallel=True, context_parallel_size=1,
         pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2,
         pipeline_model_parallel_layout=None, overlap_p2p_comm=False, batch_p2p_comm=True,
@@ -70,8 +77,16 @@ def small():
             bf16=True, fp8=None, fp8_recipe="tensorwise", grad_reduce_in_fp32=False
         ),
         peft=None,
+        checkpoint=SimpleNamespace(dist_ckpt_optim_fully_reshardable=False, save=None, load=None),
+        dataset=SimpleNamespace(dataloader_type="single"),
         env_vars={"CUDA_DEVICE_MAX_CONNECTIONS": 1},
     )
+
+
+def adapters():
+    config = small()
+    config.peft = object()
+    return config
 
 
 def large_layers():
@@ -80,6 +95,22 @@ def large_layers():
         ["embedding", "decoder", "decoder"], *[["decoder"] * 2] * 2, ["decoder"] * 2 + ["loss"]
     ]
     config.peft = object()
+    return config
+
+
+def packed():
+    config = small()
+    config.dataset = SimpleNamespace(dataloader_type="batch", enable_offline_packing=True)
+    return config
+
+
+def tower():
+    config = small()
+    config.model.vision_config = SimpleNamespace(
+        depth=24, hidden_size=1152, num_heads=16, intermediate_size=4304, spatial_merge_size=2,
+        hidden_act="gelu_pytorch_tanh", out_hidden_size=1024, deepstack_visual_indexes=[5, 11, 17],
+    )
+    config.model.freeze_vision_model = True
     return config
 
 
@@ -200,9 +231,71 @@ def test_doctor_checks_a_recipe_with_flags_of_ours(recipes: str) -> None:
     assert ran.exit_code == 0, ran.output
     assert "zb-v, 8 microbatches" in ran.output
     assert "datasets" not in ran.output
+    # The recipe has two stages a rank, which `use` takes away.
+    ran = run("doctor", *words, "--", "--pipeline-schedule", "zb-h1")
+    assert ran.exit_code == 0 and "zb-h1, 8 microbatches" in ran.output
     ran = run("doctor", *words, "--pipeline-shedule", "zb-v")
     assert ran.exit_code == 1
     assert "there is no flag --pipeline-shedule" in ran.output
+
+
+ARRANGED = ("--pipeline-schedule", "zb-v", "--pipeline-microbatch-order", "small-ends")
+
+
+def findings(*words: str) -> tuple[dict[str, str], float]:
+    """Return what doctor finds last of each subject, and the first rank's bytes of the model."""
+    told = json.loads(run("doctor", "--json", "--world-size", str(RANKS), *words).output)
+    found = {one["subject"]: f"{one['verdict']}: {one['text']}" for one in told["findings"]}
+    return found, told["prediction"]["ranks"][0]["model_bytes"]
+
+
+def test_doctor_refuses_what_use_would(recipes: str) -> None:
+    """Arrangements too, which Megatron's arguments of a recipe do not tell: they once refused packs
+    and said nothing of a recipe whose microbatches cost the same."""
+    found, _ = findings("--bridge", f"{recipes}:small", "--", *ARRANGED)
+    with pytest.raises(ValueError) as refused:
+        bridge.check(
+            sys.modules[recipes].small(),
+            PipelineConfig.parse(schedule="1f1b", microbatch_order="small-ends"),
+        )
+    assert found["megatron_ext.bridge.use"] == f"wrong: {refused.value}"
+    assert "dataset.inter_document_masking" in str(refused.value)
+    found, _ = findings("--bridge", f"{recipes}:packed", "--", *ARRANGED)
+    assert not {"megatron_ext.bridge.use", "microbatches"} & found.keys()
+
+
+def test_a_plan_arranges_the_packs_of_a_recipe(recipes: str) -> None:
+    """By what `use` would refuse, not by Megatron's arguments, which know nothing of packs."""
+    written = Written(("--pipeline-schedule", "zb-v"), arranging=ORDER)
+
+    def refused(name: str) -> str | None:
+        launch = launch_from_recipe(f"{recipes}:{name}", ())
+        request = LaunchRequest(launch, world_size=RANKS)
+        return with_launch(request, lambda parsed: refusal_of(request, parsed, written))
+
+    assert refused("packed") is None
+    assert "dataset.inter_document_masking" in (refused("small") or "")
+
+
+def test_frozen_weights_and_a_tower_of_a_recipe_are_counted(recipes: str) -> None:
+    """Adapters' weights were once planned as those of a whole training."""
+    schedule = ("--", "--pipeline-schedule", "zb-h1")
+    (_, whole), (found, frozen), (_, seeing) = (
+        findings("--bridge", f"{recipes}:{name}", *schedule)
+        for name in ("small", "adapters", "tower")
+    )
+    assert frozen < 0.3 * whole < 0.3 * seeing
+    assert "weights are frozen" in found["recipe"]
+    words = ("plan", "--gpu", "h100", "--world-size", str(RANKS), "--bridge")
+    plain, adapted, with_tower = (
+        run(*words, f"{recipes}:{name}").stdout for name in ("small", "adapters", "tower")
+    )
+    assert "vision tower on the first stage, frozen, its projector trained" in with_tower
+    first, second, third = (
+        float(re.findall(r"now: .*: (\S+) s a step", told)[0])
+        for told in (plain, adapted, with_tower)
+    )
+    assert second < 0.9 * first < 0.9 * third
 
 
 @pytest.mark.parametrize(

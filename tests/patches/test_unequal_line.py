@@ -63,6 +63,25 @@ def test_a_launch_keeps_its_schedule_and_gets_the_flags(tmp_path: Path) -> None:
     assert "-m megatron_ext" in command
 
 
+def test_replicas_that_share_experts_are_said(tmp_path: Path) -> None:
+    """Each pass waits for the longest of them, and a step takes longer."""
+    file = lengths(tmp_path, 4, 16, 16384)
+    experts = {
+        "num_experts": 4,
+        "moe_router_topk": 2,
+        "disable_bias_linear": True,
+        "moe_token_dispatcher_type": "alltoall",
+    }
+
+    def seconds(ranks: int) -> float:
+        told = planned(file, **experts, expert_model_parallel_size=ranks)
+        assert ("of which 2 share experts and wait for one another" in told) is (ranks == 2)
+        (found,) = re.findall(r"unequal: +(\S+) s a step", told)
+        return float(found)
+
+    assert seconds(2) > 1.02 * seconds(1)
+
+
 def test_a_launch_whose_microbatches_are_equal_is_told_why(tmp_path: Path) -> None:
     file = lengths(tmp_path, 4, 16, 16384)
     told = planned(file, dataloader_inter_document_masking=None)

@@ -181,6 +181,30 @@ READ = {
     "olmoe.h100.olmoe_7b:olmoe_7b_pretrain_8gpu_h100_bf16_config": 8,
     "nemotronh.h100.nemotronh:nemotronh_8b_pretrain_2gpu_h100_bf16_config": 8,
     **{job.recipe: 8 for job in (LLAMA, QWEN, QWEN_EXPERTS, PACKED)},
+    "qwen.h100.qwen3:qwen3_600m_peft_1gpu_h100_bf16_config": 8,
+    "qwen_vl.h100.qwen3_vl:qwen3_vl_8b_pretrain_4gpu_h100_bf16_mock_config": 4,
+}
+# Frozen weights and towers, of which Megatron has no arguments.
+BESIDE_ARGUMENTS = {
+    "qwen3_600m_peft": {
+        "freeze_language_model": True,
+        "freeze_vision_model": True,
+        "freeze_vision_projection": True,
+    },
+    "qwen3_vl_8b": {
+        "freeze_language_model": True,
+        "freeze_vision_model": True,
+        "vision": {
+            "layers": 4,
+            "hidden": 32,
+            "heads": 4,
+            "ffn": 64,
+            "merged": 4,
+            "deepstack_mergers": 1,
+            "gated": False,
+            "out_hidden": 32,
+        },
+    },
 }
 
 # Job with our settings, and the one of Bridge's own that it must equal.
@@ -265,7 +289,12 @@ def test_recipes_are_read_as_bridge_applies_them() -> None:
             1, lambda rank: bridge_on_cpu.read_recipes(folder, READ), timeout=HANGS, connect=False
         )
     )
-    assert found == {name: {} for name in READ}
+    assert found.keys() == READ.keys()
+    for name, (settings, differences) in found.items():
+        assert not differences
+        function = name.partition(":")[2]
+        named = [own for begin, own in BESIDE_ARGUMENTS.items() if function.startswith(begin)]
+        assert settings == (named[0] if named else {})
 
 
 def runs(name: str) -> list[Run]:

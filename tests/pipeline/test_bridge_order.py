@@ -100,11 +100,23 @@ def global_balance(config: Any) -> None:
     )
 
 
+WEIGHTS = FOLDER / "weights.npy"
+WEIGHED: dict[str, Any] = {**ORDER, "microbatch_weights": str(WEIGHTS)}
+
+
+def weighed_by_stock(config: Any) -> None:
+    packed(config)
+    importlib.import_module("megatron.bridge.data.loaders")
+    install(PipelineConfig.parse(**WEIGHED))
+
+
 OURS = {"costs": "f=1,i=1,w=1,comm=0", **ORDER}
 JOBS = (
     Job("arrival", packed, ranks=4),
     Job("stock", arranged_by_stock, ranks=4),
     *(Job(name, packed, {"schedule": name, **OURS}, ranks=4) for name in ("zb-h1", "zb-v")),
+    Job("weighed by stock", weighed_by_stock, ranks=4),
+    Job("weighed", packed, {"schedule": "zb-v", **OURS, **WEIGHED}, ranks=4),
     Job("equal", ours={"schedule": "zb-h1", **OURS}),
     Job("experts", global_balance, {"schedule": "zb-h1", **OURS}),
 )
@@ -153,6 +165,7 @@ def results() -> tuple[dict[str, list[Run] | str], dict[str, list[list[list[int]
     folder, problem = prepare("bridge")
     if problem:
         pytest.skip(f"Megatron-Bridge cannot be installed with pip: {problem}")
+    np.save(WEIGHTS, np.random.default_rng(4).lognormal(0, 1, 32))  # of four steps
     with packed_on_the_cpu():
         ranks = run_ranks(
             1, lambda rank: work(folder), timeout=HANGS * (1 + len(JOBS)), connect=False
@@ -177,6 +190,16 @@ def test_bridge_reads_the_same_microbatches_in_the_same_order() -> None:
     with pytest.raises(AssertionError):  # sums in another order
         assert_same(stock, arrival)
     assert losses(stock)[0] == pytest.approx(losses(arrival)[0], rel=1e-6)
+
+
+@nightly("Megatron's own loop: test_microbatch_order.py")
+def test_bridge_orders_by_weights_of_a_file() -> None:
+    """Bitwise as its own schedule, and in another order than that of the conversations."""
+    stock = runs("weighed by stock")
+    assert {run.schedule for run in runs("weighed")} == {"PipelineStep"}
+    assert_same(runs("weighed"), stock)
+    with pytest.raises(AssertionError):  # sums in another order
+        assert_same(stock, runs("stock"))
 
 
 @nightly("the same refusals of Megatron's flags: test_microbatch_order.py")

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +29,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.training.datasets.data_samplers import MegatronPretrainingSampler
 
 import megatron_ext
-from megatron_ext.adapter.batches import arranged_batches
+from megatron_ext.adapter.batches import arranged_batches, document_lengths
 from megatron_ext.adapter.batches.arranged_batches import ArrangedBatches
 from megatron_ext.adapter.batches.document_lengths import squared_lengths
 from megatron_ext.adapter.batches.refusals import check_arrangement
@@ -187,6 +189,38 @@ def test_a_microbatch_costs_what_its_samples_do_and_stays_whole() -> None:
     assert max(sums) in sums[3:5]
 
 
+def test_arranging_a_step_takes_no_time_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """512 microbatches of 128k tokens each in under 5 ms of a CPU, with the lengths of their 40
+    thousand documents; the least of several, since the machine does other things."""
+    monkeypatch.setattr(document_lengths, "GPTDataset", SimpleNamespace)
+    number, size = 512, 131072
+    lengths = np.random.default_rng(1).lognormal(np.log(1000), 1.2, number * 100).astype(np.int32)
+    ends = np.cumsum(lengths)
+    borders = np.arange(number + 1) * size
+    documents = np.searchsorted(ends, borders, side="right")
+    dataset = SimpleNamespace(
+        shuffle_index=np.random.default_rng(2).permutation(number),
+        sample_index=np.stack([documents, borders - (ends - lengths)[documents]], axis=1),
+        document_index=np.arange(len(lengths)),
+        dataset=SimpleNamespace(sequence_lengths=lengths),
+        config=SimpleNamespace(sequence_length=size),
+    )
+    assert documents[-1] > 30_000
+    times = []
+    for _ in range(10):
+        batches = ArrangedBatches(
+            sampler(0, 4, total=number, size=1),
+            partial(squared_lengths, dataset),
+            MicrobatchOrder.SMALL_ENDS,
+            constant(number, 1, 4),
+            deal=True,
+        )
+        start = time.process_time()
+        next(iter(batches))
+        times.append(time.process_time() - start)
+    assert min(times) < 5e-3
+
+
 # ---- Ranks that differ
 
 
@@ -319,8 +353,6 @@ class Documents:
 
 
 def test_squared_lengths_are_those_of_the_packed_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_ext.adapter.batches import document_lengths
-
     dataset = SimpleNamespace(
         shuffle_index=np.array([1, 0, 2]),
         sample_index=np.array([[0, 0], [1, 3], [3, 0], [3, 6]]),

@@ -53,9 +53,15 @@ class UnequalMicrobatches:
 
 
 class UnequalSteps:
-    """Steps of ``program`` with unequal microbatches."""
+    """Steps of ``program`` with unequal microbatches.
 
-    def __init__(self, program: Program) -> None:
+    Args:
+        expert_replicas: number of neighbouring data-parallel replicas that share experts: a pass
+            takes as long as the longest of theirs, since they exchange tokens in every layer.
+    """
+
+    def __init__(self, program: Program, expert_replicas: int = 1) -> None:
+        self._expert_replicas = expert_replicas
         columns = program.schedule.columns
         self._microbatch = columns.microbatch // columns.slices
         self._of_kind = {
@@ -70,7 +76,8 @@ class UnequalSteps:
         return self.slowest(self.factors(costs, rows))
 
     def factors(self, costs: Mapping[Kind, Floats], rows: NDArray[np.intp]) -> Floats:
-        """Return what each action takes over its costs, by replica and action.
+        """Return what each action takes over its costs, by replica and action; a row for all
+        replicas that share experts.
 
         Args:
             costs: of each microbatch of the step, over those for which the program was made, by
@@ -81,7 +88,7 @@ class UnequalSteps:
         for kind, own in costs.items():
             passes = self._of_kind[kind]
             factors[:, passes] = own[rows[:, self._microbatch[passes]]]
-        return factors
+        return factors.reshape(-1, self._expert_replicas, factors.shape[1]).max(axis=1)
 
     def slowest(self, factors: Floats) -> float:
         """Return the makespan of the slowest replica. ``factors``: result of `factors`."""
@@ -125,6 +132,8 @@ def with_unequal_microbatches(
     costs: Mapping[Kind, Floats],
     replicas: int,
     for_profile: Program | None = None,
+    *,
+    expert_replicas: int = 1,
 ) -> UnequalMicrobatches:
     """Return what steps of ``program`` take whose microbatches cost ``costs``.
 
@@ -132,15 +141,16 @@ def with_unequal_microbatches(
         costs: by kind of pass, a row per step, with the costs of the microbatches of all replicas
             as the sampler counts them: the k-th of replica d is number k x replicas + d.
         for_profile: a program for the mean costs of the places (`profile_of`).
+        expert_replicas: as in `UnequalSteps`.
     """
-    steps = UnequalSteps(program)
+    steps = UnequalSteps(program, expert_replicas)
     ways = [
         (steps, MicrobatchOrder.ARRIVAL, False),
         (steps, MicrobatchOrder.SMALL_ENDS, False),
         (steps, MicrobatchOrder.SMALL_ENDS, True),
     ]
     if for_profile is not None:
-        ways.append((UnequalSteps(for_profile), MicrobatchOrder.SMALL_ENDS, True))
+        ways.append((UnequalSteps(for_profile, expert_replicas), MicrobatchOrder.SMALL_ENDS, True))
     forward = costs[Kind.FORWARD]
     makespans = np.empty((len(forward), len(ways)))
     with task("simulating unequal microbatches", len(forward), equal_steps=True) as simulated:

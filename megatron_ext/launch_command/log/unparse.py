@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_ext.adapter.layout_arguments import CHUNKS, CHUNKS_IN_CONFIGS
 from megatron_ext.compile.registry import choose
 from megatron_ext.config import PREFIX
 from megatron_ext.launch_command import line as launch_line
@@ -111,10 +112,10 @@ def _is_derived(name: str, printed: Mapping[str, str]) -> bool:
     if name in _WEIGHT_DECAYS:
         return printed.get("weight_decay_incr_style") == "constant"
     if name in _OF_VIRTUAL_STAGES:
-        return printed.get("virtual_pipeline_model_parallel_size") == _NONE
+        return printed.get(CHUNKS_IN_CONFIGS) == _NONE
     if name == "global_batch_size":
         return printed.get("step_batch_size_schedule", _NONE) != _NONE
-    if name == "num_virtual_stages_per_pipeline_rank":
+    if name == CHUNKS:
         return _brings_stages(printed)
     return name in _HAVE_BEEN_READ
 
@@ -126,7 +127,7 @@ def _brings_stages(printed: Mapping[str, str]) -> bool:
         return False
     ranks = int(printed.get("pipeline_model_parallel_size", 1))
     chunks = choose(spec).place(ranks).chunks
-    return printed["num_virtual_stages_per_pipeline_rank"] == str(chunks)
+    return printed[CHUNKS] == str(chunks)
 
 
 def _words(parser: argparse.ArgumentParser, name: str, text: str) -> Iterator[str]:

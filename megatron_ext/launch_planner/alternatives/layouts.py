@@ -15,6 +15,7 @@ from megatron_ext.adapter.layers import (
     SEGMENT_END,
     layers_of_stages,
 )
+from megatron_ext.adapter.layout_arguments import PATTERN
 from megatron_ext.adapter.model_bytes import state_of
 from megatron_ext.adapter.pairs.overlap_setting import requests_pairs
 from megatron_ext.compile.registry import choose
@@ -26,7 +27,7 @@ from megatron_ext.launch_planner.alternatives.recompute import (
     recompute_of_line,
     with_recompute,
 )
-from megatron_ext.launch_planner.alternatives.written import PATTERN, written_for
+from megatron_ext.launch_planner.alternatives.written import written_for
 from megatron_ext.launch_planner.variants import LineVariants
 from megatron_ext.planner.candidate import VocabMethod
 from megatron_ext.planner.layouts.candidates import Permits, Rule

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_ext.adapter.dimensions import execution, rates
 from megatron_ext.adapter.layers import layers_of_stages, prediction_depths
+from megatron_ext.adapter.layout_arguments import ENDS, LAYOUT, PATTERN, PLACING
 from megatron_ext.adapter.model_bytes import state_of
 from megatron_ext.adapter.pairs.overlap_setting import FLAG, flags_given, requests_pairs
 from megatron_ext.compile.registry import choose
@@ -17,16 +18,7 @@ from megatron_ext.planner.layouts.layout import Layout
 from megatron_ext.planner.outside_passes import seconds_outside_passes
 from megatron_ext.planner.verdict import Alternative, Written, is_stock
 
-PATTERN = "hybrid_layer_pattern"
-_LAYOUT = "pipeline_model_parallel_layout"
-_CHUNKS = "num_virtual_stages_per_pipeline_rank"
 CHUNKS_FLAG = "--num-virtual-stages-per-pipeline-rank"
-_ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
-# The arguments that say which layers lie on which stage, beside a pattern.
-_PLACING = (
-    *("num_layers_per_virtual_pipeline_stage", _CHUNKS, _LAYOUT, *_ENDS),
-    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
-)
 
 
 def alternative_of(args: Any, made: Candidate, write: Callable[[], Written]) -> Alternative:
@@ -66,7 +58,7 @@ def written_for(
     spec, before = baseline
     if (layout, _kind(made.schedule)) != (before, _kind(spec)):
         added += _words(args, made, layout)
-        dropped += tuple(argument_flag(name) for name in _PLACING if getattr(args, name, None))
+        dropped += tuple(argument_flag(name) for name in PLACING if getattr(args, name, None))
     return Written(added, dropped)
 
 
@@ -101,5 +93,5 @@ def _words(args: Any, made: Candidate, layout: Layout) -> tuple[str, ...]:
         return (CHUNKS_FLAG, str(chunks)) if is_loop else ()
     if chunks == 1 and layout.ends is not None and layout.ends[1] > 0:
         first, last = layout.ends
-        return argument_flag(_ENDS[0]), str(first), argument_flag(_ENDS[1]), str(last)
-    return argument_flag(_LAYOUT), layout.text(prediction_depths(args))
+        return argument_flag(ENDS[0]), str(first), argument_flag(ENDS[1]), str(last)
+    return argument_flag(LAYOUT), layout.text(prediction_depths(args))

@@ -327,6 +327,19 @@ def test_doctor_knows_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(run("doctor", "--json"))["environment"]["ROCm"].startswith("6.4.1: untried")
 
 
+def test_doctor_says_what_is_missing_without_our_extras(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_ext.doctor import doctor
+
+    assert "numba" not in json.loads(run("doctor", "--json"))["environment"]
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    told = run("doctor")
+    slow = "not installed: searches are about 30 times slower"
+    assert slow in " ".join(told.partition("\n\n")[0].split())
+    environment = json.loads(run("doctor", "--json"))["environment"]
+    assert environment["numba"].endswith("pip install 'megatron_ext[search]'")
+    assert {"ortools", "matplotlib"} <= environment.keys()
+
+
 def test_a_whole_program_is_written_for_others_to_check(tmp_path: Path) -> None:
     """Each rank's row with its messages and waits, in the text form that `parse` reads."""
     file = tmp_path / "rows.txt"

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_ext.cli import app
+from megatron_ext.cost_model.execution import Execution
 from megatron_ext.planner import planner
 from megatron_ext.planner.training import Training
 from megatron_ext.planner.training_job import job_of
@@ -72,11 +73,18 @@ def test_equal_microbatches_gain_nothing(tmp_path: Path) -> None:
 # ---- What is written
 
 
-def gains(loads: MicrobatchLoads, refuses: Any = lambda words: None) -> Any:
+def gains(
+    loads: MicrobatchLoads,
+    refuses: Any = lambda words: None,
+    *,
+    replicas: int = 4,
+    expert_replicas: int = 1,
+) -> Any:
     job = job_of(Training(4, 8, lambda placement: uniform(placement, 10, 12, 8, 1)))
     plan = job.compare()
     taken = next(job.alternative(one) for one in plan.candidates if one.schedule == "zb-v")
-    return unequal_gains(loads, taken, NOTHING, lambda written: refuses(written.arranging))
+    batch = BatchSize(8, replicas, expert_replicas=expert_replicas)
+    return unequal_gains(loads, batch, taken, NOTHING, lambda w: refuses(w.arranging))
 
 
 @pytest.fixture(scope="module")
@@ -100,10 +108,31 @@ def test_a_refused_part_is_not_written(loads: MicrobatchLoads) -> None:
 def test_what_gains_within_a_hundredth_is_left_out(loads: MicrobatchLoads) -> None:
     """One replica has nothing to deal, and the fewest flags are written."""
     one = MicrobatchLoads(loads.tokens[:, :8], loads.squares[:, :8])
-    alone = gains(one)
+    alone = gains(one, replicas=1)
     assert alone.deal is None and "--pipeline-deal-microbatches" not in alone.flags
     slight = MicrobatchLoads(1 + 0.01 * loads.tokens, 1 + 0.01 * loads.squares)
     assert gains(slight).flags == ()
+
+
+def test_replicas_that_share_experts_wait_for_one_another(loads: MicrobatchLoads) -> None:
+    """A step takes longer, and more of it is saved, the more replicas share experts; under all
+    alike, as under one whose microbatches are the longest."""
+    alone, two, four = (gains(loads, expert_replicas=shared) for shared in (1, 2, 4))
+    assert alone.seconds < two.seconds < four.seconds
+    assert alone.deal < two.deal < four.deal
+    longest = [own.reshape(-1, 8, 4).max(axis=2) for own in (loads.tokens, loads.squares)]
+    assert gains(MicrobatchLoads(*longest), replicas=1).seconds == pytest.approx(four.seconds)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "replicas"),
+    [((1, 1, 1, 1), 1), ((2, 1, 8, 1), 4), ((2, 2, 8, 1), 2), ((8, 1, 4, 1), 1), ((2, 1, 3, 1), 3)],
+)
+def test_experts_are_over_data_parallel_ranks(sizes: tuple[int, ...], replicas: int) -> None:
+    names = "tensor_parallel", "context_parallel", "expert_parallel", "expert_tensor_parallel"
+    own: dict[str, Any] = dict(zip(names, sizes, strict=True))
+    execution = Execution(1024, **own)
+    assert execution.expert_replicas == replicas
 
 
 def test_flags_that_leave_the_schedule() -> None:

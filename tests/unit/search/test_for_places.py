@@ -27,7 +27,7 @@ from megatron_ext.schedule.placement import Placement, line, loop, v
 from megatron_ext.schedule.problem import Problem, Recompute
 from megatron_ext.schedule.schedule import Schedule, bitwise_order
 from megatron_ext.search.bounds import lower_bound
-from megatron_ext.search.for_places import program_for_places
+from megatron_ext.search.for_places import judged_for_places, program_for_places
 from megatron_ext.search.improve import packers_of
 from megatron_ext.search.job_shop import end_of, job_shop_of, rows_of, starts_of
 from megatron_ext.search.pack import packer
@@ -181,6 +181,20 @@ def test_a_program_for_the_places_is_shorter_on_a_v() -> None:
         taken.append([UnequalSteps(one).makespan(of_passes, rows) for one in (made, here)])
     now, before = np.median(taken, axis=0)
     assert now < 0.98 * before
+
+
+@pytest.mark.parametrize(("microbatches", "is_shorter"), [(8, True), (16, False)])
+def test_the_better_program_is_kept(microbatches: int, is_shorter: bool) -> None:
+    """With images in seven of ten microbatches, on a line: that for the places is not always the
+    better one."""
+    here, rng = program("zb-h1", 4, microbatches, limit=4), np.random.default_rng(3)
+    size = (20, 4 * microbatches)
+    images = np.where(rng.random(size) < 0.3, 0, rng.lognormal(0, 0.8, size))
+    load = 0.9 + 0.4 * images
+    judged, made = judged_for_places(here, dict.fromkeys((F, I, W), load / load.mean()), 4)
+    assert made is not None and judged.profile is not None
+    assert judged.keeps_profile is is_shorter is (judged.profile < judged.dealt)
+    assert judged.dealt < judged.arrival
 
 
 @pytest.mark.parametrize(("largest", "most"), [(1, 4), (3, 2), (9, 0)])

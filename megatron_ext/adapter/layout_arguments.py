@@ -1,0 +1,22 @@
+"""Names of Megatron's arguments that say which layers lie on which stage."""
+
+from __future__ import annotations
+
+CHUNKS = "num_virtual_stages_per_pipeline_rank"
+LAYERS_OF_CHUNK = "num_layers_per_virtual_pipeline_stage"
+LAYOUT = "pipeline_model_parallel_layout"
+ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+_COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+PATTERN = "hybrid_layer_pattern"  # of a hybrid model, which has none of the others
+
+VIRTUAL_STAGES = (LAYERS_OF_CHUNK, CHUNKS, LAYOUT)
+PLACING = (*VIRTUAL_STAGES, *ENDS, *_COUNTED)
+
+# Names of these arguments in a TransformerConfig, which does not have all of them.
+ENDS_IN_CONFIGS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+CHUNKS_IN_CONFIGS = "virtual_pipeline_model_parallel_size"
+LAYOUT_FIELDS = (LAYOUT, *ENDS_IN_CONFIGS, *_COUNTED)
+NAMES_IN_CONFIGS = {
+    CHUNKS_IN_CONFIGS: CHUNKS,
+    **dict(zip(ENDS_IN_CONFIGS, ENDS, strict=True)),
+}
