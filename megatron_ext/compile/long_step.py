@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -28,6 +28,7 @@ from megatron_ext.schedule.columns import KINDS, by_kind
 from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
+from megatron_ext.words import bytes_text
 
 _PERIODS = 5  # in the shortest step that is tried; each next one has about twice as many
 _RECOMPUTES = by_kind(lambda rule: rule.repeats is not None)
@@ -51,20 +52,28 @@ class Simulated:
     is_whole: bool
 
 
+class HoldsMore(ValueError):
+    """Refusal of a long step that holds more with each microbatch, and soon too much."""
+
+
 def simulate_step(
     choice: Choice,
     problem: Problem,
     build: Callable[[Choice, Problem], Program] = build_program,
     *,
     whole: bool = False,
+    most: Sequence[float] | None = None,
 ) -> Simulated:
     """Return the figures of ``choice`` for ``problem``, from the repeating part of a shorter step
     if it has one.
 
     Args:
         whole: build all microbatches.
+        most: bytes that each rank may hold, beyond which no long step is built whole; None: any
+            number.
 
     Raises:
+        HoldsMore: a step of fewer microbatches, all of which are held at once, exceeds ``most``.
         InvalidSchedule: as `report`. If a shorter step exceeds the memory limit, longer ones do
             too.
         ValueError: ``choice`` has no schedule for ``problem``.
@@ -72,6 +81,7 @@ def simulate_step(
     check_size(problem)
     is_fixed = choice.traits.searches or choice.microbatches is not None
     if not (whole or is_fixed):
+        before: tuple[float, ...] | None = None
         for number in _fewer(choice, problem):
             shorter = _shorter(choice, problem, number, build)
             if shorter is None:
@@ -79,8 +89,30 @@ def simulate_step(
             found = _by_repeating_part(*shorter, problem.microbatches, _period(choice, problem))
             if found is not None:
                 return found
+            held = _held_bytes(shorter[0])
+            if most is not None:
+                _check_growth(before, held, most, number)
+            before = held
     program, made = report(choice, problem, build)
     return Simulated(made, _held_bytes(program), is_whole=True)
+
+
+def _check_growth(
+    before: Sequence[float] | None,
+    held: Sequence[float] | None,
+    most: Sequence[float],
+    microbatches: int,
+) -> None:
+    """Raise HoldsMore if ranks that ``held`` so many bytes in a step of ``microbatches``, more than
+    ``before`` in a shorter one, exceed ``most``."""
+    if before is None or held is None:
+        return
+    for rank, (less, more, bound) in enumerate(zip(before, held, most, strict=True)):
+        if less < more > bound:
+            raise HoldsMore(
+                f"rank {rank} holds more with each microbatch, and with {microbatches} of them "
+                f"{bytes_text(more - bound)} more than it may"
+            )
 
 
 def _fewer(choice: Choice, problem: Problem) -> Iterator[int]:

@@ -8,9 +8,9 @@ Korthikanti et al. 2022, section 4; Wan et al. 2025).
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 
 from megatron_ext.cost_model.execution import Execution, Framework
 from megatron_ext.cost_model.measured.scale import (
@@ -45,9 +45,11 @@ class Kept:
     whole: float = 0.0
 
     def __add__(self, other: Kept) -> Kept:
-        return Kept(*map(operator.add, astuple(self), astuple(other)))
+        names = [field.name for field in fields(self)]
+        return Kept(*(getattr(self, name) + getattr(other, name) for name in names))
 
 
+@lru_cache(maxsize=4096)  # layouts have the same stages many times
 def held_of_stage(
     model: Model, stage: Stage, execution: Execution, measured: Measured | None = None
 ) -> tuple[float, float]:
@@ -78,7 +80,7 @@ def held_by_component(
         yield OUTPUT_LAYER, _norms(model, execution) * split, split
     layers = [(layer, layer) for layer in stage.layers] + [(DEPTH, model.mtp_layer)] * stage.depths
     for position, (component, layer) in enumerate(layers):
-        kept = sum((_kept_by(symbol, model, execution) for symbol in layer), Kept())
+        kept = _kept_of_layer(layer, model, execution)
         left = _left_for_w(kept, execution) * tokens * size
         if execution.is_again(position):
             yield component, boundary, left
@@ -106,6 +108,11 @@ def _left_for_w(kept: Kept, execution: Execution) -> float:
     share = 1 / execution.tensor_parallel
     kinds = 2 - len(execution.gathers_again) if execution.sequence_parallel else 2  # that are whole
     return kept.widths * share + kept.whole / 2 * kinds * (1 - share)
+
+
+@lru_cache(maxsize=1024)
+def _kept_of_layer(layer: str, model: Model, execution: Execution) -> Kept:
+    return sum((_kept_by(symbol, model, execution) for symbol in layer), Kept())
 
 
 def _kept_by(symbol: str, model: Model, execution: Execution) -> Kept:

@@ -98,6 +98,7 @@ def _summed(terms: Iterable[Seconds]) -> Seconds:
     return dict(total)
 
 
+@lru_cache(maxsize=4096)  # layouts have the same stages many times
 def seconds_of_layers(
     model: Model, stage: Stage, execution: Execution, rates: Rates
 ) -> PassSeconds:

@@ -24,6 +24,7 @@ from megatron_ext.cost_model.model_memory import least_lasting
 from megatron_ext.launch import Chosen
 from megatron_ext.launch_command import line as launch_line
 from megatron_ext.launch_command.importing import silently
+from megatron_ext.launch_planner.alternatives.first_answer import is_long
 from megatron_ext.launch_planner.alternatives.written import alternative_of
 from megatron_ext.launch_planner.variants import (
     LineVariants,
@@ -34,7 +35,7 @@ from megatron_ext.launch_planner.variants import (
 from megatron_ext.planner.auto import AS_1F1B, left_out, nothing_left
 from megatron_ext.planner.candidate import Candidate, Plan, Variant, VocabMethod
 from megatron_ext.planner.figures import made_again
-from megatron_ext.planner.fitting import consider
+from megatron_ext.planner.fitting import caching_candidates, consider
 from megatron_ext.planner.job_plan import JobPlan, PlannedJob, plan_job
 from megatron_ext.planner.planner import Pair, make_plan, without_figures
 from megatron_ext.planner.verdict import (
@@ -105,12 +106,13 @@ def choose_for(
         )
         specs = None if is_plan else (stock_schedule(args), *_searches(args, config))
         whys: dict[str, None] = {}
-        for job in _jobs(variants, specs, gpu_memory or _memory_here()):
-            made = plan_job(job)
-            if made.verdict.taken is not None:
-                why = f"{job.reason(made)}{job.hidden_by_flags(made)}"
-                return Chosen(made.written.added, why, made.written.dropped)
-            whys |= dict.fromkeys(job.refusals(made.plan))
+        with caching_candidates():
+            for job in _jobs(variants, specs, gpu_memory or _memory_here()):
+                made = plan_job(job)
+                if made.verdict.taken is not None:
+                    why = f"{job.reason(made)}{job.hidden_by_flags(made)}"
+                    return Chosen(made.written.added, why, made.written.dropped)
+                whys |= dict.fromkeys(job.refusals(made.plan))
     raise ValueError(
         f"{flag('schedule')} {config.schedule} finds no schedule {job.within}: {'; '.join(whys)}"
     )
@@ -188,7 +190,17 @@ class LaunchChoice(PlannedJob):
             only_promising=True,
             better_than=self.better_than,
             specs=self.specs,
+            is_long=self.specs is None and self._is_long,
         )
+
+    @property
+    def _is_long(self) -> bool:
+        """Whether steps are so long that searches for them take minutes, as `plan` has it."""
+        try:
+            args, _ = self.line.validated(stock_schedule(self.line.args), VocabMethod.NAIVE)
+        except ValueError:
+            return False
+        return is_long(args)
 
     def baseline(self, plan: Plan) -> Alternative | None:
         own = stock_schedule(self.line.args)

@@ -94,12 +94,13 @@ class LaunchJob(PlannedJob):
 
     def others(self, plan: Plan) -> Others:
         line, room = self.parsed.variants, self.room
+        long = is_long(self.parsed.validated)
         with within(_LAYOUTS):
             layouts = until_end(partial(_layouts, self.parsed), None)
         changes: list[Changed | None] = []
         with within(_CHANGES):
             if self.is_estimate:
-                in_pairs = partial(other_pairs, line, plan, room, is_long=is_long(self.parsed))
+                in_pairs = partial(other_pairs, line, plan, room, is_long=long)
                 changes.append(until_end(partial(without_full_recompute, line, plan, room), None))
                 changes.append(until_end(in_pairs, None))
             slices = until_end(partial(long_sequences, self.parsed, plan), None)

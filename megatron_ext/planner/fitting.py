@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 
 from megatron_ext.compile.build import caching_proofs
-from megatron_ext.compile.long_step import simulate_step
+from megatron_ext.compile.long_step import HoldsMore, simulate_step
 from megatron_ext.planner.candidate import (
     Candidate,
     RankMemory,
@@ -124,7 +124,10 @@ def _as_requested(variant: Variant, method: VocabMethod, room: float | None) -> 
             return _candidate(
                 replace(variant, problem=replace(variant.problem, memory_limit=left)), method
             )
-    candidate = _candidate(variant, method)
+    try:
+        candidate = _candidate(variant, method, room)
+    except HoldsMore as error:
+        raise TooFull(str(error), math.inf) from error
     _check_room(candidate, room)
     return candidate
 
@@ -133,7 +136,7 @@ class TooFull(ValueError):
     """Refusal of a schedule that needs more memory than a rank has.
 
     Attributes:
-        seconds: duration of a step under this schedule if memory were no limit.
+        seconds: duration of a step under this schedule if memory were no limit; inf: not known.
     """
 
     def __init__(self, message: str, seconds: float) -> None:
@@ -168,20 +171,30 @@ def caching_candidates() -> Iterator[None]:
         _CACHE.reset(token)
 
 
-def _candidate(variant: Variant, method: VocabMethod) -> Candidate:
+def _candidate(variant: Variant, method: VocabMethod, room: float | None = None) -> Candidate:
+    """``room`` is that of `_simulated`."""
     cache = _CACHE.get()
     if cache is None:
-        return _simulated(variant, method)
+        return _simulated(variant, method, room)
     choice = variant.choice
     key = repr((choice.spec, choice.takes_long, variant.problem, variant.model, method))
     if key not in cache:
-        cache[key] = _simulated(variant, method)
+        cache[key] = _simulated(variant, method, room)
     return replace(cache[key], variant=variant)
 
 
-def _simulated(variant: Variant, method: VocabMethod, *, whole: bool = False) -> Candidate:
-    """Build and simulate ``variant``. ``whole`` is that of `simulate_step`."""
-    step = simulate_step(variant.choice, variant.problem, variant.build, whole=whole)
+def _simulated(
+    variant: Variant, method: VocabMethod, room: float | None = None, *, whole: bool = False
+) -> Candidate:
+    """Build and simulate ``variant``. ``whole`` is that of `simulate_step`.
+
+    Raises:
+        HoldsMore: a step that takes long to be built holds more than ``room`` on some rank.
+    """
+    most = None
+    if room is not None and variant.model is not None:
+        most = [room - rank.total for rank in variant.model]
+    step = simulate_step(variant.choice, variant.problem, variant.build, whole=whole, most=most)
     memory = None
     if variant.model is not None and step.held_bytes is not None:
         memory = tuple(map(RankMemory, variant.model, step.held_bytes))

@@ -17,7 +17,7 @@ from megatron_ext.planner.candidate import (
     by_time,
     stable_of,
 )
-from megatron_ext.planner.fitting import consider
+from megatron_ext.planner.fitting import TooFull, consider
 from megatron_ext.planner.limits import is_close, least_time
 from megatron_ext.planner.planning_time import until_end
 from megatron_ext.progress import Task, task
@@ -59,9 +59,9 @@ def make_plan(
         specs: the specs that are compared; None: every family, and those that search with each
             number of chunks (`SEARCHES`).
         known: candidates that were made of ``variant_of`` in ``room`` before.
-        is_long: whether steps are so long that searches take minutes. A schedule that takes longer
-            than another is then not made to fit, and one that is `CLOSE` to its lower bound is not
-            searched for.
+        is_long: whether steps are so long that searches take minutes. A schedule is then made to
+            fit only after all others, and if it would not take longer than the best of them; one
+            that is `CLOSE` to its lower bound is not searched for.
     """
     comparison = _Comparison(
         variant_of, room, only_promising, may_offload, better_than, known, is_long
@@ -74,9 +74,11 @@ def make_plan(
     def compare() -> bool:
         with task("comparing schedules", len(pairs)) as work:
             for pair in at_once:
-                comparison.add(pair)
+                comparison.add(pair, may_be_made_to_fit=not is_long)
                 work.done += 1
                 work.found = comparison.found
+            if is_long:
+                comparison.make_fit(work)
             for method in VocabMethod:
                 comparison.add_searched([pair for pair in searched if pair[1] is method], work)
         return True
@@ -113,17 +115,28 @@ class _Comparison:
         self._variant_of, self._better_than = variant_of, better_than
         self._known = {(made.schedule, made.method): made for made in known}
         self._is_long = is_long
+        self._too_full: dict[Pair, float] = {}  # seconds of a step if memory were no limit
         self._room, self._may_offload = room, may_offload
         self._only_promising = only_promising
 
-    def add(self, pair: Pair) -> bool:
+    def add(self, pair: Pair, *, may_be_made_to_fit: bool = True) -> bool:
         """Make ``pair`` a candidate, or store the reason of its refusal. Return whether it is
         one."""
-        candidate = self._consider(pair)
+        candidate = self._consider(pair, may_be_made_to_fit=may_be_made_to_fit)
         if candidate is None:
             return False
         self.candidates.append(candidate)
+        self.refusals.pop(pair, None)
         return True
+
+    def make_fit(self, work: Task) -> None:
+        """Make schedules that hold too much fit, the shortest first, as long as they would not take
+        longer than the best."""
+        for pair, seconds in sorted(self._too_full.items(), key=lambda full: full[1]):
+            best = self._best
+            if best is None or seconds < best.step:
+                self.add(pair)
+                work.found = self.found
 
     @property
     def found(self) -> str:
@@ -153,7 +166,9 @@ class _Comparison:
         best = self._best
         return is_close(candidate) or (best is not None and candidate.step >= best.step)
 
-    def _consider(self, pair: Pair, without_search: bool = False) -> Candidate | None:
+    def _consider(
+        self, pair: Pair, without_search: bool = False, *, may_be_made_to_fit: bool = True
+    ) -> Candidate | None:
         spec, method = pair
         try:
             variant = self._variant_of(spec, method)
@@ -172,9 +187,13 @@ class _Comparison:
             elif variant.choice.traits.searches:
                 variant = self._within_the_best(variant)
             at_most = best.step if best is not None and self._is_long else math.inf
-            if entry_of(spec).mark is Mark.LABORATORY:
+            if entry_of(spec).mark is Mark.LABORATORY or not may_be_made_to_fit:
                 at_most = 0.0
             return consider(variant, method, self._room, self._may_offload, at_most)
+        except TooFull as error:
+            self._too_full[pair] = error.seconds
+            self.refusals[pair] = str(error)
+            return None
         except ValueError as error:
             self.refusals[pair] = str(error)
             return None

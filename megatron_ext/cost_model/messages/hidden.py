@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 from megatron_ext.cost_model.execution import Execution
 from megatron_ext.cost_model.measured.scale import PASS
@@ -47,6 +47,7 @@ class PairedLayer:
         return min(there + back, self.forward + other.input_gradient + weights)
 
 
+@lru_cache(maxsize=4096)  # layouts have the same stages many times
 def paired_layers(
     model: Model, stage: Stage, execution: Execution, rates: Rates
 ) -> tuple[PairedLayer, ...]:

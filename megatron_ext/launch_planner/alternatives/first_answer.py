@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_ext.compile.registry import Mark, entry_of
 from megatron_ext.planner.candidate import Candidate, Plan, VocabMethod
@@ -22,9 +22,9 @@ _FIRST = ("zb-v",)
 _RECOMPUTE = 0.15  # of the planning time, after which the first answer comes without recompute
 
 
-def is_long(parsed: ParsedLaunch) -> bool:
-    """Return whether steps are so long that a comparison of all schedules takes up to a minute."""
-    args = parsed.validated
+def is_long(args: Any) -> bool:
+    """Return whether steps of ``args`` (validated) are so long that a comparison of all schedules
+    takes up to a minute."""
     microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
     return bool(args.pipeline_model_parallel_size * microbatches >= LONG)
 
@@ -72,7 +72,7 @@ def whole_plan(parsed: ParsedLaunch, first: Plan) -> Plan:
     stable ones are compared, without those that take more time than the best of the ``first``
     answer, whose schedules are used as they are."""
     line = parsed.variants
-    if not is_long(parsed):
+    if not is_long(parsed.validated):
         return make_plan(line.variant, parsed.room, may_offload=True)
     own = (line.own or "").partition(":")[0]
     stable = [s for s in all_specs() if entry_of(s).mark is Mark.STABLE or entry_of(s).name == own]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -35,7 +36,7 @@ from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import MemoryLimit, parse_limit
 from megatron_ext.schedule.placement import Placement, line, v
-from megatron_ext.schedule.problem import Offload, Problem, VocabularyParallel
+from megatron_ext.schedule.problem import Extras, Offload, Problem, VocabularyParallel
 from tests.helpers.combinations import IS_NIGHT, at_night
 from tests.helpers.few_families import only_families
 from tests.helpers.short_search import shorten_search
@@ -423,6 +424,35 @@ def test_what_takes_longer_is_not_made_to_fit(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(TooFull, match="more than it may") as refusal:
         consider(variant, VocabMethod.NAIVE, 0.9 * fullest, may_offload=True, at_most=1e-9)
     assert refusal.value.seconds > 0
+
+
+def test_what_takes_longer_than_a_later_schedule_is_not_made_to_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A launch of 160 microbatches on 8 ranks chose its schedule in 72 CPU seconds, most of them
+    for schedules that were made to fit before a better one was compared that fits as it is."""
+    job = training(microbatches=96)
+
+    def variant_of(name: str, method: VocabMethod) -> Variant | None:
+        return job.variant(name, method) if method is VocabMethod.NAIVE else None
+
+    variant = variant_of("1f1b", VocabMethod.NAIVE)
+    assert variant is not None
+    fullest = consider(variant, VocabMethod.NAIVE).fullest
+    assert fullest is not None
+    tried: list[str] = []
+
+    def noting(variant: Variant, *given: object) -> Iterator[Extras]:
+        tried.append(variant.choice.spec)
+        return iter(())
+
+    monkeypatch.setattr(fitting, "_ways_to_fit", noting)
+    compare = partial(make_plan, variant_of, 1.01 * fullest, only_promising=True, is_long=True)
+    slow = compare(specs=["gpipe", "1f1b"])
+    assert not tried and [made.schedule for made in slow.candidates] == ["1f1b"]
+    short = compare(specs=["zb-h2", "1f1b"])
+    assert set(tried) == {"zb-h2"}, "it would take less time"
+    assert {name for name, _ in short.refusals} == {"zb-h2"}
 
 
 def test_what_is_made_is_kept_for_the_same_problem(monkeypatch: pytest.MonkeyPatch) -> None:

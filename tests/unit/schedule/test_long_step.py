@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from megatron_ext.compile.build import build_program
-from megatron_ext.compile.long_step import Simulated, simulate_step
+from megatron_ext.compile.long_step import HoldsMore, Simulated, simulate_step
 from megatron_ext.compile.program.repeating_part import repeating_part
-from megatron_ext.compile.registry import choose, entries
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.compile.registry import Choice, choose, entries
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import Costs, uniform
 from megatron_ext.schedule.kinds import Held
@@ -126,6 +127,28 @@ def test_step_is_built_whole_where_nothing_repeats_itself(name: str) -> None:
     for problem in random_problems(name, 1):
         pair = both(name, problem)
         assert pair is None or pair[0].is_whole
+
+
+def test_step_that_holds_more_with_each_microbatch_is_not_built_whole_in_vain() -> None:
+    """A plan for 1,536 microbatches on 16 ranks compared gpipe alone, until its time was over."""
+    (problem,) = random_problems("gpipe", 1)
+    ranks = problem.ranks
+    problem = replace(problem, microbatches=24 * ranks)
+    built: list[int] = []
+
+    def build(choice: Choice, problem: Problem) -> Program:
+        built.append(problem.microbatches)
+        return build_program(choice, problem)
+
+    def held(microbatches: float) -> list[float]:
+        return [7e9 * microbatches] * ranks
+
+    with pytest.raises(HoldsMore, match=f"with {10 * ranks} of them .* more than it may"):
+        simulate_step(choose("gpipe"), problem, build, most=held(8 * ranks))
+    assert built == [5 * ranks, 10 * ranks]
+    assert simulate_step(choose("gpipe"), problem, build, most=held(25 * ranks)).is_whole
+    same = replace(problem, placement=choose("1f1b").place(ranks))
+    assert simulate_step(choose("1f1b"), same, most=held(0)).held_bytes is not None
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-v", "v-half"])
