@@ -56,13 +56,14 @@ def order_microbatches(
     """Return ``forward_backward``, Megatron's schedule function, with the most costly microbatches
     of each training step in the middle, under any schedule.
 
-    For callers whose batches Megatron does not make; ``--pipeline-microbatch-order`` serves others.
-    A call reads its ``num_microbatches`` items from each iterator before its first pass, and no
-    more. Results come back in the order of arrival; with ``forward_only`` nothing changes. The
-    ranks of a replica take part together, and follow the first one that has data.
+    It is for callers that make their own batches; where Megatron's data loaders make them, write
+    ``--pipeline-microbatch-order``. A call reads its ``num_microbatches`` items from each iterator
+    before its first pass, and no more. Results come back in the order of arrival; with
+    ``forward_only`` nothing changes. All ranks of a replica have to call it; they use the order of
+    the first one that has data.
 
     Args:
-        cost: of an item of the data iterator, in any unit.
+        cost: function that returns the cost of an item of the data iterator, in any unit.
     """
     from megatron_ext.adapter.batches.ordered_calls import order_microbatches as ordered
 

@@ -187,10 +187,12 @@ class PipelineConfig:
         metadata=_setting(
             _source,
             "COSTS",
-            "Costs of passes. Default: estimate, from the model's dimensions. profile or "
-            "profile:FILE measures costs in the first iterations, writes them to FILE (costs.json) "
-            "and uses them. Other values: such a file, or f=10,i=12,w=8,comm=1 for a rank's "
-            "forward pass, input gradient and weight gradient of a microbatch, and a message.",
+            "How long passes take; the schedule is made for these costs. Default: estimate, from "
+            "the model's dimensions. profile or profile:FILE measures them in the first "
+            "iterations, writes FILE (costs.json), and makes the schedule again. A file that was "
+            "written so can be given instead, or times in any unit: f=10,i=12,w=8,comm=1 are "
+            "forward pass, input gradient and weight gradient of a microbatch on one rank, and "
+            "one message.",
         ),
     )
     rank_speeds: RankSpeeds | None = field(

@@ -133,8 +133,9 @@ def tables(models: Sequence[torch.nn.Module]) -> tuple[Tensor, Tensor]:
     embedding = embedding_part(models[0])
     if embedding is None:
         raise ValueError(
-            "--pipeline-vocab-parallel divides the tables of a GPTModel, and this model has none: "
-            "drop --pipeline-vocab-parallel, or install the schedule before the model is built"
+            "--pipeline-vocab-parallel divides the embedding and the output layer while a GPTModel "
+            "is built, and this model was built without that: install the schedule before the "
+            "model is built; if it is no GPTModel, drop --pipeline-vocab-parallel"
         )
     parts = [embedding, output_part(models[0]) or embedding]
     for part in parts:

@@ -25,9 +25,10 @@ CostsText = Annotated[
     str,
     typer.Option(
         help="Costs of passes: times in any unit, or a JSON file of measured costs. "
-        "f=10,i=12,w=8,comm=1 are a rank's forward pass, input gradient and weight gradient of a "
-        "microbatch, and one message. head=5/6/4,embedding=1/1 adds the output layer and the "
-        "embedding, tower=8/9/6 an encoder on the first stage."
+        "f=10,i=12,w=8,comm=1 are forward pass, input gradient and weight gradient of a "
+        "microbatch on one rank, and one message. head=5/6/4 adds those three of the output layer, "
+        "tower=8/9/6 those of an encoder on the first stage, and embedding=1/1 forward pass and "
+        "weight gradient of the embedding."
     ),
 ]
 UNIT = "f=1,i=1,w=1,comm=0"
@@ -93,7 +94,7 @@ InPairs = Annotated[
     typer.Option(
         "--pairs",
         help="Overlap the forward pass of one microbatch with the backward pass of another, so "
-        "that each hides the other's all-to-all. Needs hidden= in --costs.",
+        "that each hides the other's all-to-all. --costs must say with hidden= how much is hidden.",
     ),
 ]
 PostValidation = Annotated[

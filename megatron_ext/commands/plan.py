@@ -136,10 +136,10 @@ def plan(
     gpu: Annotated[
         str | None,
         typer.Option(
-            help="GPU to plan for: a name such as h100 (an unknown name lists all), or achieved "
-            "operations and message bytes per second, as "
-            "operations=400e12,bytes=40e9,memory=80GiB. h100:6,a100:2 gives six pipeline ranks an "
-            "H100, and the last two an A100. A rank's tensors, CUDA, NCCL and the allocator's "
+            help="GPU to plan for: a name such as h100 (an unknown name lists all), or the rates it "
+            "achieves: operations=400e12,bytes=40e9,memory=80GiB are operations a second, bytes of "
+            "messages a second, and its memory. With h100:6,a100:2 the first six pipeline ranks "
+            "have H100s, and the last two A100s. A rank's tensors, CUDA, NCCL and the allocator's "
             f"reserve may take {USABLE:.0%} of the memory."
         ),
     ] = None,
@@ -173,10 +173,11 @@ def plan(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="File of unequal microbatches: a line for each, step after step, with the lengths "
-            "of its documents, or without a model its cost. The plan says what is gained by "
-            "ordering them, by dealing them to replicas, and by a program made for the mean cost "
-            "at each position in the step.",
+            help="File of unequal microbatches, one line each, in the order of training: the "
+            "lengths of its documents in tokens; with --costs, its cost. The plan says what is "
+            "gained by ordering the microbatches of a step, by distributing them to data-parallel "
+            "replicas by cost, and by a schedule made for the mean cost at each position in the "
+            "step.",
         ),
     ] = None,
     config: Annotated[
@@ -298,7 +299,9 @@ def _show_sizes(source: _Source, sizes: _Sizes, settings: _Settings, *, as_json:
     if time.is_short:
         typer.echo(f"{time.why_short}: some alternatives were not compared", err=True)
     if made.best is None and time.is_short:
-        raise ValueError("the time ended before any sizes were compared")
+        raise ValueError(
+            "the limit of time ended before any other parallel sizes were compared: drop --any-sizes, or fix some of them in the command"
+        )
     if made.best is None:
         raise ValueError("no sizes fit, as estimated: take more GPUs, or GPUs with more memory")
 

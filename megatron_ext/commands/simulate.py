@@ -186,8 +186,8 @@ def simulate(
     csv: Annotated[
         Path | None,
         typer.Option(
-            help="Write the compute actions into this .csv file, a line per rank. SPEC and "
-            "--pipeline-schedule read it."
+            help="Write the compute actions into this .csv file, a line per rank. Such a "
+            "file can be given as SPEC and to --pipeline-schedule."
         ),
     ] = None,
     torch_csv: Annotated[

@@ -73,8 +73,8 @@ def run_both(
                 raise ValueError(f"A's run wrote no checkpoint: see {folder}/checkpoint.log")
         except ValueError as error:
             raise ValueError(
-                f"{error}\nIf Megatron cannot save this model, add --from-seed: no checkpoint is "
-                f"needed if both commands place layers alike"
+                f"{error}\nIf Megatron cannot save this model, add --from-seed: both "
+                f"commands then start from the seed, which needs the same layers on each rank"
             ) from None
         _room(folder, 3 * _size(checkpoint), "3 recordings")
         load = ["--load", str(checkpoint), "--ckpt-format", "torch_dist"]

@@ -17,7 +17,7 @@ AS_1F1B = "1x"  # the limit where there is no other: what 1F1B holds, in microba
 
 @dataclass(frozen=True)
 class Taken:
-    """Spec that is taken, and a line on the others."""
+    """Schedule that auto has chosen, and one line that compares it with the others."""
 
     spec: str
     why: str

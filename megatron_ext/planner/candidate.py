@@ -59,7 +59,7 @@ class Variant:
         return build_program if self.problem.costs.held_bytes is None else place_output_layer
 
     def check_launch(self) -> None:
-        """Raise ValueError if it can be simulated, but no launch can run it."""
+        """Raise ValueError if this schedule can be simulated, but no training can run it."""
         is_divided = self.problem.extras.vocab_parallel is not VocabularyParallel.NONE
         if is_divided and not is_line_or_v(self.problem.placement):
             raise ValueError("its vocabulary cannot be divided: only that of a line or a V can")

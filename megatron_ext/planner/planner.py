@@ -253,7 +253,9 @@ def _check_promising(
 def _check_on_stages_of(best: Candidate, variant: Variant) -> None:
     """Raise ValueError if ``variant`` has other stages than ``best``."""
     if variant.problem.placement != best.variant.problem.placement:
-        raise ValueError(f"searched for only on stages as {best.schedule} has them")
+        raise ValueError(
+            f"is not searched for: the search is for the placement of {best.schedule} only"
+        )
 
 
 def without_figures(why: str) -> str:

@@ -107,8 +107,9 @@ class RunRecording:
             _put(bits, part)
         if filled < bits.size:
             raise ValueError(
-                f"{self.folder}: {name_of(tensor)} has {bits.size} elements, of which {filled} "
-                f"were recorded: record anew, and report this with your launch command"
+                f"{self.folder}: {name_of(tensor)} has {bits.size} elements, and only {filled} "
+                f"were recorded: record again; if that does not help, report this with your launch "
+                f"command"
             )
         return piece.dtype, bits
 

@@ -211,8 +211,8 @@ def _with_slices(costs: Costs, figures: Mapping[str, Any], what: str) -> Costs:
     launch = given.get("launch", [])
     if len(launch) not in (0, 1, costs.stages):
         raise ValueError(
-            f"costs {what}: launch is a part of f and of i, a single number or one number per "
-            f"stage, not {_joined(launch)}"
+            f"costs {what}: launch is the time, contained in f and in i, in which the host "
+            f"launches kernels: one number, or one number per stage, not {_joined(launch)}"
         )
     return costs.with_slices(
         attention=_of_all(shares, costs.stages), launch=_of_all(launch, costs.stages)

@@ -258,9 +258,9 @@ class Problem:
         firsts = sorted(stages[0] for stages in self.placement.stages_of)
         if firsts != list(range(self.ranks)):
             raise ValueError(
-                "post-validation passes the optimizer's state from the rank of a stage to that of "
-                f"the next: the first {self.ranks} stages have to be on {self.ranks} ranks, and "
-                f"they are on ranks {self.placement.rank_of[: self.ranks]}; use another placement, "
+                "post-validation sends the gradients' norm from the rank of a stage to that of the "
+                f"next: the first {self.ranks} stages have to be on {self.ranks} different ranks, "
+                f"and they are on ranks {self.placement.rank_of[: self.ranks]}; use another placement, "
                 "or drop post-validation"
             )
 

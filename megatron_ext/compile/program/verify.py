@@ -463,8 +463,13 @@ def _check_channels(schedule: Schedule, p2p: P2P) -> None:
 
 
 def _ends_meet(schedule: Schedule, ends: int) -> bool:
-    """Return whether the k-th send and the k-th receive of each way are the two ends of one
-    message. A way is the first ``ends`` entries of a `Channel`."""
+    """Return whether the k-th send and the k-th receive between two ranks are the two ends of one
+    message.
+
+    Args:
+        ends: how many entries of a `Channel` have to be equal for messages to share an order: 2
+            for sender and receiver, or all of them.
+    """
     columns, placement = schedule.columns, schedule.placement
     numbers: dict[tuple[object, ...], int] = {}
     ways = [

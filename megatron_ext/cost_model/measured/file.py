@@ -1,5 +1,5 @@
-"""Entries of a costs file besides costs per stage: costs per layer type, links, and the allocator's
-reserved bytes. Estimates are made with the rates that the file records."""
+"""What a costs file has besides costs per stage: costs per layer type, rates of the GPU and its
+links, from which other layouts are estimated, and the allocator's reserved bytes."""
 
 from __future__ import annotations
 

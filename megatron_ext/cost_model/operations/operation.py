@@ -236,7 +236,8 @@ def attention_operation(
 def norm_and_residual(
     hidden: int, execution: Execution, *, is_alone: bool = False
 ) -> list[Operation]:
-    """Return the norm before a part, and the addition of the residual after it.
+    """Return the operations of the norm before attention or an MLP, and of the addition of the
+    residual after it.
 
     Args:
         is_alone: whether the norm is a separate module in Transformer Engine too, rather than fused

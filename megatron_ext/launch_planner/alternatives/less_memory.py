@@ -1,4 +1,5 @@
-"""Ways to make a launch fit that fits nowhere: recompute, more ranks, smaller batches."""
+"""Changes to a launch that no schedule makes fit into memory: recompute, more ranks, smaller
+microbatches."""
 
 from __future__ import annotations
 

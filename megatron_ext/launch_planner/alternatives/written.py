@@ -84,7 +84,7 @@ def _kind(spec: str) -> tuple[str, int]:
 
 
 def _words(args: Any, made: Candidate, layout: Layout) -> tuple[str, ...]:
-    """Return the flag and the value that put layers on stages, in the shortest form."""
+    """Return the shortest flag, with its value, that gives stages the layers of ``layout``."""
     pattern, chunks = getattr(args, PATTERN, None), made.report.vpp
     if pattern is not None:
         return argument_flag(PATTERN), layout.cut(pattern)

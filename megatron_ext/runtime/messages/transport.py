@@ -236,8 +236,8 @@ class PeerCall:
             which, peers = "one of which has failed or hangs", []
         raise PeerFailure(
             f"pipeline rank {recorder.rank} was waiting for {self._action} "
-            f"({whom(self._peer, self._direction)}), {which}: look for the first error of that "
-            f"rank {recorder.rank_identity.note(*peers)}. torch says: {error}"
+            f"({whom(self._peer, self._direction)}), {which}: look for its first error "
+            f"{recorder.rank_identity.note(*peers)}. torch says: {error}"
         ) from error
 
 

@@ -157,7 +157,7 @@ def test_tensors_are_put_together_however_they_are_divided(tmp_path: Path) -> No
     dtype, bits = divided.whole(("w", ()))
     assert dtype == "float32" and np.array_equal(bits.view(np.float32), whole)
     lacking = read_recording(write(tmp_path / "lacking", A.but(ranks=ranks[:2])))
-    with pytest.raises(ValueError, match="w has 24 elements, of which 18 were recorded"):
+    with pytest.raises(ValueError, match="w has 24 elements, and only 18 were recorded"):
         lacking.whole(("w", ()))
 
 

@@ -45,8 +45,9 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             return
         if type(model) is not GPTModel:
             raise ValueError(
-                f"--pipeline-vocab-parallel {vocabulary} divides the tables of a GPTModel, and "
-                f"{type(model).__name__} may use them in ways of its own: drop the flag"
+                f"--pipeline-vocab-parallel {vocabulary} divides the embedding and the output "
+                f"layer of a GPTModel; {type(model).__name__} is a class of its own, which may use "
+                f"them differently: drop the flag"
             )
         if call.arguments.get("logit_dtype") is not None:  # since Megatron 0.20
             raise ValueError(
