@@ -136,7 +136,7 @@ def plan(
     gpu: Annotated[
         str | None,
         typer.Option(
-            help="GPU to plan for: a name such as h100 (an unknown name lists all), or the rates it "
+            help="GPU to plan for: a name such as h100 (an unknown name lists all), or rates that it "
             "achieves: operations=400e12,bytes=40e9,memory=80GiB are operations a second, bytes of "
             "messages a second, and its memory. With h100:6,a100:2 the first six pipeline ranks "
             "have H100s, and the last two A100s. A rank's tensors, CUDA, NCCL and the allocator's "
@@ -174,10 +174,9 @@ def plan(
         typer.Option(
             metavar="FILE",
             help="File of unequal microbatches, one line each, in the order of training: the "
-            "lengths of its documents in tokens; with --costs, its cost. The plan says what is "
-            "gained by ordering the microbatches of a step, by distributing them to data-parallel "
-            "replicas by cost, and by a schedule made for the mean cost at each position in the "
-            "step.",
+            "lengths of its documents in tokens; with --costs, its cost. The plan gives the "
+            "gain of three changes: microbatches of a step in another order, distributed to "
+            "data-parallel replicas by cost, and a schedule for the mean cost of each position.",
         ),
     ] = None,
     config: Annotated[
@@ -300,7 +299,7 @@ def _show_sizes(source: _Source, sizes: _Sizes, settings: _Settings, *, as_json:
         typer.echo(f"{time.why_short}: some alternatives were not compared", err=True)
     if made.best is None and time.is_short:
         raise ValueError(
-            "the limit of time ended before any other parallel sizes were compared: drop --any-sizes, or fix some of them in the command"
+            "no other parallel sizes were compared before the time ended: drop --any-sizes"
         )
     if made.best is None:
         raise ValueError("no sizes fit, as estimated: take more GPUs, or GPUs with more memory")

@@ -266,7 +266,7 @@ def _with_vocabulary(
         part = figures[key] if isinstance(figures[key], list) else [figures[key]]
         if len(part) != size:
             raise ValueError(
-                f"costs {what}: {key} has {len(part)} figures instead of {size}, the times of "
+                f"costs {what}: {key} takes {size} figures, not {len(part)}: the times of "
                 f"{passes} for one microbatch"
             )
         _check_figures(f"{what}, {key}", part)

@@ -260,8 +260,8 @@ class Problem:
             raise ValueError(
                 "post-validation sends the gradients' norm from the rank of a stage to that of the "
                 f"next: the first {self.ranks} stages have to be on {self.ranks} different ranks, "
-                f"and they are on ranks {self.placement.rank_of[: self.ranks]}; use another placement, "
-                "or drop post-validation"
+                f"and they are on ranks {self.placement.rank_of[: self.ranks]}; use another "
+                "placement, or drop post-validation"
             )
 
     @property

@@ -17,8 +17,10 @@ import torch
 from typer.testing import CliRunner
 
 from megatron_ext.cli import app
+from megatron_ext.commands import plan as plan_command
 from megatron_ext.config import PipelineConfig
 from megatron_ext.cost_model.gpus import GPUS
+from megatron_ext.doctor import check as launch_check
 from megatron_ext.doctor.check import check_launch
 from megatron_ext.launch_command import line as launch_line
 from megatron_ext.launch_command.log.unparse import unparse
@@ -28,11 +30,14 @@ from megatron_ext.launch_planner.alternatives import (
     layouts,
     pairs,
 )
+from megatron_ext.launch_planner.alternatives import long_sequences as slices_of_launch
 from megatron_ext.launch_planner.command_line import command_with
 from megatron_ext.launch_planner.launch_job import refusal_of
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest, with_launch
-from megatron_ext.planner import confirmation, verdict
+from megatron_ext.planner import confirmation, long_sequences, verdict
 from megatron_ext.planner.candidate import Plan, VocabMethod
+from megatron_ext.planner.layouts import candidates, descent, lines
+from megatron_ext.planner.planning_time import planning
 from megatron_ext.planner.verdict import Written
 from scripts.recipes.accepting import argument_values, as_on_gpus, others
 from scripts.recipes.public_form import read_recipes
@@ -53,6 +58,10 @@ OF_A_LAUNCH = (
     *("--train-iters", "1000", "--lr", "1e-4", "--eval-interval", "1000", "--eval-iters", "0"),
     *("--mock-data", "--tokenizer-type", "NullTokenizer"),
 )
+SECONDS = 4.0  # CPU seconds of a plan here
+GROUPS = 2  # of microbatches of a recipe's step here, each with one for each rank
+SLICED = ("1f1b", "zb-h1", "zb-v")  # schedules that are compared with slices
+APART = 17  # places of the list between two recipes that are planned one after the other
 DAILY = "llama3_8b_pretrain_16gpu_h100_bf16_16k"
 JOBS: dict[str, dict[str, Any]] = {
     **LINES,
@@ -66,7 +75,8 @@ JOBS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few schedules, without a search; and whatever gains anything is told to be written."""
+    """Few alternatives of each kind, without a search; and whatever gains anything is told to be
+    written. The time of a plan is over after few CPU seconds, as it may be for users."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     only_families(monkeypatch, "1f1b", "interleaved", "zb-h1", "zb-v")
     monkeypatch.setattr(pairs, "_specs", lambda *, with_pairs: iter(["interleaved", "zb-v"]))
@@ -75,6 +85,20 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         layouts, "lay_out", lambda *given, **more: lay_out(*given, **more, search=False)
     )
+    with_chunks = lines._with_chunks
+    monkeypatch.setattr(lines, "_with_chunks", lambda *given: with_chunks(*given)[:1])
+    monkeypatch.setattr(candidates, "_PLACEMENTS", 1)
+    monkeypatch.setattr(descent, "_STEPS", 2)
+    monkeypatch.setattr(slices_of_launch, "COUNTS", (2,))
+    make_plan = long_sequences.make_plan
+    monkeypatch.setattr(
+        long_sequences,
+        "make_plan",
+        lambda variant_of, room, specs: make_plan(variant_of, room, specs=SLICED),
+    )
+    monkeypatch.setattr(plan_command, "planning", functools.partial(planning, SECONDS))
+    # A remark of doctor's, which compares schedules once more.
+    monkeypatch.setattr(launch_check, "_say_what_slices_give", lambda *given: None)
     monkeypatch.setattr(verdict, "WORTH", 0.0)
     assert confirmation.verdict is verdict.verdict
 
@@ -159,9 +183,14 @@ NO_PLAN = Plan((), {})
 
 
 def _recipes() -> list[str]:
-    """Public recipes whose GPU is known: all at night, by day one that is soon planned."""
+    """Return the public recipes whose GPU is known: all at night, by day one that is soon planned.
+
+    The order spreads neighbours of the list, so that a run that ends early has seen all models.
+    """
     names = [name for name, recipe in _understood().items() if recipe.gpu in GPUS]
-    return names if IS_NIGHT else [next(name for name in names if DAILY in name)]
+    if IS_NIGHT:
+        return [name for start in range(APART) for name in names[start::APART]]
+    return [next(name for name in names if DAILY in name)]
 
 
 @functools.cache
@@ -174,6 +203,15 @@ def _understood() -> dict[str, Recipe]:
         }
 
 
+def _batch_of_few(args: Any) -> int:
+    """Return the global batch of ``args``, or that of `GROUPS` groups of microbatches if it has
+    more, with as many microbatches left over: the same flags are refused for both."""
+    at_once = args.micro_batch_size * args.data_parallel_size
+    group = args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size
+    count, few = args.global_batch_size // at_once, GROUPS * group
+    return int(at_once * min(count, few + count % group))
+
+
 @pytest.mark.parametrize("name", _recipes())
 def test_doctor_accepts_what_plan_prints_for_a_recipe(name: str) -> None:
     recipe = _understood()[name]
@@ -184,6 +222,7 @@ def test_doctor_accepts_what_plan_prints_for_a_recipe(name: str) -> None:
             args = launch_line.validate(args, PipelineConfig(), recipe.gpus)
     except ValueError as error:
         pytest.skip(f"stock Megatron refuses the recipe: {error}")
+    args.global_batch_size = _batch_of_few(args)
     unparsed = unparse({key: str(value) for key, value in vars(args).items()})
     nodes, of_node = divmod(recipe.gpus, 8) if recipe.gpus % 8 == 0 else (recipe.gpus, 1)
     command = ["torchrun", "--nnodes", str(nodes), "--nproc-per-node", str(of_node or 8)]

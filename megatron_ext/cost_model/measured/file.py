@@ -1,5 +1,5 @@
-"""What a costs file has besides costs per stage: costs per layer type, rates of the GPU and its
-links, from which other layouts are estimated, and the allocator's reserved bytes."""
+"""Entries of a costs file besides costs per stage: costs per layer type, the allocator's reserved
+bytes, and the rates of the GPU and its links, from which other layouts are estimated."""
 
 from __future__ import annotations
 

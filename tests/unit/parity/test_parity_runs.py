@@ -120,7 +120,7 @@ def test_a_model_that_cannot_be_saved(machine: Machine, monkeypatch: pytest.Monk
     result = parity("--", *OURS)
     assert result.exit_code == 2
     assert "A writes a checkpoint: the run failed" in result.stderr
-    assert "need no checkpoint, with --from-seed" in result.stderr
+    assert "add --from-seed: both commands then start from the seed" in result.stderr
 
 
 def test_lines_from_a_seed_write_no_checkpoint(machine: Machine) -> None:

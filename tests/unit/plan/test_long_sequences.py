@@ -142,7 +142,7 @@ def test_each_slice_is_launched() -> None:
     given = parse_costs(text, line(2))
     assert format_costs(given) == text
     assert [given.of(Action(0, F, part)) for part in parts] == [4.5, 4.5]
-    with pytest.raises(ValueError, match="launch is a part of f"):
+    with pytest.raises(ValueError, match="launch is the time, contained in f"):
         parse_costs("f=8,i=12,w=4,launch=1/1/1", line(2))
 
 

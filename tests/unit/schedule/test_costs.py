@@ -185,9 +185,12 @@ HOW = "write f=10,i=12,w=8,comm=1 (one microbatch of a full rank; comm per hop) 
         ("f=inf,i=1,w=1", "inf is no cost"),
         ("f=1,i=1,w=1,comm=-2", "-2.0 is no cost"),
         ("f=1,i=1,w=1,comm=1/2", f"comm is a single number; {HOW}"),
-        ("f=1,i=1,w=1,head=5", "head is 3 figures, of F, I and W (one microbatch through"),
+        ("f=1,i=1,w=1,head=5", "head takes 3 figures, not 1: the times of F, I and W"),
         ("f=1,i=1,w=1,head=1/2/-3", "head: -3.0 is no cost"),
-        ("f=1,i=1,w=1,embedding=1/2/3", "embedding is 2 figures, of the lookup and the weight"),
+        (
+            "f=1,i=1,w=1,embedding=1/2/3",
+            "embedding takes 2 figures, not 3: the times of the lookup and",
+        ),
         (
             "f=1/2/3,i=1,w=1",
             "3 figures for 2 stages; give one figure per microbatch of a full rank",
@@ -268,7 +271,7 @@ def test_the_vocabulary_from_a_file(tmp_path: Path) -> None:
     ("data", "message"),
     [
         ("{", "is not JSON"),
-        (GOOD_FILE | {"head": [5, 6]}, "head is 3 figures, of F, I and W"),
+        (GOOD_FILE | {"head": [5, 6]}, "head takes 3 figures, not 2: the times of F, I and W"),
         (GOOD_FILE | {"embedding": [5, "6"]}, "embedding: '6' is no cost"),
         (
             GOOD_FILE | {"bytes": {"activation": 1, "weight inputs": 1, "logits": [1, 2]}},
