@@ -189,7 +189,7 @@ HOW = "write f=10,i=12,w=8,comm=1 (one microbatch of a full rank; comm per hop) 
         ("f=1,i=1,w=1,head=1/2/-3", "head: -3.0 is no cost"),
         (
             "f=1,i=1,w=1,embedding=1/2/3",
-            "embedding takes 2 figures, not 3: the times of the lookup and",
+            "embedding takes 2 figures, not 3: the times of",
         ),
         (
             "f=1/2/3,i=1,w=1",
