@@ -137,8 +137,8 @@ def plan(
         str | None,
         typer.Option(
             help="GPU to plan for: a name such as h100 (an unknown name lists all), or its "
-            "achieved rates: operations=400e12,bytes=40e9,memory=80GiB are operations a second, bytes of "
-            "messages a second, and its memory. With h100:6,a100:2 the first six pipeline ranks "
+            "achieved rates: operations=400e12,bytes=40e9,memory=80GiB are operations a second, "
+            "bytes of messages a second, and its memory. With h100:6,a100:2 the first six ranks "
             "have H100s, and the last two A100s. A rank's tensors, CUDA, NCCL and the allocator's "
             f"reserve may take {USABLE:.0%} of the memory."
         ),
