@@ -169,8 +169,8 @@ class Gpu:
 
 GPUS = {name: Gpu(sheet.memory, sheet) for name, sheet in DATA_SHEETS.items()}
 # Share of a GPU's memory that a rank may take, CUDA's context, NCCL's buffers and the allocator's
-# reserve included. CUDA hands out less than nvidia-smi states: 79.15 of 80 GiB on an A100, 79.1 of
-# 79.65 GiB on an H100.
+# reserve included. CUDA hands out less than a GPU has: of 80 GiB 79.25 on an A100 and 79.33 on an
+# A800, as errors of PyTorch say that users have reported.
 USABLE = 0.99
 # Bytes that torch's allocator reserves beyond its allocations, as a share of what is allocated and
 # freed again in a step: 15 % on average of eight language models on A100s, without expandable
