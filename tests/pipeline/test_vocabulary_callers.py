@@ -193,7 +193,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: step(build(), forward_only=True, collect_non_loss_data=True),
         "no rank has whole logits",
     ),
-    "another model": (lambda: build(Custom), "Custom may use them in ways of its own"),
+    "another model": (lambda: build(Custom), "Custom is a class of its own, which may use them"),
     "a vocabulary that does not divide": (
         lambda: build(vocabulary=33),
         "33 cannot be split evenly over 2 ranks .*: pad it to 34",
