@@ -43,7 +43,7 @@ from megatron_ext.cost_model.gpus import (
     parse_gpus,
     short_name,
 )
-from megatron_ext.cost_model.measured.file import load_measured
+from megatron_ext.cost_model.measured.file import measured_reserve
 from megatron_ext.cost_model.model_memory import TrainingState, bytes_of_ranks, least_lasting
 from megatron_ext.cost_model.rates import Rates
 from megatron_ext.cost_model.short_form import parse_model
@@ -200,8 +200,7 @@ def plan(
         int | None,
         typer.Option(
             help="Number of ranks. Default: the number in torchrun's flags, or the ranks of one "
-            "copy of the "
-            "model."
+            "copy of the model."
         ),
     ] = None,
 ) -> None:
@@ -545,9 +544,7 @@ def _machine(
         return assumed_rates(precision), None
     machine, reserved = reference_of(gpus), seen.reserved
     if reserved is None and costs is not None:
-        file = CostsSource(costs).file
-        measured = None if file is None else load_measured(file, short_name(machine))
-        reserved = None if measured is None else measured.reserved
+        reserved = measured_reserve(CostsSource(costs).file, short_name(machine))
     free = (
         None if machine.memory is None else free_memory(machine.memory, reserved, lasting=lasting)
     )

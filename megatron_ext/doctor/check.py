@@ -19,8 +19,8 @@ from megatron_ext.compile.program.verify import Program
 from megatron_ext.config import PipelineConfig, flag
 from megatron_ext.cost_model.assumptions import assumptions
 from megatron_ext.cost_model.gpus import GPUS, USABLE, FreeMemory, free_memory
-from megatron_ext.cost_model.measured.file import load_measured
-from megatron_ext.cost_model.model_memory import least_lasting
+from megatron_ext.cost_model.measured.file import measured_reserve
+from megatron_ext.cost_model.model_memory import ModelBytes, least_lasting
 from megatron_ext.doctor.communicators import check_communicators
 from megatron_ext.doctor.doctor import diagnose
 from megatron_ext.doctor.environment.dataset_helpers import check_dataset_helpers
@@ -338,6 +338,7 @@ def _check_training(
     ``parsed`` are ``args`` before Megatron validated them.
     """
     from megatron_ext.adapter import arguments
+    from megatron_ext.adapter.model_bytes import model_bytes_of_ranks
 
     microbatches = report.attempt("batch size", lambda: launch_line.count_microbatches(args))
     if microbatches is not None:
@@ -362,8 +363,13 @@ def _check_training(
     if not programs:
         return None
     program = programs[0]
-    free = _free_memory(args, spec, program, room)
-    needed = _predict(report, args, spec, program, free)
+    problem = program.problem
+    model = model_bytes_of_ranks(args, problem.placement, problem.extras.vocab_parallel)
+    free = None
+    if room is not None:
+        reserved = measured_reserve(spec.costs.file)
+        free = free_memory(room, reserved, lasting=least_lasting(model))
+    needed = _predict(report, args, spec, program, model, free)
     if config.race is not None:
         _check_race(report, args, config, program)
     elif config.slices == 1:
@@ -487,10 +493,15 @@ def _megatrons_own(args: Any) -> str:
 
 
 def _predict(
-    report: Report, args: Any, spec: PipelineConfig, program: Program, free: FreeMemory | None
+    report: Report,
+    args: Any,
+    spec: PipelineConfig,
+    program: Program,
+    model: Sequence[ModelBytes] | None,
+    free: FreeMemory | None,
 ) -> float | None:
-    from megatron_ext.adapter import model_bytes
     from megatron_ext.adapter.layers import layers_of_stages
+    from megatron_ext.adapter.model_bytes import checkpoint_bytes
     from megatron_ext.runtime.host.memory import planned_bytes
 
     problem = program.problem
@@ -514,7 +525,6 @@ def _predict(
     if unknown is not None:
         fix = "--pipeline-costs profile measures what passes take"
         report.add(Severity.REMARK, "estimate", unknown, fix)
-    model = model_bytes.model_bytes_of_ranks(args, placement, problem.extras.vocab_parallel)
     if model is None:
         text = "that of layers which are not Megatron's is not known"
         report.add(Severity.REMARK, "memory", text)
@@ -541,22 +551,7 @@ def _predict(
         planned = [planned_bytes(row, costs) or 0.0 for row in program.schedule.rows]
         text = f"offload takes up to {bytes_text(max(planned))} per rank"
         report.add(Severity.RIGHT, "host memory", text, "add up the ranks of a node")
-    return model_bytes.checkpoint_bytes(args, placement)
-
-
-def _free_memory(
-    args: Any, spec: PipelineConfig, program: Program, room: int | None
-) -> FreeMemory | None:
-    """Return the memory that a rank may take of a GPU with ``room`` bytes; None: not known."""
-    from megatron_ext.adapter import model_bytes
-
-    if room is None:
-        return None
-    problem, file = program.problem, spec.costs.file
-    model = model_bytes.model_bytes_of_ranks(args, problem.placement, problem.extras.vocab_parallel)
-    measured = None if file is None else load_measured(file)
-    reserved = None if measured is None else measured.reserved
-    return free_memory(room, reserved, lasting=least_lasting(model))
+    return checkpoint_bytes(args, placement)
 
 
 def _judge_memory(report: Report, totals: Sequence[float], free: FreeMemory | None) -> None:

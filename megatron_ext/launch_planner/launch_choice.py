@@ -19,7 +19,7 @@ from megatron_ext.compile.auto_spec import auto_searches
 from megatron_ext.compile.registry import choose, entry_of
 from megatron_ext.config import PLAN, PipelineConfig, flag
 from megatron_ext.cost_model.gpus import FreeMemory, free_memory
-from megatron_ext.cost_model.measured.file import load_measured
+from megatron_ext.cost_model.measured.file import measured_reserve
 from megatron_ext.cost_model.model_memory import least_lasting
 from megatron_ext.launch import Chosen
 from megatron_ext.launch_command import line as launch_line
@@ -315,7 +315,7 @@ def _jobs(
     own = None if is_limited and gpu_memory is None else _as_it_is(line, spec)
     if gpu_memory is not None:
         lasting = least_lasting(None if own is None else own.variant.model)
-        free = free_memory(gpu_memory, _measured_reserve(line.config), lasting=lasting)
+        free = free_memory(gpu_memory, measured_reserve(line.config.costs.file), lasting=lasting)
         usable, on_gpu = free.allocated, _on_gpu(free, gpu_memory)
         too_large = f"; a GPU has {bytes_text(gpu_memory)}, and none is predicted to fit"
     if is_limited:
@@ -335,13 +335,6 @@ def _jobs(
     else:
         yield replace(job, within=on_gpu, bound=usable)
         yield replace(job, within=text + too_large, bound=of_own)
-
-
-def _measured_reserve(config: PipelineConfig) -> float | None:
-    """Return the bytes that an allocator reserved beyond its allocations; None: not measured."""
-    file = config.costs.file
-    measured = None if file is None else load_measured(file)
-    return None if measured is None else measured.reserved
 
 
 def _as_it_is(line: LineVariants, spec: str) -> Candidate | None:

@@ -133,12 +133,9 @@ def _remember_entry_points() -> None:
 
 def _prepare_parsers() -> None:
     """Each rank would build the parser of Megatron's command line twice."""
-    _PARSERS.extend(add_megatron_arguments(_parser()) for _ in range(2))
-
-
-def _parser() -> argparse.ArgumentParser:
-    """As Megatron's parse_args makes it."""
-    return argparse.ArgumentParser(description="Megatron-LM Arguments", allow_abbrev=False)
+    for _ in range(2):  # each as Megatron's parse_args makes it
+        parser = argparse.ArgumentParser(description="Megatron-LM Arguments", allow_abbrev=False)
+        _PARSERS.append(add_megatron_arguments(parser))
 
 
 _PARSERS: list[argparse.ArgumentParser] = []

@@ -124,6 +124,13 @@ def _key(figure: Any) -> str:
     return figure.value if isinstance(figure, Held) else figure.value.lower()
 
 
+def measured_reserve(path: Path | None, gpu: str | None = None) -> float | None:
+    """Return the bytes that the allocator was measured to reserve beyond its allocations, by the
+    costs file ``path``; None: not measured. Arguments and errors are those of `load_measured`."""
+    measured = None if path is None else load_measured(path, gpu)
+    return None if measured is None else measured.reserved
+
+
 def load_measured(path: Path, gpu: str | None = None) -> MeasuredFile | None:
     """Return the costs of layer types in the costs file ``path``; None if it has none.
 
