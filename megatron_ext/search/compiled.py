@@ -480,12 +480,12 @@ def _cached() -> Callable[..., int]:
     tempfile.TemporaryFile(
         dir=folder
     ).close()  # otherwise numba would use a folder next to this file
-    predecessors = numba.config.CACHE_DIR
+    previous = numba.config.CACHE_DIR
     numba.config.CACHE_DIR = str(folder)
     try:
         dispatcher: Any = njit(_pack, cache=True)
     finally:
-        numba.config.CACHE_DIR = predecessors
+        numba.config.CACHE_DIR = previous
     dispatcher.compile(_SIGNATURE)
     return dispatcher
 
