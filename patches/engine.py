@@ -240,14 +240,20 @@ def mismatch(patch: Patch, original: Any) -> Misfit | None:
     return Misfit(str(unknown), unknown)
 
 
-def modules_with(ids: Set[int], modules: Iterable[Any]) -> list[types.ModuleType]:
-    """Return those of ``modules`` that have an attribute with one of ``ids``. Nearly no module has
-    one, so the test of a module is a single call in C."""
+# Return a number for the identity of any object. `id` would raise an audit event, which hooks in
+# Python hear: with that of filelock, which torch imports, a scan would take four times as long.
+identity_of: Callable[[object], int] = object.__hash__
+
+
+def modules_with(ids: Set[int], modules: Iterable[Any] = ()) -> list[types.ModuleType]:
+    """Return those of ``modules`` (all that are imported) that have an attribute whose
+    `identity_of` is one of ``ids``. Nearly none has one, so the test of a module is a single call
+    in C."""
     return [
         module
-        for module in modules
+        for module in modules or list(sys.modules.values())
         if isinstance(module, types.ModuleType)
-        and not ids.isdisjoint(map(id, vars(module).copy().values()))
+        and not ids.isdisjoint(map(identity_of, vars(module).copy().values()))
     ]
 
 
@@ -264,28 +270,28 @@ class Aliases:
         self._scan(objects)
 
     def _scan(self, objects: Iterable[Any]) -> None:
-        holders: dict[int, set[Alias]] = {id(value): set() for value in objects}
-        for module in modules_with(holders.keys(), list(sys.modules.values())):
+        holders: dict[int, set[Alias]] = {identity_of(value): set() for value in objects}
+        for module in modules_with(holders.keys()):
             for name, value in vars(module).copy().items():
-                if id(value) in holders:
-                    holders[id(value)].add((module, name))
+                if (holds := identity_of(value)) in holders:
+                    holders[holds].add((module, name))
         self._holders |= holders
 
     def of(self, value: Any) -> frozenset[Alias]:
         """Return the module attributes that are ``value`` itself."""
-        if id(value) not in self._holders:
+        if identity_of(value) not in self._holders:
             self._scan([value])
-        return frozenset(self._holders[id(value)])
+        return frozenset(self._holders[identity_of(value)])
 
     def rebind(self, alias: Alias, value: Any) -> None:
         """Set a module attribute."""
         module, name = alias
         before = vars(module).get(name)
         setattr(module, name, value)
-        if id(before) in self._holders:
-            self._holders[id(before)].discard(alias)
-        if id(value) in self._holders:
-            self._holders[id(value)].add(alias)
+        if identity_of(before) in self._holders:
+            self._holders[identity_of(before)].discard(alias)
+        if identity_of(value) in self._holders:
+            self._holders[identity_of(value)].add(alias)
 
 
 def stale_references(patches: Sequence[Patch]) -> list[str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import multiprocessing
 import multiprocessing.connection
@@ -280,27 +281,40 @@ _FOLDERS: list[tempfile.TemporaryDirectory[str]] = []
 
 @contextlib.contextmanager
 def agent_store() -> Iterator[int]:
-    """The port of a store for ranks to meet at, as torchrun's agent keeps one.
+    """The port of a new store for ranks to meet at, as torchrun's agent keeps one.
 
     It listens before a rank is forked, at a port that the system gives to nobody else. One that is
     only found to be free may be another's when rank 0 comes to listen there.
     """
-    with running_ranks(1, _keep_store, connect=False) as running:
-        running.wait_until_it_says(0, _LISTENS)
-        (line,) = (line for line in running.stderr(0).splitlines() if _LISTENS in line)
-        yield int(line.removeprefix(_LISTENS))
+    stores = _process_of_stores()
+    stores.send(None)
+    port = stores.recv()
+    try:
+        yield port
+    finally:
+        stores.send(port)
 
 
-_LISTENS = "store at port "
-
-
-def _keep_store(rank: int) -> None:
-    """In a process of its own: a thread of the tests' process would be missing in forked ranks."""
-    tests = os.getppid()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    sys.stderr.write(f"{_LISTENS}{store.port}\n")
-    while os.getppid() == tests:
-        time.sleep(1)
+@functools.cache
+def _process_of_stores() -> multiprocessing.connection.Connection:
+    """Stores are in a process of their own: threads of the tests' process would be missing in
+    forked ranks."""
+    ours, theirs = multiprocessing.Pipe()
+    if os.fork():
+        theirs.close()
+        return ours
+    ours.close()
+    stores = {}
+    with contextlib.suppress(EOFError):  # when the tests' process has ended
+        while True:
+            port = theirs.recv()
+            if port is None:
+                store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+                stores[store.port] = store
+                theirs.send(store.port)
+            else:
+                del stores[port]
+    os._exit(0)
 
 
 def torchrun_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
