@@ -37,8 +37,8 @@ from megatron_ext.launch_planner.variants import LineVariants
 from megatron_ext.planner.candidate import Candidate, Plan, Variant, VocabMethod
 from megatron_ext.planner.fitting import consider
 from megatron_ext.planner.job_plan import Others, PlannedJob
+from megatron_ext.planner.layouts.comparison import Lines
 from megatron_ext.planner.layouts.layout import Layout
-from megatron_ext.planner.layouts.lines import Lines
 from megatron_ext.planner.long_sequences import LongSequences
 from megatron_ext.planner.planning_time import begin, until_end, within
 from megatron_ext.planner.verdict import NOTHING, WORTH, Alternative, Written

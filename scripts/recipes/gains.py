@@ -11,9 +11,9 @@ from megatron_ext.cost_model.frozen import without_frozen
 from megatron_ext.cost_model.gpus import GPUS, free_memory
 from megatron_ext.cost_model.model import Model, Stage
 from megatron_ext.cost_model.model_memory import ModelBytes, TrainingState, least_lasting
+from megatron_ext.planner.layouts.comparison import Lines, compare_layouts
 from megatron_ext.planner.layouts.estimated import estimated_work
 from megatron_ext.planner.layouts.layout import Layout
-from megatron_ext.planner.layouts.lines import Lines, compare_layouts
 from megatron_ext.planner.layouts.recompute import LayerRecompute
 from megatron_ext.planner.layouts.work import Evaluated, Work
 from megatron_ext.schedule.costs import Costs

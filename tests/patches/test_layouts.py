@@ -19,8 +19,8 @@ from megatron_ext.launch_planner.alternatives.layouts import lay_out, written_of
 from megatron_ext.launch_planner.alternatives.recompute import recompute_of_line
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest, ParsedLaunch, with_launch
 from megatron_ext.planner.figures import as_data
+from megatron_ext.planner.layouts.comparison import Lines
 from megatron_ext.planner.layouts.layout import Layout
-from megatron_ext.planner.layouts.lines import Lines
 from megatron_ext.planner.verdict import Written
 from megatron_ext.written_settings import from_argv
 from tests.helpers.combinations import at_night

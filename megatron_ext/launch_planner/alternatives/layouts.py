@@ -31,9 +31,9 @@ from megatron_ext.launch_planner.alternatives.written import written_for
 from megatron_ext.launch_planner.variants import LineVariants
 from megatron_ext.planner.candidate import VocabMethod
 from megatron_ext.planner.layouts.candidates import Permits, Rule
+from megatron_ext.planner.layouts.comparison import Lines, compare_layouts
 from megatron_ext.planner.layouts.estimated import estimated_work
 from megatron_ext.planner.layouts.layout import Layout
-from megatron_ext.planner.layouts.lines import Lines, compare_layouts
 from megatron_ext.planner.layouts.work import Evaluated, Work
 from megatron_ext.planner.verdict import STOCK, Written
 from megatron_ext.schedule.costs import Costs

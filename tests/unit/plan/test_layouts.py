@@ -24,11 +24,11 @@ from megatron_ext.planner import limits
 from megatron_ext.planner.candidate import VocabMethod
 from megatron_ext.planner.layouts import work as of_work
 from megatron_ext.planner.layouts.candidates import Candidates
+from megatron_ext.planner.layouts.comparison import Lines, compare_layouts, permit_all
 from megatron_ext.planner.layouts.descent import Timed, descend
 from megatron_ext.planner.layouts.estimated import estimated_work
 from megatron_ext.planner.layouts.figures import StageFigures, busy
 from megatron_ext.planner.layouts.layout import Layout, evenly
-from megatron_ext.planner.layouts.lines import Lines, compare_layouts, permit_all
 from megatron_ext.planner.layouts.minimax import least_slowest_stage, with_even_ranks
 from megatron_ext.planner.layouts.order import Order
 from megatron_ext.planner.layouts.work import Work, evaluate
