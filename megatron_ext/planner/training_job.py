@@ -125,7 +125,7 @@ def _layouts(training: Training, room: float | None) -> list[Alternative]:
         return []
     rule = partial(even_layout, work.model)
     own = evenly(len(work.model.layers), training.ranks)
-    lines = compare_layouts([work], (_BASELINE, own), rule, room)
+    compared = compare_layouts([work], (_BASELINE, own), rule, room)
     return [
         Alternative(
             made.candidate,
@@ -133,8 +133,8 @@ def _layouts(training: Training, room: float | None) -> list[Alternative]:
             partial(_written, training, made.candidate, made.layout),
             made.layout.text(),
         )
-        for made in dict.fromkeys(lines.others.values())
-        if made is not lines.own and (room is None or made.fullest <= room)
+        for made in dict.fromkeys(compared.others.values())
+        if made is not compared.own and (room is None or made.fullest <= room)
     ]
 
 

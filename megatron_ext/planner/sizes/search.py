@@ -411,7 +411,7 @@ class _Search:
         works = sorted(sized.works, key=lambda work: work.recompute != candidate.recompute)
         bound = self._bound(works[0])
         try:
-            lines = compare_layouts(
+            compared = compare_layouts(
                 works,
                 (candidate.spec, layout),
                 sized.rule,
@@ -423,7 +423,7 @@ class _Search:
             return []
         return [
             SizedStep(sizes, made)
-            for made in dict.fromkeys([lines.own, *lines.others.values()])
+            for made in dict.fromkeys([compared.own, *compared.others.values()])
             if bound is None or made.fullest <= bound
         ]
 
