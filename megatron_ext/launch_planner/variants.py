@@ -160,7 +160,7 @@ class LineVariants:
             self.config, schedule=spec, vocab_parallel=method.vocabulary, memory_limit=limit
         )
         args = self.rewritten(spec).args
-        # A launch with fewer tensor-parallel ranks need not have set the variable.
+        # The launch need not have set the variable if it has no tensor or context parallelism.
         with launch_line.one_connection(args):
             launch_line.validate(args, config, self.world_size)
         launch_line.settle_vocabulary(args, config, self.tokens)

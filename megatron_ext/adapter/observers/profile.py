@@ -96,8 +96,7 @@ class StepProfile(StepObserver[Step]):
     """
 
     def __init__(self, path: Path, programs: Programs, *, by_place: bool) -> None:
-        """``by_place``: whether microbatches are ordered, and cost what others cost at their
-        place."""
+        """``by_place``: whether microbatches are ordered, and costs are measured by place."""
         self._path = path
         self._programs = programs
         self._by_place = by_place

@@ -55,7 +55,7 @@ class Channels:
     def close(self) -> None:
         """Cut the connections: ranks that wait at the other ends fail now instead of at torch's
         timeout. The channels cannot be used again, since they contain messages of a failed step."""
-        if self._groups:  # a rank without channels goes on: it has none to close
+        if self._groups:  # otherwise nothing is closed
             self.are_closed = True
         close_groups(self._groups)
         close_groups(self._host_groups)
