@@ -187,12 +187,12 @@ class PipelineConfig:
         metadata=_setting(
             _source,
             "COSTS",
-            "How long passes take; the schedule is made for these costs. Default: estimate, from "
-            "the model's dimensions. profile or profile:FILE measures them in the first "
-            "iterations, writes FILE (costs.json), and makes the schedule again. A file that was "
-            "written so can be given instead, or times in any unit: f=10,i=12,w=8,comm=1 are "
-            "forward pass, input gradient and weight gradient of a microbatch on one rank, and "
-            "one message.",
+            "Costs for which the schedule is made: estimate, profile, profile:FILE, FILE, or "
+            "times. estimate (the default) takes them from the model's dimensions. profile "
+            "measures them in the first iterations, writes FILE (costs.json), and rebuilds the "
+            "schedule. FILE is such a file. Times are in any unit: f=10,i=12,w=8,comm=1 are "
+            "forward pass, input gradient and weight gradient of a microbatch on one rank, and one "
+            "message.",
         ),
     )
     rank_speeds: RankSpeeds | None = field(
@@ -209,9 +209,9 @@ class PipelineConfig:
         default=P2P.ASYNC,
         metadata=_one_of(
             P2P,
-            "Communicators for messages between ranks: async (the default) or batched. async "
-            "creates a process group for each channel. batched uses Megatron's group of the "
-            "pipeline, for clusters where communicators take too much memory or too many "
+            "Communicators for messages: async (the default) creates a process group for each pair "
+            "of neighbouring ranks, direction and kind of message. batched uses Megatron's group "
+            "of the pipeline, for clusters where communicators take too much memory or too many "
             "multiprocessors.",
         ),
     )
@@ -268,9 +268,9 @@ class PipelineConfig:
     post_validation: bool = field(
         default=False,
         metadata=_switch(
-            "Experimental: overlap consecutive steps. The optimizer steps before the global "
-            "gradient norm is known; the norm arrives during the next step's warm-up. A step that "
-            "should have been clipped or skipped is then undone and repeated exactly."
+            "Experimental: overlap consecutive steps. The optimizer updates parameters before the "
+            "global gradient norm is known, and checks the norm during the next step's warm-up. An "
+            "update that should have been clipped or skipped is then undone and repeated exactly."
         ),
     )
     microbatch_order: MicrobatchOrder = field(
@@ -299,27 +299,28 @@ class PipelineConfig:
         | _setting(
             _path,
             "FILE.npy",
-            "Weights by which microbatches are ordered and dealt: a numpy array with a positive "
-            "figure for each sample of the training data, by the number under which the data set "
-            "has it. Default: the squared lengths of documents.",
+            "Costs of samples, by which microbatches are ordered and dealt: a numpy array of "
+            "positive numbers, indexed as the training data set is. Default: the sum of the "
+            "squared lengths of a sample's documents.",
         ),
     )
     report_split: bool = field(
         default=False,
         metadata=_switch(
-            "After the first step, print for each rank of the first pipeline the share of the "
-            "weight gradients that passes of their own (W) compute. Also print which layers "
-            "compute weight gradients with the input gradients, and why."
+            "After the first step, print the share of the weight gradients that W computes, for "
+            "each rank of the pipeline with global rank 0. Also print which layers compute weight "
+            "gradients together with input gradients, and why."
         ),
     )
     metrics: bool = field(
         default=False,
         metadata=_ON_STOCK
         | _switch(
-            "Log metrics of the last pipeline as often as Megatron logs, in one line and to "
-            "TensorBoard and W&B: the bubble and a step's seconds, measured and predicted, the "
-            "slowest rank, and the peak memory. The training never waits for the metrics. Without "
-            "--pipeline-schedule they describe Megatron's own step."
+            "Log metrics of the pipeline (data-parallel replica) with the last global rank as "
+            "often as Megatron logs, also to TensorBoard and W&B. They are the bubble and the "
+            "seconds of a step, both measured and predicted, the slowest rank, and the peak "
+            "memory. The training never waits for them. Without --pipeline-schedule they describe "
+            "Megatron's own step."
         ),
     )
     trace: Path | None = field(
@@ -328,10 +329,10 @@ class PipelineConfig:
         | _setting(
             _path,
             "DIR",
-            "Write DIR/trace.json for Perfetto: measured and predicted times of each pass on each "
-            "rank of the last pipeline. Without --pipeline-schedule Megatron's own step is "
-            "traced, and the log lists the step times that our schedules would have. See "
-            "'megatron-ext trace DIR'.",
+            "Write DIR/trace.json for Perfetto: measured and predicted times of each pass, for the "
+            "pipeline (data-parallel replica) with the last global rank. Without "
+            "--pipeline-schedule Megatron's own step is traced, and the log lists the step times "
+            "that our schedules would have. See 'megatron-ext trace DIR'.",
         ),
     )
     trace_iters: range | None = field(
@@ -360,8 +361,8 @@ class PipelineConfig:
         default=RaceThen.KEEP,
         metadata=_one_of(
             RaceThen,
-            "Schedule of the training after a race: keep (the winner; the default), or report (the "
-            "baseline).",
+            "Schedule under which the training goes on after a race: keep (the default) takes the "
+            "winner, report the baseline.",
         ),
     )
 

@@ -3,7 +3,7 @@ two steps that overlap beneath two that do not, all schedules by time and memory
 
     python scripts/draw_images.py [NAME ...] [--into FOLDER]
 
-Draws all, or those that are named. Two runs write the same bytes, so that a picture changes when
+Draws all, or those that are named. Two runs write the same bytes, so a picture changes only when
 what it shows does. Nothing is measured: bars come from the table of docs/measurements.md.
 """
 

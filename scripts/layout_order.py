@@ -246,7 +246,7 @@ def predict(configuration: Configuration, gpu: Gpu, rates: Rates) -> Prediction:
 
 def _passes(costs: Costs, placement: Placement, microbatches: int) -> tuple[float, list[float]]:
     """Return the seconds of the passes of a step, whose messages nothing hides, and the bytes that
-    each rank holds at its peak. A long step is told by two shorter ones."""
+    each rank holds at its peak. A long step is extrapolated from two shorter ones."""
     ranks = placement.ranks
     longer = min(microbatches, 5 * ranks)
     lasts: dict[int, float] = {}

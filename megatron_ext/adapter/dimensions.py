@@ -54,7 +54,7 @@ def execution(settings: Any, sequence: int, micro_batch: int) -> Execution:
 
 
 def rates(precision: Precision) -> Rates:
-    """Return the approximate speed of a rank on this machine."""
+    """Return the approximate rates at ``precision`` of a device of this machine."""
     if not torch.cuda.is_available():
         return CPU
     gpu = gpu_named(torch.cuda.get_device_name())

@@ -107,7 +107,7 @@ def may_lose_gradients(chunk: torch.nn.Module) -> bool:
     """Whether trained weights of ``chunk`` may get no gradient if its input requires none.
 
     Megatron's recompute computes no gradients then (torch's reentrant checkpointing); of an unknown
-    model this cannot be told.
+    model this is not known.
     """
     config = getattr(language_model(chunk), "config", None)
     return getattr(config, "recompute_granularity", "unknown") is not None
@@ -173,11 +173,11 @@ def _settings(model: Any) -> tuple[tuple[str, object], ...]:
         "position_embedding_type": "position_embedding_type",
         "max_sequence_length": "max_position_embeddings",
     }
-    told = [(names[name], getattr(model, name)) for name in names if hasattr(model, name)]
+    settings = [(names[name], getattr(model, name)) for name in names if hasattr(model, name)]
     is_tied = getattr(model, "share_embeddings_and_output_weights", None)
     if is_tied is not None:
-        told.append(("untie_embeddings_and_output_weights", not is_tied))
-    return tuple(told)
+        settings.append(("untie_embeddings_and_output_weights", not is_tied))
+    return tuple(settings)
 
 
 def _elements(weights: Iterable[Tensor]) -> int:

@@ -79,8 +79,8 @@ class _Comparison:
         for rank, digest in sorted(digests.items()):
             ranks[digest].append(rank)
         if len(ranks) > 1:
-            told = "; ".join(f"{digest[:12]} on {listed(where)}" for digest, where in ranks.items())
-            raise RuntimeError(f"{self.fault} from {schedule}: {told}; {self.remedy}")
+            made = "; ".join(f"{digest[:12]} on {listed(where)}" for digest, where in ranks.items())
+            raise RuntimeError(f"{self.fault} from {schedule}: {made}; {self.remedy}")
 
 
 _WHEN_BUILT = _Comparison(
@@ -188,8 +188,8 @@ class Programs:
                 costs = work()
             except Exception as error:
                 costs = error
-        told = uuid.uuid4().hex, shape, microbatches, costs
-        self._run, shape, microbatches, costs = tell_all(told)
+        own = uuid.uuid4().hex, shape, microbatches, costs
+        self._run, shape, microbatches, costs = tell_all(own)
         if isinstance(costs, Exception):
             raise costs
         assert costs is not None
@@ -235,7 +235,7 @@ class Programs:
             if stage < first and is_trained(chunk):
                 raise ValueError(
                     f"stage {stage} has parameters that require a gradient now, and in the first "
-                    f"step nothing before stage {first} did, so that no backward pass runs there: "
+                    f"step nothing before stage {first} did, so no backward pass runs there: "
                     "let some parameter of stage 0 require a gradient from the first step on, or "
                     "start a new training"
                 )
@@ -422,8 +422,8 @@ class Programs:
             return
         if store is None:
             ranks = dist.get_process_group_ranks(pipeline)
-            told = zip(ranks, gather(pipeline, digest), strict=True)
-            comparison.check(spec, dict(told))
+            digests = zip(ranks, gather(pipeline, digest), strict=True)
+            comparison.check(spec, dict(digests))
             return
         where = "/".join(map(str, [comparison.key, shape, *request]))
         if self._config.race is not None:  # a rank with another schedule must not go unnoticed

@@ -4,7 +4,7 @@ They are Megatron's own layers over a larger group, all pipeline x tensor parall
 determines rows, initialisation, parameter attributes and checkpoint keys. Only they are not called:
 the passes of the schedule read their weights.
 
-Rank t of tensor parallelism and p of the pipeline has part ``t * pipeline + p``, so that the parts
+Rank t of tensor parallelism and p of the pipeline has part ``t * pipeline + p``, so the parts
 of a tensor parallel rank together are those of Megatron's own layers.
 """
 

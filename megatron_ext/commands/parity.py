@@ -170,8 +170,8 @@ def _two_lines(words: Sequence[str]) -> tuple[RunCommand, RunCommand, bool]:
     a = as_stock(b)
     if a == b and not given_beside({}, os.environ)[0]:
         raise ValueError(
-            "the command has no flag of ours, so that stock's command is the same: give two "
-            "commands, or add --pipeline-schedule"
+            "the command has no flag of megatron_ext, so it would be compared with itself: give "
+            "two commands, or add --pipeline-schedule"
         )
     return a, b, True
 

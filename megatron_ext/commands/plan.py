@@ -204,7 +204,7 @@ def plan(
         ),
     ] = None,
 ) -> None:
-    """Recommend the schedule and flags of a model or a launch command, or to keep it as it is.
+    """Recommend the schedule and flags of a model or a launch command, or no change.
 
     Only stable schedules are recommended; megatron-ext schedules lists their maturity.
     """

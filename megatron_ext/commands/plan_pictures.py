@@ -48,8 +48,8 @@ class PlanPictures:
 
 
 def _runs_of_plan(plan: Plan) -> tuple[Run, ...]:
-    """Return 1F1B as it is in Megatron, if it can be taken, and the candidates that no other beats
-    in both time and memory, shortest first. Each is rebuilt."""
+    """Return Megatron's 1F1B, if it can be taken, and the candidates that no other beats in both
+    time and memory, shortest first. Each is rebuilt."""
     plain = (c for c in plan.candidates if c.method is VocabMethod.NAIVE)
     stock = [candidate for candidate in plain if candidate.schedule == _REFERENCE]
     shown = dict.fromkeys([*stock, *plan.front])

@@ -59,7 +59,7 @@ from megatron_ext.viz.noise_text import parse_noise, rows_of_spread
 from megatron_ext.words import counted
 
 LONGEST = 86400.0  # seconds that may be requested: a day
-MOST_RANKS = 16  # of which each is told alone
+MOST_RANKS = 16  # of which each has a line of its own
 
 _EXACT = "stock Megatron's to the last bit"
 _AMONG_SLICES = (
@@ -83,8 +83,9 @@ def simulate(
     p2p: Annotated[
         P2P,
         typer.Option(
-            help="Communicators for messages: async, one for each channel between two ranks "
-            "(default); batched, one for the whole pipeline, on which messages wait for each other."
+            help="Communicators for messages: async, one for each pair of neighbouring ranks, "
+            "direction and kind of message (default); batched, one for the whole pipeline, on "
+            "which messages wait for each other."
         ),
     ] = P2P.ASYNC,
     vocab_parallel: Annotated[

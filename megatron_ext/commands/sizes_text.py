@@ -15,7 +15,7 @@ def sizes_lines(made: SizesPlan) -> Iterator[str]:
     schedules."""
     own, best, control = made.own, made.best, made.control
     if own is None:
-        yield f"now:        {made.job}, cannot be taken as it is"
+        yield f"now:        {made.job}, cannot run"
     else:
         excess = f", {bytes_text(made.excess)} more than a rank may take" * (made.excess > 0)
         yield f"now:        {made.job}: {_step(own)}{excess}"
@@ -75,7 +75,7 @@ def _found(made: SizesPlan, one: SizedAlternative | None) -> str:
     if one is None:
         return "nothing fits"
     if one is made.own:
-        return "as it is"
+        return "unchanged"
     words = [one.title] if made.own is None or one.sizes != made.own.sizes else []
     schedule = name_of(one.candidate)
     words.append(f"under {schedule}" if words else schedule)

@@ -90,7 +90,7 @@ def _saved(share: float) -> str:
 def _baseline(made: JobPlan) -> str:
     own = made.verdict.baseline
     if own is None:
-        why = f"cannot be taken as it is: {made.why_not}" if made.why_not else "is not compared"
+        why = f"cannot run: {made.why_not}" if made.why_not else "is not compared"
         return f"{made.job}, {why}"
     text = f"{made.job}: {_step(made, own)}{_memory(own)}"
     if made.verdict.excess:

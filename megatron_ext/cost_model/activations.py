@@ -53,8 +53,8 @@ class Kept:
 def held_of_stage(
     model: Model, stage: Stage, execution: Execution, measured: Measured | None = None
 ) -> tuple[float, float]:
-    """Return the bytes of a microbatch on a rank of ``stage``: from F to I, and from I to W. The
-    logits are not included. With ``measured`` the bytes are scaled to the measured ones."""
+    """Return the bytes that a microbatch holds on a rank of ``stage``: all from F to I, and those
+    left from I to W. Logits are not included. ``measured`` scales both to measured bytes."""
     activation = left = 0.0
     for component, kept, for_w in held_by_component(model, stage, execution):
         scale = NOT_SCALED if measured is None else measured.of(component)

@@ -45,7 +45,7 @@ class Execution:
         captured: parts of layers that are in CUDA graphs and therefore have unsplit backward
             passes, by Megatron's names: ``attn``, ``mlp``, ``moe``, ``moe_router`` (with the shared
             expert), ``mamba``.
-        gathers_again: tensors of which a rank keeps its share of the sequence, so that W gathers
+        gathers_again: tensors of which a rank keeps its share of the sequence, so W gathers
             them a second time: ``inputs`` of pairs of matrices, as Megatron's local layers do, and
             also ``gradients`` of their outputs, as Transformer Engine's layers do.
         userbuffers: matrices, ``column`` or ``row``, of pairs whose products overlap their

@@ -153,8 +153,9 @@ def _over_ranks[Key](
 
 
 def _seconds(kind: Kind, stage: int, passes: _Passes, in_passes: Costs) -> float:
-    """Return the seconds of ``kind``. Among the passes that do ``kind``, the one with the fewest
-    other kinds counts, and of it the estimated share of ``kind``."""
+    """Return the seconds of ``kind`` on ``stage``: its estimated share of the measured pass that
+    contains it with the fewest other kinds. (W is taken from W, or from B if W was not measured.)
+    """
     doing = [other for at, other in passes if at == stage and kind in RULES[other].covers]
     if not doing:
         return 0.0

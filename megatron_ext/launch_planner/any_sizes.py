@@ -360,7 +360,7 @@ def _on_refused(found: Found) -> Iterator[str]:
 
 
 def _on_connections(parsed: ParsedLaunch, sizes: Sizes) -> Iterator[str]:
-    """Name the variable that Megatron demands with ``sizes`` and not with the launch as it is."""
+    """Name the variable that Megatron demands with ``sizes`` and not with the unchanged launch."""
     from megatron_ext.launch_command.line import CONNECTIONS, wants_one_connection
 
     overlaps = max(sizes.tensor, sizes.context) > 1

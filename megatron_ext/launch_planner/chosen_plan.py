@@ -35,8 +35,8 @@ def choose_plan(argv: Sequence[str], config: PipelineConfig, world_size: int) ->
     return run_on_leader(store, int(os.environ["RANK"]), "the choice of a schedule", choose)
 
 
-def _agents_store(asked: str) -> dist.Store | None:
-    """Return the store of torchrun's agent, for ranks that request the same (``asked``) in this
+def _agents_store(request: str) -> dist.Store | None:
+    """Return the store of torchrun's agent, for ranks that request the same (``request``) in this
     attempt; None without torchrun."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
@@ -44,6 +44,6 @@ def _agents_store(asked: str) -> dist.Store | None:
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    digest = hashlib.sha256(asked.encode()).hexdigest()
+    digest = hashlib.sha256(request.encode()).hexdigest()
     store = dist.TCPStore(address, port, is_master=False)
     return dist.PrefixStore(f"megatron_ext/plan/{attempt}/{digest}", store)

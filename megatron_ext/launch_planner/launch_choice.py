@@ -68,11 +68,11 @@ def choose_for(
     world_size: int,
     gpu_memory: float | None = None,
 ) -> Chosen:
-    """Return the schedule for the launch command with the arguments ``argv``: Megatron's own as it
-    is there, or a stable one, or one that an ``auto`` leaves open, by the rules of `verdict`.
+    """Return the schedule for the launch command with the arguments ``argv``: Megatron's own as
+    given there, a stable one, or one that an ``auto`` leaves open, by the rules of `verdict`.
 
-    A rank gets no more memory than the launch takes as it is on the fullest rank, unless ``config``
-    has a memory limit; and no more than `free_memory` of a GPU, if any schedule fits into that.
+    Without a memory limit in ``config``, a rank gets no more memory than the unchanged launch takes
+    on its fullest rank. It gets no more than `free_memory` of a GPU, if a schedule fits into that.
 
     Args:
         world_size: ranks of the launch.
@@ -155,7 +155,7 @@ class LaunchChoice(PlannedJob):
         line: the problems of schedules.
         within: the bound, in words.
         bound: bytes that a rank may take; None: no bound.
-        limit: of activations, to be written with any schedule; None: none, or the user's own.
+        limit: of activations, to be written with any schedule; None: no limit, or the user's own.
         specs: schedules to choose from; None: all.
         refused: schedules to compare if they take less time than ``better_than``; None: all.
     """

@@ -37,8 +37,8 @@ from megatron_ext.launch_planner.variants import LineVariants
 from megatron_ext.planner.candidate import Candidate, Plan, Variant, VocabMethod
 from megatron_ext.planner.fitting import consider
 from megatron_ext.planner.job_plan import Others, PlannedJob
+from megatron_ext.planner.layouts.comparison import LayoutComparison
 from megatron_ext.planner.layouts.layout import Layout
-from megatron_ext.planner.layouts.lines import Lines
 from megatron_ext.planner.long_sequences import LongSequences
 from megatron_ext.planner.planning_time import begin, until_end, within
 from megatron_ext.planner.verdict import NOTHING, WORTH, Alternative, Written
@@ -114,7 +114,7 @@ class LaunchJob(PlannedJob):
         if slices is not None and slices.best is not None:
             written = slices.written
             made.append(self._alternative(slices.best, lambda: written))
-        return Others(tuple(made), slices, tuple(_on_barred(layouts)))
+        return Others(tuple(made), slices, tuple(_on_not_permitted(layouts)))
 
     def refusal(self, one: Alternative) -> str | None:
         return self.refusal_of(one.write())
@@ -156,18 +156,18 @@ class LaunchJob(PlannedJob):
     def _own_layout(self) -> tuple[str, Layout]:
         return own_layout(self.parsed.validated, str(self.parsed.variants.own))
 
-    def _laid_out(self, lines: Lines) -> list[Alternative]:
+    def _laid_out(self, layouts: LayoutComparison) -> list[Alternative]:
         """Return the alternatives with other layouts that fit into the memory of a rank."""
         room, costs = self.room, self.parsed.costs
         return [
             Alternative(
                 made.candidate,
                 made.seconds,
-                partial(written_of, self.parsed.variants, lines.own, made, costs),
+                partial(written_of, self.parsed.variants, layouts.own, made, costs),
                 made.layout.text(),
             )
-            for made in dict.fromkeys(lines.others.values())
-            if made is not lines.own and (room is None or made.fullest <= room)
+            for made in dict.fromkeys(layouts.others.values())
+            if made is not layouts.own and (room is None or made.fullest <= room)
         ]
 
 
@@ -225,7 +225,7 @@ def _args_with(args: Any, written: Written) -> Any:
 
 
 def _baseline(parsed: ParsedLaunch, plan: Plan) -> Candidate | None:
-    """Return the command as it is, though it may not fit; None if nothing is known of that."""
+    """Return the unchanged command, though it may not fit; None if nothing is known of it."""
     extras = parsed.variants.config.extras
     own = (
         parsed.variants.own,
@@ -240,8 +240,8 @@ def _baseline(parsed: ParsedLaunch, plan: Plan) -> Candidate | None:
     return parsed.variants.as_it_stands()
 
 
-def _layouts(parsed: ParsedLaunch) -> Lines | None:
-    """Compare other layouts; None if nothing is known of single layers."""
+def _layouts(parsed: ParsedLaunch) -> LayoutComparison | None:
+    """Compare other layouts; return None if nothing is known of single layers."""
     line = parsed.variants
     if not line.config.costs.is_estimate:
         return None
@@ -254,17 +254,18 @@ def _layouts(parsed: ParsedLaunch) -> Lines | None:
             parsed.room,
             tries_recompute=parsed.measured is None,
         )
-    except ValueError:  # the line itself cannot be trained, as its own row says
+    except ValueError:  # the command itself cannot train, as its own row says
         return None
 
 
-def _on_barred(lines: Lines | None) -> Iterator[str]:
-    """Name the better schedule that a refusal of ours bars, if there is one."""
-    if lines is None or lines.barred is None:
+def _on_not_permitted(layouts: LayoutComparison | None) -> Iterator[str]:
+    """Name the better schedule that is not permitted, if there is one."""
+    if layouts is None or layouts.best_not_permitted is None:
         return
-    spec, more = lines.barred.schedule, 1 - lines.barred.seconds / lines.ours.seconds
+    better = layouts.best_not_permitted
+    spec, more = better.schedule, 1 - better.seconds / layouts.ours.seconds
     if more >= WORTH:
-        why = lines.refused.get(spec, "")
+        why = layouts.refused.get(spec, "")
         yield f"{spec} would save {more:.1%} more of a step, and is refused: {why}"
 
 

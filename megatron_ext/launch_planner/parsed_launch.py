@@ -43,7 +43,7 @@ class LaunchRequest:
         reserved: bytes that the allocator of a rank reserves beyond what it hands out; None: as the
             file of costs has it.
         gpus: of the pipeline ranks, if they are of several types; ``gpu`` is their reference then.
-        seen_speeds: of the ranks, as a trace has shown them; None: none is slow.
+        seen_speeds: of the ranks, as a trace has shown them; None: no rank is slow.
         vision: sizes of a vision tower on the first stage, as text; None: as the launch says.
         vision_tokens: tokens of the tower for each sample; None: as the launch says, or as many as
             the language model has.
@@ -67,7 +67,7 @@ class ParsedLaunch:
 
     Attributes:
         variants: the problems of schedules.
-        validated: its arguments, as it is.
+        validated: arguments of the unchanged command.
         free: memory that a rank may take; None: not known.
         remarks: assumptions, a sentence each.
         measured: costs per layer type, by which it is estimated; None: they are not measured.

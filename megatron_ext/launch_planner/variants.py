@@ -51,8 +51,8 @@ class Rewritten:
 
     Attributes:
         args: arguments of the launch, not validated.
-        dropped: Megatron's flags that are removed.
-        added: words that are added.
+        dropped: Megatron's flags to remove from the command.
+        added: words to append to the command.
     """
 
     args: Any
@@ -68,9 +68,9 @@ class LineVariants:
         args: parsed, not validated.
         world_size: ranks of the launch.
         methods: permitted treatments of the vocabulary.
-        tokens: tokens of the vocabulary; None: not known.
-        own: the schedule of the launch, if that is to stay as it is.
-        marks: maturity of the schedules that count.
+        tokens: number of tokens in the vocabulary; None: not known.
+        own: the schedule of the unchanged launch; None: it is checked like any other.
+        marks: maturity that schedules may have.
         tries_recompute: whether ``--pipeline-recompute`` may be added.
     """
 
@@ -84,8 +84,8 @@ class LineVariants:
     tries_recompute: bool = False
 
     def variant(self, name: str, method: VocabMethod) -> Variant | None:
-        """Return the problem of the family ``name`` with the most microbatches; None if it does not
-        count.
+        """Return the problem of the family ``name``, of the steps with the most microbatches; None
+        if its maturity or ``method`` is not permitted.
 
         Raises:
             ValueError: Megatron or we refuse it with these arguments.
@@ -99,14 +99,14 @@ class LineVariants:
             check_settings(args, config)
         problem = problems(args, config)[-1]
         if is_cut:
-            lengths_in(problem, args, args.seq_length)
+            lengths_in(problem, args, args.seq_length)  # raises ValueError
         model = None
         if problem.costs.held_bytes is not None:
             model = model_bytes.model_bytes_of_ranks(args, problem.placement, method.vocabulary)
         return Variant(config.choice, problem, model, self._may_recompute(args, config))
 
     def as_it_stands(self) -> Candidate | None:
-        """Return the line under its own schedule, though it may not fit; None if it cannot run."""
+        """Return the unchanged launch, though it may not fit; None if it cannot run."""
         assert self.own is not None
         try:
             variant = self.variant(self.own, VocabMethod.NAIVE)
@@ -125,7 +125,7 @@ class LineVariants:
             self.config,
             slices=slices.count,
             slice_lengths=slices.lengths,
-            vocab_parallel=VocabularyParallel.NONE,  # methods say that
+            vocab_parallel=VocabularyParallel.NONE,  # `validated` sets it by the method
         )
         return replace(self, config=config)
 
@@ -136,7 +136,7 @@ class LineVariants:
         if not self.tries_recompute or is_given or extras.conflict is not None:
             return False
         try:
-            check_settings(args, config)  # also of the line's own schedule, if that is Megatron's
+            check_settings(args, config)  # also of the launch's own schedule, if that is Megatron's
             refuse(args, config.choice, extras)
         except ValueError:
             return False
@@ -154,20 +154,21 @@ class LineVariants:
     def validated(
         self, spec: str, method: VocabMethod, limit: str | None = None
     ) -> tuple[Any, PipelineConfig]:
-        """Return arguments and settings as if the user had written these."""
+        """Return the validated arguments and the settings of the launch under ``spec``."""
         limit = limit or self.config.memory_limit
         config = replace(
             self.config, schedule=spec, vocab_parallel=method.vocabulary, memory_limit=limit
         )
         args = self.rewritten(spec).args
-        with launch_line.one_connection(args):  # which a line of fewer ranks need not set
+        # The launch need not have set the variable if it has no tensor or context parallelism.
+        with launch_line.one_connection(args):
             launch_line.validate(args, config, self.world_size)
         launch_line.settle_vocabulary(args, config, self.tokens)
         return args, config
 
     def rewritten(self, spec: str) -> Rewritten:
-        """Return the launch under ``spec``. If that has other stages, virtual stages on the launch
-        are removed, and its layout is replaced by one that is as even as possible."""
+        """Return the launch under ``spec``. If that has another number of stages, flags of virtual
+        stages are dropped, and the layout is replaced by one that is as even as possible."""
         args = copy.deepcopy(self.args)
         placement = choose(spec).place(args.pipeline_model_parallel_size)
         if placement.stages == placement.ranks * chunks_of(args):
@@ -175,7 +176,8 @@ class LineVariants:
         dropped = _taken_out(args, (CHUNKS, LAYERS_OF_CHUNK))
         if getattr(args, PATTERN, None) is not None:
             return Rewritten(args, dropped, _cut_pattern(args, placement.stages))
-        had_layout, args.pipeline_model_parallel_layout = args.pipeline_model_parallel_layout, None
+        had_layout = bool(args.pipeline_model_parallel_layout)
+        args.pipeline_model_parallel_layout = None
         if not had_layout and _divides(args, placement):
             return Rewritten(args, dropped)
         dropped += _taken_out(args, ENDS)
@@ -189,7 +191,8 @@ class LineVariants:
         return Written((*flags_of(made), *rewritten.added), rewritten.dropped)
 
     def with_values(self, values: Mapping[str, Any]) -> LineVariants:
-        """Return the same with other ``values`` of Megatron's arguments."""
+        """Return the same with other ``values`` of Megatron's arguments, and with more ranks if
+        these need more."""
         args = copy.deepcopy(self.args)
         for name, value in values.items():
             setattr(args, name, value)
@@ -198,7 +201,7 @@ class LineVariants:
 
 
 def _taken_out(args: Any, names: Sequence[str]) -> tuple[str, ...]:
-    """Remove those of ``names`` that ``args`` have, and return their flags."""
+    """Remove those of ``names`` that are set in ``args``, and return their flags."""
     given = [name for name in names if getattr(args, name) is not None]
     for name in given:
         setattr(args, name, None)
@@ -214,7 +217,7 @@ def _divides(args: Any, placement: Placement) -> bool:
 
 
 def _cut_pattern(args: Any, stages: int) -> tuple[str, ...]:
-    """Cut the pattern of ``args`` into so many ``stages``, as evenly as possible, unless Megatron
+    """Cut the pattern of ``args`` into ``stages`` stages, as evenly as possible, unless Megatron
     does so by itself. Return the words for it."""
     pattern: str = args.hybrid_layer_pattern
     main, slash, depths = pattern.partition("/")
@@ -228,7 +231,7 @@ def _cut_pattern(args: Any, stages: int) -> tuple[str, ...]:
 
 
 def names_stages(args: Any) -> bool:
-    """Return whether the launch says by itself how many chunks a rank has."""
+    """Return whether ``args`` say how many chunks a rank has."""
     given = any(getattr(args, name) is not None for name in VIRTUAL_STAGES)
     return given or SEGMENT_END in (getattr(args, PATTERN, None) or "")
 

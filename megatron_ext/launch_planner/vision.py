@@ -64,15 +64,15 @@ def _of_example(args: Any, unknown: Sequence[str]) -> dict[str, Any]:
     parser.add_argument("--max-num-tiles", type=int, default=1)
     for name in ("freeze-LM", "freeze-ViT", "disable-vision-class-token", "use-thumbnail"):
         parser.add_argument(f"--{name}", action="store_true")
-    told, _ = parser.parse_known_args(list(unknown))
-    if told.vision_model_type is None:
+    options, _ = parser.parse_known_args(list(unknown))
+    if options.vision_model_type is None:
         return {}
     patches = (args.img_h // args.patch_dim) * (args.img_w // args.patch_dim)
-    patches += not told.disable_vision_class_token
-    tiles = told.max_num_tiles + (told.use_thumbnail and told.max_num_tiles > 1)
+    patches += not options.disable_vision_class_token
+    tiles = options.max_num_tiles + (options.use_thumbnail and options.max_num_tiles > 1)
     return {
-        "vision": parse_tower(told.vision_model_type) | {"image": patches, "merged": 1},
+        "vision": parse_tower(options.vision_model_type) | {"image": patches, "merged": 1},
         "vision_tokens": tiles * patches,
-        "freeze_vision_model": told.freeze_ViT,
-        "freeze_language_model": told.freeze_LM,
+        "freeze_vision_model": options.freeze_ViT,
+        "freeze_language_model": options.freeze_LM,
     }

@@ -42,13 +42,13 @@ def weight_shares(costs: Costs) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True)
-class SeenCosts:
-    """Costs of a measured step, in seconds per stage.
+class TracedCosts:
+    """Costs of Megatron's own step as traced, in seconds per stage.
 
     Attributes:
-        schedule: the schedule of the step, with its passes only; its backward passes are B.
+        schedule: the order of passes in the step, without messages. Backward passes are whole (B).
         weight_shares: estimated share of W in B.
-        hop: seconds of a message.
+        message: seconds of a message.
     """
 
     schedule: Schedule
@@ -56,7 +56,7 @@ class SeenCosts:
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     weight_shares: tuple[float, ...]
-    hop: float
+    message: float
 
     def costs(self, stages: int, share: float | None = None) -> Costs | None:
         """Return costs with the model cut into ``stages`` stages, by splitting the measured stages
@@ -78,7 +78,7 @@ class SeenCosts:
             )
         }
         return Costs(
-            PassCosts(seconds), LinkCosts(self.hop), origin="measured of Megatron's own step"
+            PassCosts(seconds), LinkCosts(self.message), origin="measured of Megatron's own step"
         )
 
 
@@ -130,21 +130,21 @@ class WhatIf:
     left_out: Mapping[str, str]
 
 
-def what_if(seen: SeenCosts, seconds: float = SECONDS) -> WhatIf:
-    """Return the predicted step of each of our schedules with the costs of ``seen``.
+def what_if(traced: TracedCosts, seconds: float = SECONDS) -> WhatIf:
+    """Return the predicted step of each of our schedules with the costs of ``traced``.
 
     Schedules with another placement count too (a V has two stages a rank), although the launch
     would need other virtual stages for them. Schedules are ignored if predicting all of them would
     take longer than ``seconds``.
     """
     start = time.perf_counter()
-    placement = seen.schedule.placement
-    own = seen.costs(placement.stages)
+    placement = traced.schedule.placement
+    own = traced.costs(placement.stages)
     assert own is not None
-    passes = seen.schedule
-    problem = Problem(placement, seen.microbatches, own)
+    passes = traced.schedule
+    problem = Problem(placement, traced.microbatches, own)
     program = complete(passes, problem)
-    stock = _prospect(passes.name, program, seen, None)
+    stock = _prospect(passes.name, program, traced, None)
     within: list[Prospect] = []
     with_more: list[Prospect] = []
     left_out: dict[str, str] = {}
@@ -153,7 +153,7 @@ def what_if(seen: SeenCosts, seconds: float = SECONDS) -> WhatIf:
         for entry, spec in specs:
             left = seconds - (time.perf_counter() - start)
             try:
-                tried = list(_tried(entry, spec, seen, stock, left))
+                tried = list(_tried(entry, spec, traced, stock, left))
             except ValueError as error:
                 left_out[spec] = str(error)
                 tried = []
@@ -178,7 +178,7 @@ def _specs(placement: Placement) -> Iterator[tuple[FamilyEntry, str]]:
 
 
 def _tried(
-    entry: FamilyEntry, spec: str, seen: SeenCosts, stock: Prospect, left: float
+    entry: FamilyEntry, spec: str, traced: TracedCosts, stock: Prospect, left: float
 ) -> Iterator[Prospect]:
     """Yield the schedule without a memory limit. If it holds more than ``stock``, yield the
     schedule within the memory of ``stock``, and the first one only if it is faster.
@@ -189,26 +189,26 @@ def _tried(
     choice = choose(spec)
     if choice.traits.searches:
         choice = choice.without_search  # no time for a search, whose result would take no longer
-    placement = choice.place(seen.schedule.placement.ranks)
-    costs = seen.costs(placement.stages)
+    placement = choice.place(traced.schedule.placement.ranks)
+    costs = traced.costs(placement.stages)
     if costs is None:
-        stages = seen.schedule.placement.stages
+        stages = traced.schedule.placement.stages
         raise ValueError(
             f"its {placement.stages} stages cannot be made of the {stages} measured stages"
         )
-    problem = Problem(placement, seen.microbatches, costs)
+    problem = Problem(placement, traced.microbatches, costs)
     if (_FITTED if entry.traits.uses_costs else _BUILT) * seconds_to_build(problem) > left:
         raise ValueError("the time for comparisons ended before it")
     program = build_program(choice, problem)
-    if program.schedule.compute_rows == seen.schedule.rows:
+    if program.schedule.compute_rows == traced.schedule.rows:
         return
-    free = _prospect(spec, program, seen, stock)
+    free = _prospect(spec, program, traced, stock)
     if fits(free.peak, stock.peak):
         yield free
         return
-    limited = Problem(placement, seen.microbatches, costs, MemoryLimit(microbatches=stock.peak))
+    limited = Problem(placement, traced.microbatches, costs, MemoryLimit(microbatches=stock.peak))
     try:
-        within = _prospect(spec, build_program(choice, limited), seen, stock)
+        within = _prospect(spec, build_program(choice, limited), traced, stock)
     except ValueError:  # it needs more
         within = None
     if within is not None:
@@ -219,9 +219,9 @@ def _tried(
         raise ValueError("it needs more memory and is no faster")
 
 
-def _prospect(name: str, program: Program, seen: SeenCosts, stock: Prospect | None) -> Prospect:
+def _prospect(name: str, program: Program, traced: TracedCosts, stock: Prospect | None) -> Prospect:
     placement = program.schedule.placement
-    ends = [seen.costs(placement.stages, share) for share in SHARES]
+    ends = [traced.costs(placement.stages, share) for share in SHARES]
     timeline = simulate(program, program.problem.costs)
     steps = [simulate(program, end).makespan for end in ends if end is not None]
     low, high = min(timeline.makespan, *steps), max(timeline.makespan, *steps)

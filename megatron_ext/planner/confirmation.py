@@ -1,8 +1,8 @@
 """The verdict of a plan, confirmed by schedules that are built whole.
 
-The times of long steps are told by their repeating part. That is exact if the family makes the same
-schedule for more microbatches, and up to 0.3 % off for some families that place W by the costs. So
-schedules that could be recommended are built whole, and ranked by their true times.
+The times of long steps are extrapolated from their repeating part. That is exact if the family
+makes the same schedule for more microbatches, and up to 0.3 % off for some families that place W by
+the costs. So schedules that could be recommended are built whole, and ranked by their true times.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
 from megatron_ext.compile.program.repeating_part import SAME
 from megatron_ext.planner.candidate import Candidate, Plan, by_time
@@ -19,7 +18,8 @@ from megatron_ext.planner.planning_time import until_end
 from megatron_ext.planner.verdict import Alternative, Verdict, eligible, verdict
 from megatron_ext.progress import remark
 
-CLOSE = 0.02  # of a step: what takes so much more than the shortest may prove to be shorter
+# Share of the shortest step. An alternative that takes up to so much more may prove to be shorter.
+CLOSE = 0.02
 
 
 def confirmed_verdict(
@@ -39,8 +39,8 @@ def confirmed_verdict(
 
     Args:
         free: bytes that a rank may take; None: not known.
-        refusal: reason why a job could not start under an alternative, or as it is, if it could
-            not. Only what is recommended is checked.
+        refusal: returns the reason why a job could not start under an alternative or under
+            ``baseline``; None if it could. Only what is recommended is checked.
     """
     pool = list(others)
     can_start: list[Alternative] = []
@@ -48,19 +48,19 @@ def confirmed_verdict(
     while True:
         found = verdict(baseline, pool, free)
         recommended = [one for one in (found.taken, found.stock) if one is not None]
-        told = next(_told([*recommended, *(_close(pool) if has_time else [])], pool), None)
-        if told is not None:
-            whole: Alternative | None = told
-            if told in recommended:
-                whole = _built(told, free)
+        close = _close(pool) if has_time else []
+        estimated = next(_estimated([*recommended, *close], pool), None)
+        if estimated is not None:
+            if estimated in recommended:
+                whole = _built(estimated, free)
             else:
-                whole = until_end(partial(_built, told, free), whole)
-            if whole is told:
-                has_time = False
-                continue
-            at = pool.index(told)
+                whole, has_time = _built_in_time(estimated, free)
+                if not has_time:
+                    continue
+            at = pool.index(estimated)
             pool[at : at + 1] = [] if whole is None else [whole]
-            plan = _with_whole(plan, told.candidate, None if whole is None else whole.candidate)
+            true = None if whole is None else whole.candidate
+            plan = _with_whole(plan, estimated.candidate, true)
             continue
         doubtful = next((one for one in recommended if one not in can_start), None)
         if doubtful is None:
@@ -76,9 +76,11 @@ def confirmed_verdict(
             pool.remove(doubtful)
 
 
-def _told(
+def _estimated(
     alternatives: Sequence[Alternative], pool: Sequence[Alternative]
 ) -> Iterator[Alternative]:
+    """Yield those of ``alternatives`` in ``pool`` that are not built whole. (The baseline is not in
+    the pool.)"""
     return (one for one in alternatives if not one.candidate.is_whole and one in pool)
 
 
@@ -88,9 +90,15 @@ def _close(pool: Sequence[Alternative]) -> list[Alternative]:
     return [one for one in ordered if one.seconds <= (1 + CLOSE) * ordered[0].seconds]
 
 
-def _built(told: Alternative, free: float | None) -> Alternative | None:
-    """Return ``told`` with its true figures; None if it cannot be built whole."""
-    before = told.candidate
+def _built_in_time(estimated: Alternative, free: float | None) -> tuple[Alternative | None, bool]:
+    """Return the result of `_built`, and whether planning time was left for it."""
+    without: tuple[Alternative | None, bool] = (None, False)
+    return until_end(lambda: (_built(estimated, free), True), without)
+
+
+def _built(estimated: Alternative, free: float | None) -> Alternative | None:
+    """Return ``estimated`` with its true figures; None if it cannot be built whole."""
+    before = estimated.candidate
     try:
         whole = built_whole(before, free)
     except ValueError as error:
@@ -98,13 +106,14 @@ def _built(told: Alternative, free: float | None) -> Alternative | None:
         return None
     if abs(whole.step - before.step) > SAME * before.step:
         remark(
-            f"{before.schedule} takes {whole.step:.6g} a step, built whole, and not "
-            f"{before.step:.6g}, as its repeating part told"
+            f"{before.schedule} takes {whole.step:.6g} a step when built whole; the estimate from "
+            f"its repeating part was {before.step:.6g}"
         )
-    return replace(told, candidate=whole, seconds=told.seconds + whole.step - before.step)
+    seconds = estimated.seconds + whole.step - before.step
+    return replace(estimated, candidate=whole, seconds=seconds)
 
 
-def _with_whole(plan: Plan, told: Candidate, whole: Candidate | None) -> Plan:
-    """Return ``plan`` with ``whole`` in place of ``told``."""
-    candidates = [whole if one is told else one for one in plan.candidates]
+def _with_whole(plan: Plan, estimated: Candidate, whole: Candidate | None) -> Plan:
+    """Return ``plan`` with ``whole`` in place of ``estimated``."""
+    candidates = [whole if one is estimated else one for one in plan.candidates]
     return replace(plan, candidates=tuple(sorted(filter(None, candidates), key=by_time)))

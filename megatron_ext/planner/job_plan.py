@@ -80,7 +80,7 @@ class PlannedJob(ABC):
 
     @abstractmethod
     def baseline(self, plan: Plan) -> Alternative | None:
-        """Return the job as it is, though it may not fit; None if nothing is known of that.
+        """Return the unchanged job, though it may not fit; None if nothing is known of it.
 
         ``plan``: the result of `compare`.
         """
@@ -103,7 +103,7 @@ class PlannedJob(ABC):
         return None
 
     def why_not(self, plan: Plan) -> str:
-        """Return the reason why the job cannot run as it is, if that is known."""
+        """Return the reason why the unchanged job cannot run, if that is known."""
         return ""
 
     def fallbacks(self, others: Others) -> tuple[str, ...]:
@@ -125,12 +125,12 @@ class JobPlan:
 
     Attributes:
         job: the job in words, with the schedule that it has.
-        written: the flags for the verdict; nothing if the job stays as it is.
+        written: the flags for the verdict; nothing if the job does not change.
         of_stock: the flags for the best of Megatron's own levers, if one is worth it.
         command: the whole launch command for the verdict; "" if there is none.
         remarks: assumptions, and what else there is to know.
         fallbacks: what would make the leanest schedule fit, if nothing fits.
-        why_not: reason why the job cannot run as it is, if it cannot.
+        why_not: reason why the unchanged job cannot run, if it cannot.
         free: memory that a rank may take; None: not known.
         is_estimate: whether times are seconds that were estimated.
         others: alternatives in addition to the schedules of ``plan``: other layouts, recompute,

@@ -101,15 +101,15 @@ def long_sequences(training: Training, plan: Plan, room: float | None) -> LongSe
     Args:
         room: bytes that a rank may take; None: as much as it takes.
     """
-    trained, asked = training.trained, training.extras.slices
+    trained, requested = training.trained, training.extras.slices
     if trained is None or trained.execution.sequence < LONG:
         return None
-    ways = ways_of_plan(plan, asked.count)
-    if asked.count > 1:
+    ways = ways_of_plan(plan, requested.count)
+    if requested.count > 1:
         ways.append(way_of(WHOLE, _with_slices(training, UNCUT), room))
     elif training.is_estimate:
         ways += _of_other_settings(training, trained, room)
-    counts = [count for count in COUNTS if count != asked.count]
+    counts = [count for count in COUNTS if count != requested.count]
     ways += ways_with_slices(partial(_with_slices, training), room, counts)
     execution = trained.execution
     made = LongSequences(execution.sequence, tuple(ways), execution.context_parallel)

@@ -23,7 +23,7 @@ from megatron_ext.planner.planning_time import until_end
 from megatron_ext.progress import Task, task
 from megatron_ext.schedule.limit import MemoryLimit
 
-# A spec's problem with one method, None if it cannot be told; raises ValueError if it has none.
+# A spec's problem with one method, None if it is not compared; raises ValueError if it has none.
 VariantOf = Callable[[str, VocabMethod], Variant | None]
 Pair = tuple[str, VocabMethod]  # a spec, and what is done about the vocabulary
 
@@ -223,8 +223,8 @@ class _Comparison:
         since there was no time for it."""
         there = {(made.schedule, made.method) for made in self.candidates}
         self.candidates += [made for pair, made in self._known.items() if pair not in there]
-        told = {made.schedule for made in self.candidates} | {spec for spec, _ in self.refusals}
-        for spec in dict.fromkeys(spec for spec, _ in pairs if spec not in told):
+        answered = {made.schedule for made in self.candidates} | {spec for spec, _ in self.refusals}
+        for spec in dict.fromkeys(spec for spec, _ in pairs if spec not in answered):
             self.refusals[spec, VocabMethod.NAIVE] = NO_TIME
 
 

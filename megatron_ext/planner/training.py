@@ -58,7 +58,7 @@ class Training:
         ranks: pipeline ranks.
         costs: the costs on a placement, as given; None: they are estimated from ``trained``.
         trained: the model; None: only costs are known.
-        limit: of activations; None: none.
+        limit: of activations; None: no limit.
         extras: the requested options. Only schedules that can overlap passes do so.
         layers: of the model, if ``trained`` does not tell.
         speeds: of the ranks, relative to those of the costs; None: all are alike.

@@ -11,10 +11,10 @@ from megatron_ext.cost_model.gpus import FreeMemory
 from megatron_ext.planner.candidate import Candidate, Plan, Variant, VocabMethod
 from megatron_ext.planner.figures import flags_of
 from megatron_ext.planner.job_plan import Others, PlannedJob
+from megatron_ext.planner.layouts.comparison import compare_layouts
 from megatron_ext.planner.layouts.estimated import estimated_work
 from megatron_ext.planner.layouts.given import given_work
 from megatron_ext.planner.layouts.layout import Layout, even_layout, evenly
-from megatron_ext.planner.layouts.lines import compare_layouts
 from megatron_ext.planner.layouts.work import Work
 from megatron_ext.planner.long_sequences import long_sequences
 from megatron_ext.planner.planner import make_plan
@@ -125,7 +125,7 @@ def _layouts(training: Training, room: float | None) -> list[Alternative]:
         return []
     rule = partial(even_layout, work.model)
     own = evenly(len(work.model.layers), training.ranks)
-    lines = compare_layouts([work], (_BASELINE, own), rule, room)
+    compared = compare_layouts([work], (_BASELINE, own), rule, room)
     return [
         Alternative(
             made.candidate,
@@ -133,8 +133,8 @@ def _layouts(training: Training, room: float | None) -> list[Alternative]:
             partial(_written, training, made.candidate, made.layout),
             made.layout.text(),
         )
-        for made in dict.fromkeys(lines.others.values())
-        if made is not lines.own and (room is None or made.fullest <= room)
+        for made in dict.fromkeys(compared.others.values())
+        if made is not compared.own and (room is None or made.fullest <= room)
     ]
 
 

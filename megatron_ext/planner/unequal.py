@@ -26,7 +26,7 @@ class UnequalGains:
         replicas: data-parallel replicas, of which the slowest counts.
         expert_replicas: number of these that share experts, and wait for one another in each pass.
         seconds: a step with the microbatches in order of arrival.
-        order: the share of that step which ordering them saves.
+        order: the share of that step that ordering the microbatches saves.
         deal: the share that ordering and dealing them saves; None for one replica.
         program: the share that a program for their places saves in addition to both; None if none
             can be searched for.

@@ -79,7 +79,7 @@ class Verdict:
     """The recommendation for a job.
 
     Attributes:
-        baseline: the job as it is; None: that cannot run, or nothing is known of it.
+        baseline: the unchanged job; None: it cannot run, or nothing is known of it.
         taken: the alternative to train under: ``baseline`` itself if nothing is worth a change.
             None: nothing fits.
         stock: the best change that needs Megatron's own flags alone, if one is worth it.

@@ -35,13 +35,14 @@ class RaceFigures:
 
 @dataclass(frozen=True)
 class RaceRecord:
-    """All that the next start needs to know.
+    """Measurements of a race with which the next start goes on.
 
     Attributes:
-        subject: what was timed, and on what; what was measured of another tells nothing.
-        rounds: those that are whole.
+        subject: facts about the training, its machine and the race. Measurements count only if all
+            of them are the same.
+        rounds: measurements of the complete rounds.
         figures: by schedule.
-        winner: whom the training goes on under; None while the race goes on.
+        winner: the best schedule, or the baseline if none is faster; None while the race goes on.
     """
 
     subject: Mapping[str, str]
@@ -57,19 +58,16 @@ def save_record(record: RaceRecord, path: Path) -> None:
 
 
 def load_record(path: Path) -> RaceRecord:
-    """The record at ``path``.
+    """Return the record at ``path``.
 
     Raises:
-        ValueError: there is none that can be read.
+        ValueError: the file cannot be read, is no record, or is of another version.
     """
     text = read_text_file(path, "race file")
     try:
         data = parse_json(text)
         if (version := data.pop("version")) != _VERSION:
-            raise ValueError(
-                f"it was written by another version of megatron_ext: its version is "
-                f"{shown(version)}, and only {_VERSION} is known"
-            )
+            raise ValueError(f"its version is {shown(version)}, and only {_VERSION} is known")
         data["figures"] = {
             spec: RaceFigures(**figures) for spec, figures in data["figures"].items()
         }

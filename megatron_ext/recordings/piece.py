@@ -38,8 +38,7 @@ class Piece:
         whole: the shape of the whole tensor.
         offset, shape: offset of the rank's shard in it, and the shard's shape.
         start, stop: elements of the flattened shard on this rank. A distributed optimizer splits
-            the
-            shard over data-parallel ranks.
+            the shard over data-parallel ranks.
         dtype: torch's name of the type.
         is_copy: whether torch_dist saves another rank's copy.
     """

@@ -162,8 +162,8 @@ class _Execution:
 
 
 def _with_pairs(row: Sequence[Action], beside: Mapping[Action, Action]) -> list[Action | Pair]:
-    """Return ``row`` with each two overlapped passes as one `Pair`. The two are adjacent in
-    ``row``, forward first."""
+    """Return ``row`` with each forward pass and the backward pass that overlaps it merged into one
+    `Pair`. The backward pass follows directly in ``row``; ``beside`` maps each to the other."""
     made: list[Action | Pair] = []
     for action in row:
         if action not in beside:

@@ -62,7 +62,7 @@ class SavedTensors:
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = {parameter.untyped_storage()._cdata for parameter in parameters}
-        # A weak reference to a storage keeps its address, so that no other comes to have it.
+        # A weak reference to a storage keeps its address: no other storage gets it.
         self._references: dict[int, StorageWeakRef] = {}
         self._microbatches: dict[int, set[int]] = defaultdict(set)
         self._held: dict[tuple[Held, _Microbatch], dict[int, int]] = {}

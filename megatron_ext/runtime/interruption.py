@@ -18,7 +18,8 @@ from megatron_ext.runtime.recorder import Recorder
 
 
 class Interruption:
-    """Callback that ends the steps watched by ``recorder``, whose messages use ``connections``."""
+    """Callback for the thread that learns of another rank's failure: closes ``connections`` if a
+    step of ``recorder`` runs, and ends the process if its main thread does not."""
 
     def __init__(self, recorder: Recorder, connections: Sequence[Closable]) -> None:
         self._recorder = recorder

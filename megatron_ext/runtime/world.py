@@ -16,14 +16,14 @@ import torch.distributed as dist
 
 def tell_all[T](value: T) -> T:
     """Return what global rank 0 gave as ``value``. Collective over the world."""
-    told: list[Any] = [value]
-    dist.broadcast_object_list(told, src=0)
-    agreed: T = told[0]
+    values: list[Any] = [value]
+    dist.broadcast_object_list(values, src=0)
+    agreed: T = values[0]
     return agreed
 
 
 def gather_from_all[T](value: T) -> list[T]:
     """Return the ``value`` of every rank, by global rank. Collective over the world."""
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, value)
-    return told
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

@@ -224,7 +224,7 @@ def parse(text: str, slices: int = 1) -> Action:
     if slices == 1:
         raise ValueError(f"{_shown(text)} names a slice, and microbatches are not cut here")
     if int(match[4]) >= slices:
-        raise ValueError(f"{_shown(text)} is of slice {match[4]}: slices are 0 to {slices - 1}")
+        raise ValueError(f"{_shown(text)} names slice {match[4]}, and slices are 0 to {slices - 1}")
     return Action(stage, kind, Slice(whole, int(match[4]), even_ends(slices)))
 
 

@@ -51,7 +51,7 @@ class Cost(enum.Enum):
 
     NOTHING = "nothing: waits, receives, whose senders take the time, and messages of a few bytes"
     PASS = "seconds of the pass; of one that does others' work, theirs together"
-    REPEATED_PASS = "seconds of the pass that is repeated, unless recompute is told"
+    REPEATED_PASS = "seconds of the pass that is repeated, unless those of R are given"
     HOP = "a message on the link behind a stage"
     COLLECTIVE = "a message between ranks; a collective takes the mean of the links that it spans"
     COPY = "a copy to the host or back"

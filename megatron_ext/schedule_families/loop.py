@@ -272,7 +272,7 @@ def _interleaved(name: str, problem: Problem, group: int, backward: Kind) -> Row
     if group < p:
         raise ValueError(
             f"{name}: group is {group}, fewer {_pieces(problem)} than the {p} pipeline ranks, so "
-            f"that a rank would wait for its own chunks; write group={least} or more"
+            f"a rank would wait for its own chunks; write group={least} or more"
         )
     _check_whole(name, problem, group, least)
     group = min(group, problem.pieces)
@@ -294,7 +294,7 @@ def _check_whole(name: str, problem: Problem, group: int, instead: int) -> None:
     if group % slices:
         raise ValueError(
             f"{name}: group is {group}, and microbatches have {slices} slices: the last slice goes "
-            f"back first, so that a group has to hold whole microbatches; write group={instead} or "
+            f"back first, so a group has to hold whole microbatches; write group={instead} or "
             f"another multiple of {slices}"
         )
 

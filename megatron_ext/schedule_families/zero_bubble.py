@@ -57,7 +57,7 @@ def zb_h1(problem: Problem, *, eager: str = "auto") -> Schedule:
     takes_slices=True,
 )
 def zb_h2(problem: Problem) -> Schedule:
-    """Twice as far ahead as `zb_h1`, so that at equal costs no rank idles from its first pass to
+    """Twice as far ahead as `zb_h1`, so at equal costs no rank idles from its first pass to
     its last: 2(p-r)-1 forwards before the first I, weight gradients 2r microbatches late.
 
     Peak 2p-1 microbatches on every rank. With at least as many microbatches, the span's bubble is

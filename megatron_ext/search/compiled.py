@@ -74,7 +74,8 @@ _SIGNATURE = (_TABLE, _TABLE, *(_LIST,) * 9, *(_TABLE,) * 8, *(numba.int64,) * 3
 
 @functools.lru_cache(maxsize=8)  # a search makes many job shops that differ in other figures
 def _precedences(predecessors: Precedences, successors: Precedences) -> tuple[Whole, Whole, Whole]:
-    """Return the predecessors of each operation, their hops, and its successors."""
+    """Return tables with a row for each operation: its predecessors, the ticks of the messages from
+    them, and its successors. Rows are padded with `_NONE`."""
     earlier, later = (
         _padded([[op for op, _ in row] for row in rows]) for rows in (predecessors, successors)
     )

@@ -2,7 +2,7 @@
 
 Microbatches that are dealt and ordered by their costs have about the same cost at the same position
 of each step. One program made for the mean cost at each position then serves all steps. It is not
-always better than a program for equal microbatches, so that both have to be judged (`unequal`).
+always better than a program for equal microbatches, so both have to be judged (`unequal`).
 """
 
 from __future__ import annotations

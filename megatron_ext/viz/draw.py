@@ -125,7 +125,7 @@ class _Measure:
     def curve(self, row: tuple[Action, ...]) -> list[float]:
         return [held / self.unit for held in memory_curve(row, self.amount)]
 
-    def told(self, held: float) -> str:
+    def text(self, held: float) -> str:
         return bytes_text(held * self.unit) if self.unit > 1 else counted(held, "microbatch")
 
 
@@ -193,7 +193,7 @@ def _draw_passes(axes: Axes, run: Sequence[Timeline], readable: float, measure: 
         figure = f"{len(run)} steps, one every {apart:.4g}"
         if any(event.action.kind is Kind.STEP for event in run[0].events):
             figure = f"post-validation, {figure}"
-    peak = measure.told(max(max(measure.curve(row)) for row in schedule.rows))
+    peak = measure.text(max(max(measure.curve(row)) for row in schedule.rows))
     axes.set_title(f"{_named(schedule)}: {figure}, peak {peak}", loc="left", fontsize=10)
 
 

@@ -124,10 +124,10 @@ class SlowRanks:
                 f"no layout helps"
             )
         speeds = _speeds(of_due, len(ratios), digits=2)
-        told = "; ".join(_words(rank, times, pipelines) for rank, times in of_due.items())
+        which = "; ".join(_words(rank, times, pipelines) for rank, times in of_due.items())
         lost = share_lost(predicted, of_due)
         return (
-            f"{since} {told}: the step is {lost:.0%} longer by it. A layout for these ranks: "
+            f"{since} {which}: the step is {lost:.0%} longer by it. A layout for these ranks: "
             f"megatron-ext plan --rank-speeds {speeds} -- and this launch command"
         )
 

@@ -1,4 +1,4 @@
-"""SVG files of figures: small, with text as text, and identical every time."""
+"""SVG files of figures: small, with text as text, and the same bytes in every run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ ElementTree.register_namespace("xlink", XLINK)
 GROUP, PATH, TEXT, USE = (f"{{{SVG}}}{name}" for name in ("g", "path", "text", "use"))
 METADATA, HREF = f"{{{SVG}}}metadata", f"{{{XLINK}}}href"
 
-# Positions are computed for matplotlib's own font. Verdana, on other machines, is about as wide.
+# Texts are placed by the widths of DejaVu Sans, which matplotlib brings. A machine without it shows
+# Verdana, which is about as wide.
 FONTS = ("DejaVu Sans", "Verdana")
 FAMILY = ", ".join((*(f"'{font}'" for font in FONTS), "sans-serif"))
 
@@ -34,7 +35,7 @@ def save(figure: Figure, path: Path) -> None:
         {
             "font.sans-serif": FONTS,
             "svg.fonttype": "none",
-            "svg.hashsalt": "megatron_ext",  # otherwise names of patterns are random
+            "svg.hashsalt": "megatron_ext",  # otherwise ids of hatch patterns are random
         }
     ):
         if path.suffix == ".png":
@@ -43,14 +44,14 @@ def save(figure: Figure, path: Path) -> None:
             return
         written = io.StringIO()
         figure.savefig(written, format="svg", metadata={"Date": None})
-    write_text_file(path, smaller(written.getvalue()))
+    write_text_file(path, minified(written.getvalue()))
 
 
-def smaller(svg: str) -> str:
+def minified(svg: str) -> str:
     """Return ``svg``, written by matplotlib, in less text: rounded to a tenth of a point, with one
-    element a line. Repeated styles and invisible parts are removed: comments, metadata, and names
-    and groups to which nothing refers."""
-    root = ElementTree.fromstring(svg)
+    element a line. Comments, metadata, ids of groups, groups without attributes and repeated styles
+    are removed."""
+    root = ElementTree.fromstring(svg)  # which drops comments
     for metadata in root.findall(METADATA):
         root.remove(metadata)
     markers = {f"#{path.get('id')}": path.get("style", "") for path in root.iter(PATH)}
@@ -68,7 +69,7 @@ def smaller(svg: str) -> str:
     return ElementTree.tostring(root, encoding="unicode")
 
 
-def shorter_path(path: str) -> str:
+def shortened_path(path: str) -> str:
     """Return ``path``, a list of M, L, C, Q and z, to a tenth of a point, with H and V along the
     axes."""
     commands = []
@@ -93,14 +94,14 @@ def _tenths(number: str) -> str:
 def _shorten(element: Element) -> None:
     """Shorten ``element``'s own attributes."""
     if element.tag == GROUP:
-        element.attrib.pop("id", None)
+        element.attrib.pop("id", None)  # nothing refers to groups
     for name in element.attrib.keys() & {"x", "y"}:
         element.set(name, _tenths(element.attrib[name]))
     if "d" in element.attrib:
-        element.set("d", shorter_path(element.attrib["d"]))
+        element.set("d", shortened_path(element.attrib["d"]))
     if "transform" in element.attrib:
         transform = element.attrib.pop("transform")
-        if not transform.startswith("rotate(-0 "):
+        if not transform.startswith("rotate(-0 "):  # which rotates nothing
             element.set("transform", re.sub(r"-?\d+\.\d+", lambda n: _tenths(n[0]), transform))
 
 
@@ -141,7 +142,7 @@ def _style_of_text(element: Element) -> str:
 
 
 def _break_lines(parent: Element) -> None:
-    """Begin a line with every element, and have no other space."""
+    """Begin a line with every element. Elements with children have no text in these files."""
     parent.tail = "\n"
     if len(parent):
         parent.text = "\n"

@@ -13,9 +13,9 @@ from megatron_ext.viz.explain import (
     explain,
     seconds_over_predicted,
 )
-from megatron_ext.viz.seen_costs import seen_costs
 from megatron_ext.viz.slow_ranks import speeds_of
 from megatron_ext.viz.trace import TracedStep
+from megatron_ext.viz.traced_costs import traced_costs
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def trace_report(steps: Sequence[TracedStep], seconds: float = SECONDS) -> Trace
     median = median_step(steps)
     schedule = median.measured.schedule
     explanation = explain(median.measured, median.predicted)
-    seen = seen_costs(steps)
+    traced = traced_costs(steps)
     speeds = speeds_of(seconds_over_predicted(median.measured, median.predicted))
     return TraceReport(
         schedule=schedule.name,
@@ -96,7 +96,7 @@ def trace_report(steps: Sequence[TracedStep], seconds: float = SECONDS) -> Trace
             IterationFigures(step.iteration, _figures(step.measured), _figures(step.predicted))
             for step in steps
         ),
-        what_if=None if seen is None else what_if(seen, seconds),
+        what_if=None if traced is None else what_if(traced, seconds),
         rank_speeds=None if speeds is None else speeds.values,
     )
 

@@ -79,7 +79,7 @@ class UnequalStage(EmulatedStage):
 
 
 def turns(spec: str, name: str) -> list[tuple[Turn, Turn]]:
-    """Return for each draw the step in order of arrival, and as it is arranged."""
+    """Return for each draw the step in order of arrival, and the arranged one."""
     fixed = _program(spec, RANKS, MICROBATCHES)
     own = for_places(fixed, name) or fixed
     made = []
@@ -140,8 +140,8 @@ def _stepping(first: Program) -> Callable[[Turn], float]:
         queue.splitting = True
         execute(turn.program, stages, transport, recorder)
         queue.splitting = False
-        told = gather_from_all((begin, time.monotonic()))
-        return max(end for _, end in told) - min(start for start, _ in told)
+        times = gather_from_all((begin, time.monotonic()))
+        return max(end for _, end in times) - min(start for start, _ in times)
 
     return step
 
@@ -158,7 +158,7 @@ def main(words: Sequence[str]) -> int:
             taken = measure(made, arguments.repeats)
             predicted = [own.predicted / arrival.predicted for arrival, own in made]
             ratios = [own / arrival for arrival, own in taken]
-            errors = [100 * (took - told) for took, told in zip(ratios, predicted, strict=True)]
+            errors = [100 * (took - due) for took, due in zip(ratios, predicted, strict=True)]
             table.add_row(
                 name,
                 spec,

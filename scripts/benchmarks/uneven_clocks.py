@@ -19,9 +19,9 @@ from rich.table import Table
 
 from megatron_ext.compile.registry import choose
 from megatron_ext.planner.layouts.candidates import Candidates
+from megatron_ext.planner.layouts.comparison import permit_all
 from megatron_ext.planner.layouts.given import given_work
 from megatron_ext.planner.layouts.layout import Layout, even_layout
-from megatron_ext.planner.layouts.lines import permit_all
 from megatron_ext.planner.layouts.work import Evaluated, Work, evaluate
 from megatron_ext.progress import task
 from megatron_ext.schedule.costs_text import parse_costs

@@ -51,11 +51,11 @@ def rows(
     evidence: Evidence,
     judge: Judge,
     judge_on_v: Judge,
-    told: Callable[[str], None] = lambda name: None,
+    report: Callable[[str], None] = lambda name: None,
     others: Settings | None = None,
     models: Mapping[str, Settings] | None = None,
 ) -> list[Row]:
-    """Return a row for each of ``recipes``, in any public form; ``told`` is called with its name
+    """Return a row for each of ``recipes``, in any public form; ``report`` is called with its name
     first.
 
     Any error while a recipe is read or judged becomes the reason why it is not understood, so that
@@ -68,7 +68,7 @@ def rows(
     models = read_models() if models is None else models
     made = []
     for name, raw in recipes.items():
-        told(name)
+        report(name)
         try:
             recipe = resolve(name, raw, models, others)
             own = Under(judge(recipe), evidence.of(recipe.kind, recipe.features))

@@ -11,9 +11,9 @@ from megatron_ext.cost_model.frozen import without_frozen
 from megatron_ext.cost_model.gpus import GPUS, free_memory
 from megatron_ext.cost_model.model import Model, Stage
 from megatron_ext.cost_model.model_memory import ModelBytes, TrainingState, least_lasting
+from megatron_ext.planner.layouts.comparison import LayoutComparison, compare_layouts
 from megatron_ext.planner.layouts.estimated import estimated_work
 from megatron_ext.planner.layouts.layout import Layout
-from megatron_ext.planner.layouts.lines import Lines, compare_layouts
 from megatron_ext.planner.layouts.recompute import LayerRecompute
 from megatron_ext.planner.layouts.work import Evaluated, Work
 from megatron_ext.schedule.costs import Costs
@@ -86,20 +86,20 @@ class Gains:
 
 
 def gains_of(configuration: Configuration) -> Gains:
-    """Raises ValueError if the line cannot be planned."""
+    """Raises ValueError if the recipe cannot be planned."""
     works = _works(configuration)
     room = room_of(configuration, works[0])
-    lines = _compared(configuration, works, room, 0)
-    assert lines.bound is not None
-    less = lines
-    gaining = [line for line in (lines.stock, lines.ours) if 1 + lines.gain(line) > _WORTH]
-    if any(line.fullest > lines.bound - MARGIN for line in gaining):
+    compared = _compared(configuration, works, room, 0)
+    assert compared.bound is not None
+    less = compared
+    gaining = [one for one in (compared.stock, compared.ours) if 1 + compared.gain(one) > _WORTH]
+    if any(one.fullest > compared.bound - MARGIN for one in gaining):
         less = _compared(configuration, works, room, MARGIN)
     return Gains(
-        own=_option(lines, lines.own),
-        stock=_option(lines, lines.stock, less.gain(less.stock)),
-        ours=_option(lines, lines.ours, less.gain(less.ours)),
-        bound=lines.bound,
+        own=_option(compared, compared.own),
+        stock=_option(compared, compared.stock, less.gain(less.stock)),
+        ours=_option(compared, compared.ours, less.gain(less.ours)),
+        bound=compared.bound,
     )
 
 
@@ -111,17 +111,17 @@ def room_of(configuration: Configuration, work: Work) -> float:
     return free_memory(memory, lasting=least_lasting(own.model)).allocated
 
 
-def _option(lines: Lines, line: Evaluated, gain_with_less: float = 0.0) -> Option:
-    gain = 1 + lines.gain(line)
+def _option(compared: LayoutComparison, made: Evaluated, gain_with_less: float = 0.0) -> Option:
+    gain = 1 + compared.gain(made)
     return Option(
-        schedule=line.schedule,
-        vocabulary=line.method.value,
-        layers=line.layout.layers,
+        schedule=made.schedule,
+        vocabulary=made.method.value,
+        layers=made.layout.layers,
         gain=gain,
-        seconds=line.seconds,
-        fullest=line.fullest,
+        seconds=made.seconds,
+        fullest=made.fullest,
         is_tight=gain > _WORTH > 1 + gain_with_less,
-        recompute=str(line.recompute) if line.recompute != lines.own.recompute else "",
+        recompute=str(made.recompute) if made.recompute != compared.own.recompute else "",
     )
 
 
@@ -130,7 +130,7 @@ _WORTH = 1.01  # a gain that is less is none
 
 def _compared(
     configuration: Configuration, works: Sequence[Work], room: float, margin: float
-) -> Lines:
+) -> LayoutComparison:
     own = configuration.schedule, Layout(configuration.layers)
     return compare_layouts(works, own, _rule(configuration), room, margin=margin, search=False)
 
@@ -193,10 +193,10 @@ Found = Gains | str  # why there are none
 
 
 def all_gains(
-    configurations: Iterable[Configuration], told: Callable[[], None]
+    configurations: Iterable[Configuration], report: Callable[[], None]
 ) -> dict[Configuration, Found]:
     """Return the gains of each distinct one of ``configurations``, computed in `PROCESSES`
-    processes; ``told`` is called after each."""
+    processes; ``report`` is called after each."""
     distinct = list(dict.fromkeys(configurations))
     # Long ones come first, so that no process has one left at the end.
     distinct.sort(key=lambda c: c.ranks * c.microbatches, reverse=True)
@@ -204,7 +204,7 @@ def all_gains(
     with get_context("spawn").Pool(PROCESSES) as pool:
         for configuration, gains in pool.imap_unordered(_found, distinct):
             found[configuration] = gains
-            told()
+            report()
     return found
 
 

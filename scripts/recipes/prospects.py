@@ -59,16 +59,16 @@ def prospects_of(
         configuration_of: raises ValueError if a recipe's configuration is not known.
         all_gains: returns the gains of configurations, each once.
     """
-    told: list[tuple[Recipe, Configuration | str]] = []
+    resolved: list[tuple[Recipe, Configuration | str]] = []
     for recipe in recipes:
         try:
-            told.append((recipe, configuration_of(recipe)))
+            resolved.append((recipe, configuration_of(recipe)))
         except Exception as error:  # of this recipe, as in `counting.rows`
-            told.append((recipe, " ".join(str(error).split()) or type(error).__name__))
-    found = all_gains([known for _, known in told if isinstance(known, Configuration)])
+            resolved.append((recipe, " ".join(str(error).split()) or type(error).__name__))
+    found = all_gains([known for _, known in resolved if isinstance(known, Configuration)])
     return [
         Prospect(recipe, known, found[known], published(recipe))
         if isinstance(known, Configuration)
         else Prospect(recipe, None, known)
-        for recipe, known in told
+        for recipe, known in resolved
     ]

@@ -267,7 +267,7 @@ ON_GPUS: Mapping[str, tuple[str, ...]] = {
     "optimizer": ("muon", "dist_muon"),
 }
 
-# What the CPU has by a stand-in alone, so that no test of grade A has it.
+# What the CPU has by a stand-in alone, so no test of grade A has it.
 STAND_INS: Mapping[str, tuple[str, ...]] = {
     "precision": LOW_PRECISIONS,
     "cross_entropy_fusion_impl": ("te",),
@@ -279,7 +279,7 @@ STAND_INS: Mapping[str, tuple[str, ...]] = {
 }
 
 # What one test must have together. A feature is always shown with a kind of schedule, and all three
-# kinds split the backward, so that multi-token prediction on V's, graphs, FP8 and the flex
+# kinds split the backward, so multi-token prediction on V's, graphs, FP8 and the flex
 # dispatcher beside a split backward, and towers on loops need no line here.
 TOGETHER = (
     ("mtp_num_layers", "context_parallel_size"),

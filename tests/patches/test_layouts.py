@@ -19,8 +19,8 @@ from megatron_ext.launch_planner.alternatives.layouts import lay_out, written_of
 from megatron_ext.launch_planner.alternatives.recompute import recompute_of_line
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest, ParsedLaunch, with_launch
 from megatron_ext.planner.figures import as_data
+from megatron_ext.planner.layouts.comparison import LayoutComparison
 from megatron_ext.planner.layouts.layout import Layout
-from megatron_ext.planner.layouts.lines import Lines
 from megatron_ext.planner.verdict import Written
 from megatron_ext.written_settings import from_argv
 from tests.helpers.combinations import at_night
@@ -90,14 +90,14 @@ def test_megatron_reads_what_is_printed(layers: tuple[int, ...], ranks: int, dep
     assert read.layout[-1][-1].count(LayerType.mtp) == depths
 
 
-def _laid_out(read: ParsedLaunch) -> tuple[Lines, tuple[Written, ...]]:
+def _laid_out(read: ParsedLaunch) -> tuple[LayoutComparison, tuple[Written, ...]]:
     line = read.variants
     made = lay_out(line, read.validated, str(line.own), read.room, search=False)
     return made, tuple(written_of(line, made.own, other) for other in made.others.values())
 
 
 @functools.cache
-def laid_out(name: str) -> tuple[Lines, tuple[Written, ...]]:
+def laid_out(name: str) -> tuple[LayoutComparison, tuple[Written, ...]]:
     """Other layouts of a line, and what is written for each."""
     launch = Launch(str(SCRIPT), False, words_of(name), world_size=WORLD)
     with pytest.MonkeyPatch.context() as patch:

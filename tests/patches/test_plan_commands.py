@@ -36,7 +36,7 @@ from megatron_ext.launch_planner.launch_job import refusal_of
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest, with_launch
 from megatron_ext.planner import confirmation, long_sequences, verdict
 from megatron_ext.planner.candidate import Plan, VocabMethod
-from megatron_ext.planner.layouts import candidates, descent, lines
+from megatron_ext.planner.layouts import candidates, comparison, descent
 from megatron_ext.planner.planning_time import planning
 from megatron_ext.planner.verdict import Written
 from scripts.recipes.accepting import argument_values, as_on_gpus, others
@@ -85,8 +85,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         layouts, "lay_out", lambda *given, **more: lay_out(*given, **more, search=False)
     )
-    with_chunks = lines._with_chunks
-    monkeypatch.setattr(lines, "_with_chunks", lambda *given: with_chunks(*given)[:1])
+    with_chunks = comparison._with_chunks
+    monkeypatch.setattr(comparison, "_with_chunks", lambda *given: with_chunks(*given)[:1])
     monkeypatch.setattr(candidates, "_PLACEMENTS", 1)
     monkeypatch.setattr(descent, "_STEPS", 2)
     monkeypatch.setattr(slices_of_launch, "COUNTS", (2,))

@@ -69,7 +69,7 @@ def _of_first(costs: list[float] | None, groups: Any) -> list[float] | None:
         members = [groups.pp, groups.tp, groups.cp]
     for group in members:
         if group.size() > 1:
-            told: list[Any] = [None] * group.size()
-            dist.all_gather_object(told, costs, group=group)
-            costs = next((one for one in told if one is not None), None)
+            gathered: list[Any] = [None] * group.size()
+            dist.all_gather_object(gathered, costs, group=group)
+            costs = next((one for one in gathered if one is not None), None)
     return costs

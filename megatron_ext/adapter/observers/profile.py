@@ -96,8 +96,7 @@ class StepProfile(StepObserver[Step]):
     """
 
     def __init__(self, path: Path, programs: Programs, *, by_place: bool) -> None:
-        """``by_place``: whether microbatches are ordered, so that their place tells what they
-        cost."""
+        """``by_place``: whether microbatches are ordered, and costs are measured by place."""
         self._path = path
         self._programs = programs
         self._by_place = by_place
@@ -141,10 +140,10 @@ class StepProfile(StepObserver[Step]):
 
     def _meet(self, step: Step) -> None:
         """Use the costs of the shapes that every rank has measured. Collective over the world."""
-        told = gather_from_all({shape: own.figures for shape, own in self._ready.items()})
-        for shape in told[0]:
-            if all(shape in figures for figures in told):
-                self._use(step, shape, [figures[shape] for figures in told])
+        gathered = gather_from_all({shape: own.figures for shape, own in self._ready.items()})
+        for shape in gathered[0]:
+            if all(shape in figures for figures in gathered):
+                self._use(step, shape, [figures[shape] for figures in gathered])
 
     def _use(self, step: Step, shape: Shape, ranks: list[RankFigures]) -> None:
         """Rebuild programs with the costs of ``shape`` that global rank 0 computes from the

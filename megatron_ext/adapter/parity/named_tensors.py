@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,7 +39,7 @@ class _Part:
     start: int
     stop: int
     piece: Piece
-    is_main: bool  # main replica if the data-parallel rank is ignored
+    is_main_without_dp: bool  # main replica if the data-parallel rank is ignored
 
 
 class NamedTensors:
@@ -55,7 +55,7 @@ class NamedTensors:
         self._parts: dict[torch.nn.Parameter, tuple[_Part, ...]] = {}
         for chunk in unwrap_model(list(model)):
             try:
-                with _output_layer_left_out(chunk):
+                with _without_output_layer(chunk):
                     state = chunk.sharded_state_dict(
                         metadata=_build_sharded_state_dict_metadata(args)
                     )
@@ -97,9 +97,10 @@ class NamedTensors:
 
 
 @contextlib.contextmanager
-def _output_layer_left_out(chunk: torch.nn.Module) -> Iterator[None]:
-    """Context in which tied multi-token prediction has names on a last stage too: Megatron asserts
-    there that the output layer has no weight of its own, but it has one, which is unused."""
+def _without_output_layer(chunk: torch.nn.Module) -> Iterator[None]:
+    """Replace a method in the context, for sharded_state_dict to work on a last stage with tied
+    embeddings and multi-token prediction: Megatron asserts there that the output layer has no
+    weight of its own, but it has one, which is unused."""
     model: Any = language_model(chunk)
     if not head_is_looked_up(chunk):
         yield
@@ -119,8 +120,8 @@ def _is_copy(part: _Part) -> bool:
     return part.piece.is_copy
 
 
-def _is_copy_but_for_data(part: _Part) -> bool:
-    return not part.is_main
+def _is_copy_without_dp(part: _Part) -> bool:
+    return not part.is_main_without_dp
 
 
 def _steppers(
@@ -129,7 +130,7 @@ def _steppers(
     """Yield the optimizers in nested chains that step, each with a function that tells which of its
     states are copies of another rank's."""
     if isinstance(optimizer, LayerWiseDistributedOptimizer):
-        is_copy = _is_copy_but_for_data  # a parameter's states are on one data-parallel rank
+        is_copy = _is_copy_without_dp  # a parameter's states are on one data-parallel rank
     chain = getattr(optimizer, "chained_optimizers", None)
     if chain is not None:
         for chained in chain:
@@ -137,7 +138,8 @@ def _steppers(
     elif optimizer is not None and not getattr(optimizer, "is_stub_optimizer", False):
         instance = getattr(optimizer, "distributed_optimizer_instance_id", None)
         if instance is not None:
-            is_copy = _is_copy_but_for_data if instance == 0 else lambda part: True
+            # Each instance has all states; those of the first one count.
+            is_copy = _is_copy_without_dp if instance == 0 else lambda part: True
         yield optimizer, is_copy
 
 
@@ -158,8 +160,17 @@ def _parts(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[_Part]:
         return
     shape = tuple(data.shape)
     here = ";".join(f"{part.key}{part.global_offset}" for part in built)
-    piece = Piece(here, (), shape, (0,) * len(shape), shape, 0, data.numel(), dtype_of(data))
-    yield _Part(0, data.numel(), piece, is_main_replica(_but_for_data(entry.replica_id)))
+    piece = Piece(
+        name=here,
+        index=(),
+        whole=shape,
+        offset=(0,) * len(shape),
+        shape=shape,
+        start=0,
+        stop=data.numel(),
+        dtype=dtype_of(data),
+    )
+    yield _Part(0, data.numel(), piece, is_main_replica(_without_dp(entry.replica_id)))
 
 
 def _is_view(part: torch.Tensor, of: torch.Tensor) -> bool:
@@ -171,20 +182,20 @@ def _part(entry: ShardedTensor, start: int) -> _Part:
     axes = entry.prepend_axis_num
     numel = math.prod(entry.local_shape)
     piece = Piece(
-        entry.key,
-        tuple(entry.global_offset[:axes]),
-        tuple(entry.global_shape[axes:]),
-        tuple(entry.global_offset[axes:]),
-        tuple(entry.local_shape),
-        0,
-        numel,
-        str(entry.dtype).removeprefix("torch."),
-        not is_main_replica(entry.replica_id),
+        name=entry.key,
+        index=tuple(entry.global_offset[:axes]),
+        whole=tuple(entry.global_shape[axes:]),
+        offset=tuple(entry.global_offset[axes:]),
+        shape=tuple(entry.local_shape),
+        start=0,
+        stop=numel,
+        dtype=str(entry.dtype).removeprefix("torch."),
+        is_copy=not is_main_replica(entry.replica_id),
     )
-    return _Part(start, start + numel, piece, is_main_replica(_but_for_data(entry.replica_id)))
+    return _Part(start, start + numel, piece, is_main_replica(_without_dp(entry.replica_id)))
 
 
-def _but_for_data(replica: Any) -> Any:
+def _without_dp(replica: Any) -> Any:
     return (*replica[:-1], 0) if isinstance(replica, tuple) else replica
 
 
@@ -199,12 +210,18 @@ def _cut(
     pieces."""
     flat = tensor.detach().reshape(-1)
     if tensor.dim() == 0:  # a step counter, whole on each rank with a part of the parameter
-        piece = parts[0].piece
-        copied = is_copy(parts[0])
-        yield (
-            Piece(prefix + piece.name, piece.index, (), (), (), 0, 1, dtype_of(tensor), copied),
-            flat,
+        piece = replace(
+            parts[0].piece,
+            name=prefix + parts[0].piece.name,
+            whole=(),
+            offset=(),
+            shape=(),
+            start=0,
+            stop=1,
+            dtype=dtype_of(tensor),
+            is_copy=is_copy(parts[0]),
         )
+        yield piece, flat
         return
     for part in parts:
         first, end = max(start, part.start), min(start + flat.numel(), part.stop)
@@ -230,10 +247,9 @@ def _plain(parameter: torch.Tensor) -> torch.Tensor:
 _State = tuple[torch.nn.Parameter, str, torch.Tensor, int]
 
 
-def _whole_states(
-    optimizer: Any, parameters: Sequence[torch.nn.Parameter] | dict[torch.nn.Parameter, Any]
-) -> Iterator[_State]:
-    inner = getattr(optimizer, "optimizer", optimizer)  # torch's own, of fp32 parameters by layers
+def _whole_states(optimizer: Any, parameters: Iterable[torch.nn.Parameter]) -> Iterator[_State]:
+    # The layer-wise optimizer has a bare torch optimizer for fp32 parameters.
+    inner = getattr(optimizer, "optimizer", optimizer)
     own = {id(main) for group in inner.param_groups for main in group["params"]}
     for parameter in parameters:
         main = getattr(parameter, "main_param", parameter)

@@ -157,22 +157,22 @@ class StepRace(StepObserver[Step]):
         """Decide the next turn with all ranks. Collective over the world."""
         if self._count == 1:
             self._known = self._recall()
-        told = gather_from_all(self._seen(shape))
+        gathered = gather_from_all(self._seen(shape))
         if self._count == 1:
-            self._begin_anew(told)
+            self._begin_anew(gathered)
             self._meets += FIRST
             return
-        missing = max(seen.missing for seen in told)
-        if not all(seen.is_steady for seen in told):
-            self._begin_anew(told)
-        elif self._race is None and not any(seen.waits for seen in told):
+        missing = max(seen.missing for seen in gathered)
+        if not all(seen.is_steady for seen in gathered):
+            self._begin_anew(gathered)
+        elif self._race is None and not any(seen.waits for seen in gathered):
             assert connections is not None
             self._begin(make, connections.host_memory)
         elif self._race is not None and missing:
             self._meets += missing
             return
         elif self._race is not None:
-            self._end_turn(told, call)
+            self._end_turn(gathered, call)
             self._pause = FIRST
         self._is_steady = True
         if self._kept is not None:
@@ -195,14 +195,14 @@ class StepRace(StepObserver[Step]):
             return replace(seen, missing=self._turn.missing)
         return replace(seen, seconds=self._turn.seconds(), peak=self._turn.peak)
 
-    def _begin_anew(self, told: list[_Seen]) -> None:
+    def _begin_anew(self, gathered: list[_Seen]) -> None:
         """Count steps from now on: the times of earlier ones cannot be compared."""
         if self._race is not None:
             _say("race: the number or shape of microbatches has changed, and it begins anew")
         self._race, self._turn = None, None
         self._made, self._peaks = {}, {}
         self._bubbles.clear()
-        other = next((seen.other for seen in told if seen.other), "")
+        other = next((seen.other for seen in gathered if seen.other), "")
         self._knows = self._known is not None and not other
         if self._known is None:
             return
@@ -283,15 +283,15 @@ class StepRace(StepObserver[Step]):
         if self._turn is not None:
             self._turn.end_step(step.connections.recorder, step.program)
 
-    def _end_turn(self, told: list[_Seen], call: Call) -> None:
+    def _end_turn(self, gathered: list[_Seen], call: Call) -> None:
         """End a turn whose iterations every rank has timed. Collective over the pipeline."""
         race, turn = self._race, self._turn
         assert race is not None and turn is not None
         comparison = turn.steps.compare(call.pipeline)
         assert comparison is not None
         self._turn = None
-        self._note(race.current, comparison, max(seen.peak for seen in told))
-        race.end_turn(max(seen.seconds for seen in told))
+        self._note(race.current, comparison, max(seen.peak for seen in gathered))
+        race.end_turn(max(seen.seconds for seen in gathered))
         if not race.is_between_rounds:
             return
         _say(report.standing(race))

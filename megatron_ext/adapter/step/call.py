@@ -48,7 +48,8 @@ class Call(StepCall):
 
     @property
     def varies_by(self) -> str | None:
-        """Setting that makes message shapes unknown before they arrive; None if they are known.
+        """Setting, in words, that makes shapes of messages unknown before they arrive; None if they
+        are known.
 
         With several chunks per rank Megatron uses ``seq_length`` and ignores
         ``decoder_seq_length``, and with one chunk it uses the latter. If they differ, the caller
@@ -67,8 +68,8 @@ class Call(StepCall):
         return self.micro_batch_size, self.seq_length // self.context_parallel_size
 
     def boundary(self) -> Boundary:
-        """Return the tensor that passes between stages. If its shape varies, this is the
-        largest."""
+        """Return the shape and type of the tensor that passes between stages; if the shape varies,
+        the largest."""
         shapes = schedules.get_tensor_shapes(
             seq_length=self.seq_length,
             micro_batch_size=self.micro_batch_size,
@@ -88,7 +89,7 @@ def refuse_call(
     p2p_communicator: P2PCommunicator | None,
     pg_collection: Any,
 ) -> None:
-    """Raise ValueError for the first request that ``ours`` cannot fulfil."""
+    """Raise ValueError for the first argument or setting that does not go with ``ours``."""
     vocabulary = ours.vocab_parallel
     for choice in ours.choices:
         refuse(config, choice, ours.extras)
@@ -118,7 +119,7 @@ def refuse_call(
 
 
 def refuse_chunks(ours: PipelineConfig, call: Call) -> None:
-    """Raise ValueError unless there is one chunk and one iterator for each stage of a rank."""
+    """Raise ValueError unless there is one chunk and one iterator for each stage of this rank."""
     choice = ours.choice
     chunks = choice.place(call.pipeline.size()).chunks
     if len(call.models) != chunks:
@@ -139,17 +140,17 @@ def refuse_shapes(ours: PipelineConfig, call: Call) -> None:
     """Raise ValueError if shapes vary but ``ours`` needs a fixed one."""
     if call.varies_by is None:
         return
-    if _has_no_bytes(ours, call):
+    if _limit_needs_unknown_bytes(ours, call):
         raise ValueError(
             f"--pipeline-memory-limit {ours.memory_limit} is in bytes, and what a microbatch takes "
             f"is not known: the caller gives seq_length={call.seq_length}, "
-            f"micro_batch_size={call.micro_batch_size} in the place of sequences that vary; write "
-            f"the limit in microbatches, as 0.5x"
+            f"micro_batch_size={call.micro_batch_size} instead of real lengths; write the "
+            f"limit in microbatches, as 0.5x"
         )
     if ours.p2p is P2P.BATCHED:
         raise ValueError(
-            f"--pipeline-p2p batched does not go with {call.varies_by}: a tensor can be received "
-            f"only when its shape has come, after its batch; drop --pipeline-p2p"
+            f"--pipeline-p2p batched does not go with {call.varies_by}: a batch of messages needs "
+            f"their shapes, and these arrive in messages themselves; drop --pipeline-p2p"
         )
     for flag, is_on in (
         ("vocab-parallel", ours.vocab_parallel is not VocabularyParallel.NONE),
@@ -163,9 +164,9 @@ def refuse_shapes(ours: PipelineConfig, call: Call) -> None:
             )
 
 
-def _has_no_bytes(ours: PipelineConfig, call: Call) -> bool:
-    """Whether a limit in bytes would be compared with an estimate for one token, as in verl's
-    calls."""
+def _limit_needs_unknown_bytes(ours: PipelineConfig, call: Call) -> bool:
+    """Return whether the limit is in bytes, but those of a microbatch are not known, as the caller
+    gives a size of one token instead of real lengths (verl does)."""
     if ours.memory_limit is None or not ours.costs.is_estimate:
         return False
     limit = parse_limit(ours.memory_limit, call.pipeline.size(), call.num_microbatches)
@@ -179,7 +180,7 @@ def groups_of(
     caller gives none."""
     if p2p_communicator is not None:
         return p2p_communicator.pp_group, pg_collection
-    # Megatron 0.18 has no function for them.
-    everything = ProcessGroupCollection.use_mpu_process_groups
-    groups = getattr(schedules, "_build_default_pg_collection", everything)()
+    # Megatron 0.18 has no such function; all groups of parallel_state serve as well.
+    all_groups = ProcessGroupCollection.use_mpu_process_groups
+    groups = getattr(schedules, "_build_default_pg_collection", all_groups)()
     return parallel_state.get_pipeline_model_parallel_group(), groups

@@ -1,7 +1,7 @@
 """Call of the model by a forward_step_func, recorded so that the call can be repeated.
 
-A forward_step_func takes a batch from its data iterator, and its loss function counts and reports.
-It is therefore called once per microbatch, even if the model runs several times.
+A forward_step_func takes a batch from its data iterator, and its loss function counts tokens and
+reports losses. So it is called once per microbatch, even if the model runs several times.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ uses them; with separate channels, neither waits behind the other.
 Batched messages (`P2P.BATCHED`) share one communicator, which runs its messages in order:
 
 - a send moves together with the receives directly before it, every other receive alone;
-- a rank's batches move one after the other, so that a message waits for the previous batch at
+- a rank's batches move one after the other, so a message waits for the previous batch at
   either end;
 - a message has arrived when all of its batch has.
 

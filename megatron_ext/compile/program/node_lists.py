@@ -36,11 +36,8 @@ class NodeLists:
         return cls(bounds, nodes[np.argsort(owners, kind="stable")])
 
     def joined(self, names: Ints, owners: Ints) -> tuple[Ints, Ints]:
-        """Return two arrays of equal length: for each node, the name of the owner in whose list it
-        is, and the node itself.
-
-        The lists are those of ``owners``, one after the other; ``names`` has a name for each.
-        """
+        """Concatenate the lists of ``owners``. Return two arrays of equal length: for each node the
+        entry of ``names`` for its owner, and the node itself."""
         lengths = np.diff(self.bounds)[owners]
         starts = self.bounds[owners] - (np.cumsum(lengths) - lengths)
         places = np.repeat(starts, lengths) + np.arange(lengths.sum())

@@ -44,7 +44,7 @@ def seconds_in_pairs(schedule: Schedule, costs: Costs) -> Iterator[tuple[int, fl
     backward pass's.
 
     For the account, the two passes of a pair run one after the other, F first, in the proportion of
-    their seconds alone, so that the work of a rank adds up.
+    their seconds alone, so the work of a rank adds up.
     """
 
     @cache

@@ -52,11 +52,11 @@ class TwoCopies:
 
 
 def holds_two_copies(rows: Sequence[Sequence[Action]]) -> bool:
-    """Return whether a table has every stage on a rank and on its opposite, which is as far from
-    the other end."""
-    on = _ranks_of_stages(rows).values()
-    opposite = all(ranks == {len(rows) - 1 - rank for rank in ranks} for ranks in on)
-    return opposite and any(len(ranks) == 2 for ranks in on)
+    """Return whether a table has every stage on two opposite ranks, r and p-1-r. With an odd p,
+    stages may also be on the middle rank alone, its own opposite; `from_rows` refuses that."""
+    ranks_of_stages = _ranks_of_stages(rows).values()
+    opposite = all(ranks == {len(rows) - 1 - rank for rank in ranks} for ranks in ranks_of_stages)
+    return opposite and any(len(ranks) == 2 for ranks in ranks_of_stages)
 
 
 def to_csv(copies: TwoCopies) -> str:
@@ -86,30 +86,29 @@ def from_rows(rows: Rows, name: str) -> TwoCopies:
     """
     if len(rows) % 2:
         raise ValueError(
-            f"{name} holds every stage twice on {len(rows)} ranks: the one in the middle is its "
-            f"own opposite, so that they are no two replicas of one schedule; write an even number"
+            f"{name} holds every stage twice on {len(rows)} ranks: the middle rank has no opposite "
+            f"to be its replica; write an even number of ranks"
         )
-    rank_of = _places_of_first_copy(rows)
+    rank_of = _ranks_of_first_copy(rows)
     copies = TwoCopies(name, rank_of, rows)
-    numbers: list[set[int]] = [set(), set()]
+    sent: list[set[int]] = [set(), set()]  # microbatches of each copy
     for rank, row in enumerate(rows):
         for action in row:
-            numbers[copies.copy_of(rank, action.stage)].add(action.microbatch)
-    if len(numbers[0]) != len(numbers[1]):
-        total = len(numbers[0]) + len(numbers[1])
+            sent[copies.copy_of(rank, action.stage)].add(action.microbatch)
+    if len(sent[0]) != len(sent[1]):
         raise ValueError(
-            f"{name} holds every stage twice, and sends {len(numbers[0])} microbatches from one "
-            f"end and {len(numbers[1])} from the other: with {total} in all they cannot be two "
-            f"replicas of one schedule; write an even number, half of them for each copy"
+            f"{name} holds every stage twice, and sends {len(sent[0])} microbatches from one "
+            f"end and {len(sent[1])} from the other: the two copies are no replicas of one "
+            f"schedule; send the same number from both ends"
         )
-    place = [{number: k for k, number in enumerate(sorted(of_copy))} for of_copy in numbers]
+    renumbered = [{number: k for k, number in enumerate(sorted(of_copy))} for of_copy in sent]
     return TwoCopies(
         name,
         rank_of,
         tuple(
             tuple(
                 action._replace(
-                    microbatch=place[copies.copy_of(rank, action.stage)][action.microbatch]
+                    microbatch=renumbered[copies.copy_of(rank, action.stage)][action.microbatch]
                 )
                 for action in row
             )
@@ -119,24 +118,25 @@ def from_rows(rows: Rows, name: str) -> TwoCopies:
 
 
 def _ranks_of_stages(rows: Sequence[Sequence[Action]]) -> dict[int, set[int]]:
-    on: dict[int, set[int]] = {}
+    ranks_of: dict[int, set[int]] = {}
     for rank, row in enumerate(rows):
         for action in row:
-            on.setdefault(action.stage, set()).add(rank)
-    return on
+            ranks_of.setdefault(action.stage, set()).add(rank)
+    return ranks_of
 
 
-def _places_of_first_copy(rows: Rows) -> tuple[int, ...]:
-    """Return the rank of each stage of copy 0, which begins on the lower rank. From stage to stage
-    it continues in its direction, and turns at an end of the pipeline."""
-    on = _ranks_of_stages(rows)
-    rank, way = min(on[0]), 1
-    places = [rank]
-    for stage in range(1, len(on)):
-        if rank + way in on[stage]:
-            rank += way
+def _ranks_of_first_copy(rows: Rows) -> tuple[int, ...]:
+    """Return the rank of each stage of copy 0, which begins on the lower rank. The next stage is on
+    the next rank in the copy's direction. If it is not there, the copy turns, and the stage is on
+    the nearer of its ranks."""
+    ranks_of = _ranks_of_stages(rows)
+    rank, step = min(ranks_of[0]), 1
+    of_copy = [rank]
+    for stage in range(1, len(ranks_of)):
+        if rank + step in ranks_of[stage]:
+            rank += step
         else:
-            way = -way
-            rank = min(on[stage], key=lambda other: abs(other - places[-1]))
-        places.append(rank)
-    return tuple(places)
+            step = -step
+            rank = min(ranks_of[stage], key=lambda other: abs(other - of_copy[-1]))
+        of_copy.append(rank)
+    return tuple(of_copy)

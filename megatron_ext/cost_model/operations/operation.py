@@ -46,7 +46,7 @@ class Operation:
         moved: bytes to and from the GPU's memory.
         recomputed_flops: floating-point operations of F that its own backward pass recomputes.
         modules: names of ``--recompute-modules`` that make I recompute it.
-        is_whole: whether its backward pass cannot be split, so that W runs with I.
+        is_whole: whether its backward pass cannot be split; W then runs with I.
         is_row: whether it is the row-parallel product of a tensor-parallel pair.
         squared: the share of its F and I that grows with the square of the sequence.
         product: the shape of a matrix product; None for other operations.

@@ -76,7 +76,7 @@ def unparse(printed: Mapping[str, str]) -> Unparsed:
     args = launch_line.parse(words).args
     try:
         validated = vars(_validated(args, words, int(printed["world_size"])))
-    except ValueError:  # whoever asked for the flags validates them again, and reports it
+    except ValueError:  # the caller validates the flags again, and reports it
         return Unparsed(words)
     differences = tuple(
         f"{name} is {shown(text)} in the log and {shown(validated[name])} by its flags here"

@@ -60,7 +60,7 @@ def _in_words(plan: Plan, line: LineVariants) -> str:
     if best is None:
         return "nothing fits so far"
     if best is of_line:
-        return "the command as it is, as estimated"
+        return "the unchanged command, as estimated"
     words = shlex.join(line.written(best).added)
     if of_line is not None:
         words += f", a step {1 - best.step / of_line.step:.1%} shorter"
@@ -94,7 +94,7 @@ def whole_plan(parsed: ParsedLaunch, first: Plan) -> Plan:
 
 
 def _of_line(plan: Plan, line: LineVariants) -> Candidate | None:
-    """Return the command as it is; None if that is not in ``plan``."""
+    """Return the unchanged command; None if it is not in ``plan``."""
     for candidate in plan.candidates:
         is_own = (candidate.schedule, candidate.method) == (line.own, VocabMethod.NAIVE)
         if is_own and candidate.recompute == line.config.extras.recompute:

@@ -31,9 +31,9 @@ from megatron_ext.launch_planner.alternatives.written import written_for
 from megatron_ext.launch_planner.variants import LineVariants
 from megatron_ext.planner.candidate import VocabMethod
 from megatron_ext.planner.layouts.candidates import Permits, Rule
+from megatron_ext.planner.layouts.comparison import LayoutComparison, compare_layouts
 from megatron_ext.planner.layouts.estimated import estimated_work
 from megatron_ext.planner.layouts.layout import Layout
-from megatron_ext.planner.layouts.lines import Lines, compare_layouts
 from megatron_ext.planner.layouts.work import Evaluated, Work
 from megatron_ext.planner.verdict import STOCK, Written
 from megatron_ext.schedule.costs import Costs
@@ -121,7 +121,7 @@ def permits_of(line: LineVariants) -> Permits:
 def written_of(
     line: LineVariants, own: Evaluated, made: Evaluated, costs: Sequence[str] = ()
 ) -> Written:
-    """Return what is written on ``line`` for ``made``. Arguments as of `written_for`."""
+    """Return the changes of ``line`` that ``made`` needs. Arguments as in `written_for`."""
     baseline = own.schedule, own.layout
     written = written_for(line.args, baseline, made.candidate, made.layout, costs)
     if made.recompute == own.recompute:
@@ -138,17 +138,17 @@ def lay_out(
     *,
     search: bool = True,
     tries_recompute: bool = True,
-) -> Lines:
+) -> LayoutComparison:
     """Compare layouts for ``line``, which trains under the schedule ``own``.
 
     Args:
         args: of the line, validated, with their vocabulary.
         room: bytes that a rank has for everything; None: as much as it takes.
-        search: as of `compare_layouts`.
+        search: as in `compare_layouts`.
         tries_recompute: whether other layers may be recomputed than the launch says.
 
     Raises:
-        ValueError: the launch cannot train as it is.
+        ValueError: the unchanged launch cannot train.
     """
     works = [work_of(args, line.config)]
     if tries_recompute:

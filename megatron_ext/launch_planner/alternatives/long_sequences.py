@@ -42,13 +42,13 @@ def long_sequences(parsed: ParsedLaunch, plan: Plan) -> LongSequences | None:
     args, line, room = parsed.validated, parsed.variants, parsed.room
     if args.seq_length < LONG:
         return None
-    asked = line.config.slices
-    ways = ways_of_plan(plan, asked)
-    if asked > 1:
+    requested = line.config.slices
+    ways = ways_of_plan(plan, requested)
+    if requested > 1:
         ways.append(way_of(WHOLE, line.with_slices(UNCUT).variant, room))
     elif parsed.measured is None and line.config.costs.is_estimate:
         ways += _of_other_settings(parsed)
-    counts = [count for count in COUNTS if count != asked]
+    counts = [count for count in COUNTS if count != requested]
     ways += ways_with_slices(lambda cut: line.with_slices(cut).variant, room, counts)
     made = LongSequences(args.seq_length, tuple(ways), args.context_parallel_size)
     best = made.best

@@ -1,4 +1,4 @@
-"""Recompute of layers by Megatron in a launch: its own, alternatives, and the flags for them."""
+"""Megatron's recompute of layers: settings of a launch, alternatives to them, and their flags."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from megatron_ext.planner.layouts.recompute import (
     recompute_options,
 )
 
-# Beside `LayerRecompute.arguments`: they say the same, or go with full recompute alone.
+# Further arguments for recompute, which are off in all alternatives: other names for those of
+# `LayerRecompute.arguments`, or for full recompute only.
 _SWITCHES = ("recompute_activations", "moe_layer_recompute", "distribute_saved_activations")
 
 
 def recompute_of_line(line: LineVariants, args: Any) -> list[LayerRecompute]:
-    """Return the recompute of ``line`` and its alternatives, as far as neither Megatron nor we
-    refuse them.
+    """Return the recompute of ``line``, then alternatives that neither Megatron nor we refuse.
 
-    ``args``: its arguments, validated.
+    ``args``: the validated arguments of the line.
     """
     run = execution(args, args.seq_length, args.micro_batch_size)
-    before = _refusal(line)
+    own_refusal = _refusal(line)
 
     def permits(option: LayerRecompute) -> bool:
         switches = dict.fromkeys((name for name in _SWITCHES if hasattr(line.args, name)), False)
         changed = line.with_values({**switches, **option.arguments})
-        return _refusal(changed) in (None, before)
+        return _refusal(changed) in (None, own_refusal)  # which is not due to the option
 
     return recompute_options(describe(args), run, rates(run.precision), permits)
 
 
 def _refusal(line: LineVariants) -> str | None:
-    """Return the reason why ``line`` cannot train as it is; None if it can."""
+    """Return the reason why ``line`` cannot train; None if it can."""
     assert line.own is not None
     try:
         args, config = line.validated(line.own, VocabMethod.NAIVE)
@@ -51,7 +51,7 @@ def _refusal(line: LineVariants) -> str | None:
 
 
 def with_recompute(args: Any, option: LayerRecompute) -> Any:
-    """Return the validated ``args`` with ``option``."""
+    """Return ``args``, which are validated, with ``option``."""
     changed = copy.copy(args)
     for name, value in option.arguments.items():
         setattr(changed, name, value)
@@ -59,6 +59,6 @@ def with_recompute(args: Any, option: LayerRecompute) -> Any:
 
 
 def recompute_flags(args: Any) -> tuple[str, ...]:
-    """Return the flags of recompute that ``args``, which are not validated, have."""
+    """Return the flags of recompute that are set in ``args``, which are not validated."""
     names = (*NO_RECOMPUTE.arguments, *_SWITCHES)
     return tuple(f"--{name.replace('_', '-')}" for name in names if getattr(args, name, None))

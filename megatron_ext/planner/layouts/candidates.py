@@ -21,7 +21,7 @@ from megatron_ext.planner.layouts.minimax import (
     with_even_ranks,
 )
 from megatron_ext.planner.layouts.recompute import LayerRecompute
-from megatron_ext.planner.layouts.work import MANY, SMALL, Evaluated, Work, evaluate
+from megatron_ext.planner.layouts.work import LONG_STEP, STEADY, Evaluated, Work, evaluate
 from megatron_ext.planner.limits import least_step
 from megatron_ext.progress import Task
 from megatron_ext.schedule.placement import Placement, is_line_or_v
@@ -49,12 +49,12 @@ class Candidates:
         made: all that was evaluated, in the order in which it was.
         about: seconds of a step, by schedule, whether it fits or not.
         refused: reasons why schedules cannot be made.
-        barred: reasons why schedules are not permitted.
+        not_permitted: reasons why schedules are not permitted.
 
     Args:
         works: the same training with each kind of recompute.
         rule: the layout that Megatron makes by itself.
-        permits: called for each schedule.
+        permits: raises ValueError for a schedule that is not permitted.
         search: as in `compare_layouts`.
     """
 
@@ -75,7 +75,7 @@ class Candidates:
         self.made: list[Evaluated] = []
         self.about: dict[str, float] = {}
         self.refused: dict[str, str] = {}
-        self.barred: dict[str, str] = {}
+        self.not_permitted: dict[str, str] = {}
 
     def by_rule(self, specs: Iterable[str]) -> list[Evaluated]:
         """Return the best of ``specs`` with Megatron's own layouts."""
@@ -145,8 +145,8 @@ class Candidates:
             for search in SEARCHES
             if (search.placement, search.chunks) == (placement.name, chunks)
         ]
-        microbatches = min(self._work.microbatches, MANY * placement.ranks)
-        if not self._search and placement.stages * microbatches > SMALL:
+        microbatches = min(self._work.microbatches, STEADY * placement.ranks)
+        if not self._search and placement.stages * microbatches > LONG_STEP:
             return []
         return self._evaluated(
             [
@@ -166,7 +166,7 @@ class Candidates:
         ]
         near.sort(key=lambda candidate: candidate.layout.stages)
         stages = sum(candidate.layout.stages for candidate in near)
-        is_quick = self._search and stages * self._work.microbatches <= SMALL
+        is_quick = self._search and stages * self._work.microbatches <= LONG_STEP
         return near if is_quick else near[:1]
 
     def _by_rule(self, placement: Placement, figures: StageFigures) -> list[Layout]:
@@ -251,7 +251,7 @@ class Candidates:
             try:
                 self._permits(spec, VocabMethod.NAIVE)
             except ValueError as error:
-                self.barred[spec] = str(error)
+                self.not_permitted[spec] = str(error)
                 continue
             yield spec
 
@@ -293,7 +293,7 @@ class Candidates:
 
     def _is_far(self, start: Start, made: Sequence[Evaluated]) -> bool:
         """Return whether a long step is ignored, since it is not near the best of ``made``."""
-        is_long = start.layout.stages * self._work.microbatches > SMALL
+        is_long = start.layout.stages * self._work.microbatches > LONG_STEP
         best = min(map(_seconds, made), default=inf)
         return is_long and start.seconds > (1 + _NEAR) * best
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from megatron_ext.compile.registry import choose
 from megatron_ext.cost_model.model import Model, Stage
@@ -15,7 +14,6 @@ from megatron_ext.planner.fitting import consider
 from megatron_ext.planner.layouts.layout import Layout
 from megatron_ext.planner.layouts.recompute import NO_RECOMPUTE, LayerRecompute
 from megatron_ext.planner.limits import is_close
-from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
@@ -25,7 +23,6 @@ from megatron_ext.schedule.slices import UNCUT, Slices
 
 CostsOf = Callable[[Sequence[Stage], Placement], Costs]
 BytesOf = Callable[[Sequence[Stage], Placement, VocabularyParallel], Sequence[ModelBytes]]
-_PASSES = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
 @dataclass(frozen=True)
@@ -33,11 +30,14 @@ class Work:
     """A training on pipeline ranks.
 
     Attributes:
+        ranks: number of pipeline ranks.
+        microbatches: number of microbatches of a step in one pipeline.
         costs_of: seconds and bytes of a microbatch on stages with a placement.
         bytes_of: bytes of the model on each rank.
         seconds_outside_passes: seconds of a step for the optimizer and for reductions that no pass
-            hides, on a rank that holds so much of the model.
-        limit: of activations, as the user has it; None: none.
+            hides, by the bytes of the model on a rank.
+        limit: the user's limit of activations; None: no limit.
+        post_validation: whether consecutive steps overlap.
         recompute: Megatron's recompute of layers, which ``costs_of`` counts.
         pairs: whether forward and backward passes overlap if a rank has several stages.
         speeds: of the ranks, relative to those that ``costs_of`` is for; () if all are alike.
@@ -90,18 +90,16 @@ class Work:
 
 @dataclass(frozen=True, eq=False)
 class Evaluated:
-    """A schedule with a layout, simulated.
+    """A schedule with a layout, simulated. Results are compared by identity.
 
     Attributes:
         seconds: seconds of a step: its passes, and the time outside them.
-        work: seconds of a microbatch on each stage.
         recompute: Megatron's recompute of layers.
     """
 
     layout: Layout
     candidate: Candidate
     seconds: float
-    work: tuple[float, ...]
     recompute: LayerRecompute = NO_RECOMPUTE
 
     @property
@@ -123,16 +121,6 @@ class Evaluated:
         """Bytes of the rank that holds most; 0 if not known."""
         return max(self.rank_bytes, default=0.0)
 
-    @cached_property
-    def slowest(self) -> int:
-        """The stage that takes longest for a microbatch."""
-        return max(range(len(self.work)), key=self.work.__getitem__)
-
-    @property
-    def slowest_over_mean(self) -> float:
-        """The share of the mean by which it takes longer than the mean."""
-        return self.work[self.slowest] * len(self.work) / sum(self.work) - 1
-
 
 def evaluate(
     work: Work,
@@ -145,39 +133,32 @@ def evaluate(
     better_than: float = math.inf,
     may_offload: bool = False,
 ) -> Evaluated:
-    """Return a step of ``work`` under the schedule ``spec`` with ``layout``.
+    """Simulate a step of ``work`` under the schedule ``spec`` with ``layout``.
 
     Args:
         room: bytes that a rank has for everything, of which schedules make use; None: as much as
             it takes.
-        search: whether a schedule that searches does so. If not, what it knows at once stands in,
-            and what a long step takes is told by two shorter ones.
-        better_than: of a long step nothing is searched for unless what is known takes less.
+        search: whether a schedule that searches does so. If not, its result without a search
+            counts, and the seconds of a long step are extrapolated from two shorter steps.
+        better_than: seconds. A long step is searched only if it takes less without the search.
         may_offload: whether activations may leave for the host if they do not fit.
 
     Raises:
         ValueError: the schedule cannot be made so, or a rank would hold more.
     """
     variant = work.variant(spec, layout, method)
-    costs, model = variant.problem.costs, variant.model
-    assert model is not None
-    outside = max(map(work.seconds_outside_passes, model))
+    assert variant.model is not None
+    outside = max(map(work.seconds_outside_passes, variant.model))
     if search:
         candidate = _searched(variant, method, room, better_than - outside, may_offload)
         step = candidate.step
     else:
         variant = replace(variant, choice=variant.choice.without_search)
         candidate, step = _from_shorter(variant, method, room, may_offload)
-    return Evaluated(
-        layout,
-        candidate,
-        step + outside,
-        work_of_stages(costs),
-        work.recompute,
-    )
+    return Evaluated(layout, candidate, step + outside, work.recompute)
 
 
-SMALL = 2600  # microbatches on a stage, of what a search knows at once in some seconds
+LONG_STEP = 2600  # stages times microbatches; a search takes only seconds up to this size
 
 
 def _searched(
@@ -187,10 +168,11 @@ def _searched(
     better_than: float,
     may_offload: bool,
 ) -> Candidate:
-    """Return the result of `consider`; for a long step without a search that would gain next to
-    nothing, or begin with a step that is no shorter than ``better_than``."""
+    """Return the result of `consider`. A long step is not searched if that could gain almost
+    nothing, or if the step takes ``better_than`` or more without it."""
     problem = variant.problem
-    if variant.choice.traits.searches and problem.placement.stages * problem.microbatches > SMALL:
+    is_long = problem.placement.stages * problem.microbatches > LONG_STEP
+    if variant.choice.traits.searches and is_long:
         short = replace(variant, choice=variant.choice.without_search)
         candidate = consider(short, method, room, may_offload)
         if is_close(candidate) or candidate.step >= better_than:
@@ -198,14 +180,7 @@ def _searched(
     return consider(variant, method, room, may_offload)
 
 
-def work_of_stages(costs: Costs) -> tuple[float, ...]:
-    """Return the seconds of a microbatch on each stage."""
-    return tuple(
-        sum(costs.seconds[kind][stage] for kind in _PASSES) for stage in range(costs.stages)
-    )
-
-
-MANY = 5  # microbatches a rank: the order of passes has long repeated itself
+STEADY = 5  # microbatches a rank, with which the order of passes has long been repeating itself
 
 
 def _from_shorter(
@@ -214,7 +189,7 @@ def _from_shorter(
     """Return a candidate with fewer microbatches than ``variant``, if that has many, and the
     seconds of a step with all of them."""
     ranks, microbatches = variant.problem.ranks, variant.problem.microbatches
-    longer = MANY * ranks + microbatches % ranks
+    longer = STEADY * ranks + microbatches % ranks
     if microbatches < 2 * longer:
         candidate = consider(variant, method, room, may_offload)
         return candidate, candidate.step

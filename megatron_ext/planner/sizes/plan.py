@@ -20,7 +20,7 @@ class SizedAlternative(Alternative):
         recompute: what Megatron recomputes of layers, in words.
         passes: seconds of a step that a rank computes, as the mean of all ranks.
         not_checked: the parts of the estimate that no measurement has checked.
-        adds_unchecked: whether the job as it is does not have these in the same way.
+        adds_unchecked: whether the unchanged job does not have these in the same way.
     """
 
     sizes: Sizes = _NONE
@@ -42,15 +42,15 @@ class SizesPlan:
 
     Attributes:
         job: the job in words, with its schedule.
-        own: the job as it is, though it may not fit; None: it cannot run.
+        own: the unchanged job, though it may not fit; None: it cannot run.
         same_sizes: the best with the job's own sizes.
         control: the best of Megatron's own schedules with any sizes.
         best: the best of all schedules with any sizes.
         checked: the best whose estimate has no more unchecked parts than the job's own, if
             ``best`` has more.
         compared: number of sizes that were compared.
-        excess: bytes that the job as it is takes more than a rank may.
-        written: flags for the best, none if the job stays as it is.
+        excess: bytes that the unchanged job takes more than a rank may.
+        written: flags for the best; none if the job does not change.
         command: the launch command for the best; "" if there is none.
         remarks: assumptions and further facts.
     """
@@ -77,7 +77,7 @@ class SizesPlan:
 
     @property
     def is_large(self) -> bool:
-        """Whether the gain over the job as it is is so large that its causes should be read."""
+        """Whether the gain over the unchanged job is so large that its causes should be read."""
         return self.gain > 1 - 1 / _LARGE
 
     @property
@@ -94,4 +94,4 @@ class SizesPlan:
         return self.best is None or (fits and self.gain < WORTH)
 
 
-_LARGE = 1.3  # times: public lines were tuned, so that more is suspicious
+_LARGE = 1.3  # times: public lines were tuned, so more is suspicious

@@ -19,10 +19,10 @@ from megatron_ext.compile.auto_spec import SEARCHES
 from megatron_ext.compile.registry import choose
 from megatron_ext.planner.candidate import VocabMethod
 from megatron_ext.planner.layouts.candidates import Permits, Rule
+from megatron_ext.planner.layouts.comparison import compare_layouts, permit_all
 from megatron_ext.planner.layouts.descent import Timed
 from megatron_ext.planner.layouts.figures import StageFigures
 from megatron_ext.planner.layouts.layout import Layout, evenly
-from megatron_ext.planner.layouts.lines import compare_layouts, permit_all
 from megatron_ext.planner.layouts.minimax import least_slowest_stage, with_even_ranks
 from megatron_ext.planner.layouts.recompute import LayerRecompute
 from megatron_ext.planner.layouts.work import Evaluated, Work, evaluate
@@ -411,7 +411,7 @@ class _Search:
         works = sorted(sized.works, key=lambda work: work.recompute != candidate.recompute)
         bound = self._bound(works[0])
         try:
-            lines = compare_layouts(
+            compared = compare_layouts(
                 works,
                 (candidate.spec, layout),
                 sized.rule,
@@ -423,7 +423,7 @@ class _Search:
             return []
         return [
             SizedStep(sizes, made)
-            for made in dict.fromkeys([lines.own, *lines.others.values()])
+            for made in dict.fromkeys([compared.own, *compared.others.values()])
             if bound is None or made.fullest <= bound
         ]
 

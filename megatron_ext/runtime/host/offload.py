@@ -239,7 +239,7 @@ class _Noted:
 
 
 class _Storages:
-    """Set of storages with the tensors that refer to each."""
+    """Storages, each with the tensors that refer to it."""
 
     def __init__(self, device: torch.device, copies: HostCopies) -> None:
         self._device = device

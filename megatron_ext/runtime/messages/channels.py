@@ -21,7 +21,7 @@ from megatron_ext.runtime.messages.groups import make_device_groups, make_groups
 
 
 class Channels:
-    """Process groups of the channels that end at this rank."""
+    """Process groups of the channels in which this rank sends or receives."""
 
     def __init__(
         self,
@@ -32,14 +32,14 @@ class Channels:
     ) -> None:
         """Collective over the pipeline: its ranks pass the same ``channels``.
 
-        ``max_ctas`` is the NCCL limit of each channel, unless the user has set one.
+        ``max_ctas`` limits NCCL's CTAs of each channel (`make_device_groups`).
         """
         self.rank = pipeline.rank()
         self.device = device
         self._pipeline = pipeline
         self._ends = {channel: (channel.sender, channel.receiver) for channel in in_waves(channels)}
         self._groups = make_device_groups(pipeline, self._ends, device, max_ctas)
-        self._shapes: dict[Channel, dist.ProcessGroup] = {}
+        self._host_groups: dict[Channel, dist.ProcessGroup] = {}
         for channel in self._groups:
             self._use_once(channel)
         self.are_closed = False
@@ -47,18 +47,18 @@ class Channels:
     def connect_hosts(self) -> None:
         """Connect the hosts at the two ends of each channel, for varying shapes.
 
-        Collective over the pipeline, like `__init__`; a second call does nothing.
+        Collective over the pipeline, like `__init__`; a second call makes no groups.
         """
-        if not self._shapes:
-            self._shapes = make_groups(self._pipeline, self._ends, "gloo")
+        if not self._host_groups:
+            self._host_groups = make_groups(self._pipeline, self._ends, "gloo")
 
     def close(self) -> None:
         """Cut the connections: ranks that wait at the other ends fail now instead of at torch's
         timeout. The channels cannot be used again, since they contain messages of a failed step."""
-        if self._groups:
+        if self._groups:  # otherwise nothing is closed
             self.are_closed = True
         close_groups(self._groups)
-        close_groups(self._shapes)
+        close_groups(self._host_groups)
 
     def _use_once(self, channel: Channel) -> None:
         token = torch.zeros(1, device=self.device)
@@ -77,11 +77,12 @@ class Channels:
         return group.recv([tensor], 1 - group.rank(), 0)
 
     def send_shape(self, channel: Channel, header: Tensor) -> dist.Work:
-        """Send ``header``, a CPU tensor, from host to host, after `connect_hosts`."""
-        group = self._shapes[channel]
+        """Send ``header``, a CPU tensor that holds a shape, from host to host, after
+        `connect_hosts`."""
+        group = self._host_groups[channel]
         return group.send([header], 1 - group.rank(), 0)
 
     def receive_shape(self, channel: Channel, header: Tensor) -> None:
         """Wait for the ``header`` sent by the host at the other end."""
-        group = self._shapes[channel]
+        group = self._host_groups[channel]
         group.recv([header], 1 - group.rank(), 0).wait()

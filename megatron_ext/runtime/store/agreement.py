@@ -54,12 +54,12 @@ def agree(
         ValueError: two ranks differ, or a rank has not reported within ``timeout``; raised on every
             rank that calls this.
     """
-    told = json.dumps(asdict(RankFacts(socket.gethostname(), facts)))
+    text = json.dumps(asdict(RankFacts(socket.gethostname(), facts)))
     with losing_the_store("the ranks were telling one another their settings"):
         # A number of its own: the store may have keys of an earlier training.
         number = store.add(f"megatron_ext/agreement/asked by {rank}", 1)
         store = dist.PrefixStore(f"megatron_ext/agreement/{number}", store)
-        store.set(str(rank), told)
+        store.set(str(rank), text)
         compare = partial(_compare, store) if rank == 0 else partial(_read, store, rank)
         mistake = compare(ranks, timeout)
     if mistake:
@@ -70,7 +70,7 @@ def _compare(store: dist.Store, ranks: int, timeout: timedelta) -> str:
     """Compare the facts on global rank 0, tell the other ranks, and return the mistake; "" if there
     is none."""
     if _wait(store, [str(rank) for rank in range(ranks)], 0, ranks, timeout):
-        mistake = difference([_told(store.get(str(rank))) for rank in range(ranks)])
+        mistake = difference([_parsed(store.get(str(rank))) for rank in range(ranks)])
     else:
         mistake = _silence(_silent(store, ranks), timeout)
     store.set(_VERDICT, mistake)
@@ -125,19 +125,19 @@ def _silence(ranks: Sequence[int], timeout: timedelta) -> str:
     )
 
 
-def _told(text: bytes) -> RankFacts:
-    told = json.loads(text)
-    facts = {name: Fact(**fact) for name, fact in told["facts"].items()}
-    return RankFacts(told["host"], facts)
+def _parsed(text: bytes) -> RankFacts:
+    data = json.loads(text)
+    facts = {name: Fact(**fact) for name, fact in data["facts"].items()}
+    return RankFacts(data["host"], facts)
 
 
 def difference(ranks: Sequence[RankFacts]) -> str:
     """Return the facts in which ``ranks`` differ, a line for each; "" if they are equal."""
     lines = []
-    for name in dict.fromkeys(name for told in ranks for name in told.facts):
+    for name in dict.fromkeys(name for one in ranks for name in one.facts):
         holders: dict[str, list[int]] = defaultdict(list)
-        for rank, told in enumerate(ranks):
-            if (fact := told.facts.get(name)) is not None:
+        for rank, one in enumerate(ranks):
+            if (fact := one.facts.get(name)) is not None:
                 holders[fact.digest or fact.text].append(rank)
         if len(holders) > 1:
             values = "; ".join(

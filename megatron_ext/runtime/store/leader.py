@@ -129,7 +129,7 @@ def _giving_signs_of_life(store: dist.Store) -> Iterator[None]:
 
 
 def _packed(value: object) -> str:
-    """Return ``value`` as compressed text: all ranks fetch it from one process."""
+    """Return ``value`` as text, compressed since all ranks fetch it from one process."""
     return base64.b64encode(zlib.compress(pickle.dumps(value))).decode()
 
 

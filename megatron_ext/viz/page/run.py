@@ -207,7 +207,7 @@ def _boxes(
     held: Held,
     pairs: Iterable[Pair],
 ) -> list[Box]:
-    """Return the boxes of the ``events`` that have a track."""
+    """Return the boxes to draw: one for each event whose track in ``tracks`` is not None."""
     halves = {action: half for pair in pairs for half, action in enumerate(pair)}
     shown = [node for node, track in enumerate(tracks) if track is not None]
     place = {node: number for number, node in enumerate(shown)}

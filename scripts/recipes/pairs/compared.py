@@ -107,7 +107,7 @@ class Comparison:
 
     @property
     def best(self) -> Step | None:
-        """The shortest of those found; None: none fits."""
+        """The shortest of the steps found; None if no schedule fits."""
         return min(self.found.values(), key=_seconds, default=None)
 
     def simulated(self) -> Step | None:

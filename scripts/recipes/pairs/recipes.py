@@ -126,14 +126,14 @@ def _candidate(recipe: Recipe) -> Candidate:
         return Candidate(name, configuration_of(replace(recipe, settings=settings)), mended)
 
 
-def compare_all(candidates: Sequence[Candidate], told: Callable[[], None]) -> list[Result]:
-    """Return the results of all candidates, computed in `PROCESSES` processes; ``told`` is called
+def compare_all(candidates: Sequence[Candidate], report: Callable[[], None]) -> list[Result]:
+    """Return the results of all candidates, computed in `PROCESSES` processes; ``report`` is called
     after each."""
     results = []
     with get_context("spawn").Pool(PROCESSES) as pool:
         for result in pool.imap(compare, candidates):
             results.append(result)
-            told()
+            report()
     return results
 
 

@@ -65,7 +65,7 @@ def test_what_our_schedules_add_stands_apart() -> None:
     plan = SizesPlan("job", OWN, OWN, CONTROL, BEST, written=Written(("--a",)), command="torchrun")
     made = text(plan)
     assert "now:        job: 10 s a step" in made
-    assert "your sizes: as it is" in made
+    assert "your sizes: unchanged" in made
     assert "control:    PP 2 x DP 4, micro-batch 1, under 1f1b: 9 s a step" in made
     assert "19.0% shorter" in made
     assert "ours add:   10.0% of the control's step" in made

@@ -85,7 +85,7 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
         (
             "megatron_ext/adapter/batches/ordered_calls.py",
             "_of_first",
-            "dist.all_gather_object(told, costs, group=group)",
+            "dist.all_gather_object(gathered, costs, group=group)",
         ),
         (
             "megatron_ext/adapter/batches/ordered_calls.py",
@@ -194,8 +194,12 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
         ("megatron_ext/adapter/parity/recorder.py", "loss_of", "float(value[0] / value[1])"),
     },
     "between steps, where all ranks meet": {
-        ("megatron_ext/runtime/world.py", "tell_all", "dist.broadcast_object_list(told, src=0)"),
-        ("megatron_ext/runtime/world.py", "gather_from_all", "dist.all_gather_object(told, value)"),
+        ("megatron_ext/runtime/world.py", "tell_all", "dist.broadcast_object_list(values, src=0)"),
+        (
+            "megatron_ext/runtime/world.py",
+            "gather_from_all",
+            "dist.all_gather_object(values, value)",
+        ),
     },
     "in the optimizer: between steps, or at SETTLE, an action like others to the proof": {
         (

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.viz.svg import FAMILY, save, shorter_path, smaller
+from megatron_ext.viz.svg import FAMILY, minified, save, shortened_path
 
 
 @pytest.mark.parametrize(
@@ -25,12 +25,12 @@ from megatron_ext.viz.svg import FAMILY, save, shorter_path, smaller
     ],
 )
 def test_a_path(path: str, shorter: str) -> None:
-    assert shorter_path(path) == shorter
+    assert shortened_path(path) == shorter
 
 
 def drawn(content: str) -> str:
     """What stands of ``content`` in a picture."""
-    svg = smaller(
+    svg = minified(
         '<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg" '
         f'xmlns:xlink="http://www.w3.org/1999/xlink"><metadata>today</metadata>{content}</svg>'
     )
@@ -69,7 +69,7 @@ def drawn(content: str) -> str:
     ],
 )
 def test_what_goes(content: str, less: str) -> None:
-    svg = smaller(
+    svg = minified(
         '<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg" '
         f'xmlns:xlink="http://www.w3.org/1999/xlink"><metadata>today</metadata>{content}</svg>'
     )

@@ -13,12 +13,12 @@ from megatron_ext.cli import app
 from megatron_ext.compile.build import build_program
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.registry import choose
-from megatron_ext.observe.what_if import SeenCosts, WhatIf, weight_shares, what_if
+from megatron_ext.observe.what_if import TracedCosts, WhatIf, weight_shares, what_if
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.search import best
-from megatron_ext.viz.seen_costs import seen_costs
 from megatron_ext.viz.trace import TracedStep, TraceFile, beside, read_trace
+from megatron_ext.viz.traced_costs import traced_costs
 
 
 def seen(spec: str, ranks: int, microbatches: int, hop: float = 0.0) -> TracedStep:
@@ -34,8 +34,8 @@ def seen(spec: str, ranks: int, microbatches: int, hop: float = 0.0) -> TracedSt
     return replace(traced, weight_shares=weight_shares(costs))
 
 
-def costs_of(step: TracedStep) -> SeenCosts:
-    costs = seen_costs([step])
+def costs_of(step: TracedStep) -> TracedCosts:
+    costs = traced_costs([step])
     assert costs is not None
     return costs
 
@@ -57,7 +57,7 @@ def test_costs_are_those_that_the_step_shows() -> None:
     assert costs.forward == pytest.approx((1.0,) * 4)
     assert costs.backward == pytest.approx((2.0,) * 4)
     assert costs.weight_shares == pytest.approx((0.4,) * 4)
-    assert costs.hop == pytest.approx(0.25)
+    assert costs.message == pytest.approx(0.25)
     assert costs_of(seen("interleaved:vpp=2", 4, 8)).forward == pytest.approx((0.5,) * 8)
 
 

@@ -131,7 +131,7 @@ def test_lines_from_a_seed_write_no_checkpoint(machine: Machine) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--", "torchrun", "p.py"], "the command has no flag of ours"),
+        (["--", "torchrun", "p.py"], "the command has no flag of megatron_ext"),
         (["--", "a.py", "--", "b.py", "--", "c.py"], "give one or two launch commands"),
         (["--", "true"], "begins no launch command"),
     ],

@@ -18,9 +18,9 @@ from megatron_ext.cost_model.gpus import GPUS
 from megatron_ext.cost_model.model import Model
 from megatron_ext.cost_model.model_memory import TrainingState
 from megatron_ext.cost_model.short_form import parse_model
+from megatron_ext.planner.layouts.comparison import LayoutComparison, compare_layouts
 from megatron_ext.planner.layouts.estimated import estimated_work
 from megatron_ext.planner.layouts.layout import Layout, evenly
-from megatron_ext.planner.layouts.lines import Lines, compare_layouts
 from megatron_ext.planner.layouts.recompute import LayerRecompute, recompute_options
 from megatron_ext.planner.layouts.work import Work
 from tests.helpers.combinations import at_night
@@ -125,7 +125,7 @@ def work(model: Model = DENSE, **changes: Any) -> Work:
     return estimated_work(model, execution, TrainingState(), RATES, **(given | changes))
 
 
-def lines(own: LayerRecompute, room: float | None) -> Lines:
+def lines(own: LayerRecompute, room: float | None) -> LayoutComparison:
     works = [work(execution=option.in_execution(RUN)) for option in options(own)]
     line = "1f1b", evenly(8, 2)
     return compare_layouts(works, line, even, room, search=False)

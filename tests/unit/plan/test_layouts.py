@@ -24,11 +24,11 @@ from megatron_ext.planner import limits
 from megatron_ext.planner.candidate import VocabMethod
 from megatron_ext.planner.layouts import work as of_work
 from megatron_ext.planner.layouts.candidates import Candidates
+from megatron_ext.planner.layouts.comparison import LayoutComparison, compare_layouts, permit_all
 from megatron_ext.planner.layouts.descent import Timed, descend
 from megatron_ext.planner.layouts.estimated import estimated_work
 from megatron_ext.planner.layouts.figures import StageFigures, busy
 from megatron_ext.planner.layouts.layout import Layout, evenly
-from megatron_ext.planner.layouts.lines import Lines, compare_layouts, permit_all
 from megatron_ext.planner.layouts.minimax import least_slowest_stage, with_even_ranks
 from megatron_ext.planner.layouts.order import Order
 from megatron_ext.planner.layouts.work import Work, evaluate
@@ -180,7 +180,6 @@ def test_a_layer_goes_where_a_step_gains() -> None:
     assert better.layers[-1] < 4
     before, after = (evaluate(training, "1f1b", made) for made in (evenly(16, 4), better))
     assert after.seconds < 0.95 * before.seconds
-    assert before.slowest == 3 and before.slowest_over_mean > 0.3
 
 
 def test_what_does_not_fit_is_moved_until_it_does() -> None:
@@ -225,12 +224,12 @@ SMALL: dict[str, Any] = {"ranks": 2, "microbatches": 4}
 OWN = ("1f1b", evenly(16, 2))
 
 
-def lines(training: Work, own: tuple[str, Layout] = OWN, **changes: Any) -> Lines:
+def lines(training: Work, own: tuple[str, Layout] = OWN, **changes: Any) -> LayoutComparison:
     return compare_layouts([training], own, even, **({"search": False} | changes))
 
 
 @functools.cache
-def four_lines() -> Lines:
+def four_lines() -> LayoutComparison:
     return lines(work(**SMALL))
 
 
@@ -289,8 +288,8 @@ def test_what_is_refused_is_none_of_ours_and_what_that_costs() -> None:
 
     made = lines(work(**SMALL), permits=permits)
     assert made.refused["zb-v"] == "it does not go with something"
-    assert made.ours is made.stock and made.barred is not None
-    assert made.barred.seconds < made.ours.seconds
+    assert made.ours is made.stock and made.best_not_permitted is not None
+    assert made.best_not_permitted.seconds < made.ours.seconds
 
 
 def test_searches_are_tried_on_the_lines_own_layout() -> None:
@@ -323,7 +322,7 @@ def test_of_a_long_step_nothing_is_searched_for_that_can_gain_little(
 ) -> None:
     """On 16 ranks with 128 microbatches each search took half a minute and gained nothing."""
     monkeypatch.setattr(search, "searched", lambda *given: pytest.fail("it is searched for"))
-    monkeypatch.setattr(of_work, "SMALL", 0)
+    monkeypatch.setattr(of_work, "LONG_STEP", 0)
     training, layout = work(**SMALL), evenly(16, 4)
     known = evaluate(training, "v-auto", layout, search=False).seconds
     assert evaluate(training, "v-auto", layout, better_than=known).seconds == known

@@ -169,14 +169,14 @@ def test_a_table_that_this_machine_cannot_hold(
     """A table of 100 MB was read for minutes, and all memory was taken."""
     path = tmp_path / "large.csv"
     fits, too_large = csv_of("1f1b", 4, 64), csv_of("1f1b", 4, 65)
-    monkeypatch.setattr(size, "_memory", lambda: 4 * 64 * size._BYTES)
+    monkeypatch.setattr(size, "_machine_bytes", lambda: 4 * 64 * size._BYTES)
     path.write_text(fits)
     assert choose(str(path)).ranks == 4
     path.write_text(too_large)
     with pytest.raises(ValueError, match=r"large\.csv \(about 260 passes of a kind\) takes about"):
         choose(str(path))
     path.write_text("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n")
-    monkeypatch.setattr(size, "_memory", lambda: 2 * size._BYTES)
+    monkeypatch.setattr(size, "_machine_bytes", lambda: 2 * size._BYTES)
     assert choose(str(path)).has_pairs
 
 

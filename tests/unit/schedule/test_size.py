@@ -33,9 +33,9 @@ def test_what_this_machine_cannot_hold_is_refused_at_once() -> None:
 
 def test_what_it_can_hold_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = line_problem(4, 64)
-    monkeypatch.setattr(size, "_memory", lambda: bytes_to_build(problem))
+    monkeypatch.setattr(size, "_machine_bytes", lambda: bytes_to_build(problem))
     program("zb-h1", problem)
-    with pytest.raises(ValueError, match="take fewer microbatches or ranks"):
+    with pytest.raises(ValueError, match="write fewer microbatches or ranks"):
         program("zb-h1", line_problem(4, 65))
 
 

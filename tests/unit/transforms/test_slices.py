@@ -337,7 +337,7 @@ def test_the_text_of_a_slice() -> None:
     [
         ("3F7", 4, "3F7 names no slice, and others do: write 3F7.0"),
         ("3F7.1", 1, "3F7.1 names a slice, and microbatches are not cut"),
-        ("3F7.4", 4, "3F7.4 is of slice 4: slices are 0 to 3"),
+        ("3F7.4", 4, "3F7.4 names slice 4, and slices are 0 to 3"),
         ("3F7.", 4, "'3F7.' is no action"),
     ],
 )

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from megatron_ext.observe.what_if import SeenCosts
+from megatron_ext.observe.what_if import TracedCosts
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.timeline import Timeline
 from megatron_ext.viz.replay import Replay
@@ -16,7 +16,7 @@ from megatron_ext.viz.trace import TracedStep
 _QUICK = 4  # messages take the first quartile of delays: longer delays include other waiting
 
 
-def seen_costs(steps: Sequence[TracedStep]) -> SeenCosts | None:
+def traced_costs(steps: Sequence[TracedStep]) -> TracedCosts | None:
     """Return the medians over the passes of ``steps``; None if they are not Megatron's own."""
     latest = steps[-1]
     if latest.weight_shares is None:
@@ -32,13 +32,13 @@ def seen_costs(steps: Sequence[TracedStep]) -> SeenCosts | None:
     medians = {key: statistics.median(figures) for key, figures in seconds.items()}
     stages = range(schedule.placement.stages)
     delays = sorted(delay for step in alike for delay in _delays(step))
-    return SeenCosts(
+    return TracedCosts(
         schedule,
         microbatches=schedule.microbatches,
         forward=tuple(medians[Kind.FORWARD, stage] for stage in stages),
         backward=tuple(medians[Kind.FULL_BACKWARD, stage] for stage in stages),
         weight_shares=latest.weight_shares,
-        hop=max(delays[len(delays) // _QUICK], 0.0) if delays else 0.0,
+        message=max(delays[len(delays) // _QUICK], 0.0) if delays else 0.0,
     )
 
 

@@ -6,7 +6,7 @@ is more. None takes more time than the launch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -20,21 +20,22 @@ from megatron_ext.planner.planning_time import until_end
 from megatron_ext.progress import task
 
 _MOST_CHUNKS = 8
-_LOOPS = 3  # numbers of chunks with which ours are tried: those that are best for stock's
+_LOOPS = 3  # numbers of chunks that are tried with ours: the fastest for stock's schedule
 
 
 @dataclass(frozen=True)
-class Lines:
-    """The launch, and the best of each kind: if nothing is better, the one before.
+class LayoutComparison:
+    """The launch, and the best results if more and more of it may change. Each is the one before if
+    nothing better is found.
 
     Attributes:
-        own: the launch as it is.
+        own: the unchanged launch.
         chunks: stock's schedules with any number of chunks, layers on stages by Megatron's rule.
         stock: stock's schedules with any layout.
         ours: any schedule with any layout.
         bound: bytes that a rank may hold; None: there is no bound.
-        refused: reasons why schedules are not among them.
-        barred: the best that is not permitted, if that takes less than `ours`.
+        refused: reasons against schedules that cannot be made or are not permitted.
+        best_not_permitted: the best schedule that is not permitted, if it takes less than `ours`.
     """
 
     own: Evaluated
@@ -43,20 +44,21 @@ class Lines:
     ours: Evaluated
     bound: float | None
     refused: Mapping[str, str] = field(default_factory=dict)
-    barred: Evaluated | None = None
+    best_not_permitted: Evaluated | None = None
 
     @property
     def others(self) -> dict[str, Evaluated]:
-        """All but the launch itself, by their kind."""
+        """All results but the launch itself, by their names."""
         return {"chunks": self.chunks, "stock": self.stock, "ours": self.ours}
 
-    def gain(self, line: Evaluated) -> float:
-        """Return the additional time of a step of the launch, as a share of that of ``line``."""
-        return self.own.seconds / line.seconds - 1
+    def gain(self, other: Evaluated) -> float:
+        """Return how much longer a step of the launch takes than a step of ``other``, as a share of
+        the latter."""
+        return self.own.seconds / other.seconds - 1
 
 
 def permit_all(spec: str, method: VocabMethod) -> None:
-    """Permit all schedules."""
+    """Permit all schedules: raise no error (`Permits`)."""
 
 
 def compare_layouts(
@@ -68,20 +70,20 @@ def compare_layouts(
     permits: Permits = permit_all,
     search: bool = True,
     margin: float = 0.0,
-) -> Lines:
-    """Return the four lines of a training, of which ``own`` is the schedule and the layout as it
-    is.
+) -> LayoutComparison:
+    """Compare a training, whose schedule and layout are ``own``, with other schedules and layouts.
 
-    If the time of the plan ends before (`planning_time`), they are the best so far.
+    If the planning time ends before that is done (`planning_time`), the results are the best so
+    far.
 
     Args:
-        works: the training as it is, and with other recompute of Megatron's.
+        works: the training with its own recompute, then with others of Megatron's.
         rule: the layout that Megatron makes by itself.
         room: bytes that a rank has for everything; None: as much as it takes.
-        permits: called for each schedule that is not Megatron's.
-        search: whether schedules that search do so where they are among the last; if not, what
-            they know at once stands for them.
-        margin: bytes that all but the launch command itself have to leave of that.
+        permits: raises ValueError for a schedule that is not permitted.
+        search: whether the schedules compared last may search; if not, their results without a
+            search count.
+        margin: bytes that all results but the launch itself must leave unused.
 
     Raises:
         ValueError: ``own`` cannot be made.
@@ -93,12 +95,9 @@ def compare_layouts(
         candidates = Candidates(works, bound, rule, permits, search, progress)
         loops = _with_chunks("interleaved", work, of_own)
         specs = ["1f1b", *loops]
-        nothing: list[Evaluated] = []
-        until_end(partial(candidates.by_rule, specs), nothing)
+        _run(partial(candidates.by_rule, specs))
         chunks = _best(of_own, *candidates.made)
-        until_end(
-            partial(candidates.by_layout, [[spec] for spec in specs], [of_own, chunks]), nothing
-        )
+        _run(partial(candidates.by_layout, [[spec] for spec in specs], [of_own, chunks]))
         stock = _best(chunks, *candidates.made)
         ladders = _ladders(work, sorted(loops, key=lambda spec: candidates.about.get(spec, inf)))
 
@@ -106,22 +105,27 @@ def compare_layouts(
             made = candidates.by_layout(ladders, [of_own, stock])
             candidates.further(made, of_own)
 
-        until_end(of_ours, None)
+        _run(of_ours)
         ours = _best(stock, *candidates.made)
-        barred = None
-        if candidates.barred:
+        best_of_all = ours
+        if candidates.not_permitted:
             others = Candidates(works, bound, rule, permit_all, search, progress)
-            until_end(partial(others.by_layout, ladders, [of_own, stock]), nothing)
-            barred = _best(ours, *others.made)
-    return Lines(
+            _run(partial(others.by_layout, ladders, [of_own, stock]))
+            best_of_all = _best(ours, *others.made)
+    return LayoutComparison(
         of_own,
         chunks,
         stock,
         ours,
         bound,
-        refused=candidates.refused | candidates.barred,
-        barred=None if barred is ours else barred,
+        refused=candidates.refused | candidates.not_permitted,
+        best_not_permitted=None if best_of_all is ours else best_of_all,
     )
+
+
+def _run(work: Callable[[], object]) -> None:
+    """Run ``work`` until the planning time ends. Its results so far are in `Candidates.made`."""
+    until_end(work, None)
 
 
 def _best(first: Evaluated, *others: Evaluated) -> Evaluated:
