@@ -307,9 +307,9 @@ class PipelineConfig:
     report_split: bool = field(
         default=False,
         metadata=_switch(
-            "After the first step, print the share of the weight gradients that W computes, for "
-            "each rank of the pipeline with global rank 0. Also print which layers compute weight "
-            "gradients together with input gradients, and why."
+            "After the first step, print the share of the weight gradients that are computed in "
+            "passes of their own (W), for each rank of the pipeline with global rank 0. Also print "
+            "which layers compute weight gradients together with input gradients, and why."
         ),
     )
     metrics: bool = field(
