@@ -21,7 +21,8 @@ import copy
 import importlib.util
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Mapping, MutableMapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -262,6 +263,22 @@ def _begun_states(original: Any, optimizer: Any) -> Any:
     return original(optimizer)
 
 
+def _one_gather_at_a_time(original: Any, buckets: Any, force_sync: bool = False) -> None:
+    """Wrap `_ParamAndGradBucketGroup.start_param_sync`, which begins a coalesced all-gather."""
+    from torch.distributed.distributed_c10d import _CoalescingManager
+
+    group = getattr(buckets, "intra_distributed_optimizer_instance_group", None)
+    if group in _GATHERS:
+        _GATHERS.pop(group).wait()
+    original(buckets, force_sync)
+    if isinstance(buckets.param_gather_handle, _CoalescingManager):
+        _GATHERS[group] = buckets.param_gather_handle
+
+
+# The parameter gather that began last, by process group.
+_GATHERS: MutableMapping[Any, Any] = weakref.WeakKeyDictionary()
+
+
 def _own_steps(original: Any, optimizer: Any, state_dict: Any) -> None:
     """Wrap `DistributedOptimizer.load_state_dict`, which gives one step tensor to all parameters.
 
@@ -373,6 +390,13 @@ def patches() -> tuple[Patch, ...]:
             _on_the_host,
             reason="takes for granted that what is updated on the host is a copy",
             signature="(self, offload_fraction)",
+        ),
+        wrap(
+            "megatron.core.distributed.param_and_grad_buffer:"
+            "_ParamAndGradBucketGroup.start_param_sync",
+            _one_gather_at_a_time,
+            reason="two coalesced gathers of a gloo group at once corrupt memory (torch 2.14)",
+            signature="(self, force_sync=False)",
         ),
         wrap(
             f"{_DISTRIBUTED_OPTIMIZER}.state_dict",

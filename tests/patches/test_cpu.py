@@ -54,6 +54,36 @@ def test_apply_and_undo_restore_every_object() -> None:
     assert [name for key, value in before.items() if after[key] is not value for name in key] == []
 
 
+def test_a_group_has_one_parameter_gather_at_a_time() -> None:
+    """gloo of torch 2.14 corrupts memory, once in some thousand steps, where two coalesced gathers
+    of a group are under way. When one begins here, those before it must have ended."""
+
+    def gather(rank: int) -> tuple[int, int]:
+        group = torch.distributed.group.WORLD
+        begun: list[Any] = []
+        unfinished = 0
+
+        def start(buckets: Any, force_sync: bool) -> None:
+            nonlocal unfinished
+            unfinished += sum(not work.is_completed() for cm in begun for work in cm.works)
+            with torch.distributed._coalescing_manager(group, async_ops=True) as handle:
+                whole = torch.zeros(2 << 18)
+                torch.distributed.all_gather_into_tensor(
+                    whole, torch.full((1 << 18,), float(rank)), async_op=True
+                )
+            begun.append(handle)
+            buckets.param_gather_handle = handle
+
+        for _ in range(20):
+            buckets = types.SimpleNamespace(intra_distributed_optimizer_instance_group=group)
+            cpu._one_gather_at_a_time(start, buckets)
+        for handle in begun:
+            handle.wait()
+        return len(begun), unfinished
+
+    assert values(run_ranks(2, gather)) == [(20, 0)] * 2
+
+
 def test_a_second_apply_finds_the_originals() -> None:
     for _ in range(2):
         with engine.apply(cpu.patches()):
