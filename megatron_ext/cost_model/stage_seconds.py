@@ -168,21 +168,20 @@ def _of_part(part: Part, execution: Execution, rates: Rates) -> PassSeconds:
         rows = w if operation.is_row else 0.0
         squared = f * operation.squared, (i + recomputed) * operation.squared
         passes.append(PassSeconds({term: f}, {term: i + recomputed}, {term: w}, rows, squared))
-    computed = summed(passes)
     for exchange in part.exchanges:
-        f, i = _waited(exchange, computed, rates)
+        f, i = _waited(exchange, part, rates)
         recomputed = f if exchange.modules & modules else 0.0
         passes.append(PassSeconds({exchange.group: f}, {exchange.group: i + recomputed}))
     return summed(passes)
 
 
-def _waited(exchange: Exchange, computed: PassSeconds, rates: Rates) -> tuple[float, float]:
-    """Return the seconds of ``exchange`` that attention does not overlap, in F and in I."""
+def _waited(exchange: Exchange, part: Part, rates: Rates) -> tuple[float, float]:
+    """Return the seconds of ``exchange`` that attention does not overlap, in F and in I. If
+    attention is recomputed in I, that overlaps the exchange of the repeated F alone."""
     f, i = rates.seconds_to_exchange(exchange)
-    if not exchange.is_behind_attention:
-        return f, i
-    forward, backward = (
-        seconds.get(Engine.ATTENTION, 0.0)
-        for seconds in (computed.forward, computed.input_gradient)
-    )
-    return max(f - forward, 0.0), max(i - backward, 0.0)
+    if exchange.is_behind_attention:
+        for operation in part.operations:
+            if operation.engine is Engine.ATTENTION:
+                forward, backward, _ = rates.seconds_of(operation)
+                f, i = f - forward, i - backward
+    return max(f, 0.0), max(i, 0.0)

@@ -142,17 +142,19 @@ class Race:
     def best(self) -> str | None:
         """The candidate with the best ratio, also of those that were dropped; None if no candidate
         has one."""
-        ratios = {
-            spec: ratio.median
-            for spec in [*self.candidates, *self.dropped]
-            if (ratio := self.ratio(spec)) is not None
-        }
-        return max(ratios, key=ratios.__getitem__, default=None)
+        return self._best_of([*self.candidates, *self.dropped])
 
     @property
     def winner(self) -> str:
-        """The best candidate, if it is faster beyond the spread, else the baseline."""
-        best = self.best
+        """The best candidate that is still in the race, if it is faster beyond the spread, else
+        the baseline."""
+        best = self._best_of(self.candidates)
         if best is None or (ratio := self.ratio(best)) is None or not ratio.is_faster:
             return self.baseline
         return best
+
+    def _best_of(self, candidates: Sequence[str]) -> str | None:
+        ratios = {
+            spec: ratio.median for spec in candidates if (ratio := self.ratio(spec)) is not None
+        }
+        return max(ratios, key=ratios.__getitem__, default=None)

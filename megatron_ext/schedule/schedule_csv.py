@@ -50,7 +50,7 @@ def to_torch_csv(schedule: Schedule) -> str:
     wave opens on rank 0. `from_csv` reads the same schedule from this and from `to_csv`.
 
     Raises:
-        ValueError: torch does not know one of its passes.
+        ValueError: torch does not know one of its passes, or microbatches are in slices.
     """
     rows = schedule.compute_rows
     unknown = next((action for row in rows for action in row if action.kind not in _TORCHS), None)
@@ -58,6 +58,11 @@ def to_torch_csv(schedule: Schedule) -> str:
         raise ValueError(
             f"torch has no pass like {unknown} ({RULES[unknown.kind].does}): it knows F, I, W and "
             f"B; torch.utils.checkpoint recomputes a stage's activations in its backward pass"
+        )
+    if schedule.columns.slices > 1:
+        raise ValueError(
+            f"torch has no slices of a microbatch, and reads {rows[0][0]} as a whole one: drop the "
+            f"slices, or write a table for megatron_ext (to_csv, simulate --csv)"
         )
     if opens_on_last_rank(schedule.placement.rank_of):
         rows = flip_rows(rows)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,23 +188,23 @@ def read_factors(data: Mapping[str, Any]) -> MachineFactors:
             raise ValueError(f"{value!r} is no figure above 0")
         return float(value)
 
-    def kernels(name: str) -> tuple[TimedKernel, ...]:
-        timed = []
+    def rows(name: str, values: int) -> Iterator[list[float]]:
         for row in data[name]:
-            *shape, measured, estimated = map(figure, row)
-            if len(shape) != _KERNELS[name]:
-                raise ValueError(
-                    f"{shown(row)} of {name} has {len(row)} values, not {_KERNELS[name] + 2}"
-                )
-            timed.append(TimedKernel(tuple(shape), measured, estimated))
-        return tuple(timed)
+            if len(row) != values:
+                raise ValueError(f"{shown(row)} of {name} has {len(row)} values, not {values}")
+            yield list(map(figure, row))
+
+    def kernels(name: str) -> tuple[TimedKernel, ...]:
+        return tuple(
+            TimedKernel(tuple(shape), measured, estimated)
+            for *shape, measured, estimated in rows(name, _KERNELS[name] + 2)
+        )
 
     def collectives(name: str) -> tuple[TimedCollective, ...]:
-        timed = []
-        for row in data[name]:
-            size, ranks, measured, estimated = map(figure, row)
-            timed.append(TimedCollective(size, int(ranks), measured, estimated))
-        return tuple(timed)
+        return tuple(
+            TimedCollective(size, int(ranks), measured, estimated)
+            for size, ranks, measured, estimated in rows(name, 4)
+        )
 
     return MachineFactors(
         str(data["gpu"]),

@@ -16,13 +16,13 @@ _ROUNDS = 10  # collectives that are timed
 
 def product_seconds(shape: tuple[float, float, float], *, in_fp8: bool) -> float | None:
     """Return the seconds of a matrix product of ``shape`` (rows, columns, depth), sustained; None
-    if the training leaves too little memory for its operands.
+    if this GPU has no kernel for it, or the training leaves too little memory.
 
     Operands are random, in 8 bits or bf16; the product is in bf16.
     """
     try:
         return _product_seconds(shape, in_fp8)
-    except torch.OutOfMemoryError:
+    except RuntimeError:  # torch.OutOfMemoryError is one; products in 8 bits need multiples of 16
         return None
 
 
@@ -49,7 +49,7 @@ def grouped_seconds(shape: tuple[float, float, float, float]) -> float | None:
         matrices = torch.randn(groups, depth, columns, device="cuda", dtype=torch.bfloat16)
         ends = torch.arange(1, groups + 1, device="cuda", dtype=torch.int32) * rows
         return sustained_seconds(partial(torch._grouped_mm, tokens, matrices, offs=ends), _TIMED)
-    except RuntimeError:  # torch.OutOfMemoryError is one
+    except (RuntimeError, AttributeError):  # too little memory, no kernel, or an older torch
         return None
 
 

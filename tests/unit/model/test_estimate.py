@@ -411,8 +411,10 @@ def test_keys_and_values_go_round_while_attention_goes_on() -> None:
     slow = replace(WHOLE, peers=3e9)
     moved = 3 * TOKENS * 2 * WIDTH * 2 / slow.peers
     attention = 2 * TOKENS * 4 * TOKENS * WIDTH / WHOLE.attention
-    forward, _ = waits(Group.CONTEXT, gpt(1), slow, **run)
-    assert forward == pytest.approx(moved - attention)
+    forward, backward = waits(Group.CONTEXT, gpt(1), slow, **run)
+    assert forward == pytest.approx(moved - attention) and backward > 0
+    again = waits(Group.CONTEXT, gpt(1), slow, recompute_modules=frozenset(["core_attn"]), **run)
+    assert again == pytest.approx((forward, forward + backward))
     heads, _ = waits(Group.CONTEXT, gpt(1), context_exchange="a2a", **run)
     assert heads == pytest.approx(4 * TOKENS * WIDTH * 2 * 3 / 4 / WHOLE.peers)
 

@@ -306,10 +306,11 @@ def test_without_tensor_parallel_ranks_no_gather_is_scaled() -> None:
     assert "took: experts' products, gathers of tensor-parallel ranks, " in alone.remark()
 
 
-def test_a_shape_without_a_dimension_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["attention", "gathers"])
+def test_rows_of_another_length_are_refused(name: str, tmp_path: Path) -> None:
     path = profiled(tmp_path, factors())
     data = json.loads(path.read_text())
-    data["machine"]["attention"] = data["machine"]["products"]
+    data["machine"][name] = data["machine"]["products"]
     path.write_text(json.dumps(data))
-    with pytest.raises(ValueError, match=r"of attention has \d+ values, not \d+"):
+    with pytest.raises(ValueError, match=rf"of {name} has \d+ values, not \d+"):
         load_measured(path)

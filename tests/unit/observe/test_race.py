@@ -143,6 +143,14 @@ def test_who_is_slower_beyond_the_spread_is_dropped() -> None:
     assert only.winner == "a" and only.best == "b"
 
 
+def test_who_cannot_be_built_any_more_does_not_win_by_rounds_of_an_earlier_start() -> None:
+    race = Race("a", ["b", "c"])
+    race.drop("b", "rank 0 has too little host memory")
+    for _ in range(ROUNDS):
+        race.add_round({"a": [1.0, 1.0], "b": [0.5, 0.5], "c": [0.9, 0.9]})
+    assert race.is_over and race.winner == "c"
+
+
 def test_who_is_hardly_slower_stays() -> None:
     race = Race("a", ["b"])
     assert len(drive(race, {"a": 1.0, "b": 1.01})) == 4 * ROUNDS

@@ -139,6 +139,13 @@ def test_a_table_for_torch_has_torchs_placement(
     assert to_torch_csv(read) == path.read_text()
 
 
+def test_slices_are_refused() -> None:
+    """torch reads 0F0.1 as 0F0, without a word."""
+    schedule = from_csv("0F0.0,0F0.1,0B0.1,0B0.0\n1F0.0,1F0.1,1B0.1,1B0.0\n", "slices.csv")
+    with pytest.raises(ValueError, match=r"no slices of a microbatch, and reads 0F0\.0 as a whole"):
+        to_torch_csv(schedule)
+
+
 def test_what_torch_does_not_know_is_refused() -> None:
     schedule = from_csv("0F0,0R0,0B0\n1F0,1B0\n", "again.csv")
     with pytest.raises(ValueError, match=r"torch has no pass like 0R0 .*: it knows F, I, W and B"):
