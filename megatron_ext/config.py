@@ -178,8 +178,8 @@ class PipelineConfig:
         metadata=_setting(
             _as_given,
             "LIMIT",
-            "Limit of the activations of a rank: 5 (as many as 5 microbatches of a rank have), "
-            "0.5x (half of 1F1B's peak) or 60GiB. Default: no limit.",
+            "Most activations that a rank may store: 5 (those of 5 microbatches in all its "
+            "stages), 0.5x (half of 1F1B's peak) or 60GiB. Default: no limit.",
         ),
     )
     costs: CostsSource = field(
@@ -229,8 +229,8 @@ class PipelineConfig:
         metadata=_one_of(
             Offload,
             "Activations to copy to host memory until they are needed: none (the default), half, "
-            "full or fit. half copies those of the half of a rank's chunks that waits longest, "
-            "full all that the link to the host has time for, fit as few as meet "
+            "full or fit. half copies those of the longer-lived half of a rank's chunks, full all "
+            "that the host link carries without delaying a pass, and fit as few as meet "
             "--pipeline-memory-limit.",
         ),
     )
@@ -316,11 +316,10 @@ class PipelineConfig:
         default=False,
         metadata=_ON_STOCK
         | _switch(
-            "Log metrics of the pipeline (data-parallel replica) with the last global rank as "
-            "often as Megatron logs, also to TensorBoard and W&B. They are the bubble and the "
-            "seconds of a step, both measured and predicted, the slowest rank, and the peak "
-            "memory. The training never waits for them. Without --pipeline-schedule they describe "
-            "Megatron's own step."
+            "Log pipeline metrics as often as Megatron logs, also to TensorBoard and W&B: bubble "
+            "and step time (each measured and predicted), slowest rank, and peak memory. They "
+            "describe the pipeline (data-parallel replica) with the last global rank. The training "
+            "never waits for them. Without --pipeline-schedule they describe Megatron's own step."
         ),
     )
     trace: Path | None = field(
@@ -331,8 +330,8 @@ class PipelineConfig:
             "DIR",
             "Write DIR/trace.json for Perfetto: measured and predicted times of each pass, for the "
             "pipeline (data-parallel replica) with the last global rank. Without "
-            "--pipeline-schedule Megatron's own step is traced, and the log lists the step times "
-            "that our schedules would have. See 'megatron-ext trace DIR'.",
+            "--pipeline-schedule Megatron's own step is traced, and the log lists the predicted "
+            "step times of our schedules. See 'megatron-ext trace DIR'.",
         ),
     )
     trace_iters: range | None = field(
@@ -361,8 +360,8 @@ class PipelineConfig:
         default=RaceThen.KEEP,
         metadata=_one_of(
             RaceThen,
-            "Schedule under which the training goes on after a race: keep (the default) takes the "
-            "winner, report the baseline.",
+            "Schedule under which the training goes on after a race: the winner with keep (the "
+            "default), the baseline with report.",
         ),
     )
 

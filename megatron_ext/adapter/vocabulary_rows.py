@@ -1,8 +1,8 @@
 """Rows of embedding and output layer on a pipeline rank, as modules of its first model chunk.
 
 They are Megatron's own layers over a larger group, all pipeline x tensor parallel ranks, which
-determines rows, initialisation, parameter attributes and checkpoint keys. Only they are not called:
-the passes of the schedule read their weights.
+determines rows, initialisation, parameter attributes and checkpoint keys. Their lookup and
+product are not used: the passes of the schedule read their weights.
 
 Rank t of tensor parallelism and p of the pipeline has part ``t * pipeline + p``, so the parts
 of a tensor parallel rank together are those of Megatron's own layers.
@@ -28,8 +28,8 @@ from megatron_ext.runtime.vocabulary.shard import VocabularyShard
 
 @dataclass(frozen=True)
 class VocabularyPart:
-    """Part of the vocabulary on a rank, and the number of parts. Megatron's layers use it as a
-    group."""
+    """Part of the vocabulary on a rank, in place of a process group: Megatron's layers ask it only
+    for ``rank()`` and ``size()``."""
 
     index: int
     parts: int
@@ -50,7 +50,7 @@ def part_of(pipeline: dist.ProcessGroup, tensor_parallel: dist.ProcessGroup) -> 
 
 
 def check_divisible(vocabulary: int, parts: int) -> None:
-    """Raise ValueError unless a vocabulary of that size, padded, divides over the ranks."""
+    """Raise ValueError unless a padded vocabulary of that size splits evenly over ``parts``."""
     if vocabulary % parts:
         raise ValueError(
             f"a vocabulary of {vocabulary} cannot be split evenly over {parts} ranks (pipeline x "
@@ -60,7 +60,7 @@ def check_divisible(vocabulary: int, parts: int) -> None:
 
 
 class EmbeddingPart(VocabParallelEmbedding):
-    """Rows of the embedding on this rank. On the first stage, also the end of the lookup."""
+    """Rows of the embedding on this rank. On the first stage its forward pass ends the lookup."""
 
     def __init__(self, model: Any, part: VocabularyPart, *, reduce_scatter: bool = False) -> None:
         config = model.config
@@ -110,7 +110,7 @@ class OutputPart(ColumnParallelLinear):
 
     def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> Any:
         sharded = super().sharded_state_dict(prefix, *args, **kwargs)
-        sharded[f"{prefix}weight"].allow_shape_mismatch = True  # another padding
+        sharded[f"{prefix}weight"].allow_shape_mismatch = True  # padding depends on the ranks
         return sharded
 
 
@@ -124,7 +124,7 @@ def output_part(chunk: torch.nn.Module) -> OutputPart | None:
     return next((part for part in chunk.modules() if isinstance(part, OutputPart)), None)
 
 
-def tables(models: Sequence[torch.nn.Module]) -> tuple[Tensor, Tensor]:
+def shard_weights(models: Sequence[torch.nn.Module]) -> tuple[Tensor, Tensor]:
     """Return the weights of this rank's parts: embedding and output layer.
 
     Raises:
@@ -167,7 +167,7 @@ def shard_of(
     tensor_parallel: dist.ProcessGroup,
 ) -> VocabularyShard:
     """Return this rank's part of the vocabulary, for the passes of a step."""
-    embedding, output = tables(models)
+    embedding, output = shard_weights(models)
     return VocabularyShard(
         embedding,
         output,

@@ -49,7 +49,8 @@ def doctor(
         bool,
         typer.Option(
             "--versions",
-            help="List the known versions of Megatron, its dependencies and its callers.",
+            help="List the known versions of Megatron, its dependencies and the frameworks that "
+            "call it.",
         ),
     ] = False,
 ) -> None:

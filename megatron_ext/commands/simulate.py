@@ -140,8 +140,8 @@ def simulate(
         typer.Option(
             help=(
                 "Random variation of the passes' times: 0.1 (standard deviation as a share of each "
-                "time), 0.1,ranks=0.05 (adds a random factor per rank and step), or the trace of a "
-                "training, whose variation is taken. Default: none."
+                "time), 0.1,ranks=0.05 (adds a factor per rank and step, with deviation 0.05), "
+                "or a trace, whose measured variation is used. Default: none."
             )
         ),
     ] = None,

@@ -25,8 +25,9 @@ _SPLIT = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 @dataclass(frozen=True)
 class CheckedFamily:
-    """The family ``name`` of the file at ``path``. ``splits_backward`` and ``searches`` are the
-    traits that it declares. Its functions keep their signatures, from which options are read."""
+    """The schedule family ``name`` of the file at ``path``; its two functions are wrapped in checks
+    of what they return. ``splits_backward`` and ``searches`` are as the file declares them. The
+    wrapped functions have the signatures of the originals, from which options are read."""
 
     name: str
     path: Path

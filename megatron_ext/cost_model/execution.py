@@ -30,8 +30,7 @@ class Framework(StrEnum):
 
 @dataclass(frozen=True)
 class Execution:
-    """Execution of a microbatch. Names and meanings are those of Megatron's arguments if it has
-    them.
+    """Execution of a microbatch. Values mean what they mean in Megatron's arguments.
 
     Attributes:
         sequence: tokens of a sample, on all context-parallel ranks together.
@@ -45,14 +44,13 @@ class Execution:
         captured: parts of layers that are in CUDA graphs and therefore have unsplit backward
             passes, by Megatron's names: ``attn``, ``mlp``, ``moe``, ``moe_router`` (with the shared
             expert), ``mamba``.
-        gathers_again: tensors of which a rank keeps its share of the sequence, so W gathers
-            them a second time: ``inputs`` of pairs of matrices, as Megatron's local layers do, and
-            also ``gradients`` of their outputs, as Transformer Engine's layers do.
-        userbuffers: matrices, ``column`` or ``row``, of pairs whose products overlap their
-            communication, that keep an unsplit backward pass for it. Empty: products wait for
-            communication.
-        unkept: matrices whose inputs are not kept, by the names of Megatron's modules: they are
-            frozen, and have no trained adapter.
+        gathers_again: tensors that are stored as a rank's share of the sequence and gathered a
+            second time for W: ``inputs`` of column-parallel matrices (Megatron's local layers),
+            and also ``gradients`` of row-parallel outputs (Transformer Engine's layers).
+        userbuffers: which matrices, ``column``- or ``row``-parallel, have an unsplit backward pass
+            because Userbuffers overlap products with communication. Empty: products wait for it.
+        unkept: frozen matrices without a trained adapter, whose inputs are not stored, by the names
+            of Megatron's modules.
         dispatcher: how tokens go to experts: ``alltoall``, ``allgather`` or ``flex``.
         context_exchange: Megatron's cp_comm_type: ``p2p``, ``all_gather``, ``a2a``, ``a2a+p2p``.
         overlap: share of the time of experts' messages that overlaps the other pass's computation
@@ -106,7 +104,8 @@ class Execution:
 
     @property
     def split_tokens(self) -> float:
-        """Tokens of a microbatch on one rank between layers."""
+        """Tokens of a microbatch that a rank has between layers: its share with sequence
+        parallelism."""
         return self.tokens / (self.tensor_parallel if self.sequence_parallel else 1)
 
     def is_again(self, position: int) -> bool:

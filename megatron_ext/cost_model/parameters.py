@@ -1,7 +1,8 @@
 """Parameters of a stage of a model on one rank, in Megatron's order.
 
-A layer is given by the symbols of hybrid patterns; a transformer layer has two, ``*-``. Every
-symbol includes the norm before it.
+A layer is given by the symbols of hybrid patterns: attention ``*``, windowed ``w``, latent ``+``;
+MLP ``-``, experts ``E``, gated delta net ``G``, Mamba ``M``. A transformer layer has two, ``*-``.
+Every symbol includes the norm before it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Parameter:
         is_matrix: whether products use it in 8 bits if the run does so: layers' matrices.
         of_experts: whether only data-parallel ranks that have the same experts reduce it.
         is_table: whether it is an embedding or an output layer.
-        is_alone: whether its gradient has a bucket to itself: tables that two stages have.
+        is_alone: whether its gradient has a bucket of its own, as a table on two stages has.
         is_frozen: whether it is not trained, and has neither gradient nor optimizer state.
     """
 
@@ -37,7 +38,7 @@ class Parameter:
 def parameters_of_stage(
     model: Model, stage: Stage, execution: Execution, *, final_norm: bool
 ) -> Iterator[Parameter]:
-    """Yield the parameters of ``stage`` on one rank, with whole tables.
+    """Yield the parameters of ``stage`` on one rank, without vocabulary parallelism.
 
     ``final_norm``: whether it has the norm behind the last layer (`has_final_norm`).
     """
@@ -69,8 +70,8 @@ def _of_language_model(
     for _ in range(min(stage.depths, 1) if model.mtp_use_repeated_layer else stage.depths):
         yield from _of_depth(model, execution)
     if stage.head and not (is_tied and has_both):
-        # With tied multi-token prediction the table of look-ups is also the output layer's, and
-        # Megatron has one more table, which is unused.
+        # If multi-token prediction on this stage is tied, the output layer uses the table of
+        # look-ups above; Megatron still allocates its own, which is unused.
         yield replace(table, is_alone=is_tied and not stage.depths)
 
 

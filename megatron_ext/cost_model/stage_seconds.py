@@ -24,7 +24,7 @@ from megatron_ext.cost_model.rates import Rates
 
 
 class Other(StrEnum):
-    """Costs of a pass besides operations and groups."""
+    """Costs of a pass that belong to no operation and no group: launching its kernels."""
 
     LAUNCH = "launching"
 
@@ -38,8 +38,7 @@ class PassSeconds:
     """Seconds of F, I and W, by the resource or group that takes them.
 
     Attributes:
-        rows: the seconds of W in the last products of pairs that are partitioned over
-            tensor-parallel ranks.
+        rows: the seconds of W in matrices that tensor-parallel ranks partition by rows.
         squared: the seconds of F and of I that grow with the square of the sequence.
     """
 
@@ -110,8 +109,8 @@ def seconds_of_layers(
 def seconds_by_component(
     model: Model, stage: Stage, execution: Execution, rates: Rates
 ) -> Iterator[tuple[str, PassSeconds]]:
-    """Yield the same seconds by component: each layer by its type, then depths, then the pass
-    itself."""
+    """Yield the seconds of `seconds_of_layers` by component: each layer by its type, then depths of
+    multi-token prediction, then the pass itself."""
     for position, layer in enumerate(stage.layers):
         seconds = _of_layer(layer, execution.is_again(position), model, execution, rates)
         yield layer, _measured(seconds, layer, rates)

@@ -15,9 +15,9 @@ from megatron_ext.planner.planner import VariantOf
 from megatron_ext.progress import task
 from megatron_ext.schedule.limit import MemoryLimit
 
-LIMITS = 12
-ROUNDS = (0.5, 1, 2, 4, 8)  # microbatches, in times of the ranks
-MOST_LINES = 6  # by microbatches
+LIMITS = 12  # of memory, at most
+MICROBATCHES_PER_RANK = (0.5, 1, 2, 4, 8)
+MOST_LINES = 6  # schedules in the curves by microbatches
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Curves:
         by_limit: for each schedule that searches, the best within each memory limit, least memory
             first, as long as more memory helps.
         by_microbatches: for the best schedules and 1F1B, the time of a step by its microbatches.
-            Schedules that search are taken as they are without it.
+            For a schedule that searches, the one used instead of a search is taken.
     """
 
     by_limit: Mapping[str, Sequence[Candidate]]
@@ -48,7 +48,7 @@ def curves_of(plan: Plan, variant_of: VariantOf, room: float | None = None) -> C
                 with contextlib.suppress(ValueError):  # not even one microbatch fits
                     made = consider(within, candidate.method, room)
                     if not front or made.step < front[-1].step:
-                        while front and front[-1].holds >= made.holds:  # on another rank
+                        while front and front[-1].holds >= made.holds:  # despite its lower limit
                             front.pop()
                         front.append(made)
                 work.done += 1
@@ -62,13 +62,13 @@ def curves_of(plan: Plan, variant_of: VariantOf, room: float | None = None) -> C
 
 def _variant(candidate: Candidate, variant_of: VariantOf) -> Variant:
     variant = variant_of(candidate.schedule, candidate.method)
-    assert variant is not None  # it has been one
+    assert variant is not None  # the candidate was made from it
     return replace(variant, may_recompute=False)
 
 
 def _limited(variant: Variant, room: float | None) -> Iterator[Variant]:
-    """Yield ``variant`` within each of a dozen limits, tightest first: parts of the bytes that
-    there are, or whole microbatches if bytes are not known."""
+    """Yield ``variant`` within up to `LIMITS` limits, tightest first: fractions of the available
+    bytes, or whole microbatches if bytes are not known."""
     for limit in _limits(variant, room):
         yield replace(variant, problem=replace(variant.problem, memory_limit=limit))
 
@@ -86,7 +86,7 @@ def _limits(variant: Variant, room: float | None) -> list[MemoryLimit]:
 
 
 def _compared(plan: Plan) -> list[Candidate]:
-    """Return the best candidates that no other beats in both time and memory, and 1F1B."""
+    """Return the best candidate of each schedule that is on the plan's front, and of 1F1B."""
     best = {candidate.schedule: candidate for candidate in plan.best_of_each}
     names = dict.fromkeys(candidate.schedule for candidate in plan.front)
     first = [name for name in names if name != "1f1b"][: MOST_LINES - 1]
@@ -98,8 +98,8 @@ def _by_microbatches(
 ) -> Iterator[tuple[int, float]]:
     ranks, own = variant.problem.ranks, variant.problem.microbatches
     choice = variant.choice.without_search
-    for number in sorted({math.ceil(times * ranks) for times in ROUNDS} | {own}):
+    for number in sorted({math.ceil(times * ranks) for times in MICROBATCHES_PER_RANK} | {own}):
         problem = replace(variant.problem, microbatches=number)
-        with contextlib.suppress(ValueError):  # it takes some numbers only, or memory ends
+        with contextlib.suppress(ValueError):  # refused for this number, or too little memory
             other = replace(variant, choice=choice, problem=problem)
             yield number, consider(other, candidate.method, room).step

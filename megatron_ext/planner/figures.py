@@ -165,7 +165,7 @@ def slower_by(candidate: Candidate, best: Candidate) -> float:
 
 
 def made_again(candidate: Candidate) -> str:
-    """Say, to stand behind other words, how much of the activations is recomputed; "" if nothing
-    is."""
+    """Return a phrase to append to a text: the share of the activations that is recomputed; ""
+    if nothing is."""
     share = candidate.report.made_again
     return f", {share:.0%} recomputed in bubbles" if share else ""

@@ -1,9 +1,9 @@
 """The turns of a race, and what they show.
 
-In a round each schedule has two turns, in an order and then in the reverse of it (A B C C B A):
-what grows slower or quicker all along, as a GPU that warms up does, falls on all of them alike. A
-round gives one ratio for each candidate; over the rounds they have a median, and quartiles are
-their spread.
+In a round each schedule has two turns, in an order and then in its reverse (A B C C B A), so that a
+steady drift, as of a GPU that warms up, affects all schedules alike. A round gives one ratio for
+each candidate. The candidate is judged by the median of its ratios, and their quartiles are the
+spread.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 WARM_UP = 1  # iterations of a turn that are not timed: the first ones after a switch
-TIMED = 4  # and that are
+TIMED = 4  # iterations of a turn that are timed
 ROUNDS = 5
 ROUNDS_TO_DROP = 2  # before a candidate can be dropped
-SLOWER = 0.02  # by which share a candidate that is dropped is slower
+SLOWER = 0.02  # a candidate is dropped if even its upper quartile is slower by more than this
 
 Round = Mapping[str, Sequence[float]]  # seconds of an iteration in each turn, by schedule
 
@@ -48,7 +48,7 @@ class Ratio:
 
 
 def ratio_of(ratios: Sequence[float]) -> Ratio:
-    """The `Ratio` of at least one round."""
+    """Return the `Ratio` of ``ratios``, one for each of at least one round."""
     if len(ratios) == 1:
         return Ratio(ratios[0], ratios[0], ratios[0], 1)
     lower, median, upper = statistics.quantiles(ratios, n=4, method="inclusive")
@@ -61,8 +61,8 @@ class Race:
     Attributes:
         baseline: is in every round.
         candidates: those that are still in the race.
-        dropped: why others are not, by schedule.
-        rounds: what has been measured, without the round that is under way.
+        dropped: why the other candidates were dropped, by schedule.
+        rounds: the rounds that have ended.
     """
 
     def __init__(self, baseline: str, candidates: Sequence[str]) -> None:
@@ -70,7 +70,7 @@ class Race:
         self.candidates = list(candidates)
         self.dropped: dict[str, str] = {}
         self.rounds: list[Round] = []
-        self._turns: list[tuple[str, float]] = []  # of the round that is under way
+        self._turns: list[tuple[str, float]] = []  # of the current round
 
     @property
     def current(self) -> str:
@@ -97,13 +97,13 @@ class Race:
         return there + there[::-1]
 
     def drop(self, candidate: str, why: str) -> None:
-        """Leave ``candidate`` out from now on, between rounds."""
+        """Drop ``candidate`` from the following rounds. Called between rounds only."""
         assert self.is_between_rounds
         self.candidates.remove(candidate)
         self.dropped[candidate] = why
 
     def end_turn(self, seconds: float) -> None:
-        """An iteration of the turn that ends has taken ``seconds``."""
+        """Record the ``seconds`` per iteration of the turn that ends, and its round if complete."""
         self._turns.append((self.current, seconds))
         if len(self._turns) < len(self._order):
             return
@@ -111,7 +111,7 @@ class Race:
         self.add_round({spec: [s for who, s in turns if who == spec] for spec in self._contenders})
 
     def add_round(self, measured: Round) -> None:
-        """A round has ended as ``measured``; drops who is too slow."""
+        """Record the round ``measured``, and drop the candidates that are too slow."""
         self.rounds.append(measured)
         for candidate in list(self.candidates):
             ratio = self.ratio(candidate)
@@ -134,7 +134,7 @@ class Race:
         return ratio_of(ratios) if ratios else None
 
     def seconds(self, spec: str) -> float | None:
-        """The median seconds of an iteration under ``spec``; None if none was timed yet."""
+        """Return the median seconds of an iteration under ``spec``; None if none was timed yet."""
         turns = [seconds for measured in self.rounds for seconds in measured.get(spec, ())]
         return statistics.median(turns) if turns else None
 

@@ -1,4 +1,4 @@
-"""Passes of a rank's stages: F, R, I, B, W, and overlapped forward and backward passes."""
+"""Passes of a rank's stages: F, R, I, B, W, and pairs of a forward and a backward pass."""
 
 from __future__ import annotations
 
@@ -55,13 +55,14 @@ class StagePasses(Owner):
             self._stages[action.stage].recompute(action.microbatch)
 
     def run_pair(self, pair: Pair) -> None:
-        """Run both passes of ``pair`` as one."""
-        (stage, _, microbatch), action = pair
-        x, backward = self._stage_io.input_of(stage, microbatch), self._begin_backward(action)
+        """Run both passes of ``pair`` as one. Activation offload is refused with pairs."""
+        (stage, _, microbatch), backward_action = pair
+        x = self._stage_io.input_of(stage, microbatch)
+        backward = self._begin_backward(backward_action)
         with self._recorder.computing(pair):
             y, dx = self._stages[stage].forward_beside(microbatch, x, backward)
         self._stage_io.take_output(stage, microbatch, y)
-        self._stage_io.take_gradient(action, dx)
+        self._stage_io.take_gradient(backward_action, dx)
 
     def _backward(self, action: Action) -> None:
         backward = self._begin_backward(action)

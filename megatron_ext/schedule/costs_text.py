@@ -205,8 +205,8 @@ def _with_slices(costs: Costs, figures: Mapping[str, Any], what: str) -> Costs:
     latency = given.get("latency", [0.0])
     if len(latency) != 1 or latency[0] > costs.links.hop:
         raise ValueError(
-            f"costs {what}: latency is one figure, and a part of comm, which is "
-            f"{costs.links.hop:g}; it is {shown(_joined(latency))}"
+            f"costs {what}: latency is a single number, at most comm={costs.links.hop:g}, which "
+            f"includes it, not {shown(_joined(latency))}"
         )
     launch = given.get("launch", [])
     if len(launch) not in (0, 1, costs.stages):

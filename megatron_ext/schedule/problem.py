@@ -15,7 +15,8 @@ from megatron_ext.schedule.slices import UNCUT, Slices, lengths_of
 
 
 class P2P(enum.StrEnum):
-    """Ways for messages to share communicators. On one, batches move in turn (`graph`)."""
+    """Communicators of messages: one for each channel, or one for all, on which batches of
+    messages run one after the other (the graph of dependencies includes that order)."""
 
     ASYNC = "async"  # a communicator for each channel, and every message by itself
     BATCHED = "batched"  # the pipeline's one communicator

@@ -85,8 +85,8 @@ def from_csv(text: str, name: str) -> Schedule:
     compound such as ``(0F1;4B0)OVERLAP_F_B`` is a pair. A V or wave that opens on rank 0 is flipped
     (`flip`).
 
-    The placement is read from the table: a stage is on the rank that first names it. (`prove`
-    checks that the stage stays there, and everything else.)
+    The placement is read from the table: a stage is on the rank that first names it. `prove`
+    checks the rest, also that no other rank names the stage.
 
     Raises:
         ValueError: a cell is no compute action, a line is empty or has no stage of its own, or a
@@ -133,7 +133,7 @@ def rows_from_csv(text: str, name: str) -> Rows:
     return tuple(rows)
 
 
-# The kinds that a file or a family may have, with what they do: passes of a stage.
+# Kinds that a file or a family may have, which are passes of a stage, with what they do.
 KINDS_IN_FILES = {
     kind: rule.does
     for kind, rule in RULES.items()
@@ -205,8 +205,8 @@ _NUMBERED: dict[str, Callable[[Action], int]] = {
 def _check_numbers(rows: Sequence[tuple[Action, ...]], name: str) -> None:
     """Raise ValueError if stages, microbatches or slices are not numbered consecutively from 0.
 
-    There are then no more of each than actions in the file. This bounds the memory that is
-    allocated for them by the size of the file, even if a typing error makes a huge number.
+    Then there are at most as many stages, microbatches and slices as actions, so a typing error
+    such as stage 99999999 cannot allocate much memory.
     """
     lines = list(enumerate(rows, start=1))
     for what, number_of in _NUMBERED.items():
@@ -225,7 +225,8 @@ def _check_numbers(rows: Sequence[tuple[Action, ...]], name: str) -> None:
 def _check_forwards(rows: Sequence[tuple[Action, ...]], name: str) -> None:
     """Raise ValueError if there are fewer actions than the forward passes that the table needs.
 
-    This bounds the product of the numbers by the size of the file, too.
+    This bounds the product of the numbers by the size of the file, too. Other missing forward
+    passes are found by `prove`.
     """
     actions = [action for row in rows for action in row]
     stages, wholes, parts = (1 + max(map(number_of, actions)) for number_of in _NUMBERED.values())

@@ -16,8 +16,8 @@ from scripts.recipes.tables import name_of, table
 
 _HEAD = """## What a plan would gain
 
-The seconds of a step under each recipe's own command, compared with the best that stock's schedules
-reach with another layout, number of virtual stages or recompute, and with the best schedule of all.
+The tables compare the step time of each recipe's own command with the best of stock's schedules,
+with any layout, number of virtual stages or recompute, and with the best of all schedules.
 A gain of 1.08 means that a step of the recipe's own command takes 1.08 times as long as the better
 one. All of this is estimated, nothing measured:
 
@@ -27,9 +27,9 @@ one. All of this is estimated, nothing measured:
 - One memory bound holds for all: the larger of what a rank [may take](estimated-costs.md#memory),
   and what the fullest rank of the recipe's own command takes. A gain that is gone with 2 GiB less
   has an asterisk.
-- Schedules that search are counted without their search; with it they may gain more. The
-  vocabulary is divided if that is faster. Megatron recomputes what is best: nothing, modules, or
-  all layers.
+- For a schedule that searches, the one used instead of a search is counted; a search may gain more.
+  The vocabulary is divided if that is faster. Megatron's recompute is the best of nothing,
+  modules, and all layers.
 - The overlap of experts' communication with other microbatches is counted for no schedule:
   [pairs](pairs.md#on-public-recipes) have figures of their own.
 - A [vision tower](uneven-stages.md#towers) counts with as many patches as the language model has

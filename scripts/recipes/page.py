@@ -27,9 +27,9 @@ with its layers divided anew.
 
 - **Accepted**: Megatron's own validation and our refusals accept all of the recipe's settings, as
   in `megatron-ext doctor`, and the schedule is proved for its ranks, chunks and microbatches (zb-v
-  is proved in place of v-auto, which would need a search). No flag is dropped. "After dropping":
-  accepted if one or two settings are dropped; these do not count. Of the recipes that are not
-  accepted, the last table has those that we refuse; stock Megatron cannot run the others.
+  is proved in place of v-auto, which would need a search). "After dropping" counts further recipes,
+  which are accepted without one or two of their settings. Of the recipes that are not accepted,
+  the last table has those that we refuse; stock Megatron cannot run the others.
 - **Shown**: there is a test for each feature that the recipe switches on, under that kind of
   schedule, which compares it with stock Megatron. Grade A: Megatron's own code, to the last bit, on
   the CPU. Grade B: the same with a stand-in for a kernel. Grade C: a test for GPUs **that has not
@@ -40,7 +40,7 @@ with its layers divided anew.
   wait for a GPU.
 
 `python scripts/recipe_coverage.py --recipes FILE.json` counts those of another file, in any public
-form, with `--output` writes this page of them, and with `--json` all that is known of each.
+form; `--output` writes a page like this one for them, and `--json` all that is known of each.
 Settings, dimensions and their sources are in `scripts/recipes/`; its `coverage.md` has the figures
 by model, the grade of each setting, what no test shows, what stock cannot run, and the gains of
 recipes with a vision tower.

@@ -19,12 +19,12 @@ from megatron_ext.runtime.vocabulary.shard import VocabularyShard
 
 @dataclass(frozen=True)
 class ObservedStep:
-    """Training step on one rank, of ours or of Megatron's own, for observers of both.
+    """Training step on one rank, run by our runtime or by Megatron's own.
 
     Attributes:
-        pipeline: the group of its ranks.
-        program: the program whose passes it runs, in their order.
-        recorder: notes when they run.
+        pipeline: process group of the pipeline's ranks.
+        program: its passes, in the order in which they run.
+        recorder: records when each pass runs.
     """
 
     pipeline: dist.ProcessGroup

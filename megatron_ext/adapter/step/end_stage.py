@@ -98,8 +98,8 @@ class EndStage(ModelStage):
             raise ValueError(
                 "--pipeline-vocab-parallel needs a forward_step_func that calls the model once "
                 "and returns its output unchanged; this forward_step_func has called the model "
-                f"{len(stand_in.calls)} times and returned {type(output).__name__}: work on the "
-                "output in the loss function"
+                f"{len(stand_in.calls)} times and returned {type(output).__name__}: change "
+                "the output in the loss function, or drop --pipeline-vocab-parallel"
             )
         ((args, kwargs),) = stand_in.calls
         call = ModelCall(args, kwargs, loss_func)

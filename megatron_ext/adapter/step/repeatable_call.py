@@ -77,7 +77,7 @@ class RepeatableCall:
             raise ValueError(
                 f"{self._flag} needs a forward_step_func that calls the model once and returns its "
                 "output unchanged; this forward_step_func has called the model "
-                f"{len(self._outputs)} times and returned {type(output).__name__}: work on the "
+                f"{len(self._outputs)} times and returned {type(output).__name__}: change the "
                 f"output in the loss function, or drop {self._flag}"
             )
         return output, self._loss_func

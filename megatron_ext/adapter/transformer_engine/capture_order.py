@@ -93,8 +93,8 @@ def _check_graphs(order: Sequence[float], passes: Sequence[Action], stages: Sequ
         if counted[chunk] != counted[-chunk]:
             raise ValueError(
                 f"stage {stage} has {counted[chunk]} forward passes and {counted[-chunk]} backward "
-                "passes, and Transformer Engine captures equally many of both: train a layer on "
-                "an earlier stage"
+                "passes, and Transformer Engine captures CUDA graphs of equally many: train a "
+                "layer on an earlier stage"
             )
 
 

@@ -12,7 +12,8 @@ from megatron_ext.schedule.columns import Ints
 
 @dataclass(frozen=True, eq=False)
 class NodeLists:
-    """A list of nodes for each node: the list of node n is ``nodes[bounds[n] : bounds[n + 1]]``.
+    """A list of nodes for each node: the list of node n is ``nodes[bounds[n] : bounds[n + 1]]``
+    (CSR layout).
 
     (Python lists would take most of a program's memory and build time.)
     """

@@ -1,13 +1,15 @@
 """Folding of two copies onto one, and unfolding.
 
 If rank p-1-r does the same as rank r with the copies exchanged, ranks r < p/2 alone are a schedule
-of one copy. The stages that rank r holds of both copies are all the stages of one copy, on p/2
-ranks, for half of the microbatches. The other ranks do the same for the other half, as a second
+of one copy: the stages that they hold of both copies are together all the stages of one copy. It
+runs half of the microbatches. The other ranks do the same for the other half, as a second
 data-parallel replica does. The folded schedule thus uses the same GPUs, holds the same parameters
 and activations on each, and runs the same passes at the same times, with one hop fewer at the turn.
 """
 
 from __future__ import annotations
+
+import itertools
 
 from megatron_ext.compile.two_copies.two_copies import TwoCopies
 from megatron_ext.schedule.action import Action
@@ -21,14 +23,14 @@ def fold(copies: TwoCopies) -> Schedule:
     """Return the schedule of one copy that ``copies`` runs twice, on half as many ranks.
 
     Raises:
-        ValueError: a rank does something else than its opposite with the copies exchanged. The
-            first two passes that differ are named.
+        ValueError: a rank and its opposite do not run the same passes with the copies exchanged.
+            The first two passes that differ are named.
     """
     half = copies.ranks // 2
     for rank in range(half):
         _check_opposite(copies, rank)
     folded_rank = tuple(min(rank, copies.ranks - 1 - rank) for rank in copies.rank_of)
-    # As our V's and waves, it opens on the last rank.
+    # As in our V's and waves, the first stage is on the last rank.
     placement = Placement(copies.name, tuple(half - 1 - rank for rank in folded_rank))
     return Schedule(copies.name, placement, flip_rows(copies.rows[:half]))
 
@@ -44,7 +46,7 @@ def unfold(schedule: Schedule) -> TwoCopies:
     ranks = 2 * half
     once = (*range(ranks), *reversed(range(ranks)))
     stages = schedule.placement.stages
-    rank_of = (once * (1 + stages // len(once)))[:stages]
+    rank_of = tuple(itertools.islice(itertools.cycle(once), stages))
     near = flip_rows(schedule.compute_rows)
     return TwoCopies(schedule.name, rank_of, (*near, *flip_rows(near)))
 

@@ -2,8 +2,8 @@
 
 Costs per layer type hold for the sizes at which they were measured. At other tensor-parallel sizes
 a layer has other products, fewer heads and shorter collectives, whose seconds change by more or
-less than the estimate says. Each of them takes the factor of the measured one that is closest in
-shape.
+less than the estimate says. Each operation's estimate is multiplied by the factor of the measured
+operation that is closest in shape or size.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_ext.words import shown
 FORMAT = 2
 
 Shape = tuple[float, float, float]  # rows, columns, depth
-# The same of each of experts' products, and their number.
+# Rows, columns and depth of each expert's product, and the number of experts.
 GroupedShape = tuple[float, float, float, float]
 
 
@@ -39,7 +39,7 @@ class TimedCollective:
     """Seconds of one collective, measured and estimated.
 
     Attributes:
-        size: bytes of a rank's buffer, which has the shares of all ranks.
+        size: bytes of the whole buffer, with the shares of all ranks.
         ranks: how many ranks take part.
     """
 
@@ -144,7 +144,7 @@ class MachineFactors:
         )
 
 
-# Kernels, and the number of figures of their shapes.
+# Kernels, and the number of dimensions of their shapes.
 _KERNELS = {"products": 3, "grouped": 4, "attention": 2, "attention_backward": 2}
 _COLLECTIVES = "gathers", "exchanges"
 

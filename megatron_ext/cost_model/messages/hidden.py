@@ -25,7 +25,7 @@ Table = tuple[tuple[float, ...], ...]  # seconds, by stage of F, then by stage o
 
 @dataclass(frozen=True)
 class PairedLayer:
-    """Seconds of a layer's F, I and W: of their computation, and of waiting for experts' ranks."""
+    """Seconds that a layer's F, I and W compute, and that F and I wait for experts' ranks."""
 
     forward: float
     input_gradient: float
@@ -42,9 +42,10 @@ class PairedLayer:
             with_weights: whether W is in the pair.
         """
         weights = other.weight_gradient if with_weights else 0.0
-        there = min(share * self.forward_messages, other.input_gradient + weights)
-        back = min(share * other.input_gradient_messages, self.forward + weights)
-        return min(there + back, self.forward + other.input_gradient + weights)
+        in_forward = min(share * self.forward_messages, other.input_gradient + weights)
+        in_backward = min(share * other.input_gradient_messages, self.forward + weights)
+        # W is in both terms; all that the pair computes bounds their sum.
+        return min(in_forward + in_backward, self.forward + other.input_gradient + weights)
 
 
 @lru_cache(maxsize=4096)  # layouts have the same stages many times
@@ -60,23 +61,30 @@ def paired_layers(
 
 
 def _paired_layer(seconds: PassSeconds) -> PairedLayer:
-    there = seconds.forward.get(Group.EXPERT, 0.0)
-    back = seconds.input_gradient.get(Group.EXPERT, 0.0)
+    in_forward = seconds.forward.get(Group.EXPERT, 0.0)
+    in_backward = seconds.input_gradient.get(Group.EXPERT, 0.0)
     forward, input_gradient, weight_gradient = seconds.totals
-    return PairedLayer(forward - there, input_gradient - back, weight_gradient, there, back)
+    return PairedLayer(
+        forward - in_forward,
+        input_gradient - in_backward,
+        weight_gradient,
+        in_forward,
+        in_backward,
+    )
 
 
 def hidden_by_pairs(
     model: Model, stages: Sequence[Stage], execution: Execution, rates: Rates
 ) -> Mapping[Kind, Table]:
-    """Return the seconds saved by running F of each stage side by side with a backward pass of each
-    other stage instead of one after the other, by the kind of that pass: `OverlapCosts.hidden`."""
+    """Return the seconds saved by running F of every stage side by side with a backward pass of
+    every stage instead of one after the other, by the kind of that pass: `OverlapCosts.hidden`."""
     share = execution.overlap
     layers = [paired_layers(model, stage, execution, rates) for stage in stages]
 
     @cache
-    def hidden(there: int, back: int, with_weights: bool) -> float:
-        side_by_side = zip(layers[there], reversed(layers[back]), strict=False)
+    def hidden(forward: int, backward: int, with_weights: bool) -> float:
+        # The longer stage's other layers run alone.
+        side_by_side = zip(layers[forward], reversed(layers[backward]), strict=False)
         return sum(f.hidden_beside(b, share, with_weights=with_weights) for f, b in side_by_side)
 
     def table(with_weights: bool) -> Table:

@@ -35,8 +35,8 @@ _MIDDLE = (0, 1)
 
 
 class Order:
-    """The order of a ``schedule`` that has only passes of `_KINDS`, with the messages of
-    ``costs``."""
+    """Order of the passes of ``schedule``, all of `_KINDS`, timed with the seconds of many layouts.
+    Messages between ranks take the time that ``costs`` give."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self._placement = schedule.placement

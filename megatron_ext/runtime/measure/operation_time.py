@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-_TIMED = 0.1  # seconds of each product
+_TIMED = 0.1  # seconds for which each kernel runs, in its untimed and its timed half
 _ROUNDS = 10  # collectives that are timed
 
 
@@ -98,7 +98,7 @@ def attention_seconds(shape: tuple[int, int, int, int, int]) -> tuple[float, flo
 def sustained_seconds(kernel: Callable[[], object], timed: float) -> float:
     """Return the seconds of one call of ``kernel``, which runs for ``timed`` seconds.
 
-    The second half of these is timed: a GPU whose power is limited slows down within a tenth of a
+    Only the second half is timed: a GPU whose power is limited slows down within a tenth of a
     second.
     """
     _timed(kernel, 1)  # the first call loads it
@@ -145,7 +145,8 @@ def _collective_seconds(
     sizes: Iterable[int],
     collective_of: Callable[[torch.Tensor], Callable[[], object]],
 ) -> dict[float, float]:
-    """Return the seconds of ``collective_of`` a buffer of each of ``sizes`` bytes."""
+    """Return the seconds of the collective that ``collective_of`` makes for a buffer, by its bytes:
+    ``sizes``, rounded down to a multiple of the ranks."""
     seconds: dict[float, float] = {}
     for size in sizes:
         size -= size % group.size()

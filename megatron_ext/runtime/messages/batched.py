@@ -82,8 +82,7 @@ class BatchedTransport(TransportBase):
         self._add(action, self._data(action, tensor))
 
     def receive(self, action: Action) -> None:
-        """Post the receive of ``action``, at the latest together with the last message of its
-        batch."""
+        """Queue the receive of ``action``; it is posted with the last message of its batch."""
         shape = self._boundary.shape_of(action)
         assert shape is not None, "shapes that vary cannot be batched"
         self._add(action, self._empty(shape, self._boundary.dtype))

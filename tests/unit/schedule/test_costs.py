@@ -299,7 +299,7 @@ def test_the_vocabulary_from_a_file(tmp_path: Path) -> None:
         (GOOD_FILE | {"d2h": 1, "link": float("nan")}, "link: nan is no cost"),
         (GOOD_FILE | {"d2h": 1, "link": None}, "link: None is no cost"),
         (GOOD_FILE | {"d2h": 1, "duplex": "1"}, "duplex: '1' is no cost"),
-        (GOOD_FILE | {"latency": []}, "latency is one figure"),
+        (GOOD_FILE | {"latency": []}, "latency is a single number"),
         (GOOD_FILE | {"f": 0, "i": 0, "w": 0}, "all passes cost nothing"),
         ('{"version": 1, "f": ' + "9" * 5000 + "}", "is not JSON: Exceeds the limit"),
         (GOOD_FILE | {"bytes": 5}, "bytes must give activation and weight inputs"),
