@@ -45,15 +45,14 @@ elif (($#)); then
   check_beside mypy
   check pytest "$@"
 else
-  # A file's tests share what they build, and stay together. The other folders fork ranks of their
-  # own, which wait for one another, and some wait for what never comes: four files at once keep two
-  # cores busy, those first that took longest when they last ran here.
-  check pytest tests/unit -n auto --maxprocesses 4 \
-    --dist loadfile --no-loadscope-reorder --durations 10
+  # A file's tests share what they build, and stay together, those first that took longest when they
+  # last ran here. One file a core also where tests fork ranks: with two a core, trainings of four
+  # files took 144 s on two cores, and not 120.
+  files=(-n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder)
+  check pytest tests/unit "${files[@]}" --durations 10
   check_beside mypy
   check_beside pytest tests/slurm
-  check pytest tests --ignore tests/unit --ignore tests/slurm \
-    -n 4 --dist loadfile --no-loadscope-reorder --durations 60
+  check pytest tests --ignore tests/unit --ignore tests/slurm "${files[@]}" --durations 60
 fi
 for number in "${!beside[@]}"; do
   read -r process words <<<"${beside[number]}"
