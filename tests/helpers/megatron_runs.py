@@ -95,13 +95,15 @@ def _share_storage(output: torch.Tensor, recomputed: torch.Tensor) -> None:
 
 def _remember_attributes() -> None:
     """Each rank would look at the attributes of all modules for who holds what is patched, and so
-    copy their pages. Of modules that are there by now, only the engine sets attributes."""
+    copy their pages. Of modules that are there by now, only the engine sets attributes in a rank.
+    """
+    parent = os.getpid()
     holders: dict[int, set[types.ModuleType]] = {}
     for module in list(sys.modules.values()):
         for value in vars(module).values() if isinstance(module, types.ModuleType) else ():
             holders.setdefault(engine.identity_of(value), set()).add(module)
     last = next(reversed(sys.modules))
-    changed = {sys.modules["__main__"]}
+    changed: set[types.ModuleType] = set()
     swap, look = engine._swap, engine.modules_with
 
     def noted(patch: Any, target: Any, handle: Any, aliases: Any) -> None:
@@ -109,10 +111,13 @@ def _remember_attributes() -> None:
         changed.update(module for module, _ in handle._swaps[-1].importers)
 
     def remembered(ids: Set[int], modules: Iterable[Any] = ()) -> list[types.ModuleType]:
+        if os.getpid() == parent:
+            return look(ids, modules)
         later = itertools.takewhile(lambda name: name != last, reversed(sys.modules))
         places = [
             *itertools.chain.from_iterable(holders[held] for held in ids if held in holders),
             *changed,
+            sys.modules["__main__"],  # the script that runs
             *(sys.modules[name] for name in later),
         ]
         return look(ids, modules or set(places))
