@@ -111,8 +111,9 @@ class Race:
         self.add_round({spec: [s for who, s in turns if who == spec] for spec in self._contenders})
 
     def add_round(self, measured: Round) -> None:
-        """Record the round ``measured``, and drop the candidates that are too slow."""
-        self.rounds.append(measured)
+        """Record the round ``measured``, as far as it is of this race's contenders, and drop the
+        candidates that are too slow."""
+        self.rounds.append({who: measured[who] for who in self._contenders if who in measured})
         for candidate in list(self.candidates):
             ratio = self.ratio(candidate)
             if ratio is not None and ratio.is_slower:
@@ -142,19 +143,17 @@ class Race:
     def best(self) -> str | None:
         """The candidate with the best ratio, also of those that were dropped; None if no candidate
         has one."""
-        return self._best_of([*self.candidates, *self.dropped])
+        ratios = {
+            spec: ratio.median
+            for spec in [*self.candidates, *self.dropped]
+            if (ratio := self.ratio(spec)) is not None
+        }
+        return max(ratios, key=ratios.__getitem__, default=None)
 
     @property
     def winner(self) -> str:
-        """The best candidate that is still in the race, if it is faster beyond the spread, else
-        the baseline."""
-        best = self._best_of(self.candidates)
+        """The best candidate, if it is faster beyond the spread, else the baseline."""
+        best = self.best
         if best is None or (ratio := self.ratio(best)) is None or not ratio.is_faster:
             return self.baseline
         return best
-
-    def _best_of(self, candidates: Sequence[str]) -> str | None:
-        ratios = {
-            spec: ratio.median for spec in candidates if (ratio := self.ratio(spec)) is not None
-        }
-        return max(ratios, key=ratios.__getitem__, default=None)

@@ -303,9 +303,9 @@ def _process_of_stores() -> multiprocessing.connection.Connection:
     if os.fork():
         theirs.close()
         return ours
-    ours.close()
-    stores = {}
-    with contextlib.suppress(EOFError):  # when the tests' process has ended
+    try:
+        ours.close()
+        stores = {}
         while True:
             port = theirs.recv()
             if port is None:
@@ -314,7 +314,8 @@ def _process_of_stores() -> multiprocessing.connection.Connection:
                 theirs.send(store.port)
             else:
                 del stores[port]
-    os._exit(0)
+    finally:  # the tests' process has ended, or Ctrl-C has: never return into its tests
+        os._exit(0)
 
 
 def torchrun_environment(rank: int, ranks: int, port: int) -> dict[str, str]:

@@ -148,7 +148,8 @@ def test_who_cannot_be_built_any_more_does_not_win_by_rounds_of_an_earlier_start
     race.drop("b", "rank 0 has too little host memory")
     for _ in range(ROUNDS):
         race.add_round({"a": [1.0, 1.0], "b": [0.5, 0.5], "c": [0.9, 0.9]})
-    assert race.is_over and race.winner == "c"
+    assert race.is_over and race.winner == "c" and race.ratio("b") is None
+    assert "race is over: c is 1.111 times as fast" in report.verdict(race, keeps=True)
 
 
 def test_who_is_hardly_slower_stays() -> None:

@@ -180,6 +180,9 @@ def test_a_layer_goes_where_a_step_gains() -> None:
     assert better.layers[-1] < 4
     before, after = (evaluate(training, "1f1b", made) for made in (evenly(16, 4), better))
     assert after.seconds < 0.95 * before.seconds
+    passes = training.variant("1f1b", evenly(16, 4)).problem.costs.seconds
+    stages = [sum(seconds) for seconds in zip(*passes.values(), strict=True)]
+    assert max(stages) == stages[3] and stages[3] * 4 / sum(stages) - 1 > 0.3
 
 
 def test_what_does_not_fit_is_moved_until_it_does() -> None:
