@@ -29,6 +29,10 @@ NOT_RUN = {
     "pip install .": "tests/unit/house/test_packaging.py makes the package and imports it",
     "torchrun --nproc-per-node 8 pretrain_gpt.py $YOUR_FLAGS": "Megatron's own, on 8 GPUs",
     f"{ON_EIGHT} --pipeline-schedule zb-h1": "8 GPUs; the quick start launches so on the CPU",
+    f"{ON_EIGHT} --pipeline-trace traces": "8 GPUs; test_stock_trace.py has two",
+    f'{ON_EIGHT} --pipeline-race "zb-h1 zb-auto"': "8 GPUs; test_race.py has two",
+    "megatron-ext parity -- torchrun --nproc-per-node 8 pretrain_gpt.py $YOUR_FLAGS "
+    "--pipeline-schedule zb-h1": "8 GPUs; test_parity_command.py has two",
     "megatron-ext doctor -- torchrun --nproc-per-node 8 pretrain_gpt.py $YOUR_FLAGS": "run as "
     "docs/index.md has it",
     "megatron-ext doctor --megatron-args train.log": "test_megatron_log.py and "
