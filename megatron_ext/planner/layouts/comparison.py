@@ -94,24 +94,14 @@ def compare_layouts(
         bound = None if room is None else max(room, of_own.fullest) - margin
         candidates = Candidates(works, bound, rule, permits, search, progress)
         loops = _with_chunks("interleaved", work, of_own)
-        specs = ["1f1b", *loops]
-        _run(partial(candidates.by_rule, specs))
-        chunks = _best(of_own, *candidates.made)
-        _run(partial(candidates.by_layout, [[spec] for spec in specs], [of_own, chunks]))
-        stock = _best(chunks, *candidates.made)
+        chunks = _best_by_rule(candidates, ["1f1b", *loops], of_own)
+        stock = _best_by_layout(candidates, [["1f1b"], *([spec] for spec in loops)], of_own, chunks)
         ladders = _ladders(work, sorted(loops, key=lambda spec: candidates.about.get(spec, inf)))
-
-        def of_ours() -> None:
-            made = candidates.by_layout(ladders, [of_own, stock])
-            candidates.further(made, of_own)
-
-        _run(of_ours)
-        ours = _best(stock, *candidates.made)
-        best_of_all = ours
+        ours = _best_of_searches_too(candidates, ladders, of_own, stock)
+        not_permitted = None
         if candidates.not_permitted:
-            others = Candidates(works, bound, rule, permit_all, search, progress)
-            _run(partial(others.by_layout, ladders, [of_own, stock]))
-            best_of_all = _best(ours, *others.made)
+            all_permitted = Candidates(works, bound, rule, permit_all, search, progress)
+            not_permitted = _best_by_layout(all_permitted, ladders, of_own, stock)
     return LayoutComparison(
         of_own,
         chunks,
@@ -119,8 +109,41 @@ def compare_layouts(
         ours,
         bound,
         refused=candidates.refused | candidates.not_permitted,
-        best_not_permitted=None if best_of_all is ours else best_of_all,
+        best_not_permitted=_if_shorter(not_permitted, ours),
     )
+
+
+def _best_by_rule(candidates: Candidates, specs: Sequence[str], own: Evaluated) -> Evaluated:
+    """Return the best of ``own`` and the schedules ``specs`` with Megatron's own layouts."""
+    _run(partial(candidates.by_rule, specs))
+    return _best(own, *candidates.made)
+
+
+def _best_by_layout(
+    candidates: Candidates, ladders: Sequence[Sequence[str]], own: Evaluated, before: Evaluated
+) -> Evaluated:
+    """Return the best of ``before`` and the schedules of ``ladders`` with any layout."""
+    _run(partial(candidates.by_layout, ladders, [own, before]))
+    return _best(before, *candidates.made)
+
+
+def _best_of_searches_too(
+    candidates: Candidates, ladders: Sequence[Sequence[str]], own: Evaluated, before: Evaluated
+) -> Evaluated:
+    """Return the same as `_best_by_layout`, or the best that searches and a split vocabulary find
+    with those layouts."""
+
+    def search() -> None:
+        made = candidates.by_layout(ladders, [own, before])
+        candidates.further(made, own)
+
+    _run(search)
+    return _best(before, *candidates.made)
+
+
+def _if_shorter(made: Evaluated | None, other: Evaluated) -> Evaluated | None:
+    """Return ``made`` if a step of it takes less time than a step of ``other``."""
+    return made if made is not None and made.seconds < other.seconds else None
 
 
 def _run(work: Callable[[], object]) -> None:
