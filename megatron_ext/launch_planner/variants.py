@@ -33,7 +33,7 @@ from megatron_ext.adapter.layout_arguments import (
 from megatron_ext.adapter.slices.lengths import lengths_in
 from megatron_ext.compile.registry import Mark, choose, entry_of
 from megatron_ext.config import PipelineConfig
-from megatron_ext.launch_command import line as launch_line
+from megatron_ext.launch_command import megatron_arguments
 from megatron_ext.planner.candidate import Candidate, Variant, VocabMethod
 from megatron_ext.planner.figures import flags_of
 from megatron_ext.planner.fitting import consider
@@ -61,7 +61,7 @@ class Rewritten:
 
 
 @dataclass(frozen=True)
-class LineVariants:
+class LaunchVariants:
     """Problems of the schedules under which a launch command could train.
 
     Attributes:
@@ -115,7 +115,7 @@ class LineVariants:
         except ValueError:
             return None
 
-    def with_slices(self, slices: Slices) -> LineVariants:
+    def with_slices(self, slices: Slices) -> LaunchVariants:
         """Return the same with sequences cut into ``slices``.
 
         Raises:
@@ -161,9 +161,9 @@ class LineVariants:
         )
         args = self.rewritten(spec).args
         # The launch need not have set the variable if it has no tensor or context parallelism.
-        with launch_line.one_connection(args):
-            launch_line.validate(args, config, self.world_size)
-        launch_line.settle_vocabulary(args, config, self.tokens)
+        with megatron_arguments.one_connection(args):
+            megatron_arguments.validate(args, config, self.world_size)
+        megatron_arguments.settle_vocabulary(args, config, self.tokens)
         return args, config
 
     def rewritten(self, spec: str) -> Rewritten:
@@ -190,13 +190,13 @@ class LineVariants:
         rewritten = self.rewritten(made.schedule)
         return Written((*flags_of(made), *rewritten.added), rewritten.dropped)
 
-    def with_values(self, values: Mapping[str, Any]) -> LineVariants:
+    def with_values(self, values: Mapping[str, Any]) -> LaunchVariants:
         """Return the same with other ``values`` of Megatron's arguments, and with more ranks if
         these need more."""
         args = copy.deepcopy(self.args)
         for name, value in values.items():
             setattr(args, name, value)
-        ranks = max(self.world_size, launch_line.least_world_size(args))
+        ranks = max(self.world_size, megatron_arguments.least_world_size(args))
         return replace(self, args=args, world_size=ranks)
 
 

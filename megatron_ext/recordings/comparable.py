@@ -105,14 +105,14 @@ def _other_trainings(a: Mapping[str, Any], b: Mapping[str, Any], words: str) -> 
     kinds = [kind for kind, names in apart.items() if names]
     if not kinds:
         return None
-    lines = [
+    differences = [
         f"{_flag(name)} ({a.get(name)!r} and {b.get(name)!r})"
         for names in apart.values()
         for name in names
     ]
     return (
         f"{words} cannot be compared, they differ in their {' and '.join(kinds)}: "
-        f"{', '.join(lines)}; give both commands the same values"
+        f"{', '.join(differences)}; give both commands the same values"
     )
 
 

@@ -23,7 +23,7 @@ from megatron_ext.cli import app
 from megatron_ext.doctor.check import check_launch
 from megatron_ext.doctor.environment import dataset_helpers
 from megatron_ext.doctor.report import Report, Severity
-from megatron_ext.launch_command import line as launch_line
+from megatron_ext.launch_command import megatron_arguments
 from megatron_ext.launch_command.words import Launch, read_launch
 from megatron_ext.patches.engine import applied
 from megatron_ext.schedule.placement import Placement, line, v
@@ -142,11 +142,14 @@ def test_the_default_layers_need_no_transformer_engine_here() -> None:
 
 
 def test_nothing_is_left_behind() -> None:
-    arguments = launch_line.arguments.get_device_arch_version, launch_line.arguments.validate_args
+    arguments = (
+        megatron_arguments.arguments.get_device_arch_version,
+        megatron_arguments.arguments.validate_args,
+    )
     checked(tensor_model_parallel_size=2, num_attention_heads=4)
     assert arguments == (
-        launch_line.arguments.get_device_arch_version,
-        launch_line.arguments.validate_args,
+        megatron_arguments.arguments.get_device_arch_version,
+        megatron_arguments.arguments.validate_args,
     )
     assert not applied() and "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ
     assert num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR is None
@@ -567,10 +570,10 @@ def test_ranks_share_the_model(untied: bool, experts: int | None) -> None:
     learned positions and the final norm."""
     given: dict[str, Any] = FLAGS | {"untie_embeddings_and_output_weights": untied}
     given |= {"num_experts": experts, "pipeline_schedule": "1f1b"}
-    config = launch_line.PipelineConfig(schedule="1f1b")
-    args = launch_line.parse(model_flags(**given)).args
-    with launch_line.on_gpus(args):
-        launch_line.validate(args, config, 4)
+    config = megatron_arguments.PipelineConfig(schedule="1f1b")
+    args = megatron_arguments.parse(model_flags(**given)).args
+    with megatron_arguments.on_gpus(args):
+        megatron_arguments.validate(args, config, 4)
     args.padded_vocab_size = 128
     args.untie_embeddings_and_output_weights = untied
 

@@ -17,7 +17,7 @@ from megatron_ext.doctor.check import check_launch
 from megatron_ext.doctor.report import Finding, RankPrediction, Severity
 from megatron_ext.installation import install
 from megatron_ext.launch import Chosen, without
-from megatron_ext.launch_command import line as launch_line
+from megatron_ext.launch_command import megatron_arguments
 from megatron_ext.launch_command.words import Launch
 from megatron_ext.launch_planner.launch_choice import choose_for
 from megatron_ext.patches.engine import applied
@@ -46,7 +46,7 @@ WIDE: dict[str, Any] = {  # so that passes take longer than it takes to launch t
 
 def chosen(**overrides: object) -> tuple[list[str], Chosen]:
     words = model_flags(**(FLAGS | overrides))
-    with launch_line.on_gpus(launch_line.parse(words).args):
+    with megatron_arguments.on_gpus(megatron_arguments.parse(words).args):
         return words, choose_for(words, from_argv(words), 2)
 
 
@@ -54,10 +54,10 @@ def makespan(words: list[str], *more: str) -> float:
     """Of the launch with the flags ``more``, as a rank would check it."""
     argv = [*words, *more]
     config = from_argv(argv)
-    args = launch_line.parse(argv).args
-    with launch_line.on_gpus(args):
-        launch_line.validate(args, config, 2)
-        launch_line.settle_vocabulary(args, config, launch_line.count_tokens(args))
+    args = megatron_arguments.parse(argv).args
+    with megatron_arguments.on_gpus(args):
+        megatron_arguments.validate(args, config, 2)
+        megatron_arguments.settle_vocabulary(args, config, megatron_arguments.count_tokens(args))
         (program,) = check(args, config, search_for_first)
     return simulate(program, program.problem.costs).makespan
 

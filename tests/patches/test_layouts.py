@@ -13,10 +13,10 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron_ext.adapter.arguments import check_settings
 from megatron_ext.cost_model.gpus import parse_gpu
 from megatron_ext.launch import without
-from megatron_ext.launch_command import line as launch_line
+from megatron_ext.launch_command import megatron_arguments
 from megatron_ext.launch_command.words import Launch
 from megatron_ext.launch_planner.alternatives.layouts import lay_out, written_of
-from megatron_ext.launch_planner.alternatives.recompute import recompute_of_line
+from megatron_ext.launch_planner.alternatives.recompute import recompute_of_launch
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest, ParsedLaunch, with_launch
 from megatron_ext.planner.figures import as_data
 from megatron_ext.planner.layouts.comparison import LayoutComparison
@@ -116,10 +116,10 @@ def test_a_line_takes_what_is_written_for_it(name: str, monkeypatch: pytest.Monk
     made, all_written = laid_out(name)
     for line, written in zip(made.others.values(), all_written, strict=True):
         words = [*without(words_of(name), written.dropped), *written.added]
-        args, config = launch_line.parse(words).args, from_argv(words)
-        with launch_line.on_gpus(args):
-            launch_line.validate(args, config, WORLD)
-            launch_line.check_model(args, config)
+        args, config = megatron_arguments.parse(words).args, from_argv(words)
+        with megatron_arguments.on_gpus(args):
+            megatron_arguments.validate(args, config, WORLD)
+            megatron_arguments.check_model(args, config)
             if config.schedule is not None:
                 check_settings(args, config)
         chunks = args.virtual_pipeline_model_parallel_size or 1
@@ -148,7 +148,9 @@ def test_what_the_line_cannot_run_again_is_not_offered(monkeypatch: pytest.Monke
         asked = LaunchRequest(
             Launch(str(SCRIPT), False, words, world_size=WORLD), gpu=parse_gpu("h100")
         )
-        offered = with_launch(asked, lambda read: recompute_of_line(read.variants, read.validated))
+        offered = with_launch(
+            asked, lambda read: recompute_of_launch(read.variants, read.validated)
+        )
         return [str(option) for option in offered]
 
     plain = options()

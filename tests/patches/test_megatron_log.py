@@ -12,7 +12,7 @@ from megatron.training import arguments
 from typer.testing import CliRunner
 
 from megatron_ext.cli import app
-from megatron_ext.launch_command import line as launch_line
+from megatron_ext.launch_command import megatron_arguments
 from megatron_ext.launch_command.importing import silently
 from megatron_ext.launch_command.log.megatron_log import launch_from_log, read_log
 from megatron_ext.launch_command.log.unparse import unparse
@@ -92,16 +92,16 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def validated(words: tuple[str, ...], ranks: int) -> dict[str, Any]:
     """Return the arguments that Megatron's validation makes of a command line."""
-    args = launch_line.parse(words).args
-    with silently(), launch_line.on_gpus(args):
-        return vars(launch_line.validate(args, from_argv(words), ranks))
+    args = megatron_arguments.parse(words).args
+    with silently(), megatron_arguments.on_gpus(args):
+        return vars(megatron_arguments.validate(args, from_argv(words), ranks))
 
 
 def printed(words: list[str], ranks: int, capsys: pytest.CaptureFixture[str]) -> str:
     """The block that Megatron's own code prints of a training."""
     args = validated(tuple(words), ranks)
     capsys.readouterr()
-    arguments._print_args("arguments", launch_line.SimpleNamespace(**args))
+    arguments._print_args("arguments", megatron_arguments.SimpleNamespace(**args))
     return capsys.readouterr().out
 
 

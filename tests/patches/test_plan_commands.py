@@ -22,7 +22,7 @@ from megatron_ext.config import PipelineConfig
 from megatron_ext.cost_model.gpus import GPUS
 from megatron_ext.doctor import check as launch_check
 from megatron_ext.doctor.check import check_launch
-from megatron_ext.launch_command import line as launch_line
+from megatron_ext.launch_command import megatron_arguments
 from megatron_ext.launch_command.log.unparse import unparse
 from megatron_ext.launch_command.words import Launch, read_launch
 from megatron_ext.launch_planner import parsed_launch
@@ -218,8 +218,8 @@ def test_doctor_accepts_what_plan_prints_for_a_recipe(name: str) -> None:
     assert recipe.gpu is not None and recipe.gpus is not None
     try:
         with as_on_gpus():
-            args = launch_line.parse_values(argument_values(recipe)).args
-            args = launch_line.validate(args, PipelineConfig(), recipe.gpus)
+            args = megatron_arguments.parse_values(argument_values(recipe)).args
+            args = megatron_arguments.validate(args, PipelineConfig(), recipe.gpus)
     except ValueError as error:
         pytest.skip(f"stock Megatron refuses the recipe: {error}")
     args.global_batch_size = _batch_of_few(args)
