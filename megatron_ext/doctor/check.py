@@ -463,7 +463,7 @@ def _check_communicators(
 
 def _check_recipe(report: Report, recipe: BridgeRecipe, args: Any, config: PipelineConfig) -> None:
     """Check that `megatron_ext.bridge.use` takes the config of ``recipe``, if it is called."""
-    from megatron_ext.launch_planner.variants import stock_schedule
+    from megatron_ext.launch_planner.stage_arguments import stock_schedule
 
     if config.schedule is None and not config.arranges_microbatches:
         return

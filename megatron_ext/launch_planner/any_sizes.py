@@ -35,6 +35,7 @@ from megatron_ext.planner.sizes.search import (
 from megatron_ext.planner.sizes.sizes import Sizes
 from megatron_ext.planner.verdict import NOTHING, Alternative, Written
 from megatron_ext.schedule.problem import Offload, Recompute
+from megatron_ext.words import argument_flag
 
 if TYPE_CHECKING:
     from megatron_ext.launch_planner.variants import LaunchVariants
@@ -167,7 +168,7 @@ def _check(request: LaunchRequest, parsed: ParsedLaunch) -> None:
         )
     for name in ("use_megatron_fsdp", "use_torch_fsdp2"):
         if getattr(args, name, False):
-            flag = f"--{name.replace('_', '-')}"
+            flag = argument_flag(name)
             raise ValueError(f"--any-sizes: {flag} has memory that is not estimated; drop {flag}")
 
 
@@ -304,7 +305,7 @@ class SizedLaunch:
         """Return the flags that turn the launch into ``step``."""
         from megatron_ext.launch_planner.alternatives.layouts import own_layout
         from megatron_ext.launch_planner.alternatives.recompute import recompute_flags
-        from megatron_ext.launch_planner.alternatives.written import argument_flag, written_for
+        from megatron_ext.launch_planner.alternatives.written import written_for
 
         variants, sizes, made = self._parsed.variants, step.sizes, step.made
         args = variants.args
@@ -329,8 +330,6 @@ class SizedLaunch:
         return Written(tuple(added), tuple(dict.fromkeys(dropped)))
 
     def _size_words(self, sizes: Sizes) -> Iterator[str]:
-        from megatron_ext.launch_planner.alternatives.written import argument_flag
-
         args, own = self._parsed.variants.args, self._job.own
         for name, field in _NAMES.items():
             size = getattr(sizes, field)

@@ -26,12 +26,8 @@ from megatron_ext.launch_command import megatron_arguments
 from megatron_ext.launch_command.importing import silently
 from megatron_ext.launch_planner.alternatives.first_answer import is_long
 from megatron_ext.launch_planner.alternatives.written import alternative_of
-from megatron_ext.launch_planner.variants import (
-    LaunchVariants,
-    chunks_of,
-    names_stages,
-    stock_schedule,
-)
+from megatron_ext.launch_planner.stage_arguments import chunks_of, names_stages, stock_schedule
+from megatron_ext.launch_planner.variants import LaunchVariants
 from megatron_ext.planner.auto import AS_1F1B, left_out, nothing_left
 from megatron_ext.planner.candidate import Candidate, Plan, Variant, VocabMethod
 from megatron_ext.planner.figures import made_again
@@ -47,7 +43,7 @@ from megatron_ext.planner.verdict import (
     shortest_of_others,
 )
 from megatron_ext.schedule.limit import MemoryLimit
-from megatron_ext.words import bytes_text, counted
+from megatron_ext.words import argument_flag, bytes_text, counted
 from megatron_ext.written_settings import says
 
 # Switches of Megatron that only save time, and that some schedules refuse. The training is the same
@@ -280,7 +276,7 @@ class LaunchChoice(PlannedJob):
         if better is None or better.seconds > (1 - WORTH_A_WORD) * taken.seconds:
             return ""
         needed = [
-            f"--{name.replace('_', '-')}"
+            argument_flag(name)
             for name in given
             if self._is_refused(better.candidate, [other for other in given if other != name])
         ]

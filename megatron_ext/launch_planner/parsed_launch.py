@@ -130,7 +130,8 @@ def with_launch[T](request: LaunchRequest, work: Callable[[ParsedLaunch], T]) ->
 
 
 def _read(request: LaunchRequest, args: Any, megatron_arguments: Any) -> ParsedLaunch:
-    from megatron_ext.launch_planner.variants import LaunchVariants, stock_schedule
+    from megatron_ext.launch_planner.stage_arguments import stock_schedule
+    from megatron_ext.launch_planner.variants import LaunchVariants
 
     if args.yaml_cfg is not None or args.use_checkpoint_args:
         raise ValueError(

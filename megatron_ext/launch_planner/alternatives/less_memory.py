@@ -12,7 +12,7 @@ from megatron_ext.launch_planner.alternatives.without_full_recompute import (
 )
 from megatron_ext.planner.candidate import VocabMethod
 from megatron_ext.planner.fitting import consider
-from megatron_ext.words import bytes_text
+from megatron_ext.words import argument_flag, bytes_text
 
 if TYPE_CHECKING:
     from megatron_ext.launch_planner.variants import LaunchVariants
@@ -41,7 +41,7 @@ def _gifts(args: Any) -> Iterator[list[_Gift]]:
         sizes = [times * getattr(args, setting) for times in _DOUBLINGS]
         if name == "expert":
             sizes = [size for size in sizes if args.num_experts and args.num_experts % size == 0]
-        yield [_Gift(f"--{setting.replace('_', '-')} {size}", {setting: size}) for size in sizes]
+        yield [_Gift(f"{argument_flag(setting)} {size}", {setting: size}) for size in sizes]
     if not args.use_distributed_optimizer:
         yield [_Gift("--use-distributed-optimizer", {"use_distributed_optimizer": True})]
     if args.micro_batch_size > 1:

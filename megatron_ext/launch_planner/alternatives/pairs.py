@@ -12,6 +12,7 @@ from megatron_ext.compile.registry import Mark, entries
 from megatron_ext.launch_planner.alternatives.changed import Changed
 from megatron_ext.planner.candidate import Plan
 from megatron_ext.planner.planner import make_plan
+from megatron_ext.words import argument_flag
 
 if TYPE_CHECKING:
     from megatron_ext.launch_planner.variants import LaunchVariants
@@ -48,7 +49,7 @@ def other_pairs(
     made = make_plan(other.variant, room, only_promising=is_asked, specs=specs)
     best = () if made.best is None else (made.best,)
     stock = () if is_asked else (c for c in made.candidates if c.family == _STOCK)
-    dropped = (f"--{SHARED.replace('_', '-')}",) if has_shared else ()
+    dropped = (argument_flag(SHARED),) if has_shared else ()
     return Changed(other, tuple(dict.fromkeys((*islice(stock, 1), *best))), dropped)
 
 

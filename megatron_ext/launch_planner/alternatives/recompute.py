@@ -16,6 +16,7 @@ from megatron_ext.planner.layouts.recompute import (
     LayerRecompute,
     recompute_options,
 )
+from megatron_ext.words import argument_flag
 
 # Further arguments for recompute, which are off in all alternatives: other names for those of
 # `LayerRecompute.arguments`, or for full recompute only.
@@ -63,4 +64,4 @@ def with_recompute(args: Any, option: LayerRecompute) -> Any:
 def recompute_flags(args: Any) -> tuple[str, ...]:
     """Return the flags of recompute that are set in ``args``, which are not validated."""
     names = (*NO_RECOMPUTE.arguments, *_SWITCHES)
-    return tuple(f"--{name.replace('_', '-')}" for name in names if getattr(args, name, None))
+    return tuple(argument_flag(name) for name in names if getattr(args, name, None))

@@ -8,6 +8,7 @@ from megatron_ext.compile.registry import entry_of
 from megatron_ext.launch_planner.alternatives.changed import Changed
 from megatron_ext.planner.candidate import Plan
 from megatron_ext.planner.planner import all_specs, make_plan
+from megatron_ext.words import argument_flag
 
 if TYPE_CHECKING:
     from megatron_ext.launch_planner.variants import LaunchVariants
@@ -41,5 +42,5 @@ def without_full_recompute(
     if best is None:
         return None
     given = [name for name in _FULL_RECOMPUTE if getattr(variants.args, name) is not None]
-    flags = tuple(f"--{name.replace('_', '-')}" for name in given)
+    flags = tuple(map(argument_flag, given))
     return Changed(without, (best,), flags)

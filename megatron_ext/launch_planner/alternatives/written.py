@@ -17,6 +17,7 @@ from megatron_ext.planner.figures import flags_of
 from megatron_ext.planner.layouts.layout import Layout
 from megatron_ext.planner.outside_passes import seconds_outside_passes
 from megatron_ext.planner.verdict import Alternative, Written, is_stock
+from megatron_ext.words import argument_flag
 
 CHUNKS_FLAG = "--num-virtual-stages-per-pipeline-rank"
 
@@ -66,11 +67,6 @@ def layout_of_variant(variants: LaunchVariants, made: Candidate) -> Layout:
     """Return the layers that the launch puts on each stage under ``made``."""
     args, _ = variants.validated(made.schedule, made.method)
     return Layout(tuple(layers_of_stages(args, made.variant.problem.placement)))
-
-
-def argument_flag(name: str) -> str:
-    """Return the flag of Megatron's argument ``name``."""
-    return f"--{name.replace('_', '-')}"
 
 
 def _without_pairs(made: Candidate) -> tuple[str, ...]:
