@@ -127,7 +127,7 @@ def fails(size):
 """
 
 # The same training, as a launch command of Megatron's has it.
-LINE = f"""
+COMMAND = f"""
 torchrun --nproc-per-node {RANKS} pretrain_gpt.py --num-layers 8 --hidden-size 1024
 --ffn-hidden-size 4096 --num-attention-heads 8 --group-query-attention --num-query-groups 2
 --seq-length 1024 --max-position-embeddings 1024 --padded-vocab-size 31232 --normalization RMSNorm
@@ -162,7 +162,7 @@ def validated(arguments: tuple[str, ...]) -> dict[str, Any]:
 
 def test_a_recipe_gives_the_arguments_of_its_launch_command(recipes: str) -> None:
     read = validated(launch_from_recipe(f"{recipes}:small", ()).arguments)
-    written = validated(read_launch(LINE).arguments)
+    written = validated(read_launch(COMMAND).arguments)
     differences = {name: value for name, value in written.items() if read[name] != value}
     assert differences == {}
 
@@ -316,7 +316,7 @@ def test_a_recipe_that_cannot_be_read_says_why(recipes: str, recipe: str, messag
 
 def test_a_recipe_stands_in_place_of_other_sources(recipes: str, tmp_path: Path) -> None:
     recipe = ("--bridge", f"{recipes}:small")
-    others = (("--megatron-args", "log"), ("--config", "values.json"), ("--", *LINE))
+    others = (("--megatron-args", "log"), ("--config", "values.json"), ("--", *COMMAND))
     for other in others:
         ran = run("plan", *recipe, *other)
         assert ran.exit_code == 2

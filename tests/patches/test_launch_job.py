@@ -1,4 +1,4 @@
-"""`megatron-ext plan -- COMMAND`: what the line trains, what else it could, and what to write."""
+"""`megatron-ext plan -- COMMAND`: what it trains, what else it could, and what to write."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def taken_of(plan: JobPlan) -> Candidate:
 
 
 def own_of(plan: JobPlan) -> Candidate:
-    """The line as it stands."""
+    """The command as it stands."""
     assert plan.verdict.baseline is not None
     return plan.verdict.baseline.candidate
 
@@ -117,7 +117,7 @@ def command(*words: str) -> Result:
     return CliRunner().invoke(app, ["plan", *words])
 
 
-def test_a_line_with_virtual_stages() -> None:
+def test_a_launch_with_virtual_stages() -> None:
     """It was refused: a line has one chunk a rank, a V two, and what is launched four."""
     plan = made()
     assert plan.job.startswith("16 layers on 4 ranks (PP 2 x DP 2), 4 microbatches of 1 x 1024")
@@ -200,7 +200,7 @@ def test_memory_is_that_of_doctor() -> None:
 
 
 def test_a_layout_is_cut_anew() -> None:
-    """A layout has the stages of the line; others have their own, as even as it goes."""
+    """A layout has the stages of the launch; others have their own, as even as it goes."""
     layout = "Et|t|t|t|t|t|t|L"
     plan = made(
         num_layers=7,
@@ -212,7 +212,7 @@ def test_a_layout_is_cut_anew() -> None:
     assert plan.written.added[-2:] == ("--pipeline-model-parallel-layout", "Et*4|tttL")
 
 
-def test_a_file_of_arguments_is_as_good_as_a_line(tmp_path: Path) -> None:
+def test_a_file_of_arguments_is_as_good_as_a_command(tmp_path: Path) -> None:
     values: dict[str, Any] = {
         **{name: value for name, value in FLAGS.items() if name != "num_layers"},
         **{"num_layers": 16, "world_size": 4, "micro_batch_size": 1, "global_batch_size": 8},
@@ -253,7 +253,7 @@ def test_what_is_assumed_is_said() -> None:
 
 
 def measured_file(folder: Path, **overrides: object) -> Path:
-    """What a training of the line would write whose experts take three times what is estimated,
+    """What a training of the launch would write whose experts take three times what is estimated,
     and its dense layers half."""
     args = megatron_arguments.parse(model_flags(**(FLAGS | EXPERTS | overrides))).args
     with megatron_arguments.on_gpus(args):
@@ -279,8 +279,8 @@ EXPERTS: dict[str, Any] = {
 }
 
 
-def test_a_line_is_planned_by_what_was_measured_per_layer_type(tmp_path: Path) -> None:
-    """All layouts of it, beside a line of stock's schedule too, which names no costs. (That was
+def test_a_launch_is_planned_by_what_was_measured_per_layer_type(tmp_path: Path) -> None:
+    """All layouts of it, beside a launch of stock's schedule too, which names no costs. (That was
     refused.)"""
     path = measured_file(tmp_path)
     asked = LaunchRequest(launch(**EXPERTS), gpu=parse_gpu("h100"))
@@ -295,7 +295,7 @@ def test_a_line_is_planned_by_what_was_measured_per_layer_type(tmp_path: Path) -
     assert own_of(plan).step > 1.5 * own_of(estimated).step
 
 
-def test_a_line_of_another_size_is_planned_by_a_machines_factors(
+def test_a_launch_of_another_size_is_planned_by_a_machines_factors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Measured on an emulated machine without tensor parallelism, planned with it: every schedule
@@ -416,13 +416,13 @@ def test_room_is_left_for_what_a_trace_has_measured_of_the_allocator(tmp_path: P
     passes = tuple(event for row in timeline.compute for event in row)
     step = beside(5, replace(timeline, events=passes), timeline, 0.0)
     TraceFile(tmp_path / "trace.json").add(replace(step, reserved=(2.0**30, 74.2 * 2.0**30)))
-    words, line_of_two = (
+    words, launch_of_two = (
         ["--all", "--gpu", "h100", "--world-size", "4"],
         ["--", str(SCRIPT), *model_flags(**FLAGS)],
     )
-    output = command(*words, "--trace", str(tmp_path), *line_of_two).output
+    output = command(*words, "--trace", str(tmp_path), *launch_of_two).output
     assert "in addition the allocator reserves 74.2 GiB, which the plan leaves free" in output
-    without = command(*words, *line_of_two).output
+    without = command(*words, *launch_of_two).output
     limits = [
         set(re.findall(r"--pipeline-memory-limit [\d.]+([MG])iB", text))
         for text in (output, without)
@@ -430,7 +430,7 @@ def test_room_is_left_for_what_a_trace_has_measured_of_the_allocator(tmp_path: P
     assert limits == [{"M"}, {"G"}]
     assert "--trace DIR" in without and "assumed, not measured" in without
     TraceFile(tmp_path / "cpu.json").add(step)
-    on_cpu = command(*words, "--trace", str(tmp_path / "cpu.json"), *line_of_two)
+    on_cpu = command(*words, "--trace", str(tmp_path / "cpu.json"), *launch_of_two)
     assert on_cpu.exit_code == 2 and "has nothing that a plan uses" in on_cpu.output
     model = "layers=16,hidden=1024,heads=8,sequence=1024,vocabulary=32000"
     described = ("--pp", "4", "-m", "8", "--gpu", "h100", "--model", model, "--json")
@@ -447,7 +447,7 @@ def test_a_costs_file_of_before_has_costs_for_its_own_stages(tmp_path: Path) -> 
     assert any("measured anew, it has them per layer type" in remark for remark in plan.remarks)
 
 
-def test_a_line_that_fits_nowhere_says_what_would_have_to_give() -> None:
+def test_a_launch_that_fits_nowhere_says_what_would_have_to_give() -> None:
     plan = made("operations=400e12,bytes=40e9,memory=1.6GiB")
     assert plan.verdict.taken is None and not plan.written.added
     assert any(text.startswith("--recompute-granularity full: ") for text in plan.fallbacks)
@@ -455,7 +455,7 @@ def test_a_line_that_fits_nowhere_says_what_would_have_to_give() -> None:
 
 
 def test_what_does_not_fit_is_made_again_where_a_launch_would_take_that() -> None:
-    """Only offload was tried for a line, though 1F1B and zb-h1 fit once half is made again."""
+    """Only offload was tried for a launch, though 1F1B and zb-h1 fit once half is made again."""
     small = "operations=400e12,bytes=40e9,memory=3.38GiB"  # 3.33 without the reserve
     plan = made(small)
     best = plan.plan.best
@@ -512,22 +512,22 @@ def test_things_that_do_not_suffice_alone_are_named_together(
         micro_batch_size=1,
     )
 
-    def fullest(line: Any) -> float:
-        given = line if isinstance(line, dict) else {}
+    def fullest(variants: Any) -> float:
+        given = variants if isinstance(variants, dict) else {}
         taken = 100.0
         taken -= 30 * ("recompute_granularity" in given)
         taken -= 20 * (given.get("expert_model_parallel_size", 4) == 8)
         return taken * gib
 
     monkeypatch.setattr(less_memory, "_fullest", fullest)
-    line = SimpleNamespace(args=args, with_values=lambda values: dict(values))
-    assert list(less_memory.what_would_fit(line, 52 * gib)) == [  # type: ignore[arg-type]
+    variants = SimpleNamespace(args=args, with_values=lambda values: dict(values))
+    assert list(less_memory.what_would_fit(variants, 52 * gib)) == [  # type: ignore[arg-type]
         "--recompute-granularity full: the fullest rank would take 70 GiB, 18 GiB too much",
         "--expert-model-parallel-size 8: the fullest rank would take 80 GiB, 28 GiB too much",
         "--recompute-granularity full and --expert-model-parallel-size 8: the fullest rank would "
         "take 50 GiB, which fits",
     ]
-    assert list(less_memory.what_would_fit(line, 85 * gib)) == [  # type: ignore[arg-type]
+    assert list(less_memory.what_would_fit(variants, 85 * gib)) == [  # type: ignore[arg-type]
         "--recompute-granularity full: the fullest rank would take 70 GiB, which fits",
         "--expert-model-parallel-size 8: the fullest rank would take 80 GiB, which fits",
     ]
@@ -539,7 +539,7 @@ LONG: dict[str, Any] = {
 }
 
 
-def test_a_line_of_long_sequences_is_compared_with_slices_of_them() -> None:
+def test_a_launch_of_long_sequences_is_compared_with_slices_of_them() -> None:
     plan = made(**LONG)
     compared = plan.long_sequences
     assert compared is not None
@@ -574,7 +574,7 @@ ON_TWO_RANKS: dict[str, Any] = {
 }
 
 
-def test_of_a_line_with_experts_it_says_what_pairs_would_give(
+def test_of_a_launch_with_experts_it_says_what_pairs_would_give(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pairs, "_specs", lambda *, with_pairs: iter(["interleaved", "zb-v"]))
@@ -589,7 +589,7 @@ def test_of_a_line_with_experts_it_says_what_pairs_would_give(
     assert best.candidate.step < same.step
 
 
-def test_a_line_whose_passes_run_in_pairs_is_compared_with_itself_without(
+def test_a_launch_whose_passes_run_in_pairs_is_compared_with_itself_without(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pairs, "_specs", lambda *, with_pairs: iter(["interleaved", "zb-v"]))
@@ -602,7 +602,7 @@ def test_a_line_whose_passes_run_in_pairs_is_compared_with_itself_without(
     layout = Layout((4, 4, 4, 4))
     written = written_for(asked, (best.schedule, layout), best, layout)
     assert FLAG not in written.added and not written.dropped  # it is there already
-    # The line would train in pairs, and the step is one without.
+    # The launch would train in pairs, and the step is one without.
     assert FLAG in other.write().dropped
 
 

@@ -66,7 +66,7 @@ def test_no_other_takes_less_time_in_the_limit(monkeypatch: pytest.MonkeyPatch) 
     shorten_search(monkeypatch)
     words, choice = chosen(pipeline_memory_limit="1x")
     assert "within --pipeline-memory-limit 1x" in choice.why
-    assert "--pipeline-memory-limit" not in choice.flags, "it is on the line"
+    assert "--pipeline-memory-limit" not in choice.flags, "it is in the command"
     least, compared = makespan(words, *choice.flags), 0
     for name in entries():
         for way in ("none", "1", "2"):
@@ -130,7 +130,7 @@ def test_doctor_says_what_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan.startswith(f"takes --pipeline-schedule {report.prediction.schedule} ")
 
 
-def test_virtual_stages_of_the_line_go_where_a_schedule_has_others() -> None:
+def test_virtual_stages_of_the_command_go_where_a_schedule_has_others() -> None:
     """A line with three chunks a rank was refused; under a V it has two."""
     words, choice = chosen(num_layers=12, num_virtual_stages_per_pipeline_rank=3)
     assert choice.dropped == ("--num-virtual-stages-per-pipeline-rank",)
@@ -140,7 +140,7 @@ def test_virtual_stages_of_the_line_go_where_a_schedule_has_others() -> None:
     assert choice.dropped == () and "--pipeline-model-parallel-layout" in choice.flags
 
 
-def test_it_wants_a_launch_line() -> None:
+def test_it_requires_a_launch_command() -> None:
     for config in (
         from_argv(["--pipeline-schedule", "plan"]),
         from_argv(["--pipeline-schedule", "auto"]),
@@ -154,7 +154,7 @@ def test_it_wants_a_launch_line() -> None:
         chosen(use_checkpoint_args=True)
 
 
-def test_auto_keeps_to_the_stages_of_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_keeps_to_the_stages_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """And to the vocabulary as it is, at either end of the pipeline."""
     shorten_search(monkeypatch)
     four = {"num_virtual_stages_per_pipeline_rank": 4}
@@ -285,7 +285,9 @@ def test_flag_that_hides_a_better_choice_is_named() -> None:
     assert entries()[plain.flags[1]].traits.splits_backward and "Without" not in plain.why
 
 
-def test_the_schedule_of_the_line_is_among_the_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_schedule_of_the_command_is_a_candidate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A launch with virtual stages got a worse schedule than its own: no schedule had more memory
     than 1F1B, and interleaved takes more."""
     shorten_search(monkeypatch)

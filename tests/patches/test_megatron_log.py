@@ -44,7 +44,7 @@ MLA: dict[str, Any] = {
     **{"multi_latent_attention": True, "q_lora_rank": 512, "kv_lora_rank": 256},
     **{"qk_head_dim": 64, "qk_pos_emb_head_dim": 32, "v_head_dim": 64, "mtp_num_layers": 1},
 }
-LINES: dict[str, dict[str, Any]] = {
+LAUNCHES: dict[str, dict[str, Any]] = {
     "a small GPT": {"global_batch_size": 16},
     "virtual stages": LARGE | {"num_virtual_stages_per_pipeline_rank": 2},
     "our stages": LARGE | {"pipeline_schedule": "zb-v", "pipeline_memory_limit": "0.5x"},
@@ -105,11 +105,11 @@ def printed(words: list[str], ranks: int, capsys: pytest.CaptureFixture[str]) ->
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", LINES)
+@pytest.mark.parametrize("name", LAUNCHES)
 def test_flags_of_printed_arguments_give_them_again(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = model_flags(**LINES[name])
+    words = model_flags(**LAUNCHES[name])
     block = printed(words, 16, capsys)
     unparsed = unparse(read_log(block.splitlines()).arguments)
     assert unparsed.differences == () and unparsed.unknown == ()

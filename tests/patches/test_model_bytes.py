@@ -135,8 +135,8 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     num_microbatches_calculator.unset_num_microbatches_calculator()
 
 
-def validated(line: megatron_arguments.ParsedArguments, world_size: int, tokens: int) -> Any:
-    args = line.args
+def validated(parsed: megatron_arguments.ParsedArguments, world_size: int, tokens: int) -> Any:
+    args = parsed.args
     with megatron_arguments.on_gpus(args):
         megatron_arguments.validate(args, PipelineConfig(), world_size)
         megatron_arguments.settle_vocabulary(args, PipelineConfig(), tokens)

@@ -1,4 +1,4 @@
-"""`megatron-ext plan --lengths FILE -- LINE`: what arranging the microbatches of a launch gains."""
+"""`megatron-ext plan --lengths FILE -- COMMAND`: the gain of arranging the microbatches."""
 
 from __future__ import annotations
 
