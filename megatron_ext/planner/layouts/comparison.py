@@ -6,7 +6,7 @@ is more. None takes more time than the launch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -97,11 +97,11 @@ def compare_layouts(
         chunks = _best_by_rule(candidates, ["1f1b", *loops], of_own)
         stock = _best_by_layout(candidates, [["1f1b"], *([spec] for spec in loops)], of_own, chunks)
         ladders = _ladders(work, sorted(loops, key=lambda spec: candidates.about.get(spec, inf)))
-        ours = _best_of_searches_too(candidates, ladders, of_own, stock)
-        not_permitted = None
+        ours = _best_by_layout(candidates, ladders, of_own, stock, further=True)
+        best_of_all = ours
         if candidates.not_permitted:
             all_permitted = Candidates(works, bound, rule, permit_all, search, progress)
-            not_permitted = _best_by_layout(all_permitted, ladders, of_own, stock)
+            best_of_all = _best(ours, _best_by_layout(all_permitted, ladders, of_own, stock))
     return LayoutComparison(
         of_own,
         chunks,
@@ -109,46 +109,36 @@ def compare_layouts(
         ours,
         bound,
         refused=candidates.refused | candidates.not_permitted,
-        best_not_permitted=_if_shorter(not_permitted, ours),
+        best_not_permitted=None if best_of_all is ours else best_of_all,
     )
 
 
 def _best_by_rule(candidates: Candidates, specs: Sequence[str], own: Evaluated) -> Evaluated:
     """Return the best of ``own`` and the schedules ``specs`` with Megatron's own layouts."""
-    _run(partial(candidates.by_rule, specs))
+    until_end(partial(candidates.by_rule, specs), None)  # what was evaluated is in `made`
     return _best(own, *candidates.made)
 
 
 def _best_by_layout(
-    candidates: Candidates, ladders: Sequence[Sequence[str]], own: Evaluated, before: Evaluated
+    candidates: Candidates,
+    ladders: Sequence[Sequence[str]],
+    own: Evaluated,
+    before: Evaluated,
+    *,
+    further: bool = False,
 ) -> Evaluated:
-    """Return the best of ``before`` and the schedules of ``ladders`` with any layout."""
-    _run(partial(candidates.by_layout, ladders, [own, before]))
-    return _best(before, *candidates.made)
+    """Return the best of ``before`` and the schedules of ``ladders`` with any layout.
 
+    ``further``: whether searches and a split vocabulary are then tried on the best layouts.
+    """
 
-def _best_of_searches_too(
-    candidates: Candidates, ladders: Sequence[Sequence[str]], own: Evaluated, before: Evaluated
-) -> Evaluated:
-    """Return the same as `_best_by_layout`, or the best that searches and a split vocabulary find
-    with those layouts."""
-
-    def search() -> None:
+    def work() -> None:
         made = candidates.by_layout(ladders, [own, before])
-        candidates.further(made, own)
+        if further:
+            candidates.further(made, own)
 
-    _run(search)
-    return _best(before, *candidates.made)
-
-
-def _if_shorter(made: Evaluated | None, other: Evaluated) -> Evaluated | None:
-    """Return ``made`` if a step of it takes less time than a step of ``other``."""
-    return made if made is not None and made.seconds < other.seconds else None
-
-
-def _run(work: Callable[[], object]) -> None:
-    """Run ``work`` until the planning time ends. Its results so far are in `Candidates.made`."""
     until_end(work, None)
+    return _best(before, *candidates.made)
 
 
 def _best(first: Evaluated, *others: Evaluated) -> Evaluated:
