@@ -357,11 +357,11 @@ class PipelineConfig:
         ),
     )
     race_then: RaceThen = field(
-        default=RaceThen.KEEP,
+        default=RaceThen.WINNER,
         metadata=_one_of(
             RaceThen,
-            "Schedule under which the training goes on after a race: the winner with keep (the "
-            "default), the baseline with report.",
+            "Schedule under which the training goes on after a race: the fastest one with winner "
+            "(the default), the baseline with report.",
         ),
     )
 
@@ -488,7 +488,7 @@ class PipelineConfig:
 
     def _check_race(self) -> None:
         if self.race is None:
-            if self.race_then is not RaceThen.KEEP:
+            if self.race_then is not RaceThen.WINNER:
                 raise ValueError(
                     f"{flag('race_then')} {self.race_then} is given without {flag('race')}: there "
                     f"is no race to end; add {flag('race')}, or drop {flag('race_then')}"

@@ -1,4 +1,4 @@
-"""Texts for people: counts with their nouns, bytes, and the meant name behind a misspelt one."""
+"""Texts for people: counts with nouns, bytes, flags, and the name that a misspelt one means."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ def shown(value: object, longest: int = 80) -> str:
     """Return ``str(value)``, shortened if it is long: users' values may have any length."""
     text = str(value)
     return text if len(text) <= longest else f"{text[:longest]}... ({len(text):,} characters)"
+
+
+def argument_flag(name: str) -> str:
+    """Return the flag of Megatron's argument ``name``."""
+    return f"--{name.replace('_', '-')}"
 
 
 def unit_for(amount: float) -> str:

@@ -95,7 +95,9 @@ def main() -> None:
     flags = {**MODEL, "--train-iters": iterations, "--pipeline-model-parallel-size": str(ranks)}
     if schedule:
         flags["--pipeline-schedule"] = schedule
-    command = launch_line(ranks, [word for pair in flags.items() for word in pair] + sys.argv[1:])
+    command = launch_command(
+        ranks, [word for pair in flags.items() for word in pair] + sys.argv[1:]
+    )
     log = RUNS / "train.log"
     console.print(f"training on {ranks} ranks under {schedule or 'stock Megatron'}; log: {log}")
     done, prediction = train(command, log)
@@ -125,7 +127,7 @@ def prepare_text() -> None:
         )
 
 
-def launch_line(ranks: int, flags: Sequence[str]) -> list[str]:
+def launch_command(ranks: int, flags: Sequence[str]) -> list[str]:
     """Return the command that a user of one machine would type."""
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
     script = str(REPOSITORY / "scripts" / "pretrain_gpt.py")

@@ -28,6 +28,7 @@ from megatron_ext.logger import logger, telling_of_long_work
 from megatron_ext.runtime.measure import profile
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
+from megatron_ext.words import argument_flag
 
 _PATTERNS = (PATTERN, "hybrid_override_pattern")
 
@@ -61,7 +62,7 @@ def _divided(pattern: str, args: Any, choice: Choice) -> str:
     for name in ENDS:
         if getattr(args, name) is not None:
             raise ValueError(
-                f"drop --{name.replace('_', '-')}: with --pipeline-schedule {choice.spec} say by "
+                f"drop {argument_flag(name)}: with --pipeline-schedule {choice.spec} say by "
                 f"{SEGMENT_END} in --hybrid-layer-pattern where stages end: '{divided}'"
             )
     return divided + slash + depths

@@ -20,6 +20,7 @@ from megatron_ext.compile.registry import Choice
 from megatron_ext.config import flag, flag_with_value
 from megatron_ext.schedule.problem import Extras, Offload, Recompute, VocabularyParallel
 from megatron_ext.schedule.slices import Slices
+from megatron_ext.words import argument_flag
 
 
 def _every_schedule(choice: Choice) -> bool:
@@ -59,7 +60,7 @@ def _drop(
 ) -> RefusedSetting:
     """Return the refusal of a switch whose flag has the setting's name: the user should drop the
     flag."""
-    flag = f"--{setting.replace('_', '-')}"
+    flag = argument_flag(setting)
     return RefusedSetting(setting, bool, f"drop {flag}: {why}" if why else f"drop {flag}", by)
 
 

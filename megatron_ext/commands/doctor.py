@@ -61,7 +61,7 @@ def doctor(
     # (--pipeline-...), for which the patches of this environment are checked.
     is_launch = words and (words[0] == "-m" or not words[0].startswith("-"))
     if is_launch or megatron_args is not None or bridge is not None:
-        _check_launch_line(words, megatron_args, bridge, world_size, gpu_memory, as_json)
+        _check_launch_command(words, megatron_args, bridge, world_size, gpu_memory, as_json)
     else:
         _show_environment(words, patches, versions, as_json)
 
@@ -121,7 +121,7 @@ def _print_summary(diagnosis: Diagnosis, config: PipelineConfig) -> None:
         )
 
 
-def _check_launch_line(
+def _check_launch_command(
     words: Sequence[str],
     log: Path | None,
     recipe: str | None,

@@ -43,7 +43,7 @@ Iterations = Annotated[
 ]
 
 
-class _LinesUnlessNamed(TyperGroup):
+class _RunsUnlessNamed(TyperGroup):
     """Group that takes its arguments for launch commands if they do not begin with the name of a
     command."""
 
@@ -54,7 +54,7 @@ class _LinesUnlessNamed(TyperGroup):
 
 
 app = typer.Typer(
-    cls=_LinesUnlessNamed,
+    cls=_RunsUnlessNamed,
     no_args_is_help=True,
     help=(
         "Compare the numbers of two trainings: megatron-ext parity -- COMMAND_A -- COMMAND_B, or "
@@ -88,7 +88,7 @@ def lines(
     """Run both launch commands here, A twice, and compare their numbers. The word 'lines' may be
     omitted."""
     try:
-        a, b, is_stock = _two_lines(context.args)
+        a, b, is_stock = _two_commands(context.args)
         if not is_stock or b.value("--pipeline-slices") is not None:
             with showing_progress():
                 check_comparable(a, b)
@@ -118,8 +118,8 @@ def record(
     DIR -- pretrain_gpt.py ARGS.
     """
     try:
-        line = read_run_command(context.args)
-        argv = record_here(line)
+        command = read_run_command(context.args)
+        argv = record_here(command)
         if argv is None and lines_file(folder, 0).exists():
             raise ValueError(already_there(folder))
     except ValueError as error:
@@ -127,7 +127,7 @@ def record(
     if argv is not None:
         launch([*argv, *quiet()], choose_plan, RecordingRequest(folder.absolute(), iterations))
         return
-    status = subprocess.call(recorded(line, folder, iterations))
+    status = subprocess.call(recorded(command, folder, iterations))
     raise typer.Exit(status)
 
 
@@ -155,7 +155,7 @@ def compare_folders(
     _finish(found, as_json)
 
 
-def _two_lines(words: Sequence[str]) -> tuple[RunCommand, RunCommand, bool]:
+def _two_commands(words: Sequence[str]) -> tuple[RunCommand, RunCommand, bool]:
     """Return launch commands A and B, and whether A is B without our flags."""
     count = list(words).count("--")
     if not words or count > 1:

@@ -410,9 +410,9 @@ _MakePlan = Callable[..., JobPlan]
 
 def _of_launch(source: _Source, sizes: _Sizes, settings: _Settings) -> _MakePlan:
     """Raises ValueError or OSError if the source or a value is not understood."""
-    from megatron_ext.launch_planner.launch_plan import plan_line
+    from megatron_ext.launch_planner.launch_plan import plan_launch
 
-    return partial(plan_line, _launch_request(source, sizes, settings))
+    return partial(plan_launch, _launch_request(source, sizes, settings))
 
 
 def _launch_request(source: _Source, sizes: _Sizes, settings: _Settings) -> LaunchRequest:

@@ -82,7 +82,7 @@ def held_by_component(
     for position, (component, layer) in enumerate(layers):
         kept = _kept_of_layer(layer, model, execution)
         left = _left_for_w(kept, execution) * tokens * size
-        if execution.is_again(position):
+        if execution.is_recomputed(position):
             yield component, boundary, left
         else:
             inside = (kept.elements * size + kept.figures) * tokens / execution.tensor_parallel
@@ -106,8 +106,8 @@ def keys_values_of_stage(model: Model, stage: Stage, execution: Execution) -> fl
 def _left_for_w(kept: Kept, execution: Execution) -> float:
     """Return the summed widths that wait for W on a rank."""
     share = 1 / execution.tensor_parallel
-    kinds = 2 - len(execution.gathers_again) if execution.sequence_parallel else 2  # that are whole
-    return kept.widths * share + kept.whole / 2 * kinds * (1 - share)
+    gathered = len(execution.gathered_for_w) if execution.sequence_parallel else 0
+    return kept.widths * share + kept.whole / 2 * (2 - gathered) * (1 - share)
 
 
 @lru_cache(maxsize=1024)

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_ext.cost_model.description import describe, execution_of
 from megatron_ext.cost_model.execution import Execution
+from megatron_ext.words import argument_flag
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,6 @@ def _named(settings: Any) -> Iterator[str]:
     for assumption in _ASSUMPTIONS:
         value = getattr(settings, assumption.setting, None)
         if value is not None and assumption.is_on(value):
-            flag = f"--{assumption.setting.replace('_', '-')}"
+            flag = argument_flag(assumption.setting)
             words = f"{flag} {' '.join(value)}" if assumption.setting == "spec" else flag
             yield f"{words}: {assumption.text}"

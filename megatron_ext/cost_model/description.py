@@ -153,7 +153,7 @@ def execution_of(
         hidden_dropout=get("hidden_dropout", 0.1),
         attention_dropout=get("attention_dropout", 0.1),
         captured=captured,
-        gathers_again=frozenset(
+        gathered_for_w=frozenset(
             ["inputs"] if get("transformer_impl", "") == "local" else ["inputs", "gradients"]
         ),
         userbuffers=_whole_in_userbuffers(get),

@@ -123,7 +123,7 @@ def _with_hidden_exchanges(
     seconds = dict(costs.seconds)
     if execution.sequence_parallel:
         products = seconds[Kind.BACKWARD_WEIGHT]
-        gathers = [len(execution.gathers_again) * e / 2 for e in exchanges]
+        gathers = [len(execution.gathered_for_w) * e / 2 for e in exchanges]
         seconds[Kind.BACKWARD_WEIGHT] = tuple(map(max, products, gathers))
     reductions = [e / 2 if execution.sequence_parallel else e for e in exchanges]
     rows = [stage.rows for stage in layers]

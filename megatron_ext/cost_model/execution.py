@@ -44,7 +44,7 @@ class Execution:
         captured: parts of layers that are in CUDA graphs and therefore have unsplit backward
             passes, by Megatron's names: ``attn``, ``mlp``, ``moe``, ``moe_router`` (with the shared
             expert), ``mamba``.
-        gathers_again: tensors that are stored as a rank's share of the sequence and gathered a
+        gathered_for_w: tensors that are stored as a rank's share of the sequence and gathered a
             second time for W: ``inputs`` of column-parallel matrices (Megatron's local layers),
             and also ``gradients`` of row-parallel outputs (Transformer Engine's layers).
         userbuffers: which matrices, ``column``- or ``row``-parallel, have an unsplit backward pass
@@ -75,7 +75,7 @@ class Execution:
     hidden_dropout: float = 0.1
     attention_dropout: float = 0.1
     captured: frozenset[str] = frozenset()
-    gathers_again: frozenset[str] = frozenset(["inputs", "gradients"])
+    gathered_for_w: frozenset[str] = frozenset(["inputs", "gradients"])
     userbuffers: frozenset[str] = frozenset()
     unkept: frozenset[str] = frozenset()
     loss_fusion: bool = False
@@ -108,7 +108,7 @@ class Execution:
         parallelism."""
         return self.tokens / (self.tensor_parallel if self.sequence_parallel else 1)
 
-    def is_again(self, position: int) -> bool:
+    def is_recomputed(self, position: int) -> bool:
         """Return whether the layer at ``position`` of its stage is recomputed as a whole."""
         if not self.recompute:
             return False

@@ -112,7 +112,7 @@ def seconds_by_component(
     """Yield the seconds of `seconds_of_layers` by component: each layer by its type, then depths of
     multi-token prediction, then the pass itself."""
     for position, layer in enumerate(stage.layers):
-        seconds = _of_layer(layer, execution.is_again(position), model, execution, rates)
+        seconds = _of_layer(layer, execution.is_recomputed(position), model, execution, rates)
         yield layer, _measured(seconds, layer, rates)
     for _ in range(stage.depths):
         yield DEPTH, _measured(_of_depth(model, execution, rates), DEPTH, rates)

@@ -124,7 +124,7 @@ def _check(
 ) -> None:
     try:
         with quickly():
-            from megatron_ext.launch_command import line as launch_line
+            from megatron_ext.launch_command import megatron_arguments
     except ImportError as error:
         raise PatchError(
             f"a check needs Megatron, which cannot be imported here: {error}"
@@ -133,21 +133,21 @@ def _check(
     config = report.attempt("flags", lambda: settings_of(launch, script)) or PipelineConfig()
     if not config.is_chosen_later:  # the patches that it requires are checked below
         _check_patches(report, config)
-    args = _parsed(report, launch, script, launch_line)
+    args = _parsed(report, launch, script, megatron_arguments)
     if args is None:
         return
-    ranks = _check_world_size(report, args, world_size or launch.world_size, launch_line)
-    _say_what_is_assumed(report, args, launch_line)
+    ranks = _check_world_size(report, args, world_size or launch.world_size, megatron_arguments)
+    _say_what_is_assumed(report, args, megatron_arguments)
     if config.is_chosen_later:
-        with launch_line.on_gpus(args):
+        with megatron_arguments.on_gpus(args):
             argv = report.attempt("plan", lambda: _planned(report, launch, config, ranks, room))
         if argv is None:
             return
-        config, args = from_argv(argv), _arguments(launch, argv, launch_line).args
+        config, args = from_argv(argv), _arguments(launch, argv, megatron_arguments).args
         _check_patches(report, config)
-    needed = _check_arguments(report, launch, args, config, ranks, room, launch_line)
+    needed = _check_arguments(report, launch, args, config, ranks, room, megatron_arguments)
     if launch.recipe is None:  # a recipe's data are not Megatron's arguments
-        prefixes = report.attempt("datasets", lambda: launch_line.data_prefixes(args))
+        prefixes = report.attempt("datasets", lambda: megatron_arguments.data_prefixes(args))
         if prefixes is not None:
             report.findings += check_data(args, prefixes)
     report.findings += check_dataset_helpers()
@@ -172,22 +172,24 @@ def _check_restarts(args: Any, max_restarts: int) -> list[Finding]:
     return [Finding(Severity.RIGHT, "restarts", f"{text}, from the last checkpoint in {args.save}")]
 
 
-def _arguments(launch: Launch, words: Sequence[str], launch_line: Any) -> Any:
+def _arguments(launch: Launch, words: Sequence[str], megatron_arguments: Any) -> Any:
     """Return the parsed ``words``, with the settings of a recipe that no words tell."""
-    line = launch_line.parse(words)
+    parsed = megatron_arguments.parse(words)
     if launch.recipe is not None:
-        vars(line.args).update(launch.recipe.settings)
-    return line
+        vars(parsed.args).update(launch.recipe.settings)
+    return parsed
 
 
-def _parsed(report: Report, launch: Launch, script: str | None, launch_line: Any) -> Any:
+def _parsed(report: Report, launch: Launch, script: str | None, megatron_arguments: Any) -> Any:
     """Return Megatron's arguments; None if they cannot be checked."""
-    line = report.attempt("flags", lambda: _arguments(launch, launch.arguments, launch_line))
-    if line is None:
+    parsed = report.attempt(
+        "flags", lambda: _arguments(launch, launch.arguments, megatron_arguments)
+    )
+    if parsed is None:
         return None
-    report.findings += unknown_words(launch.arguments, line.unknown, line.flags, script)
-    if line.args.yaml_cfg is None and not line.args.use_checkpoint_args:
-        return line.args
+    report.findings += unknown_words(launch.arguments, parsed.unknown, parsed.flags, script)
+    if parsed.args.yaml_cfg is None and not parsed.args.use_checkpoint_args:
+        return parsed.args
     report.add(
         Severity.REMARK,
         "arguments",
@@ -203,17 +205,17 @@ def _check_arguments(
     config: PipelineConfig,
     ranks: int,
     room: int | None,
-    launch_line: Any,
+    megatron_arguments: Any,
 ) -> float | None:
     """Check ``args`` by Megatron's own validation, and what follows from them. Return the bytes of
     a checkpoint, if known."""
     parsed = copy.deepcopy(args)
-    with launch_line.on_gpus(args):
+    with megatron_arguments.on_gpus(args):
         if launch.recipe is not None:
             _check_recipe(report, launch.recipe, args, config)
         stops = "Megatron stops here, and so does this check: correct it, then check again"
         valid = report.attempt(
-            "arguments", lambda: launch_line.validate(args, config, ranks), stops
+            "arguments", lambda: megatron_arguments.validate(args, config, ranks), stops
         )
         report.findings += check_tokenizer_files(args)
         if valid is None:
@@ -223,10 +225,10 @@ def _check_arguments(
             "arguments",
             f"Megatron takes them: data-parallel size {args.data_parallel_size}",
         )
-        _check_tokenizer(report, args, launch_line)
+        _check_tokenizer(report, args, megatron_arguments)
         if launch.recipe is None:
             _check_arrangement(report, args, config)
-        needed = _check_training(report, args, parsed, config, room, launch_line)
+        needed = _check_training(report, args, parsed, config, room, megatron_arguments)
         if config.schedule is not None:
             _say_what_is_untried(report, args)
         return needed
@@ -267,11 +269,13 @@ def _check_patches(report: Report, config: PipelineConfig) -> None:
         report.add(Severity.RIGHT, "patches", text)
 
 
-def _check_world_size(report: Report, args: Any, world_size: int | None, launch_line: Any) -> int:
+def _check_world_size(
+    report: Report, args: Any, world_size: int | None, megatron_arguments: Any
+) -> int:
     if world_size is not None:
         report.add(Severity.RIGHT, "world size", counted(world_size, "rank"))
         return world_size
-    assumed: int = launch_line.least_world_size(args)
+    assumed: int = megatron_arguments.least_world_size(args)
     report.add(
         Severity.REMARK,
         "world size",
@@ -281,18 +285,18 @@ def _check_world_size(report: Report, args: Any, world_size: int | None, launch_
     return assumed
 
 
-def _say_what_is_assumed(report: Report, args: Any, launch_line: Any) -> None:
+def _say_what_is_assumed(report: Report, args: Any, megatron_arguments: Any) -> None:
     import torch
 
     if torch.cuda.is_available():
         return
-    major, minor = launch_line.CAPABILITY
+    major, minor = megatron_arguments.CAPABILITY
     text = f"none is here: one of compute capability {major}.{minor} is assumed"
     if args.transformer_impl == "transformer_engine" and not can_split():
         text += ", with the newest Transformer Engine, which is not here either"
     report.add(Severity.REMARK, "GPU", text, "run this check on a node with GPUs to ask them")
-    name = launch_line.CONNECTIONS
-    if launch_line.wants_one_connection(args) and name not in os.environ:
+    name = megatron_arguments.CONNECTIONS
+    if megatron_arguments.wants_one_connection(args) and name not in os.environ:
         text = f"{name} is not set here; Megatron demands 1 on GPUs before Blackwell with TP or CP"
         report.add(Severity.REMARK, "environment", text, f"export {name}=1 in the batch script")
 
@@ -304,14 +308,14 @@ def _say_what_is_untried(report: Report, args: Any) -> None:
         report.add(Severity.REMARK, "untried", text, fix)
 
 
-def _check_tokenizer(report: Report, args: Any, launch_line: Any) -> None:
+def _check_tokenizer(report: Report, args: Any, megatron_arguments: Any) -> None:
     """Load the tokenizer if that needs no foreign code and no network: memory depends on its
     vocabulary."""
     files = [path for path in (args.tokenizer_model, args.vocab_file, args.merge_file) if path]
     is_null = args.tokenizer_type in ("NullTokenizer", "NullMultimodalTokenizer")
     is_here = bool(files) and all(Path(path).exists() for path in files)
     if args.tokenizer_type is not None and (is_null or (is_here and not args.trust_remote_code)):
-        size = report.attempt("tokenizer", lambda: launch_line.load_tokenizer(args))
+        size = report.attempt("tokenizer", lambda: megatron_arguments.load_tokenizer(args))
         if size:
             report.add(
                 Severity.RIGHT, "tokenizer", f"{args.tokenizer_type} loads, {size} tokens padded"
@@ -331,7 +335,7 @@ def _check_training(
     parsed: Any,
     config: PipelineConfig,
     room: int | None,
-    launch_line: Any,
+    megatron_arguments: Any,
 ) -> float | None:
     """Check batches, model, schedule and memory. Return the bytes of a checkpoint, if known.
 
@@ -340,16 +344,16 @@ def _check_training(
     from megatron_ext.adapter import arguments
     from megatron_ext.adapter.model_bytes import model_bytes_of_ranks
 
-    microbatches = report.attempt("batch size", lambda: launch_line.count_microbatches(args))
+    microbatches = report.attempt("batch size", lambda: megatron_arguments.count_microbatches(args))
     if microbatches is not None:
         report.add(
             Severity.RIGHT, "batch size", f"{counted(microbatches, 'microbatch')} in the first step"
         )
-        samples = report.attempt("training", lambda: launch_line.check_course(args))
+        samples = report.attempt("training", lambda: megatron_arguments.check_course(args))
         if samples is not None:
             text = "{} samples to train on, {} to validate on, {} to test on".format(*samples)
             report.add(Severity.RIGHT, "training", text)
-    if report.attempt("model", lambda: launch_line.check_model(args, config)) is not None:
+    if report.attempt("model", lambda: megatron_arguments.check_model(args, config)) is not None:
         report.add(Severity.RIGHT, "model", f"{args.num_layers} layers can be split over the ranks")
     if microbatches is None:
         return None
@@ -375,7 +379,7 @@ def _check_training(
     elif config.slices == 1:
         _say_what_slices_give(report, args, parsed, spec, None if free is None else free.allocated)
     if config.schedule is not None:
-        _check_communicators(report, args, config, program, free, launch_line)
+        _check_communicators(report, args, config, program, free, megatron_arguments)
     return needed
 
 
@@ -384,7 +388,7 @@ def _say_what_slices_give(
 ) -> None:
     """Report the gain of slices if sequences are long and cost much bubble or too much memory."""
     from megatron_ext.launch_planner.alternatives.long_sequences import what_slices_give
-    from megatron_ext.launch_planner.variants import LineVariants
+    from megatron_ext.launch_planner.variants import LaunchVariants
 
     made = report.prediction
     is_divided = spec.vocab_parallel is not VocabularyParallel.NONE  # which slices cannot be
@@ -395,8 +399,8 @@ def _say_what_slices_give(
         return
     parsed.padded_vocab_size = args.padded_vocab_size
     methods = frozenset([VocabMethod.NAIVE])
-    line = LineVariants(parsed, spec, args.world_size, methods, None, spec.schedule)
-    text = what_slices_give(line, args.seq_length // args.context_parallel_size, room)
+    variants = LaunchVariants(parsed, spec, args.world_size, methods, None, spec.schedule)
+    text = what_slices_give(variants, args.seq_length // args.context_parallel_size, room)
     if text is not None:
         fix = "megatron-ext plan -- COMMAND compares them with recompute and context parallelism"
         report.add(Severity.REMARK, "slices", text, fix)
@@ -434,11 +438,11 @@ def _check_communicators(
     config: PipelineConfig,
     program: Program,
     free: FreeMemory | None,
-    launch_line: Any,
+    megatron_arguments: Any,
 ) -> None:
     fix = "correct the path, or what is in the file"
     nccl_settings = report.attempt(
-        "communicators", lambda: launch_line.pipeline_communicator(args), fix
+        "communicators", lambda: megatron_arguments.pipeline_communicator(args), fix
     )
     if nccl_settings is None:
         return
@@ -449,7 +453,7 @@ def _check_communicators(
         check_communicators(
             config,
             program,
-            launch_line.multiprocessors(),
+            megatron_arguments.multiprocessors(),
             nccl_settings,
             left,
             args.variable_seq_lengths,
@@ -459,7 +463,7 @@ def _check_communicators(
 
 def _check_recipe(report: Report, recipe: BridgeRecipe, args: Any, config: PipelineConfig) -> None:
     """Check that `megatron_ext.bridge.use` takes the config of ``recipe``, if it is called."""
-    from megatron_ext.launch_planner.variants import stock_schedule
+    from megatron_ext.launch_planner.stage_arguments import stock_schedule
 
     if config.schedule is None and not config.arranges_microbatches:
         return

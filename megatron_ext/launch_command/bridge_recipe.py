@@ -137,7 +137,7 @@ def _arguments(config: Any) -> _Arguments:
     """Return Megatron's arguments of ``config``, as Bridge will have applied its parts."""
     import torch
 
-    from megatron_ext.launch_command import line as launch_line
+    from megatron_ext.launch_command import megatron_arguments
 
     arguments = _Arguments()
     for part in _PARTS:
@@ -148,9 +148,9 @@ def _arguments(config: Any) -> _Arguments:
         arguments.values[name] = any(getattr(part, name, False) for part in parts)
     path, model = "model", config.model
     if (transformer := getattr(model, "transformer", None)) is not None:
-        arguments.take(path, vars(model), launch_line.NAMES_OF_CONFIGS)
+        arguments.take(path, vars(model), megatron_arguments.NAMES_OF_CONFIGS)
         path, model = "model.transformer", transformer
-    arguments.take(path, vars(model), launch_line.NAMES_OF_CONFIGS)
+    arguments.take(path, vars(model), megatron_arguments.NAMES_OF_CONFIGS)
     _take_precision(arguments, config)
     _take_overlap(arguments, config.comm_overlap)
     values = arguments.values
@@ -169,7 +169,7 @@ def _arguments(config: Any) -> _Arguments:
     if values.get("cross_entropy_fusion_impl") == "te":
         # pretrain_gpt.py refuses it; the same is computed in as much memory.
         values["cross_entropy_fusion_impl"] = "native"
-    parser = launch_line.parser()
+    parser = megatron_arguments.parser()
     known = {action.dest: action for action in parser._actions}
     known |= {CHUNKS_IN_CONFIGS: None}  # type: ignore[dict-item]
     arguments.values = {

@@ -35,9 +35,10 @@ from megatron_ext.planner.sizes.search import (
 from megatron_ext.planner.sizes.sizes import Sizes
 from megatron_ext.planner.verdict import NOTHING, Alternative, Written
 from megatron_ext.schedule.problem import Offload, Recompute
+from megatron_ext.words import argument_flag
 
 if TYPE_CHECKING:
-    from megatron_ext.launch_planner.variants import LineVariants
+    from megatron_ext.launch_planner.variants import LaunchVariants
 
 LIMIT = 60.0  # CPU seconds from the validated command to the last answer
 
@@ -167,7 +168,7 @@ def _check(request: LaunchRequest, parsed: ParsedLaunch) -> None:
         )
     for name in ("use_megatron_fsdp", "use_torch_fsdp2"):
         if getattr(args, name, False):
-            flag = f"--{name.replace('_', '-')}"
+            flag = argument_flag(name)
             raise ValueError(f"--any-sizes: {flag} has memory that is not estimated; drop {flag}")
 
 
@@ -176,9 +177,9 @@ def job_of(request: LaunchRequest, parsed: ParsedLaunch) -> SizedJob:
     from megatron_ext.adapter import dimensions
     from megatron_ext.adapter.model_bytes import state_of
     from megatron_ext.cost_model.description import describe
-    from megatron_ext.launch_planner.alternatives.recompute import recompute_of_line
+    from megatron_ext.launch_planner.alternatives.recompute import recompute_of_launch
 
-    args, line = parsed.validated, parsed.variants
+    args, variants = parsed.validated, parsed.variants
     run = dimensions.execution(args, args.seq_length, args.micro_batch_size)
     return SizedJob(
         describe(args),
@@ -188,10 +189,10 @@ def job_of(request: LaunchRequest, parsed: ParsedLaunch) -> SizedJob:
         own=_sizes_of(args),
         gpus=args.world_size,
         global_batch=args.global_batch_size,
-        recompute=tuple(recompute_of_line(line, args)),
+        recompute=tuple(recompute_of_launch(variants, args)),
         memory=None if request.gpu is None else request.gpu.memory,
         reserved=request.reserved,
-        tokens=None if line.args.padded_vocab_size is not None else line.tokens,
+        tokens=None if variants.args.padded_vocab_size is not None else variants.tokens,
         multiple=args.make_vocab_size_divisible_by,
         instances=args.num_distributed_optimizer_instances,
         has_default_buckets=args.ddp_bucket_size is None,
@@ -223,24 +224,24 @@ class SizedLaunch:
         """Return the launch as it stands; None if it cannot run."""
         from megatron_ext.launch_planner.alternatives.layouts import own_layout, work_of
 
-        args, line = self._parsed.validated, self._parsed.variants
+        args, variants = self._parsed.validated, self._parsed.variants
         try:
-            work = self._job.with_reductions(work_of(args, line.config), self._job.own)
-            spec, layout = own_layout(args, str(line.own))
-            vocabulary = line.config.vocab_parallel
+            work = self._job.with_reductions(work_of(args, variants.config), self._job.own)
+            spec, layout = own_layout(args, str(variants.own))
+            vocabulary = variants.config.vocab_parallel
             method = next(one for one in VocabMethod if one.vocabulary is vocabulary)
             return evaluate(work, spec, layout, method, search=False)
         except ValueError:
             return None
 
-    def line(self, sizes: Sizes) -> LineVariants:
+    def variants(self, sizes: Sizes) -> LaunchVariants:
         """Return the launch with ``sizes``, one stage a rank, and layers as even as can be."""
         from megatron_ext.adapter.layers import SEGMENT_END, even_layout, prediction_depths
 
-        line = self._parsed.variants
+        variants = self._parsed.variants
         if sizes == self._job.own:
-            return line
-        args = copy.deepcopy(line.args)
+            return variants
+        args = copy.deepcopy(variants.args)
         for name in _OF_PIPELINE:
             if getattr(args, name, None):
                 setattr(args, name, False if isinstance(getattr(args, name), bool) else None)
@@ -258,7 +259,7 @@ class SizedLaunch:
             args.pipeline_model_parallel_layout = even_layout(
                 args.num_layers, sizes.pipeline, depths
             )
-        return replace(line, args=args, own="1f1b")
+        return replace(variants, args=args, own="1f1b")
 
     def works_of(self, sizes: Sizes) -> SizedWorks:
         """Return the training with ``sizes`` by Megatron's validated arguments.
@@ -266,21 +267,21 @@ class SizedLaunch:
         Raises:
             ValueError: Megatron refuses them.
         """
-        from megatron_ext.launch_command import line as launch_line
+        from megatron_ext.launch_command import megatron_arguments
         from megatron_ext.launch_planner.alternatives.layouts import permits_of, rule_of, work_of
         from megatron_ext.launch_planner.alternatives.recompute import with_recompute
 
-        line = self.line(sizes)
+        variants = self.variants(sizes)
         if sizes == self._job.own:
             args = self._parsed.validated
         else:
-            args, config = line.validated("1f1b", VocabMethod.NAIVE)
-            launch_line.check_model(args, replace(config, schedule=None))
+            args, config = variants.validated("1f1b", VocabMethod.NAIVE)
+            megatron_arguments.check_model(args, replace(config, schedule=None))
         works = [
-            self._job.with_reductions(work_of(with_recompute(args, option), line.config), sizes)
+            self._job.with_reductions(work_of(with_recompute(args, option), variants.config), sizes)
             for option in self._job.recompute
         ]
-        return SizedWorks(works, rule_of(args), permits_of(line))
+        return SizedWorks(works, rule_of(args), permits_of(variants))
 
     def alternative(self, step: SizedStep, *, is_own: bool = False) -> SizedAlternative:
         """Return ``step`` as an alternative to the launch."""
@@ -304,14 +305,14 @@ class SizedLaunch:
         """Return the flags that turn the launch into ``step``."""
         from megatron_ext.launch_planner.alternatives.layouts import own_layout
         from megatron_ext.launch_planner.alternatives.recompute import recompute_flags
-        from megatron_ext.launch_planner.alternatives.written import argument_flag, written_for
+        from megatron_ext.launch_planner.alternatives.written import written_for
 
-        line, sizes, made = self._parsed.variants, step.sizes, step.made
-        args = line.args
+        variants, sizes, made = self._parsed.variants, step.sizes, step.made
+        args = variants.args
         added: list[str] = []
         dropped: list[str] = []
         if sizes == self._job.own:
-            before = own_layout(self._parsed.validated, str(line.own))
+            before = own_layout(self._parsed.validated, str(variants.own))
         else:
             # No layout of another pipeline is the same: all of it is written.
             before = "1f1b", Layout(())
@@ -329,8 +330,6 @@ class SizedLaunch:
         return Written(tuple(added), tuple(dict.fromkeys(dropped)))
 
     def _size_words(self, sizes: Sizes) -> Iterator[str]:
-        from megatron_ext.launch_planner.alternatives.written import argument_flag
-
         args, own = self._parsed.variants.args, self._job.own
         for name, field in _NAMES.items():
             size = getattr(sizes, field)
@@ -361,7 +360,7 @@ def _on_refused(found: Found) -> Iterator[str]:
 
 def _on_connections(parsed: ParsedLaunch, sizes: Sizes) -> Iterator[str]:
     """Name the variable that Megatron demands with ``sizes`` and not with the unchanged launch."""
-    from megatron_ext.launch_command.line import CONNECTIONS, wants_one_connection
+    from megatron_ext.launch_command.megatron_arguments import CONNECTIONS, wants_one_connection
 
     overlaps = max(sizes.tensor, sizes.context) > 1
     if overlaps and not wants_one_connection(parsed.validated) and CONNECTIONS not in os.environ:

@@ -30,7 +30,7 @@ def command_with(launch: Launch, written: Written) -> str:
     brings it.
     """
     if launch.recipe is not None:
-        from megatron_ext.launch_planner.recipe_lines import RecipeChanges
+        from megatron_ext.launch_planner.recipe_changes import RecipeChanges
 
         return RecipeChanges(launch.recipe, written, arguments_with(launch, written)).text()
     words = launch.words or (launch.script, *launch.arguments)

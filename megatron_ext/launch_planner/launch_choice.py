@@ -22,16 +22,12 @@ from megatron_ext.cost_model.gpus import FreeMemory, free_memory
 from megatron_ext.cost_model.measured.file import measured_reserve
 from megatron_ext.cost_model.model_memory import least_lasting
 from megatron_ext.launch import Chosen
-from megatron_ext.launch_command import line as launch_line
+from megatron_ext.launch_command import megatron_arguments
 from megatron_ext.launch_command.importing import silently
 from megatron_ext.launch_planner.alternatives.first_answer import is_long
 from megatron_ext.launch_planner.alternatives.written import alternative_of
-from megatron_ext.launch_planner.variants import (
-    LineVariants,
-    chunks_of,
-    names_stages,
-    stock_schedule,
-)
+from megatron_ext.launch_planner.stage_arguments import chunks_of, names_stages, stock_schedule
+from megatron_ext.launch_planner.variants import LaunchVariants
 from megatron_ext.planner.auto import AS_1F1B, left_out, nothing_left
 from megatron_ext.planner.candidate import Candidate, Plan, Variant, VocabMethod
 from megatron_ext.planner.figures import made_again
@@ -47,7 +43,7 @@ from megatron_ext.planner.verdict import (
     shortest_of_others,
 )
 from megatron_ext.schedule.limit import MemoryLimit
-from megatron_ext.words import bytes_text, counted
+from megatron_ext.words import argument_flag, bytes_text, counted
 from megatron_ext.written_settings import says
 
 # Switches of Megatron that only save time, and that some schedules refuse. The training is the same
@@ -81,7 +77,7 @@ def choose_for(
     Raises:
         ValueError: no schedule can run so.
     """
-    args = launch_line.parse(argv).args
+    args = megatron_arguments.parse(argv).args
     if args.yaml_cfg is not None or args.use_checkpoint_args:
         raise ValueError(
             f"{flag('schedule')} {config.schedule} chooses from the launch command, and --yaml-cfg "
@@ -93,10 +89,10 @@ def choose_for(
     if given:
         methods = {method for method in methods if method.vocabulary is config.vocab_parallel}
     with silently():  # Megatron repeats its messages after the choice
-        tokens = launch_line.count_tokens(args)
+        tokens = megatron_arguments.count_tokens(args)
         if not given and tokens is None and args.padded_vocab_size is None:
             methods &= {VocabMethod.NAIVE}  # nothing tells whether dividing it saves time
-        variants = LineVariants(
+        variants = LaunchVariants(
             args,
             config,
             world_size,
@@ -152,7 +148,7 @@ class LaunchChoice(PlannedJob):
     """Launch that is about to start under one of our schedules, within a bound on its memory.
 
     Attributes:
-        line: the problems of schedules.
+        variants: the problems of schedules.
         within: the bound, in words.
         bound: bytes that a rank may take; None: no bound.
         limit: of activations, to be written with any schedule; None: no limit, or the user's own.
@@ -160,7 +156,7 @@ class LaunchChoice(PlannedJob):
         refused: schedules to compare if they take less time than ``better_than``; None: all.
     """
 
-    line: LineVariants
+    variants: LaunchVariants
     within: str = ""
     bound: float | None = None
     limit: str | None = None
@@ -173,9 +169,9 @@ class LaunchChoice(PlannedJob):
         return self.bound
 
     @property
-    def _limited(self) -> LineVariants:
-        limit = self.limit or self.line.config.memory_limit
-        return replace(self.line, config=replace(self.line.config, memory_limit=limit))
+    def _limited(self) -> LaunchVariants:
+        limit = self.limit or self.variants.config.memory_limit
+        return replace(self.variants, config=replace(self.variants.config, memory_limit=limit))
 
     def variant(self, spec: str, method: VocabMethod) -> Variant | None:
         is_known = self.refused is not None and (spec, method) not in self.refused
@@ -197,13 +193,13 @@ class LaunchChoice(PlannedJob):
     def _is_long(self) -> bool:
         """Whether steps are so long that searches for them take minutes, as `plan` has it."""
         try:
-            args, _ = self.line.validated(stock_schedule(self.line.args), VocabMethod.NAIVE)
+            args, _ = self.variants.validated(stock_schedule(self.variants.args), VocabMethod.NAIVE)
         except ValueError:
             return False
         return is_long(args)
 
     def baseline(self, plan: Plan) -> Alternative | None:
-        own = stock_schedule(self.line.args)
+        own = stock_schedule(self.variants.args)
         candidates = (one for one in plan.candidates if one.schedule == own and is_stock(one))
         return next(map(self.alternative, candidates), None)
 
@@ -232,7 +228,7 @@ class LaunchChoice(PlannedJob):
     def _written(self, made: Candidate) -> Written:
         limit = self.limit or self._limit_of(made)
         words = () if limit is None else (flag("memory_limit"), limit)
-        written = self.line.written(replace(made, limit=None))
+        written = self.variants.written(replace(made, limit=None))
         return Written((*written.added, *words), written.dropped)
 
     def reason(self, made: JobPlan) -> str:
@@ -264,14 +260,14 @@ class LaunchChoice(PlannedJob):
     def hidden_by_flags(self, made: JobPlan) -> str:
         """Return, in words, a better choice that is refused for flags which only save time; "" if
         there is none. ``made``: the plan of this job."""
-        given = [name for name in FOR_SPEED if getattr(self.line.args, name, False)]
+        given = [name for name in FOR_SPEED if getattr(self.variants.args, name, False)]
         if not given or made.verdict.taken is None:
             return ""
         taken = made.verdict.taken
         found = plan_job(
             replace(
                 self,
-                line=self._without(given),
+                variants=self._without(given),
                 refused=frozenset(made.plan.refusals),
                 better_than=taken.candidate,
             )
@@ -280,7 +276,7 @@ class LaunchChoice(PlannedJob):
         if better is None or better.seconds > (1 - WORTH_A_WORD) * taken.seconds:
             return ""
         needed = [
-            f"--{name.replace('_', '-')}"
+            argument_flag(name)
             for name in given
             if self._is_refused(better.candidate, [other for other in given if other != name])
         ]
@@ -291,9 +287,9 @@ class LaunchChoice(PlannedJob):
             f"{bubbles[1]}; what the flag itself saves is not counted)"
         )
 
-    def _without(self, names: Sequence[str]) -> LineVariants:
+    def _without(self, names: Sequence[str]) -> LaunchVariants:
         """Return the launch without the switches ``names``."""
-        return self.line.with_values(dict.fromkeys(names, False))
+        return self.variants.with_values(dict.fromkeys(names, False))
 
     def _is_refused(self, made: Candidate, dropped: Sequence[str]) -> bool:
         """Return whether the launch without the switches ``dropped`` cannot run ``made``."""
@@ -305,21 +301,23 @@ class LaunchChoice(PlannedJob):
 
 
 def _jobs(
-    line: LineVariants, specs: tuple[str, ...] | None, gpu_memory: float | None
+    variants: LaunchVariants, specs: tuple[str, ...] | None, gpu_memory: float | None
 ) -> Iterator[LaunchChoice]:
     """Yield the launch within each bound on its memory, of which the first counts that leaves any
     schedule."""
     usable, on_gpu, too_large = None, "", ""
-    job = LaunchChoice(line=line, specs=specs, confirms_all=False)  # a launch has no clock
-    spec, is_limited = stock_schedule(line.args), line.config.memory_limit is not None
-    own = None if is_limited and gpu_memory is None else _as_it_is(line, spec)
+    job = LaunchChoice(variants=variants, specs=specs, confirms_all=False)  # a launch has no clock
+    spec, is_limited = stock_schedule(variants.args), variants.config.memory_limit is not None
+    own = None if is_limited and gpu_memory is None else _as_it_is(variants, spec)
     if gpu_memory is not None:
         lasting = least_lasting(None if own is None else own.variant.model)
-        free = free_memory(gpu_memory, measured_reserve(line.config.costs.file), lasting=lasting)
+        free = free_memory(
+            gpu_memory, measured_reserve(variants.config.costs.file), lasting=lasting
+        )
         usable, on_gpu = free.allocated, _on_gpu(free, gpu_memory)
         too_large = f"; a GPU has {bytes_text(gpu_memory)}, and none is predicted to fit"
     if is_limited:
-        text = f"within {flag('memory_limit')} {line.config.memory_limit}"
+        text = f"within {flag('memory_limit')} {variants.config.memory_limit}"
         if usable is not None:
             yield replace(job, within=f"{text} and {on_gpu}", bound=usable)
         yield replace(job, within=text + too_large)
@@ -337,10 +335,10 @@ def _jobs(
         yield replace(job, within=text + too_large, bound=of_own)
 
 
-def _as_it_is(line: LineVariants, spec: str) -> Candidate | None:
+def _as_it_is(variants: LaunchVariants, spec: str) -> Candidate | None:
     """Return Megatron's own schedule ``spec``, whatever memory it takes; None if it cannot run."""
     try:
-        naive = replace(line, methods=frozenset([VocabMethod.NAIVE]))
+        naive = replace(variants, methods=frozenset([VocabMethod.NAIVE]))
         variant = naive.variant(spec, VocabMethod.NAIVE)
         return None if variant is None else consider(variant, VocabMethod.NAIVE)
     except ValueError:

@@ -14,7 +14,7 @@ from megatron_ext.adapter.batches.refusals import check_arrangement
 from megatron_ext.adapter.dimensions import execution
 from megatron_ext.adapter.pairs.overlap_setting import FLAG
 from megatron_ext.compile.registry import choose
-from megatron_ext.launch_command import line as launch_line
+from megatron_ext.launch_command import megatron_arguments
 from megatron_ext.launch_planner.alternatives.changed import Changed
 from megatron_ext.launch_planner.alternatives.first_answer import first_answer, is_long, whole_plan
 from megatron_ext.launch_planner.alternatives.layouts import lay_out, own_layout, written_of
@@ -32,8 +32,8 @@ from megatron_ext.launch_planner.alternatives.written import (
 from megatron_ext.launch_planner.command_line import arguments_with, command_with
 from megatron_ext.launch_planner.loading import on_loading
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest, ParsedLaunch
-from megatron_ext.launch_planner.recipe_lines import RecipeChanges
-from megatron_ext.launch_planner.variants import LineVariants
+from megatron_ext.launch_planner.recipe_changes import RecipeChanges
+from megatron_ext.launch_planner.variants import LaunchVariants
 from megatron_ext.planner.candidate import Candidate, Plan, Variant, VocabMethod
 from megatron_ext.planner.fitting import consider
 from megatron_ext.planner.job_plan import Others, PlannedJob
@@ -93,15 +93,17 @@ class LaunchJob(PlannedJob):
         return self._changed(made, Changed(self.parsed.variants, ()))
 
     def others(self, plan: Plan) -> Others:
-        line, room = self.parsed.variants, self.room
+        variants, room = self.parsed.variants, self.room
         long = is_long(self.parsed.validated)
         with within(_LAYOUTS):
             layouts = until_end(partial(_layouts, self.parsed), None)
         changes: list[Changed | None] = []
         with within(_CHANGES):
             if self.is_estimate:
-                in_pairs = partial(other_pairs, line, plan, room, is_long=long)
-                changes.append(until_end(partial(without_full_recompute, line, plan, room), None))
+                in_pairs = partial(other_pairs, variants, plan, room, is_long=long)
+                changes.append(
+                    until_end(partial(without_full_recompute, variants, plan, room), None)
+                )
                 changes.append(until_end(in_pairs, None))
             slices = until_end(partial(long_sequences, self.parsed, plan), None)
         made = [
@@ -126,8 +128,8 @@ class LaunchJob(PlannedJob):
         return _why_not_as_it_is(self.parsed.variants, self.room)
 
     def fallbacks(self, others: Others) -> tuple[str, ...]:
-        line, none = self.parsed.variants, tuple[str, ...]()
-        fitting = until_end(lambda: tuple(what_would_fit(line, self.room)), none)
+        variants, none = self.parsed.variants, tuple[str, ...]()
+        fitting = until_end(lambda: tuple(what_would_fit(variants, self.room)), none)
         return *_what_slices_would(others.long_sequences), *fitting
 
     def command(self, written: Written) -> str:
@@ -145,7 +147,7 @@ class LaunchJob(PlannedJob):
         """Return ``made`` of a ``changed`` command, with the layout that it needs."""
 
         def write() -> Written:
-            layout, costs = layout_of_variant(changed.line, made), self.parsed.costs
+            layout, costs = layout_of_variant(changed.variants, made), self.parsed.costs
             args, own = self.parsed.variants.args, self._own_layout
             written = written_for(args, own, made, layout, costs)
             return replace(written, dropped=(*written.dropped, *changed.dropped))
@@ -193,15 +195,15 @@ def refusal_of(request: LaunchRequest, parsed: ParsedLaunch, written: Written) -
         words, args = written.words, _args_with(parsed.variants.args, written)
     else:
         words = arguments_with(request.launch, written)
-        args = launch_line.parse(words).args
+        args = megatron_arguments.parse(words).args
     config, recipe = from_argv(words), None
     if request.launch is not None and request.launch.recipe is not None:
         recipe = RecipeChanges(request.launch.recipe, written, words)
     try:
-        with launch_line.one_connection(args):  # which doctor remarks on
-            args = launch_line.validate(args, config, parsed.variants.world_size)
-        launch_line.settle_vocabulary(args, config, parsed.variants.tokens)
-        launch_line.check_model(args, config)
+        with megatron_arguments.one_connection(args):  # which doctor remarks on
+            args = megatron_arguments.validate(args, config, parsed.variants.world_size)
+        megatron_arguments.settle_vocabulary(args, config, parsed.variants.tokens)
+        megatron_arguments.check_model(args, config)
         if recipe is not None:
             recipe.check()
         else:
@@ -215,8 +217,8 @@ def refusal_of(request: LaunchRequest, parsed: ParsedLaunch, written: Written) -
 
 def _args_with(args: Any, written: Written) -> Any:
     """Return Megatron's arguments ``args``, which a file gives, with what is ``written``."""
-    changed, options = copy.deepcopy(args), launch_line.parser()._option_string_actions
-    given = launch_line.parse(written.added).args
+    changed, options = copy.deepcopy(args), megatron_arguments.parser()._option_string_actions
+    given = megatron_arguments.parse(written.added).args
     for flag in written.dropped:
         setattr(changed, options[flag].dest, options[flag].default)
     for name in {options[word].dest for word in written.added if word in options}:
@@ -242,15 +244,15 @@ def _baseline(parsed: ParsedLaunch, plan: Plan) -> Candidate | None:
 
 def _layouts(parsed: ParsedLaunch) -> LayoutComparison | None:
     """Compare other layouts; return None if nothing is known of single layers."""
-    line = parsed.variants
-    if not line.config.costs.is_estimate:
+    variants = parsed.variants
+    if not variants.config.costs.is_estimate:
         return None
-    assert line.own is not None
+    assert variants.own is not None
     try:
         return lay_out(
-            line,
+            variants,
             parsed.validated,
-            line.own,
+            variants.own,
             parsed.room,
             tries_recompute=parsed.measured is None,
         )
@@ -289,11 +291,11 @@ def _on_loading(parsed: ParsedLaunch, taken: Candidate) -> Iterator[str]:
     yield on_loading(args, stages_move=moves or divided)
 
 
-def _why_not_as_it_is(line: LineVariants, free: float | None) -> str:
+def _why_not_as_it_is(variants: LaunchVariants, free: float | None) -> str:
     """Return the reason why the launch cannot keep its schedule unchanged; "" if it can."""
-    assert line.own is not None
+    assert variants.own is not None
     try:
-        variant = line.variant(line.own, VocabMethod.NAIVE)
+        variant = variants.variant(variants.own, VocabMethod.NAIVE)
         assert variant is not None
         consider(replace(variant, may_recompute=False), VocabMethod.NAIVE, free)
     except ValueError as error:

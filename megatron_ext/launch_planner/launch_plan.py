@@ -12,7 +12,7 @@ from megatron_ext.planner.fitting import caching_candidates
 from megatron_ext.planner.job_plan import JobPlan, plan_job
 
 
-def plan_line(
+def plan_launch(
     request: LaunchRequest, *, with_curves: bool = False, lengths: Path | None = None
 ) -> JobPlan:
     """Compare all ways to train the launch command of ``request``.

@@ -25,8 +25,8 @@ from megatron_ext.words import counted
 from megatron_ext.written_settings import from_argv, says
 
 if TYPE_CHECKING:
-    from megatron_ext.launch_command.line import RatesOf
-    from megatron_ext.launch_planner.variants import LineVariants
+    from megatron_ext.launch_command.megatron_arguments import RatesOf
+    from megatron_ext.launch_planner.variants import LaunchVariants
 
 _METHODS = frozenset([VocabMethod.NAIVE, VocabMethod.ONE, VocabMethod.TWO])
 
@@ -74,7 +74,7 @@ class ParsedLaunch:
         costs: words for the file of these, if the command does not name it.
     """
 
-    variants: LineVariants
+    variants: LaunchVariants
     validated: Any
     free: FreeMemory | None
     remarks: tuple[str, ...]
@@ -96,7 +96,7 @@ def with_launch[T](request: LaunchRequest, work: Callable[[ParsedLaunch], T]) ->
     """Return the result of ``work`` on the launch, on a machine that answers as the launch's would.
 
     Raises:
-        ValueError, PatchError: as `plan_line`.
+        ValueError, PatchError: as `plan_launch`.
     """
     launch = request.launch
     folder = Path()
@@ -106,7 +106,7 @@ def with_launch[T](request: LaunchRequest, work: Callable[[ParsedLaunch], T]) ->
     with silently(), as_on(folder.absolute(), {"HF_HUB_OFFLINE": "1", **environment}):
         try:
             with quickly():
-                from megatron_ext.launch_command import line as launch_line
+                from megatron_ext.launch_command import megatron_arguments
         except ImportError as error:
             raise PatchError(
                 f"a plan needs Megatron, which cannot be imported here: {error}"
@@ -115,22 +115,23 @@ def with_launch[T](request: LaunchRequest, work: Callable[[ParsedLaunch], T]) ->
         given = take_vision(values)
         if launch is not None and launch.recipe is not None:
             given |= launch.recipe.settings
-        line = (
-            launch_line.parse_values(values)
+        parsed = (
+            megatron_arguments.parse_values(values)
             if launch is None
-            else launch_line.parse(launch.arguments)
+            else megatron_arguments.parse(launch.arguments)
         )
         of_tower = vision_of_launch(
-            line.args, line.unknown, given, request.vision, request.vision_tokens
+            parsed.args, parsed.unknown, given, request.vision, request.vision_tokens
         )
-        vars(line.args).update(of_tower)
+        vars(parsed.args).update(of_tower)
         rates = _rates(request)
-        with launch_line.on_gpus(line.args, rates):
-            return work(_read(request, line.args, launch_line))
+        with megatron_arguments.on_gpus(parsed.args, rates):
+            return work(_read(request, parsed.args, megatron_arguments))
 
 
-def _read(request: LaunchRequest, args: Any, launch_line: Any) -> ParsedLaunch:
-    from megatron_ext.launch_planner.variants import LineVariants, stock_schedule
+def _read(request: LaunchRequest, args: Any, megatron_arguments: Any) -> ParsedLaunch:
+    from megatron_ext.launch_planner.stage_arguments import stock_schedule
+    from megatron_ext.launch_planner.variants import LaunchVariants
 
     if args.yaml_cfg is not None or args.use_checkpoint_args:
         raise ValueError(
@@ -145,8 +146,8 @@ def _read(request: LaunchRequest, args: Any, launch_line: Any) -> ParsedLaunch:
     measured = _measured_layers(config, request)
     remarks = [] if request.launch is None else list(request.launch.remarks)
     remarks += _assumed(request, ranks, is_measured=measured is not None)
-    ranks = ranks or launch_line.least_world_size(args)
-    tokens = launch_line.count_tokens(args) or args.vocab_size
+    ranks = ranks or megatron_arguments.least_world_size(args)
+    tokens = megatron_arguments.count_tokens(args) or args.vocab_size
     methods = _METHODS
     if tokens is None and args.padded_vocab_size is None:
         remarks.append("the vocabulary is not known: add --padded-vocab-size N, it counts")
@@ -156,7 +157,7 @@ def _read(request: LaunchRequest, args: Any, launch_line: Any) -> ParsedLaunch:
         own = stock_schedule(args)
     if measured is not None:  # by which all layouts are estimated
         config = replace(config, costs=CostsSource(ESTIMATE))
-    variants = LineVariants(
+    variants = LaunchVariants(
         args,
         config,
         ranks,

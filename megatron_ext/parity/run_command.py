@@ -86,20 +86,20 @@ def _taken_apart(words: Sequence[str], launch: Launch) -> RunCommand:
 
 
 def recorded(
-    line: RunCommand, folder: Path, iterations: int, more: Sequence[str] = ()
+    command: RunCommand, folder: Path, iterations: int, more: Sequence[str] = ()
 ) -> list[str]:
-    """Return ``line`` with each rank recording ``iterations`` iterations into ``folder``."""
+    """Return ``command`` with each rank recording ``iterations`` iterations into ``folder``."""
     record = ["-m", "megatron_ext", "parity", "record", str(folder)]
     record += ["--iterations", str(iterations), "--"]
-    if not line.head:
+    if not command.head:
         record = ["python", *record]
-    return line.words(record, more)
+    return command.words(record, more)
 
 
-def record_here(line: RunCommand) -> list[str] | None:
-    """Return the script's command if this process is a rank; None if ``line`` starts ranks of its
-    own."""
-    return None if line.head or line.shell else line.words(())
+def record_here(command: RunCommand) -> list[str] | None:
+    """Return the script's command if this process is a rank; None if ``command`` starts ranks of
+    its own."""
+    return None if command.head or command.shell else command.words(())
 
 
 def quiet(more: Sequence[str] = ()) -> list[str]:
@@ -107,26 +107,26 @@ def quiet(more: Sequence[str] = ()) -> list[str]:
     return [*more, *_QUIET]
 
 
-def saving(line: RunCommand, folder: Path) -> list[str]:
-    """Return ``line`` for one iteration, after which it writes a checkpoint that any placement can
-    load."""
-    launcher = ["-m", "megatron_ext"] if line.head else ["python", "-m", "megatron_ext"]
+def saving(command: RunCommand, folder: Path) -> list[str]:
+    """Return ``command`` for one iteration, after which it writes a checkpoint that any placement
+    can load."""
+    launcher = ["-m", "megatron_ext"] if command.head else ["python", "-m", "megatron_ext"]
     save = ["--save", str(folder), "--save-interval", "1", "--exit-interval", "1"]
     formats = ["--ckpt-format", "torch_dist", "--dist-ckpt-optim-fully-reshardable"]
-    return line.words(launcher, quiet([*save, *formats]))
+    return command.words(launcher, quiet([*save, *formats]))
 
 
-def as_stock(line: RunCommand) -> RunCommand:
-    """Return ``line`` without our flags and variables."""
+def as_stock(command: RunCommand) -> RunCommand:
+    """Return ``command`` without our flags and variables."""
     switches = {flag(f.name) for f in fields(PipelineConfig) if f.default is False}
     flags = {flag(f.name) for f in fields(PipelineConfig)}
     kept: list[str] = []
-    words = iter(line.arguments)
+    words = iter(command.arguments)
     for word in words:
         if word.split("=")[0] not in flags:
             kept.append(word)
         elif "=" not in word and word not in switches:
             next(words, None)
     ours = [f"{variable(f.name)}=" for f in fields(PipelineConfig)]
-    head = tuple(word for word in line.head if not any(map(word.startswith, ours)))
-    return replace(line, head=head, arguments=tuple(kept))
+    head = tuple(word for word in command.head if not any(map(word.startswith, ours)))
+    return replace(command, head=head, arguments=tuple(kept))

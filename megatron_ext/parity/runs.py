@@ -100,7 +100,7 @@ def _make(folder: Path) -> None:
 def _loading(a: RunCommand, b: RunCommand, from_seed: bool) -> list[str] | None:
     """Return the arguments to add for loading: none if the commands load a checkpoint themselves,
     or if neither needs one; None if a checkpoint must be written first."""
-    named = [line.value("--load") for line in (a, b)]
+    named = [command.value("--load") for command in (a, b)]
     there = [name is not None and (Path(name) / _LATEST).is_file() for name in named]
     if all(there) and named[0] != named[1]:
         raise ValueError(
@@ -195,7 +195,7 @@ def check_comparable(a: RunCommand, b: RunCommand) -> None:
     Raises:
         ValueError: they differ, or Megatron's parser rejects a command.
     """
-    parsed = [_arguments(line, name) for line, name in ((a, "A"), (b, "B"))]
+    parsed = [_arguments(command, name) for command, name in ((a, "A"), (b, "B"))]
     if any(arguments is None for arguments in parsed):
         return  # Megatron is not installed here: the recordings are compared later
     one, other = (arguments or {} for arguments in parsed)
@@ -205,7 +205,7 @@ def check_comparable(a: RunCommand, b: RunCommand) -> None:
         raise ValueError(why)
 
 
-def _arguments(line: RunCommand, name: str) -> dict[str, Any] | None:
+def _arguments(command: RunCommand, name: str) -> dict[str, Any] | None:
     from megatron_ext.launch_command.importing import as_on, quickly, silently
 
     with ExitStack() as stack:
@@ -213,10 +213,10 @@ def _arguments(line: RunCommand, name: str) -> dict[str, Any] | None:
         stack.enter_context(as_on(Path.cwd(), {}))
         try:
             with quickly():
-                from megatron_ext.launch_command import line as launch_line
+                from megatron_ext.launch_command import megatron_arguments
         except ImportError:
             return None
         try:
-            return dict(vars(launch_line.parse(line.arguments).args))
+            return dict(vars(megatron_arguments.parse(command.arguments).args))
         except ValueError as error:
             raise ValueError(f"line {name}: {error}") from None

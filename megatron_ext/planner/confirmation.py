@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from megatron_ext.compile.program.repeating_part import SAME
 from megatron_ext.planner.candidate import Candidate, Plan, by_time
@@ -42,38 +42,74 @@ def confirmed_verdict(
         refusal: returns the reason why a job could not start under an alternative or under
             ``baseline``; None if it could. Only what is recommended is checked.
     """
-    pool = list(others)
-    can_start: list[Alternative] = []
-    has_time = confirms_all
+    confirmation = _Confirmation(plan, baseline, list(others), free, refusal, confirms_all)
     while True:
-        found = verdict(baseline, pool, free)
+        found = verdict(confirmation.baseline, confirmation.pool, free)
         recommended = [one for one in (found.taken, found.stock) if one is not None]
-        close = _close(pool) if has_time else []
-        estimated = next(_estimated([*recommended, *close], pool), None)
-        if estimated is not None:
-            if estimated in recommended:
-                whole = _built(estimated, free)
+        if confirmation.build_next(recommended) or confirmation.remove_unstartable(recommended):
+            continue  # the verdict may be another one now
+        return found, confirmation.plan
+
+
+@dataclass
+class _Confirmation:
+    """Progress of `confirmed_verdict`, which takes one step after another until the verdict stays.
+
+    Attributes:
+        plan: the plan, with the true figures that are known so far.
+        baseline: the unchanged job; None if it could not start.
+        pool: all alternatives that may be recommended.
+        free, refusal: as in `confirmed_verdict`.
+        builds_close: whether alternatives that are only close to the shortest are built, too.
+        can_start: alternatives for which ``refusal`` has given no reason.
+    """
+
+    plan: Plan
+    baseline: Alternative | None
+    pool: list[Alternative]
+    free: float | None
+    refusal: Callable[[Alternative], str | None]
+    builds_close: bool
+    can_start: list[Alternative] = field(default_factory=list)
+
+    def build_next(self, recommended: Sequence[Alternative]) -> bool:
+        """Build whole the next alternative that has to be: one of ``recommended`` first. Return
+        whether there was one."""
+        close = _close(self.pool) if self.builds_close else []
+        estimated = next(_estimated([*recommended, *close], self.pool), None)
+        if estimated is None:
+            return False
+        if estimated in recommended:
+            self._replace(estimated, _built(estimated, self.free))
+            return True
+        whole, self.builds_close = _built_in_time(estimated, self.free)
+        if self.builds_close:
+            self._replace(estimated, whole)
+        return True
+
+    def _replace(self, estimated: Alternative, whole: Alternative | None) -> None:
+        """Put ``whole`` in place of ``estimated``; None removes it."""
+        at = self.pool.index(estimated)
+        self.pool[at : at + 1] = [] if whole is None else [whole]
+        true = None if whole is None else whole.candidate
+        self.plan = _with_whole(self.plan, estimated.candidate, true)
+
+    def remove_unstartable(self, recommended: Sequence[Alternative]) -> bool:
+        """Remove the first of ``recommended`` that could not start, and say why. Return whether
+        there was one."""
+        for one in recommended:
+            if one in self.can_start:
+                continue
+            if (why := self.refusal(one)) is None:
+                self.can_start.append(one)
+                continue
+            remark(f"{shlex.join(one.write().added)} is ignored: {why}")
+            if one is self.baseline:
+                self.baseline = None
             else:
-                whole, has_time = _built_in_time(estimated, free)
-                if not has_time:
-                    continue
-            at = pool.index(estimated)
-            pool[at : at + 1] = [] if whole is None else [whole]
-            true = None if whole is None else whole.candidate
-            plan = _with_whole(plan, estimated.candidate, true)
-            continue
-        doubtful = next((one for one in recommended if one not in can_start), None)
-        if doubtful is None:
-            return found, plan
-        why = refusal(doubtful)
-        if why is None:
-            can_start.append(doubtful)
-            continue
-        remark(f"{shlex.join(doubtful.write().added)} is ignored: {why}")
-        if doubtful is baseline:
-            baseline = None
-        else:
-            pool.remove(doubtful)
+                self.pool.remove(one)
+            return True
+        return False
 
 
 def _estimated(

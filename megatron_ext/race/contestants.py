@@ -19,8 +19,8 @@ STOCK = ("1f1b", "interleaved")  # families that run Megatron's own order
 class RaceThen(enum.StrEnum):
     """Schedules that a training may go on under when its race is over."""
 
-    KEEP = "keep"  # the winner
-    REPORT = "report"  # the baseline
+    WINNER = "winner"
+    REPORT = "report"  # the baseline; the race only reports its figures
 
 
 @dataclass(frozen=True)

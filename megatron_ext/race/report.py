@@ -24,12 +24,12 @@ def standing(race: Race) -> str:
     return f"race, round {len(race.rounds)} of {ROUNDS}, {speed}: {', '.join(words)}"
 
 
-def verdict(race: Race, keeps: bool) -> str:
+def verdict(race: Race, takes_winner: bool) -> str:
     """Return a line: the winner, and the schedule under which the training goes on."""
     best = race.best
     closest = "" if best is None else f"{best} is {_pace(race, best)}"
     if race.winner != race.baseline:
-        then = "and is kept" if keeps else f"the training goes on under {race.baseline}"
+        then = "and is kept" if takes_winner else f"the training goes on under {race.baseline}"
         return f"race is over: {closest}, {then}"
     why = f": {closest}" if closest else ""
     return f"race is over: no schedule is faster than {race.baseline}, which is kept{why}"
@@ -80,7 +80,10 @@ def figures_line(spec: str, race: Race, figures: RaceFigures) -> str:
 
 
 def table(
-    race: Race, lines: Contestants, facts: Mapping[str, str], figures: Mapping[str, RaceFigures]
+    race: Race,
+    contestants: Contestants,
+    facts: Mapping[str, str],
+    figures: Mapping[str, RaceFigures],
 ) -> str:
     """Return a Markdown table with one row, of the best candidate: the schedules compared, the
     system, and the result. "" if no candidate has run a whole round."""
@@ -91,7 +94,7 @@ def table(
     own = figures[best]
     columns = {
         **facts,
-        "baseline": f"{race.baseline} ({lines.order_of_baseline})",
+        "baseline": f"{race.baseline} ({contestants.order_of_baseline})",
         "schedule": best,
         "times as fast": f"{ratio.median:.3f} ({ratio.spread})",
         "bubble (predicted)": f"{own.bubble:.1%} ({own.predicted_bubble:.1%})",

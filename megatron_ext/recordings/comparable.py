@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_ext.words import argument_flag
 from megatron_ext.written_settings import add_flags
 
 # Megatron's arguments that must be the same, by subject.
@@ -93,7 +94,7 @@ def _other_draws(a: Mapping[str, Any], b: Mapping[str, Any], words: str) -> str 
 def _cut_as(arguments: Mapping[str, Any]) -> str:
     if int(arguments.get("pipeline_slices") or 1) == 1:
         return "whole sequences"
-    given = {_flag(name): arguments.get(name) for name in _SLICES}
+    given = {argument_flag(name): arguments.get(name) for name in _SLICES}
     return " ".join(f"{name} {value}" for name, value in given.items() if value)
 
 
@@ -105,14 +106,14 @@ def _other_trainings(a: Mapping[str, Any], b: Mapping[str, Any], words: str) -> 
     kinds = [kind for kind, names in apart.items() if names]
     if not kinds:
         return None
-    lines = [
-        f"{_flag(name)} ({a.get(name)!r} and {b.get(name)!r})"
+    differences = [
+        f"{argument_flag(name)} ({a.get(name)!r} and {b.get(name)!r})"
         for names in apart.values()
         for name in names
     ]
     return (
         f"{words} cannot be compared, they differ in their {' and '.join(kinds)}: "
-        f"{', '.join(lines)}; give both commands the same values"
+        f"{', '.join(differences)}; give both commands the same values"
     )
 
 
@@ -126,7 +127,7 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[A
     must = {name for names in MUST_AGREE.values() for name in names} - _PATTERNS
     a, b = {**_OURS, **a}, {**_OURS, **b}
     return {
-        _flag(name): (a.get(name), b.get(name))
+        argument_flag(name): (a.get(name), b.get(name))
         for name in sorted(a.keys() | b.keys())
         if name not in must | _INCIDENTAL and a.get(name) != b.get(name)
     }
@@ -147,7 +148,3 @@ _INCIDENTAL = {
     "consumed_train_samples",
     "iteration",
 }
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"

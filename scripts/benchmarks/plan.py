@@ -2,8 +2,8 @@
 
     python -m scripts.benchmarks.plan         thirty recipes and Megatron's examples
     python -m scripts.benchmarks.plan --all   each model, pipeline and number of microbatches
-    python -m scripts.benchmarks.plan --lines 4 --profile
-    python -m scripts.benchmarks.plan --lines 0     the examples alone
+    python -m scripts.benchmarks.plan --recipes 4 --profile
+    python -m scripts.benchmarks.plan --recipes 0   the examples alone
     python -m scripts.benchmarks.plan --any-sizes   with other parallel sizes
 
 CPU seconds count from the moment at which Megatron has validated the launch command, in a process
@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 from megatron_ext.cost_model.gpus import GPUS, parse_gpu  # noqa: E402
 from megatron_ext.launch_command.words import read_launch  # noqa: E402
 from megatron_ext.launch_planner import any_sizes  # noqa: E402
-from megatron_ext.launch_planner.launch_plan import plan_line  # noqa: E402
+from megatron_ext.launch_planner.launch_plan import plan_launch  # noqa: E402
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest  # noqa: E402
 from megatron_ext.planner.planning_time import LIMIT, planning  # noqa: E402
 from scripts.recipes.accepting import argument_values, as_on_gpus, others  # noqa: E402
@@ -77,7 +77,7 @@ EXAMPLES = {
     },
 }
 FIRST, LAST = 10.0, 60.0  # CPU seconds that an answer may take
-LINES = 30
+COUNT = 30  # recipes
 
 
 @dataclass(frozen=True)
@@ -96,15 +96,15 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--all", action="store_true", help="not thirty lines alone")
-    parser.add_argument("--lines", type=int, default=LINES, help="how many")
+    parser.add_argument("--all", action="store_true", help="take all recipes")
+    parser.add_argument("--recipes", type=int, default=COUNT, help="how many to take")
     parser.add_argument("--limit", type=float, help="CPU seconds")
     parser.add_argument("--any-sizes", action="store_true", help="compare other parallel sizes")
     parser.add_argument("--profile", action="store_true", help="print where time goes")
     arguments = parser.parse_args(words)
     recipes = distinct_recipes()
     if not arguments.all:
-        recipes = spread(recipes, arguments.lines)
+        recipes = spread(recipes, arguments.recipes)
     answer = _answers_of_sizes if arguments.any_sizes else _answers
     limit = arguments.limit or (any_sizes.LIMIT if arguments.any_sizes else LIMIT)
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
@@ -200,7 +200,7 @@ def _profiled(answer: Callable[[], Answers]) -> Answers:
 
 def _answers(request: Callable[[], LaunchRequest], limit: float) -> Answers:
     def schedule() -> str:
-        taken = plan_line(request()).verdict.taken
+        taken = plan_launch(request()).verdict.taken
         return "nothing fits" if taken is None else taken.candidate.schedule
 
     return _timed(schedule, limit)

@@ -3,7 +3,7 @@
     python -m scripts.benchmarks.sizes [--limit SECONDS] [WORD ...]
     python -m scripts.benchmarks.sizes --paper
 
-Each recipe whose name has one of the words (`LINES` without any) is searched as `plan --any-sizes`
+Each recipe whose name has one of the words (`WORDS` without any) is searched as `plan --any-sizes`
 searches a launch command: the same GPUs, global batch, sequence, precision and model, within the
 memory of a GPU, or what the recipe itself takes if that is more. Megatron validates all sizes that
 are simulated. With ``--paper`` models of the sizes that the controllable-memory
@@ -50,7 +50,7 @@ from scripts.recipes.gains import Configuration, work_of
 from scripts.recipes.public_form import read_recipes
 from scripts.recipes.recipe import RECIPES, Recipe, read_models, resolve
 
-LINES = (
+WORDS = (
     *("llama3_70b_pretrain_64gpu_h100_bf16", "llama3_70b_pretrain_64gpu_h100_fp8cs"),
     *("llama31_405b_pretrain_512gpu_h100_bf16", "llama31_405b_sft_128gpu_h100_bf16"),
     *("qwen3_235b_a22b_pretrain_256gpu_h100_bf16_config", "gpt3_175b_pretrain_32gpu_h100_bf16"),
@@ -323,7 +323,7 @@ def main() -> None:
         for name, raw in read_recipes(RECIPES).items()
     }
     print_table([COLUMNS, ("-",) * len(COLUMNS)])
-    for word in options.words or LINES:
+    for word in options.words or WORDS:
         for short, (name, raw) in recipes.items():
             if word not in name:
                 continue

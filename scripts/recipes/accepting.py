@@ -38,7 +38,7 @@ from megatron_ext.compile.build import build_program
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import Choice, choose
 from megatron_ext.config import PipelineConfig
-from megatron_ext.launch_command import line as launch_line
+from megatron_ext.launch_command import megatron_arguments
 from megatron_ext.launch_command.importing import silently
 from megatron_ext.patches import engine
 from megatron_ext.schedule.problem import Problem
@@ -123,7 +123,7 @@ def as_on_gpus() -> Iterator[None]:
             [module for name, module in sys.modules.items() if name.startswith("megatron")],
         ),
     )
-    with silently(), offloads, launch_line.on_gpus(parallel), quickly:
+    with silently(), offloads, megatron_arguments.on_gpus(parallel), quickly:
         yield
 
 
@@ -247,18 +247,20 @@ def _validate(
     recipe: Recipe, args: Any, settings: Mapping[str, Value], config: PipelineConfig
 ) -> Any:
     """Validate ``args``, and return the model's config."""
-    launch_line.validate(args, config, recipe.gpus or launch_line.least_world_size(args))
+    megatron_arguments.validate(
+        args, config, recipe.gpus or megatron_arguments.least_world_size(args)
+    )
     for name, value in settings.items():
         name = _ARGUMENTS.get(name, name)
         if name in _NOT_VALIDATED or not hasattr(args, name):  # the latter have no flag
             setattr(args, name, value)
-    launch_line.count_microbatches(args)
-    return launch_line.check_model(args, config)
+    megatron_arguments.count_microbatches(args)
+    return megatron_arguments.check_model(args, config)
 
 
 @cache
 def _defaults() -> Any:
-    return launch_line.parse(_FLAGS).args
+    return megatron_arguments.parse(_FLAGS).args
 
 
 @cache

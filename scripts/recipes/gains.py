@@ -57,7 +57,7 @@ class Option:
 
     Attributes:
         layers: layers of each stage.
-        gain: the step of the recipe's own line, as a multiple of this one's.
+        gain: the step of the recipe's own command, as a multiple of this one's.
         seconds: seconds of a step.
         fullest: bytes of the rank that holds most.
         is_tight: whether the gain is gone with `MARGIN` less memory.
@@ -76,7 +76,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Gains:
-    """The line of a recipe, the best that stock's schedules can do with another layout, and the
+    """The command of a recipe, the best that stock's schedules can do with another layout, and the
     best of all; within ``bound`` bytes of a rank."""
 
     own: Option

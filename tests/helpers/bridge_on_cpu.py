@@ -26,7 +26,7 @@ import torch
 from megatron_ext.adapter.parity.named_tensors import NamedTensors
 from megatron_ext.adapter.parity.recorder import digests, loss_of
 from megatron_ext.config import PipelineConfig
-from megatron_ext.launch_command import line as launch_line
+from megatron_ext.launch_command import megatron_arguments
 from megatron_ext.launch_command.bridge_recipe import launch_from_recipe
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply, wrap
@@ -272,10 +272,10 @@ def _read_otherwise(name: str, ranks: int) -> tuple[Mapping[str, Any], dict[str,
     with hub():
         launch = launch_from_recipe(full, ())
         config = getattr(importlib.import_module(module), function)()
-    args = launch_line.parse(launch.arguments).args
-    with launch_line.on_gpus(args):
-        launch_line.validate(args, PipelineConfig(), ranks)
-        model = launch_line.check_model(args, PipelineConfig())
+    args = megatron_arguments.parse(launch.arguments).args
+    with megatron_arguments.on_gpus(args):
+        megatron_arguments.validate(args, PipelineConfig(), ranks)
+        model = megatron_arguments.check_model(args, PipelineConfig())
         _apply_parts(config, args.data_parallel_size)
     facts = [(field.name, getattr(model, field.name), config.model) for field in fields(model)]
     for part in (config.ddp, config.optimizer):

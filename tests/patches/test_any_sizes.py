@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 from megatron_ext.cli import app
 from megatron_ext.compile.registry import choose
 from megatron_ext.cost_model.gpus import parse_gpu
-from megatron_ext.launch_command import line
+from megatron_ext.launch_command import megatron_arguments
 from megatron_ext.launch_command.words import Launch, read_launch
 from megatron_ext.launch_planner import any_sizes
 from megatron_ext.launch_planner.any_sizes import SizedLaunch, job_of, plan_sizes
@@ -92,10 +92,10 @@ def recommended(made: SizesPlan) -> Launch:
 def sizes_of(launch: Launch) -> tuple[Sizes, int]:
     """The sizes and the microbatches of a launch, by Megatron's own validation."""
     config = from_argv(launch.arguments)
-    args = line.parse(launch.arguments).args
-    with line.on_gpus(args):
-        args = line.validate(args, config, 8)
-    return any_sizes._sizes_of(args), line.count_microbatches(args)
+    args = megatron_arguments.parse(launch.arguments).args
+    with megatron_arguments.on_gpus(args):
+        args = megatron_arguments.validate(args, config, 8)
+    return any_sizes._sizes_of(args), megatron_arguments.count_microbatches(args)
 
 
 @pytest.mark.parametrize("more", [{}, EXPERTS])
@@ -221,7 +221,7 @@ def test_of_a_tie_the_checked_one_is_taken(
 
 def test_tensor_and_context_parallelism_need_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launch without either does not set it, and all sizes with either were refused."""
-    monkeypatch.delenv(line.CONNECTIONS, raising=False)
+    monkeypatch.delenv(megatron_arguments.CONNECTIONS, raising=False)
     asked = request(tensor_model_parallel_size=1)
 
     def check(parsed: ParsedLaunch) -> tuple[str | None, list[list[str]]]:
@@ -231,8 +231,8 @@ def test_tensor_and_context_parallelism_need_a_variable(monkeypatch: pytest.Monk
 
     refused, (without, *remarks) = with_launch(asked, check)
     assert refused is None and not without
-    assert all(f"export {line.CONNECTIONS}=1" in remark for (remark,) in remarks)
-    monkeypatch.setenv(line.CONNECTIONS, "1")
+    assert all(f"export {megatron_arguments.CONNECTIONS}=1" in remark for (remark,) in remarks)
+    monkeypatch.setenv(megatron_arguments.CONNECTIONS, "1")
     assert not any(with_launch(asked, check)[1])
 
 

@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 from megatron_ext import bridge
 from megatron_ext.cli import app
 from megatron_ext.config import PipelineConfig
-from megatron_ext.launch_command import line
+from megatron_ext.launch_command import megatron_arguments
 from megatron_ext.launch_command.bridge_recipe import launch_from_recipe
 from megatron_ext.launch_command.words import read_launch
 from megatron_ext.launch_planner.command_line import arguments_with, command_with
@@ -127,7 +127,7 @@ def fails(size):
 """
 
 # The same training, as a launch command of Megatron's has it.
-LINE = f"""
+COMMAND = f"""
 torchrun --nproc-per-node {RANKS} pretrain_gpt.py --num-layers 8 --hidden-size 1024
 --ffn-hidden-size 4096 --num-attention-heads 8 --group-query-attention --num-query-groups 2
 --seq-length 1024 --max-position-embeddings 1024 --padded-vocab-size 31232 --normalization RMSNorm
@@ -155,21 +155,21 @@ def run(*words: str) -> Result:
 
 
 def validated(arguments: tuple[str, ...]) -> dict[str, Any]:
-    args = line.parse(arguments).args
-    with line.on_gpus(args):
-        return vars(line.validate(args, PipelineConfig(), RANKS))
+    args = megatron_arguments.parse(arguments).args
+    with megatron_arguments.on_gpus(args):
+        return vars(megatron_arguments.validate(args, PipelineConfig(), RANKS))
 
 
 def test_a_recipe_gives_the_arguments_of_its_launch_command(recipes: str) -> None:
     read = validated(launch_from_recipe(f"{recipes}:small", ()).arguments)
-    written = validated(read_launch(LINE).arguments)
+    written = validated(read_launch(COMMAND).arguments)
     differences = {name: value for name, value in written.items() if read[name] != value}
     assert differences == {}
 
 
 def test_a_layout_of_lists_is_read_and_adapters_are_named(recipes: str) -> None:
     launch = launch_from_recipe(f"{recipes}:large_layers", ("--pipeline-schedule", "zb-v"))
-    args = line.parse(launch.arguments).args
+    args = megatron_arguments.parse(launch.arguments).args
     assert args.pipeline_model_parallel_layout == "Ett|tt|tt|ttL"
     assert args.num_virtual_stages_per_pipeline_rank is None
     assert args.pipeline_schedule == "zb-v"
@@ -213,7 +213,7 @@ def test_changes_name_the_fields_of_the_config(recipes: str) -> None:
         'megatron_ext.bridge.use(config, schedule="v-auto", memory_limit="0.5x", p2p="batched", '
         "post_validation=True)",
     ]
-    changed = line.parse(arguments_with(launch, written)).args
+    changed = megatron_arguments.parse(arguments_with(launch, written)).args
     assert (changed.micro_batch_size, changed.sequence_parallel) == (2, False)
     stock = Written(("--num-virtual-stages-per-pipeline-rank", "4"))
     assert command_with(launch, stock) == ("config.model.virtual_pipeline_model_parallel_size = 4")
@@ -316,7 +316,7 @@ def test_a_recipe_that_cannot_be_read_says_why(recipes: str, recipe: str, messag
 
 def test_a_recipe_stands_in_place_of_other_sources(recipes: str, tmp_path: Path) -> None:
     recipe = ("--bridge", f"{recipes}:small")
-    others = (("--megatron-args", "log"), ("--config", "values.json"), ("--", *LINE))
+    others = (("--megatron-args", "log"), ("--config", "values.json"), ("--", *COMMAND))
     for other in others:
         ran = run("plan", *recipe, *other)
         assert ran.exit_code == 2

@@ -58,9 +58,9 @@ def test_single_iterations() -> None:
 
 def test_megatron_has_all_these_settings() -> None:
     """A name of another release would be a point that is never reached."""
-    from megatron_ext.launch_command import line as launch_line
+    from megatron_ext.launch_command import megatron_arguments
 
-    line = launch_line.parse(model_flags())
+    line = megatron_arguments.parse(model_flags())
     assert set(vars(settings())) <= set(vars(line.args))
 
 

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from megatron.training import arguments as megatron_arguments
+from megatron.training import arguments as training_arguments
 
 from megatron_ext import launch
 from megatron_ext.compile.registry import choose
 from megatron_ext.config import PipelineConfig
-from megatron_ext.launch_command import line as launch_line
+from megatron_ext.launch_command import megatron_arguments
 from megatron_ext.logger import logger
 from megatron_ext.patches.engine import apply
 from megatron_ext.patches.megatron.training import arguments
@@ -208,8 +208,8 @@ def test_megatrons_parser_reads_what_a_launch_adds(monkeypatch: pytest.MonkeyPat
     edited = parsing(lambda argv: [*launch.without(argv, ["--seq-length"]), "--pipeline-p2p", "x"])
     config = PipelineConfig.parse(schedule="zb-h1")
     with apply(arguments.patches(config)), apply(edited):
-        args = megatron_arguments.parse_args()
-        given = launch_line.parse(words).args
+        args = training_arguments.parse_args()
+        given = megatron_arguments.parse(words).args
     assert (args.num_layers, args.seq_length, args.pipeline_p2p) == (4, None, "x")
     assert (given.seq_length, given.pipeline_p2p) == (16, "async")
     assert sys.argv == ["train.py", *words]

@@ -23,7 +23,7 @@ from megatron_ext.cli import app
 from megatron_ext.doctor.check import check_launch
 from megatron_ext.doctor.environment import dataset_helpers
 from megatron_ext.doctor.report import Report, Severity
-from megatron_ext.launch_command import line as launch_line
+from megatron_ext.launch_command import megatron_arguments
 from megatron_ext.launch_command.words import Launch, read_launch
 from megatron_ext.patches.engine import applied
 from megatron_ext.schedule.placement import Placement, line, v
@@ -57,7 +57,7 @@ def told(report: Report, verdict: Severity) -> list[str]:
     return [f"{finding.subject}: {finding.text}; {finding.fix}" for finding in findings]
 
 
-def test_a_right_line() -> None:
+def test_a_right_command() -> None:
     sizes: dict[str, Any] = {"hidden_size": 1024, "num_attention_heads": 16, "seq_length": 1024}
     report = checked(world_size=8, max_position_embeddings=1024, **sizes)
     assert report.is_right, told(report, Severity.WRONG)
@@ -142,11 +142,14 @@ def test_the_default_layers_need_no_transformer_engine_here() -> None:
 
 
 def test_nothing_is_left_behind() -> None:
-    arguments = launch_line.arguments.get_device_arch_version, launch_line.arguments.validate_args
+    arguments = (
+        megatron_arguments.arguments.get_device_arch_version,
+        megatron_arguments.arguments.validate_args,
+    )
     checked(tensor_model_parallel_size=2, num_attention_heads=4)
     assert arguments == (
-        launch_line.arguments.get_device_arch_version,
-        launch_line.arguments.validate_args,
+        megatron_arguments.arguments.get_device_arch_version,
+        megatron_arguments.arguments.validate_args,
     )
     assert not applied() and "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ
     assert num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR is None
@@ -327,21 +330,21 @@ def test_flags_that_may_be_the_scripts_own(tmp_path: Path) -> None:
     assert any(text.startswith("script: ") for text in told(missing, Severity.WRONG))
 
 
-def from_line(line: str, **overrides: object) -> Report:
-    """Return the report on a launch command that begins with ``line`` and has the test's flags."""
-    words = (*shlex.split(line), *model_flags(**(FLAGS | overrides)))
+def from_command(beginning: str, **overrides: object) -> Report:
+    """Return the report on a launch command of ``beginning`` and the test's flags."""
+    words = (*shlex.split(beginning), *model_flags(**(FLAGS | overrides)))
     return check_launch(read_launch(words), None, None)
 
 
-def test_our_flags_need_us_on_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing was wrong with such a line, and the launch died of unrecognized arguments."""
-    (wrong,) = told(from_line(f"torchrun --nproc-per-node 4 {SCRIPT}"), Severity.WRONG)
+def test_our_flags_need_us_in_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing was wrong with such a command, and the launch died of unrecognized arguments."""
+    (wrong,) = told(from_command(f"torchrun --nproc-per-node 4 {SCRIPT}"), Severity.WRONG)
     assert "our flags need -m megatron_ext before" in wrong
     assert f"write -m megatron_ext {SCRIPT} in place of {SCRIPT}" in wrong
-    assert not from_line(f"python {SCRIPT}").is_right
-    assert from_line(f"torchrun --nproc-per-node 4 {SCRIPT}", pipeline_schedule=None).is_right
-    assert from_line(f"torchrun --nproc-per-node 4 -m megatron_ext {SCRIPT}").is_right
-    report = from_line(str(SCRIPT))
+    assert not from_command(f"python {SCRIPT}").is_right
+    assert from_command(f"torchrun --nproc-per-node 4 {SCRIPT}", pipeline_schedule=None).is_right
+    assert from_command(f"torchrun --nproc-per-node 4 -m megatron_ext {SCRIPT}").is_right
+    report = from_command(str(SCRIPT))
     assert report.is_right, "it may be behind what is not shown"
     assert any(f"launch it as -m megatron_ext {SCRIPT}" in r for r in told(report, Severity.REMARK))
 
@@ -353,12 +356,12 @@ def test_our_flags_need_us_on_the_line(tmp_path: Path, monkeypatch: pytest.Monke
         ("# launch it with -m megatron_ext\nimport megatron\n", False),
     ):
         mine.write_text(text)
-        assert from_line("torchrun --nproc-per-node 4 mine.py").is_right is right, text
-        assert from_line("torchrun --nproc-per-node 4 -m mine").is_right is right, text
-    report = from_line("torchrun --nproc-per-node 4 -m elsewhere.mine")
+        assert from_command("torchrun --nproc-per-node 4 mine.py").is_right is right, text
+        assert from_command("torchrun --nproc-per-node 4 -m mine").is_right is right, text
+    report = from_command("torchrun --nproc-per-node 4 -m elsewhere.mine")
     assert report.is_right
     assert any("-m elsewhere.mine cannot be read here" in r for r in told(report, Severity.REMARK))
-    report = from_line("V=megatron_ext.auto torchrun --nproc-per-node 4 -m elsewhere.mine")
+    report = from_command("V=megatron_ext.auto torchrun --nproc-per-node 4 -m elsewhere.mine")
     assert any("the environment names megatron_ext.auto" in r for r in told(report, Severity.RIGHT))
 
 
@@ -368,33 +371,37 @@ def test_variables_count_where_they_are_read(
     monkeypatch.delenv("MEGATRON_EXT_NIGHTLY", raising=False)  # no setting of a run
     script = tmp_path / "mine.py"
     script.write_text("import megatron_ext.auto\n")
-    line = f"MEGATRON_EXT_SCHEDULE=zb-h1 torchrun --nproc-per-node 4 {script}"
-    report = from_line(line, pipeline_schedule=None)
+    launcher = f"MEGATRON_EXT_SCHEDULE=zb-h1 torchrun --nproc-per-node 4 {script}"
+    report = from_command(launcher, pipeline_schedule=None)
     assert report.is_right, told(report, Severity.WRONG)
     assert report.prediction is not None and report.prediction.schedule == "zb-h1"
     assert "MEGATRON_EXT_SCHEDULE" not in os.environ
-    report = from_line(line.replace("zb-h1", "zb-h9"), pipeline_schedule=None)
+    report = from_command(launcher.replace("zb-h1", "zb-h9"), pipeline_schedule=None)
     assert any("zb-h9" in text for text in told(report, Severity.WRONG))
 
-    line = "MEGATRON_EXT_SCHEDULE=zb-h1 MEGATRON_EXT_MEMORY_LIMIT=1x torchrun --nproc-per-node 4"
-    report = from_line(f"{line} -m megatron_ext {SCRIPT}", pipeline_schedule=None)
+    launcher = (
+        "MEGATRON_EXT_SCHEDULE=zb-h1 MEGATRON_EXT_MEMORY_LIMIT=1x torchrun --nproc-per-node 4"
+    )
+    report = from_command(f"{launcher} -m megatron_ext {SCRIPT}", pipeline_schedule=None)
     assert report.prediction is not None and report.prediction.schedule == "zb-h1"
     right = told(report, Severity.RIGHT)
     assert any("--pipeline-schedule zb-h1 --pipeline-memory-limit 1x" in text for text in right)
-    report = from_line(f"{line} -m megatron_ext {SCRIPT}")
+    report = from_command(f"{launcher} -m megatron_ext {SCRIPT}")
     assert report.prediction is not None and report.prediction.schedule == "zb-v"
     remarks = told(report, Severity.REMARK)
     assert any("zb-v counts, not MEGATRON_EXT_SCHEDULE=zb-h1" in text for text in remarks)
-    report = from_line(f"{line} {SCRIPT}", pipeline_schedule=None)
+    report = from_command(f"{launcher} {SCRIPT}", pipeline_schedule=None)
     assert report.prediction is not None and report.prediction.schedule == "1f1b"
     remarks = told(report, Severity.REMARK)
     assert any("nothing in the command reads MEGATRON_EXT_SCHEDULE" in text for text in remarks)
 
 
-def test_what_is_left_out_of_a_line_is_said() -> None:
-    line = "srun -N 2 env CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 8 -m megatron_ext"
+def test_what_is_left_out_of_a_command_is_said() -> None:
+    launcher = (
+        "srun -N 2 env CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 8 -m megatron_ext"
+    )
     flags: dict[str, Any] = {"tensor_model_parallel_size": 2, "num_attention_heads": 4}
-    report = from_line(f"{line} {SCRIPT} --log-interval '$EVERY'", **flags)
+    report = from_command(f"{launcher} {SCRIPT} --log-interval '$EVERY'", **flags)
     remarks = told(report, Severity.REMARK)
     assert any("ignored, and not looked at: srun -N 2 env;" in text for text in remarks)
     assert any("nothing is expanded: '$EVERY' is taken as it stands" in text for text in remarks)
@@ -429,7 +436,7 @@ PACKED = {"sft": True, "no_create_attention_mask_in_dataloader": True, "null_tok
 
 
 @pytest.mark.parametrize("overrides", [{}, PACKED, {**PACKED, "pipeline_vocab_parallel": 2}])
-def test_a_tried_line_has_no_such_remark(overrides: dict[str, Any]) -> None:
+def test_a_tried_command_has_no_such_remark(overrides: dict[str, Any]) -> None:
     report = checked(**overrides)
     assert report.is_right, told(report, Severity.WRONG)
     assert not any(text.startswith("untried: ") for text in told(report, Severity.REMARK))
@@ -487,10 +494,10 @@ def test_helpers_that_cannot_be_compiled_are_told_before_the_launch(
 
 
 def test_restarts_begin_where_a_checkpoint_is(tmp_path: Path) -> None:
-    line = f"torchrun --nproc-per-node 4 --max-restarts 2 -m megatron_ext {SCRIPT}"
+    command = f"torchrun --nproc-per-node 4 --max-restarts 2 -m megatron_ext {SCRIPT}"
 
-    def of_restarts(verdict: Severity, line: str = line, **overrides: object) -> list[str]:
-        findings = told(from_line(line, **overrides), verdict)
+    def of_restarts(verdict: Severity, command: str = command, **overrides: object) -> list[str]:
+        findings = told(from_command(command, **overrides), verdict)
         return [text for text in findings if text.startswith("restarts: ")]
 
     (text,) = of_restarts(Severity.REMARK)
@@ -506,9 +513,9 @@ def test_restarts_begin_where_a_checkpoint_is(tmp_path: Path) -> None:
         in text
     )
     assert of_restarts(
-        Severity.RIGHT, line.replace("torchrun", "ft_launcher"), **save, load=tmp_path
+        Severity.RIGHT, command.replace("torchrun", "ft_launcher"), **save, load=tmp_path
     )
-    assert not of_restarts(Severity.REMARK, line.replace("--max-restarts 2", ""))
+    assert not of_restarts(Severity.REMARK, command.replace("--max-restarts 2", ""))
 
 
 def test_the_megatron_of_the_ranks_is_the_one_that_is_checked(tmp_path: Path) -> None:
@@ -567,10 +574,10 @@ def test_ranks_share_the_model(untied: bool, experts: int | None) -> None:
     learned positions and the final norm."""
     given: dict[str, Any] = FLAGS | {"untie_embeddings_and_output_weights": untied}
     given |= {"num_experts": experts, "pipeline_schedule": "1f1b"}
-    config = launch_line.PipelineConfig(schedule="1f1b")
-    args = launch_line.parse(model_flags(**given)).args
-    with launch_line.on_gpus(args):
-        launch_line.validate(args, config, 4)
+    config = megatron_arguments.PipelineConfig(schedule="1f1b")
+    args = megatron_arguments.parse(model_flags(**given)).args
+    with megatron_arguments.on_gpus(args):
+        megatron_arguments.validate(args, config, 4)
     args.padded_vocab_size = 128
     args.untie_embeddings_and_output_weights = untied
 

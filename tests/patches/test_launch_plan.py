@@ -17,7 +17,7 @@ from megatron_ext.doctor.check import check_launch
 from megatron_ext.doctor.report import Finding, RankPrediction, Severity
 from megatron_ext.installation import install
 from megatron_ext.launch import Chosen, without
-from megatron_ext.launch_command import line as launch_line
+from megatron_ext.launch_command import megatron_arguments
 from megatron_ext.launch_command.words import Launch
 from megatron_ext.launch_planner.launch_choice import choose_for
 from megatron_ext.patches.engine import applied
@@ -46,7 +46,7 @@ WIDE: dict[str, Any] = {  # so that passes take longer than it takes to launch t
 
 def chosen(**overrides: object) -> tuple[list[str], Chosen]:
     words = model_flags(**(FLAGS | overrides))
-    with launch_line.on_gpus(launch_line.parse(words).args):
+    with megatron_arguments.on_gpus(megatron_arguments.parse(words).args):
         return words, choose_for(words, from_argv(words), 2)
 
 
@@ -54,10 +54,10 @@ def makespan(words: list[str], *more: str) -> float:
     """Of the launch with the flags ``more``, as a rank would check it."""
     argv = [*words, *more]
     config = from_argv(argv)
-    args = launch_line.parse(argv).args
-    with launch_line.on_gpus(args):
-        launch_line.validate(args, config, 2)
-        launch_line.settle_vocabulary(args, config, launch_line.count_tokens(args))
+    args = megatron_arguments.parse(argv).args
+    with megatron_arguments.on_gpus(args):
+        megatron_arguments.validate(args, config, 2)
+        megatron_arguments.settle_vocabulary(args, config, megatron_arguments.count_tokens(args))
         (program,) = check(args, config, search_for_first)
     return simulate(program, program.problem.costs).makespan
 
@@ -66,7 +66,7 @@ def test_no_other_takes_less_time_in_the_limit(monkeypatch: pytest.MonkeyPatch) 
     shorten_search(monkeypatch)
     words, choice = chosen(pipeline_memory_limit="1x")
     assert "within --pipeline-memory-limit 1x" in choice.why
-    assert "--pipeline-memory-limit" not in choice.flags, "it is on the line"
+    assert "--pipeline-memory-limit" not in choice.flags, "it is in the command"
     least, compared = makespan(words, *choice.flags), 0
     for name in entries():
         for way in ("none", "1", "2"):
@@ -130,7 +130,7 @@ def test_doctor_says_what_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan.startswith(f"takes --pipeline-schedule {report.prediction.schedule} ")
 
 
-def test_virtual_stages_of_the_line_go_where_a_schedule_has_others() -> None:
+def test_virtual_stages_of_the_command_go_where_a_schedule_has_others() -> None:
     """A line with three chunks a rank was refused; under a V it has two."""
     words, choice = chosen(num_layers=12, num_virtual_stages_per_pipeline_rank=3)
     assert choice.dropped == ("--num-virtual-stages-per-pipeline-rank",)
@@ -140,7 +140,7 @@ def test_virtual_stages_of_the_line_go_where_a_schedule_has_others() -> None:
     assert choice.dropped == () and "--pipeline-model-parallel-layout" in choice.flags
 
 
-def test_it_wants_a_launch_line() -> None:
+def test_it_requires_a_launch_command() -> None:
     for config in (
         from_argv(["--pipeline-schedule", "plan"]),
         from_argv(["--pipeline-schedule", "auto"]),
@@ -154,7 +154,7 @@ def test_it_wants_a_launch_line() -> None:
         chosen(use_checkpoint_args=True)
 
 
-def test_auto_keeps_to_the_stages_of_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_keeps_to_the_stages_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """And to the vocabulary as it is, at either end of the pipeline."""
     shorten_search(monkeypatch)
     four = {"num_virtual_stages_per_pipeline_rank": 4}
@@ -285,7 +285,9 @@ def test_flag_that_hides_a_better_choice_is_named() -> None:
     assert entries()[plain.flags[1]].traits.splits_backward and "Without" not in plain.why
 
 
-def test_the_schedule_of_the_line_is_among_the_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_schedule_of_the_command_is_a_candidate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A launch with virtual stages got a worse schedule than its own: no schedule had more memory
     than 1F1B, and interleaved takes more."""
     shorten_search(monkeypatch)

@@ -1,4 +1,4 @@
-"""Launch lines as people have them: where they begin, and what of them is left out."""
+"""Launch commands as people have them: where they begin, and what of them is left out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_ext.launch_command.words import Launch, read_launch
 
 
 @pytest.mark.parametrize(
-    ("line", "launch"),
+    ("command", "launch"),
     [
         ("x.py --a 1", Launch("x.py", False, ("--a", "1"))),
         ("-m mine --a", Launch("mine", True, ("--a",))),
@@ -75,13 +75,13 @@ from megatron_ext.launch_command.words import Launch, read_launch
         ("srun -n 4 ./x.py --a", Launch("./x.py", False, ("--a",), left_out=("srun", "-n", "4"))),
     ],
 )
-def test_where_a_launch_line_begins(line: str, launch: Launch) -> None:
-    words = shlex.split(line)
+def test_where_a_launch_command_begins(command: str, launch: Launch) -> None:
+    words = shlex.split(command)
     assert read_launch(words) == replace(launch, words=tuple(words))
 
 
 @pytest.mark.parametrize(
-    ("line", "text"),
+    ("command", "text"),
     [
         ("pretrain --num-layers 3", "'pretrain --num-layers 3' begins no launch command"),
         ("srun -N 2 prog", "'srun -N 2' begins no launch command: give it from SCRIPT.py"),
@@ -89,13 +89,13 @@ def test_where_a_launch_line_begins(line: str, launch: Launch) -> None:
         ("torchrun --nproc-per 2 --no-such x.py", "torchrun's own words: "),
     ],
 )
-def test_what_is_no_launch_line(line: str, text: str) -> None:
+def test_what_is_no_launch_command(command: str, text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        read_launch(line.split())
+        read_launch(command.split())
 
 
 @pytest.mark.parametrize(
-    ("line", "script"),
+    ("command", "script"),
     [
         ("bash train.sh --nodes 4", "train.sh"),
         ("sh -x ./train", "./train"),
@@ -104,9 +104,9 @@ def test_what_is_no_launch_line(line: str, text: str) -> None:
         ("A=1 srun -n 4 bash train.sh", "train.sh"),
     ],
 )
-def test_a_shell_script_is_not_run(line: str, script: str) -> None:
+def test_a_shell_script_is_not_run(command: str, script: str) -> None:
     with pytest.raises(ValueError) as error:
-        read_launch(line.split())
+        read_launch(command.split())
     assert "runs a shell script, which is not run here" in str(error.value)
     assert "the log of an earlier start, as --megatron-args LOG" in str(error.value)
     assert f"write echo before the launcher (torchrun, python) in {script}," in str(error.value)

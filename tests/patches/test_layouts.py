@@ -13,10 +13,10 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron_ext.adapter.arguments import check_settings
 from megatron_ext.cost_model.gpus import parse_gpu
 from megatron_ext.launch import without
-from megatron_ext.launch_command import line as launch_line
+from megatron_ext.launch_command import megatron_arguments
 from megatron_ext.launch_command.words import Launch
 from megatron_ext.launch_planner.alternatives.layouts import lay_out, written_of
-from megatron_ext.launch_planner.alternatives.recompute import recompute_of_line
+from megatron_ext.launch_planner.alternatives.recompute import recompute_of_launch
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest, ParsedLaunch, with_launch
 from megatron_ext.planner.figures import as_data
 from megatron_ext.planner.layouts.comparison import LayoutComparison
@@ -39,7 +39,7 @@ FLAGS: dict[str, Any] = {
     "padded_vocab_size": 64000,
     "vocab_size": 63999,
 }
-LINES: dict[str, dict[str, Any]] = {
+LAUNCHES: dict[str, dict[str, Any]] = {
     "even": {},
     "virtual stages": {"num_virtual_stages_per_pipeline_rank": 4},
     "ends": {"decoder_first_pipeline_num_layers": 5},
@@ -91,14 +91,14 @@ def test_megatron_reads_what_is_printed(layers: tuple[int, ...], ranks: int, dep
 
 
 def _laid_out(read: ParsedLaunch) -> tuple[LayoutComparison, tuple[Written, ...]]:
-    line = read.variants
-    made = lay_out(line, read.validated, str(line.own), read.room, search=False)
-    return made, tuple(written_of(line, made.own, other) for other in made.others.values())
+    variants = read.variants
+    made = lay_out(variants, read.validated, str(variants.own), read.room, search=False)
+    return made, tuple(written_of(variants, made.own, other) for other in made.others.values())
 
 
 @functools.cache
 def laid_out(name: str) -> tuple[LayoutComparison, tuple[Written, ...]]:
-    """Other layouts of a line, and what is written for each."""
+    """Other layouts of a launch, and what is written for each."""
     launch = Launch(str(SCRIPT), False, words_of(name), world_size=WORLD)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)
@@ -106,39 +106,39 @@ def laid_out(name: str) -> tuple[LayoutComparison, tuple[Written, ...]]:
 
 
 def words_of(name: str) -> tuple[str, ...]:
-    return tuple(model_flags(**{**FLAGS, **LINES[name]}))
+    return tuple(model_flags(**{**FLAGS, **LAUNCHES[name]}))
 
 
-@pytest.mark.parametrize("name", [*BY_DAY, *at_night(*(n for n in LINES if n not in BY_DAY))])
-def test_a_line_takes_what_is_written_for_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", [*BY_DAY, *at_night(*(n for n in LAUNCHES if n not in BY_DAY))])
+def test_a_launch_takes_what_is_written_for_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron's own validation, its model's config, and ours."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     made, all_written = laid_out(name)
-    for line, written in zip(made.others.values(), all_written, strict=True):
+    for other, written in zip(made.others.values(), all_written, strict=True):
         words = [*without(words_of(name), written.dropped), *written.added]
-        args, config = launch_line.parse(words).args, from_argv(words)
-        with launch_line.on_gpus(args):
-            launch_line.validate(args, config, WORLD)
-            launch_line.check_model(args, config)
+        args, config = megatron_arguments.parse(words).args, from_argv(words)
+        with megatron_arguments.on_gpus(args):
+            megatron_arguments.validate(args, config, WORLD)
+            megatron_arguments.check_model(args, config)
             if config.schedule is not None:
                 check_settings(args, config)
         chunks = args.virtual_pipeline_model_parallel_size or 1
-        assert chunks == line.candidate.report.vpp
-        assert config.schedule in (None, line.schedule)
+        assert chunks == other.candidate.report.vpp
+        assert config.schedule in (None, other.schedule)
 
 
 def test_recompute_is_chosen_beside_the_layout() -> None:
-    """A small model needs none of what its line runs again."""
+    """A small model needs none of what its launch recomputes."""
     made, all_written = laid_out("full recompute")
     assert str(made.own.recompute) == "full"
-    assert {str(line.recompute) for line in made.others.values()} == {"none"}
+    assert {str(other.recompute) for other in made.others.values()} == {"none"}
     flags = ("--recompute-granularity", "--recompute-method", "--recompute-num-layers")
     for written in all_written:
         assert set(flags) <= set(written.dropped) and not set(flags) & set(written.added)
     assert as_data(made)["own"]["recompute"]["granularity"] == "full"
 
 
-def test_what_the_line_cannot_run_again_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_launch_cannot_recompute_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron refuses modules of experts without grouped products, and full recompute beside the
     overlap of experts' messages."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -148,7 +148,9 @@ def test_what_the_line_cannot_run_again_is_not_offered(monkeypatch: pytest.Monke
         asked = LaunchRequest(
             Launch(str(SCRIPT), False, words, world_size=WORLD), gpu=parse_gpu("h100")
         )
-        offered = with_launch(asked, lambda read: recompute_of_line(read.variants, read.validated))
+        offered = with_launch(
+            asked, lambda read: recompute_of_launch(read.variants, read.validated)
+        )
         return [str(option) for option in offered]
 
     plain = options()

@@ -12,7 +12,7 @@ from megatron.training import arguments
 from typer.testing import CliRunner
 
 from megatron_ext.cli import app
-from megatron_ext.launch_command import line as launch_line
+from megatron_ext.launch_command import megatron_arguments
 from megatron_ext.launch_command.importing import silently
 from megatron_ext.launch_command.log.megatron_log import launch_from_log, read_log
 from megatron_ext.launch_command.log.unparse import unparse
@@ -44,7 +44,7 @@ MLA: dict[str, Any] = {
     **{"multi_latent_attention": True, "q_lora_rank": 512, "kv_lora_rank": 256},
     **{"qk_head_dim": 64, "qk_pos_emb_head_dim": 32, "v_head_dim": 64, "mtp_num_layers": 1},
 }
-LINES: dict[str, dict[str, Any]] = {
+LAUNCHES: dict[str, dict[str, Any]] = {
     "a small GPT": {"global_batch_size": 16},
     "virtual stages": LARGE | {"num_virtual_stages_per_pipeline_rank": 2},
     "our stages": LARGE | {"pipeline_schedule": "zb-v", "pipeline_memory_limit": "0.5x"},
@@ -92,24 +92,24 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def validated(words: tuple[str, ...], ranks: int) -> dict[str, Any]:
     """Return the arguments that Megatron's validation makes of a command line."""
-    args = launch_line.parse(words).args
-    with silently(), launch_line.on_gpus(args):
-        return vars(launch_line.validate(args, from_argv(words), ranks))
+    args = megatron_arguments.parse(words).args
+    with silently(), megatron_arguments.on_gpus(args):
+        return vars(megatron_arguments.validate(args, from_argv(words), ranks))
 
 
 def printed(words: list[str], ranks: int, capsys: pytest.CaptureFixture[str]) -> str:
     """The block that Megatron's own code prints of a training."""
     args = validated(tuple(words), ranks)
     capsys.readouterr()
-    arguments._print_args("arguments", launch_line.SimpleNamespace(**args))
+    arguments._print_args("arguments", megatron_arguments.SimpleNamespace(**args))
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", LINES)
+@pytest.mark.parametrize("name", LAUNCHES)
 def test_flags_of_printed_arguments_give_them_again(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = model_flags(**LINES[name])
+    words = model_flags(**LAUNCHES[name])
     block = printed(words, 16, capsys)
     unparsed = unparse(read_log(block.splitlines()).arguments)
     assert unparsed.differences == () and unparsed.unknown == ()

@@ -24,7 +24,7 @@ from megatron_ext.config import PipelineConfig
 from megatron_ext.cost_model.description import describe
 from megatron_ext.cost_model.model import stages_of
 from megatron_ext.cost_model.parameters import has_final_norm, parameters_of_stage
-from megatron_ext.launch_command import line as launch_line
+from megatron_ext.launch_command import megatron_arguments
 from tests.helpers import meta_models
 from tests.helpers.combinations import at_night, nightly
 from tests.helpers.latent_attention import take_local_attention
@@ -135,11 +135,11 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     num_microbatches_calculator.unset_num_microbatches_calculator()
 
 
-def validated(line: launch_line.Line, world_size: int, tokens: int) -> Any:
-    args = line.args
-    with launch_line.on_gpus(args):
-        launch_line.validate(args, PipelineConfig(), world_size)
-        launch_line.settle_vocabulary(args, PipelineConfig(), tokens)
+def validated(parsed: megatron_arguments.ParsedArguments, world_size: int, tokens: int) -> Any:
+    args = parsed.args
+    with megatron_arguments.on_gpus(args):
+        megatron_arguments.validate(args, PipelineConfig(), world_size)
+        megatron_arguments.settle_vocabulary(args, PipelineConfig(), tokens)
     return args
 
 
@@ -175,14 +175,14 @@ def assert_to_the_byte(args: Any) -> None:
 @pytest.mark.parametrize("name", [*SETTINGS, *at_night(*MORE)])
 def test_to_the_byte(name: str) -> None:
     flags = BASE | (SETTINGS | MORE)[name]
-    assert_to_the_byte(validated(launch_line.parse(model_flags(**flags)), 8, 1000))
+    assert_to_the_byte(validated(megatron_arguments.parse(model_flags(**flags)), 8, 1000))
 
 
 def test_models_leave_no_streams_behind() -> None:
     """Megatron's classes remember a stream for all later models of the process. The mocks in place
     of these streams stayed, and disturbed trainings on emulated streams that were forked later."""
     flags = BASE | EXPERTS | {"moe_shared_expert_overlap": True}
-    args = validated(launch_line.parse(model_flags(**flags)), 8, 1000)
+    args = validated(megatron_arguments.parse(model_flags(**flags)), 8, 1000)
     with meta_models.fake_ranks(args, 0):
         assert meta_models.chunks_of(args)
     assert MoEAlltoAllTokenDispatcher.cuda_dtoh_stream is None
@@ -227,4 +227,4 @@ def test_real_models_to_the_byte(name: str) -> None:
         "rope_type": None,
         "position_embedding_type": "rope",
     }
-    assert_to_the_byte(validated(launch_line.parse_values(values), ranks, 0))
+    assert_to_the_byte(validated(megatron_arguments.parse_values(values), ranks, 0))

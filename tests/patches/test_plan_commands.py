@@ -1,7 +1,7 @@
 """`doctor` accepts the whole command that `plan` prints, wherever it accepts the given one.
 
 Of a change `plan` printed flags alone: without `-m megatron_ext`, which they need, and with flags
-of Megatron's left on the line that do not go with them.
+of Megatron's left in the command that do not go with them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_ext.config import PipelineConfig
 from megatron_ext.cost_model.gpus import GPUS
 from megatron_ext.doctor import check as launch_check
 from megatron_ext.doctor.check import check_launch
-from megatron_ext.launch_command import line as launch_line
+from megatron_ext.launch_command import megatron_arguments
 from megatron_ext.launch_command.log.unparse import unparse
 from megatron_ext.launch_command.words import Launch, read_launch
 from megatron_ext.launch_planner import parsed_launch
@@ -45,7 +45,7 @@ from scripts.recipes.recipe import RECIPES, Recipe, read_models, resolve
 from tests.helpers.combinations import IS_NIGHT
 from tests.helpers.few_families import only_families
 from tests.helpers.megatron_runs import SCRIPT, model_flags
-from tests.patches.test_layouts import FLAGS, LINES, ROUTED
+from tests.patches.test_layouts import FLAGS, LAUNCHES, ROUTED
 
 PAIRS: dict[str, Any] = {
     **ROUTED,
@@ -64,7 +64,7 @@ SLICED = ("1f1b", "zb-h1", "zb-v")  # schedules that are compared with slices
 APART = 17  # places of the list between two recipes that are planned one after the other
 DAILY = "llama3_8b_pretrain_16gpu_h100_bf16_16k"
 JOBS: dict[str, dict[str, Any]] = {
-    **LINES,
+    **LAUNCHES,
     "experts": ROUTED,
     "pairs": PAIRS,
     "tensor parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
@@ -218,8 +218,8 @@ def test_doctor_accepts_what_plan_prints_for_a_recipe(name: str) -> None:
     assert recipe.gpu is not None and recipe.gpus is not None
     try:
         with as_on_gpus():
-            args = launch_line.parse_values(argument_values(recipe)).args
-            args = launch_line.validate(args, PipelineConfig(), recipe.gpus)
+            args = megatron_arguments.parse_values(argument_values(recipe)).args
+            args = megatron_arguments.validate(args, PipelineConfig(), recipe.gpus)
     except ValueError as error:
         pytest.skip(f"stock Megatron refuses the recipe: {error}")
     args.global_batch_size = _batch_of_few(args)

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_ext.compile.registry import choose
 from megatron_ext.config import PipelineConfig
-from megatron_ext.launch_command import line as launch_line
+from megatron_ext.launch_command import megatron_arguments
 from megatron_ext.runtime.measure.profile import STEPS
 from megatron_ext.schedule.costs_text import load_costs
 from megatron_ext.schedule.kinds import Held
@@ -68,10 +68,10 @@ def test_held_bytes_are_those_of_a_training(name: str, tmp_path: Path) -> None:
     costs = {"pipeline_schedule": "zb-h1", "pipeline_costs": f"profile:{path}"}
     train(2, model_flags(**flags | costs))
     counted = load_costs(path, placement).held_bytes
-    args = launch_line.parse(model_flags(**flags)).args
-    with launch_line.on_gpus(args):
-        launch_line.validate(args, PipelineConfig(), 2)
-        launch_line.settle_vocabulary(args, PipelineConfig(), args.vocab_size)
+    args = megatron_arguments.parse(model_flags(**flags)).args
+    with megatron_arguments.on_gpus(args):
+        megatron_arguments.validate(args, PipelineConfig(), 2)
+        megatron_arguments.settle_vocabulary(args, PipelineConfig(), args.vocab_size)
         estimated = costs_of_arguments(args, placement).held_bytes
     assert counted is not None and estimated is not None
     waits, holds = Held.WEIGHT_INPUTS, Held.ACTIVATION

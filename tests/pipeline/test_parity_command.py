@@ -117,7 +117,7 @@ def test_a_recording_is_not_written_over() -> None:
     assert "holds a recording already" in result.output
 
 
-@nightly("above is what it runs, in forked ranks; the lines and the order of runs have unit tests")
+@nightly("above is what it runs, in forked ranks; the rest and the order of runs have unit tests")
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [
@@ -136,10 +136,10 @@ def test_a_recording_is_not_written_over() -> None:
         ),
     ],
 )
-def test_a_line_as_stock(tmp_path: Path, ranks: int, flags: dict[str, object]) -> None:
+def test_a_command_as_stock(tmp_path: Path, ranks: int, flags: dict[str, object]) -> None:
     flags = {**flags, "train_iters": 9}
-    line = ["torchrun", "--nproc-per-node", str(ranks), str(SCRIPT), *model_flags(**flags)]
-    words = ["--dir", "kept", "--iterations", "3", "--", *line, "--pipeline-schedule", "zb-v"]
+    command = ["torchrun", "--nproc-per-node", str(ranks), str(SCRIPT), *model_flags(**flags)]
+    words = ["--dir", "kept", "--iterations", "3", "--", *command, "--pipeline-schedule", "zb-v"]
     result = subprocess.run(
         [sys.executable, "-m", "megatron_ext", "parity", *words],
         cwd=tmp_path,

@@ -1,4 +1,4 @@
-"""`megatron-ext parity` on models of every kind, as a user runs it: stock's line against ours."""
+"""`megatron-ext parity` on models of every kind, as a user runs it: stock against ours."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Flags = dict[str, object]
 
 @dataclass(frozen=True)
 class Model:
-    """What a line trains, by Megatron's flags, and the schedule that it is compared under.
+    """What a command trains, by Megatron's flags, and the schedule that it is compared under.
 
     Attributes:
         stand_in: for what there is one on the CPU.
@@ -44,7 +44,7 @@ class Model:
     trained: str = ""
     is_saved: bool = True
 
-    def line(self) -> list[str]:
+    def command(self) -> list[str]:
         flags = model_flags(
             **{
                 "pipeline_model_parallel_size": 2,
@@ -102,12 +102,12 @@ MODELS: dict[str, Model] = {
 
 @nightly("the tests of each kind compare forked ranks, which start in a tenth of the time")
 @pytest.mark.parametrize("name", MODELS)
-def test_a_line_is_stocks(name: str, tmp_path: Path) -> None:
+def test_a_command_is_stocks(name: str, tmp_path: Path) -> None:
     model = MODELS[name]
     options = ["--json", "--iterations", str(ITERATIONS)]
     if not model.is_saved:
         options.append("--from-seed")
-    words = ["-m", "megatron_ext", "parity", *options, "--", *model.line()]
+    words = ["-m", "megatron_ext", "parity", *options, "--", *model.command()]
     result = subprocess.run(
         [sys.executable, *words],
         cwd=tmp_path,

@@ -378,7 +378,7 @@ def assert_close(runs: list[Run], reference: list[Run], tolerance: float) -> Non
         assert ours == pytest.approx(theirs[-len(ours) :], rel=tolerance) and ours
 
 
-@nightly("test_a_launch_line_trains_as_stock_does")
+@nightly("test_a_launch_command_trains_as_stock_does")
 @pytest.mark.parametrize("slices", [2, 4, 8])
 def test_twenty_steps_side_by_side(slices: int) -> None:
     """Errors do not grow beyond what float32 sums differ by."""
@@ -388,7 +388,7 @@ def test_twenty_steps_side_by_side(slices: int) -> None:
     assert losses(runs) == pytest.approx(reference, rel=1e-5) and len(reference) == 20
 
 
-def test_a_launch_line_trains_as_stock_does() -> None:
+def test_a_launch_command_trains_as_stock_does() -> None:
     """Slices as uneven as can be."""
     uneven: Flags = {"pipeline_slices": 4, "pipeline_slice_lengths": UNEVEN}
     runs = run("grouped queries", pipeline_schedule="zb-h1", **uneven)

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_ext.config import PipelineConfig, flag
 from megatron_ext.schedule.problem import Extras
+from megatron_ext.words import argument_flag
 
 SETTING = "overlap_moe_expert_parallel_comm"
 FLAG = "--overlap-moe-expert-parallel-comm"
@@ -21,7 +22,7 @@ def requests_pairs(settings: Any) -> bool:
 def flags_given(settings: Any) -> tuple[str, ...]:
     """Return the flags of ``settings`` about overlapped passes."""
     given = (name for name in (SETTING, DELAY) if getattr(settings, name, None) is True)
-    return tuple(f"--{name.replace('_', '-')}" for name in given)
+    return tuple(map(argument_flag, given))
 
 
 def has_pairs(settings: Any, microbatches: int) -> bool:

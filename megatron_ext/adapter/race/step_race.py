@@ -78,7 +78,7 @@ class StepRace(StepObserver[Step]):
     def __init__(self, config: PipelineConfig, programs: Programs) -> None:
         assert config.race is not None
         self._config = config
-        self._line_up = config.race
+        self._contestants = config.race
         self._choices = dict(zip(config.race.specs, config.race.choices, strict=True))
         self._programs = programs
         self._count = 0  # training steps
@@ -209,7 +209,7 @@ class StepRace(StepObserver[Step]):
         if other:
             _say(f"race: what an earlier start has measured does not count: {other}")
         elif self._known.winner is not None:
-            self._kept = self._known.winner if self._keeps else self._line_up.baseline
+            self._kept = self._known.winner if self._takes_winner else self._contestants.baseline
             _say(f"race: {self._known.winner} has won already, and this goes on under {self._kept}")
 
     def _waits_for_costs(self, shape: Shape) -> bool:
@@ -223,14 +223,14 @@ class StepRace(StepObserver[Step]):
         ]
         if splitting and self._waits_for_costs(shape):
             return splitting[0]
-        return self._line_up.baseline
+        return self._contestants.baseline
 
     def _begin(self, make: Callable[[], Program], host_memory: HostMemory) -> None:
         """Build all programs, which proves that they respect the memory limit, and drop the
         candidates that some rank cannot build. Collective over the world."""
-        lines = self._line_up
-        self._race = race = Race(lines.baseline, lines.candidates)
-        for spec in lines.specs:
+        contestants = self._contestants
+        self._race = race = Race(contestants.baseline, contestants.candidates)
+        for spec in contestants.specs:
             if why := self._why_not(spec, make, host_memory):
                 race.drop(spec, why)
                 _say(f"race: {spec} is not in it: {why}")
@@ -242,9 +242,9 @@ class StepRace(StepObserver[Step]):
                 self._peaks[spec] = figures.peak or 0
         before = f", {len(race.rounds)} of them from an earlier start" if race.rounds else ""
         _say(
-            f"race of {', '.join(race.candidates) or 'nobody'} against {lines.baseline} "
-            f"({lines.order_of_baseline}): {ROUNDS} rounds{before}, turns of {WARM_UP + TIMED} "
-            f"iterations, {race.iterations_left} iterations at most"
+            f"race of {', '.join(race.candidates) or 'nobody'} against {race.baseline} "
+            f"({contestants.order_of_baseline}): {ROUNDS} rounds{before}, turns of "
+            f"{WARM_UP + TIMED} iterations, {race.iterations_left} iterations at most"
         )
         if race.is_over:
             self._end()
@@ -259,7 +259,7 @@ class StepRace(StepObserver[Step]):
             program = make()
             check_order(program)
         except ValueError as error:
-            if spec == self._line_up.baseline:
+            if spec == self._contestants.baseline:
                 raise
             why = str(error)
         whys = [why for why in gather_from_all(why) if why]
@@ -305,26 +305,26 @@ class StepRace(StepObserver[Step]):
         self._peaks[spec] = max(peak, self._peaks.get(spec, 0))
 
     def _end(self) -> None:
-        race, keeps = self._race, self._keeps
+        race, takes_winner = self._race, self._takes_winner
         assert race is not None
-        self._kept = race.winner if keeps else self._line_up.baseline
+        self._kept = race.winner if takes_winner else self._contestants.baseline
         figures = self._figures()
         for spec, own in figures.items():
             _say(report.figures_line(spec, race, own))
-        _say(report.verdict(race, keeps))
+        _say(report.verdict(race, takes_winner))
         if doubt := report.doubt(race, figures):
             log_single_rank(logger, logging.WARNING, doubt)
-        if table := report.table(race, self._line_up, self._facts, figures):
+        if table := report.table(race, self._contestants, self._facts, figures):
             _say(f"race, to show to others:\n{table}")
         self._write(race.winner)
 
     @property
-    def _keeps(self) -> bool:
-        return self._config.race_then is RaceThen.KEEP
+    def _takes_winner(self) -> bool:
+        return self._config.race_then is RaceThen.WINNER
 
     @property
     def _subject(self) -> dict[str, str]:
-        return {**self._facts, "the race": str(self._line_up)}
+        return {**self._facts, "the race": str(self._contestants)}
 
     def _figures(self) -> dict[str, RaceFigures]:
         return {

@@ -120,7 +120,7 @@ class MachineFactors:
         }
 
     def remark(self) -> str:
-        """Return one line on what was measured."""
+        """Return, for users, what was measured, against what, and what follows for estimates."""
         names = {
             "products": f"products in {self.precision}",
             "grouped": "experts' products",
@@ -129,18 +129,19 @@ class MachineFactors:
             "exchanges": "exchanges of expert-parallel ranks",
         }
         found = {name: getattr(self, name) for name in names}
-        known = [
-            f"{len(timed)} {names[name]}, {statistics.median(map(_factor, timed)):.2f} of the "
-            f"estimate in the middle"
+        medians = [
+            f"{statistics.median(map(_factor, timed)):.2f} for {len(timed)} {names[name]}"
             for name, timed in found.items()
             if timed
         ]
         missing = [names[name] for name, timed in found.items() if not timed]
-        as_estimated = ", ".join([*missing, "other messages"])
         return (
-            f"operations are scaled to those of a machine with {self.gpu} "
-            f"({', '.join(self.versions)}): {'; '.join(known)}; as estimated, but for what layers "
-            f"took: {as_estimated}"
+            f"single operations were timed on a machine with {self.gpu} "
+            f"({', '.join(self.versions)}). The medians of measured divided by estimated seconds "
+            f"are {', '.join(medians)}. The estimate of an operation is multiplied by the factor "
+            f"of the timed operations closest in shape or size. No factor was measured for "
+            f"{', '.join([*missing, 'other messages'])}: their estimates follow the measured "
+            f"layers alone"
         )
 
 

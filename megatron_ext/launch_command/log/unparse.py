@@ -18,7 +18,7 @@ from typing import Any
 from megatron_ext.adapter.layout_arguments import CHUNKS, CHUNKS_IN_CONFIGS
 from megatron_ext.compile.registry import choose
 from megatron_ext.config import PREFIX
-from megatron_ext.launch_command import line as launch_line
+from megatron_ext.launch_command import megatron_arguments
 from megatron_ext.words import shown
 from megatron_ext.written_settings import from_argv
 
@@ -73,7 +73,7 @@ def unparse(printed: Mapping[str, str]) -> Unparsed:
         ValueError: Megatron's parser does not take a value, or a list is not understood.
     """
     words = flags_of(printed)
-    args = launch_line.parse(words).args
+    args = megatron_arguments.parse(words).args
     try:
         validated = vars(_validated(args, words, int(printed["world_size"])))
     except ValueError:  # the caller validates the flags again, and reports it
@@ -92,7 +92,7 @@ def flags_of(printed: Mapping[str, str]) -> tuple[str, ...]:
     Raises:
         ValueError: a list is not understood.
     """
-    parser = launch_line.parser()
+    parser = megatron_arguments.parser()
     given = {name: text for name, text in printed.items() if not _is_derived(name, printed)}
     if printed.get("use_layer_wise_distributed_optimizer") == str(True):
         given["use_distributed_optimizer"] = str(True)  # for which validation has put it
@@ -101,8 +101,8 @@ def flags_of(printed: Mapping[str, str]) -> tuple[str, ...]:
 
 def _validated(args: Any, words: tuple[str, ...], world_size: int) -> Any:
     args = copy.deepcopy(args)
-    with launch_line.on_gpus(args):
-        return launch_line.validate(args, from_argv(words), world_size)
+    with megatron_arguments.on_gpus(args):
+        return megatron_arguments.validate(args, from_argv(words), world_size)
 
 
 def _is_derived(name: str, printed: Mapping[str, str]) -> bool:

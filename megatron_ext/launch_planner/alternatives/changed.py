@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from megatron_ext.planner.candidate import Candidate
 
 if TYPE_CHECKING:
-    from megatron_ext.launch_planner.variants import LineVariants
+    from megatron_ext.launch_planner.variants import LaunchVariants
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,6 @@ class Changed:
         dropped: Megatron's flags that are removed, in addition to those that a schedule replaces.
     """
 
-    line: LineVariants
+    variants: LaunchVariants
     candidates: tuple[Candidate, ...]
     dropped: tuple[str, ...] = ()

@@ -15,7 +15,7 @@ from megatron_ext.progress import remark
 
 if TYPE_CHECKING:
     from megatron_ext.launch_planner.parsed_launch import ParsedLaunch
-    from megatron_ext.launch_planner.variants import LineVariants
+    from megatron_ext.launch_planner.variants import LaunchVariants
 
 LONG = 1_024  # pipeline ranks times microbatches, from which on steps are long
 _FIRST = ("zb-v",)
@@ -39,14 +39,14 @@ def first_answer(parsed: ParsedLaunch) -> Plan:
     own = parsed.variants.own
     assert own is not None
     specs = tuple(dict.fromkeys((own, *_FIRST)))
-    line = replace(parsed.variants, methods=frozenset([VocabMethod.NAIVE]))
-    simple = replace(line, tries_recompute=False)
+    variants = replace(parsed.variants, methods=frozenset([VocabMethod.NAIVE]))
+    simple = replace(variants, tries_recompute=False)
     plan = make_plan(simple.variant, parsed.room, specs=specs)
     fitting = plan
-    if plan.best is None and line.tries_recompute:
+    if plan.best is None and variants.tries_recompute:
         with within(_RECOMPUTE):
-            fitting = make_plan(line.variant, parsed.room, specs=specs)
-    words = _in_words(fitting, line)
+            fitting = make_plan(variants.variant, parsed.room, specs=specs)
+    words = _in_words(fitting, variants)
     if NO_TIME in fitting.refusals.values():
         words += ", and how much recompute would fit is not known yet"
     if NO_TIME not in plan.refusals.values():
@@ -55,15 +55,15 @@ def first_answer(parsed: ParsedLaunch) -> Plan:
     return plan
 
 
-def _in_words(plan: Plan, line: LineVariants) -> str:
-    best, of_line = plan.best, _of_line(plan, line)
+def _in_words(plan: Plan, variants: LaunchVariants) -> str:
+    best, unchanged = plan.best, _unchanged(plan, variants)
     if best is None:
         return "nothing fits so far"
-    if best is of_line:
+    if best is unchanged:
         return "the unchanged command, as estimated"
-    words = shlex.join(line.written(best).added)
-    if of_line is not None:
-        words += f", a step {1 - best.step / of_line.step:.1%} shorter"
+    words = shlex.join(variants.written(best).added)
+    if unchanged is not None:
+        words += f", a step {1 - best.step / unchanged.step:.1%} shorter"
     return f"{words}, as estimated"
 
 
@@ -71,15 +71,15 @@ def whole_plan(parsed: ParsedLaunch, first: Plan) -> Plan:
     """Compare all schedules for the command. If steps are long, and a stable schedule fits, only
     stable ones are compared, without those that take more time than the best of the ``first``
     answer, whose schedules are used as they are."""
-    line = parsed.variants
+    variants = parsed.variants
     if not is_long(parsed.validated):
-        return make_plan(line.variant, parsed.room, may_offload=True)
-    own = (line.own or "").partition(":")[0]
+        return make_plan(variants.variant, parsed.room, may_offload=True)
+    own = (variants.own or "").partition(":")[0]
     stable = [s for s in all_specs() if entry_of(s).mark is Mark.STABLE or entry_of(s).name == own]
     others = [spec for spec in all_specs() if spec not in stable]
     compare = partial(
         make_plan,
-        line.variant,
+        variants.variant,
         parsed.room,
         only_promising=True,
         may_offload=True,
@@ -93,10 +93,10 @@ def whole_plan(parsed: ParsedLaunch, first: Plan) -> Plan:
     return Plan(more.candidates, {**plan.refusals, **more.refusals})
 
 
-def _of_line(plan: Plan, line: LineVariants) -> Candidate | None:
+def _unchanged(plan: Plan, variants: LaunchVariants) -> Candidate | None:
     """Return the unchanged command; None if it is not in ``plan``."""
     for candidate in plan.candidates:
-        is_own = (candidate.schedule, candidate.method) == (line.own, VocabMethod.NAIVE)
-        if is_own and candidate.recompute == line.config.extras.recompute:
+        is_own = (candidate.schedule, candidate.method) == (variants.own, VocabMethod.NAIVE)
+        if is_own and candidate.recompute == variants.config.extras.recompute:
             return candidate
     return None

@@ -24,11 +24,11 @@ from megatron_ext.cost_model.description import describe
 from megatron_ext.cost_model.model import Stage
 from megatron_ext.launch_planner.alternatives.recompute import (
     recompute_flags,
-    recompute_of_line,
+    recompute_of_launch,
     with_recompute,
 )
 from megatron_ext.launch_planner.alternatives.written import written_for
-from megatron_ext.launch_planner.variants import LineVariants
+from megatron_ext.launch_planner.variants import LaunchVariants
 from megatron_ext.planner.candidate import VocabMethod
 from megatron_ext.planner.layouts.candidates import Permits, Rule
 from megatron_ext.planner.layouts.comparison import LayoutComparison, compare_layouts
@@ -93,14 +93,14 @@ def rule_of(args: Any) -> Rule:
     return rule
 
 
-def permits_of(line: LineVariants) -> Permits:
-    """Return the check whether ``line`` can train under a schedule; Megatron's own schedules pass
+def permits_of(variants: LaunchVariants) -> Permits:
+    """Return the check whether the launch can train under a schedule; Megatron's own schedules pass
     it."""
 
     @cache
     def refusal(family: str, method: VocabMethod) -> str | None:
         try:
-            check_settings(*line.validated(family, method))
+            check_settings(*variants.validated(family, method))
         except ValueError as error:
             return str(error)
         return None
@@ -109,7 +109,7 @@ def permits_of(line: LineVariants) -> Permits:
         family = spec.partition(":")[0]
         if family in STOCK:
             return
-        if method not in line.methods:
+        if method not in variants.methods:
             raise ValueError("the vocabulary is not known")
         why = refusal(spec, method)
         if why is not None:
@@ -119,19 +119,19 @@ def permits_of(line: LineVariants) -> Permits:
 
 
 def written_of(
-    line: LineVariants, own: Evaluated, made: Evaluated, costs: Sequence[str] = ()
+    variants: LaunchVariants, own: Evaluated, made: Evaluated, costs: Sequence[str] = ()
 ) -> Written:
-    """Return the changes of ``line`` that ``made`` needs. Arguments as in `written_for`."""
+    """Return the changes of the command that ``made`` needs. Arguments as in `written_for`."""
     baseline = own.schedule, own.layout
-    written = written_for(line.args, baseline, made.candidate, made.layout, costs)
+    written = written_for(variants.args, baseline, made.candidate, made.layout, costs)
     if made.recompute == own.recompute:
         return written
-    words, gone = made.recompute.words, recompute_flags(line.args)
+    words, gone = made.recompute.words, recompute_flags(variants.args)
     return Written((*written.added, *words), (*written.dropped, *gone))
 
 
 def lay_out(
-    line: LineVariants,
+    variants: LaunchVariants,
     args: Any,
     own: str,
     room: float | None,
@@ -139,10 +139,10 @@ def lay_out(
     search: bool = True,
     tries_recompute: bool = True,
 ) -> LayoutComparison:
-    """Compare layouts for ``line``, which trains under the schedule ``own``.
+    """Compare layouts for a launch, which trains under the schedule ``own``.
 
     Args:
-        args: of the line, validated, with their vocabulary.
+        args: of the launch, validated, with their vocabulary.
         room: bytes that a rank has for everything; None: as much as it takes.
         search: as in `compare_layouts`.
         tries_recompute: whether other layers may be recomputed than the launch says.
@@ -150,15 +150,15 @@ def lay_out(
     Raises:
         ValueError: the unchanged launch cannot train.
     """
-    works = [work_of(args, line.config)]
+    works = [work_of(args, variants.config)]
     if tries_recompute:
-        _, *others = recompute_of_line(line, args)
-        works += [work_of(with_recompute(args, option), line.config) for option in others]
+        _, *others = recompute_of_launch(variants, args)
+        works += [work_of(with_recompute(args, option), variants.config) for option in others]
     return compare_layouts(
         works,
         own_layout(args, own),
         rule_of(args),
         room,
-        permits=permits_of(line),
+        permits=permits_of(variants),
         search=search,
     )

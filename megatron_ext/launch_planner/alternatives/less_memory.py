@@ -12,10 +12,10 @@ from megatron_ext.launch_planner.alternatives.without_full_recompute import (
 )
 from megatron_ext.planner.candidate import VocabMethod
 from megatron_ext.planner.fitting import consider
-from megatron_ext.words import bytes_text
+from megatron_ext.words import argument_flag, bytes_text
 
 if TYPE_CHECKING:
-    from megatron_ext.launch_planner.variants import LineVariants
+    from megatron_ext.launch_planner.variants import LaunchVariants
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,18 +41,18 @@ def _gifts(args: Any) -> Iterator[list[_Gift]]:
         sizes = [times * getattr(args, setting) for times in _DOUBLINGS]
         if name == "expert":
             sizes = [size for size in sizes if args.num_experts and args.num_experts % size == 0]
-        yield [_Gift(f"--{setting.replace('_', '-')} {size}", {setting: size}) for size in sizes]
+        yield [_Gift(f"{argument_flag(setting)} {size}", {setting: size}) for size in sizes]
     if not args.use_distributed_optimizer:
         yield [_Gift("--use-distributed-optimizer", {"use_distributed_optimizer": True})]
     if args.micro_batch_size > 1:
         yield [_Gift("--micro-batch-size 1", {"micro_batch_size": 1})]
 
 
-def what_would_fit(line: LineVariants, room: float | None) -> Iterator[str]:
+def what_would_fit(variants: LaunchVariants, room: float | None) -> Iterator[str]:
     """Yield a text for each kind of change, with the smallest one that fits and the memory of the
     fullest rank under the schedule of the launch, least memory first. If no change suffices, the
     one that takes least memory is combined with each other one."""
-    before = _fullest(line)
+    before = _fullest(variants)
     if room is None or before is None:
         return
     taken: dict[_Gift, float] = {}
@@ -61,14 +61,14 @@ def what_would_fit(line: LineVariants, room: float | None) -> Iterator[str]:
         """Return the first of ``gifts`` that fits, or the last that helps."""
         helps = None
         for gift in gifts:
-            fullest = _fullest(line.with_values(gift.values))
+            fullest = _fullest(variants.with_values(gift.values))
             if fullest is not None and fullest < before:
                 taken[gift], helps = fullest, gift
                 if fullest <= room:
                     break
         return helps
 
-    leanest = sorted(filter(None, map(least, _gifts(line.args))), key=lambda gift: taken[gift])
+    leanest = sorted(filter(None, map(least, _gifts(variants.args))), key=lambda gift: taken[gift])
     if leanest and taken[leanest[0]] > room:
         pairs = (least([leanest[0].and_(other)]) for other in leanest[1:])
         leanest += [pair for pair in pairs if pair is not None and taken[pair] <= room]
@@ -78,11 +78,11 @@ def what_would_fit(line: LineVariants, room: float | None) -> Iterator[str]:
         yield f"{gift.words}: the fullest rank would take {bytes_text(taken[gift])}, {fits}"
 
 
-def _fullest(line: LineVariants) -> float | None:
+def _fullest(variants: LaunchVariants) -> float | None:
     """Return the bytes of the fullest rank of the launch; None if it cannot train."""
-    assert line.own is not None
+    assert variants.own is not None
     try:
-        variant = line.variant(line.own.partition(":")[0], VocabMethod.NAIVE)
+        variant = variants.variant(variants.own.partition(":")[0], VocabMethod.NAIVE)
         return None if variant is None else consider(variant, VocabMethod.NAIVE).fullest
     except ValueError:
         return None

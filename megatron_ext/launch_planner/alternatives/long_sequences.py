@@ -11,7 +11,7 @@ from megatron_ext.compile.registry import entry_of
 from megatron_ext.launch_planner.alternatives.without_full_recompute import (
     WITH_FULL_RECOMPUTE,
 )
-from megatron_ext.launch_planner.variants import LineVariants
+from megatron_ext.launch_planner.variants import LaunchVariants
 from megatron_ext.planner.candidate import Plan
 from megatron_ext.planner.figures import slower_by
 from megatron_ext.planner.long_sequences import (
@@ -39,39 +39,39 @@ _SIMPLE = ("zb-h1", "zb-v")
 def long_sequences(parsed: ParsedLaunch, plan: Plan) -> LongSequences | None:
     """Return the alternatives for long sequences of the launch with this ``plan``; None if its
     sequences are short."""
-    args, line, room = parsed.validated, parsed.variants, parsed.room
+    args, variants, room = parsed.validated, parsed.variants, parsed.room
     if args.seq_length < LONG:
         return None
-    requested = line.config.slices
+    requested = variants.config.slices
     ways = ways_of_plan(plan, requested)
     if requested > 1:
-        ways.append(way_of(WHOLE, line.with_slices(UNCUT).variant, room))
-    elif parsed.measured is None and line.config.costs.is_estimate:
+        ways.append(way_of(WHOLE, variants.with_slices(UNCUT).variant, room))
+    elif parsed.measured is None and variants.config.costs.is_estimate:
         ways += _of_other_settings(parsed)
     counts = [count for count in COUNTS if count != requested]
-    ways += ways_with_slices(lambda cut: line.with_slices(cut).variant, room, counts)
+    ways += ways_with_slices(lambda cut: variants.with_slices(cut).variant, room, counts)
     made = LongSequences(args.seq_length, tuple(ways), args.context_parallel_size)
     best = made.best
     if best is None:
         return made
-    written = line.written(best)
+    written = variants.written(best)
     return replace(made, written=replace(written, added=(*written.added, *parsed.costs)))
 
 
 def _of_other_settings(parsed: ParsedLaunch) -> Iterator[Way]:
     """Yield full recompute, and twice the context parallelism with half of the data parallelism."""
-    args, line, room = parsed.validated, parsed.variants, parsed.room
+    args, variants, room = parsed.validated, parsed.variants, parsed.room
     if args.recompute_granularity != "full":
-        again = line.with_values(WITH_FULL_RECOMPUTE)
+        again = variants.with_values(WITH_FULL_RECOMPUTE)
         yield way_of(FULL_RECOMPUTE, again.variant, room)
     if args.data_parallel_size % 2 == 0:
         ranks = 2 * args.context_parallel_size
         words = context_parallel(ranks, args.data_parallel_size // 2)
-        divided = line.with_values({"context_parallel_size": ranks})
+        divided = variants.with_values({"context_parallel_size": ranks})
         yield way_of(words, divided.variant, room, is_here=False)
 
 
-def what_slices_give(line: LineVariants, tokens: int, room: float | None) -> str | None:
+def what_slices_give(variants: LaunchVariants, tokens: int, room: float | None) -> str | None:
     """Say what a launch would take with slices under its own schedule or another simple one, and
     its flags; None if slices gain nothing, or are impossible.
 
@@ -80,17 +80,17 @@ def what_slices_give(line: LineVariants, tokens: int, room: float | None) -> str
         room: bytes that a rank may take; None: not known.
     """
     counts = [count for count in COUNTS if count * LONG_ENOUGH <= tokens]
-    own = line.as_it_stands() if counts else None
+    own = variants.as_it_stands() if counts else None
     if own is None:
         return None
     specs = [name for name in (own.family, *_SIMPLE) if entry_of(name).traits.takes_slices]
     (way,) = ways_with_slices(
-        lambda cut: line.with_slices(cut).variant, room, counts[-1:], list(dict.fromkeys(specs))
+        lambda cut: variants.with_slices(cut).variant, room, counts[-1:], list(dict.fromkeys(specs))
     )
     made, fits = way.shortest, room is None or own.fullest is None or own.fullest <= room
     if made is None or (fits and slower_by(own, made) < EQUAL):
         return None
-    words = shlex.join(line.written(made).added)
+    words = shlex.join(variants.written(made).added)
     bubbles = [f"{candidate.report.bubble_share_makespan:.1%}" for candidate in (made, own)]
     text = f"with {words} a step is predicted to take {made.step / own.step - 1:+.1%}: "
     text += f"{bubbles[0]} bubbles in place of {bubbles[1]}"

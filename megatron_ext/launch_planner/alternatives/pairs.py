@@ -12,16 +12,17 @@ from megatron_ext.compile.registry import Mark, entries
 from megatron_ext.launch_planner.alternatives.changed import Changed
 from megatron_ext.planner.candidate import Plan
 from megatron_ext.planner.planner import make_plan
+from megatron_ext.words import argument_flag
 
 if TYPE_CHECKING:
-    from megatron_ext.launch_planner.variants import LineVariants
+    from megatron_ext.launch_planner.variants import LaunchVariants
 
 SHARED = "moe_shared_expert_overlap"
 _STOCK = "interleaved"
 
 
 def other_pairs(
-    line: LineVariants, plan: Plan, room: float | None, *, is_long: bool = False
+    variants: LaunchVariants, plan: Plan, room: float | None, *, is_long: bool = False
 ) -> Changed | None:
     """Return the launch with the flag for overlapped passes if it has none, and without if it has;
     None if experts are on one rank.
@@ -31,7 +32,7 @@ def other_pairs(
     that search are ignored; if plans are long, so are those that are not stable, or would have to
     be made to fit.
     """
-    args = line.args
+    args = variants.args
     if not args.num_experts or (args.expert_model_parallel_size or 1) == 1:
         return None
     is_asked = requests_pairs(args)
@@ -39,7 +40,7 @@ def other_pairs(
     has_shared = not is_asked and args.moe_shared_expert_overlap
     if has_shared:  # Megatron takes one of the two
         changes[SHARED] = False
-    other = line.with_values(changes)
+    other = variants.with_values(changes)
     if is_long:
         other = replace(other, marks=frozenset([Mark.STABLE]), tries_recompute=False)
     if room is None and plan.best is not None:
@@ -48,7 +49,7 @@ def other_pairs(
     made = make_plan(other.variant, room, only_promising=is_asked, specs=specs)
     best = () if made.best is None else (made.best,)
     stock = () if is_asked else (c for c in made.candidates if c.family == _STOCK)
-    dropped = (f"--{SHARED.replace('_', '-')}",) if has_shared else ()
+    dropped = (argument_flag(SHARED),) if has_shared else ()
     return Changed(other, tuple(dict.fromkeys((*islice(stock, 1), *best))), dropped)
 
 

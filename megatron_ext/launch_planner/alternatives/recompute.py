@@ -8,42 +8,45 @@ from typing import Any
 from megatron_ext.adapter.compatibility import refuse
 from megatron_ext.adapter.dimensions import execution, rates
 from megatron_ext.cost_model.description import describe
-from megatron_ext.launch_command import line as launch_line
-from megatron_ext.launch_planner.variants import LineVariants
+from megatron_ext.launch_command import megatron_arguments
+from megatron_ext.launch_planner.variants import LaunchVariants
 from megatron_ext.planner.candidate import VocabMethod
 from megatron_ext.planner.layouts.recompute import (
     NO_RECOMPUTE,
     LayerRecompute,
     recompute_options,
 )
+from megatron_ext.words import argument_flag
 
 # Further arguments for recompute, which are off in all alternatives: other names for those of
 # `LayerRecompute.arguments`, or for full recompute only.
 _SWITCHES = ("recompute_activations", "moe_layer_recompute", "distribute_saved_activations")
 
 
-def recompute_of_line(line: LineVariants, args: Any) -> list[LayerRecompute]:
-    """Return the recompute of ``line``, then alternatives that neither Megatron nor we refuse.
+def recompute_of_launch(variants: LaunchVariants, args: Any) -> list[LayerRecompute]:
+    """Return the recompute of a launch, then alternatives that neither Megatron nor we refuse.
 
-    ``args``: the validated arguments of the line.
+    ``args``: its validated arguments.
     """
     run = execution(args, args.seq_length, args.micro_batch_size)
-    own_refusal = _refusal(line)
+    own_refusal = _refusal(variants)
 
     def permits(option: LayerRecompute) -> bool:
-        switches = dict.fromkeys((name for name in _SWITCHES if hasattr(line.args, name)), False)
-        changed = line.with_values({**switches, **option.arguments})
+        switches = dict.fromkeys(
+            (name for name in _SWITCHES if hasattr(variants.args, name)), False
+        )
+        changed = variants.with_values({**switches, **option.arguments})
         return _refusal(changed) in (None, own_refusal)  # which is not due to the option
 
     return recompute_options(describe(args), run, rates(run.precision), permits)
 
 
-def _refusal(line: LineVariants) -> str | None:
-    """Return the reason why ``line`` cannot train; None if it can."""
-    assert line.own is not None
+def _refusal(variants: LaunchVariants) -> str | None:
+    """Return the reason why the launch cannot train; None if it can."""
+    assert variants.own is not None
     try:
-        args, config = line.validated(line.own, VocabMethod.NAIVE)
-        launch_line.check_model(args, config)
+        args, config = variants.validated(variants.own, VocabMethod.NAIVE)
+        megatron_arguments.check_model(args, config)
         refuse(args, config.choice, config.extras)
     except ValueError as error:
         return str(error)
@@ -61,4 +64,4 @@ def with_recompute(args: Any, option: LayerRecompute) -> Any:
 def recompute_flags(args: Any) -> tuple[str, ...]:
     """Return the flags of recompute that are set in ``args``, which are not validated."""
     names = (*NO_RECOMPUTE.arguments, *_SWITCHES)
-    return tuple(f"--{name.replace('_', '-')}" for name in names if getattr(args, name, None))
+    return tuple(argument_flag(name) for name in names if getattr(args, name, None))

@@ -8,12 +8,13 @@ from megatron_ext.compile.registry import entry_of
 from megatron_ext.launch_planner.alternatives.changed import Changed
 from megatron_ext.planner.candidate import Plan
 from megatron_ext.planner.planner import all_specs, make_plan
+from megatron_ext.words import argument_flag
 
 if TYPE_CHECKING:
-    from megatron_ext.launch_planner.variants import LineVariants
+    from megatron_ext.launch_planner.variants import LaunchVariants
 
 _FULL_RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
-# The arguments of a line with it.
+# The arguments of a launch with it.
 WITH_FULL_RECOMPUTE = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
@@ -22,22 +23,24 @@ WITH_FULL_RECOMPUTE = {
 }
 
 
-def without_full_recompute(line: LineVariants, plan: Plan, room: float | None) -> Changed | None:
+def without_full_recompute(
+    variants: LaunchVariants, plan: Plan, room: float | None
+) -> Changed | None:
     """Return the schedule with the shortest step without full recompute; None if the launch has
     none, or nothing fits.
 
     It fits into ``room`` or, if that is not known, into the memory that the choice of ``plan``
     takes. Schedules that search are ignored, so that a comparison takes little longer for this.
     """
-    if line.args.recompute_granularity != "full":
+    if variants.args.recompute_granularity != "full":
         return None
-    without = line.with_values(dict.fromkeys(_FULL_RECOMPUTE))
+    without = variants.with_values(dict.fromkeys(_FULL_RECOMPUTE))
     if room is None and plan.best is not None:
         room = plan.best.fullest
     specs = [spec for spec in all_specs() if not entry_of(spec).traits.searches]
     best = make_plan(without.variant, room, only_promising=True, specs=specs).best
     if best is None:
         return None
-    given = [name for name in _FULL_RECOMPUTE if getattr(line.args, name) is not None]
-    flags = tuple(f"--{name.replace('_', '-')}" for name in given)
+    given = [name for name in _FULL_RECOMPUTE if getattr(variants.args, name) is not None]
+    flags = tuple(map(argument_flag, given))
     return Changed(without, (best,), flags)

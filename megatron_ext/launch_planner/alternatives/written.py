@@ -11,12 +11,13 @@ from megatron_ext.adapter.layout_arguments import ENDS, LAYOUT, PATTERN, PLACING
 from megatron_ext.adapter.model_bytes import state_of
 from megatron_ext.adapter.pairs.overlap_setting import FLAG, flags_given, requests_pairs
 from megatron_ext.compile.registry import choose
-from megatron_ext.launch_planner.variants import LineVariants
+from megatron_ext.launch_planner.variants import LaunchVariants
 from megatron_ext.planner.candidate import Candidate
 from megatron_ext.planner.figures import flags_of
 from megatron_ext.planner.layouts.layout import Layout
 from megatron_ext.planner.outside_passes import seconds_outside_passes
 from megatron_ext.planner.verdict import Alternative, Written, is_stock
+from megatron_ext.words import argument_flag
 
 CHUNKS_FLAG = "--num-virtual-stages-per-pipeline-rank"
 
@@ -62,15 +63,10 @@ def written_for(
     return Written(added, dropped)
 
 
-def layout_of_variant(line: LineVariants, made: Candidate) -> Layout:
-    """Return the layers that ``line`` puts on each stage under ``made``."""
-    args, _ = line.validated(made.schedule, made.method)
+def layout_of_variant(variants: LaunchVariants, made: Candidate) -> Layout:
+    """Return the layers that the launch puts on each stage under ``made``."""
+    args, _ = variants.validated(made.schedule, made.method)
     return Layout(tuple(layers_of_stages(args, made.variant.problem.placement)))
-
-
-def argument_flag(name: str) -> str:
-    """Return the flag of Megatron's argument ``name``."""
-    return f"--{name.replace('_', '-')}"
 
 
 def _without_pairs(made: Candidate) -> tuple[str, ...]:

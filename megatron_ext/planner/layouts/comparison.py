@@ -6,7 +6,7 @@ is more. None takes more time than the launch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -94,24 +94,14 @@ def compare_layouts(
         bound = None if room is None else max(room, of_own.fullest) - margin
         candidates = Candidates(works, bound, rule, permits, search, progress)
         loops = _with_chunks("interleaved", work, of_own)
-        specs = ["1f1b", *loops]
-        _run(partial(candidates.by_rule, specs))
-        chunks = _best(of_own, *candidates.made)
-        _run(partial(candidates.by_layout, [[spec] for spec in specs], [of_own, chunks]))
-        stock = _best(chunks, *candidates.made)
+        chunks = _best_by_rule(candidates, ["1f1b", *loops], of_own)
+        stock = _best_by_layout(candidates, [["1f1b"], *([spec] for spec in loops)], of_own, chunks)
         ladders = _ladders(work, sorted(loops, key=lambda spec: candidates.about.get(spec, inf)))
-
-        def of_ours() -> None:
-            made = candidates.by_layout(ladders, [of_own, stock])
-            candidates.further(made, of_own)
-
-        _run(of_ours)
-        ours = _best(stock, *candidates.made)
+        ours = _best_by_layout(candidates, ladders, of_own, stock, further=True)
         best_of_all = ours
         if candidates.not_permitted:
-            others = Candidates(works, bound, rule, permit_all, search, progress)
-            _run(partial(others.by_layout, ladders, [of_own, stock]))
-            best_of_all = _best(ours, *others.made)
+            all_permitted = Candidates(works, bound, rule, permit_all, search, progress)
+            best_of_all = _best(ours, _best_by_layout(all_permitted, ladders, of_own, stock))
     return LayoutComparison(
         of_own,
         chunks,
@@ -123,9 +113,32 @@ def compare_layouts(
     )
 
 
-def _run(work: Callable[[], object]) -> None:
-    """Run ``work`` until the planning time ends. Its results so far are in `Candidates.made`."""
+def _best_by_rule(candidates: Candidates, specs: Sequence[str], own: Evaluated) -> Evaluated:
+    """Return the best of ``own`` and the schedules ``specs`` with Megatron's own layouts."""
+    until_end(partial(candidates.by_rule, specs), None)  # what was evaluated is in `made`
+    return _best(own, *candidates.made)
+
+
+def _best_by_layout(
+    candidates: Candidates,
+    ladders: Sequence[Sequence[str]],
+    own: Evaluated,
+    before: Evaluated,
+    *,
+    further: bool = False,
+) -> Evaluated:
+    """Return the best of ``before`` and the schedules of ``ladders`` with any layout.
+
+    ``further``: whether searches and a split vocabulary are then tried on the best layouts.
+    """
+
+    def work() -> None:
+        made = candidates.by_layout(ladders, [own, before])
+        if further:
+            candidates.further(made, own)
+
     until_end(work, None)
+    return _best(before, *candidates.made)
 
 
 def _best(first: Evaluated, *others: Evaluated) -> Evaluated:

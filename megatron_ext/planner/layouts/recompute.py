@@ -11,6 +11,7 @@ from megatron_ext.cost_model.execution import Execution
 from megatron_ext.cost_model.model import Model, Stage
 from megatron_ext.cost_model.rates import Rates
 from megatron_ext.cost_model.stage_seconds import seconds_of_layers
+from megatron_ext.words import argument_flag
 
 FULL, SELECTIVE = "full", "selective"
 _MODULES = (
@@ -72,7 +73,7 @@ class LayerRecompute:
         for name, value in self.arguments.items():
             if value is not None:
                 values = value if isinstance(value, list) else [value]
-                words += [f"--{name.replace('_', '-')}", *map(str, values)]
+                words += [argument_flag(name), *map(str, values)]
         return tuple(words)
 
     def in_execution(self, execution: Execution) -> Execution:

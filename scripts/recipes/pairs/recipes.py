@@ -138,7 +138,7 @@ def compare_all(candidates: Sequence[Candidate], report: Callable[[], None]) -> 
 
 
 def compare(candidate: Candidate) -> Result:
-    """Raises ValueError where its own line cannot be planned."""
+    """Raise ValueError where its own command cannot be planned."""
     configuration = candidate.configuration
     rates = GPUS[configuration.gpu].rates(configuration.execution.precision)
     own = Layout(configuration.layers)

@@ -341,10 +341,10 @@ def test_tensor_parallel_ranks_wait_for_one_another() -> None:
     assert again[0] - again[1] == pytest.approx(2 * once)
 
 
-def test_what_w_gathers_again_hides_behind_its_products() -> None:
+def test_gathers_for_w_overlap_its_products() -> None:
     """Unless it takes longer; and what waits for W is then a rank's part."""
     kept, local, both = (
-        functools.partial(costs_of, tensor_parallel=4, gathers_again=frozenset(ways))
+        functools.partial(costs_of, tensor_parallel=4, gathered_for_w=frozenset(ways))
         for ways in ((), ["inputs"], ["inputs", "gradients"])
     )
     assert local().seconds[W] == kept().seconds[W]

@@ -295,15 +295,16 @@ def test_the_file_says_what_was_measured(tmp_path: Path) -> None:
     assert read is not None
     remarks = " ".join(read.remarks(MODEL))
     assert f"a machine with {GPU} (torch 2.11.0, CUDA 13.0, NCCL 2.29.2)" in remarks
-    assert "5 gathers of tensor-parallel ranks" in remarks and "4 attentions, 1.30" in remarks
-    assert "as estimated, but for what layers took: experts' products, exchanges" in remarks
+    assert "for 5 gathers of tensor-parallel ranks" in remarks
+    assert "1.30 for 4 attentions" in remarks
+    assert "No factor was measured for experts' products, exchanges of expert-parallel" in remarks
     assert load_costs(path, line(4)).seconds[Kind.FORWARD], "figures per stage are read as ever"
 
 
 def test_without_tensor_parallel_ranks_no_gather_is_scaled() -> None:
     alone = replace(factors(), gathers=())
     assert alone.of_gather(2**20) == 1.0
-    assert "took: experts' products, gathers of tensor-parallel ranks, " in alone.remark()
+    assert "measured for experts' products, gathers of tensor-parallel ranks, " in alone.remark()
 
 
 @pytest.mark.parametrize("name", ["attention", "gathers"])

@@ -74,7 +74,7 @@ def test_it_says_whether_the_baseline_is_stocks(baseline: str, words: str) -> No
         ({"race": "zb-h1", "post_validation": True}, "steps that overlap cannot be timed"),
         ({"race_then": "report", "schedule": "zb-h1"}, "is given without --pipeline-race"),
         ({"race_then": "report"}, "is given without --pipeline-schedule"),
-        ({"race": "zb-h1", "race_then": "win"}, "write keep or report"),
+        ({"race": "zb-h1", "race_then": "keep"}, "write winner or report"),
     ],
 )
 def test_what_cannot_race_is_refused_in_one_line(
@@ -149,7 +149,7 @@ def test_who_cannot_be_built_any_more_does_not_win_by_rounds_of_an_earlier_start
     for _ in range(ROUNDS):
         race.add_round({"a": [1.0, 1.0], "b": [0.5, 0.5], "c": [0.9, 0.9]})
     assert race.is_over and race.winner == "c" and race.ratio("b") is None
-    assert "race is over: c is 1.111 times as fast" in report.verdict(race, keeps=True)
+    assert "race is over: c is 1.111 times as fast" in report.verdict(race, takes_winner=True)
 
 
 def test_who_is_hardly_slower_stays() -> None:
@@ -165,7 +165,7 @@ def test_a_gain_within_the_spread_is_none() -> None:
     ratio = race.ratio("b")
     assert ratio is not None and ratio.median > 1 > ratio.lower
     assert race.winner == "a"
-    assert "no schedule is faster than a" in report.verdict(race, keeps=True)
+    assert "no schedule is faster than a" in report.verdict(race, takes_winner=True)
 
 
 def test_quartiles_leave_an_outlier_out() -> None:
@@ -186,14 +186,14 @@ def test_nobody_is_left() -> None:
 def test_on_simulated_clocks_the_known_winner_wins(
     specs: str, winner: str, dropped: tuple[str, ...]
 ) -> None:
-    lines = contestants(None, specs.split())
+    raced = contestants(None, specs.split())
     seconds = {}
-    for choice in lines.choices:
+    for choice in raced.choices:
         placement = choice.place(4)
         costs = parse_costs("f=10,i=14,w=6", placement)
         problem = Problem(placement, 8, costs)
         seconds[choice.spec] = step_seconds(build_program(choice, problem), costs)
-    race = Race(lines.baseline, lines.candidates)
+    race = Race(raced.baseline, raced.candidates)
     drive(race, seconds)
     assert race.winner == winner
     assert tuple(race.dropped) == dropped
@@ -244,18 +244,18 @@ def test_the_first_difference_is_named() -> None:
 
 
 def test_the_row_can_be_pasted() -> None:
-    lines = contestants(None, ["zb-h1"])
-    race = Race(lines.baseline, lines.candidates)
+    two = contestants(None, ["zb-h1"])
+    race = Race(two.baseline, two.candidates)
     drive(race, {"1f1b": 1.0, "zb-h1": 0.8})
     figures = {"zb-h1": RaceFigures(0.11, 0.1, 3 * 2.0**30, 2.5 * 2**30, 4)}
-    head, rule, row = report.table(race, lines, {"GPU": "8 x H100"}, figures).splitlines()
+    head, rule, row = report.table(race, two, {"GPU": "8 x H100"}, figures).splitlines()
     assert head.count("|") == rule.count("|") == row.count("|")
     assert row == (
         "| 8 x H100 | 1f1b (stock's order) | zb-h1 | 1.250 (1.250 to 1.250) | 11.0% (10.0%) | "
         "3 GiB (2.5 GiB) |"
     )
     assert choose(race.winner).traits.splits_backward
-    assert report.verdict(race, keeps=False).endswith("the training goes on under 1f1b")
+    assert report.verdict(race, takes_winner=False).endswith("the training goes on under 1f1b")
     line = report.figures_line("zb-h1", race, figures["zb-h1"])
     assert line == (
         "race, zb-h1: iteration 800 ms, bubble 11.0% (predicted 10.0%), peak 3 GiB (predicted "

@@ -23,15 +23,15 @@ SLICED = STOCK | {"pipeline_slices": 4}
     ],
 )
 def test_dropout_draws_other_numbers_in_other_slices(other: dict[str, object], cut: str) -> None:
-    why = refusal(other, SLICED, "the lines")
+    why = refusal(other, SLICED, "the commands")
     assert why == (
-        f"the lines cannot be compared: with {cut} and --pipeline-slices 4 dropout draws other "
+        f"the commands cannot be compared: with {cut} and --pipeline-slices 4 dropout draws other "
         f"numbers; give both commands --hidden-dropout 0 --attention-dropout 0"
     )
     without = {"attention_dropout": 0.0}
-    assert refusal(other | without, SLICED | without, "the lines") is None
+    assert refusal(other | without, SLICED | without, "the commands") is None
 
 
 def test_the_same_slices_are_compared() -> None:
-    assert refusal(SLICED, SLICED, "the lines") is None
-    assert refusal(STOCK, STOCK, "the lines") is None
+    assert refusal(SLICED, SLICED, "the commands") is None
+    assert refusal(STOCK, STOCK, "the commands") is None

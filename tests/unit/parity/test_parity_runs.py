@@ -1,4 +1,4 @@
-"""The lines of `megatron-ext parity` run one after the other, with a stand-in for what runs."""
+"""The commands of `megatron-ext parity` run one after the other, with a stand-in for what runs."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ OURS = ["torchrun", "p.py", "--pipeline-schedule", "zb-h1"]
 
 
 class Machine:
-    """Runs no line: notes its words, and leaves what a run would."""
+    """Runs no command: notes its words, and leaves what a run would."""
 
     def __init__(self) -> None:
-        self.lines: list[list[str]] = []
+        self.commands: list[list[str]] = []
         self.environments: list[dict[str, str]] = []
         self.courses: dict[str, Course] = {}
         self.failing = ""
         self.output = ""
 
     def call(self, words: Sequence[str], stdout: Any, env: dict[str, str], **_: Any) -> int:
-        self.lines.append(list(words))
+        self.commands.append(list(words))
         self.environments.append(env)
         if "record" not in words:
             folder = Path(words[words.index("--save") + 1])
@@ -56,16 +56,16 @@ def parity(*words: str) -> Result:
     return CliRunner().invoke(app, ["parity", *words])
 
 
-def test_a_line_as_stock(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_as_stock(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRON_EXT_MEMORY_LIMIT", "5")
     result = parity("--", *OURS)
     assert result.exit_code == 0, result.output
-    save, a, again, b = machine.lines
+    save, a, again, b = machine.commands
     assert "--pipeline-schedule" not in save + a + again
     assert b[-6:-4] == ["--pipeline-schedule", "zb-h1"]
-    for line, name in ((a, "A"), (again, "A-again"), (b, "B")):
-        assert line[line.index("record") + 1] == f"parity/{name}"
-        assert line[-4:] == ["--load", "parity/checkpoint", "--ckpt-format", "torch_dist"]
+    for words, name in ((a, "A"), (again, "A-again"), (b, "B")):
+        assert words[words.index("record") + 1] == f"parity/{name}"
+        assert words[-4:] == ["--load", "parity/checkpoint", "--ckpt-format", "torch_dist"]
     ours = ["MEGATRON_EXT_MEMORY_LIMIT" in env for env in machine.environments]
     assert ours == [False, False, False, True]
     assert [line.split(" ...")[0] for line in result.stderr.splitlines()] == [
@@ -80,7 +80,7 @@ def test_a_line_as_stock(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> N
 def test_slices_are_looked_at_before_anything_runs(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With dropout such a line cannot be compared with itself as stock."""
+    """With dropout such a command cannot be compared with itself as stock."""
 
     def refuse(a: RunCommand, b: RunCommand) -> None:
         assert "--pipeline-slices" not in a.arguments and "--pipeline-slices" in b.arguments
@@ -88,22 +88,22 @@ def test_slices_are_looked_at_before_anything_runs(
 
     monkeypatch.setattr("megatron_ext.commands.parity.check_comparable", refuse)
     result = parity("--", *OURS, "--pipeline-slices", "4")
-    assert result.exit_code == 2 and not machine.lines
+    assert result.exit_code == 2 and not machine.commands
     assert "dropout draws other numbers" in result.stderr
 
 
-def test_two_lines(machine: Machine) -> None:
+def test_two_commands(machine: Machine) -> None:
     machine.courses["B"] = Course(losses=(3.0, 2.25, 2.0))
     result = parity("--dir", "here", "--", "torchrun", "p.py", "--a", "--", *OURS)
     assert result.exit_code == 1
     assert "first difference: iteration 2, lm loss (2.5 and 2.25" in result.stdout
-    assert [line[1] for line in machine.lines] == ["-m"] * 4
+    assert [words[1] for words in machine.commands] == ["-m"] * 4
 
 
-def test_lines_that_load_write_no_checkpoint(machine: Machine, tmp_path: Path) -> None:
+def test_commands_that_load_write_no_checkpoint(machine: Machine, tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("100")
     assert parity("--", *OURS, "--load", str(tmp_path)).exit_code == 0
-    assert len(machine.lines) == 3
+    assert len(machine.commands) == 3
 
 
 def test_variables_of_ours_count_as_flags(
@@ -123,9 +123,9 @@ def test_a_model_that_cannot_be_saved(machine: Machine, monkeypatch: pytest.Monk
     assert "add --from-seed: both commands then start from the seed" in result.stderr
 
 
-def test_lines_from_a_seed_write_no_checkpoint(machine: Machine) -> None:
+def test_commands_from_a_seed_write_no_checkpoint(machine: Machine) -> None:
     assert parity("--from-seed", "--", *OURS).exit_code == 0
-    assert len(machine.lines) == 3 and not any("--load" in line for line in machine.lines)
+    assert len(machine.commands) == 3 and not any("--load" in words for words in machine.commands)
 
 
 @pytest.mark.parametrize(
@@ -136,10 +136,10 @@ def test_lines_from_a_seed_write_no_checkpoint(machine: Machine) -> None:
         (["--", "true"], "begins no launch command"),
     ],
 )
-def test_words_that_are_no_lines(machine: Machine, words: list[str], says: str) -> None:
+def test_words_that_are_no_commands(machine: Machine, words: list[str], says: str) -> None:
     result = parity(*words)
     assert result.exit_code == 2 and says in result.stderr
-    assert not machine.lines
+    assert not machine.commands
 
 
 def test_a_folder_that_is_there_already(machine: Machine, tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_a_folder_that_is_there_already(machine: Machine, tmp_path: Path) -> Non
     (tmp_path / "parity" / "kept").touch()
     result = parity("--", *OURS)
     assert result.exit_code == 2 and "parity is there already: name another" in result.stderr
-    assert not machine.lines
+    assert not machine.commands
 
 
 TORCHRUN = """
@@ -177,7 +177,7 @@ def test_a_run_that_fails(machine: Machine, reason: str) -> None:
         result.stderr
     )
     assert f"It says first: {reason.strip()}\n" in result.stderr
-    assert len(machine.lines) == 3
+    assert len(machine.commands) == 3
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_no_room(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     result = parity("--", *OURS)
     assert result.exit_code == 2
     assert "no room in parity: 3 recordings need about" in result.stderr
-    assert len(machine.lines) == 1
+    assert len(machine.commands) == 1
 
 
 def test_other_checkpoints(machine: Machine, tmp_path: Path) -> None:

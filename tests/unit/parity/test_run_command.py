@@ -1,4 +1,4 @@
-"""Launch lines rewritten for parity: each rank records, whatever starts it."""
+"""Launch commands rewritten for parity: each rank records, whatever starts it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RECORD = "-m megatron_ext parity record DIR --iterations 4 --"
 
 
 @pytest.mark.parametrize(
-    ("line", "rewritten"),
+    ("command", "rewritten"),
     [
         (
             "torchrun --nproc-per-node 4 p.py --x 1",
@@ -37,14 +37,14 @@ RECORD = "-m megatron_ext parity record DIR --iterations 4 --"
         ("srun bash -c 'torchrun p.py --x'", f"srun bash -c 'torchrun {RECORD} p.py --x'"),
     ],
 )
-def test_a_line_is_recorded(line: str, rewritten: str) -> None:
-    words = recorded(read_run_command(shlex.split(line)), Path("DIR"), 4)
+def test_a_command_is_recorded(command: str, rewritten: str) -> None:
+    words = recorded(read_run_command(shlex.split(command)), Path("DIR"), 4)
     assert shlex.join(words) == rewritten
 
 
 def test_more_arguments_come_last_and_so_count() -> None:
-    line = read_run_command(["torchrun", "p.py", "--load", "old"])
-    assert recorded(line, Path("D"), 4, ["--load", "new"])[-4:] == [
+    command = read_run_command(["torchrun", "p.py", "--load", "old"])
+    assert recorded(command, Path("D"), 4, ["--load", "new"])[-4:] == [
         "--load",
         "old",
         "--load",
@@ -52,7 +52,7 @@ def test_more_arguments_come_last_and_so_count() -> None:
     ]
 
 
-def test_a_shells_line_is_refused_rather_than_changed() -> None:
+def test_a_shells_command_is_refused_rather_than_changed() -> None:
     with pytest.raises(ValueError, match=r"a shell .*parity record DIR"):
         read_run_command(["srun", "bash", "-c", "torchrun --node-rank $SLURM_NODEID p.py"])
 
@@ -79,18 +79,18 @@ def test_a_checkpoint_that_any_placement_loads() -> None:
         "--pipeline-report-split --pipeline-schedule zb-h1",
     ],
 )
-def test_as_stock_a_line_has_no_flags_of_ours(ours: str) -> None:
-    line = read_run_command(
+def test_as_stock_a_command_has_no_flags_of_ours(ours: str) -> None:
+    command = read_run_command(
         shlex.split(f"torchrun p.py --pipeline-model-parallel-size 2 {ours} --lr 1")
     )
-    assert as_stock(line).arguments == ("--pipeline-model-parallel-size", "2", "--lr", "1")
+    assert as_stock(command).arguments == ("--pipeline-model-parallel-size", "2", "--lr", "1")
 
 
-def test_as_stock_a_line_has_no_variables_of_ours() -> None:
-    line = read_run_command(shlex.split("MEGATRON_EXT_SCHEDULE=zb-v A=1 torchrun p.py"))
-    assert as_stock(line).head == ("A=1", "torchrun")
+def test_as_stock_a_command_has_no_variables_of_ours() -> None:
+    command = read_run_command(shlex.split("MEGATRON_EXT_SCHEDULE=zb-v A=1 torchrun p.py"))
+    assert as_stock(command).head == ("A=1", "torchrun")
 
 
 def test_the_value_of_a_flag() -> None:
-    line = read_run_command(["p.py", "--load", "a", "--save=b", "--load=c"])
-    assert [line.value(name) for name in ("--load", "--save", "--lr")] == ["c", "b", None]
+    command = read_run_command(["p.py", "--load", "a", "--save=b", "--load=c"])
+    assert [command.value(name) for name in ("--load", "--save", "--lr")] == ["c", "b", None]

@@ -1,6 +1,6 @@
 """Megatron's recompute, chosen together with schedule and layout.
 
-A line with full recompute was laid out with full recompute, and a line without it, whose fullest
+A launch with full recompute was laid out with full recompute, and one without it, whose fullest
 rank left no room for a schedule that holds more, without: though a norm run again here and there
 makes room for a step that is much shorter.
 """
@@ -79,7 +79,7 @@ def seconds_of(model: Model, option: LayerRecompute) -> float:
     return sum(map(sum, costs.seconds.values()))
 
 
-def test_the_lines_own_comes_first_and_once() -> None:
+def test_the_launchs_own_comes_first_and_once() -> None:
     own = selective("mlp")
     options = recompute_options(DENSE, own.in_execution(RUN), RATES)
     assert options == [own, NONE, FULL]
@@ -125,10 +125,10 @@ def work(model: Model = DENSE, **changes: Any) -> Work:
     return estimated_work(model, execution, TrainingState(), RATES, **(given | changes))
 
 
-def lines(own: LayerRecompute, room: float | None) -> LayoutComparison:
+def compared(own: LayerRecompute, room: float | None) -> LayoutComparison:
     works = [work(execution=option.in_execution(RUN)) for option in options(own)]
-    line = "1f1b", evenly(8, 2)
-    return compare_layouts(works, line, even, room, search=False)
+    launch = "1f1b", evenly(8, 2)
+    return compare_layouts(works, launch, even, room, search=False)
 
 
 def options(own: LayerRecompute) -> list[LayerRecompute]:
@@ -143,21 +143,21 @@ def even(stages: int) -> Layout:
 
 @functools.cache
 def fullest(own: LayerRecompute) -> float:
-    """Bytes of a line that has so much run again."""
-    return lines(own, None).own.fullest
+    """Bytes of a launch that has so much recomputed."""
+    return compared(own, None).own.fullest
 
 
 def test_without_a_bound_nothing_is_run_again() -> None:
-    made = lines(FULL, None)
+    made = compared(FULL, None)
     assert made.own.recompute == FULL
-    assert all(line.recompute == NONE for line in made.others.values())
+    assert all(result.recompute == NONE for result in made.others.values())
     assert made.gain(made.chunks) > 0.2  # a forward pass of four
-    assert all(line.recompute == NONE for line in lines(NONE, None).others.values())
+    assert all(result.recompute == NONE for result in compared(NONE, None).others.values())
 
 
 def test_as_much_is_run_again_as_makes_it_fit() -> None:
     """More than full recompute takes, and not so much that nothing has to be."""
-    made = lines(FULL, 0.4 * fullest(FULL) + 0.6 * fullest(NONE))
+    made = compared(FULL, 0.4 * fullest(FULL) + 0.6 * fullest(NONE))
     best = made.stock
     assert best.recompute == selective("mlp") and made.gain(best) > 0.05
     assert best.fullest <= (made.bound or 0)
@@ -172,8 +172,9 @@ BY_DAY = CASES[0], CASES[4]
 )
 def test_nothing_is_slower_or_larger_than_may_be(own: LayerRecompute, share: float) -> None:
     room = (1 - share) * fullest(FULL) + share * fullest(NONE)
-    made = lines(own, room)
-    steps = [line.seconds for line in (made.own, *made.others.values())]
+    made = compared(own, room)
+    steps = [result.seconds for result in (made.own, *made.others.values())]
     assert steps == sorted(steps, reverse=True)
     bound = max(room, made.own.fullest)
-    assert made.own.recompute == own and all(line.fullest <= bound for line in made.others.values())
+    assert made.own.recompute == own
+    assert all(result.fullest <= bound for result in made.others.values())

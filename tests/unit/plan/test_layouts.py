@@ -227,18 +227,18 @@ SMALL: dict[str, Any] = {"ranks": 2, "microbatches": 4}
 OWN = ("1f1b", evenly(16, 2))
 
 
-def lines(training: Work, own: tuple[str, Layout] = OWN, **changes: Any) -> LayoutComparison:
+def compared(training: Work, own: tuple[str, Layout] = OWN, **changes: Any) -> LayoutComparison:
     return compare_layouts([training], own, even, **({"search": False} | changes))
 
 
 @functools.cache
-def four_lines() -> LayoutComparison:
-    return lines(work(**SMALL))
+def four_results() -> LayoutComparison:
+    return compared(work(**SMALL))
 
 
-def test_four_lines() -> None:
-    made = four_lines()
-    steps = [line.seconds for line in (made.own, *made.others.values())]
+def test_four_results() -> None:
+    made = four_results()
+    steps = [result.seconds for result in (made.own, *made.others.values())]
     assert steps == sorted(steps, reverse=True)
     assert made.chunks.layout.is_even and not made.stock.layout.is_even
     assert made.gain(made.stock) > 0.02
@@ -251,7 +251,7 @@ def test_a_comparison_that_its_time_ends_has_the_best_so_far(
     ended: str, is_better: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of it was lost, whatever had been found."""
-    expected = four_lines()  # made before anything ends
+    expected = four_results()  # made before anything ends
     whole = getattr(Candidates, ended)
 
     def end(*arguments: Any) -> None:
@@ -261,27 +261,27 @@ def test_a_comparison_that_its_time_ends_has_the_best_so_far(
     monkeypatch.setattr(Candidates, ended, end)
     with planning() as time:
         begin()
-        made = lines(work(**SMALL))
+        made = compared(work(**SMALL))
     assert time.is_short
     assert made.ours.seconds < getattr(made, is_better).seconds
     assert made.ours.seconds == pytest.approx(expected.ours.seconds)
 
 
-def test_nothing_is_slower_than_the_line_itself() -> None:
+def test_nothing_is_slower_than_the_launch_itself() -> None:
     """Whose layout may be better than any that Megatron makes, and is where a descent starts."""
-    best = four_lines().stock
-    again = lines(work(**SMALL), (best.schedule, best.layout))
+    best = four_results().stock
+    again = compared(work(**SMALL), (best.schedule, best.layout))
     assert again.own.seconds == pytest.approx(best.seconds)
     assert again.chunks is again.own
     assert again.ours.seconds <= again.stock.seconds <= again.own.seconds
 
 
 def test_all_are_within_the_bound() -> None:
-    """That is the larger of what there is, and of what the line takes already."""
-    training, fullest = work(**SMALL), four_lines().own.fullest
-    made = lines(training, room=0.5 * fullest)
+    """That is the larger of what there is, and of what the launch takes already."""
+    training, fullest = work(**SMALL), four_results().own.fullest
+    made = compared(training, room=0.5 * fullest)
     assert made.bound == fullest
-    assert all(line.fullest <= fullest for line in made.others.values())
+    assert all(result.fullest <= fullest for result in made.others.values())
 
 
 def test_what_is_refused_is_none_of_ours_and_what_that_costs() -> None:
@@ -289,14 +289,14 @@ def test_what_is_refused_is_none_of_ours_and_what_that_costs() -> None:
         if spec not in ("1f1b", "interleaved:vpp=2"):
             raise ValueError("it does not go with something")
 
-    made = lines(work(**SMALL), permits=permits)
+    made = compared(work(**SMALL), permits=permits)
     assert made.refused["zb-v"] == "it does not go with something"
     assert made.ours is made.stock and made.best_not_permitted is not None
     assert made.best_not_permitted.seconds < made.ours.seconds
 
 
-def test_searches_are_tried_on_the_lines_own_layout() -> None:
-    """They were on the best layouts alone: loop-auto on the line's own took less than what was
+def test_searches_are_tried_on_the_launchs_own_layout() -> None:
+    """They were on the best layouts alone: loop-auto on the launch's own took less than what was
     printed as any schedule with any layout."""
     training = work(**SMALL)
     own = evaluate(training, "interleaved:vpp=2", evenly(16, 4))
@@ -307,10 +307,10 @@ def test_searches_are_tried_on_the_lines_own_layout() -> None:
 
 
 @pytest.mark.parametrize("chunks", [2, *at_night(1)])
-def test_nothing_on_the_lines_own_layout_is_better(chunks: int) -> None:
+def test_nothing_on_the_launchs_own_layout_is_better(chunks: int) -> None:
     own = ("1f1b" if chunks == 1 else f"interleaved:vpp={chunks}"), evenly(16, 2 * chunks)
     training = work(**SMALL)
-    made = lines(training, own)
+    made = compared(training, own)
     specs = {
         1: ["zb-2p", "zb-1p", "zb-auto"],
         2: [f"{n}:vpp=2" for n in ("interleaved-zb", "gis", "loop-auto")],

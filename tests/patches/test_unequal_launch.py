@@ -1,4 +1,4 @@
-"""`megatron-ext plan --lengths FILE -- LINE`: what arranging the microbatches of a launch gains."""
+"""`megatron-ext plan --lengths FILE -- COMMAND`: the gain of arranging the microbatches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_ext.launch_planner import launch_job, parsed_launch
 from megatron_ext.planner.candidate import VocabMethod
 from tests.helpers.few_families import only_families
 from tests.helpers.megatron_runs import SCRIPT, model_flags
-from tests.patches.test_line_plan import FLAGS
+from tests.patches.test_launch_job import FLAGS
 from tests.unit.plan.test_unequal import lengths
 
 PACKED: dict[str, Any] = {

@@ -49,7 +49,7 @@ MULTIPROCESSORS = 132  # of an H100
 
 
 @dataclass(frozen=True)
-class Line:
+class ParsedArguments:
     """A parsed launch command.
 
     Attributes:
@@ -124,14 +124,14 @@ def _reached(rates: RatesOf) -> list[Patch]:
     return [replace("megatron_ext.adapter.dimensions:rates", rates, reason=reason)]
 
 
-def parse(argv: Sequence[str]) -> Line:
+def parse(argv: Sequence[str]) -> ParsedArguments:
     """Parse the words after the script with Megatron's own parser and our flags.
 
     Raises:
         ValueError: a value is refused; the text is argparse's.
     """
     args, unknown, parser = _parsed(argv)
-    return Line(args, tuple(unknown), tuple(parser._option_string_actions))
+    return ParsedArguments(args, tuple(unknown), tuple(parser._option_string_actions))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -147,7 +147,7 @@ NAMES_OF_CONFIGS = {
 }
 
 
-def parse_values(values: Mapping[str, Any]) -> Line:
+def parse_values(values: Mapping[str, Any]) -> ParsedArguments:
     """Return Megatron's arguments from ``values`` by name, as in a JSON file. An argument that is
     missing or None has its default.
 
@@ -169,7 +169,7 @@ def parse_values(values: Mapping[str, Any]) -> Line:
         args.group_query_attention = not args.multi_latent_attention  # a config does not say it
     if args.max_position_embeddings is None:
         args.max_position_embeddings = args.seq_length
-    return Line(args, (), tuple(parser._option_string_actions))
+    return ParsedArguments(args, (), tuple(parser._option_string_actions))
 
 
 def _converted(action: argparse.Action, value: Any) -> Any:

@@ -9,9 +9,9 @@ from typing import Any
 from megatron_ext.adapter.layout_arguments import CHUNKS
 from megatron_ext.bridge import check
 from megatron_ext.config import PREFIX, PipelineConfig
-from megatron_ext.launch_command import line as launch_line
+from megatron_ext.launch_command import megatron_arguments
 from megatron_ext.launch_command.words import BridgeRecipe
-from megatron_ext.launch_planner.variants import stock_schedule
+from megatron_ext.launch_planner.stage_arguments import stock_schedule
 from megatron_ext.planner.verdict import Written
 from megatron_ext.written_settings import Given, given_in
 
@@ -30,9 +30,9 @@ class RecipeChanges:
 
     def __init__(self, recipe: BridgeRecipe, written: Written, arguments: Sequence[str]) -> None:
         self._recipe = recipe
-        options = launch_line.parser()._option_string_actions
-        changed = launch_line.parse(written.words).args
-        args = launch_line.parse(arguments).args
+        options = megatron_arguments.parser()._option_string_actions
+        changed = megatron_arguments.parse(written.words).args
+        args = megatron_arguments.parse(arguments).args
         given = given_in(arguments)
         self.settings: Given = {}
         if "schedule" in given or written.arranging:

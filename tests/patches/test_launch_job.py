@@ -1,4 +1,4 @@
-"""`megatron-ext plan -- COMMAND`: what the line trains, what else it could, and what to write."""
+"""`megatron-ext plan -- COMMAND`: what it trains, what else it could, and what to write."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from megatron_ext.cost_model.model import stages_of
 from megatron_ext.cost_model.operations.operation import Exchange, Group, Passes, linear
 from megatron_ext.cost_model.operations.parts import part_of
 from megatron_ext.doctor.check import check_launch
-from megatron_ext.launch_command import line
+from megatron_ext.launch_command import megatron_arguments
 from megatron_ext.launch_command.words import Launch, read_launch
 from megatron_ext.launch_planner import launch_job, loading, parsed_launch
 from megatron_ext.launch_planner.alternatives import (
@@ -50,7 +50,7 @@ from megatron_ext.launch_planner.alternatives import (
     pairs,
 )
 from megatron_ext.launch_planner.alternatives.written import written_for
-from megatron_ext.launch_planner.launch_plan import plan_line
+from megatron_ext.launch_planner.launch_plan import plan_launch
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest
 from megatron_ext.planner import planner
 from megatron_ext.planner.candidate import Candidate, Plan, VocabMethod
@@ -97,7 +97,7 @@ def launch(**overrides: object) -> Launch:
 
 
 def made(gpu: str | None = "h100", **overrides: object) -> JobPlan:
-    return plan_line(
+    return plan_launch(
         LaunchRequest(launch(**overrides), gpu=None if gpu is None else parse_gpu(gpu))
     )
 
@@ -108,7 +108,7 @@ def taken_of(plan: JobPlan) -> Candidate:
 
 
 def own_of(plan: JobPlan) -> Candidate:
-    """The line as it stands."""
+    """The command as it stands."""
     assert plan.verdict.baseline is not None
     return plan.verdict.baseline.candidate
 
@@ -117,7 +117,7 @@ def command(*words: str) -> Result:
     return CliRunner().invoke(app, ["plan", *words])
 
 
-def test_a_line_with_virtual_stages() -> None:
+def test_a_launch_with_virtual_stages() -> None:
     """It was refused: a line has one chunk a rank, a V two, and what is launched four."""
     plan = made()
     assert plan.job.startswith("16 layers on 4 ranks (PP 2 x DP 2), 4 microbatches of 1 x 1024")
@@ -200,7 +200,7 @@ def test_memory_is_that_of_doctor() -> None:
 
 
 def test_a_layout_is_cut_anew() -> None:
-    """A layout has the stages of the line; others have their own, as even as it goes."""
+    """A layout has the stages of the launch; others have their own, as even as it goes."""
     layout = "Et|t|t|t|t|t|t|L"
     plan = made(
         num_layers=7,
@@ -212,7 +212,7 @@ def test_a_layout_is_cut_anew() -> None:
     assert plan.written.added[-2:] == ("--pipeline-model-parallel-layout", "Et*4|tttL")
 
 
-def test_a_file_of_arguments_is_as_good_as_a_line(tmp_path: Path) -> None:
+def test_a_file_of_arguments_is_as_good_as_a_command(tmp_path: Path) -> None:
     values: dict[str, Any] = {
         **{name: value for name, value in FLAGS.items() if name != "num_layers"},
         **{"num_layers": 16, "world_size": 4, "micro_batch_size": 1, "global_batch_size": 8},
@@ -253,11 +253,11 @@ def test_what_is_assumed_is_said() -> None:
 
 
 def measured_file(folder: Path, **overrides: object) -> Path:
-    """What a training of the line would write whose experts take three times what is estimated,
+    """What a training of the launch would write whose experts take three times what is estimated,
     and its dense layers half."""
-    args = line.parse(model_flags(**(FLAGS | EXPERTS | overrides))).args
-    with line.on_gpus(args):
-        line.validate(args, PipelineConfig(), 4)
+    args = megatron_arguments.parse(model_flags(**(FLAGS | EXPERTS | overrides))).args
+    with megatron_arguments.on_gpus(args):
+        megatron_arguments.validate(args, PipelineConfig(), 4)
         model, run = describe(args), execution(args, args.seq_length, args.micro_batch_size)
     stages = stages_of(model, [3, 3, 2, 2, 2, 2, 1, 1])
     rates = GPUS["a100"].rates()
@@ -279,13 +279,13 @@ EXPERTS: dict[str, Any] = {
 }
 
 
-def test_a_line_is_planned_by_what_was_measured_per_layer_type(tmp_path: Path) -> None:
-    """All layouts of it, beside a line of stock's schedule too, which names no costs. (That was
+def test_a_launch_is_planned_by_what_was_measured_per_layer_type(tmp_path: Path) -> None:
+    """All layouts of it, beside a launch of stock's schedule too, which names no costs. (That was
     refused.)"""
     path = measured_file(tmp_path)
     asked = LaunchRequest(launch(**EXPERTS), gpu=parse_gpu("h100"))
-    estimated = plan_line(asked)
-    plan = plan_line(replace(asked, settings=("--pipeline-costs", str(path))))
+    estimated = plan_launch(asked)
+    plan = plan_launch(replace(asked, settings=("--pipeline-costs", str(path))))
     assert estimated.is_estimate and not plan.is_estimate
     assert own_of(plan).schedule == "1f1b"
     assert plan.written.added[-2:] == ("--pipeline-costs", str(path))
@@ -295,15 +295,17 @@ def test_a_line_is_planned_by_what_was_measured_per_layer_type(tmp_path: Path) -
     assert own_of(plan).step > 1.5 * own_of(estimated).step
 
 
-def test_a_line_of_another_size_is_planned_by_a_machines_factors(
+def test_a_launch_of_another_size_is_planned_by_a_machines_factors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Measured on an emulated machine without tensor parallelism, planned with it: every schedule
     takes as long as on that machine. With costs per layer type alone none does."""
     dense = {"num_virtual_stages_per_pipeline_rank": None, "hidden_size": 2048}
     other = launch(**dense, tensor_model_parallel_size=2)
-    with line.on_gpus(launch_args := line.parse(launch(**dense).arguments).args):
-        line.validate(launch_args, PipelineConfig(), 4)
+    with megatron_arguments.on_gpus(
+        launch_args := megatron_arguments.parse(launch(**dense).arguments).args
+    ):
+        megatron_arguments.validate(launch_args, PipelineConfig(), 4)
         model, run = describe(launch_args), execution(launch_args, 1024, 1)
     sheet, stages = GPUS["h100"].rates(), stages_of(model, [8, 8])
     true = replace(
@@ -346,7 +348,7 @@ def test_a_line_of_another_size_is_planned_by_a_machines_factors(
 
     def planned(gpu: str, costs: Path) -> JobPlan:
         settings = ("--pipeline-costs", str(costs))
-        return plan_line(LaunchRequest(other, gpu=parse_gpu(gpu), settings=settings))
+        return plan_launch(LaunchRequest(other, gpu=parse_gpu(gpu), settings=settings))
 
     def steps(plan: JobPlan) -> dict[tuple[str, VocabMethod], float]:
         return {(c.schedule, c.method): c.step for c in plan.plan.candidates}
@@ -390,7 +392,7 @@ def test_room_is_left_for_what_a_model_says_of_the_allocator() -> None:
     """Nothing was left without a trace. On this GPU the first choice fits only if its allocator
     reserves nothing besides."""
     asked = LaunchRequest(launch())
-    without = plan_line(asked)
+    without = plan_launch(asked)
     assert without.free is None and without.plan.best is not None
     fullest = without.plan.best.fullest
     own = without.verdict.baseline
@@ -398,7 +400,7 @@ def test_room_is_left_for_what_a_model_says_of_the_allocator() -> None:
     lasting = min(rank.model.lasting for rank in own.candidate.memory)
     usable = fullest + RESERVED_SHARE / 2 * (fullest - lasting)
     gpu = replace(parse_gpu("h100"), memory=usable / USABLE)
-    plan = plan_line(replace(asked, gpu=gpu))
+    plan = plan_launch(replace(asked, gpu=gpu))
     assert plan.free is not None and plan.free.is_modelled
     reserved = plan.free.reserved
     assert reserved == pytest.approx(RESERVED_SHARE * (usable - reserved - lasting), rel=0.01)
@@ -414,13 +416,13 @@ def test_room_is_left_for_what_a_trace_has_measured_of_the_allocator(tmp_path: P
     passes = tuple(event for row in timeline.compute for event in row)
     step = beside(5, replace(timeline, events=passes), timeline, 0.0)
     TraceFile(tmp_path / "trace.json").add(replace(step, reserved=(2.0**30, 74.2 * 2.0**30)))
-    words, line_of_two = (
+    words, launch_of_two = (
         ["--all", "--gpu", "h100", "--world-size", "4"],
         ["--", str(SCRIPT), *model_flags(**FLAGS)],
     )
-    output = command(*words, "--trace", str(tmp_path), *line_of_two).output
+    output = command(*words, "--trace", str(tmp_path), *launch_of_two).output
     assert "in addition the allocator reserves 74.2 GiB, which the plan leaves free" in output
-    without = command(*words, *line_of_two).output
+    without = command(*words, *launch_of_two).output
     limits = [
         set(re.findall(r"--pipeline-memory-limit [\d.]+([MG])iB", text))
         for text in (output, without)
@@ -428,7 +430,7 @@ def test_room_is_left_for_what_a_trace_has_measured_of_the_allocator(tmp_path: P
     assert limits == [{"M"}, {"G"}]
     assert "--trace DIR" in without and "assumed, not measured" in without
     TraceFile(tmp_path / "cpu.json").add(step)
-    on_cpu = command(*words, "--trace", str(tmp_path / "cpu.json"), *line_of_two)
+    on_cpu = command(*words, "--trace", str(tmp_path / "cpu.json"), *launch_of_two)
     assert on_cpu.exit_code == 2 and "has nothing that a plan uses" in on_cpu.output
     model = "layers=16,hidden=1024,heads=8,sequence=1024,vocabulary=32000"
     described = ("--pp", "4", "-m", "8", "--gpu", "h100", "--model", model, "--json")
@@ -440,12 +442,12 @@ def test_a_costs_file_of_before_has_costs_for_its_own_stages(tmp_path: Path) -> 
     path = tmp_path / "costs.json"
     save_costs(uniform(placement.line(2), 1e-2, 1e-2, 1e-2), path)
     asked = LaunchRequest(launch(num_virtual_stages_per_pipeline_rank=None), gpu=parse_gpu("h100"))
-    plan = plan_line(replace(asked, settings=("--pipeline-costs", str(path))))
+    plan = plan_launch(replace(asked, settings=("--pipeline-costs", str(path))))
     assert {c.schedule for c in plan.plan.candidates} == {"1f1b", "zb-h1"}
     assert any("measured anew, it has them per layer type" in remark for remark in plan.remarks)
 
 
-def test_a_line_that_fits_nowhere_says_what_would_have_to_give() -> None:
+def test_a_launch_that_fits_nowhere_says_what_would_have_to_give() -> None:
     plan = made("operations=400e12,bytes=40e9,memory=1.6GiB")
     assert plan.verdict.taken is None and not plan.written.added
     assert any(text.startswith("--recompute-granularity full: ") for text in plan.fallbacks)
@@ -453,7 +455,7 @@ def test_a_line_that_fits_nowhere_says_what_would_have_to_give() -> None:
 
 
 def test_what_does_not_fit_is_made_again_where_a_launch_would_take_that() -> None:
-    """Only offload was tried for a line, though 1F1B and zb-h1 fit once half is made again."""
+    """Only offload was tried for a launch, though 1F1B and zb-h1 fit once half is made again."""
     small = "operations=400e12,bytes=40e9,memory=3.38GiB"  # 3.33 without the reserve
     plan = made(small)
     best = plan.plan.best
@@ -510,22 +512,22 @@ def test_things_that_do_not_suffice_alone_are_named_together(
         micro_batch_size=1,
     )
 
-    def fullest(line: Any) -> float:
-        given = line if isinstance(line, dict) else {}
+    def fullest(variants: Any) -> float:
+        given = variants if isinstance(variants, dict) else {}
         taken = 100.0
         taken -= 30 * ("recompute_granularity" in given)
         taken -= 20 * (given.get("expert_model_parallel_size", 4) == 8)
         return taken * gib
 
     monkeypatch.setattr(less_memory, "_fullest", fullest)
-    line = SimpleNamespace(args=args, with_values=lambda values: dict(values))
-    assert list(less_memory.what_would_fit(line, 52 * gib)) == [  # type: ignore[arg-type]
+    variants = SimpleNamespace(args=args, with_values=lambda values: dict(values))
+    assert list(less_memory.what_would_fit(variants, 52 * gib)) == [  # type: ignore[arg-type]
         "--recompute-granularity full: the fullest rank would take 70 GiB, 18 GiB too much",
         "--expert-model-parallel-size 8: the fullest rank would take 80 GiB, 28 GiB too much",
         "--recompute-granularity full and --expert-model-parallel-size 8: the fullest rank would "
         "take 50 GiB, which fits",
     ]
-    assert list(less_memory.what_would_fit(line, 85 * gib)) == [  # type: ignore[arg-type]
+    assert list(less_memory.what_would_fit(variants, 85 * gib)) == [  # type: ignore[arg-type]
         "--recompute-granularity full: the fullest rank would take 70 GiB, which fits",
         "--expert-model-parallel-size 8: the fullest rank would take 80 GiB, which fits",
     ]
@@ -537,7 +539,7 @@ LONG: dict[str, Any] = {
 }
 
 
-def test_a_line_of_long_sequences_is_compared_with_slices_of_them() -> None:
+def test_a_launch_of_long_sequences_is_compared_with_slices_of_them() -> None:
     plan = made(**LONG)
     compared = plan.long_sequences
     assert compared is not None
@@ -572,7 +574,7 @@ ON_TWO_RANKS: dict[str, Any] = {
 }
 
 
-def test_of_a_line_with_experts_it_says_what_pairs_would_give(
+def test_of_a_launch_with_experts_it_says_what_pairs_would_give(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pairs, "_specs", lambda *, with_pairs: iter(["interleaved", "zb-v"]))
@@ -587,7 +589,7 @@ def test_of_a_line_with_experts_it_says_what_pairs_would_give(
     assert best.candidate.step < same.step
 
 
-def test_a_line_whose_passes_run_in_pairs_is_compared_with_itself_without(
+def test_a_launch_whose_passes_run_in_pairs_is_compared_with_itself_without(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pairs, "_specs", lambda *, with_pairs: iter(["interleaved", "zb-v"]))
@@ -600,7 +602,7 @@ def test_a_line_whose_passes_run_in_pairs_is_compared_with_itself_without(
     layout = Layout((4, 4, 4, 4))
     written = written_for(asked, (best.schedule, layout), best, layout)
     assert FLAG not in written.added and not written.dropped  # it is there already
-    # The line would train in pairs, and the step is one without.
+    # The launch would train in pairs, and the step is one without.
     assert FLAG in other.write().dropped
 
 
@@ -611,12 +613,12 @@ def test_of_experts_on_one_rank_it_says_nothing_of_pairs() -> None:
 def test_slices_have_attention_estimated_where_costs_do_not_tell_it(tmp_path: Path) -> None:
     """Lengths that were to be balanced were even."""
     save_costs(uniform(placement.line(2), 1e-2, 1e-2, 1e-2), tmp_path / "costs.json")
-    args = line.parse(model_flags(**(FLAGS | LONG))).args
+    args = megatron_arguments.parse(model_flags(**(FLAGS | LONG))).args
     config = PipelineConfig.parse(
         schedule="zb-h1", slices="4", slice_lengths="balanced", costs=str(tmp_path / "costs.json")
     )
-    with line.on_gpus(args):
-        line.validate(args, config, 4)
+    with megatron_arguments.on_gpus(args):
+        megatron_arguments.validate(args, config, 4)
         *_, problem = problems(args, config)
         first, *_, last = lengths_in(problem, args, args.seq_length)
     assert "attention in estimated proportions" in problem.costs.origin
@@ -634,7 +636,7 @@ EXAMPLE_OF_MULTIMODAL = (
 
 def test_the_tower_of_megatrons_example_is_read_from_its_flags() -> None:
     words = launch()
-    plan = plan_line(
+    plan = plan_launch(
         LaunchRequest(replace(words, arguments=(*words.arguments, *EXAMPLE_OF_MULTIMODAL)))
     )
     tokens = 7 * (32 * 32 + 1)  # six tiles and a thumbnail, each with a class token
@@ -651,32 +653,32 @@ def test_a_tower_is_named_on_the_command_or_in_a_file_of_arguments() -> None:
         **{"micro_batch_size": 1, "global_batch_size": 8, "train_iters": 1, "lr": 1e-3},
     }
     settings = {"vision": sizes, "vision_tokens": 2048}
-    in_file = plan_line(LaunchRequest(values=values | settings, world_size=2))
+    in_file = plan_launch(LaunchRequest(values=values | settings, world_size=2))
     text = ",".join(f"{name}={size}" for name, size in sizes.items())
-    named = plan_line(LaunchRequest(values=values, world_size=2, vision=text, vision_tokens=2048))
+    named = plan_launch(LaunchRequest(values=values, world_size=2, vision=text, vision_tokens=2048))
     assert own_of(in_file).step == pytest.approx(own_of(named).step)
-    fewer = plan_line(LaunchRequest(values=values, world_size=2, vision=text, vision_tokens=256))
-    plain = plan_line(LaunchRequest(values=values, world_size=2))
+    fewer = plan_launch(LaunchRequest(values=values, world_size=2, vision=text, vision_tokens=256))
+    plain = plan_launch(LaunchRequest(values=values, world_size=2))
     assert own_of(named).step > own_of(fewer).step > own_of(plain).step
     with pytest.raises(ValueError, match="--vision-tokens says how many tokens"):
-        plan_line(LaunchRequest(values=values, world_size=2, vision_tokens=256))
+        plan_launch(LaunchRequest(values=values, world_size=2, vision_tokens=256))
 
 
 def test_ranks_are_slow_as_told_and_as_seen() -> None:
     even = made()
-    slow = plan_line(
+    slow = plan_launch(
         LaunchRequest(launch(), gpu=parse_gpu("h100"), seen_speeds=RankSpeeds((1.0, 0.5)))
     )
     assert own_of(slow).step > 1.5 * own_of(even).step
     assert any("taken as 1,0.5" in remark for remark in slow.remarks)
     assert "--pipeline-rank-speeds 1,0.5" in slow.command or slow.verdict.keeps
     with pytest.raises(ValueError, match="3 speeds for 2 pipeline ranks"):
-        plan_line(LaunchRequest(launch(), seen_speeds=RankSpeeds((1.0, 1.0, 1.0))))
+        plan_launch(LaunchRequest(launch(), seen_speeds=RankSpeeds((1.0, 1.0, 1.0))))
 
 
 def test_gpus_of_two_types() -> None:
     gpus = (GPUS["h100"], GPUS["a100"])
-    mixed = plan_line(LaunchRequest(launch(), gpu=GPUS["h100"], gpus=gpus))
+    mixed = plan_launch(LaunchRequest(launch(), gpu=GPUS["h100"], gpus=gpus))
     assert own_of(mixed).step > 1.5 * own_of(made()).step
     with pytest.raises(ValueError, match="--gpu names 3 pipeline ranks, and the launch has 2"):
-        plan_line(LaunchRequest(launch(), gpu=GPUS["h100"], gpus=(*gpus, GPUS["a100"])))
+        plan_launch(LaunchRequest(launch(), gpu=GPUS["h100"], gpus=(*gpus, GPUS["a100"])))
