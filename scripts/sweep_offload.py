@@ -9,9 +9,8 @@ as a share of its F and I (Wan et al. 2025, section 4.1).
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -65,7 +64,6 @@ def rows(ks: tuple[float, ...]) -> Iterator[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     parser.add_argument("--plot", type=Path, help="draw them, as .svg or .png")
     arguments = parser.parse_args()
     total = len(LINKS) * len(SPECS) * len(KS) * len(Offload)
@@ -73,9 +71,6 @@ def main() -> None:
     results = list(track(rows(KS), "schedules", total=total, console=console, transient=True))
     if arguments.plot is not None:
         draw(results, arguments.plot)
-    if arguments.json:
-        print(json.dumps([asdict(row) for row in results], indent=2))
-        return
     for link in LINKS:
         print_table(link, [row for row in results if row.link == link])
 

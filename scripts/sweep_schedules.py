@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import json
 import os
 import re
 import sys
@@ -278,14 +277,12 @@ def run(case: Case, tally: Tally) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    assert __doc__ is not None
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--family", nargs="+", default=[], choices=list(entries()))
     parser.add_argument("--ranks", nargs="+", type=int, default=[], help="these p alone")
     parser.add_argument("--all", action="store_true", help="every m from 1 to 4p, for every p")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     arguments = parser.parse_args(argv)
     slow = SEARCHES + SEARCHES_LONG
     chosen = sorted(arguments.family or entries(), key=lambda name: name in slow)
@@ -302,32 +299,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 run(case, tallies[name])
                 progress.advance(task)
             progress.console.print(f"{name}: {tallies[name]}")  # all there is, if it is stopped
-    settings = {
-        "ranks": arguments.ranks or list(RANKS),
-        "all": arguments.all,
-        "costs": COSTS,
-        "cases": {name: len(family_cases) for name, family_cases in grid.items()},
-        "seconds": round(time.perf_counter() - start),
-        "cpu_seconds": round(time.process_time() - cpu),
-    }
-    if arguments.json:
-        # Not asdict: it makes a Counter anew, from its items.
-        results = {name: vars(tally) for name, tally in tallies.items()}
-        print(json.dumps({"settings": settings, "families": results}, indent=2))
-    else:
-        print_tables(settings, grid, tallies)
+    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
+    print(f"costs {COSTS}, {seconds:.0f} s, {cpu_seconds:.0f} CPU s")
+    print_tables(grid, tallies)
     return int(any(tally.problems for tally in tallies.values()))
 
 
-def print_tables(
-    settings: dict[str, object], grid: dict[str, list[Case]], tallies: dict[str, Tally]
-) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=120)
-    for key, value in settings.items():
-        if key != "cases":
-            console.print(f"{key}: {value}")
+def print_tables(grid: dict[str, list[Case]], tallies: dict[str, Tally]) -> None:
+    console = Console(width=120)
     families = Table("family", "cases", "problems", "proved", "refused", "worst CPU time", box=None)
     for name, tally in tallies.items():
         families.add_row(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,11 +36,11 @@ from megatron_ext.schedule.problem import (
     Recompute,
     VocabularyParallel,
 )
+from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.schedule_csv import from_csv
 from scripts.benchmarks.emulated import (
     DTYPE,
     SHAPE,
-    AutogradStage,
     Contender,
     EmulatedChunk,
     as_one,
@@ -50,6 +50,7 @@ from scripts.benchmarks.emulated_copies import EmulatedCopies
 from scripts.benchmarks.emulated_validation import EmulatedValidation
 from scripts.benchmarks.emulated_vocabulary import EmulatedVocabulary
 
+CPU = torch.device("cpu")
 NO_EXTRAS = Extras()
 TORCH = {
     "1F1B": pipelining.Schedule1F1B,
@@ -132,11 +133,12 @@ def _passes(program: Program) -> int:
     return len(program.schedule.compute_rows[0])
 
 
-class EmulatedStage(AutogradStage):
+class EmulatedStage:
     """`RunnableStage` around an `EmulatedChunk`, which may have the loss."""
 
     def __init__(self, number: int, chunk: EmulatedChunk, has_loss: bool) -> None:
-        super().__init__(number)
+        self.number = number
+        self.between: dict[int, tuple[Tensor | None, Tensor]] = {}  # input, output of F
         self._chunk = chunk
         self._has_loss = has_loss
 
@@ -151,11 +153,34 @@ class EmulatedStage(AutogradStage):
         self, microbatch: int, x: Tensor | None, backward: Backward
     ) -> tuple[Tensor, Tensor | None]:
         kind = Kind.FULL_BACKWARD if backward.whole else Kind.BACKWARD_INPUT
-        assert isinstance(backward.stage, AutogradStage)
+        assert isinstance(backward.stage, EmulatedStage)
         other = Action(backward.stage.number, kind, backward.microbatch)
         both = self._chunk.costs.of_pair(Action(self.number, Kind.FORWARD, microbatch), other)
         with as_one(both):
-            return super().forward_beside(microbatch, x, backward)
+            return self.forward(microbatch, x), backward.run()
+
+    def backward_input(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
+        x, y = self.between.pop(microbatch)
+        with queue.collecting(self.number, microbatch):
+            torch.autograd.backward(y, dy)
+        return None if x is None else x.grad
+
+    def backward_weight(self, microbatch: int) -> None:
+        queue.run(self.number, microbatch)
+
+    def backward(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
+        dx = self.backward_input(microbatch, dy)
+        self.backward_weight(microbatch)
+        return dx
+
+    def output_sent(self, microbatch: int) -> None:
+        pass
+
+    def gradients_complete(self) -> None:
+        pass
+
+    def forget(self) -> None:
+        self.between.clear()
 
     def _run(self, kind: Kind, microbatch: int, x: Tensor | None) -> Tensor:
         y: Tensor = self._chunk(data() if x is None else x, kind)
@@ -163,6 +188,43 @@ class EmulatedStage(AutogradStage):
             y = y.mean()
         self.between[microbatch] = x, y
         return y
+
+
+class EmulatedRank:
+    """This rank's part of a pipeline over the whole world, whose passes take ``costs``."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        costs: Costs,
+        stage: Callable[[int, EmulatedChunk, bool], EmulatedStage] = EmulatedStage,
+        *,
+        has_loss: bool = True,
+    ) -> None:
+        """Connect the ranks.
+
+        Args:
+            stage: makes a stage of its number, its chunk, and whether it has the loss.
+            has_loss: whether the last stage has it.
+        """
+        world, self.placement = dist.group.WORLD, schedule.placement
+        assert world is not None
+        self.world = world
+        self.channels = Channels(world, channels(schedule), CPU)
+        self.recorder = Recorder(world.rank())
+        self.stages = {
+            number: stage(
+                number, EmulatedChunk(number, costs), has_loss and self.placement.is_last(number)
+            )
+            for number in self.placement.stages_of[world.rank()]
+        }
+
+    def step(self, program: Program, splits_backward: bool, **others: Any) -> None:
+        """Run a step of ``program``; ``others`` as `execute` takes them."""
+        transport = Transport(self.channels, Boundary(SHAPE, DTYPE), self.placement, self.recorder)
+        queue.splitting = splits_backward
+        execute(program, self.stages, transport, self.recorder, **others)
+        queue.splitting = False
 
 
 def ours(
@@ -183,37 +245,25 @@ def ours(
     choice = choose(spec)
     divides = extras.vocab_parallel is not VocabularyParallel.NONE
     program = program_of(choice, ranks, microbatches, costs, extras, memory_limit)
-    placement = program.schedule.placement
-    world = dist.group.WORLD
-    assert world is not None
-    rank = world.rank()
-    ways = Channels(world, channels(program.schedule), torch.device("cpu"))
-    recorder = Recorder(rank)
-    stages = {
-        number: EmulatedStage(
-            number,
-            EmulatedChunk(number, program.problem.costs),
-            has_loss=placement.is_last(number) and not divides,
-        )
-        for number in placement.stages_of[rank]
-    }
+    emulated = EmulatedRank(program.schedule, program.problem.costs, has_loss=not divides)
+    world, rank, recorder = emulated.world, emulated.world.rank(), emulated.recorder
     offloads = None
     if extras.activation_offload is not Offload.NONE:
         copies = EmulatedCopies(program.problem.costs, rank, folder)
-        offloads = ActivationOffload(rank, torch.device("cpu"), copies)
+        offloads = ActivationOffload(rank, CPU, copies)
     shard = EmulatedVocabulary(program, world, recorder) if divides else None
     validation = None
     if extras.post_validation:
-        validation = EmulatedValidation(world, placement, recorder, bad_every)
+        validation = EmulatedValidation(world, emulated.placement, recorder, bad_every)
 
     def step() -> None:
-        queue.splitting = choice.traits.splits_backward
-        transport = Transport(ways, Boundary(SHAPE, DTYPE), placement, recorder)
-        passes = None if shard is None else shard.step()
-        copying = None if offloads is None else offloads.step(program.schedule.rows[rank])
-        others = () if validation is None else (validation,)
-        execute(program, stages, transport, recorder, passes, copying, others)
-        queue.splitting = False
+        emulated.step(
+            program,
+            choice.traits.splits_backward,
+            vocabulary=None if shard is None else shard.step(),
+            offload=None if offloads is None else offloads.step(program.schedule.rows[rank]),
+            others=() if validation is None else (validation,),
+        )
         if validation is not None:
             validation.optimizer_step()
 
@@ -265,7 +315,7 @@ def _torch_contenders(
                 EmulatedChunk(number, per_chunk),
                 number,
                 total,
-                torch.device("cpu"),
+                CPU,
                 input_args=data(),
                 output_args=data(),
             )

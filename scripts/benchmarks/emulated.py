@@ -17,7 +17,6 @@ from torch import Tensor
 
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.runtime.stage import Backward
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.costs import Costs
@@ -115,49 +114,6 @@ class EmulatedChunk(torch.nn.Module):
         seconds = self.seconds
         y: Tensor = _Activations.apply(x, seconds[kind], seconds[Kind.BACKWARD_INPUT])
         return y + _Weight.apply(self.weight, seconds[Kind.BACKWARD_WEIGHT])
-
-
-class AutogradStage:
-    """`RunnableStage` of a small module: subclasses define F, and keep its input and output."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.between: dict[int, tuple[Tensor | None, Tensor]] = {}  # input, output of F
-
-    def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
-        raise NotImplementedError
-
-    def recompute(self, microbatch: int) -> None:
-        x, _ = self.between.pop(microbatch)
-        self.forward(microbatch, x)
-
-    def backward_input(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
-        x, y = self.between.pop(microbatch)
-        with queue.collecting(self.number, microbatch):
-            torch.autograd.backward(y, dy)
-        return None if x is None else x.grad
-
-    def forward_beside(
-        self, microbatch: int, x: Tensor | None, backward: Backward
-    ) -> tuple[Tensor, Tensor | None]:
-        return self.forward(microbatch, x), backward.run()
-
-    def backward_weight(self, microbatch: int) -> None:
-        queue.run(self.number, microbatch)
-
-    def backward(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
-        dx = self.backward_input(microbatch, dy)
-        self.backward_weight(microbatch)
-        return dx
-
-    def output_sent(self, microbatch: int) -> None:
-        pass
-
-    def gradients_complete(self) -> None:
-        pass
-
-    def forget(self) -> None:
-        self.between.clear()
 
 
 @dataclass(frozen=True)

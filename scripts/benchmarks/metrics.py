@@ -1,7 +1,7 @@
 """Measure what --pipeline-metrics costs: steps with it and without it, in turn, in one run.
 
     python -m scripts.benchmarks.metrics
-    python -m scripts.benchmarks.metrics --pp 2 -m 16 --costs f=2,i=2,w=2 --pairs 20 --json
+    python -m scripts.benchmarks.metrics --pp 2 -m 16 --costs f=2,i=2,w=2 --pairs 20
 
 Ranks whose passes sleep (as in `executors`) run turns of ten steps. With metrics passes
 are recorded and read, and the ranks exchange their figures once in a turn. Turns of a pair follow
@@ -13,17 +13,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import logging
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from rich.console import Console
 from rich.table import Table
 
@@ -31,22 +28,14 @@ from megatron_ext.adapter.observers.metrics import StepMetrics
 from megatron_ext.adapter.observers.observer import ObservedStep
 from megatron_ext.adapter.training_globals import line_interval
 from megatron_ext.compile.output_layer import place_output_layer
-from megatron_ext.compile.program.graph import channels
 from megatron_ext.compile.registry import choose
 from megatron_ext.launch import CPU_PLATFORM
 from megatron_ext.logger import logger
 from megatron_ext.patches.engine import apply
-from megatron_ext.runtime.executor import execute
-from megatron_ext.runtime.messages.channels import Channels
-from megatron_ext.runtime.messages.transport import Boundary, Transport
-from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.problem import Problem
-from scripts.benchmarks.contestants import EmulatedStage, in_seconds
-from scripts.benchmarks.emulated import DTYPE, SHAPE, EmulatedChunk
+from scripts.benchmarks.contestants import EmulatedRank, in_seconds
 from scripts.benchmarks.runs import on_forked_ranks
 
-CPU = torch.device("cpu")
 SCHEDULES = "1f1b zb-h1 zb-v"
 
 
@@ -63,7 +52,6 @@ class Result:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    assert __doc__ is not None
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -72,15 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--costs", default="f=6,i=8,w=4", help="milliseconds, of a full rank")
     parser.add_argument("--schedules", default=SCHEDULES)
     parser.add_argument("--pairs", type=int, default=10)
-    parser.add_argument("--json", action="store_true", help="print the results as JSON")
     given = parser.parse_args(argv)
     results = [
         measure(spec, given.pp, given.microbatches, given.costs, given.pairs)
         for spec in given.schedules.split()
     ]
-    if given.json:
-        print(json.dumps([asdict(result) for result in results], indent=2))
-        return 0
     table = Table(
         *("schedule", "passes", "step without, ms", "with / without", "middle half of the pairs"),
         title=f"{given.pp} ranks, {given.microbatches} microbatches, {given.costs} ms, "
@@ -108,23 +92,13 @@ def _prepare() -> None:
 
 
 def _run(spec: str, microbatches: int, text: str, pairs: int) -> Result:
-    world = dist.group.WORLD
-    assert world is not None
-    rank, choice = world.rank(), choose(spec)
-    placement = choice.place(world.size())
+    choice = choose(spec)
+    placement = choice.place(dist.get_world_size())
     costs = in_seconds(text, placement)
-    boundary = Boundary(SHAPE, DTYPE)
     program = place_output_layer(choice, Problem(placement, microbatches, costs))
-    ways = Channels(world, channels(program.schedule), CPU)
-    recorder = Recorder(rank)
-    stages = {
-        number: EmulatedStage(
-            number, EmulatedChunk(number, costs), has_loss=placement.is_last(number)
-        )
-        for number in placement.stages_of[rank]
-    }
+    emulated = EmulatedRank(program.schedule, costs)
     metrics = StepMetrics(overlap=False)
-    observed = ObservedStep(world, program, recorder)
+    observed = ObservedStep(emulated.world, program, emulated.recorder)
 
     def turn(is_on: bool) -> float:
         """Return the seconds of a turn's steps, each of which the ranks begin together."""
@@ -133,12 +107,10 @@ def _run(spec: str, microbatches: int, text: str, pairs: int) -> Result:
         for _ in range(line_interval()):
             if is_on:
                 metrics.begin(observed)
-            queue.splitting = choice.traits.splits_backward
-            execute(program, stages, Transport(ways, boundary, placement, recorder), recorder)
-            queue.splitting = False
+            emulated.step(program, choice.traits.splits_backward)
             if is_on:
                 metrics.end(observed)
-                recorder.end()
+                emulated.recorder.end()
             dist.barrier()
         return time.perf_counter() - begin
 
@@ -150,7 +122,7 @@ def _run(spec: str, microbatches: int, text: str, pairs: int) -> Result:
         ratios.append(seconds[True] / seconds[False])
         without.append(seconds[False] / line_interval())
     low, ratio, high = statistics.quantiles(ratios, n=4) if pairs > 1 else ratios * 3
-    passes = len(program.schedule.compute_rows[rank])
+    passes = len(program.schedule.compute_rows[dist.get_rank()])
     return Result(spec, ratio, (low, high), statistics.median(without), passes)
 
 

@@ -16,9 +16,8 @@ from __future__ import annotations
 import argparse
 import enum
 import heapq
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 from rich.console import Console
@@ -264,7 +263,6 @@ def main(words: Sequence[str] | None = None) -> int:
         "--schedules", nargs="+", help="NAME or NAME@LIMIT, by default some at their limits"
     )
     parser.add_argument("--samples", type=int, default=SAMPLES)
-    parser.add_argument("--json", action="store_true")
     given = parser.parse_args(words)
     schedules = SCHEDULES
     if given.schedules:
@@ -274,27 +272,13 @@ def main(words: Sequence[str] | None = None) -> int:
     console = Console(stderr=True)
     total = len(schedules) * len(given.noise)
     found = list(track(made, "simulating", total=total, console=console, transient=True))
-    if given.json:
-        print(json.dumps([asdict(row) for row in found], indent=2))
-    else:
-        _print(found)
+    _print(found)
     return 0
 
 
 def _print(found: Sequence[Row]) -> None:
-    table = Table(box=None)
-    for head in (
-        "schedule",
-        "noise",
-        "planned",
-        "median",
-        "90%",
-        "W early, whole",
-        "90%",
-        "in parts",
-        "90%",
-    ):
-        table.add_column(head)
+    columns = ("W early, whole", "90%", "in parts", "90%")
+    table = Table("schedule", "noise", "planned", "median", "90%", *columns, box=None)
     for row in found:
         cells = [row.schedule, row.noise, f"{row.planned:.6g}"]
         cells += [f"{figure / row.planned - 1:+.1%}" for figure in _figures(row.fixed)]

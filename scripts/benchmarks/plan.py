@@ -92,7 +92,6 @@ class Answers:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    assert __doc__ is not None
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -18,11 +18,18 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
 
 from megatron_ext.compile.registry import choose
 from megatron_ext.launch import CPU_PLATFORM
+from megatron_ext.patches.engine import apply
+from megatron_ext.schedule.costs import uniform
+from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import (
     Extras,
     Offload,
@@ -30,10 +37,12 @@ from megatron_ext.schedule.problem import (
     VocabularyParallel,
     parse_recompute,
 )
-
-if TYPE_CHECKING:
-    from megatron_ext.viz.page.run import Run
-    from scripts.benchmarks.emulated import Contender
+from megatron_ext.viz.draw import draw_bars
+from megatron_ext.viz.page.run import Run
+from scripts.benchmarks.contestants import ours, program_of, torchs
+from scripts.benchmarks.emulated import Contender, EmulatedChunk, data, take
+from scripts.benchmarks.emulated_validation import is_bad_step, synchronise
+from scripts.benchmarks.recorded import recorded
 
 STEPS = 3  # timed, after one that is not
 STEPS_IN_A_ROW = 10  # the same, where steps may overlap
@@ -216,8 +225,6 @@ def measure(
     Raises:
         ValueError: a schedule that these sizes do not allow.
     """
-    from scripts.benchmarks.contestants import program_of
-
     sizes = setting.ranks, setting.microbatches, setting.costs
     for spec, extras in setting.ours:  # said here, not by a rank
         program_of(choose(spec), *sizes, extras, setting.memory_limit)
@@ -264,46 +271,30 @@ def _measured(steps: Sequence[_Steps], stock: float) -> BenchResult:
 
 def draw_report(report: BenchReport, path: Path) -> None:
     """Draw bars of measured seconds with the ideal in each, as .svg or .png."""
-    from megatron_ext.viz.draw import draw_bars
-
     names = [f"{row.name} ({row.efficiency:.1%})" for row in report.rows]
     draw_bars(names, [(row.ideal, row.measured) for row in report.rows], path)
 
 
 def _launch(setting: Setting, *, shows: bool) -> _Launch:
     """Fork the ranks, let them run every contender, and return what rank 0 gathered."""
-    import torch.multiprocessing
-
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.start_processes(
-            _rank, (setting, folder, shows), nprocs=setting.ranks, start_method="fork"
-        )
-        launch: _Launch = pickle.loads(Path(folder, "result").read_bytes())
-        return launch
+        run = partial(_contend, setting, Path(folder), shows)
+        return on_forked_ranks(setting.ranks, run, _without_gpu)
 
 
-def _rank(rank: int, setting: Setting, folder: str, shows: bool) -> None:
-    import torch
-    import torch.distributed as dist
-
-    from megatron_ext.patches.engine import apply
-    from scripts.benchmarks.recorded import recorded
-
+def _without_gpu() -> None:
     cpu = importlib.import_module(CPU_PLATFORM)
     os.environ |= cpu.environment({})
-    torch.set_num_threads(1)
     apply(cpu.patches())
-    real_time = before_everything_else()  # before gloo starts its threads, which inherit it
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=setting.ranks)
-    gc.collect()
-    gc.disable()
+
+
+def _contend(setting: Setting, folder: Path, shows: bool) -> _Launch:
     dist.barrier()
     late = _largest(_lateness())
     autograd = _largest(_autograd(0.02)), _largest(_autograd(0.0))
     steps = {}
     shown: list[Run] = []
-    for contender in _contenders(setting, setting.costs, Path(folder)):
+    for contender in _contenders(setting, setting.costs, folder):
         seconds, after_bad = _seconds_of(contender, setting)
         steps[contender.name] = _Steps(
             contender.name,
@@ -314,14 +305,10 @@ def _rank(rank: int, setting: Setting, folder: str, shows: bool) -> None:
             after_bad,
         )
         shown += recorded(contender) if shows else ()
-    for free in _contenders(setting, _FREE, Path(folder)):
+    for free in _contenders(setting, _FREE, folder):
         host_seconds = _median_of(free, setting.steps)
         steps[free.name] = replace(steps[free.name], host_seconds=host_seconds)
-    if rank == 0:
-        launch = _Launch(steps, real_time, late, autograd, tuple(shown))
-        Path(folder, "result").write_bytes(pickle.dumps(launch))
-    dist.barrier()
-    dist.destroy_process_group()
+    return _Launch(steps, before_everything_else(), late, autograd, tuple(shown))
 
 
 def _seconds_of(contender: Contender, setting: Setting) -> tuple[float, float | None]:
@@ -345,14 +332,13 @@ def _median_of(contender: Contender, steps: int) -> float:
 
 
 def _contenders(setting: Setting, costs: str, folder: Path) -> Iterator[Contender]:
-    from scripts.benchmarks import contestants as runtime
-    from scripts.benchmarks import stock as megatron
+    from scripts.benchmarks import stock  # which imports Megatron
 
-    yield from megatron.contenders(setting.ranks, setting.microbatches, costs)
+    yield from stock.contenders(setting.ranks, setting.microbatches, costs)
     if not setting.post_validation:
-        yield from runtime.torchs(setting.ranks, setting.microbatches, costs)
+        yield from torchs(setting.ranks, setting.microbatches, costs)
     for spec, extras in setting.ours:
-        yield runtime.ours(
+        yield ours(
             spec,
             setting.ranks,
             setting.microbatches,
@@ -366,8 +352,6 @@ def _contenders(setting: Setting, costs: str, folder: Path) -> Iterator[Contende
 
 def _timed(step: Callable[[], None]) -> float:
     """Return the seconds from the first rank's start to the last rank's end."""
-    import torch.distributed as dist
-
     dist.barrier()
     start = time.monotonic()  # one clock for all processes of a machine
     step()
@@ -379,11 +363,6 @@ def _in_a_row(contender: Contender, setting: Setting) -> tuple[float, float | No
     """Return the mean seconds of consecutive steps, each from the last rank's end of one step to
     that of the next: of steps that do not follow a bad verdict, and of steps that do, if there are
     any."""
-    import torch
-    import torch.distributed as dist
-
-    from scripts.benchmarks.emulated_validation import is_bad_step, synchronise
-
     dist.barrier()
     ends = []
     for _ in range(1 + setting.steps):
@@ -403,8 +382,6 @@ def _in_a_row(contender: Contender, setting: Setting) -> tuple[float, float | No
 
 def _lateness() -> float:
     """Return by which share an emulated pass lasts too long here: the second worst of `SLEEPS`."""
-    from scripts.benchmarks.emulated import take
-
     seconds = 0.02
     lasted = []
     for _ in range(SLEEPS):
@@ -416,10 +393,6 @@ def _lateness() -> float:
 
 def _autograd(sleep: float) -> float:
     """Return the seconds of an empty forward or backward pass on this rank, after ``sleep``."""
-    from megatron_ext.schedule.costs import uniform
-    from megatron_ext.schedule.placement import line
-    from scripts.benchmarks.emulated import EmulatedChunk, data
-
     chunk = EmulatedChunk(0, uniform(line(1), 1e-9, 1e-9, 1e-9))
     lasted = []
     for _ in range(SLEEPS):
@@ -431,9 +404,6 @@ def _autograd(sleep: float) -> float:
 
 
 def _largest(value: float) -> float:
-    import torch
-    import torch.distributed as dist
-
     tensor = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return float(tensor)
@@ -447,22 +417,16 @@ def on_forked_ranks[T](
     Args:
         prepare: is called on each rank before the process group is made.
     """
-    import torch.multiprocessing
-
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.start_processes(
             _forked_rank, (ranks, run, prepare, folder), nprocs=ranks, start_method="fork"
         )
-        result: T = pickle.loads(Path(folder, "result").read_bytes())
-        return result
+        return pickle.loads(Path(folder, "result").read_bytes())
 
 
 def _forked_rank(
     rank: int, ranks: int, run: Callable[[], object], prepare: Callable[[], object], folder: str
 ) -> None:
-    import torch
-    import torch.distributed as dist
-
     torch.set_num_threads(1)
     before_everything_else()
     prepare()

@@ -12,14 +12,13 @@ wave-auto and loop-auto, whose search is the same at any size, have p = 8 and m 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 from rich.console import Console
@@ -92,7 +91,6 @@ def exponent(series: Sequence[Measured], seconds: Callable[[Measured], float]) -
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    assert __doc__ is not None
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -101,7 +99,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--microbatches", nargs="*", type=int, default=MICROBATCHES, help="m, with p = 8"
     )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     arguments = parser.parse_args(argv)
     sizes = {(8, m) for m in arguments.microbatches} | {(p, 8 * p) for p in arguments.ranks}
     grid = [
@@ -119,27 +116,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             progress.update(task, description=f"{family}, p={p}, m={m}")
             results.append(measure(family, p, m))
             progress.advance(task, p * m)
-    settings: dict[str, object] = {
-        "costs": dict(zip(("f", "i", "w", "comm"), COSTS, strict=True)),
-        "ranks": list(arguments.ranks),
-        "microbatches": list(arguments.microbatches),
-        "python": platform.python_version(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}",
-    }
-    if arguments.json:
-        rows = [asdict(row) | {"total": row.total} for row in results]
-        print(json.dumps({"settings": settings, "results": rows}, indent=2))
-    else:
-        print_tables(settings, results)
+    print(
+        f"costs {COSTS}, {platform.machine()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}"
+        f", Python {platform.python_version()}"
+    )
+    print_tables(results)
     return 0
 
 
-def print_tables(settings: dict[str, object], results: Sequence[Measured]) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=120)
-    for key, value in settings.items():
-        console.print(f"{key}: {value}")
+def print_tables(results: Sequence[Measured]) -> None:
+    console = Console(width=120)
     columns = ("generation", "communication", "proof", "simulation", "total", "us per action")
     sizes = Table("family", "p", "m", "actions", *columns, box=None)
     for row in results:
@@ -153,8 +139,8 @@ def print_tables(settings: dict[str, object], results: Sequence[Measured]) -> No
             f"{row.total / row.actions * 1e6:.0f}",
         )
     console.print(sizes)
-    growth = Table("family", "e of generation", "e of the total", "with p: generation", "total")
-    growth.box = None
+    heads = ("family", "e of generation", "e of the total", "with p: generation", "total")
+    growth = Table(*heads, box=None)
     for family in dict.fromkeys(row.family for row in results):
         own = [row for row in results if row.family == family]
         with_m = [row for row in own if row.ranks == 8]

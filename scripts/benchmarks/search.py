@@ -61,7 +61,6 @@ class Counted:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    assert __doc__ is not None
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

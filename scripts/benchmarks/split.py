@@ -1,7 +1,7 @@
 """Measure what splitting the backward costs: I and W of a transformer layer, compared with B.
 
     python -m scripts.benchmarks.split
-    python -m scripts.benchmarks.split --hidden 1024 --sequence 1024 --json
+    python -m scripts.benchmarks.split --hidden 1024 --sequence 1024
 
 One process, one layer of Megatron's local kind, on a GPU if there is one. Whole and split backward
 take turns, so that what disturbs one disturbs the other; the ratio is that of their medians.
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import importlib
-import json
 import os
 import platform
 import resource
@@ -38,7 +37,6 @@ GPU = torch.cuda.is_available()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    assert __doc__ is not None
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -48,7 +46,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--hand-memory-back", action="store_true", help="on a CPU, with malloc as it comes"
     )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     arguments = parser.parse_args(argv)
     if not GPU and not arguments.hand_memory_back:
         keep_memory()
@@ -61,11 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }
-    if arguments.json:
-        print(json.dumps(settings | result, indent=2))
-    else:
-        for key, value in (settings | result).items():
-            Console().print(f"{key}: {value}")
+    for key, value in (settings | result).items():
+        Console().print(f"{key}: {value}")
     return 0
 
 
@@ -137,7 +131,7 @@ def _layer(hidden: int) -> torch.nn.Module:
         hidden_dropout=0.0,
         use_cpu_initialization=not GPU,
     )
-    layer: torch.nn.Module = build_module(get_gpt_layer_local_spec(), config=config)
+    layer = build_module(get_gpt_layer_local_spec(), config=config)
     return layer.cuda() if GPU else layer
 
 
@@ -162,8 +156,7 @@ def _split(layer: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) -> dict[st
 
 
 def _forward(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    y: torch.Tensor = layer(x.detach().requires_grad_(), attention_mask=None)[0]
-    return y
+    return layer(x.detach().requires_grad_(), attention_mask=None)[0]
 
 
 def _cost(run: Callable[[], None]) -> Cost:

@@ -32,8 +32,7 @@ class _Chunk(torch.nn.Module):
         self.input = tensors[0] if isinstance(tensors, list) else tensors
 
     def forward(self) -> Tensor:
-        y: Tensor = self.chunk(data() if self.input is None else self.input)
-        return y
+        return self.chunk(data() if self.input is None else self.input)
 
 
 def _forward_step(data_iterator: Any, model: _Chunk) -> tuple[Tensor, Any]:

@@ -23,25 +23,18 @@ import torch.multiprocessing
 from rich.console import Console
 from rich.table import Table
 
-from megatron_ext.compile.program.graph import channels
 from megatron_ext.compile.program.unequal import UnequalSteps
 from megatron_ext.compile.program.verify import Program
-from megatron_ext.runtime.executor import execute
-from megatron_ext.runtime.messages.channels import Channels
-from megatron_ext.runtime.messages.transport import Boundary, Transport
-from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.runtime.world import gather_from_all
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.dealing import MicrobatchOrder, arranged
 from megatron_ext.schedule.microbatch_costs import Floats
-from scripts.benchmarks.contestants import EmulatedStage
-from scripts.benchmarks.emulated import DTYPE, SHAPE, EmulatedChunk
+from scripts.benchmarks.contestants import EmulatedRank, EmulatedStage
+from scripts.benchmarks.emulated import EmulatedChunk
 from scripts.benchmarks.runs import on_forked_ranks
 from scripts.benchmarks.unequal import REPLICAS, _costs, _program, for_places
 from scripts.benchmarks.unequal_loads import KINDS, batch
 
-CPU = torch.device("cpu")
 RANKS, MICROBATCHES, DRAWS, FIRST_SEED, MS = 4, 8, 5, 500, 6.0
 SPECS = ("zb-h1", "v-auto")
 LOADS = ("long-128k", "sft-packs")
@@ -119,27 +112,19 @@ def measure(made: Sequence[tuple[Turn, Turn]], repeats: int) -> list[list[float]
 def _stepping(first: Program) -> Callable[[Turn], float]:
     """Return a function that runs a step, and returns its seconds from the first start to the last
     end of all ranks."""
-    world, placement, costs = dist.group.WORLD, first.problem.placement, first.problem.costs
-    assert world is not None
-    rank = world.rank()
+    costs = first.problem.costs
     seconds = costs.with_passes(
         seconds={kind: tuple(t * MS / 1000 for t in of) for kind, of in costs.seconds.items()}
     )
-    ways, recorder = Channels(world, channels(first.schedule), CPU), Recorder(rank)
-    stages = {
-        number: UnequalStage(number, EmulatedChunk(number, seconds), placement.is_last(number))
-        for number in placement.stages_of[rank]
-    }
+    emulated = EmulatedRank(first.schedule, seconds, UnequalStage)
 
     def step(turn: Turn) -> float:
-        for stage in stages.values():
+        for stage in emulated.stages.values():
+            assert isinstance(stage, UnequalStage)
             stage.factors = turn.factors
         dist.barrier()
-        transport = Transport(ways, Boundary(SHAPE, DTYPE), placement, recorder)
         begin = time.monotonic()
-        queue.splitting = True
-        execute(turn.program, stages, transport, recorder)
-        queue.splitting = False
+        emulated.step(turn.program, splits_backward=True)
         times = gather_from_all((begin, time.monotonic()))
         return max(end for _, end in times) - min(start for start, _ in times)
 
