@@ -75,8 +75,7 @@ def output_layer(chunk: torch.nn.Module) -> Any | None:
 
 def predicts_further(chunk: torch.nn.Module) -> bool:
     """Whether ``chunk`` has multi-token prediction."""
-    predicts: bool = getattr(language_model(chunk), "mtp_process", False)
-    return predicts
+    return getattr(language_model(chunk), "mtp_process", False)
 
 
 def head_is_looked_up(chunk: torch.nn.Module) -> bool:

@@ -18,8 +18,7 @@ def tell_all[T](value: T) -> T:
     """Return what global rank 0 gave as ``value``. Collective over the world."""
     values: list[Any] = [value]
     dist.broadcast_object_list(values, src=0)
-    agreed: T = values[0]
-    return agreed
+    return values[0]
 
 
 def gather_from_all[T](value: T) -> list[T]:

@@ -159,8 +159,7 @@ class ArrangedSteps:
         costs = self._costs_of(microbatches.ravel()).reshape(-1, size).sum(axis=1)
         rows = arranged(costs, replicas, self._order, deal=self._deal)
         self._agreement.check(consumed, rows)
-        own: list[int] = microbatches[rows[self._sampler.data_parallel_rank]].ravel().tolist()
-        return own
+        return microbatches[rows[self._sampler.data_parallel_rank]].ravel().tolist()
 
 
 class _Agreement:

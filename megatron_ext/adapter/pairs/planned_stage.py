@@ -108,10 +108,7 @@ class PlannedStage(ModelStage):
     def _step(self, forward: _Arguments, backward: _Arguments) -> tuple[Any, Any, Tensor | None]:
         """Return the output and the number of tokens of the forward pass, and the input's
         gradient."""
-        made: tuple[Any, Any, Tensor | None] = combined_forward_backward_step(
-            **forward, **backward, config=self._config
-        )
-        return made
+        return combined_forward_backward_step(**forward, **backward, config=self._config)
 
     def _forward_of(self, microbatch: int, x: Tensor | None) -> _Arguments:
         is_first = self._begin_forward(x)

@@ -56,8 +56,7 @@ def count_right(
 
 def _look_up(embedding: Any, span: Span, input_ids: Tensor, position_ids: Tensor) -> Tensor:
     own = (whole[..., span.begin : span.end] for whole in (input_ids, position_ids))
-    looked_up: Tensor = embedding(**dict(zip(("input_ids", "position_ids"), own, strict=True)))
-    return looked_up
+    return embedding(**dict(zip(("input_ids", "position_ids"), own, strict=True)))
 
 
 def _compare(

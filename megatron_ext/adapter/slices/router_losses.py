@@ -77,8 +77,7 @@ class _BalancingLoss(torch.autograd.Function):
         if not is_last:
             return scores.new_zeros(())
         assert balance.is_complete, "the last slice's forward pass before another's"
-        loss: Tensor = (_sum(balance.tokens) * _sum(balance.scores)).sum() * scale
-        return loss
+        return (_sum(balance.tokens) * _sum(balance.scores)).sum() * scale
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
@@ -145,8 +144,7 @@ def balance(
     whole = _of_whole(total_num_tokens, span)
     scale = num_experts * moe_aux_loss_coeff / (topk * whole * whole)
     is_last = span.end == span.length and not _router.counts
-    loss: Tensor = _BalancingLoss.apply(probs, of_microbatch, scale, is_last)
-    return loss
+    return _BalancingLoss.apply(probs, of_microbatch, scale, is_last)
 
 
 def attach(

@@ -78,7 +78,4 @@ def _recompute(is_quantised: bool, *, again: bool) -> AbstractContextManager[Non
     are also quantised for the backward pass."""
     if not is_quantised:
         return contextlib.nullcontext()
-    context: AbstractContextManager[None] = random.activation_recompute_forward(
-        activation_recompute=True, recompute_phase=again
-    )
-    return context
+    return random.activation_recompute_forward(activation_recompute=True, recompute_phase=again)

@@ -25,8 +25,7 @@ class NodeLists:
         return len(self.bounds) - 1
 
     def __getitem__(self, node: int) -> list[int]:
-        nodes: list[int] = self.nodes[self.bounds[node] : self.bounds[node + 1]].tolist()
-        return nodes
+        return self.nodes[self.bounds[node] : self.bounds[node + 1]].tolist()
 
     @classmethod
     def of(cls, owners: Ints, nodes: Ints, count: int) -> NodeLists:

@@ -49,5 +49,4 @@ class AsyncAllGather:
 
     def rows(self) -> list[list[float]]:
         """Return the numbers of each rank, after `has_come` is true."""
-        rows: list[list[float]] = self._rows.tolist()
-        return rows
+        return self._rows.tolist()

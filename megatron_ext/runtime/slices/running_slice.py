@@ -104,8 +104,7 @@ class RunningSlice:
         span = self.span
         assert span is not None, "no slice runs"
         buffers = self.kept_of_use(layer, _Buffers)
-        attended: _Tensors = _Attended.apply(buffers, span, self._ranks, *tensors)
-        return attended
+        return _Attended.apply(buffers, span, self._ranks, *tensors)
 
     def kept[Kept](self, key: Hashable, make: Callable[[], Kept]) -> Kept:
         """Return the value stored for ``key`` in the running slice's microbatch.
@@ -116,8 +115,7 @@ class RunningSlice:
         of_microbatch = self._kept.setdefault(self._microbatch, {})
         if key not in of_microbatch:
             of_microbatch[key] = make()
-        kept: Kept = of_microbatch[key]
-        return kept
+        return of_microbatch[key]
 
     def kept_of_use[Kept](self, key: Hashable, make: Callable[[], Kept]) -> Kept:
         """Return a value like `kept`, for one use of ``key``: a pass may use a layer more than

@@ -73,8 +73,7 @@ def store_of_all() -> dist.Store | None:
     """Return torch's default store; None if there is none (MPI), or no other process uses it."""
     if dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return None
-    store: dist.Store | None = dist.distributed_c10d._get_default_store()
-    return store
+    return dist.distributed_c10d._get_default_store()
 
 
 def _for_others(error: BaseException, what: str, here: str) -> Exception:

@@ -52,5 +52,4 @@ def sum_gradients(
 
 
 def _gradient(weight: torch.nn.Parameter) -> torch.Tensor | None:
-    main_grad: torch.Tensor | None = getattr(weight, "main_grad", weight.grad)
-    return main_grad
+    return getattr(weight, "main_grad", weight.grad)

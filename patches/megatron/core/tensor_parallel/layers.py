@@ -157,7 +157,7 @@ class _SplitLinear(torch.autograd.Function):
         # Without Megatron's attributes of the weight, where its function would note that a gradient
         # was added. It requires a gradient, since torch chooses its kernels by that.
         weight = linear.weight.detach().requires_grad_()
-        output: Tensor = stock.forward(
+        return stock.forward(
             ctx,
             x,
             weight,
@@ -170,7 +170,6 @@ class _SplitLinear(torch.autograd.Function):
             linear.group,
             *linear.newer,
         )
-        return output
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
