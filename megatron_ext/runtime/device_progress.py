@@ -32,11 +32,9 @@ class DeviceEvent(Protocol):
 
     def query(self) -> bool:
         """Whether the device has finished that work."""
-        ...
 
     def synchronize(self) -> None:
         """Return when the device has finished that work."""
-        ...
 
 
 def record_event() -> DeviceEvent | None:

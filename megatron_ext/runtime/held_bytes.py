@@ -37,12 +37,10 @@ class HeldBytes(Protocol):
 
     def around(self, action: Action) -> AbstractContextManager[None]:
         """Count the memory change of the enclosed pass."""
-        ...
 
     def per_microbatch(self, *, largest: bool = False) -> dict[tuple[int, Held], float]:
         """Return the bytes by stage and kind of memory, after the step: the median over its
         microbatches, or the bytes of the ``largest`` behind the first, in which caches fill."""
-        ...
 
 
 def _of_one(sizes: Mapping[int, float], *, largest: bool) -> float:

@@ -25,11 +25,9 @@ class Clock(Protocol):
 
     def has_passed(self, mark: Any) -> bool:
         """Whether the device has reached the mark; never waits."""
-        ...
 
     def seconds(self, first: Any, later: Any) -> float:
         """Return the seconds between two marks that `has_passed`; never waits."""
-        ...
 
 
 class HostClock:

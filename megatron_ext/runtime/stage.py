@@ -19,23 +19,18 @@ class RunnableStage(Protocol):
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
         """F: return the output. If R will follow, store only what R needs."""
-        ...
 
     def recompute(self, microbatch: int) -> None:
         """R: run F again as it was, and store what the backward pass needs."""
-        ...
 
     def backward(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
         """B: add this microbatch's weight gradients, return the gradient of ``x``."""
-        ...
 
     def backward_input(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
         """I: return the gradient of ``x``, store what W needs."""
-        ...
 
     def backward_weight(self, microbatch: int) -> None:
         """W: add this microbatch's weight gradients, store nothing."""
-        ...
 
     def forward_beside(
         self, microbatch: int, x: Tensor | None, backward: Backward
@@ -45,19 +40,15 @@ class RunnableStage(Protocol):
 
         Return the output, and the gradient of the other stage's input.
         """
-        ...
 
     def output_sent(self, microbatch: int) -> None:
         """The output of ``microbatch`` has been sent: its data may be freed."""
-        ...
 
     def gradients_complete(self) -> None:
         """The stage has all weight gradients of the step: their synchronization may start."""
-        ...
 
     def forget(self) -> None:
         """Discard everything: the step restarts, before any backward pass."""
-        ...
 
 
 @dataclass(frozen=True)

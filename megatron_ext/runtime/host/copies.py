@@ -23,11 +23,9 @@ class Transfer(Protocol):
     def wait(self) -> None:
         """Make later work of this rank wait for the copy. Raises the copy's error, if it has
         one."""
-        ...
 
     def finish(self) -> None:
         """Block the host until the copy is done."""
-        ...
 
 
 class HostCopies(Protocol):
@@ -36,18 +34,15 @@ class HostCopies(Protocol):
     def current_stream(self) -> torch.cuda.Stream | None:
         """Return the stream on which the caller launches its work; None for a device without
         streams."""
-        ...
 
     def host_buffer(self, size: int) -> Tensor:
         """Return ``size`` bytes of host memory with fast copies to and from the device.
 
         May wait for the device. Raises ValueError if the driver refuses to pin the memory.
         """
-        ...
 
     def release(self, buffer: Tensor) -> None:
         """Free a buffer that no copy uses any more. May wait for the device."""
-        ...
 
     def start(self, action: Action, pieces: Sequence[Piece], after: Transfer | None) -> Transfer:
         """Start the copy ``action`` once the work launched so far on this rank, and ``after``, are
@@ -55,7 +50,6 @@ class HostCopies(Protocol):
 
         ``pieces`` may be empty: nothing is copied.
         """
-        ...
 
 
 class Done:

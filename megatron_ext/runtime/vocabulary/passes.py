@@ -40,11 +40,9 @@ class VocabularyEnds(Protocol):
     def tokens(self, microbatch: int) -> Tensor:
         """Begin the forward step and return the tokens, int64 [b, s]. On the first stage's rank,
         before its F."""
-        ...
 
     def labels(self, microbatch: int) -> Tensor:
         """Return the labels, int64 [b, s]. On the last stage's rank, after its F."""
-        ...
 
     def loss(self, microbatch: int, losses: Tensor) -> Tensor | None:
         """End the forward step. On the last stage's rank.
@@ -56,7 +54,6 @@ class VocabularyEnds(Protocol):
             The gradient of the scaled loss by each of ``losses``, fp32 [b, s]; None in an
             evaluation.
         """
-        ...
 
 
 class VocabularyPasses(Owner):
