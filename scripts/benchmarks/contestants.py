@@ -278,9 +278,7 @@ def ours(
     name += f", recompute {extras.recompute}" * (extras.recompute != Recompute())
     name += ", in pairs" * extras.pairs
     name += ", post-validation" * extras.post_validation
-    contender = Contender(
-        name, ideal_of(program), _passes(program), step, program=program, recorder=recorder
-    )
+    contender = Contender(name, ideal_of(program), _passes(program), step)
     if not extras.post_validation:
         return contender
     return replace(

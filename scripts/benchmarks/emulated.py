@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext.compile.program.verify import Program
-from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.costs import Costs
@@ -127,7 +125,6 @@ class Contender:
         step: runs one step.
         commit_or_rollback: with post-validation, waits for the verdict on the last step; else None.
         ideal_after_bad: with post-validation, as ``ideal``, of a step that follows a bad verdict.
-        program, recorder: for our executor, its program, and the recorder of its passes.
     """
 
     name: str
@@ -136,8 +133,6 @@ class Contender:
     step: Callable[[], None]
     commit_or_rollback: Callable[[], None] | None = None
     ideal_after_bad: float | None = None
-    program: Program | None = None
-    recorder: Recorder | None = None
 
 
 def data() -> Tensor:

@@ -6,25 +6,20 @@ python -m scripts.benchmarks.executors --pp 4 -m 8 --schedules "zb-h1 zb-v"
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from megatron_ext.commands.options import HtmlPage, Json, Microbatches, Ranks
+from megatron_ext.commands.options import Json, Microbatches, Ranks
 from megatron_ext.commands.output import fail, print_table
 from megatron_ext.schedule.problem import Offload, VocabularyParallel
-from megatron_ext.viz.page.write import SECONDS, Page, check_page, write_page
 from scripts.benchmarks.runs import (
     DEFAULT_SCHEDULES,
     STEPS,
     STEPS_IN_A_ROW,
     BenchResult,
     Setting,
-    draw_report,
     measure,
 )
 
@@ -87,14 +82,10 @@ def main(
         int | None,
         typer.Option(min=1, help=f"Timed in a launch: {STEPS}, or {STEPS_IN_A_ROW} in a row."),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the bars, as .svg or .png.")] = None,
-    page: HtmlPage = None,
 ) -> None:
     """Measure executors on emulated clocks: ours, Megatron's own, torch's."""
     specs = tuple(schedules.split())
     try:
-        if page is not None:
-            check_page(page)
         setting = Setting(
             pp,
             microbatches,
@@ -110,14 +101,8 @@ def main(
             memory_limit,
             pairs,
         )
-        measured = measure(setting, lambda text: typer.echo(text, err=True), shows=page is not None)
-        if plot is not None:
-            draw_report(measured, plot)
-        if page is not None:
-            title = "schedules on emulated clocks, compared with the ideal"
-            command = shlex.join(["python", "-m", "scripts.benchmarks.executors", *sys.argv[1:]])
-            write_page(Page(title, measured.shown, command, SECONDS), page)
-    except (ValueError, OSError) as error:
+        measured = measure(setting, lambda text: typer.echo(text, err=True))
+    except ValueError as error:
         fail(error)
     if as_json:
         report = {

@@ -1,6 +1,6 @@
 """Seconds of a layer's kernels on this GPU, and the seconds that the cost model estimates for them.
 
-    python -m scripts.benchmarks.kernels h200 [--json FILE]
+    python -m scripts.benchmarks.kernels h200
 
 Every kernel runs on random data for a quarter of a second, of which the second half is timed: a GPU
 whose power is limited slows down within the first tenth. The estimates do not know these
@@ -10,13 +10,11 @@ measurements: the last column, estimated over measured seconds, says how good th
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -98,13 +96,10 @@ def _product(
     right = torch.randn(columns, depth, device="cuda", dtype=torch.bfloat16).t()
     if precision is Precision.BF16:
         return lambda: left @ right
-    a, b, one = left.to(torch.float8_e4m3fn), right.t().to(torch.float8_e4m3fn).t(), _one()
+    a, b = left.to(torch.float8_e4m3fn), right.t().to(torch.float8_e4m3fn).t()
+    one = torch.ones((), device="cuda")
     out = torch.float32 if is_gradient else torch.bfloat16
     return lambda: torch._scaled_mm(a, b, one, one, out_dtype=out)
-
-
-def _one() -> Tensor:
-    return torch.ones((), device="cuda")
 
 
 def grouped_products(rates: Rates) -> Iterator[Row]:
@@ -189,9 +184,7 @@ def memory_bound(rates: Rates) -> Iterator[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("gpu", help="what `plan --gpu` calls this GPU")
-    parser.add_argument("--json", type=Path, help="file for all rows")
-    given = parser.parse_args()
-    gpu = parse_gpu(given.gpu)
+    gpu = parse_gpu(parser.parse_args().gpu)
     rates = gpu.rates()
     groups = [
         memory_bound(rates),
@@ -214,9 +207,6 @@ def main() -> None:
         ratios = sorted(row.ratio for row in some)
         figures = statistics.median(ratios), ratios[0], ratios[-1]
         print(f"| {name} | {len(some)} | {' | '.join(f'{figure:.2f}' for figure in figures)} |")
-    if given.json:
-        everything = [asdict(row) for some in rows.values() for row in some]
-        given.json.write_text(json.dumps(everything, indent=1))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
     python -m scripts.benchmarks.plan         thirty recipes and Megatron's examples
     python -m scripts.benchmarks.plan --all   each model, pipeline and number of microbatches
-    python -m scripts.benchmarks.plan --recipes 4 --profile
     python -m scripts.benchmarks.plan --recipes 0   the examples alone
     python -m scripts.benchmarks.plan --any-sizes   with other parallel sizes
 
@@ -15,10 +14,8 @@ seconds, or a last one more than 60. (--limit sets when the comparison ends.)
 from __future__ import annotations
 
 import argparse
-import cProfile
 import json
 import os
-import pstats
 import statistics
 import sys
 import tempfile
@@ -99,7 +96,6 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--recipes", type=int, default=COUNT, help="how many to take")
     parser.add_argument("--limit", type=float, help="CPU seconds")
     parser.add_argument("--any-sizes", action="store_true", help="compare other parallel sizes")
-    parser.add_argument("--profile", action="store_true", help="print where time goes")
     arguments = parser.parse_args(words)
     recipes = distinct_recipes()
     if not arguments.all:
@@ -114,7 +110,7 @@ def main(words: Sequence[str] | None = None) -> int:
         *((name, partial(_of_example, *example)) for name, example in EXAMPLES.items()),
     ]
     for name, request in jobs:
-        answers = _in_a_process(partial(answer, request, limit), arguments.profile)
+        answers = _in_a_process(partial(answer, request, limit))
         figures = f"{answers.first:6.1f}s {answers.last:6.1f}s"
         found = answers.why_none or answers.schedule + ", time was over" * answers.is_short
         print(f"{name.removesuffix('_config'):64}  {figures}  {found}", flush=True)
@@ -169,7 +165,7 @@ def _of_example(gpus: int, flags: str) -> LaunchRequest:
     return LaunchRequest(launch=launch, gpu=parse_gpu("h100"))
 
 
-def _in_a_process(answer: Callable[[], Answers], profile: bool) -> Answers:
+def _in_a_process(answer: Callable[[], Answers]) -> Answers:
     """Return the plan from a new process, which no other plan has warmed up."""
     reading, writing = os.pipe()
     child = os.fork()
@@ -178,7 +174,7 @@ def _in_a_process(answer: Callable[[], Answers], profile: bool) -> Answers:
         try:
             os.close(reading)
             with open(writing, "w") as pipe:
-                json.dump(vars(_profiled(answer) if profile else answer()), pipe)
+                json.dump(vars(answer()), pipe)
             status = 0
         finally:
             sys.stdout.flush()
@@ -188,13 +184,6 @@ def _in_a_process(answer: Callable[[], Answers], profile: bool) -> Answers:
         text = pipe.read()
     os.waitpid(child, 0)
     return Answers(**json.loads(text)) if text else Answers(why_none="its process died")
-
-
-def _profiled(answer: Callable[[], Answers]) -> Answers:
-    profiler = cProfile.Profile()
-    made = profiler.runcall(answer)
-    pstats.Stats(profiler).sort_stats("cumulative").print_stats(40)
-    return made
 
 
 def _answers(request: Callable[[], LaunchRequest], limit: float) -> Answers:

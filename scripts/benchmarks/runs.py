@@ -37,12 +37,9 @@ from megatron_ext.schedule.problem import (
     VocabularyParallel,
     parse_recompute,
 )
-from megatron_ext.viz.draw import draw_bars
-from megatron_ext.viz.page.run import Run
 from scripts.benchmarks.contestants import ours, program_of, torchs
 from scripts.benchmarks.emulated import Contender, EmulatedChunk, data, take
 from scripts.benchmarks.emulated_validation import is_bad_step, synchronise
-from scripts.benchmarks.recorded import recorded
 
 STEPS = 3  # timed, after one that is not
 STEPS_IN_A_ROW = 10  # the same, where steps may overlap
@@ -170,14 +167,12 @@ class BenchReport:
         autograd_microseconds: time of autograd alone for a pass, after a sleep of 20 ms, and after
             none. Every executor adds this to its passes, and the caches of a rank that has slept
             are cold.
-        shown: a step of each of ours, ideal and measured, if that was requested.
     """
 
     rows: list[BenchResult]
     real_time: bool
     late: float
     autograd_microseconds: tuple[float, float]
-    shown: tuple[Run, ...] = ()
 
     @property
     def doubts(self) -> list[str]:
@@ -214,13 +209,10 @@ class _Launch:
     real_time: bool
     late: float
     autograd: tuple[float, float]
-    shown: tuple[Run, ...] = ()
 
 
-def measure(
-    setting: Setting, progress: Callable[[str], None], *, shows: bool = False
-) -> BenchReport:
-    """Measure ``setting``; ``progress`` is told what runs. ``shows``: record a step of ours, too.
+def measure(setting: Setting, progress: Callable[[str], None]) -> BenchReport:
+    """Measure ``setting``; ``progress`` is told what runs.
 
     Raises:
         ValueError: a schedule that these sizes do not allow.
@@ -232,7 +224,7 @@ def measure(
     launches = []
     for number in range(setting.launches):
         progress(f"launch {number + 1} of {setting.launches}")
-        launches.append(_launch(setting, shows=shows and number == 0))
+        launches.append(_launch(setting))
     stock = statistics.median(launch.steps["megatron 1f1b"].seconds for launch in launches)
     return BenchReport(
         [
@@ -245,7 +237,6 @@ def measure(
             1e6 * statistics.median(launch.autograd[0] for launch in launches),
             1e6 * statistics.median(launch.autograd[1] for launch in launches),
         ),
-        launches[0].shown,
     )
 
 
@@ -269,16 +260,10 @@ def _measured(steps: Sequence[_Steps], stock: float) -> BenchResult:
     )
 
 
-def draw_report(report: BenchReport, path: Path) -> None:
-    """Draw bars of measured seconds with the ideal in each, as .svg or .png."""
-    names = [f"{row.name} ({row.efficiency:.1%})" for row in report.rows]
-    draw_bars(names, [(row.ideal, row.measured) for row in report.rows], path)
-
-
-def _launch(setting: Setting, *, shows: bool) -> _Launch:
+def _launch(setting: Setting) -> _Launch:
     """Fork the ranks, let them run every contender, and return what rank 0 gathered."""
     with tempfile.TemporaryDirectory() as folder:
-        run = partial(_contend, setting, Path(folder), shows)
+        run = partial(_contend, setting, Path(folder))
         return on_forked_ranks(setting.ranks, run, _without_gpu)
 
 
@@ -288,12 +273,11 @@ def _without_gpu() -> None:
     apply(cpu.patches())
 
 
-def _contend(setting: Setting, folder: Path, shows: bool) -> _Launch:
+def _contend(setting: Setting, folder: Path) -> _Launch:
     dist.barrier()
     late = _largest(_lateness())
     autograd = _largest(_autograd(0.02)), _largest(_autograd(0.0))
     steps = {}
-    shown: list[Run] = []
     for contender in _contenders(setting, setting.costs, folder):
         seconds, after_bad = _seconds_of(contender, setting)
         steps[contender.name] = _Steps(
@@ -304,11 +288,10 @@ def _contend(setting: Setting, folder: Path, shows: bool) -> _Launch:
             seconds,
             after_bad,
         )
-        shown += recorded(contender) if shows else ()
     for free in _contenders(setting, _FREE, folder):
         host_seconds = _median_of(free, setting.steps)
         steps[free.name] = replace(steps[free.name], host_seconds=host_seconds)
-    return _Launch(steps, before_everything_else(), late, autograd, tuple(shown))
+    return _Launch(steps, before_everything_else(), late, autograd)
 
 
 def _seconds_of(contender: Contender, setting: Setting) -> tuple[float, float | None]:

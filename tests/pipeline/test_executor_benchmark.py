@@ -24,16 +24,13 @@ from scripts.benchmarks.emulated_copies import EmulatedCopies
 from scripts.benchmarks.executors import app
 from scripts.benchmarks.runs import Setting
 from tests.helpers.combinations import nightly
-from tests.helpers.pages import data_in
 
 ARGUMENTS = ["--pp", "2", "-m", "4", "--costs", "f=4,i=4,w=4", "--launches", "1"]
 
 
-def test_every_contender_takes_at_least_its_ideal_time(tmp_path: Path) -> None:
+def test_every_contender_takes_at_least_its_ideal_time() -> None:
     """A sleep never ends early: a step below the ideal would be one that left passes out."""
-    picture, page = tmp_path / "bench.svg", tmp_path / "bench.html"
-    files = ["--plot", str(picture), "--html", str(page)]
-    result = CliRunner().invoke(app, [*ARGUMENTS, "--schedules", "1f1b zb-v", "--json", *files])
+    result = CliRunner().invoke(app, [*ARGUMENTS, "--schedules", "1f1b zb-v", "--json"])
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     rows = {row["name"]: row for row in report["rows"]}
@@ -45,17 +42,6 @@ def test_every_contender_takes_at_least_its_ideal_time(tmp_path: Path) -> None:
         assert row["measured"] >= row["ideal"]
         assert row["host_microseconds"] > 0
     assert all(microseconds > 1 for microseconds in report["autograd_microseconds"])
-    assert "<svg" in picture.read_text()
-    timelines = {run["title"]: run for run in data_in(page.read_text())["runs"]}
-    assert timelines.keys() == {
-        f"megatron-ext {name}, {how}" for name in ("1f1b", "zb-v") for how in ("ideal", "measured")
-    }
-    for name in ("1f1b", "zb-v"):
-        ideal, measured = (
-            timelines[f"megatron-ext {name}, {how}"] for how in ("ideal", "measured")
-        )
-        assert measured["figures"]["makespan"] > ideal["figures"]["makespan"]
-        assert len(measured["kind"]) == len(ideal["kind"]) and measured["cost"] == ideal["cost"]
 
 
 def test_a_vocabulary_that_is_divided_is_measured_beside_one_that_is_not() -> None:
