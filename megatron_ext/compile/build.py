@@ -25,9 +25,12 @@ from megatron_ext.compile.program.verify import (
 from megatron_ext.compile.program.waits import await_sends
 from megatron_ext.compile.registry import Choice, entries
 from megatron_ext.compile.size import check_size, size_of
-from megatron_ext.compile.transforms.forward_only import keep_forward
-from megatron_ext.compile.transforms.frozen_prefix import drop_frozen_prefix, without_backward
 from megatron_ext.compile.transforms.offload import offload
+from megatron_ext.compile.transforms.omitted_backward import (
+    drop_frozen_prefix,
+    keep_forward,
+    without_backward,
+)
 from megatron_ext.compile.transforms.post_validation import validate_afterwards
 from megatron_ext.compile.transforms.recompute import recompute
 from megatron_ext.compile.transforms.vocabulary import INTERVALS, divide_vocabulary

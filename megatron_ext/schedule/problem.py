@@ -204,8 +204,8 @@ class Problem:
             nothing is held.
         extras: the options in addition to the order of passes.
         first_trained: the first stage with anything to train. Earlier stages have only forward
-            passes, which hold nothing. (Families do not see it: `transforms.frozen_prefix` removes
-            the other passes.)
+            passes, which hold nothing. (Families do not see it: `transforms.omitted_backward`
+            removes the other passes.)
     """
 
     placement: Placement

@@ -9,6 +9,8 @@ are p/2 ranks and m/2 microbatches here, with data parallelism doubled.
 
 from __future__ import annotations
 
+from operator import itemgetter
+
 from megatron_ext.compile.registry import Mark, family
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.placement import Placement, v, wave
@@ -83,9 +85,5 @@ def _units(name: str, problem: Problem) -> Schedule:
         for stage, rank in enumerate(placement.rank_of):
             rows[rank].append((start + stage, Action(stage, Kind.FORWARD, there)))
             rows[rank].append((end - stage, Action(stage, Kind.FULL_BACKWARD, back)))
-    in_turn = tuple(tuple(action for _, action in sorted(row, key=_slot)) for row in rows)
+    in_turn = tuple(tuple(action for _, action in sorted(row, key=itemgetter(0))) for row in rows)
     return Schedule(name, placement, in_turn)
-
-
-def _slot(entry: tuple[int, Action]) -> int:
-    return entry[0]

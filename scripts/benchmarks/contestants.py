@@ -43,12 +43,12 @@ from scripts.benchmarks.emulated import (
     SHAPE,
     Contender,
     EmulatedChunk,
+    EmulatedCopies,
+    EmulatedValidation,
+    EmulatedVocabulary,
     as_one,
     data,
 )
-from scripts.benchmarks.emulated_copies import EmulatedCopies
-from scripts.benchmarks.emulated_validation import EmulatedValidation
-from scripts.benchmarks.emulated_vocabulary import EmulatedVocabulary
 
 CPU = torch.device("cpu")
 NO_EXTRAS = Extras()

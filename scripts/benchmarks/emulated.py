@@ -7,17 +7,37 @@ a rank that sleeps needs no core, so a pipeline of eight runs on two.
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.runtime.host.copies import DirectCopies, Piece, Transfer
+from megatron_ext.runtime.messages.collectives import Collectives
+from megatron_ext.runtime.messages.transport import Boundary
+from megatron_ext.runtime.owner import Handler
+from megatron_ext.runtime.post_validation.actions import Validation
+from megatron_ext.runtime.post_validation.messages import ValidationMessages
+from megatron_ext.runtime.post_validation.partial_state import PartialState
+from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.vocabulary.passes import VocabularyPasses
+from megatron_ext.runtime.vocabulary.shard import VocabularyShard
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.costs import Costs, HostCosts
+from megatron_ext.schedule.kinds import HOST_LANES, RULES, Lane
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.schedule import is_compute
 
 SHAPE = (1, 1, 8)  # of what passes between stages
 DTYPE = torch.float32
@@ -139,3 +159,182 @@ def data() -> Tensor:
     """Return the input tensor of the first stage. It requires a gradient: without it autograd skips
     I."""
     return torch.ones(SHAPE, dtype=DTYPE, requires_grad=True)
+
+
+# ---- Vocabulary parallelism: passes that take what they cost, real collectives
+
+_TOKENS = (1, 1)  # batch, sequence: as many as `SHAPE` has hidden states
+
+
+class _Ends:
+    """`VocabularyEnds` of a model without data: every token is 0, and the loss is the mean."""
+
+    def tokens(self, microbatch: int) -> Tensor:
+        return torch.zeros(_TOKENS, dtype=torch.int64)
+
+    def labels(self, microbatch: int) -> Tensor:
+        return torch.zeros(_TOKENS, dtype=torch.int64)
+
+    def loss(self, microbatch: int, losses: Tensor) -> Tensor:
+        return torch.full_like(losses, 1 / losses.numel())
+
+
+class EmulatedVocabulary:
+    """A rank's part of tables with one row a rank, over all steps."""
+
+    def __init__(self, program: Program, pipeline: dist.ProcessGroup, recorder: Recorder) -> None:
+        self._program = program
+        self._costs = program.problem.costs
+        self._recorder = recorder
+        self._collectives = Collectives(pipeline, torch.device("cpu"))
+        embedding, output = (
+            torch.nn.Parameter(torch.ones(1, SHAPE[2], dtype=DTYPE)) for _ in range(2)
+        )
+        self._shard = VocabularyShard(embedding, output, pipeline.rank(), None, False)
+
+    def step(self) -> VocabularyPasses:
+        """Return the vocabulary's passes of a new step, for the executor."""
+        return _EmulatedPasses(
+            self._costs,
+            self._program,
+            _Ends(),
+            self._shard,
+            self._collectives,
+            Boundary(SHAPE, DTYPE),
+            _TOKENS,
+            self._recorder,
+        )
+
+
+class _EmulatedPasses(VocabularyPasses):
+    def __init__(self, costs: Costs, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._costs = costs
+
+    def handlers(self) -> Mapping[Kind, Handler]:
+        return {kind: partial(self._timed, handler) for kind, handler in super().handlers().items()}
+
+    def _timed(self, handler: Handler, action: Action) -> None:
+        handler(action)
+        if is_compute(action):
+            take(self._costs.of(action))
+
+
+# ---- Copies to the host and back: they last what they cost, parallel to passes
+
+
+class EmulatedCopies(DirectCopies):
+    """A thread a direction, which sleeps. Ranks that share a link wait for its file's lock."""
+
+    def __init__(self, costs: Costs, rank: int, folder: Path) -> None:
+        host = costs.host
+        assert host is not None
+        self._costs = costs
+        self._lanes: dict[Lane, SimpleQueue[_Copy]] = {}
+        for lane in HOST_LANES:
+            self._lanes[lane] = SimpleQueue()
+            link = _link(host, rank, lane, folder)
+            arguments = self._lanes[lane], link
+            threading.Thread(target=_run, args=arguments, daemon=True).start()
+
+    def start(self, action: Action, pieces: Sequence[Piece], after: Transfer | None) -> Transfer:
+        copy = _Copy(self._costs.of(action), pieces, after)
+        self._lanes[RULES[action.kind].lane].put(copy)
+        return copy
+
+
+class _Copy:
+    """A `Transfer` that another thread makes."""
+
+    def __init__(self, seconds: float, pieces: Sequence[Piece], after: Transfer | None) -> None:
+        self.seconds, self.pieces, self.after = seconds, pieces, after
+        self.is_done = threading.Event()
+        self.error: Exception | None = None
+
+    def wait(self) -> None:
+        self.finish()
+
+    def finish(self) -> None:
+        self.is_done.wait()
+        if self.error is not None:
+            raise self.error
+
+
+def _run(copies: SimpleQueue[_Copy], link: Path | None) -> None:
+    while True:
+        copy = copies.get()
+        try:
+            if copy.after is not None:
+                copy.after.finish()
+            with _turn_on(link):
+                time.sleep(copy.seconds)
+            for to, source in copy.pieces:
+                to.copy_(source)
+        except Exception as error:  # re-raised in the thread that waits for the copy
+            copy.error = error
+        copy.is_done.set()
+
+
+def _link(host: HostCosts, rank: int, lane: Lane, folder: Path) -> Path | None:
+    """Return the file that stands for a shared link; None if the link is not shared."""
+    if not host.is_shared:
+        return None
+    number, direction = host.link(rank, lane)
+    return folder / f"link-{number}-{'both' if direction is None else direction.name}"
+
+
+@contextlib.contextmanager
+def _turn_on(link: Path | None) -> Iterator[None]:
+    if link is None:
+        yield
+        return
+    with link.open("w") as file:  # each opens it for itself: locks are the opened file's
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+# ---- Post-validation: real messages, of an optimizer that takes no time
+
+
+def synchronise() -> None:
+    """Make all ranks of the world wait for the last one, as an optimizer's all-reduce does."""
+    dist.all_reduce(torch.zeros(1))
+
+
+class EmulatedValidation(Validation):
+    """`Validation` of the last step, and the optimizer. Every ``bad_every``-th verdict is bad, from
+    that on the first step on; 0: none is."""
+
+    def __init__(
+        self, pipeline: dist.ProcessGroup, placement: Placement, recorder: Recorder, bad_every: int
+    ) -> None:
+        """Collective over the world."""
+        self._messages = ValidationMessages(pipeline, placement, recorder)
+        self._bad_every = bad_every
+        self._steps = 0
+
+    def optimizer_step(self) -> None:
+        """RECV_P, STEP, SEND_P."""
+        is_bad = is_bad_step(self._steps, self._bad_every)
+        own = PartialState(found_inf=is_bad and self._messages.is_last)
+        self._messages.pass_on(self._messages.partial().plus(own))
+        self._steps += 1
+
+    def expect(self) -> None:
+        self._messages.expect()
+
+    def commit_or_rollback(self) -> bool:
+        if not self._messages.is_pending:
+            return True
+        stands = not self._messages.verdict().found_inf
+        if not stands:
+            synchronise()  # the step is repeated, with all that stock does
+        return stands
+
+    def abandon(self) -> None:
+        self._messages.abandon()
+
+
+def is_bad_step(step: int, bad_every: int) -> bool:
+    """Whether the verdict on ``step``, from 0, is bad."""
+    return bad_every > 0 and step % bad_every == 0

@@ -38,8 +38,14 @@ from megatron_ext.schedule.problem import (
     parse_recompute,
 )
 from scripts.benchmarks.contestants import ours, program_of, torchs
-from scripts.benchmarks.emulated import Contender, EmulatedChunk, data, take
-from scripts.benchmarks.emulated_validation import is_bad_step, synchronise
+from scripts.benchmarks.emulated import (
+    Contender,
+    EmulatedChunk,
+    data,
+    is_bad_step,
+    synchronise,
+    take,
+)
 
 STEPS = 3  # timed, after one that is not
 STEPS_IN_A_ROW = 10  # the same, where steps may overlap

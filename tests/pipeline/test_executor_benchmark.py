@@ -19,8 +19,7 @@ from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Extras, Recompute
 from scripts.benchmarks import emulated
 from scripts.benchmarks.contestants import EmulatedStage, ideal_of, program_of
-from scripts.benchmarks.emulated import EmulatedChunk
-from scripts.benchmarks.emulated_copies import EmulatedCopies
+from scripts.benchmarks.emulated import EmulatedChunk, EmulatedCopies
 from scripts.benchmarks.executors import app
 from scripts.benchmarks.runs import Setting
 from tests.helpers.combinations import nightly

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -58,14 +58,46 @@ def arrange_loader(loader: Any, dataset: Any, config: PipelineConfig) -> None:
     object.__setattr__(loader, "batch_sampler", batches)  # torch refuses another sampler
 
 
-class ArrangedBatches:
-    """Iterates over lists of sample numbers, a list per microbatch, as Megatron's sampler does.
+class _ArrangedSampler:
+    """A sampler whose microbatches are ordered and dealt by their costs.
 
     Args:
-        sampler: Megatron's sampler, which has the number of consumed samples.
+        sampler: Megatron's or Bridge's sampler, which has the number of consumed samples.
         costs_of: returns the costs of the samples with these numbers.
         order, deal: as in `arranged`.
-        calculator: Megatron's calculator of the number of microbatches; it is copied.
+    """
+
+    def __init__(
+        self,
+        sampler: Any,
+        costs_of: Callable[[NDArray[np.int64]], Costs],
+        order: MicrobatchOrder,
+        *,
+        deal: bool,
+    ) -> None:
+        self._sampler = sampler
+        self._costs_of = costs_of
+        self._order, self._deal = order, deal
+        self._agreement = _Agreement()
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def _rows(
+        self, samples: NDArray[np.int64], size: int, replicas: int, consumed: int
+    ) -> NDArray[np.intp]:
+        """Return the microbatches of each replica. ``samples``: those of a step, after ``consumed``
+        ones, ``size`` to a microbatch."""
+        costs = self._costs_of(samples).reshape(-1, size).sum(axis=1)
+        rows = arranged(costs, replicas, self._order, deal=self._deal)
+        self._agreement.check(consumed, rows)
+        return rows
+
+
+class ArrangedBatches(_ArrangedSampler):
+    """Iterates over lists of sample numbers, a list per microbatch, as Megatron's sampler does.
+
+    ``calculator`` is Megatron's calculator of the number of microbatches; it is copied.
     """
 
     def __init__(
@@ -77,15 +109,8 @@ class ArrangedBatches:
         *,
         deal: bool,
     ) -> None:
-        self._sampler = sampler
-        self._costs_of = costs_of
-        self._order, self._deal = order, deal
+        super().__init__(sampler, costs_of, order, deal=deal)
         self._calculator = calculator
-        self._agreement = _Agreement()
-
-    def __len__(self) -> int:
-        own: Sized = self._sampler
-        return len(own)
 
     def __iter__(self) -> Iterator[list[int]]:
         sampler, calculator = self._sampler, copy.deepcopy(self._calculator)
@@ -97,10 +122,7 @@ class ArrangedBatches:
             samples = calculator.get() * size * replicas
             if consumed + samples > sampler.total_samples:
                 break
-            costs = self._costs_of(np.arange(consumed, consumed + samples))
-            of_microbatches = costs.reshape(-1, size).sum(axis=1)
-            rows = arranged(of_microbatches, replicas, self._order, deal=self._deal)
-            self._agreement.check(consumed, rows)
+            rows = self._rows(np.arange(consumed, consumed + samples), size, replicas, consumed)
             for number in rows[replica].tolist():
                 first = consumed + number * size
                 yield list(range(first, first + size))
@@ -111,32 +133,12 @@ class ArrangedBatches:
             yield from rest
 
 
-class ArrangedSteps:
+class ArrangedSteps(_ArrangedSampler):
     """Iterates over lists of sample numbers, a list per step, as Megatron-Bridge's sampler does.
 
-    The last step of an epoch stays as it is if it is not full.
-
-    Args:
-        sampler: Bridge's sampler, which shuffles by epochs and counts the samples that it yields.
-        costs_of, order, deal: as in `ArrangedBatches`.
+    Bridge's sampler shuffles by epochs and counts the samples that it yields. The last step of an
+    epoch stays as it is if it is not full.
     """
-
-    def __init__(
-        self,
-        sampler: Any,
-        costs_of: Callable[[NDArray[np.int64]], Costs],
-        order: MicrobatchOrder,
-        *,
-        deal: bool,
-    ) -> None:
-        self._sampler = sampler
-        self._costs_of = costs_of
-        self._order, self._deal = order, deal
-        self._agreement = _Agreement()
-
-    def __len__(self) -> int:
-        own: Sized = self._sampler
-        return len(own)
 
     def __iter__(self) -> Iterator[list[int]]:
         sampler, replicas = self._sampler, self._sampler.data_parallel_size
@@ -156,9 +158,7 @@ class ArrangedSteps:
         """Return the samples of this replica. ``step``: those of all, a row per replica."""
         replicas, size = len(step), self._sampler.micro_batch_size
         microbatches = step.reshape(replicas, -1, size).swapaxes(0, 1).reshape(-1, size)
-        costs = self._costs_of(microbatches.ravel()).reshape(-1, size).sum(axis=1)
-        rows = arranged(costs, replicas, self._order, deal=self._deal)
-        self._agreement.check(consumed, rows)
+        rows = self._rows(microbatches.ravel(), size, replicas, consumed)
         return microbatches[rows[self._sampler.data_parallel_rank]].ravel().tolist()
 
 

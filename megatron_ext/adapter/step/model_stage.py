@@ -190,7 +190,9 @@ class ModelStage:
         if self._has_loss:
             self._free(output)
         with queue.collecting(self._number, microbatch, w_is_next=w_is_next):
-            dx = schedules.backward_step(_with_gradient(x), output, dy, self._config)
+            # Megatron would call retain_grad on an input without a gradient.
+            given = None if x is None or not x.requires_grad else x
+            dx = schedules.backward_step(given, output, dy, self._config)
         return None if dx is None else queue.keep(dx)
 
     def backward_weight(self, microbatch: int) -> None:
@@ -231,11 +233,6 @@ class ModelStage:
 def overlaps_reduction(model: Any) -> bool:
     """Whether the data-parallel reduction of ``model`` runs during later passes."""
     return getattr(getattr(model, "ddp_config", None), "overlap_grad_reduce", False)
-
-
-def _with_gradient(x: Tensor | None) -> Tensor | None:
-    """Return ``x`` if it requires a gradient, else None: Megatron would call retain_grad on it."""
-    return None if x is None or not x.requires_grad else x
 
 
 def _watch_reduction(model: Any, reduction: RecordedReduction) -> None:

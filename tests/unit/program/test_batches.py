@@ -12,7 +12,7 @@ from megatron_ext.compile.program.graph import batches_of
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.program.verify import InvalidSchedule, prove
 from megatron_ext.compile.registry import choose, entries
-from megatron_ext.compile.transforms.forward_only import keep_forward
+from megatron_ext.compile.transforms.omitted_backward import keep_forward
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import Costs, uniform
 from megatron_ext.schedule.placement import Placement

@@ -13,7 +13,7 @@ from megatron_ext.compile.build import build_program
 from megatron_ext.compile.program.graph import Device, build_graph
 from megatron_ext.compile.program.verify import InvalidSchedule, Program, check_compute, prove
 from megatron_ext.compile.registry import choose
-from megatron_ext.compile.transforms.forward_only import keep_forward
+from megatron_ext.compile.transforms.omitted_backward import keep_forward
 from megatron_ext.schedule.action import Action, Kind, parse
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.kinds import Held

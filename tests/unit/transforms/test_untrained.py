@@ -12,7 +12,7 @@ from megatron_ext.compile.program.memory import in_bytes, in_microbatches, peaks
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.program.verify import InvalidSchedule, Program, prove
 from megatron_ext.compile.registry import choose
-from megatron_ext.compile.transforms.frozen_prefix import without_backward
+from megatron_ext.compile.transforms.omitted_backward import without_backward
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.costs import VocabularyCosts, uniform
 from megatron_ext.schedule.kinds import RULES, Held, Lane

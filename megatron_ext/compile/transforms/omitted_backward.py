@@ -1,4 +1,4 @@
-"""Removal of the backward passes of stages that lie before all trained ones.
+"""Removal of backward passes: of all in evaluations, and of those before the first trained stage.
 
 With frozen towers and embeddings, or adapters on the later layers, nothing in the first stages has
 a weight gradient, and the gradients that later stages would send back are of no use. Neither I nor
@@ -16,8 +16,17 @@ from dataclasses import replace
 from megatron_ext.compile.program.graph import has_place
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.kinds import RULES
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
+
+
+def keep_forward(schedule: Schedule, problem: Problem) -> Schedule:
+    """Return ``schedule`` without the actions that only training needs."""
+    rows = tuple(
+        tuple(action for action in row if RULES[action.kind].in_evaluation) for row in schedule.rows
+    )
+    return replace(schedule, rows=rows, pairs=frozenset())
 
 
 def drop_frozen_prefix(schedule: Schedule, problem: Problem) -> Schedule:
