@@ -7,11 +7,10 @@ Requests are rounded to 512 bytes and served from blocks of segments, which the 
     under 10 MiB     large   20 MiB
     from 10 MiB on   large   the request, rounded up to 2 MiB
 
-A pool belongs to a stream. The smallest free block that is large enough serves a request, and what
-remains of it becomes a block if it is worth it. Freed blocks merge with their free neighbours. With
-`expandable_segments` a pool has one segment, which grows in steps of 2 or 20 MiB at its end. If the
-driver has no more memory, segments without a used block go back to it first. A block that another
-stream uses (`record_stream`) is free only when that stream has come so far; `synchronize` says so.
+The smallest free block that is large enough serves a request, and what remains of it becomes a
+block if it is worth it. Freed blocks merge with their free neighbours. With `expandable_segments` a
+pool has one segment, which grows in steps of 2 or 20 MiB at its end. All work is on one stream, and
+the driver always has more memory.
 """
 
 from __future__ import annotations
@@ -27,10 +26,6 @@ _SMALL_SEGMENT = 2 * MIB
 _LARGE_SEGMENT = 20 * MIB
 _FROM_OWN_SEGMENT = 10 * MIB
 _SEGMENT_ROUNDING = 2 * MIB
-
-
-class OutOfMemory(Exception):
-    """The driver has no more memory, and there is no segment to give back."""
 
 
 @dataclass(eq=False)
@@ -50,7 +45,7 @@ class _Block:
 
 @dataclass(eq=False)
 class _Pool:
-    """Free blocks of a stream, the smallest first."""
+    """Free blocks, the smallest first."""
 
     is_small: bool
     free: list[_Block] = field(default_factory=list)
@@ -68,33 +63,25 @@ class _Pool:
 
 
 class CachingAllocator:
-    """The allocator of one device with ``capacity`` bytes for it.
+    """The allocator of one device.
 
     Attributes:
         reserved, max_reserved: bytes of segments, now and at most.
         requested, max_requested: bytes that were requested and not freed, now and at most.
-        retries: how often segments went back to the driver because it had no more.
     """
 
-    def __init__(
-        self, *, expandable_segments: bool = False, capacity: float = float("inf")
-    ) -> None:
+    def __init__(self, *, expandable_segments: bool = False) -> None:
         self.reserved = self.max_reserved = 0
         self.requested = self.max_requested = 0
-        self.retries = 0
         self._is_expandable = expandable_segments
-        self._capacity = capacity
-        self._pools: dict[tuple[int, bool], _Pool] = {}
+        self._small, self._large = _Pool(is_small=True), _Pool(is_small=False)
         self._used: dict[int, tuple[_Block, int]] = {}  # by storage: its block, and bytes requested
-        self._recorded: set[int] = set()
-        self._deferred: list[_Block] = []
         self._segments = 0
 
-    def allocate(self, storage: int, size: int, stream: int = 0) -> None:
+    def allocate(self, storage: int, size: int) -> None:
         """Serve a request of ``size`` bytes for ``storage``."""
         rounded = max(_ROUNDING, _round_up(size, _ROUNDING))
-        is_small = rounded <= _LARGEST_SMALL
-        pool = self._pools.setdefault((stream, is_small), _Pool(is_small))
+        pool = self._small if rounded <= _LARGEST_SMALL else self._large
         block = pool.best_fit(rounded)
         if block is None:
             block = self._grow(pool, rounded) if self._is_expandable else self._add(pool, rounded)
@@ -105,27 +92,9 @@ class CachingAllocator:
         self.requested += size
         self.max_requested = max(self.max_requested, self.requested)
 
-    def record_stream(self, storage: int) -> None:
-        """Note that another stream uses ``storage``, too."""
-        self._recorded.add(storage)
-
     def free(self, storage: int) -> None:
         block, size = self._used.pop(storage)
         self.requested -= size
-        if storage in self._recorded:
-            self._recorded.remove(storage)
-            self._deferred.append(block)
-        else:
-            self._free(block)
-
-    def synchronize(self) -> None:
-        """Free the blocks whose freeing waited for streams: all streams have finished their
-        work."""
-        deferred, self._deferred = self._deferred, []
-        for block in deferred:
-            self._free(block)
-
-    def _free(self, block: _Block) -> None:
         block.is_used = False
         for neighbour in (block.previous, block.next):
             if neighbour is not None and not neighbour.is_used:
@@ -181,28 +150,8 @@ class CachingAllocator:
         return block
 
     def _reserve(self, size: int) -> None:
-        if self.reserved + size > self._capacity:
-            self.retries += 1
-            self.synchronize()
-            self._release()
-            if self.reserved + size > self._capacity:
-                raise OutOfMemory(
-                    f"{size} bytes in addition to {self.reserved} of {self._capacity:.0f}"
-                )
         self.reserved += size
         self.max_reserved = max(self.max_reserved, self.reserved)
-
-    def _release(self) -> None:
-        """Free segments without a used block. (Of an expandable segment, torch frees pages
-        anywhere; here only the free end is freed.)"""
-        for pool in self._pools.values():
-            for block in list(pool.free):
-                if block.next is None and (block.previous is None or self._is_expandable):
-                    pool.remove(block)
-                    self.reserved -= block.size
-                    if block.previous is not None:
-                        block.previous.next = None
-                    pool.tail = block.previous
 
 
 def _merge(block: _Block, neighbour: _Block) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.caching_allocator import MIB, CachingAllocator, OutOfMemory
+from scripts.caching_allocator import MIB, CachingAllocator
 
 
 def test_small_requests_share_a_segment() -> None:
@@ -86,39 +86,6 @@ def test_a_hole_is_no_use_to_a_larger_request() -> None:
     allocator.free(2)
     allocator.allocate(3, 20 * MIB)
     assert allocator.max_reserved == 50 * MIB and allocator.max_requested == 30 * MIB
-
-
-def test_streams_have_pools_of_their_own() -> None:
-    allocator = CachingAllocator()
-    allocator.allocate(0, 20 * MIB, stream=0)
-    allocator.free(0)
-    allocator.allocate(1, 20 * MIB, stream=1)
-    assert allocator.reserved == 40 * MIB
-
-
-def test_a_recorded_block_is_free_when_streams_have_ended() -> None:
-    allocator = CachingAllocator()
-    allocator.allocate(0, 20 * MIB)
-    allocator.record_stream(0)
-    allocator.free(0)
-    allocator.allocate(1, 20 * MIB)
-    assert allocator.reserved == 40 * MIB
-    allocator.synchronize()
-    allocator.allocate(2, 20 * MIB)
-    assert allocator.reserved == 40 * MIB
-
-
-def test_cached_segments_go_back_when_there_is_no_more() -> None:
-    """The free 40 of 60 MiB go back for a request of 50. A part of a used segment cannot."""
-    allocator = CachingAllocator(capacity=60 * MIB)
-    allocator.allocate(0, 40 * MIB)
-    allocator.free(0)
-    allocator.allocate(1, 50 * MIB)
-    assert allocator.reserved == 50 * MIB and allocator.retries == 1
-    allocator.free(1)
-    allocator.allocate(2, 10 * MIB)
-    with pytest.raises(OutOfMemory):
-        allocator.allocate(3, 50 * MIB)
 
 
 def test_expandable_segments_grow_at_their_end() -> None:
