@@ -155,10 +155,6 @@ def packed_sequences(batch: Batch) -> PackedSeqParams | None:
     )
 
 
-def not_finite(loss: torch.Tensor) -> bool:
-    return not bool(torch.isfinite(loss))
-
-
 def loss_func(
     loss_mask: torch.Tensor, output_tensor: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
@@ -169,7 +165,7 @@ def loss_func(
         get_rerun_state_machine().validate_result(
             # A copy: it is compared with that of a second run, and the schedule frees the loss.
             result=loss.detach().clone(),
-            rejection_func=not_finite,
+            rejection_func=lambda loss: not torch.isfinite(loss),
             message="the loss of a microbatch is not finite",
             tolerance=0.0,
             fatal=True,

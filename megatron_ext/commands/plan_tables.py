@@ -26,7 +26,8 @@ def print_tables(made: JobPlan) -> None:
     """Print everything that was compared for ``made``."""
     typer.echo()
     _print_plan(made)
-    print_unit(is_estimate=made.is_estimate)
+    unit = "seconds, as estimated" if made.is_estimate else "the unit of --costs"
+    typer.echo(f"times are in {unit}")
     best = made.plan.best
     if best is not None and made.long_sequences is not None:
         print_short_slices([best.variant.problem], made.long_sequences.tokens)
@@ -55,10 +56,6 @@ def _print_plan(made: JobPlan) -> None:
         typer.echo("\nless tried, and so not recommended:")
         _print_candidates(others, made)
     print_refusals(plan)
-
-
-def print_unit(*, is_estimate: bool) -> None:
-    typer.echo(f"times are in {'seconds, as estimated' if is_estimate else 'the unit of --costs'}")
 
 
 def _print_candidates(candidates: Sequence[Candidate], made: JobPlan) -> None:

@@ -250,22 +250,17 @@ def _trials(problem: Problem, memory: Memory, by_span: bool) -> Iterator[TimedOr
             ahead = tuple(min(m, math.ceil(slices + extra + lead * (p - 1 - r))) for r in range(p))
             if ahead not in tried and len(tried) * trials < affordable:
                 tried.add(ahead)
-                order = _greedy_order(problem, memory, ahead)
+                order = _GreedyOrder(problem, memory, ahead).rows()
                 yield fill_best(order, problem, memory, trials=min(trials, 16), by_span=by_span)
 
 
-def _greedy_order(problem: Problem, memory: Memory, ahead: Sequence[int]) -> list[list[Action]]:
-    """Return F and I of each rank in the order in which they become possible, I first.
+class _GreedyOrder:
+    """F and I of each rank in the order in which they become possible, I first.
 
     Rank r has at most ``ahead[r]`` microbatches, or slices, between F and I. W are done if the
     memory limit requires it, or if nothing else comes before they end. They take time, but are not
     in the result.
     """
-    return _GreedyOrder(problem, memory, ahead).rows()
-
-
-class _GreedyOrder:
-    """State of `_greedy_order`: the arrival times of each rank's inputs, and its progress."""
 
     def __init__(self, problem: Problem, memory: Memory, ahead: Sequence[int]) -> None:
         self._placement, self._pieces = problem.placement, problem.pieces

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,19 +95,11 @@ def _full(
     return np.full(number, float(size)), np.array(squares)
 
 
-def _full_8k(rng: np.random.Generator, number: int) -> tuple[Floats, Floats]:
-    return _full(rng, number, 8192, _conversations)
-
-
-def _long_128k(rng: np.random.Generator, number: int) -> tuple[Floats, Floats]:
-    return _full(rng, number, 131072, _long_documents)
-
-
 KINDS = {
     "sft-single": Kind(_single, 0.04),
     "sft-packs": Kind(_packs, 0.05),
-    "full-8k": Kind(_full_8k, 0.05),
-    "long-128k": Kind(_long_128k, 0.40),
+    "full-8k": Kind(partial(_full, size=8192, draw=_conversations), 0.05),
+    "long-128k": Kind(partial(_full, size=131072, draw=_long_documents), 0.40),
 }
 
 

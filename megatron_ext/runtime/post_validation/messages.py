@@ -188,10 +188,7 @@ class ValidationMessages:
         return group
 
     def _calling(self, kind: Kind, peer: int, direction: str) -> PeerCall:
-        return PeerCall(self._recorder, self._action(kind), peer, direction)
-
-    def _action(self, kind: Kind) -> Action:
-        return Action(self._stage, kind, 0)
+        return PeerCall(self._recorder, Action(self._stage, kind, 0), peer, direction)
 
 
 class _Relay:
