@@ -35,7 +35,7 @@ from megatron_ext.cost_model.model import stages_of
 from megatron_ext.cost_model.short_form import Described
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.problem import Extras, Problem, VocabularyParallel
-from megatron_ext.viz.draw import draw, draw_bars
+from megatron_ext.viz.draw import draw
 from megatron_ext.viz.svg import save
 
 SCRIPTS = Path(__file__).resolve().parent
@@ -164,7 +164,17 @@ def draw_bench(path: Path) -> None:
     table = block("measurements.md", "## Executors on emulated clocks", "](images/bench.svg)")
     rows = re.findall(r"^\| (\S+ \S+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) % ", table, re.MULTILINE)
     names = [f"{name} ({share}%)" for name, _, _, share in rows]
-    draw_bars(names, [(float(ideal), float(measured)) for _, ideal, measured, _ in rows], path)
+    figure = Figure(figsize=(8, 0.3 * len(names) + 1), layout="constrained")
+    axes = figure.subplots()
+    for label, color, column in (("measured", "#E69F00", 2), ("ideal", "#56B4E9", 1)):
+        seconds = [float(row[column]) for row in rows]
+        axes.barh(range(len(names)), seconds, color=color, label=label, clip_on=False)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds of a step")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    save(figure, path)
 
 
 def draw_vocabulary_sizes(path: Path) -> None:

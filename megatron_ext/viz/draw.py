@@ -1,4 +1,4 @@
-"""Pictures: timelines (ranks as rows, kinds by colour, bubbles shaded, memory), and bars."""
+"""Pictures: timelines (ranks as rows, kinds by colour, bubbles shaded, memory)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ BUBBLE = "#E8E8E8"
 WIDTH = 12  # of the timelines' figure, in inches
 LABEL = 7  # of a pass, in points
 
-Pair = tuple[float, float]
 Box = tuple[float, float, float, float]  # middle (a rank), half of its height, start, end
 _HALF = 0.43  # of a box's height
 
@@ -70,26 +69,6 @@ def draw_steps(
     events = [event for run in runs for timeline in run for event in timeline.events]
     used = {e.action.kind for e in events if e.end > e.start or e.action.kind in MARKS}
     figure.legend(handles=_legend(used), loc="outside lower center", ncols=5, frameon=False)
-    save(figure, path)
-
-
-def draw_bars(names: Sequence[str], ideal_and_measured: Sequence[Pair], path: Path) -> None:
-    """Write a bar of measured seconds for each of ``names``, and how long the ideal step is.
-
-    Raises:
-        ValueError: as `draw`.
-    """
-    figure = new_figure(path, width=8, height=0.3 * len(names) + 1)
-    axes = figure.subplots()
-    places = range(len(names))
-    ideal, measured = zip(*ideal_and_measured, strict=True)
-    axes.barh(places, measured, color="#E69F00", label="measured", clip_on=False)
-    axes.barh(places, ideal, color="#56B4E9", label="ideal", clip_on=False)
-    axes.set_yticks(places, names)
-    axes.invert_yaxis()
-    axes.set_xlabel("seconds of a step")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=2, frameon=False)
     save(figure, path)
 
 
@@ -146,7 +125,7 @@ def _draw_passes(axes: Axes, run: Sequence[Timeline], readable: float, measure: 
     chunk = {s: c for stages in schedule.placement.stages_of for c, s in enumerate(stages)}
     digits = len(str(max(event.action.microbatch for event in run[0].events)))
     boxes: dict[tuple[Kind, bool, bool], list[Box]] = defaultdict(list)
-    marks: dict[Kind, list[Pair]] = defaultdict(list)
+    marks: dict[Kind, list[tuple[float, float]]] = defaultdict(list)
     for number, timeline in enumerate(run):
         in_pairs = _places_in_pairs(timeline)
         for event in timeline.events:
