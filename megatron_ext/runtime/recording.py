@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,44 +17,34 @@ from megatron_ext.schedule.action import Action, Pair
 from megatron_ext.schedule.timeline import Event, GradientReduction
 
 
-class Clock(Protocol):
-    """Takes marks, and later returns their times in `time.perf_counter` seconds."""
-
-    def mark(self) -> Any: ...
-    def read(self, marks: Sequence[Any]) -> list[float]: ...
-
-    def has_passed(self, mark: Any) -> bool:
-        """Whether the device has reached the mark; never waits."""
-
-    def seconds(self, first: Any, later: Any) -> float:
-        """Return the seconds between two marks that `has_passed`; never waits."""
-
-
 class HostClock:
     """Clock of passes that have finished when their call returns."""
 
-    def mark(self) -> float:
+    def mark(self) -> Any:
         return time.perf_counter()
 
-    def read(self, marks: Sequence[float]) -> list[float]:
+    def read(self, marks: Sequence[Any]) -> list[float]:
+        """Return the times of ``marks`` in `time.perf_counter` seconds."""
         return list(marks)
 
-    def has_passed(self, mark: float) -> bool:
+    def has_passed(self, mark: Any) -> bool:
+        """Whether the device has reached the mark; never waits."""
         return True
 
-    def seconds(self, first: float, later: float) -> float:
+    def seconds(self, first: Any, later: Any) -> float:
+        """Return the seconds between two marks that `has_passed`; never waits."""
         return later - first
 
 
 class DeviceClock:
     """Clock of passes that a GPU runs asynchronously."""
 
-    def mark(self) -> torch.cuda.Event:
+    def mark(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def read(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
+    def read(self, marks: Sequence[Any]) -> list[float]:
         """Return the times of ``marks``. Waits until the device has done all work launched so
         far."""
         torch.cuda.synchronize()
@@ -63,11 +53,14 @@ class DeviceClock:
         now = time.perf_counter()
         return [now - mark.elapsed_time(reference) / 1e3 for mark in marks]
 
-    def has_passed(self, mark: torch.cuda.Event) -> bool:
+    def has_passed(self, mark: Any) -> bool:
         return mark.query()
 
-    def seconds(self, first: torch.cuda.Event, later: torch.cuda.Event) -> float:
+    def seconds(self, first: Any, later: Any) -> float:
         return first.elapsed_time(later) / 1e3
+
+
+Clock = HostClock | DeviceClock
 
 
 def clock_of(device: torch.device) -> Clock:

@@ -28,30 +28,6 @@ class Transfer(Protocol):
         """Block the host until the copy is done."""
 
 
-class HostCopies(Protocol):
-    """Starts copies. Copies of one direction run in order."""
-
-    def current_stream(self) -> torch.cuda.Stream | None:
-        """Return the stream on which the caller launches its work; None for a device without
-        streams."""
-
-    def host_buffer(self, size: int) -> Tensor:
-        """Return ``size`` bytes of host memory with fast copies to and from the device.
-
-        May wait for the device. Raises ValueError if the driver refuses to pin the memory.
-        """
-
-    def release(self, buffer: Tensor) -> None:
-        """Free a buffer that no copy uses any more. May wait for the device."""
-
-    def start(self, action: Action, pieces: Sequence[Piece], after: Transfer | None) -> Transfer:
-        """Start the copy ``action`` once the work launched so far on this rank, and ``after``, are
-        done.
-
-        ``pieces`` may be empty: nothing is copied.
-        """
-
-
 class Done:
     """A `Transfer` that has ended."""
 
@@ -66,15 +42,26 @@ class DirectCopies:
     """Synchronous copies, for a rank whose memory is the host's."""
 
     def current_stream(self) -> torch.cuda.Stream | None:
+        """Return the stream on which the caller launches its work; None for a device without
+        streams."""
         return None
 
     def host_buffer(self, size: int) -> Tensor:
+        """Return ``size`` bytes of host memory with fast copies to and from the device.
+
+        May wait for the device. Raises ValueError if the driver refuses to pin the memory.
+        """
         return whole_pages(size)
 
     def release(self, buffer: Tensor) -> None:
-        pass
+        """Free a buffer that no copy uses any more. May wait for the device."""
 
     def start(self, action: Action, pieces: Sequence[Piece], after: Transfer | None) -> Transfer:
+        """Start the copy ``action`` once the work launched so far on this rank, and ``after``, are
+        done. Copies of one direction run in order.
+
+        ``pieces`` may be empty: nothing is copied.
+        """
         for to, source in pieces:
             to.copy_(source)
         return Done()
@@ -140,6 +127,9 @@ def pinned(size: int) -> Tensor:
     return buffer
 
 
+HostCopies = DirectCopies | CudaCopies
+
+
 def copies_on(device: torch.device) -> HostCopies:
-    """Return the `HostCopies` for a rank on ``device``."""
+    """Return the copies for a rank on ``device``."""
     return CudaCopies(device) if device.type == "cuda" else DirectCopies()
