@@ -12,21 +12,18 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 from rich.console import Console
 from rich.table import Table
 
 from megatron_ext.compile.registry import choose
-from megatron_ext.planner.layouts.candidates import Candidates
-from megatron_ext.planner.layouts.comparison import permit_all
 from megatron_ext.planner.layouts.given import given_work
 from megatron_ext.planner.layouts.layout import Layout, even_layout
-from megatron_ext.planner.layouts.work import Evaluated, Work, evaluate
-from megatron_ext.progress import task
+from megatron_ext.planner.layouts.work import Work, evaluate
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.placement import line
 from scripts.benchmarks.prediction import measure
+from scripts.benchmarks.uneven import best_layout
 
 RANKS, MICROBATCHES, LAYERS, SLOW = 4, 8, 40, 1.3
 PER_LAYER = {"f": 4.0, "i": 4.8, "w": 3.2}  # milliseconds
@@ -54,15 +51,6 @@ def work_of(slow_rank: int) -> Work:
     return replace(work, speeds=speeds)
 
 
-def laid_out(spec: str, work: Work) -> Evaluated:
-    """Return ``work`` under ``spec`` with the layout that the planner finds."""
-    with task("laying out stages") as progress:
-        candidates = Candidates(
-            [work], None, partial(even_layout, work.model), permit_all, False, progress
-        )
-        return candidates.by_layout([[spec]], [])[0]
-
-
 def took(spec: str, layout: Layout, slow_rank: int) -> float:
     """Return the seconds of a step on the emulated clocks."""
     costs = costs_of(spec, layout, slow_rank)
@@ -77,7 +65,7 @@ def main(words: Sequence[str]) -> int:
         work = work_of(rank)
         for spec in SPECS:
             even = even_layout(work.model, choose(spec).place(RANKS).stages)
-            made = laid_out(spec, work)
+            made = best_layout(work, spec, search=False)
             predicted = made.seconds / evaluate(work, spec, even).seconds
             measured = took(spec, made.layout, rank) / took(spec, even, rank)
             layers = " ".join(map(str, made.layout.layers))
