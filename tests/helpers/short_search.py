@@ -6,10 +6,27 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_ext.search import best, improve, recompute_search
+from megatron_ext.search import best, improve, pack, recompute_search
 from megatron_ext.search.effort import Effort, small_effort
+from megatron_ext.search.job_shop import JobShop
+from megatron_ext.search.pack import Pack
 
 _SHORT = {"_MIN_STEPS": 2, "_PERIODS": (100,), "_WEIGHTS": (100,), "_PROMISING": 1, "_ROUNDS": 1}
+
+
+def fast_packer(shop: JobShop) -> Pack:
+    """Return the compiled packer, or `pack` without numba. Both return the same start times
+    (tests/unit/search/test_packing.py), the compiled one thirty times as fast."""
+    try:
+        from megatron_ext.search import compiled
+    except Exception:  # a numba that does not match its numpy may raise anything
+        return pack.packer(shop)
+    return compiled.packer(shop)
+
+
+def same_effort_everywhere() -> Effort:
+    """Return the small effort, with which a test finds the same with numba as without."""
+    return small_effort(fast_packer)
 
 
 def little_effort(passes: int = 20_000) -> Effort:

@@ -4,6 +4,7 @@ the figures that are drawn in a test."""
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,13 @@ def own_cache(
             compiled.parent.mkdir()
             compiled.symlink_to(provider.mkdir("numba"))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Threads of torch would spin for longer than the small tensors of a test take."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
 
 
 @pytest.fixture
