@@ -14,13 +14,16 @@ from megatron_ext.search.pack import Pack
 _SHORT = {"_MIN_STEPS": 2, "_PERIODS": (100,), "_WEIGHTS": (100,), "_PROMISING": 1, "_ROUNDS": 1}
 
 
+_in_python = pack.packer
+
+
 def fast_packer(shop: JobShop) -> Pack:
-    """Return the compiled packer, or `pack` without numba. Both return the same start times
-    (tests/unit/search/test_packing.py), the compiled one thirty times as fast."""
+    """Return the compiled packer, or the one in Python without numba. Both return the same start
+    times (tests/unit/search/test_packing.py), the compiled one thirty times as fast."""
     try:
         from megatron_ext.search import compiled
     except Exception:  # a numba that does not match its numpy may raise anything
-        return pack.packer(shop)
+        return _in_python(shop)
     return compiled.packer(shop)
 
 
@@ -30,8 +33,8 @@ def same_effort_everywhere() -> Effort:
 
 
 def little_effort(passes: int = 20_000) -> Effort:
-    """So many passes packed in plain Python, whatever is installed."""
-    return replace(small_effort(), least=passes, most=passes)
+    """So many passes packed in plain Python, but in unit tests."""
+    return replace(small_effort(pack.packer), least=passes, most=passes)
 
 
 def shorten_search(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.search import pack
+from tests.helpers.short_search import fast_packer
+
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(
@@ -31,6 +34,14 @@ def own_cache(
             compiled = cache / "megatron_ext" / "numba"
             compiled.parent.mkdir()
             compiled.symlink_to(provider.mkdir("numba"))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def packs_fast() -> Iterator[None]:
+    """Also where few plans are packed, for which a rank of a test would not load numba."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pack, "packer", fast_packer)
         yield
 
 
