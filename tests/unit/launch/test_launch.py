@@ -8,7 +8,6 @@ import re
 import socket
 import subprocess
 import sys
-import traceback
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from megatron_ext.config import PipelineConfig, flag
 from megatron_ext.errors import exit_for
 from megatron_ext.launch import first_host, is_launch, slurm_ranks
 from megatron_ext.written_settings import add_flags
+from tests.helpers.forked import run_forked
 
 SRUN = {
     "SLURM_PROCID": "5",
@@ -40,26 +40,6 @@ def launch(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[
         cwd=cwd,
         env={**env, "PYTHONPATH": str(Path(__file__).parents[3]), "PYTHONWARNINGS": "ignore"},
     )
-
-
-def launch_forked(log: Path, *words: str) -> int:
-    """Launch in a fork of this process, which need not import torch and Megatron once more, with
-    the output in ``log``. Return the exit status."""
-    child = os.fork()
-    if not child:
-        status = 1
-        try:
-            sys.stdout = sys.stderr = log.open("w")
-            for name in ("RANK", "WORLD_SIZE"):
-                os.environ.pop(name, None)
-            main(list(words))
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def test_a_script_or_a_module_is_a_launch_and_a_word_is_a_command() -> None:
@@ -105,8 +85,14 @@ def test_the_script_runs_as_main_with_its_folder_and_arguments(tmp_path: Path) -
         "print(__name__, helper.name, sys.argv[1:3], s.get_forward_backward_func.__module__)\n"
         "print(hasattr(s.get_forward_backward_func, '__wrapped__'))\n"
     )
+
+    def launched() -> None:
+        for name in ("RANK", "WORLD_SIZE"):
+            os.environ.pop(name, None)
+        main([str(script), "--lr", "1", "--pipeline-schedule", "zb-h1"])
+
     log = tmp_path / "log"
-    status = launch_forked(log, str(script), "--lr", "1", "--pipeline-schedule", "zb-h1")
+    status = run_forked(launched, log)
     said = log.read_text()
     assert status == 0, said
     assert "__main__ beside the script ['--lr', '1']" in said
