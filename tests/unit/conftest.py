@@ -3,6 +3,7 @@ the figures that are drawn in a test."""
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -50,6 +51,12 @@ def one_thread() -> None:
     """Threads of torch would spin for longer than the small tensors of a test take."""
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def modules_are_no_garbage() -> None:
+    """What was imported and collected is not looked through for garbage again and again."""
+    gc.freeze()
 
 
 @pytest.fixture
