@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from scripts.recipes.feature import Feature
 from scripts.recipes.markers import Shown
@@ -61,14 +62,13 @@ class Evidence:
 
 def wanted_of(features: frozenset[Feature]) -> list[Wanted]:
     """Return each of ``features``, and the pairs of them that one test must have together."""
-    wanted: list[Wanted] = [(feature,) for feature in sorted(features)]
+    ordered = sorted(features)
+    of_setting: dict[str, list[Feature]] = {}
+    for feature in ordered:
+        of_setting.setdefault(feature.setting, []).append(feature)
+    wanted: list[Wanted] = [(feature,) for feature in ordered]
     for first, second in TOGETHER:
-        wanted += [
-            (a, b)
-            for a in sorted(features)
-            for b in sorted(features)
-            if (a.setting, b.setting) == (first, second)
-        ]
+        wanted += product(of_setting.get(first, ()), of_setting.get(second, ()))
     return wanted
 
 

@@ -43,6 +43,8 @@ _PHRASE = re.compile(rf"\b({'|'.join(_PLAIN)})\b", re.IGNORECASE)
 _CODE = re.compile(r"``.*?``|`[^`]*`", re.DOTALL)
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 _FEWEST_WORDS = 4  # of a string that is taken for words to people
+_HELP = re.compile(r"\b(help|metadata)\s*=|\btyper\b")  # in each file with a help text
+_BLOCKS = ("body", "handlers", "orelse", "finalbody", "cases")  # of statements, in a node
 _EXCEPTION = re.compile(r"#.*\bplain words:(.*)")
 
 
@@ -71,7 +73,7 @@ def read_source(text: str, *, strings: bool = True) -> SourceWords:
         strings: look for phrases in strings too, as errors and help texts are; else in docstrings.
     """
     exceptions = dict(_exceptions(text))
-    places = list(_places(ast.parse(text), strings))
+    places = list(_places(ast.parse(text), strings, may_help=bool(_HELP.search(text))))
     excepted = {line for place in places for line in place.lines if line in exceptions}
     errors = [
         f"line {line}: write a reason behind 'plain words:'"
@@ -105,7 +107,7 @@ def _exceptions(text: str) -> Iterator[tuple[int, str]]:
             yield token.start[0] + is_alone, found[1].strip()
 
 
-def _places(tree: ast.Module, strings: bool) -> Iterator[Place]:
+def _places(tree: ast.Module, strings: bool, may_help: bool) -> Iterator[Place]:
     docstrings = dict(_docstrings(tree))
     for docstring, text in docstrings.items():
         lines = _lines_of(docstring)
@@ -118,7 +120,7 @@ def _places(tree: ast.Module, strings: bool) -> Iterator[Place]:
     if strings:
         for node, text in _strings(tree, set(docstrings)):
             yield from _phrases(node, text, _lines_of(node))
-    for node, text in _help_texts(tree):
+    for node, text in _help_texts(tree) if may_help else ():
         for sentence in _SENTENCE_END.split(text):
             if len(sentence.split()) > MOST_WORDS:
                 yield Place(LONG_HELP, node.lineno, sentence, _lines_of(node))
@@ -140,26 +142,33 @@ def _phrases(node: ast.expr, text: str, lines: range) -> Iterator[Place]:
 
 
 def _docstrings(tree: ast.Module) -> Iterator[tuple[ast.Constant, str]]:
-    for node in ast.walk(tree):
+    nodes: list[ast.AST] = [tree]
+    for node in nodes:  # which grows by the statements in it
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             match node.body:
                 case [ast.Expr(value=ast.Constant(value=str()) as constant), *_]:
                     yield constant, ast.get_docstring(node) or ""
+        for name in _BLOCKS:
+            nodes += getattr(node, name, ())
 
 
 def _strings(node: ast.AST, without: set[ast.Constant]) -> Iterator[tuple[ast.expr, str]]:
     """Yield the strings of several words below ``node``; a value in an f-string counts as one."""
-    for child in ast.iter_child_nodes(node):
-        text = _words_of(child)
-        if text is None:
-            yield from _strings(child, without)
-        elif child not in without and len(text.split()) >= _FEWEST_WORDS:
-            assert isinstance(child, ast.expr)
-            yield child, text
-        if isinstance(child, ast.JoinedStr):
-            for part in child.values:
-                if isinstance(part, ast.FormattedValue):
-                    yield from _strings(part, without)
+    nodes = [*ast.iter_child_nodes(node)]
+    while nodes:
+        match nodes.pop():
+            case ast.Name() | ast.expr_context() | ast.operator():  # most nodes
+                continue
+            case ast.Constant() | ast.JoinedStr() as found if (
+                text := _words_of(found)
+            ) is not None:
+                if found not in without and len(text.split()) >= _FEWEST_WORDS:
+                    yield found, text
+                if isinstance(found, ast.JoinedStr):
+                    values = (v for v in found.values if isinstance(v, ast.FormattedValue))
+                    nodes += [child for value in values for child in ast.iter_child_nodes(value)]
+            case other:
+                nodes += ast.iter_child_nodes(other)
 
 
 def _words_of(node: ast.AST) -> str | None:

@@ -6,15 +6,35 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_ext.search import best, improve, recompute_search
+from megatron_ext.search import best, improve, pack, recompute_search
 from megatron_ext.search.effort import Effort, small_effort
+from megatron_ext.search.job_shop import JobShop
+from megatron_ext.search.pack import Pack
 
 _SHORT = {"_MIN_STEPS": 2, "_PERIODS": (100,), "_WEIGHTS": (100,), "_PROMISING": 1, "_ROUNDS": 1}
 
 
+_in_python = pack.packer
+
+
+def fast_packer(shop: JobShop) -> Pack:
+    """Return the compiled packer, or the one in Python without numba. Both return the same start
+    times (tests/unit/search/test_packing.py), the compiled one thirty times as fast."""
+    try:
+        from megatron_ext.search import compiled
+    except Exception:  # a numba that does not match its numpy may raise anything
+        return _in_python(shop)
+    return compiled.packer(shop)
+
+
+def same_effort_everywhere() -> Effort:
+    """Return the small effort, with which a test finds the same with numba as without."""
+    return small_effort(fast_packer)
+
+
 def little_effort(passes: int = 20_000) -> Effort:
-    """So many passes packed in plain Python, whatever is installed."""
-    return replace(small_effort(), least=passes, most=passes)
+    """So many passes packed in plain Python, but in unit tests."""
+    return replace(small_effort(pack.packer), least=passes, most=passes)
 
 
 def shorten_search(monkeypatch: pytest.MonkeyPatch) -> None:

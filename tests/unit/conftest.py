@@ -3,12 +3,17 @@ the figures that are drawn in a test."""
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from megatron_ext.search import pack
+from tests.helpers.short_search import fast_packer
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -31,6 +36,27 @@ def own_cache(
             compiled.parent.mkdir()
             compiled.symlink_to(provider.mkdir("numba"))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def packs_fast() -> Iterator[None]:
+    """Also where few plans are packed, for which a rank of a test would not load numba."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pack, "packer", fast_packer)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Threads of torch would spin for longer than the small tensors of a test take."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def modules_are_no_garbage() -> None:
+    """What was imported and collected is not looked through for garbage again and again."""
+    gc.freeze()
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
+from itertools import pairwise
 
 from megatron_ext.schedule.action import Action, Kind, Slice, tokens_of
 from megatron_ext.schedule.costs import Costs
@@ -54,38 +54,24 @@ def held_during(row: tuple[Action, ...], amount: Amount) -> Iterator[float]:
     first backward pass to its last.
     """
 
-    def stays(stage: int) -> float:
-        return amount(Held.KEYS_VALUES, stage)
-
-    used = {(action.stage, kind) for action in row for kind in RULES[action.kind].releases}
-    recomputed = {(stage, _RECOMPUTES[kind], k) for stage, kind, k in row if kind in _RECOMPUTES}
-
-    are_cut = bool(row) and isinstance(row[0].microbatch, Slice)
-
-    @cache
-    def rule_on(stage: int, kind: Kind) -> tuple[float, float, Kind | None, bool]:
-        """Return the memory that the action allocates and frees, the kind of message that it uses,
-        and whether it receives one."""
-        rule = RULES[kind]
-        gained = sum(
-            amount(held, stage)
-            for held in rule.acquires
-            if held is Held.MESSAGE or (stage, held) in used
-        )
-        lost = sum(amount(held, stage) for held in rule.releases)
-        if are_cut and rule.all_or_none is Held.ACTIVATION:  # a copy to or from the host
-            gained, lost = (max(a - stays(stage), 0.0) if a else a for a in (gained, lost))
-        receives = rule.lane is Lane.RECEIVE and bool(rule.acquires)
-        return gained, lost, _USES.get(kind), receives
+    first = row[0].microbatch if row else 0
+    ends = first.ends if isinstance(first, Slice) else ()
+    shares = [end - begin for begin, end in pairwise((0.0, *ends))]
+    changes = _changes(row, amount, are_cut=bool(ends))
+    recomputed: set[tuple[int, Kind, int]] = set()
+    if any(kind in _RECOMPUTES for _, kind in changes):
+        made = (action for action in row if action.kind in _RECOMPUTES)
+        recomputed = {(stage, _RECOMPUTES[kind], k) for stage, kind, k in made}
 
     held = 0.0
     received: set[tuple[int, Kind, int]] = set()  # and not used
     for stage, kind, microbatch in row:
-        gained, lost, message, receives = rule_on(stage, kind)
+        gained, lost, message, receives, gathered = changes[stage, kind]
         tokens, taken, given_back = 1.0, 0.0, 0.0
-        if are_cut:
-            tokens = tokens_of(microbatch)
-            taken, given_back = _gathered(stage, kind, microbatch, amount)
+        if ends and isinstance(microbatch, Slice):
+            tokens = shares[microbatch.slice]
+            if gathered:
+                taken, given_back = gathered * microbatch.is_last, gathered * microbatch.is_first
         if receives:
             received.add((stage, kind, microbatch))
         elif message is not None and (used_now := (stage, message, microbatch)) in received:
@@ -100,20 +86,40 @@ def held_during(row: tuple[Action, ...], amount: Amount) -> Iterator[float]:
         held += (gained - lost) * tokens - given_back
 
 
+# Memory that an action allocates and frees, the kind of message that it uses, whether it receives
+# one, and what its first or last slice allocates or frees for the microbatch (`Rule.gathers`).
+_Change = tuple[float, float, Kind | None, bool, float]
+
+
+def _changes(
+    row: tuple[Action, ...], amount: Amount, *, are_cut: bool
+) -> dict[tuple[int, Kind], _Change]:
+    """Return how an action of each stage and kind of ``row`` changes the memory held."""
+    on_stages = {(stage, kind) for stage, kind, _ in row}
+    used = {(stage, held) for stage, kind in on_stages for held in RULES[kind].releases}
+    changes = {}
+    for stage, kind in on_stages:
+        rule = RULES[kind]
+        gained = sum(
+            amount(held, stage)
+            for held in rule.acquires
+            if held is Held.MESSAGE or (stage, held) in used
+        )
+        lost = sum(amount(held, stage) for held in rule.releases)
+        if are_cut and rule.all_or_none is Held.ACTIVATION:  # a copy to or from the host
+            stays = amount(Held.KEYS_VALUES, stage)
+            gained, lost = (max(a - stays, 0.0) if a else a for a in (gained, lost))
+        receives = rule.lane is Lane.RECEIVE and bool(rule.acquires)
+        gathered = sum(amount(held, stage) for held in rule.gathers) if are_cut else 0.0
+        changes[stage, kind] = gained, lost, _USES.get(kind), receives, gathered
+    return changes
+
+
 def kept_for_again(stage: int, microbatch: int, amount: Amount) -> float:
     """Return the amount stored, per microbatch, for an activation that is recomputed: the stage's
     input, and for a slice its keys and values, to which later slices attend in the meantime."""
     is_slice = isinstance(microbatch, Slice)
     return amount(Held.INPUT, stage) + (amount(Held.KEYS_VALUES, stage) if is_slice else 0.0)
-
-
-def _gathered(stage: int, kind: Kind, microbatch: int, amount: Amount) -> tuple[float, float]:
-    """Return the amounts that a pass allocates and frees for its whole microbatch
-    (`Rule.gathers`)."""
-    if not RULES[kind].gathers or not isinstance(microbatch, Slice):
-        return 0.0, 0.0
-    gathered = sum(amount(held, stage) for held in RULES[kind].gathers)
-    return gathered * microbatch.is_last, gathered * microbatch.is_first
 
 
 def in_microbatches(schedule: Schedule) -> Amount:

@@ -21,6 +21,10 @@ ROOT = Path(__file__).resolve().parents[3]
 # Without isolation and dependencies the network is not needed.
 OFFLINE = ("--no-build-isolation", "--no-deps", "--no-index", "--disable-pip-version-check")
 
+# What pip calls, in a process of its own.
+BACKEND = "from setuptools import build_meta; build_meta.build_{}(r'{}')"
+METADATA = "from setuptools import build_meta; build_meta.prepare_metadata_for_build_wheel(r'{}')"
+
 IMPORT = """
 import sys
 import megatron_ext
@@ -100,18 +104,18 @@ def test_wheel_holds_every_file(tree: Path, wheel: Path) -> None:
 
 
 def test_source_distribution_makes_the_same_wheel(tree: Path, wheel: Path, tmp_path: Path) -> None:
-    build = "from setuptools.build_meta import build_sdist; print(build_sdist(r'{}'))"
-    run(sys.executable, "-c", build.format(tmp_path), cwd=tree)
+    run(sys.executable, "-c", BACKEND.format("sdist", tmp_path), cwd=tree)
     (archive,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(archive) as unpacked:
         unpacked.extractall(tmp_path, filter="data")
     (source,) = (path for path in tmp_path.iterdir() if path.is_dir())
-    run(sys.executable, "-m", "pip", "wheel", *OFFLINE, "-w", tmp_path, source, cwd=tmp_path)
+    run(sys.executable, "-c", BACKEND.format("wheel", tmp_path), cwd=source)
     (again,) = tmp_path.glob("*.whl")
     assert zipfile.ZipFile(again).namelist() == zipfile.ZipFile(wheel).namelist()
 
 
 def metadata(wheel: Path) -> Message:
+    """Return the description of the package in ``wheel``."""
     with zipfile.ZipFile(wheel) as archive:
         (path,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         return message_from_string(archive.read(path).decode())
@@ -147,10 +151,10 @@ def test_strangers_learn_what_it_is(wheel: Path) -> None:
 def test_a_release_links_to_where_it_is_published(tree: Path, tmp_path: Path) -> None:
     """On a package index a link to docs/flags.md leads nowhere."""
     url = "https://example.invalid/somebody/megatron_ext"
-    build = (sys.executable, "-m", "pip", "wheel", *OFFLINE, "-w", tmp_path, tree)
-    run(*build, cwd=tmp_path, env={"REPOSITORY_URL": url})
-    (built,) = tmp_path.glob("*.whl")
-    data = metadata(built)
+    prepare = (sys.executable, "-c", METADATA.format(tmp_path))
+    run(*prepare, cwd=tree, env={"REPOSITORY_URL": url})
+    (made,) = tmp_path.glob("*.dist-info/METADATA")
+    data = message_from_string(made.read_text())
     at = f"v{megatron_ext.__version__}"
     assert f"Source, {url}" in data.get_all("Project-URL", [])
     text = str(data.get_payload())
@@ -190,7 +194,8 @@ def check_import(python: str | Path, env: dict[str, str], home: Path, cwd: Path)
 
 def test_installed_wheel_imports_without_torch(wheel: Path, tmp_path: Path) -> None:
     home = tmp_path / "home"
-    run(sys.executable, "-m", "pip", "install", *OFFLINE, "--target", home, wheel, cwd=tmp_path)
+    install = (sys.executable, "-m", "pip", "install", "--no-compile", "--target", home)
+    run(*install, *OFFLINE, wheel, cwd=tmp_path)
     check_import(sys.executable, {"PYTHONPATH": str(home)}, home, tmp_path)
 
 
@@ -204,9 +209,12 @@ def test_editable_installation_follows_the_symlink(tree: Path, tmp_path: Path) -
     run(*pip, *OFFLINE, "--editable", tree, cwd=tmp_path)
     check_import(python, {"PYTHONPATH": ""}, tree, tmp_path)
     # The finder maps the package alone: the repository root would bring `patches` and `tests`.
-    for name in ("patches", "tests", "scripts", "examples"):
-        code = f"import importlib.util; assert importlib.util.find_spec({name!r}) is None"
-        run(python, "-c", code, cwd=tmp_path, env={"PYTHONPATH": ""})
+    code = (
+        "import importlib.util\n"
+        "for name in ('patches', 'tests', 'scripts', 'examples'):\n"
+        "    assert importlib.util.find_spec(name) is None, name\n"
+    )
+    run(python, "-c", code, cwd=tmp_path, env={"PYTHONPATH": ""})
     assert (tmp_path / "venv" / "bin" / "megatron-ext").exists()
 
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 import megatron_ext
+from tests.helpers.forked import run_forked
 
 ROOT = Path(megatron_ext.__file__).parent
 
@@ -290,8 +290,11 @@ for of_model in ((), ("--model", model, "--gpu", "h100")):
 # In plain Python: numba would compile the searches anew.
 _SHORT_SEARCH = """
 import pytest
+from tests.helpers.few_families import only_families
 from tests.helpers.short_search import shorten_search
-shorten_search(pytest.MonkeyPatch())
+patch = pytest.MonkeyPatch()
+shorten_search(patch)
+only_families(patch, "1f1b", "zb-h1", "zb-v")
 """
 
 
@@ -305,14 +308,18 @@ def _run_with(edits: tuple[Edit, ...], code: str, folder: Path) -> None:
         text = file.read_text() if before else ""
         assert text.count(before) == 1 or not before, f"{name} has changed"
         file.write_text(text.replace(before, inserted + before) if before else inserted)
-    run = subprocess.run(
-        [sys.executable, "-c", _SHORT_SEARCH + code],
-        env=os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT.parent}"},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr
+
+    def run() -> None:
+        for module in list(sys.modules):
+            if module.partition(".")[0] in ("megatron_ext", "tests"):
+                del sys.modules[module]
+        os.chdir(folder)
+        sys.path.insert(0, str(folder))
+        exec(_SHORT_SEARCH + code, {"__name__": "__main__"})
+        assert sys.modules["megatron_ext"].__file__ == str(package / "__init__.py")
+
+    log = folder / "log"
+    assert run_forked(run, log) == 0, log.read_text()
 
 
 def _files(edits: tuple[Edit, ...]) -> int:

@@ -19,6 +19,7 @@ from megatron_ext.config import PipelineConfig, flag
 from megatron_ext.errors import exit_for
 from megatron_ext.launch import first_host, is_launch, slurm_ranks
 from megatron_ext.written_settings import add_flags
+from tests.helpers.forked import run_forked
 
 SRUN = {
     "SLURM_PROCID": "5",
@@ -84,10 +85,18 @@ def test_the_script_runs_as_main_with_its_folder_and_arguments(tmp_path: Path) -
         "print(__name__, helper.name, sys.argv[1:3], s.get_forward_backward_func.__module__)\n"
         "print(hasattr(s.get_forward_backward_func, '__wrapped__'))\n"
     )
-    ran = launch(str(script), "--lr", "1", "--pipeline-schedule", "zb-h1")
-    assert ran.returncode == 0, ran.stderr
-    assert "__main__ beside the script ['--lr', '1']" in ran.stdout
-    assert ran.stdout.endswith("True\n"), "a flag of ours, and no patch"
+
+    def launched() -> None:
+        for name in ("RANK", "WORLD_SIZE"):
+            os.environ.pop(name, None)
+        main([str(script), "--lr", "1", "--pipeline-schedule", "zb-h1"])
+
+    log = tmp_path / "log"
+    status = run_forked(launched, log)
+    said = log.read_text()
+    assert status == 0, said
+    assert "__main__ beside the script ['--lr', '1']" in said
+    assert said.endswith("True\n"), "a flag of ours, and no patch"
 
 
 @pytest.mark.parametrize(

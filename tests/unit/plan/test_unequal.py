@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from megatron_ext.cli import app
 from megatron_ext.cost_model.execution import Execution
-from megatron_ext.planner import planner
+from megatron_ext.planner import long_sequences, planner
 from megatron_ext.planner.training import Training
 from megatron_ext.planner.training_job import job_of
 from megatron_ext.planner.unequal import DEAL, ORDER, PROGRAM, unequal_gains
@@ -25,8 +25,10 @@ MODEL = "layers=8,hidden=1024,heads=8,sequence=8192,vocabulary=8000"
 
 @pytest.fixture(autouse=True)
 def few_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a search."""
+    """Without a search; of what is compared for long sequences, two slices alone."""
     monkeypatch.setattr(planner, "all_specs", lambda: ["1f1b", "zb-v"])
+    monkeypatch.setattr(long_sequences, "COUNTS", (2,))
+    monkeypatch.setattr(long_sequences, "_of_other_settings", lambda *given: ())
 
 
 def lengths(folder: Path, steps: int, per_step: int, tokens: int = 8192) -> Path:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +30,18 @@ def accepted(recipe: Recipe) -> Verdict:
     return Verdict(recipe.schedule)
 
 
-def made(evidence: list[Shown], recipes: Any = ALL, verdict: Any = accepted) -> list[Row]:
+def made(evidence: Sequence[Shown], recipes: Any = ALL, verdict: Any = accepted) -> list[Row]:
     return rows(recipes, Evidence(evidence), verdict, verdict)
 
 
-def everything() -> list[Shown]:
+@functools.cache
+def everything() -> tuple[Shown, ...]:
     """A test for each feature that a recipe has, and one of all at once."""
     features = {
         feature for name, raw in ALL.items() for feature in resolve(name, raw, MODELS).features
     }
     one_by_one = [Shown(str(feature), "B", KINDS, frozenset({feature})) for feature in features]
-    return [*one_by_one, Shown("all", "B", KINDS, frozenset(features))]
+    return (*one_by_one, Shown("all", "B", KINDS, frozenset(features)))
 
 
 def test_all_recipes_are_understood() -> None:
