@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.search import best
+from megatron_ext.search.effort import small_effort
 from scripts.recipes.vocabulary import features_of_flags
 from tests.helpers import documents, witnesses
-from tests.helpers.short_search import same_effort_everywhere
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -84,7 +84,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
 
 @pytest.fixture(autouse=True, scope="session")
 def small_searches() -> Iterator[None]:
-    """A test finds the same with numba as without."""
+    """A test finds the same with numba as without, and compiles nothing."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(best, "effort", same_effort_everywhere)
+        patch.setattr(best, "effort", small_effort)
         yield

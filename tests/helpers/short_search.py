@@ -27,7 +27,7 @@ def fast_packer(shop: JobShop) -> Pack:
     return compiled.packer(shop)
 
 
-def same_effort_everywhere() -> Effort:
+def same_effort() -> Effort:
     """Return the small effort, with which a test finds the same with numba as without."""
     return small_effort(fast_packer)
 

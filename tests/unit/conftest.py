@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.search import pack
-from tests.helpers.short_search import fast_packer
+from megatron_ext.search import best, pack
+from tests.helpers.short_search import fast_packer, same_effort
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -39,9 +39,11 @@ def own_cache(
 
 
 @pytest.fixture(scope="session", autouse=True)
-def packs_fast() -> Iterator[None]:
-    """Also where few plans are packed, for which a rank of a test would not load numba."""
+def packs_fast(small_searches: None) -> Iterator[None]:
+    """Tests without ranks pack with numba where it is installed, few plans too. They find the same:
+    a rank of a test would pay more for loading numba than it saves."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(best, "effort", same_effort)
         patch.setattr(pack, "packer", fast_packer)
         yield
 
