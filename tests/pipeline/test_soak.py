@@ -91,7 +91,7 @@ def build(name: str, microbatches: int, f: float, i: float, w: float, comm: floa
 
 
 def all_channels() -> set[Channel]:
-    """Those of all families together. Each has messages to every neighbour that it has."""
+    """The channels of all families together. Each has messages to every neighbour that it has."""
     union: set[Channel] = set()
     for name in entries():
         if name not in SEARCHES:  # placed as others are
