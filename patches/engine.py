@@ -271,7 +271,7 @@ class Aliases:
 
     def _scan(self, objects: Iterable[Any]) -> None:
         holders: dict[int, set[Alias]] = {identity_of(value): set() for value in objects}
-        for module in modules_with(holders.keys()):
+        for module in modules_with(holders.keys()) if holders else ():
             for name, value in vars(module).copy().items():
                 if (holds := identity_of(value)) in holders:
                     holders[holds].add((module, name))

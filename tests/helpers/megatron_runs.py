@@ -95,9 +95,9 @@ def _share_storage(output: torch.Tensor, recomputed: torch.Tensor) -> None:
 
 def _remember_attributes() -> None:
     """Each rank would look at the attributes of all modules for who holds what is patched, and so
-    copy their pages. Of modules that are there by now, only the engine sets attributes in a rank.
+    copy their pages; and each plan and each check of a launch command as well, for most of its
+    time. Of modules that are there by now, only the engine sets such attributes.
     """
-    parent = os.getpid()
     holders: dict[int, set[types.ModuleType]] = {}
     for module in list(sys.modules.values()):
         for value in vars(module).values() if isinstance(module, types.ModuleType) else ():
@@ -111,8 +111,6 @@ def _remember_attributes() -> None:
         changed.update(module for module, _ in handle._swaps[-1].importers)
 
     def remembered(ids: Set[int], modules: Iterable[Any] = ()) -> list[types.ModuleType]:
-        if os.getpid() == parent:
-            return look(ids, modules)
         later = itertools.takewhile(lambda name: name != last, reversed(sys.modules))
         places = [
             *itertools.chain.from_iterable(holders[held] for held in ids if held in holders),

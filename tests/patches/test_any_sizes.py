@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import signal
-import subprocess
-import sys
+from contextlib import redirect_stdout
 from dataclasses import replace
-from itertools import takewhile
 from typing import Any
 
 import pytest
@@ -34,6 +33,7 @@ from megatron_ext.planner.sizes.space import space
 from megatron_ext.planner.verdict import Written
 from megatron_ext.written_settings import from_argv
 from tests.helpers.megatron_runs import SCRIPT, model_flags
+from tests.helpers.ranks import running_ranks
 
 FLAGS: dict[str, Any] = {
     "tensor_model_parallel_size": 2,
@@ -154,29 +154,28 @@ def test_what_is_printed() -> None:
     assert data["best"]["sizes"]["pipeline"] >= 1
 
 
-def test_ctrl_c_prints_the_best_so_far() -> None:
-    """A real process, interrupted after its first answer, when most is still to be compared."""
+def test_ctrl_c_prints_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process of its own, interrupted after its first answer, when most is still to be
+    compared."""
+    monkeypatch.setattr(search, "SIMULATED", 100)
     flags = {**FLAGS, "num_layers": 32, "hidden_size": 4096, "global_batch_size": 256}
     launch = ["torchrun", "--nnodes", "8", "--nproc-per-node", "8", str(SCRIPT)]
-    cli = [sys.executable, "-c", "from megatron_ext.cli import app; app()"]
-    process = subprocess.Popen(
-        [*cli, "plan", "--any-sizes", "--gpu", "h100", "--", *launch, *model_flags(**flags)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stderr is not None
-        said = list(takewhile(lambda line: "a first answer" not in line, process.stderr))
-        process.send_signal(signal.SIGINT)
-        output, errors = process.communicate(timeout=200)
-    finally:
-        process.kill()
-    assert process.returncode == 0, (said, errors)
-    assert "the comparison was interrupted: some alternatives were not compared" in errors
-    assert "laying out" not in errors
+
+    def plan(rank: int) -> str:
+        words = ["plan", "--any-sizes", "--gpu", "h100", "--", *launch, *model_flags(**flags)]
+        with redirect_stdout(io.StringIO()) as printed:
+            app(words, standalone_mode=False)
+        return printed.getvalue()
+
+    with running_ranks(1, plan, connect=False) as running:
+        running.wait_until_it_says(0, "a first answer")
+        running.send_signal(0, signal.SIGINT)
+        (ended,) = running.wait()
+    assert ended.exit_code == 0, ended
+    assert "the comparison was interrupted: some alternatives were not compared" in ended.stderr
+    assert "laying out" not in ended.stderr
     for start in ("now:", "your sizes:", "control:", "any:", "write:"):
-        assert sum(text.startswith(start) for text in output.splitlines()) == 1, start
+        assert sum(text.startswith(start) for text in ended.value.splitlines()) == 1, start
 
 
 def test_what_cannot_be_compared_is_refused() -> None:

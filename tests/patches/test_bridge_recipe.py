@@ -23,11 +23,13 @@ from megatron_ext.config import PipelineConfig
 from megatron_ext.launch_command import megatron_arguments
 from megatron_ext.launch_command.bridge_recipe import launch_from_recipe
 from megatron_ext.launch_command.words import read_launch
+from megatron_ext.launch_planner import launch_job
 from megatron_ext.launch_planner.command_line import arguments_with, command_with
 from megatron_ext.launch_planner.launch_job import refusal_of
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest, with_launch
 from megatron_ext.planner.unequal import ORDER
 from megatron_ext.planner.verdict import Written
+from tests.helpers.few_families import only_families
 
 RANKS = 4
 
@@ -150,6 +152,12 @@ def recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     sys.modules.pop("stand_in_recipes", None)
 
 
+@pytest.fixture
+def few_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan compares few schedules; it searches for the best layout's alone."""
+    only_families(monkeypatch, "1f1b", "interleaved", "zb-h1", "zb-v")
+
+
 def run(*words: str) -> Result:
     return CliRunner().invoke(app, words)
 
@@ -176,7 +184,7 @@ def test_a_layout_of_lists_is_read_and_adapters_are_named(recipes: str) -> None:
     assert any("config.peft" in remark for remark in launch.remarks)
 
 
-def test_a_plan_prints_lines_for_the_config(recipes: str) -> None:
+def test_a_plan_prints_lines_for_the_config(recipes: str, few_schedules: None) -> None:
     ran = run("plan", "--gpu", "h100", "--world-size", str(RANKS), "--bridge", f"{recipes}:small")
     assert ran.exit_code == 0, ran.output
     job = "8 layers on 4 ranks (TP 2 x PP 2), 8 microbatches of 1 x 1024 tokens"
@@ -277,7 +285,9 @@ def test_a_plan_arranges_the_packs_of_a_recipe(recipes: str) -> None:
     assert "dataset.inter_document_masking" in (refused("small") or "")
 
 
-def test_frozen_weights_and_a_tower_of_a_recipe_are_counted(recipes: str) -> None:
+def test_frozen_weights_and_a_tower_of_a_recipe_are_counted(
+    recipes: str, few_schedules: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Adapters' weights were once planned as those of a whole training."""
     schedule = ("--", "--pipeline-schedule", "zb-h1")
     (_, whole), (found, frozen), (_, seeing) = (
@@ -286,6 +296,7 @@ def test_frozen_weights_and_a_tower_of_a_recipe_are_counted(recipes: str) -> Non
     )
     assert frozen < 0.3 * whole < 0.3 * seeing
     assert "weights are frozen" in found["recipe"]
+    monkeypatch.setattr(launch_job, "_layouts", lambda read: None)
     words = ("plan", "--gpu", "h100", "--world-size", str(RANKS), "--bridge")
     plain, adapted, with_tower = (
         run(*words, f"{recipes}:{name}").stdout for name in ("small", "adapters", "tower")

@@ -170,7 +170,7 @@ def test_first_answer_does_not_wait_for_what_recompute_does(
     monkeypatch.setattr(first_answer, "make_plan", make_plan)
     monkeypatch.setattr(progress, "_REMARKS", set())
     heard: list[str] = []
-    with planning(20) as time, reporting(lambda text: None, heard.append):
+    with planning(4) as time, reporting(lambda text: None, heard.append):
         made("operations=400e12,bytes=40e9,memory=1.6GiB")
     assert time.first_answer is not None and time.first_answer < 0.5 * time.limit
     (first,) = (text for text in heard if text.startswith("a first answer: "))
