@@ -41,13 +41,12 @@ from tests.helpers.ranks import lasting_folder
 from tests.helpers.storages import LiveStorages, messages_on_their_way
 
 RANKS = 4
-MICROBATCHES = 8
+MICROBATCHES = 6
 TOLERANCE = 0.01
 NO_FLAGS: Mapping[str, object] = {}
 # Activations of even a single layer dwarf a boundary tensor. The rerun machine would keep every
 # microbatch's tokens for the whole step.
 MODEL: dict[str, object] = {
-    "num_layers": 16,
     "hidden_size": 64,
     "num_attention_heads": 4,
     "seq_length": 64,
@@ -61,8 +60,13 @@ BOUNDARY = 64 * 2 * 64 * 4  # sequence x micro batch x hidden, in float32
 FULL_RECOMPUTE: dict[str, object] = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
-    "recompute_num_layers": 16 // RANKS,
+    "recompute_num_layers": 2,
 }
+
+
+def layers(stages: int) -> int:
+    """Two layers a stage, unless there are many stages."""
+    return min(2 * stages, 16)
 
 
 def measured(
@@ -70,7 +74,12 @@ def measured(
 ) -> list[Measured]:
     """The second step of a training under ``spec``, rank by rank; None is Megatron's own 1F1B."""
     measure = measure_stock_steps if spec is None else measure_steps
-    overrides = MODEL | {"global_batch_size": 2 * microbatches, "pipeline_schedule": spec, **flags}
+    overrides = MODEL | {
+        "num_layers": layers(RANKS if spec is None else choose(spec).place(RANKS).stages),
+        "global_batch_size": 2 * microbatches,
+        "pipeline_schedule": spec,
+        **flags,
+    }
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as monkeypatch:
         measure(monkeypatch, Path(folder))
         train(RANKS, model_flags(**overrides))
@@ -191,7 +200,7 @@ def test_the_peak_is_what_the_simulator_said(spec: str) -> None:
 )
 def test_the_peak_with_offload_is_what_the_simulator_said(spec: str, way: Offload) -> None:
     costs = costs_of(choose(spec).place(RANKS).stages)
-    microbatches = 2 * MICROBATCHES
+    microbatches = 2 * RANKS
     _, without = predicted(spec, costs, microbatches)
     flags: dict[str, object] = {"pipeline_costs": costs, "pipeline_activation_offload": way}
     limit = None

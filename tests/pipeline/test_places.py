@@ -33,7 +33,7 @@ from megatron_ext.cost_model.measured.places import (
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
 from megatron_ext.runtime.measure import profile
-from megatron_ext.runtime.measure.profile import STEPS, Profile
+from megatron_ext.runtime.measure.profile import Profile
 from megatron_ext.runtime.messages.transport import Boundary
 from megatron_ext.runtime.recording import clock_of
 from megatron_ext.schedule.action import Action, Kind
@@ -51,7 +51,8 @@ from tests.pipeline.test_microbatch_order import ORDERED, flags, trained
 
 F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
 SECONDS = {F: 10e-3, I: 12e-3, W: 8e-3, Kind.FULL_BACKWARD: 20e-3}
-PLACES = (0.2, 0.8, 1.4, 2.0, 2.0, 1.4, 0.8, 0.2)
+PLACES = (0.2, 1.4, 2.0, 0.4)
+STEPS = profile.WARM_UP + 1  # one step is timed: what it took is said here
 ITERATIONS = STEPS + 2
 ORDER: dict[str, Any] = {"microbatch_order": "small-ends"}
 
@@ -87,6 +88,9 @@ def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
             file.write(f"{what} {step.program.digest}\n")
         return run_passes(step, *more)
 
+    monkeypatch.setattr(profile, "MEASURED", STEPS - profile.WARM_UP)
+    monkeypatch.setattr(profile, "STEPS", STEPS)
+    monkeypatch.setattr(profile_observer, "STEPS", STEPS)
     monkeypatch.setattr(profile, "medians", medians)
     monkeypatch.setattr(profile, "seconds_by_place", by_place)
     monkeypatch.setattr(training, "run_passes", noted)
@@ -97,6 +101,7 @@ def profiled(folder: Path, schedule: str = "v-half", **more: object) -> dict[str
     ours: dict[str, Any] = {
         "pipeline_schedule": schedule,
         "pipeline_costs": f"profile:{folder / 'costs.json'}",
+        "global_batch_size": len(PLACES),
         "train_iters": ITERATIONS,
     }
     return ours | more
@@ -114,23 +119,25 @@ def test_a_program_for_the_places_takes_over_and_trains_to_the_same_bits(
     emulated: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """From the step behind the measured ones on, and once; evaluations keep theirs."""
-    stock = trained(2, train_iters=ITERATIONS, **ORDERED)
+    more = ORDERED | {"train_iters": ITERATIONS, "global_batch_size": len(PLACES)}
+    more |= {"eval_interval": 1}
+    stock = trained(2, **more)
     capfd.readouterr()
-    assert_same(trained(2, **profiled(emulated), **ORDERED), stock)
+    assert_same(trained(2, **profiled(emulated) | more), stock)
     (said,) = [line for line in capfd.readouterr().out.splitlines() if "that differ" in line]
     assert "v-half, microbatches that differ: the program for equal ones is replaced by one" in said
     ran = programs(emulated, 2)
     trainings = [(what, digest) for what, digest in ran if what != "evaluation"]
-    assert [what for what, _ in trainings] == ["8 equal"] * STEPS + ["8 places"] * 2
+    assert [what for what, _ in trainings] == ["4 equal"] * STEPS + ["4 places"] * 2
     assert len({digest for _, digest in trainings[STEPS:]} - {trainings[0][1]}) == 1
     assert len({digest for what, digest in ran if what == "evaluation"}) == 1
 
 
 def test_replicas_swap_at_the_same_step(emulated: Path) -> None:
-    more = ORDERED | {"global_batch_size": 16, "train_iters": ITERATIONS, "eval_iters": 0}
+    more = ORDERED | {"global_batch_size": 8, "train_iters": ITERATIONS, "eval_iters": 0}
     stock = trained(4, **more)
     assert_same(trained(4, **profiled(emulated) | more), stock)
-    expected = ["8 equal"] * STEPS + ["8 places"] * 2
+    expected = ["4 equal"] * STEPS + ["4 places"] * 2
     assert [what for what, _ in programs(emulated, 4)] == expected
 
 
@@ -140,12 +147,12 @@ def test_programs_change_while_devices_wait_or_are_late(
 ) -> None:
     judged = iter((2.0, 1.0))
     monkeypatch.setattr(programs_module, "median_makespan", lambda *of: next(judged))
-    more = ORDERED | {"train_iters": ITERATIONS, "eval_iters": 0}
+    more = ORDERED | {"train_iters": ITERATIONS, "global_batch_size": len(PLACES), "eval_iters": 0}
     stock = trained(2, **more)
     with MODES[mode]():
         assert_same(trained(2, **profiled(emulated, schedule) | more), stock)
     ran = programs(emulated, 2)
-    assert [what for what, _ in ran] == ["8 equal"] * STEPS + ["8 places"] * 2
+    assert [what for what, _ in ran] == ["4 equal"] * STEPS + ["4 places"] * 2
 
 
 @pytest.mark.parametrize("swap", ["measured costs", "places"])
@@ -197,14 +204,14 @@ def test_eight_ranks_swap_and_train_to_the_same_bits(
         "pipeline_deal_microbatches": True,
         "pipeline_model_parallel_size": pipeline,
         "num_layers": 2 * pipeline,
-        "global_batch_size": 8 * 8 // pipeline,
+        "global_batch_size": 4 * 8 // pipeline,
         "train_iters": ITERATIONS,
         "eval_iters": 0,
     }
     stock = trained(8, **more, num_virtual_stages_per_pipeline_rank=virtual)
     assert_same(trained(8, **profiled(emulated, schedule) | more), stock)
     ran = [what for what, _ in programs(emulated, 8)]
-    assert ran == ["8 equal"] * STEPS + ["8 places"] * 2
+    assert ran == ["4 equal"] * STEPS + ["4 places"] * 2
     if virtual is not None:
         with pytest.raises(AssertionError):
             assert_same(trained(8, **more), stock)
@@ -213,22 +220,22 @@ def test_eight_ranks_swap_and_train_to_the_same_bits(
 def test_steps_of_a_batch_that_grows_run_a_program_for_equal_ones(emulated: Path) -> None:
     more = ORDERED | {
         "global_batch_size": None,
-        "step_batch_size_schedule": "0:8 640:16",
+        "step_batch_size_schedule": "0:4 192:8",
         "train_iters": None,
-        "train_samples": 5 * 8 + 3 * 16,
+        "train_samples": (STEPS + 1) * 4 + 2 * 8,
         "eval_iters": 0,
     }
     stock = trained(2, **more)
     assert_same(trained(2, **profiled(emulated) | more), stock)
     ran = [what for what, _ in programs(emulated, 2)]
-    assert ran == ["8 equal"] * STEPS + ["8 places", *["16 equal"] * 3]
+    assert ran == ["4 equal"] * STEPS + ["4 places", *["8 equal"] * 2]
 
 
 def test_a_step_of_fewer_microbatches_runs_a_program_for_equal_ones(
     emulated: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A caller's, between two that run the one for the places; the numbers are stock's."""
-    numbers = [len(PLACES)] * (STEPS + 1) + [4, len(PLACES)]
+    numbers = [len(PLACES)] * (STEPS + 1) + [2, len(PLACES)]
     judged = iter((2.0, 1.0))
     monkeypatch.setattr(programs_module, "median_makespan", lambda *of: next(judged))
 
@@ -243,13 +250,15 @@ def test_a_step_of_fewer_microbatches_runs_a_program_for_equal_ones(
                     told, gradients = callers.step(own_groups=False, microbatches=number)
                     assert told == expected
                     assert all(torch.equal(gradients[name], of_stock[name]) for name in of_stock)
-                evaluated = callers.step(own_groups=False, forward_only=True)
+                evaluated = callers.step(
+                    own_groups=False, microbatches=len(PLACES), forward_only=True
+                )
                 dist.barrier()
             return evaluated[0]
 
     values(run_ranks(callers.RANKS, loop))
     ran = [what for what, _ in programs(emulated, callers.RANKS)]
-    expected = ["8 equal"] * STEPS + ["8 places", "4 equal", "8 places", "evaluation"]
+    expected = ["4 equal"] * STEPS + ["4 places", "2 equal", "4 places", "evaluation"]
     assert ran == expected
 
 
@@ -273,7 +282,7 @@ def test_the_program_for_equal_ones_is_kept(
         monkeypatch.setattr(profile_observer, "captures", lambda config: True)
     judged = iter((1.0, 2.0))
     monkeypatch.setattr(programs_module, "median_makespan", lambda *of: next(judged))
-    runs = trained(2, **profiled(emulated, schedule), **ORDERED)
+    runs = trained(2, **profiled(emulated, schedule) | ORDERED | {"eval_iters": 0})
     assert len(losses(runs)) == ITERATIONS
     assert said in capfd.readouterr().out
     assert not [what for what, _ in programs(emulated, 2) if "places" in what]
@@ -294,7 +303,7 @@ def test_a_rank_with_another_program_for_the_places_ends_the_training(
     more = profiled(emulated) | ORDERED | {"eval_iters": 0}
     results = train_or_fail(2, flags(**more), model_provider=drawn_by_name)
     assert "built different programs" in "".join(str(result.error) for result in results)
-    assert [what for what, _ in programs(emulated, 2)] == ["8 equal"] * STEPS
+    assert [what for what, _ in programs(emulated, 2)] == ["4 equal"] * STEPS
 
 
 # ---- What is measured

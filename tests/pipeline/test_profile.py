@@ -71,7 +71,7 @@ PASSES = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
 def run(ranks: int, flags: Flags, script: Path = SCRIPT) -> list[Run]:
-    common: Flags = {"num_layers": 4, "train_iters": ITERATIONS}
+    common: Flags = {"num_layers": 4, "train_iters": ITERATIONS, "global_batch_size": 4}
     return train(ranks, model_flags(**common | flags), script)
 
 
@@ -139,6 +139,7 @@ def test_a_training_that_measures_is_the_same_to_the_last_bit(
     """As stock's, or as that of the same V. And it says what it has measured, what that changes,
     and what became of the prediction."""
     path = tmp_path / "new" / "costs.json"
+    more = more | {"global_batch_size": 4 * ranks // pipeline}
     ours = {name: value for name, value in more.items() if name.startswith("pipeline")}
     theirs = {name: value for name, value in more.items() if name not in ours}
     if spec == "zb-v":  # which starts with other weights than a line, unless from a checkpoint
@@ -167,7 +168,7 @@ def test_a_training_that_measures_is_the_same_to_the_last_bit(
     if spec in ("1f1b", "zb-h1"):  # which have one order of passes, whatever they cost
         p2p = P2P(str(more.get("pipeline_p2p", P2P.ASYNC)))
         again = place_output_layer(
-            choose(spec), Problem(placement, 8 * pipeline // ranks, costs, extras=Extras(p2p=p2p))
+            choose(spec), Problem(placement, 4, costs, extras=Extras(p2p=p2p))
         )
         predicted = 1e3 * simulate(again, again.problem.costs).makespan
         said_so = re.search(r"step predicted ([\d.e+]+) ms", predictions[0])
@@ -189,7 +190,7 @@ def test_what_is_traced_is_what_was_asked_for(tmp_path: Path) -> None:
     """
     path = tmp_path / "costs.json"
     traced: Flags = {"pipeline_trace": tmp_path, "pipeline_trace_iters": "1:3"}
-    more: Flags = {"overlap_grad_reduce": True}
+    more: Flags = {"overlap_grad_reduce": True, "train_iters": STEPS + 1}
     run(4, profiled(path, "zb-v", 2) | traced | more)
     steps = read_trace(tmp_path)
     assert [step.iteration for step in steps] == [1, 2]
@@ -199,20 +200,21 @@ def test_what_is_traced_is_what_was_asked_for(tmp_path: Path) -> None:
 
 def test_the_commands_take_what_a_training_has_written(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
-    run(2, profiled(path, "zb-h1", 2))
+    run(2, profiled(path, "zb-h1", 2) | {"train_iters": STEPS})
     for command in (["simulate", "zb-auto"], ["plan"]):
         words = [*command, "--pp", "2", "-m", "8", "--costs", str(path), "--json"]
         result = CliRunner().invoke(app, words)
         assert result.exit_code == 0, result.output
         assert json.loads(result.stdout)
-    runs = run(2, profiled(path, "zb-auto", 2) | {"pipeline_costs": path})
-    assert_same(runs, run(2, {"pipeline_model_parallel_size": 2}))
+    twice: Flags = {"train_iters": 2}
+    runs = run(2, profiled(path, "zb-auto", 2) | {"pipeline_costs": path} | twice)
+    assert_same(runs, run(2, {"pipeline_model_parallel_size": 2} | twice))
 
 
 def test_a_divided_vocabulary_is_measured_too(tmp_path: Path) -> None:
     """By the passes that it has of its own."""
     path = tmp_path / "costs.json"
-    divided: Flags = {"pipeline_vocab_parallel": "2"}
+    divided: Flags = {"pipeline_vocab_parallel": "2", "train_iters": STEPS + 1}
     flags = profiled(path, "zb-v", 2) | divided
     runs = run(2, flags)
     assert losses(runs) == losses(run(2, flags | {"pipeline_costs": None}))
@@ -241,7 +243,7 @@ def test_layers_of_two_types_are_told_apart(
 
     monkeypatch.setattr(profile, "medians", medians)
     experts: Flags = EXPERTS | {"num_layers": 8, "moe_layer_freq": "[0,0,0,1,1,1,1,1]"}
-    run(2, profiled(path, "zb-v", 2) | experts)
+    run(2, profiled(path, "zb-v", 2) | experts | {"train_iters": STEPS})
     data = json.loads(path.read_text())
     layers, costs = data["layers"]["measured"], costs_in(path, "zb-v", 2)
     assert "machine" not in data, "without a GPU no operation is timed"
@@ -253,8 +255,8 @@ def test_layers_of_two_types_are_told_apart(
             names = [f"*{layer}" for layer in mixture] + ["output layer"] * (stage == 3)
             told = sum(layers[name][kind.value.lower()] for name in names)
             assert told == pytest.approx(costs.seconds[kind][stage], rel=1e-3)
-    runs = run(2, profiled(path, "zb-h1", 2) | experts | {"pipeline_costs": path})
-    assert len(losses(runs)) == ITERATIONS
+    more = experts | {"pipeline_costs": path, "train_iters": 2}
+    assert len(losses(run(2, profiled(path, "zb-h1", 2) | more))) == 2
 
 
 # ---- When it ends
@@ -318,7 +320,7 @@ def test_other_shapes_are_measured_again(
                 for batch in (2, 3, 2):
                     monkeypatch.setattr(callers, "BATCH", batch)
                     for _ in range(STEPS + 1):
-                        callers.step(own_groups=False)
+                        callers.step(own_groups=False, microbatches=2)
                     dist.barrier()
                     origins.append(costs_in(path, "zb-h1", callers.RANKS).origin)
             return origins
@@ -384,9 +386,9 @@ def test_a_limit_that_measured_bytes_exceed_ends_the_training(
             costs = f"profile:{path}"
             with megatron_ext.install(schedule="zb-h1", memory_limit="1GiB", costs=costs):
                 for _ in range(STEPS - 1):
-                    callers.step(own_groups=False)
+                    callers.step(own_groups=False, microbatches=2)
                 with pytest.raises(ValueError, match="over the memory limit of 1GiB") as caught:
-                    callers.step(own_groups=False)
+                    callers.step(own_groups=False, microbatches=2)
             return "\n".join(caught.value.__notes__)
 
     notes = values(run_ranks(callers.RANKS, loop))
@@ -404,7 +406,7 @@ def test_a_file_that_cannot_be_written_does_not_end_the_training(tmp_path: Path)
             model_parallel_cuda_manual_seed(0)
             with megatron_ext.install(schedule="zb-h1", costs=f"profile:{path}"):
                 for _ in range(STEPS + 1):
-                    callers.step(own_groups=False)
+                    callers.step(own_groups=False, microbatches=2)
 
     results = run_ranks(callers.RANKS, loop)
     values(results)
@@ -472,6 +474,7 @@ MODEL: Flags = {
     "seq_length": 64,
     "max_position_embeddings": 64,
     "micro_batch_size": 2,
+    "global_batch_size": 8,
     "rerun_mode": "disabled",
 }
 
@@ -487,7 +490,7 @@ def test_bytes_are_those_that_ranks_hold(
     Where the output layer's weight gradient came in I, its gradient of the logits is added.
     """
     path = tmp_path / "costs.json"
-    run(2, MODEL | profiled(path, spec, 2))
+    run(2, MODEL | profiled(path, spec, 2) | {"train_iters": STEPS})
     costs = costs_in(path, spec, 2)
     assert costs.held_bytes is not None and costs.vocabulary is not None
     counted = counted_bytes(spec)
