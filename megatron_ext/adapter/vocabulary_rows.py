@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megatron_ext.runtime.vocabulary.shard import VocabularyShard
@@ -128,7 +129,8 @@ def shard_weights(models: Sequence[torch.nn.Module]) -> tuple[Tensor, Tensor]:
     """Return the weights of this rank's parts: embedding and output layer.
 
     Raises:
-        ValueError: the model was not built with parts, or they are frozen.
+        ValueError: the model was not built with parts, or they are frozen, or the caller has
+            changed the output layer or its logits.
     """
     embedding = embedding_part(models[0])
     if embedding is None:
@@ -138,6 +140,7 @@ def shard_weights(models: Sequence[torch.nn.Module]) -> tuple[Tensor, Tensor]:
             "model is built; if it is no GPTModel, drop --pipeline-vocab-parallel"
         )
     parts = [embedding, output_part(models[0]) or embedding]
+    _refuse_changed(models, parts[1])
     for part in parts:
         if not part.weight.requires_grad:
             raise ValueError(
@@ -145,6 +148,25 @@ def shard_weights(models: Sequence[torch.nn.Module]) -> tuple[Tensor, Tensor]:
                 "drop the flag"
             )
     return parts[0].weight, parts[1].weight
+
+
+def _refuse_changed(models: Sequence[torch.nn.Module], output: torch.nn.Module) -> None:
+    """Raise ValueError if the caller has changed the output layer after it was built, since passes
+    of the schedule compute the logits without calling it."""
+    name = next(name for name, module in models[0].named_modules() if module is output)
+    is_changed = isinstance(output, OutputPart) and (
+        type(output) is not OutputPart
+        or not name.endswith("output_layer")  # within a wrapper, such as an adapter's
+        or "forward" in vars(output)
+        or bool(output._forward_hooks or output._forward_pre_hooks or output._backward_hooks)
+    )
+    capped = getattr(get_model_config(models[0]), "final_logit_softcapping", None)
+    if is_changed or capped:
+        what = f"final_logit_softcapping={capped}" if capped else "an output layer with code added"
+        raise ValueError(
+            f"--pipeline-vocab-parallel does not go with {what}: each rank computes its part of "
+            "the logits from the weight alone; drop the flag"
+        )
 
 
 def await_tables(models: Sequence[torch.nn.Module]) -> None:

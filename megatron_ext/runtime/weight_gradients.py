@@ -94,8 +94,18 @@ class WeightGradients:
         self._used_once: set[Weights] = set()  # in each backward pass of this step so far
 
     def splits(self, weight: Tensor) -> bool:
-        """Whether the gradient of ``weight`` is deferred to W."""
-        return self.splitting and weight not in self.at_once
+        """Whether the gradient of ``weight`` is deferred to W.
+
+        A weight that is computed from others (a parametrization, a mask) and a weight with hooks of
+        the caller's get theirs in I: only autograd can pass it on, and only autograd runs hooks.
+        """
+        return (
+            self.splitting
+            and weight not in self.at_once
+            and weight.is_leaf
+            and not weight._backward_hooks
+            and not weight._post_accumulate_grad_hooks
+        )
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Return ``tensor``, which is read after I, or a copy of it if its memory is lent."""

@@ -571,11 +571,18 @@ def test_copies_that_differ_are_refused_before_the_first_pass(
             if copies is not None:
                 with torch.no_grad():
                     copies[1].zero_()  # as Megatron's model leaves it
-            with pytest.raises(ValueError, match="both copies of the embedding, and they differ"):
+            differ = "both copies of the embedding, and they differ"
+            with pytest.raises(ValueError, match=differ):
                 run_step(chunks)
             if copies is not None:
                 with torch.no_grad():
                     copies[1].copy_(copies[0])
             assert len(run_step(chunks)) == (MICROBATCHES if copies else 0)
+            second = build_chunks(layout, tied=tied, depths=depths)  # a critic beside an actor
+            if (others := tied_weights(second)) is not None:
+                with torch.no_grad():
+                    others[1].zero_()
+            with pytest.raises(ValueError, match=differ):
+                run_step(second)
 
     values(run_ranks(V_RANKS, refused))

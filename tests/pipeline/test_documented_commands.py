@@ -59,7 +59,8 @@ def test_what_is_not_run_stands_on_a_page() -> None:
 
 def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In order, as later ones read what the quick start has written. It is shorter here: two ranks,
-    fewer layers and iterations, and what searches does not search long."""
+    fewer layers, microbatches and iterations, no evaluation, and what searches does not search
+    long."""
     shorten_search(monkeypatch)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pretrain_gpt.py").symlink_to(SCRIPT)
@@ -82,10 +83,13 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
+SHORTER = ("--num-layers", "4", "--global-batch-size", "8", "--eval-iters", "0")
+
+
 def train(flags: list[str]) -> None:
     """What scripts/quickstart.sh does when the environment is prepared."""
     ended = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "quickstart.py", "--num-layers", "4", *flags],
+        [sys.executable, ROOT / "scripts" / "quickstart.py", *SHORTER, *flags],
         env={**os.environ, "NPROC": "2", "ITERS": "5", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,

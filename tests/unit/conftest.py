@@ -57,7 +57,7 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def modules_are_no_garbage() -> None:
-    """What was imported and collected is not looked through for garbage again and again."""
+    """The garbage collector ignores objects that imports and collection have made."""
     gc.freeze()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -20,12 +21,33 @@ def no_grad_sync(call: Call) -> Iterator[None]:
     """
     given = call.config.no_sync_func
     functions = given if isinstance(given, list) else [given]
+    _refuse_reduction_by_hooks(call, functions)
     if given is None:
         functions = [model.no_sync for model in call.models if overlaps_reduction(model)]
     with contextlib.ExitStack() as stack:
         for no_sync in functions:
             stack.enter_context(no_sync())
         yield
+
+
+def _refuse_reduction_by_hooks(call: Call, no_sync_functions: Sequence[Any]) -> None:
+    """Raise ValueError if a reduction of the caller's would start in no backward pass.
+
+    Megatron's schedules leave ``no_sync_func`` before the last microbatch's backward pass, whose
+    hooks then reduce. W passes run no hooks; Megatron's own wrapper is told when they are done.
+    """
+    if call.forward_only or call.config.grad_sync_func is not None:
+        return
+    if all(function in (None, contextlib.nullcontext) for function in no_sync_functions):
+        return
+    if not all(hasattr(model, "ddp_config") for model in call.models):
+        raise ValueError(
+            "config.no_sync_func holds back gradient reductions of a wrapper that is not "
+            "Megatron's DistributedDataParallel. Its hooks would reduce in the last backward pass, "
+            "and our schedules compute weight gradients after that: set config.grad_sync_func to "
+            "a function that reduces the gradients of the parameters it is given, or reduce them "
+            "in config.finalize_model_grads_func and set no config.no_sync_func"
+        )
 
 
 def tokens_of(call: Call, stages: Sequence[ModelStage]) -> torch.Tensor | None:
@@ -37,7 +59,15 @@ def tokens_of(call: Call, stages: Sequence[ModelStage]) -> torch.Tensor | None:
 
 
 def finalize_gradients(call: Call, tokens: torch.Tensor | None) -> None:
-    """Finalize the gradients as Megatron does after the passes of a training step."""
+    """Finalize the gradients as Megatron does after the passes of a training step.
+
+    Where Megatron does not overlap the reduction, a ``grad_sync_func`` of the caller's comes first.
+    """
+    given = call.config.grad_sync_func
+    functions = given if isinstance(given, list) else [given] * len(call.models)
+    for model, reduce in zip(call.models, functions, strict=True):
+        if reduce is not None and not overlaps_reduction(model):
+            reduce(model.parameters())
     if call.config.finalize_model_grads_func is not None:
         call.config.finalize_model_grads_func(
             call.models,

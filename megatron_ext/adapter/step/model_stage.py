@@ -164,6 +164,13 @@ class ModelStage:
             is_last_stage=has_loss,
         )
         self._forget_input()
+        if output.requires_grad and not (self._has_backward or call.forward_only):
+            raise ValueError(
+                f"neither stage {self._number} nor a stage before it has trained parameters, so no "
+                "backward pass runs there; but its model was given a tensor that has a gradient, "
+                "which would be lost: make the tensor within the model, or let some parameter of "
+                "stage 0 require a gradient"
+            )
         return output, tokens
 
     def _forget_input(self) -> None:

@@ -69,7 +69,8 @@ class RepeatableCall:
                 within.close()
                 self._outputs.append(output)
 
-            begins = model.register_forward_pre_hook(begin, with_kwargs=True)
+            # Before the caller's own hooks, which run again, on the same arguments, in a repeat.
+            begins = model.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
             hooks.callback(begins.remove)
             hooks.callback(model.register_forward_hook(end).remove)
             output, self._loss_func = self._forward_step_func(data_iterator, model)

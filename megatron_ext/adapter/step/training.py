@@ -68,6 +68,7 @@ class PipelineTraining:
         self._observers = _observers(config, self._programs)
         self._observers += [] if self._race is None else [self._race]
         self._connections: Connections | None = None
+        self._checked: weakref.WeakSet[Any] = weakref.WeakSet()  # first chunks of models
         self._calls = 0
         self._world = dist.group.WORLD
         self._has_ended = False
@@ -185,6 +186,7 @@ class PipelineTraining:
         first_trained = 0
         if not (call.forward_only or self._divides):
             first_trained = self._programs.first_trained(call.pipeline, call.models)
+        self._check_models(call)
         request = call.config, shape, call.num_microbatches, call.forward_only, first_trained
         known = self._programs.known(*request)
         if known is not None:
@@ -195,9 +197,6 @@ class PipelineTraining:
         if requests_pairs(call.config) and not call.forward_only:
             refuse_unplanned(call)
         if self._connections is None:
-            if self._config.extras.slices.count > 1:
-                refuse_unknown(call.models)
-            refuse_different_copies(call.pipeline, call.models)
             program = self._programs.make(call.pipeline, *request)
             self._connections = self._connect(call, program)
         else:  # ranks may differ, and not all of them may notice
@@ -215,6 +214,19 @@ class PipelineTraining:
             self._programs.forget(program)
             raise
         return program
+
+    def _check_models(self, call: Call) -> None:
+        """Check the models of ``call`` when they come for the first time: a process may train more
+        than one, such as an actor and a critic. Collective over the pipeline then."""
+        if call.models[0] in self._checked:
+            return
+        with self._heard_if_it_fails("the check of a model"):
+            if self._config.extras.slices.count > 1:
+                refuse_unknown(call.models)
+            refuse_different_copies(call.pipeline, call.models)
+            if self._connections is not None:  # connections of the first model include its own
+                connect_token_shifts(call.models, call.groups.cp)
+        self._checked.add(call.models[0])
 
     def _heard_if_it_fails(
         self, where: str, kind: type[BaseException] = BaseException

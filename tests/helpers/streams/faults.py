@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[3]
 FOLDERS = ("megatron_ext/runtime", "megatron_ext/adapter", "patches")
 
 _BETWEEN_HOSTS = "the message goes from host to host, over a group that is made for hosts"
+_ON_CPU = "the host waits for a gather of gloo, which has no streams"
 _FIGURES = "the host waits for figures that it prints, which it has in memory of its own"
 
 # Waits of hosts, by file and function.
@@ -45,6 +46,7 @@ HOST_WAITS: dict[tuple[str, str], str] = {
     ("megatron_ext/runtime/measure/exchange.py", "AsyncAllGather.wait"): _FIGURES,
     ("megatron_ext/runtime/recording.py", "RecordedReduction.wait_for_ends"): _FIGURES,
     ("megatron_ext/adapter/observers/metrics.py", "StepMetrics.finish"): _FIGURES,
+    ("patches/cpu.py", "_one_gather_at_a_time"): _ON_CPU,
 }
 
 _WITH_ARGUMENTS = {"wait_event", "wait_stream", "record_stream"}

@@ -192,9 +192,14 @@ def _in_parts(module: Any, x: Any, dy: Any) -> tuple[Any, Any]:
 
 
 def _comes_at_once(store: Any) -> bool:
-    """Whether the store belongs to an output layer whose weight gradient is computed in I."""
+    """Whether the weight gradients of the store's module are computed in I."""
     module = _remembered(store)
-    return module is not None and getattr(module, "weight", None) in queue.at_once
+    if module is None:
+        return False
+    grouped = range(getattr(module, "num_gemms", 0))
+    names = ("weight", "fc1_weight", "fc2_weight", *(f"weight{number}" for number in grouped))
+    weights = [getattr(module, name, None) for name in names]
+    return not all(queue.splits(weight) for weight in weights if isinstance(weight, Tensor))
 
 
 def _remembered(store: Any) -> Any:
