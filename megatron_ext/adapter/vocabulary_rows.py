@@ -153,12 +153,13 @@ def shard_weights(models: Sequence[torch.nn.Module]) -> tuple[Tensor, Tensor]:
 def _refuse_changed(models: Sequence[torch.nn.Module], output: torch.nn.Module) -> None:
     """Raise ValueError if the caller has changed the output layer after it was built, since passes
     of the schedule compute the logits without calling it."""
+    hooks = output._forward_hooks, output._forward_pre_hooks, output._backward_hooks
     name = next(name for name, module in models[0].named_modules() if module is output)
     is_changed = isinstance(output, OutputPart) and (
         type(output) is not OutputPart
         or not name.endswith("output_layer")  # within a wrapper, such as an adapter's
         or "forward" in vars(output)
-        or bool(output._forward_hooks or output._forward_pre_hooks or output._backward_hooks)
+        or any(hooks)
     )
     capped = getattr(get_model_config(models[0]), "final_logit_softcapping", None)
     if is_changed or capped:

@@ -211,6 +211,7 @@ def test_a_reduction_of_the_callers_own_takes_place_once(schedule: str) -> None:
 
         def reduce(parameters: Iterable[torch.nn.Parameter]) -> None:
             for parameter in parameters:
+                assert parameter.grad is not None
                 dist.all_reduce(parameter.grad, group=parallel_state.get_data_parallel_group())
 
         with pipelines_of_two(schedule=schedule):
