@@ -153,7 +153,12 @@ def shard_weights(models: Sequence[torch.nn.Module]) -> tuple[Tensor, Tensor]:
 def _refuse_changed(models: Sequence[torch.nn.Module], output: torch.nn.Module) -> None:
     """Raise ValueError if the caller has changed the output layer after it was built, since passes
     of the schedule compute the logits without calling it."""
-    hooks = output._forward_hooks, output._forward_pre_hooks, output._backward_hooks
+    before = [  # Megatron's wait for the gather of parameters
+        hook
+        for hook in output._forward_pre_hooks.values()
+        if not getattr(hook, "__module__", "").startswith("megatron.core.distributed")
+    ]
+    hooks = before, output._forward_hooks, output._backward_hooks
     name = next(name for name, module in models[0].named_modules() if module is output)
     is_changed = isinstance(output, OutputPart) and (
         type(output) is not OutputPart

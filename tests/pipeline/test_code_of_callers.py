@@ -182,7 +182,7 @@ def test_a_hook_before_the_model_gets_the_callers_arguments_each_time(
     values(run_ranks(2, on_rank))
 
 
-@pytest.mark.parametrize("change", ["hook", "wrapper", "cap"])
+@pytest.mark.parametrize("change", ["hook", "pre-hook", "wrapper", "cap"])
 def test_an_output_layer_that_the_caller_changed_is_refused_where_it_is_not_called(
     change: str,
 ) -> None:
@@ -191,6 +191,8 @@ def test_an_output_layer_that_the_caller_changed_is_refused_where_it_is_not_call
             chunks: Any = build()
             if change == "hook":
                 chunks[0].output_layer.register_forward_hook(lambda *call: None)
+            elif change == "pre-hook":
+                chunks[0].output_layer.register_forward_pre_hook(lambda *call: None)
             elif change == "wrapper":
                 chunks[0].output_layer = torch.nn.ModuleDict({"to_wrap": chunks[0].output_layer})
             else:
@@ -244,6 +246,17 @@ def test_a_reduction_by_hooks_in_the_last_backward_pass_is_refused() -> None:
             chunks[0].config.no_sync_func = Wrapper().no_sync
             with pytest.raises(ValueError, match=r"config.no_sync_func .* set config.grad_sync_f"):
                 run_step(chunks)
+
+    values(run_ranks(2, on_rank))
+
+
+def test_steps_that_no_loop_of_megatrons_runs_do_not_overlap() -> None:
+    def on_rank(rank: int) -> None:
+        with pipelines_of_two(schedule="zb-h1", post_validation=True):
+            with pytest.raises(
+                ValueError, match="--pipeline-post-validation is for Megatron's own"
+            ):
+                run_step(build())
 
     values(run_ranks(2, on_rank))
 

@@ -135,6 +135,11 @@ class PipelineTraining:
         call, speculative, others = step.call, None, []
         iterators = call.iterators
         if self._config.post_validation:
+            if current_iteration() is None:
+                raise ValueError(
+                    "--pipeline-post-validation is for Megatron's own training loop, which does "
+                    "not run here: drop the flag"
+                )
             speculative = SpeculativeStep(post_validation, iterators)
             iterators, others = speculative.iterators, [speculative]
         with _timed(call.config):
