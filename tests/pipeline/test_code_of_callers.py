@@ -252,11 +252,11 @@ def test_a_reduction_by_hooks_in_the_last_backward_pass_is_refused() -> None:
 
 def test_steps_that_no_loop_of_megatrons_runs_do_not_overlap() -> None:
     def on_rank(rank: int) -> None:
+        is_for = "--pipeline-post-validation is for Megatron's own"
         with pipelines_of_two(schedule="zb-h1", post_validation=True):
-            with pytest.raises(
-                ValueError, match="--pipeline-post-validation is for Megatron's own"
-            ):
-                run_step(build())
+            chunks = build()
+            with pytest.raises(ValueError, match=is_for):
+                run_step(chunks)
 
     values(run_ranks(2, on_rank))
 
