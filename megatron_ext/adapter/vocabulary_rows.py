@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -140,7 +140,7 @@ def shard_weights(models: Sequence[torch.nn.Module]) -> tuple[Tensor, Tensor]:
             "model is built; if it is no GPTModel, drop --pipeline-vocab-parallel"
         )
     parts = [embedding, output_part(models[0]) or embedding]
-    _refuse_changed(models, parts[1])
+    _refuse_changed(models[0])
     for part in parts:
         if not part.weight.requires_grad:
             raise ValueError(
@@ -150,29 +150,37 @@ def shard_weights(models: Sequence[torch.nn.Module]) -> tuple[Tensor, Tensor]:
     return parts[0].weight, parts[1].weight
 
 
-def _refuse_changed(models: Sequence[torch.nn.Module], output: torch.nn.Module) -> None:
+def _refuse_changed(chunk: torch.nn.Module) -> None:
     """Raise ValueError if the caller has changed the output layer after it was built, since passes
     of the schedule compute the logits without calling it."""
-    before = [  # Megatron's wait for the gather of parameters
-        hook
-        for hook in output._forward_pre_hooks.values()
-        if not getattr(hook, "__module__", "").startswith("megatron.core.distributed")
-    ]
-    hooks = before, output._forward_hooks, output._backward_hooks
-    name = next(name for name, module in models[0].named_modules() if module is output)
-    is_changed = isinstance(output, OutputPart) and (
-        type(output) is not OutputPart
+    for name, part in chunk.named_modules():
+        if isinstance(part, OutputPart) and _is_changed(name, part):
+            _refuse_with("an output layer with code added")
+    if capped := getattr(get_model_config(chunk), "final_logit_softcapping", None):
+        _refuse_with(f"final_logit_softcapping={capped}")
+
+
+def _is_changed(name: str, part: OutputPart) -> bool:
+    """Whether a call of ``part``, which has this name in its chunk, does more than Megatron's."""
+    return (
+        type(part) is not OutputPart
         or not name.endswith("output_layer")  # within a wrapper, such as an adapter's
-        or "forward" in vars(output)
-        or any(hooks)
+        or "forward" in vars(part)
+        or len(part._forward_hooks) + len(part._backward_hooks) > 0
+        or not all(map(_waits_for_parameters, part._forward_pre_hooks.values()))
     )
-    capped = getattr(get_model_config(models[0]), "final_logit_softcapping", None)
-    if is_changed or capped:
-        what = f"final_logit_softcapping={capped}" if capped else "an output layer with code added"
-        raise ValueError(
-            f"--pipeline-vocab-parallel does not go with {what}: each rank computes its part of "
-            "the logits from the weight alone; drop the flag"
-        )
+
+
+def _waits_for_parameters(hook: Any) -> bool:
+    """Whether Megatron's DistributedDataParallel made ``hook``, for overlapped gathers."""
+    return getattr(hook, "__module__", "").startswith("megatron.core.distributed")
+
+
+def _refuse_with(what: str) -> NoReturn:
+    raise ValueError(
+        f"--pipeline-vocab-parallel does not go with {what}: each rank computes its part of the "
+        "logits from the weight alone; drop the flag"
+    )
 
 
 def await_tables(models: Sequence[torch.nn.Module]) -> None:

@@ -61,6 +61,20 @@ def first_and_last(chunk: int) -> dict[str, bool]:
     }
 
 
+def forward_step(data: Iterator[torch.Tensor], model: Any, **given: Any) -> tuple[Any, Any]:
+    """Run ``model`` on the next tokens, [b, s], which are their own labels."""
+    tokens = next(data)
+    positions = torch.arange(tokens.size(1)).expand(len(tokens), -1)
+    mask = torch.ones(1, 1, tokens.size(1), tokens.size(1)).triu(1).bool()
+    return model(tokens, positions, mask, labels=tokens, **given), loss_function
+
+
+def loss_function(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+    """Return the mean loss, and the same to be logged."""
+    loss = output.mean()
+    return loss, {"loss": loss.item()}
+
+
 def whole_step(
     build: Callable[[], Chunks],
     names: Callable[[Any], Iterator[tuple[str, torch.nn.Parameter]]],

@@ -253,8 +253,8 @@ def test_what_is_assumed_is_said() -> None:
 
 
 def measured_file(folder: Path, **overrides: object) -> Path:
-    """What a training of the launch would write whose experts take three times what is estimated,
-    and its dense layers half."""
+    """Write measured costs of the launch: three times the estimate for layers with experts, half of
+    it for dense ones. Return the file."""
     args = megatron_arguments.parse(model_flags(**(FLAGS | EXPERTS | overrides))).args
     with megatron_arguments.on_gpus(args):
         megatron_arguments.validate(args, PipelineConfig(), 4)

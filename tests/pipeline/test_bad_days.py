@@ -17,7 +17,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,6 +35,7 @@ from megatron_ext.compile.registry import choose
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
 from megatron_ext.schedule.problem import Problem
+from tests.helpers import callers
 from tests.helpers.combinations import IS_NIGHT, at_night, each_once, nightly
 from tests.helpers.megatron_runs import (
     SCRIPT,
@@ -65,7 +65,6 @@ from tests.pipeline.test_callers import (
     VOCABULARY,
     build_chunks,
     build_model,
-    loss_function,
 )
 
 SCHEDULES = ("zb-h1", "zb-v", "interleaved")
@@ -326,12 +325,10 @@ def test_a_forward_that_throws(script: Script, schedule: str, stage: str) -> Non
 
 
 def forward_step(data: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
-    """Reads data where they are used, as real training does."""
+    """Read data where they are used, as real training does."""
     ends = model.pre_process or model.post_process
-    tokens = next(data) if ends else torch.zeros(BATCH, SEQUENCE, dtype=torch.long)
-    positions = torch.arange(SEQUENCE).expand(BATCH, -1)
-    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE).triu(1).bool()
-    return model(tokens, positions, mask, labels=tokens), partial(loss_function)
+    unread = torch.zeros(BATCH, SEQUENCE, dtype=torch.long)
+    return callers.forward_step(data if ends else iter([unread]), model)
 
 
 def step(

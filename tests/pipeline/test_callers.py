@@ -43,6 +43,7 @@ from tests.helpers.callers import (
     assert_same,
     draw_by_name,
     first_and_last,
+    forward_step,
     named_parameters,
     small_config,
     whole_step,
@@ -66,18 +67,6 @@ def build_model() -> GPTModel:
         post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=False,
     )
-
-
-def loss_function(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
-    loss = output.mean()
-    return loss, {"loss": loss.item()}
-
-
-def forward_step(data: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
-    tokens = next(data)
-    positions = torch.arange(SEQUENCE).expand(BATCH, -1)
-    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE).triu(1).bool()
-    return model(tokens, positions, mask, labels=tokens), partial(loss_function)
 
 
 def step(

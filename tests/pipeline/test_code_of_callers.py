@@ -26,6 +26,7 @@ from tests.helpers.callers import (
     assert_same,
     draw_by_name,
     first_and_last,
+    forward_step,
     named_parameters,
     small_config,
     whole_step,
@@ -54,18 +55,6 @@ def build(change: Callable[[Any], object] = lambda chunk: None) -> Chunks:
         change(chunk)
         chunks.append(chunk)
     return chunks
-
-
-def loss_function(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
-    loss = output.mean()
-    return loss, {"loss": loss.item()}
-
-
-def forward_step(data: Iterator[torch.Tensor], chunk: Any, **given: Any) -> tuple[Any, Any]:
-    tokens = next(data)
-    positions = torch.arange(SEQUENCE).expand(BATCH, -1)
-    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE).triu(1).bool()
-    return chunk(tokens, positions, mask, labels=tokens, **given), loss_function
 
 
 def batches(seed: int = 2) -> list[torch.Tensor]:

@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 import megatron_ext
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
-from tests.helpers.callers import draw_by_name, first_and_last, small_config
+from tests.helpers.callers import draw_by_name, first_and_last, forward_step, small_config
 from tests.helpers.ranks import run_ranks, values
 
 RANKS, STAGES, CHUNKS = 4, 2, 3  # PP 2 x DP 2
@@ -64,17 +64,6 @@ def build_chunks(*, sets_no_sync: bool) -> list[DistributedDataParallel]:
         config.no_sync_func = [chunk.no_sync for chunk in chunks]
     config.grad_sync_func = [chunk.start_grad_sync for chunk in chunks]
     return chunks
-
-
-def forward_step(data: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
-    tokens = next(data)
-    positions = torch.arange(SEQUENCE).expand(BATCH, -1)
-    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE).triu(1).bool()
-    return model(tokens, positions, mask, labels=tokens), loss_function
-
-
-def loss_function(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
-    return output.mean(), {"loss": output.mean().item()}
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ Flags = dict[str, object]
 
 @dataclass(frozen=True)
 class Model:
-    """What a command trains, by Megatron's flags, and the schedule that it is compared under.
+    """Model that a command trains, by Megatron's flags, and the schedule it is compared under.
 
     Attributes:
         stand_in: for what there is one on the CPU.

@@ -31,7 +31,7 @@ def no_grad_sync(call: Call) -> Iterator[None]:
 
 
 def _refuse_reduction_by_hooks(call: Call, no_sync_functions: Sequence[Any]) -> None:
-    """Raise ValueError if a reduction of the caller's would start in no backward pass.
+    """Raise ValueError if backward hooks of a wrapper other than Megatron's would reduce gradients.
 
     Megatron's schedules leave ``no_sync_func`` before the last microbatch's backward pass, whose
     hooks then reduce. W passes run no hooks; Megatron's own wrapper is told when they are done.
@@ -61,7 +61,8 @@ def tokens_of(call: Call, stages: Sequence[ModelStage]) -> torch.Tensor | None:
 def finalize_gradients(call: Call, tokens: torch.Tensor | None) -> None:
     """Finalize the gradients as Megatron does after the passes of a training step.
 
-    Where Megatron does not overlap the reduction, a ``grad_sync_func`` of the caller's comes first.
+    First calls the caller's ``grad_sync_func``, for chunks whose reduction Megatron does not
+    overlap.
     """
     given = call.config.grad_sync_func
     functions = given if isinstance(given, list) else [given] * len(call.models)

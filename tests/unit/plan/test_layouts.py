@@ -277,7 +277,7 @@ def test_nothing_is_slower_than_the_launch_itself() -> None:
 
 
 def test_all_are_within_the_bound() -> None:
-    """That is the larger of what there is, and of what the launch takes already."""
+    """The bound is the larger of the free memory and the memory of the launch as it is."""
     training, fullest = work(**SMALL), four_results().own.fullest
     made = compared(training, room=0.5 * fullest)
     assert made.bound == fullest
