@@ -304,7 +304,11 @@ def _process_of_stores() -> multiprocessing.connection.Connection:
         theirs.close()
         return ours
     try:
-        ours.close()
+        # Whatever else the tests' process holds, such as its end of a `Script`'s pipe, must be
+        # closed when it closes it: who reads at the other end would wait for ever.
+        os.closerange(3, theirs.fileno())
+        os.closerange(theirs.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+        gc.freeze()  # no object of the tests' process closes a number that a store has by now
         stores = {}
         while True:
             port = theirs.recv()
