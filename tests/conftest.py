@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -40,6 +41,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     seconds = known_seconds(config)
     tests = Counter(map(file_of, items))
     items.sort(key=lambda item: (-seconds.get(file_of(item), math.inf), -tests[file_of(item)]))
+
+
+def pytest_collection_finish() -> None:
+    """All files are imported: tests that fork ranks know what these need not look at."""
+    if runs := sys.modules.get("tests.helpers.megatron_runs"):
+        runs.settle()
 
 
 def file_of(item: pytest.Item) -> str:

@@ -20,7 +20,7 @@ import os
 import runpy
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -93,34 +93,43 @@ def _share_storage(output: torch.Tensor, recomputed: torch.Tensor) -> None:
     storage.copy_(source)
 
 
-def _remember_attributes() -> None:
-    """Each rank would look at the attributes of all modules for who holds what is patched, and so
-    copy their pages; and each plan and each check of a launch command as well, for most of its
-    time. Of modules that are there by now, only the engine sets such attributes.
+class _Attributes:
+    """Who holds what is patched: each rank would look at the attributes of all modules, and so copy
+    their pages; and each plan and each check of a launch command as well, for most of its time. Of
+    modules that are known, only the engine sets such attributes.
     """
-    holders: dict[int, set[types.ModuleType]] = {}
-    for module in list(sys.modules.values()):
-        for value in vars(module).values() if isinstance(module, types.ModuleType) else ():
-            holders.setdefault(engine.identity_of(value), set()).add(module)
-    last = next(reversed(sys.modules))
-    changed: set[types.ModuleType] = set()
-    swap, look = engine._swap, engine.modules_with
 
-    def noted(patch: Any, target: Any, handle: Any, aliases: Any) -> None:
-        swap(patch, target, handle, aliases)
-        changed.update(module for module, _ in handle._swaps[-1].importers)
+    def __init__(self) -> None:
+        self._holders: dict[int, set[types.ModuleType]] = {}
+        self._last = ""  # of the modules that are known
+        self._changed: set[types.ModuleType] = set()
+        self._swap, self._look = engine._swap, engine.modules_with
+        engine._swap, engine.modules_with = self._note, self._remembered
 
-    def remembered(ids: Set[int], modules: Iterable[Any] = ()) -> list[types.ModuleType]:
-        later = itertools.takewhile(lambda name: name != last, reversed(sys.modules))
+    def remember(self) -> None:
+        """Know what is imported by now."""
+        for name in list(self._later()):
+            module = sys.modules[name]
+            for value in vars(module).values() if isinstance(module, types.ModuleType) else ():
+                self._holders.setdefault(engine.identity_of(value), set()).add(module)
+        self._last = next(reversed(sys.modules))
+
+    def _later(self) -> Iterator[str]:
+        return itertools.takewhile(lambda name: name != self._last, reversed(sys.modules))
+
+    def _note(self, patch: Any, target: Any, handle: Any, aliases: Any) -> None:
+        self._swap(patch, target, handle, aliases)
+        self._changed.update(module for module, _ in handle._swaps[-1].importers)
+
+    def _remembered(self, ids: Set[int], modules: Iterable[Any] = ()) -> list[types.ModuleType]:
+        known = (self._holders[held] for held in ids if held in self._holders)
         places = [
-            *itertools.chain.from_iterable(holders[held] for held in ids if held in holders),
-            *changed,
+            *itertools.chain.from_iterable(known),
+            *self._changed,
             sys.modules["__main__"],  # the script that runs
-            *(sys.modules[name] for name in later),
+            *map(sys.modules.__getitem__, self._later()),
         ]
-        return look(ids, modules or set(places))
-
-    engine._swap, engine.modules_with = noted, remembered
+        return self._look(ids, modules or set(places))
 
 
 def _remember_sources() -> None:
@@ -185,17 +194,24 @@ def _use_huge_pages() -> None:
 _MADV_COLLAPSE = 25  # of Linux 6.1
 
 
+def settle() -> None:
+    """Have ranks that are forked later leave alone what is imported by now."""
+    _ATTRIBUTES.remember()
+    gc.collect()
+    gc.freeze()
+    _use_huge_pages()
+
+
+_ATTRIBUTES = _Attributes()
 _remember_docstrings()
 _prepare_parsers()
-_remember_attributes()
+_ATTRIBUTES.remember()
 _remember_sources()
 _remember_entry_points()
 _print_unheard()
 random._share_storage_ext = SimpleNamespace(share_storage=_share_storage)
 MockGPTLowLevelDataset.size = 1000  # documents; Megatron's 100,000 take seconds to shuffle
-gc.collect()
-gc.freeze()
-_use_huge_pages()
+settle()
 atexit.register(gc.unfreeze)
 
 

@@ -10,6 +10,7 @@ to compare with is run once for all tests of a process that name the same argume
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -50,7 +51,15 @@ class Training:
 
     def words(self, **more: object) -> list[str]:
         """Return the command line's flags."""
-        return model_flags(**{**self.flags, **more})
+        return model_flags(**{"global_batch_size": self.global_batch_size, **self.flags, **more})
+
+    @property
+    def global_batch_size(self) -> int:
+        """As ``flags`` say, else twice as many microbatches for a pipeline as it has ranks."""
+        given = self.flags.get("global_batch_size")
+        split = ("tensor_model_parallel_size", "context_parallel_size")
+        rows = math.prod(int(str(self.flags.get(name, 1))) for name in split)
+        return int(str(given)) if given else 2 * self.ranks // rows
 
     def run(self, **more: object) -> list[Run]:
         """Train with ``more`` flags, from the initialisation."""

@@ -14,7 +14,7 @@ from tests.helpers.combinations import each_once
 from tests.helpers.megatron_runs import Run, assert_same, evaluations, losses, model_flags, train
 from tests.helpers.ranks import lasting_folder
 
-SAVED_AT = 2
+SAVED_AT = 1
 
 
 def run(ranks: int, **flags: object) -> list[Run]:
@@ -23,8 +23,9 @@ def run(ranks: int, **flags: object) -> list[Run]:
         model_flags(
             num_layers=2 * ranks,
             pipeline_model_parallel_size=ranks,
-            train_iters=4,
-            eval_interval=4,
+            global_batch_size=2 * ranks,
+            train_iters=3,
+            eval_interval=3,
             eval_iters=1,
             **flags,
         ),
@@ -33,7 +34,7 @@ def run(ranks: int, **flags: object) -> list[Run]:
 
 @functools.cache
 def stock(ranks: int) -> tuple[list[Run], Path]:
-    """Stock's run, and the checkpoint it left at iteration 2."""
+    """Stock's run, and the checkpoint it left at iteration 1."""
     folder = lasting_folder()
     return run(ranks, save=folder, save_interval=SAVED_AT), folder
 

@@ -159,7 +159,7 @@ def test_it_is_stock_to_the_last_bit(case: Case) -> None:
 # ---- What is not a setting of the matrix
 
 
-PIPELINE = Training(2, {"pipeline_model_parallel_size": 2})
+PIPELINE = Training(2, {"pipeline_model_parallel_size": 2, "train_iters": 3})
 FP16: Flags = {
     "num_layers": 4,
     "fp16": True,
@@ -211,7 +211,7 @@ def test_recompute_runs_each_layer_twice(
 
     monkeypatch.setattr(TransformerLayer, "forward", counted)
     PIPELINE.run(**RECOMPUTE["full"], train_iters=2, pipeline_schedule=schedule)
-    microbatches = 8
+    microbatches = PIPELINE.global_batch_size
     counts = {file.name: file.stat().st_size for file in tmp_path.iterdir()}
     assert counts == {f"layer {number}": 2 * 2 * microbatches for number in (1, 2, 3, 4)}
 

@@ -42,6 +42,7 @@ def run(ranks: int, flags: Flags, script: Path = SCRIPT) -> list[Run]:
     common: Flags = {
         "pipeline_model_parallel_size": 2,
         "pipeline_schedule": "zb-v",
+        "global_batch_size": 2 * ranks,
         "train_iters": 6,
         "log_interval": 2,
     }
@@ -95,7 +96,7 @@ def test_the_figures_are_those_of_a_trace(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Without clocks that were compared: the step's own messages tell as much."""
-    run(2, MEASURED | {"log_interval": 1} | traced(tmp_path, "3:6"))
+    run(2, MEASURED | {"log_interval": 1, "global_batch_size": 8} | traced(tmp_path, "3:6"))
     told = {line["iterations"]: line for line in lines(capfd)}
     for step in read_trace(tmp_path):
         line = told[str(step.iteration)]

@@ -108,7 +108,7 @@ def placed(placement: str, depths: object) -> Flags:
 
 
 def training(model: str) -> Training:
-    return Training(2, SIZES | MODELS[model], build=drawn_by_name)
+    return Training(2, SIZES | MODELS[model] | {"global_batch_size": 8}, build=drawn_by_name)
 
 
 def case(model: str, placement: str) -> Any:

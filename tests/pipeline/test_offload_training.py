@@ -131,6 +131,7 @@ def words(ranks: int, flags: Mapping[str, object], schedule: str, **more: object
     text: dict[str, object] = {
         "num_layers": 2 * ranks,
         "pipeline_model_parallel_size": ranks,
+        "global_batch_size": 2 * ranks,
         "pipeline_schedule": schedule,
         "pipeline_costs": COSTS,
         "train_iters": 2,

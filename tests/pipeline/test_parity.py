@@ -19,8 +19,8 @@ from tests.helpers.megatron_runs import Run, assert_same, evaluations, losses
 from tests.helpers.trainings import Training
 
 FAMILIES = ("gpipe", "1f1b", "zb-h1")
-SAVED_AT = 2
-ITERATIONS = 4
+SAVED_AT = 1
+ITERATIONS = 3
 
 SHAPES: dict[str, tuple[int, dict[str, object]]] = {
     "pp2": (2, {"pipeline_model_parallel_size": 2}),

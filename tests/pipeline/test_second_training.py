@@ -15,7 +15,11 @@ from tests.helpers.megatron_runs import losses, model_flags, train
 
 SCRIPT = Path(__file__).parent / "pretrain_gpt_twice.py"
 RANKS = 2
-SIZES: dict[str, object] = {"pipeline_model_parallel_size": RANKS, "train_iters": 4}
+SIZES: dict[str, object] = {
+    "pipeline_model_parallel_size": RANKS,
+    "global_batch_size": 2 * RANKS,
+    "train_iters": 4,
+}
 
 
 @pytest.mark.parametrize(

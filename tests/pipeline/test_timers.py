@@ -44,6 +44,7 @@ def test_timers_change_nothing_and_time_every_pass(case: str) -> None:
     flags = {
         "pipeline_model_parallel_size": 2,
         "num_layers": 4,
+        "global_batch_size": 4,
         "train_iters": 2,
         "pipeline_schedule": schedule,
         **more,

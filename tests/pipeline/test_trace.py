@@ -24,6 +24,7 @@ Flags = dict[str, object]
 def run(ranks: int, flags: Flags, script: Path = SCRIPT) -> list[Run]:
     """Four iterations on a V, two stages a rank."""
     common: Flags = {"num_layers": 8, "train_iters": 4, "pipeline_schedule": "zb-v"}
+    common["global_batch_size"] = 2 * ranks
     return train(ranks, model_flags(**common | flags), script)
 
 
@@ -94,7 +95,7 @@ def test_the_command_explains_the_last_iteration_of_a_resumed_run(tmp_path: Path
     resumed: Flags = {"load": tmp_path / "saved", "ckpt_step": 2}
     run(2, pipeline(2) | resumed | traced(tmp_path, "4:5"))
     report = json.loads(CliRunner().invoke(app, ["trace", str(tmp_path), "--json"]).stdout)
-    assert (report["schedule"], report["pp"], report["microbatches"]) == ("zb-v", 2, 8)
+    assert (report["schedule"], report["pp"], report["microbatches"]) == ("zb-v", 2, 4)
     assert [step["iteration"] for step in report["iterations"]] == [4]
     assert sum(report["parts"].values()) == pytest.approx(report["measured"]["makespan"])
     assert 0 < report["measured"]["bubble_share_makespan"] < 1

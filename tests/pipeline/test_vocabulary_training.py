@@ -222,6 +222,7 @@ def test_saved_with_it_and_resumed(
     """By stock, under a schedule without it, and on other ranks with it."""
     reference, folder = divided(*case)
     ours = {"pipeline_schedule": schedule, "pipeline_vocab_parallel": variant}
+    ours["global_batch_size"] = SETTINGS[case[0]].global_batch_size
     runs, _ = SETTINGS[setting].saved(load=folder, ckpt_step=SAVED_AT + 1, **ours)
     assert len(losses(runs)) == 1
     assert_close(runs, reference)

@@ -97,14 +97,20 @@ class Case:
 
 def training(ranks: int, schedule: str, *flags: Flags, **more: object) -> Callable[[], None]:
     """Return a training on so many ranks, at PP 2."""
+    return functools.partial(_train, ranks, _flags(ranks, schedule, *flags, more))
+
+
+def _flags(ranks: int, schedule: str, *parts: Flags) -> Flags:
+    """Return the flags of a training whose pipelines have four microbatches a step."""
     merged: dict[str, object] = {
         "pipeline_model_parallel_size": 2,
         "train_iters": ITERATIONS,
         "pipeline_schedule": schedule,
     }
-    for part in (*flags, more):
+    for part in parts:
         merged |= part
-    return functools.partial(_train, ranks, merged)
+    merged["global_batch_size"] = 2 * ranks // int(str(merged.get("tensor_model_parallel_size", 1)))
+    return merged
 
 
 def _train(ranks: int, flags: Flags) -> None:
@@ -127,14 +133,7 @@ def _train(ranks: int, flags: Flags) -> None:
 
 def transformer_engine(version: str, schedule: str, *flags: Flags) -> Callable[[], None]:
     """Return a training on 4 ranks with the stand-ins for Transformer Engine's layers."""
-    merged: dict[str, object] = {
-        "pipeline_model_parallel_size": 2,
-        "train_iters": ITERATIONS,
-        "pipeline_schedule": schedule,
-    }
-    for part in flags:
-        merged |= part
-    return functools.partial(_train_transformer_engine, version, merged)
+    return functools.partial(_train_transformer_engine, version, _flags(4, schedule, *flags))
 
 
 def _train_transformer_engine(version: str, flags: Flags) -> None:
@@ -194,7 +193,7 @@ def _forward_step(data: Any, model: Any) -> tuple[torch.Tensor, Any]:
 # By day. Each feature is in one of them, and so is each wait of ours that a trace can show.
 CASES: dict[str, Case] = {
     "zb-h1, experts, shared ones on a stream of theirs, offload full": Case(
-        training(2, "zb-h1", MIXTURE, SIDE_STREAM, leaving("full")), 2000
+        training(2, "zb-h1", MIXTURE, SIDE_STREAM, leaving("full")), 1000
     ),
     "zb-v, tensor and sequence parallel, offload half": Case(
         training(4, "zb-v", SEQUENCE, leaving("half")), 1000
