@@ -13,26 +13,17 @@ from __future__ import annotations
 import functools
 import itertools
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
-from megatron_ext.config import PipelineConfig
-from megatron_ext.patches import cpu
-from megatron_ext.patches.engine import apply
-from megatron_ext.patches.megatron.core.distributed import param_and_grad_buffer
-from tests.helpers.callers import small_config
 from tests.helpers.combinations import at_night
 from tests.helpers.drawn_models import drawn_by_name
 from tests.helpers.megatron_runs import EXPERTS, Run, assert_same, model_flags, train
-from tests.helpers.ranks import run_ranks, values
+from tests.helpers.optimizer_instances import means_after_a_failed_step, use_einops
 
 RANKS, STEPS = 8, 2  # PP 2 x DP 4: two instances of two replicas
 SHARED_EXPERTS = {**EXPERTS, "expert_model_parallel_size": 2}
@@ -46,18 +37,9 @@ SETTINGS: dict[str, dict[str, object]] = {
 SCHEDULES = ("zb-v", "1f1b", "zb-h1", "interleaved-zb")
 
 
-def rearrange(ranks: np.ndarray, pattern: str, *, l: int, s: int, u: int) -> np.ndarray:  # noqa: E741
-    """As einops, which Megatron asks for nothing else."""
-    assert pattern == "(l s u) -> (l u) s"
-    return ranks.reshape(l, s, u).swapaxes(1, 2).reshape(l * u, s)
-
-
 @pytest.fixture(autouse=True)
 def einops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron divides ranks over instances by einops, which may not be installed."""
-    module = SimpleNamespace(rearrange=rearrange)
-    monkeypatch.setattr(parallel_state, "einops", module, raising=False)
-    monkeypatch.setattr(parallel_state, "HAVE_EINOPS", True)
+    use_einops(monkeypatch)
 
 
 def run(setting: str, **more: object) -> list[Run]:
@@ -107,31 +89,7 @@ def note_reductions(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("instances", [1, 2])
 def test_a_reduction_of_a_step_that_failed_is_not_the_next_steps(instances: int) -> None:
     """It was taken for that of the next step, whose gradients were not reduced, in silence."""
-
-    def on_rank(rank: int) -> list[float]:
-        parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=instances)
-        settings = DistributedDataParallelConfig(
-            overlap_grad_reduce=True,
-            use_distributed_optimizer=instances > 1,
-            num_distributed_optimizer_instances=instances,
-        )
-        with apply([*cpu.patches(), *param_and_grad_buffer.patches(PipelineConfig())]):
-            model = DistributedDataParallel(
-                small_config(2, 1), settings, torch.nn.Linear(8, 1, bias=False)
-            )
-            means = []
-            for fails in (True, False, False):
-                model.zero_grad_buffer()
-                (gradient,) = (weight.main_grad for weight in model.parameters())
-                gradient += 100.0 if fails else 1.0 + 2 * rank
-                model.start_grad_sync()
-                if not fails:
-                    model.finish_grad_sync()
-                    means.append(gradient.mean().item())
-        parallel_state.destroy_model_parallel()
-        return means
-
-    assert values(run_ranks(2, on_rank)) == [[2.0, 2.0]] * 2
+    assert means_after_a_failed_step(instances) == [[2.0, 2.0]] * 2
 
 
 CASES = [("experts, loss per token", "zb-v")]

@@ -28,6 +28,7 @@ from tests.helpers.adversary import streams
 from tests.helpers.callers import first_and_last, named_parameters, small_config, whole_step
 from tests.helpers.combinations import pairwise
 from tests.helpers.megatron_runs import EXPERTS, SCRIPT, losses, model_flags, train
+from tests.helpers.optimizer_instances import means_after_a_failed_step, use_einops
 from tests.helpers.ranks import HANGS, lasting_folder, run_ranks, values
 from tests.helpers.transformer_engine_gpt import provide, use_transformer_engine
 
@@ -162,6 +163,13 @@ def callers_loop() -> None:
     values(run_ranks(2, on_rank))
 
 
+def failed_step(instances: int) -> None:
+    """Train on after a step that has failed while its gradients are reduced."""
+    with pytest.MonkeyPatch.context() as patch:
+        use_einops(patch)
+        means_after_a_failed_step(instances)
+
+
 def _build() -> list[torch.nn.Module]:
     config = small_config(4, 2, virtual_pipeline_model_parallel_size=2)
     return [
@@ -223,6 +231,8 @@ CASES: dict[str, Case] = {
         transformer_engine(on_cpu.VERSIONS[0], "zb-h1", SEQUENCE), 500
     ),
     "zb-v, a caller's loop": Case(callers_loop, 100),
+    "a failed step": Case(functools.partial(failed_step, 1), 1),
+    "a failed step, two optimizer instances": Case(functools.partial(failed_step, 2), 1),
 }
 
 # At night. With experts in a latent space operands of W are made on the stream of the all-to-all.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -41,14 +41,9 @@ class Device:
     def current(self, stream: int) -> None:
         self._threads.current = stream
 
-    @contextlib.contextmanager
-    def on(self, stream: int) -> Iterator[None]:
-        """Make ``stream`` the current one."""
-        before, self.current = self.current, stream
-        try:
-            yield
-        finally:
-            self.current = before
+    def on(self, stream: int) -> contextlib.AbstractContextManager[None]:
+        """Make ``stream`` the current one; it may be entered several times."""
+        return _Current(self, stream)
 
     def wait_stream(self, stream: int, other: int) -> None:
         """Let ``stream`` wait for all that ``other`` was given so far."""
@@ -151,6 +146,21 @@ class EmulatedEvent:
 
     def _number(self, stream: EmulatedStream | None) -> int:
         return self.device.current if stream is None else self.device.number_of(stream)
+
+
+class _Current(contextlib.AbstractContextManager[None]):
+    """A stream that is the current one within."""
+
+    def __init__(self, device: Device, stream: int) -> None:
+        self._device, self._stream = device, stream
+        self._before: list[int] = []
+
+    def __enter__(self) -> None:
+        self._before.append(self._device.current)
+        self._device.current = self._stream
+
+    def __exit__(self, *exception: object) -> None:
+        self._device.current = self._before.pop()
 
 
 def cuda_names(device: Device) -> dict[str, Any]:

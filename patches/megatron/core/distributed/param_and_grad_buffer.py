@@ -45,8 +45,9 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             signature=_SIGNATURE,
         ),
         wrap(
-            f"{_GROUP}.reset",
-            reset,
+            "megatron.core.distributed.distributed_data_parallel:"
+            "DistributedDataParallel.zero_grad_buffer",
+            zero_after_reductions,
             reason="a failed step may have left a reduction, which is not the next step's",
             signature="(self)",
         ),
@@ -68,17 +69,14 @@ def finish(original: Callable[..., None], group: Any, *args: Any, **kwargs: Any)
     _started.discard(group)
 
 
-def reset(original: Callable[..., None], group: Any) -> None:
-    """Reset ``group``. A reduction left by a failed step ends first, and the gradients, to which it
-    may have written, are zeroed again."""
-    handle = group.grad_reduce_handle
-    if handle is not None or group in _started:
-        if handle is None:
-            torch.cuda.current_stream().wait_stream(group.communication_stream)
-        else:
-            handle.wait()
+def zero_after_reductions(original: Callable[..., None], chunk: Any) -> None:
+    """Zero the gradients of ``chunk``. A reduction left by a failed step, which writes to them,
+    ends first."""
+    for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+        if group.grad_reduce_handle is not None:
+            group.grad_reduce_handle.wait()
             group.grad_reduce_handle = None
+        elif group in _started:
+            torch.cuda.current_stream().wait_stream(group.communication_stream)
         _started.discard(group)
-        for bucket in group.buckets:
-            bucket.grad_data.zero_()
-    original(group)
+    original(chunk)
