@@ -4,8 +4,9 @@ Forking costs tenths of a second where a launch costs ten: the parent has import
 whatever its test module imports, once. It must not have started a process group or a thread pool.
 
 Ranks are forked from the test process itself, or from a `Script`: those end as a training script
-does, by an exception that nobody catches and the interpreter's own shutdown. By day rank 0 alone
-takes its modules apart at the end: that copies all of its parent's memory, a second long.
+does, by an exception that nobody catches and the interpreter's own shutdown. By day only rank 0 of
+a test's first case takes its modules apart at the end: that copies all of its parent's memory, and
+costs more than a second.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -26,7 +28,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -65,6 +67,7 @@ class Request:
     function: Callable[[int], Any]
     folder: str
     connect: bool
+    takes_modules_apart: bool = False  # at its end, if it is a `Script`'s
 
     def run(self) -> Any:
         """In the rank: to the function's end."""
@@ -128,6 +131,7 @@ class Script:
     """Ranks are forked from the top level of this file, run as a script."""
 
     def __init__(self) -> None:
+        self._tests: set[str] = set()  # those that have had ranks
         self._connection, theirs = multiprocessing.Pipe()
         with theirs:
             self._process = subprocess.Popen(
@@ -142,7 +146,10 @@ class Script:
 
     def fork(self, request: Request) -> int:
         """The request's function must be one that another process can import by its name."""
-        self._connection.send(request)
+        test = re.split(r"[\[ ]", os.environ.get("PYTEST_CURRENT_TEST", ""))[0]  # not its case
+        is_first = request.rank == 0 and test not in self._tests
+        self._tests.add(test)
+        self._connection.send(replace(request, takes_modules_apart=is_first or IS_NIGHT))
         return self._connection.recv()
 
     def exit_code(self, pid: int) -> int | None:
@@ -377,7 +384,7 @@ def _run_and_leave(request: Request) -> NoReturn:
 
 if __name__ == "__main__":
     _request = _next_request(multiprocessing.connection.Connection(int(sys.argv[1])))
-    if _request.rank == 0 or IS_NIGHT:
+    if _request.takes_modules_apart:
         _request.run()
     else:
         _run_and_leave(_request)
