@@ -183,12 +183,15 @@ def _use_huge_pages() -> None:
     size = 2 << 20
     libc = ctypes.CDLL(None)
     libc.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    starts: list[int] = []
     for line in Path("/proc/self/maps").read_text().splitlines():
-        addresses, access, _, _, file, *name = line.split()
+        addresses, access, _, device, _, *name = line.split()
         first, end = (int(address, 16) // size * size for address in addresses.split("-"))
-        if access == "rw-p" and file == "00:00" and name in ([], ["[heap]"]):
-            for start in range(first + size, end, size):
-                libc.madvise(start, size, _MADV_COLLAPSE)
+        if access == "rw-p" and device == "00:00" and name in ([], ["[heap]"]):
+            starts += range(first + size, end, size)
+    assert starts, "no memory was found in /proc/self/maps"
+    for start in starts:
+        libc.madvise(start, size, _MADV_COLLAPSE)
 
 
 _MADV_COLLAPSE = 25  # of Linux 6.1
