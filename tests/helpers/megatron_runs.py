@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
-import ctypes
 import functools
 import gc
 import importlib
@@ -48,7 +47,14 @@ from megatron_ext.recordings.piece import Piece, Place
 from megatron_ext.recordings.recording import name_of
 from scripts.recipes.feature import Feature
 from tests.helpers import witnesses
-from tests.helpers.ranks import RankResult, agent_store, run_ranks, torchrun_environment, values
+from tests.helpers.ranks import (
+    RankResult,
+    agent_store,
+    run_ranks,
+    torchrun_environment,
+    use_huge_pages,
+    values,
+)
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "pretrain_gpt.py"
 
@@ -177,32 +183,12 @@ def _print_unheard() -> None:
         vars(stream).pop("write", None)
 
 
-def _use_huge_pages() -> None:
-    """Have the kernel move what is in memory to pages of 2 MiB: forking a rank, and its end, then
-    take a third of the time. Where the kernel cannot, nothing changes."""
-    size = 2 << 20
-    libc = ctypes.CDLL(None)
-    libc.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    starts: list[int] = []
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        addresses, access, _, device, _, *name = line.split()
-        first, end = (int(address, 16) // size * size for address in addresses.split("-"))
-        if access == "rw-p" and device == "00:00" and name in ([], ["[heap]"]):
-            starts += range(first + size, end, size)
-    assert starts, "no memory was found in /proc/self/maps"
-    for start in starts:
-        libc.madvise(start, size, _MADV_COLLAPSE)
-
-
-_MADV_COLLAPSE = 25  # of Linux 6.1
-
-
 def settle() -> None:
     """Have ranks that are forked later leave alone what is imported by now."""
     _ATTRIBUTES.remember()
     gc.collect()
     gc.freeze()
-    _use_huge_pages()
+    use_huge_pages()
 
 
 _ATTRIBUTES = _Attributes()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import gc
 import multiprocessing
@@ -277,6 +278,26 @@ def values(results: list[RankResult]) -> list[Any]:
     return [result.value for result in results]
 
 
+def use_huge_pages() -> None:
+    """Have the kernel move what is in memory to pages of 2 MiB: forking a rank, and its end, then
+    take a third of the time. Where the kernel cannot, nothing changes."""
+    size = 2 << 20
+    libc = ctypes.CDLL(None)
+    libc.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    starts: list[int] = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, access, _, device, _, *name = line.split()
+        first, end = (int(address, 16) // size * size for address in addresses.split("-"))
+        if access == "rw-p" and device == "00:00" and name in ([], ["[heap]"]):
+            starts += range(first + size, end, size)
+    assert starts, "no memory was found in /proc/self/maps"
+    for start in starts:
+        libc.madvise(start, size, _MADV_COLLAPSE)
+
+
+_MADV_COLLAPSE = 25  # of Linux 6.1
+
+
 def lasting_folder() -> Path:
     """A new folder, for what several tests share: gone when the tests' process ends."""
     _FOLDERS.append(tempfile.TemporaryDirectory())
@@ -346,7 +367,7 @@ def torchrun_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 def _next_request(connection: multiprocessing.connection.Connection) -> Request:
     """Serve a `Script`; returns in each rank that it forks."""
-    gc.freeze()  # else a rank's shutdown, which collects garbage, copies all of this process first
+    imported = 0
     while True:
         try:
             message = connection.recv()
@@ -355,6 +376,10 @@ def _next_request(connection: multiprocessing.connection.Connection) -> Request:
         if isinstance(message, int):
             connection.send(ThisProcess().exit_code(message))
             continue
+        if imported < len(sys.modules):  # for this request
+            imported = len(sys.modules)
+            gc.freeze()  # else a rank's shutdown, which collects garbage, copies all of this first
+            use_huge_pages()
         pid = os.fork()
         if pid == 0:
             connection.close()
