@@ -16,6 +16,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
 
 import megatron_ext
 from megatron_ext.patches import cpu
@@ -138,6 +139,24 @@ def test_weights_that_only_autograd_can_serve_have_stocks_gradients(
             for schedule in ("zb-h1", "zb-v"):
                 with megatron_ext.install(schedule=schedule):
                     assert_same(step(change), expected)
+
+    values(run_ranks(2, on_rank))
+
+
+def checkpoint_layers(chunk: Any) -> None:
+    for layer in chunk.decoder.layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def test_layers_that_torch_recomputes_have_stocks_gradients() -> None:
+    """A backward pass can read what they have saved only once."""
+
+    def on_rank(rank: int) -> None:
+        with apply(cpu.patches()):
+            expected = step(checkpoint_layers)
+            for schedule in ("zb-h1", "zb-v"):
+                with megatron_ext.install(schedule=schedule):
+                    assert_same(step(checkpoint_layers), expected)
 
     values(run_ranks(2, on_rank))
 

@@ -147,6 +147,18 @@ def split_apply(original: Callable[..., Tensor], *args: Any) -> Tensor:
     return output if bias is None else output + bias
 
 
+class _Saved:
+    """Context of an autograd function, whose saved tensors are read once: a second time
+    `torch.utils.checkpoint`, which computes them again, would refuse."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self.saved_tensors = context.saved_tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+
 class _SplitLinear(torch.autograd.Function):
     """Megatron's function, told that its weight gradient goes to a buffer, so that it skips it."""
 
@@ -173,11 +185,12 @@ class _SplitLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, _ = ctx.saved_tensors
+        saved = _Saved(ctx)
+        x, _ = saved.saved_tensors
         linear: _Linear = ctx.linear
         stock = layers.LinearWithGradAccumulationAndAsyncCommunication
         ctx.allreduce_dgrad = ctx.sequence_parallel = False  # it would wait for the reduction
-        dx = linear.reduce(stock.backward(ctx, dy)[0], x)
+        dx = linear.reduce(stock.backward(saved, dy)[0], x)
         # The same memory, detached from the graph, which has the stage's input and its gradient.
         # (dy can have one too: the loss overwrites the logits with their gradient. This node and
         # the dy in its buffer would then keep each other alive.)
