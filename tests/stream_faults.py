@@ -1,6 +1,6 @@
 """Faults that the cases on emulated streams must find: each wait of ours is taken out in turn.
 
-python -m tests.stream_faults                # all of them: some half an hour
+python -m tests.stream_faults                # all of them: some six minutes on two cores
 python -m tests.stream_faults copies.py      # those in whose name this stands
 python -m tests.stream_faults --list
 
