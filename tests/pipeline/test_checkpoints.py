@@ -117,9 +117,7 @@ def test_one_placement_needs_no_other_format() -> None:
     resume("dp_reshardable", saved("dp_reshardable", STOCK), "zb-h1")
 
 
-@pytest.mark.parametrize(
-    ("saver", "loader"), [("zb-v", "gis"), (STOCK, "zb-v"), *at_night(("zb-v", "hanayo"))]
-)
+@pytest.mark.parametrize(("saver", "loader"), [("zb-v", "gis"), (STOCK, "zb-v")])
 def test_another_placement_is_refused(saver: str | None, loader: str) -> None:
     """Some ranks said that a bucket's size differs, some that a peer had gone; where all sizes
     agree, Megatron gives a stage the states of another without a word."""
