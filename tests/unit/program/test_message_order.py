@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from megatron_ext.compile.build import build_program
 from megatron_ext.compile.program.graph import Device, Graph, build_graph, partner_of
@@ -90,7 +90,7 @@ def test_the_two_ends_of_a_message_are_in_one_order_everywhere(name: str) -> Non
         assert [place[send] for send in sends] == sorted(place[send] for send in sends)
 
 
-@settings(PROPERTY, max_examples=200)
+@PROPERTY
 @given(seeds)
 def test_any_order_of_passes_can_be_placed(seed: int) -> None:
     """Of a file too: it never hangs where it would not have hung without messages."""
@@ -105,7 +105,7 @@ def test_nothing_is_lost_by_it(name: str, hop: float) -> None:
     """A receive is posted no later than its message is made: the makespan is that of ranks whose
     receives are all posted from the beginning."""
     choice = choose(name)
-    for ranks, microbatches in ((2, 4), (4, 8), (6, 6)):
+    for ranks, microbatches in ((2, 4), (3, 6), (5, 5)):
         placement = choice.place(ranks)
         problem = Problem(placement, microbatches, uniform(placement, 10, 12, 8, hop))
         made = build_program(choice, problem)
@@ -269,7 +269,7 @@ def test_what_is_only_given_is_soon_waited_for(
 ) -> None:
     """However many microbatches there are: a rank that waited at the step's end alone would keep
     each tensor that it has given to a sum."""
-    made = family_program(name, 4, 32, vocab_parallel=vocabulary, forward_only=forward_only)
+    made = family_program(name, 3, 18, vocab_parallel=vocabulary, forward_only=forward_only)
     waits = {
         kind: RULES[kind].needs[0].kinds[0] for kind in (Kind.WAIT_S, Kind.WAIT_SI, Kind.WAIT_E)
     }
