@@ -29,6 +29,7 @@ from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule, bitwise_order
 from megatron_ext.search.weight_gradient_filling import makespan
+from tests.helpers.combinations import in_pairs
 from tests.helpers.random_schedules import PROPERTY, random_costs
 from tests.helpers.reference_runs import runs_to_end
 from tests.helpers.schedules import F, W, drawn, line_problem, program, table
@@ -207,13 +208,16 @@ LIMITED = [name for name, entry in entries().items() if not entry.traits.searche
 ]
 
 
-@pytest.mark.parametrize("spec", LIMITED)
-@pytest.mark.parametrize(("p", "m"), [(4, 8), (3, 5)])
-@pytest.mark.parametrize("limit", ["0.1", "100KiB"])
-def test_the_limit_that_a_refusal_names_will_do(spec: str, p: int, m: int, limit: str) -> None:
+@pytest.mark.parametrize(
+    ("spec", "size", "limit"), in_pairs(LIMITED, [(4, 8), (3, 5)], ["0.1", "100KiB"])
+)
+def test_the_limit_that_a_refusal_names_will_do(
+    spec: str, size: tuple[int, int], limit: str
+) -> None:
     """gis and interleaved-zb named only the pass that was one too many; bytes came as 8.5e+09,
     rounded down, which a limit cannot be written as. And with chunks of unequal size, a rank that
     holds most of its larger ones did not fit within its own measure, whatever the limit."""
+    p, m = size
     if not accepts(spec.partition(":")[0], p, m):
         pytest.skip("no such size")
     unlimited = problem_for(spec, p, m)
@@ -264,7 +268,7 @@ def test_zb_auto_is_never_worse_for_more_memory_nor_than_another_family() -> Non
     """Nothing but trying shows it: what a larger limit tries is not all that a smaller one does."""
     random = Random(0)
     others = [e for e in entries().values() if e.place is line and e.name != "zb-auto"]
-    for _ in range(6):
+    for _ in range(10):
         p, m = random.randint(2, 5), random.randint(1, 8)
         costs = random.choice([random_costs(random, line(p)), uniform(line(p), 10, 12, 8, 1)])
         shortest = float("inf")

@@ -124,7 +124,7 @@ def test_any_schedule_takes_them(seed: int) -> None:
         )  # shares of a rank's work
 
 
-@settings(PROPERTY, max_examples=150)
+@settings(PROPERTY, max_examples=60)
 @given(seeds)
 def test_the_proof_and_the_ranks_agree(seed: int) -> None:
     """What the proof refuses does not run, and the other way round."""
@@ -132,15 +132,16 @@ def test_the_proof_and_the_ranks_agree(seed: int) -> None:
     name, problem = random_problem(random, ("zb-h1", "1f1b", "zb-v"), 3)
     problem = replace(problem, microbatches=min(problem.microbatches, 3))
     program = build_program(choose(name), problem)
-    damaged = program.schedule
-    for _ in range(random.randint(1, 2)):
-        damaged = mutate(damaged, random)
-    try:
-        prove(damaged, program.problem)
-        proved = True
-    except InvalidSchedule:
-        proved = False
-    assert proved == run(damaged, program.problem, held_up=True).ended_well
+    for damages in (1, 1, 2, 2):
+        damaged = program.schedule
+        for _ in range(damages):
+            damaged = mutate(damaged, random)
+        try:
+            prove(damaged, program.problem)
+            proved = True
+        except InvalidSchedule:
+            proved = False
+        assert proved == run(damaged, program.problem, held_up=True).ended_well
 
 
 def first_of(name: str, how: VocabularyParallel) -> tuple[Schedule, Problem]:
@@ -283,7 +284,7 @@ _BUILT: dict[tuple[str, int, int], Schedule] = {}
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-auto", "zb-v", "v-half", "v-min", "v-auto"])
 def test_a_head_costs_its_share(name: str) -> None:
     """m intervals, the schedule's own fill, and one interval or two."""
-    ranks, m = 8, 128 if IS_NIGHT else 32
+    ranks, m = 8, 128 if IS_NIGHT else 24
     for head, how in zip((0.5, 1, 2, 4), itertools.cycle((ONE, TWO)), strict=False):
         alone, makespan = timed(name, head, how, ranks, m)
         interval = 3 + 3 * head / ranks
