@@ -282,12 +282,13 @@ def _required_work(
     """Return the work of each stage per microbatch, with the kind of action that would do it: one
     that the schedule uses, if there is one. Optional work (`Rule.all_or_none`) is included."""
     used = {kind for _, kind in schedule.columns.pairs}
+    kinds = [kind for kind, rule in RULES.items() if rule.lane in lanes]
+    kinds.sort(key=lambda kind: kind not in used)
     to_do: dict[int, dict[Kind, Kind]] = defaultdict(dict)
     for stage in range(schedule.placement.stages):
-        for kind in sorted(RULES, key=lambda kind: kind not in used):
-            rule = RULES[kind]
-            if rule.lane in lanes and _is_required(kind, stage, problem):
-                for covered in rule.covers:
+        for kind in kinds:
+            if _is_required(kind, stage, problem):
+                for covered in RULES[kind].covers:
                     to_do[stage].setdefault(covered, kind)
     return to_do
 

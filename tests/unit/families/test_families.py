@@ -29,6 +29,7 @@ from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule, bitwise_order
 from megatron_ext.search.weight_gradient_filling import makespan
+from tests.helpers.combinations import in_pairs
 from tests.helpers.random_schedules import PROPERTY, random_costs
 from tests.helpers.reference_runs import runs_to_end
 from tests.helpers.schedules import F, W, drawn, line_problem, program, table
@@ -100,7 +101,7 @@ PEAKS: dict[str, Callable[[int, int, int], int]] = {
     "zb-h1": lambda r, p, m: min(p, m),
 }
 
-SIZES = settings(PROPERTY, max_examples=12)
+SIZES = settings(PROPERTY, max_examples=8)
 sizes = st.integers(1, 6).flatmap(lambda p: st.tuples(st.just(p), st.integers(1, 3 * p)))
 
 
@@ -120,12 +121,17 @@ def test_table(name: str, p: int, m: int) -> None:
 PLAIN = [name for name, entry in entries().items() if not entry.traits.uses_costs]
 
 
+# Families that refuse some numbers of microbatches.
+GROUPED = ("interleaved", "interleaved-zb", "gis", "gis-h")
+
+
 def accepts(name: str, p: int, m: int) -> bool:
     """Whether the family is defined for this size; if not, it must say what to write instead."""
+    if name not in GROUPED:
+        return True  # otherwise a test of its program fails
     try:
         choose(name).build(problem_for(name, p, m))
     except ValueError as error:
-        assert name in ("interleaved", "interleaved-zb", "gis", "gis-h"), error
         assert m % p and f"{m} microbatches" in str(error) and "write" in str(error)
         return False
     return True
@@ -136,7 +142,7 @@ def accepts(name: str, p: int, m: int) -> bool:
 @given(size=sizes)
 @example(size=(1, 1))
 @example(size=(9, 1))
-@example(size=(9, 36))
+@example(size=(9, 27))
 def test_every_size_is_sound(name: str, size: tuple[int, int]) -> None:
     p, m = size
     assume(accepts(name, p, m))
@@ -202,13 +208,16 @@ LIMITED = [name for name, entry in entries().items() if not entry.traits.searche
 ]
 
 
-@pytest.mark.parametrize("spec", LIMITED)
-@pytest.mark.parametrize(("p", "m"), [(4, 8), (3, 5)])
-@pytest.mark.parametrize("limit", ["0.1", "100KiB"])
-def test_the_limit_that_a_refusal_names_will_do(spec: str, p: int, m: int, limit: str) -> None:
+@pytest.mark.parametrize(
+    ("spec", "size", "limit"), in_pairs(LIMITED, [(4, 8), (3, 5)], ["0.1", "100KiB"])
+)
+def test_the_limit_that_a_refusal_names_will_do(
+    spec: str, size: tuple[int, int], limit: str
+) -> None:
     """gis and interleaved-zb named only the pass that was one too many; bytes came as 8.5e+09,
     rounded down, which a limit cannot be written as. And with chunks of unequal size, a rank that
     holds most of its larger ones did not fit within its own measure, whatever the limit."""
+    p, m = size
     if not accepts(spec.partition(":")[0], p, m):
         pytest.skip("no such size")
     unlimited = problem_for(spec, p, m)

@@ -113,7 +113,7 @@ def test_published_bubbles(name, p, m, costs, share) -> None:
 @pytest.mark.parametrize("name", ["zb-2p", "zb-2p:paper_count=true"])
 @pytest.mark.parametrize("limit", [None, "100"])
 def test_zb_2p_keeps_to_2p_unless_told_to_count_as_the_paper(name: str, limit: str | None) -> None:
-    exceeds = peak(ran(name, line_problem(8, 24, *SMALL, limit=limit))) > 16
+    exceeds = peak(ran(name, line_problem(6, 15, *SMALL, limit=limit))) > 12
     assert exceeds == (limit is None and "paper" in name)
 
 
@@ -164,7 +164,7 @@ def test_too_small_a_limit_names_the_least(name: str) -> None:
 
 @pytest.mark.parametrize("comm", [0, 1, 30])
 def test_makespan_is_the_simulators(comm: float) -> None:
-    problem = line_problem(5, 11, 10, 12, 8, comm)
+    problem = line_problem(4, 9, 10, 12, 8, comm)
     for name in ("1f1b", "gpipe", "zb-h2", "zb-auto"):
         schedule = choose(name).build(problem)
         assert makespan(schedule, problem) == pytest.approx(ran(name, problem).makespan)

@@ -133,7 +133,7 @@ def test_figures(
 
 
 @pytest.mark.parametrize("name", PEAKS)
-@pytest.mark.parametrize("p", [*range(1, 13), 16])
+@pytest.mark.parametrize("p", [*range(1, 10), 12])
 def test_peak_is_as_promised(name: str, p: int) -> None:
     def held(m: int) -> float:
         schedule = choose(name).build(problem_for(name, p, m, *EQUAL))
@@ -149,11 +149,11 @@ sizes = st.integers(1, 8).flatmap(lambda p: st.tuples(st.just(p), st.integers(1,
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@settings(PROPERTY, max_examples=8)
+@settings(PROPERTY, max_examples=5)
 @given(size=sizes, random=st.randoms(use_true_random=False))
 @example(size=(1, 1), random=None)
-@example(size=(24, 2), random=None)
-@example(size=(13, 30), random=None)
+@example(size=(16, 2), random=None)
+@example(size=(11, 24), random=None)
 def test_every_size_is_sound(name: str, size: tuple[int, int], random) -> None:
     p, m = size
     placement = choose(name).place(p)

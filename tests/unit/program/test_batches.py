@@ -6,7 +6,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from megatron_ext.compile.program.graph import batches_of
 from megatron_ext.compile.program.simulate import simulate
@@ -159,7 +159,7 @@ def test_every_family_is_sound(spec: str) -> None:
     """With equal passes, where many end together, and with any; trained and evaluated."""
     random = Random(spec)
     choice = choose(spec)
-    for p in (2, random.choice([3, 4]), random.choice([5, 6])):
+    for p in (2, random.choice([3, 4, 5])):
         placement = choice.place(p)
         for costs in (uniform(placement, 1, 1, 1, 1), random_costs(random, placement)):
             problem = batched(Problem(placement, p * random.randint(1, 3), costs))
@@ -179,7 +179,7 @@ def costs_with_ties(random: Random, placement: Placement) -> Costs:
     return uniform(placement, f, i, w, comm)
 
 
-@settings(PROPERTY, max_examples=200)
+@PROPERTY
 @given(seeds)
 def test_every_order_of_passes_is_sound_whatever_ends_together(seed: int) -> None:
     random = Random(seed)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from megatron_ext.compile.build import build_program
 from megatron_ext.compile.program.graph import Device, Graph, build_graph, partner_of
@@ -31,6 +31,7 @@ from megatron_ext.schedule.kinds import HOST_LANES, RULES, Held, Lane
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.problem import Extras, Offload, Problem, VocabularyParallel
 from megatron_ext.schedule.schedule import Schedule, is_compute
+from tests.helpers.combinations import in_pairs
 from tests.helpers.random_schedules import PROPERTY, random_case, seeds
 from tests.helpers.reference_runs import run
 from tests.helpers.schedules import line_problem, program, rows_of, with_messages, written
@@ -90,7 +91,7 @@ def test_the_two_ends_of_a_message_are_in_one_order_everywhere(name: str) -> Non
         assert [place[send] for send in sends] == sorted(place[send] for send in sends)
 
 
-@settings(PROPERTY, max_examples=200)
+@PROPERTY
 @given(seeds)
 def test_any_order_of_passes_can_be_placed(seed: int) -> None:
     """Of a file too: it never hangs where it would not have hung without messages."""
@@ -99,19 +100,20 @@ def test_any_order_of_passes_can_be_placed(seed: int) -> None:
     assert run(proved.schedule, case.problem, held_up=True).ended_well
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("hop", [0.0, 1.0, 3.0])
-def test_nothing_is_lost_by_it(name: str, hop: float) -> None:
+@pytest.mark.parametrize(
+    ("name", "hop", "size"), in_pairs(FAMILIES, [0.0, 1.0, 3.0], [(2, 4), (4, 8), (6, 6)])
+)
+def test_nothing_is_lost_by_it(name: str, hop: float, size: tuple[int, int]) -> None:
     """A receive is posted no later than its message is made: the makespan is that of ranks whose
     receives are all posted from the beginning."""
     choice = choose(name)
-    for ranks, microbatches in ((2, 4), (4, 8), (6, 6)):
-        placement = choice.place(ranks)
-        problem = Problem(placement, microbatches, uniform(placement, 10, 12, 8, hop))
-        made = build_program(choice, problem)
-        passes = replace(made.schedule, rows=made.schedule.compute_rows)
-        least = simulate_unproved(passes, problem).makespan
-        assert simulate(made, problem.costs).makespan == pytest.approx(least, rel=1e-9)
+    ranks, microbatches = size
+    placement = choice.place(ranks)
+    problem = Problem(placement, microbatches, uniform(placement, 10, 12, 8, hop))
+    made = build_program(choice, problem)
+    passes = replace(made.schedule, rows=made.schedule.compute_rows)
+    least = simulate_unproved(passes, problem).makespan
+    assert simulate(made, problem.costs).makespan == pytest.approx(least, rel=1e-9)
 
 
 def test_a_device_that_waits_takes_longer() -> None:
@@ -269,7 +271,7 @@ def test_what_is_only_given_is_soon_waited_for(
 ) -> None:
     """However many microbatches there are: a rank that waited at the step's end alone would keep
     each tensor that it has given to a sum."""
-    made = family_program(name, 4, 32, vocab_parallel=vocabulary, forward_only=forward_only)
+    made = family_program(name, 3, 18, vocab_parallel=vocabulary, forward_only=forward_only)
     waits = {
         kind: RULES[kind].needs[0].kinds[0] for kind in (Kind.WAIT_S, Kind.WAIT_SI, Kind.WAIT_E)
     }

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.compile.program.simulate import simulate
@@ -81,14 +81,14 @@ few = st.integers(1, 6)
 units = st.integers(1, 9)
 
 
-@PROPERTY
+@settings(PROPERTY, max_examples=50)
 @given(p=few, m=st.integers(1, 12), f=units, i=units, w=units)
 def test_bubble_of_1f1b(p: int, m: int, f: int, i: int, w: int) -> None:
     timeline = simulated("1f1b", line_problem(p, m, f, i, w))
     assert timeline.makespan == timeline.span == m * (f + i + w) + (p - 1) * (f + i + w)
 
 
-@PROPERTY
+@settings(PROPERTY, max_examples=50)
 @given(p=few, m=st.integers(1, 12), f=units, i=units, w=units)
 def test_bubble_of_zb_h1(p: int, m: int, f: int, i: int, w: int) -> None:
     """Where W fits beside F, and microbatches suffice to fill the pipeline."""
@@ -225,7 +225,7 @@ def test_work_is_the_mean_over_ranks() -> None:
 # ---- Any schedule
 
 
-@PROPERTY
+@settings(PROPERTY, max_examples=60)
 @given(cases)
 def test_every_need_is_respected(case: Case) -> None:
     costs, rank_of = case.problem.costs, case.problem.placement.rank_of
@@ -261,7 +261,7 @@ def test_every_need_is_respected(case: Case) -> None:
             assert event.start >= made(stage, (I,), k, event.rank) - slack
 
 
-@PROPERTY
+@settings(PROPERTY, max_examples=60)
 @given(cases)
 def test_a_simulator_of_another_make_agrees(case: Case) -> None:
     schedule = with_messages(case.schedule, case.problem)
@@ -272,7 +272,7 @@ def test_a_simulator_of_another_make_agrees(case: Case) -> None:
         assert (event.start, event.end) == pytest.approx(other.times[event.action]), event
 
 
-@PROPERTY
+@settings(PROPERTY, max_examples=60)
 @given(cases)
 def test_waits_cost_nothing(case: Case) -> None:
     """Every pass runs as early as if nobody ever waited for a send."""

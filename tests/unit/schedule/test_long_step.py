@@ -63,7 +63,7 @@ def random_problems(name: str, count: int = PROBLEMS) -> list[Problem]:
             placement = choice.place(rng.choice([2, 3, 4, 5, 7]))
         except ValueError:
             continue
-        microbatches = rng.randint(16, 24) * placement.ranks + rng.randint(0, placement.ranks)
+        microbatches = rng.randint(10, 14) * placement.ranks + rng.randint(0, placement.ranks)
         if name in ("chimera", "bitpipe"):
             microbatches -= microbatches % 2
         problems.append(
@@ -165,13 +165,8 @@ def test_options_beside_the_order_give_the_same_figures(name: str, extras: dict[
     pair = both(name, random_problems(name, 1)[0].with_extras(**extras))
     if pair is not None:
         assert_same(*pair)
-
-
-@pytest.mark.parametrize("name", ["1f1b", "zb-v", "v-half"])
-def test_slices_repeat_themselves_too(name: str) -> None:
-    pair = both(name, random_problems(name, 1)[0].with_extras(slices=Slices(3)))
-    assert pair is not None and not pair[0].is_whole
-    assert_same(*pair)
+    if "slices" in extras and name != "interleaved":
+        assert pair is not None and not pair[0].is_whole
 
 
 def test_schedule_within_a_memory_limit_is_told_too() -> None:

@@ -41,7 +41,7 @@ def test_what_it_can_hold_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 def test_the_estimate_is_of_the_right_size(name: str) -> None:
-    problem = line_problem(16, 128)
+    problem = line_problem(8, 64)
     tracemalloc.start()
     try:
         made = program(name, problem)

@@ -58,7 +58,7 @@ def test_as_good_as_those_that_repeat_by_rule(spec: str, p: int, limit: float | 
     memory."""
     problem = problem_of(spec, p, 4 * p, limit)
     known = choose(spec).build(problem)
-    for m in (4 * p + 4, 8 * p, 3 * p, 2 * p):
+    for m in (4 * p + 4, 6 * p, 2 * p):
         other = with_microbatches(problem, m)
         made = extended(known, other)
         assert bitwise_order(made) and peak(made) <= peak(known)
@@ -70,7 +70,7 @@ def test_what_is_periodic_goes_on_for_ever() -> None:
     """zb-v with 16 microbatches takes 511; each more takes a rank's work, 30."""
     problem = problem_of("zb-v", 4, 16)
     known = choose("zb-v").build(problem)
-    others = {m: with_microbatches(problem, m) for m in (16, 17, 23, 40, 100)}
+    others = {m: with_microbatches(problem, m) for m in (16, 17, 23, 40)}
     made = {m: makespan(complete(extended(known, other), other)) for m, other in others.items()}
     assert made[16] <= 511
     assert all(made[m] <= made[16] + 30 * (m - 16) for m in made)

@@ -95,7 +95,7 @@ def usual(placement: Placement, m: int, limit: float) -> Problem:
     return Problem(placement, m, uniform(placement, 10, 12, 8, 1), MemoryLimit(limit))
 
 
-@settings(PROPERTY, max_examples=60)
+@settings(PROPERTY, max_examples=30)
 @given(seed=seeds, place=shapes, p=st.integers(1, 4), m=st.integers(1, 6), more=st.integers(0, 6))
 def test_any_plan_packs_soundly(
     seed: int, place: Callable[[int], Placement], p: int, m: int, more: int
@@ -114,7 +114,7 @@ def test_any_plan_packs_soundly(
     assert simulate(ran, instant.costs).makespan <= packed.makespan * shop.tick + 1e-6
 
 
-@settings(PROPERTY, max_examples=60)
+@settings(PROPERTY, max_examples=30)
 @given(seed=seeds, place=shapes, p=st.integers(1, 4), m=st.integers(1, 5), above=st.floats(1, 4))
 def test_bytes_never_deadlock(
     seed: int, place: Callable[[int], Placement], p: int, m: int, above: float

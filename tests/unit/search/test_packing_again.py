@@ -36,7 +36,7 @@ from tests.helpers.short_search import little_effort, shorten_search
 from tests.unit.search.test_packing import random_plan, random_recomputed, shapes, usual
 
 
-@settings(PROPERTY, max_examples=40)
+@settings(PROPERTY, max_examples=30)
 @given(seed=seeds, place=shapes, p=st.integers(1, 4), m=st.integers(1, 6), more=st.integers(0, 6))
 def test_any_choice_of_what_is_made_again_packs_soundly(
     seed: int, place: Callable[[int], Placement], p: int, m: int, more: int

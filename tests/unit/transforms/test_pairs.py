@@ -446,12 +446,12 @@ def run(*args: str) -> str:
 
 def test_commands(tmp_path: Path) -> None:
     csv = tmp_path / "x.csv"
-    asked = ("dualpipe-v", "--pp", "4", "-m", "16", "--pairs", "--costs", COSTS)
+    asked = ("dualpipe-v", "--pp", "2", "-m", "8", "--pairs", "--costs", COSTS)
     told = run("simulate", *asked, "--csv", str(csv), "--plot", str(tmp_path / "x.svg"))
     assert "pairs of passes" in told
-    assert "of 128" in told
+    assert "of 32" in told
     data = json.loads(run("simulate", *asked, "--json"))
-    assert f"{data['pairs']} of 128" in told
+    assert f"{data['pairs']} of 32" in told
     assert f"{data['pairs']} of its forward passes run as one with a backward pass" in run(
         "verify", str(csv)
     )

@@ -224,7 +224,7 @@ NAMES = st.sampled_from(sorted(n for n, entry in entries().items() if not entry.
 FIGURES = st.sampled_from([0.5, 1.0, 1.3, 2.0, 3.0])
 
 
-@settings(PROPERTY, max_examples=40)
+@settings(PROPERTY, max_examples=25)
 @given(
     NAMES,
     st.integers(1, 6),
@@ -260,7 +260,7 @@ def test_every_schedule(
     assert busiest * (1 - 1e-9) <= cost <= timeline.makespan * (1 + 1e-9)
 
 
-@PROPERTY
+@settings(PROPERTY, max_examples=60)
 @given(seeds)
 def test_any_order_of_passes(seed: int) -> None:
     """Random schedules, of random costs and placements: the transform makes what is proved."""
@@ -279,7 +279,7 @@ def test_any_order_of_passes(seed: int) -> None:
 HEADLINE = [
     (name, p, k * p, costs)
     for name, p, k, costs in in_pairs(
-        ["zb-2p", "zb-v", "zb-auto", "zb-h2"], [4, 8], [2, 4], [EQUAL, USUAL]
+        ["zb-2p", "zb-v", "zb-auto", "zb-h2"], [3, 5], [2, 4], [EQUAL, USUAL]
     )
 ]
 
@@ -421,8 +421,9 @@ def test_packing_for_the_span_keeps_ranks_to_their_turns() -> None:
     assert (first >= shop.tails).all()
 
 
-@settings(PROPERTY, max_examples=30)
+@settings(PROPERTY, max_examples=20)
 @example("zb-h2", 4, 8, 0.0)
+@example("zb-v", 2, 2, 0.0)
 @given(NAMES, st.integers(1, 5), st.integers(1, 8), st.sampled_from([0.0, 0.5, 3.0]))
 def test_the_bound_holds_of_steps_that_overlap(name: str, p: int, m: int, comm: float) -> None:
     choice = choose(name)

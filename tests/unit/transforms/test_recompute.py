@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from typer.testing import CliRunner
 
 from megatron_ext.cli import app
-from megatron_ext.compile.build import build_program, complete
+from megatron_ext.compile.build import build_program, caching_proofs, complete
 from megatron_ext.compile.program.memory import (
     in_bytes,
     in_microbatches,
@@ -186,7 +186,7 @@ def test_refusals(problem: dict[str, object], message: str) -> None:
 # ---- The transform
 
 
-@settings(PROPERTY, max_examples=60)
+@settings(PROPERTY, max_examples=35)
 @given(seeds)
 def test_any_schedule_takes_them(seed: int) -> None:
     """Its passes stay in their order, each R comes between its F and its I, the whole is proved,
@@ -235,7 +235,7 @@ def others_and_w(row: tuple[Action, ...]) -> tuple[list[Action], dict[Action, in
     return others, before
 
 
-@settings(PROPERTY, max_examples=100)
+@settings(PROPERTY, max_examples=60)
 @given(seeds)
 def test_what_fits_is_within_the_limit(seed: int) -> None:
     """F, I (and B) stay in their order and W comes no later; what is held is what is counted by
@@ -374,7 +374,8 @@ def test_a_limit_that_a_refusal_names_is_enough_and_little_less_is_not(
     number, unit = named[0]
     within(number + unit)
     for share in (0.6, 0.8, 0.9, 0.95):
-        with pytest.raises(ValueError, match="memory limit"):
+        # With cached proofs a refusal looks for no other limit that it could name.
+        with caching_proofs(), pytest.raises(ValueError, match="memory limit"):
             within(f"{float(number) * share:.3f}{unit}")
 
 

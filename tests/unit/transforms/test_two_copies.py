@@ -124,7 +124,7 @@ def test_unfolded_and_folded_again(spec: str, p: int, m: int) -> None:
 
 def test_symmetric_schedules_take_as_long_folded() -> None:
     random = Random(0)
-    for _ in range(300):
+    for _ in range(100):
         copies = two_copies.random_two_copies(random)
         folded = fold(copies)
         assert unfold(folded).rows == copies.rows

@@ -85,7 +85,7 @@ def check(program: Program) -> None:
         assert passes == dict.fromkeys(here, problem.microbatches)
 
 
-@settings(PROPERTY, max_examples=60)
+@settings(PROPERTY, max_examples=30)
 @given(seeds)
 def test_any_line_or_v_takes_them_and_holds_one_or_two_more(seed: int) -> None:
     """Once passes were moved by time, and a rank that waits for others held up to one more yet; a
@@ -105,7 +105,7 @@ def test_any_line_or_v_takes_them_and_holds_one_or_two_more(seed: int) -> None:
     check(build_program(choose(name), replace(problem, forward_only=True)))
 
 
-@settings(PROPERTY, max_examples=60)
+@settings(PROPERTY, max_examples=35)
 @given(seeds)
 def test_any_schedule_takes_them(seed: int) -> None:
     """Microbatches that overtake one another, any placement, B beside I and W."""
@@ -124,7 +124,7 @@ def test_any_schedule_takes_them(seed: int) -> None:
         )  # shares of a rank's work
 
 
-@settings(PROPERTY, max_examples=200)
+@settings(PROPERTY, max_examples=60)
 @given(seeds)
 def test_the_proof_and_the_ranks_agree(seed: int) -> None:
     """What the proof refuses does not run, and the other way round."""
@@ -132,15 +132,16 @@ def test_the_proof_and_the_ranks_agree(seed: int) -> None:
     name, problem = random_problem(random, ("zb-h1", "1f1b", "zb-v"), 3)
     problem = replace(problem, microbatches=min(problem.microbatches, 3))
     program = build_program(choose(name), problem)
-    damaged = program.schedule
-    for _ in range(random.randint(1, 2)):
-        damaged = mutate(damaged, random)
-    try:
-        prove(damaged, program.problem)
-        proved = True
-    except InvalidSchedule:
-        proved = False
-    assert proved == run(damaged, program.problem, held_up=True).ended_well
+    for damages in (1, 1, 2, 2):
+        damaged = program.schedule
+        for _ in range(damages):
+            damaged = mutate(damaged, random)
+        try:
+            prove(damaged, program.problem)
+            proved = True
+        except InvalidSchedule:
+            proved = False
+        assert proved == run(damaged, program.problem, held_up=True).ended_well
 
 
 def first_of(name: str, how: VocabularyParallel) -> tuple[Schedule, Problem]:
@@ -283,7 +284,7 @@ _BUILT: dict[tuple[str, int, int], Schedule] = {}
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-auto", "zb-v", "v-half", "v-min", "v-auto"])
 def test_a_head_costs_its_share(name: str) -> None:
     """m intervals, the schedule's own fill, and one interval or two."""
-    ranks, m = 8, 128 if IS_NIGHT else 64
+    ranks, m = 8, 128 if IS_NIGHT else 24
     for head, how in zip((0.5, 1, 2, 4), itertools.cycle((ONE, TWO)), strict=False):
         alone, makespan = timed(name, head, how, ranks, m)
         interval = 3 + 3 * head / ranks
@@ -295,5 +296,5 @@ def test_1f1b_alone_pays_for_the_whole_head() -> None:
     placement = choose("1f1b").place(8)
     for head in (0.5, 1, 2, 4):
         costs = uniform(placement, 1, 1, 1).with_vocabulary(VocabularyCosts((head,) * 3))
-        program = build_program(choose("1f1b"), Problem(placement, 128, costs))
-        assert simulate(program, costs).makespan >= 128 * 3 * (1 + head)
+        program = build_program(choose("1f1b"), Problem(placement, 24, costs))
+        assert simulate(program, costs).makespan >= 24 * 3 * (1 + head)
