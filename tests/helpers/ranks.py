@@ -86,6 +86,7 @@ class Request:
                 rank=self.rank,
                 world_size=self.ranks,
             )
+            dist.barrier()  # else one that ends at once is gone before others have connected
         return self.function(self.rank)
 
 

@@ -548,7 +548,8 @@ def test_the_tower_is_measured(tmp_path: Path) -> None:
     assert costs.tower.seconds == pytest.approx(tower["seconds"])
     assert len(tower["forward by microbatch"]) == MICROBATCHES
     # "f" is without it, and only the first stage has it.
-    assert min(tower["forward by microbatch"]) > 0
+    measured = tower["forward by microbatch"]  # of what was measured with it, 0 at least
+    assert min(measured) >= 0 and max(measured) > 0
     first = written["f"][0] + tower["seconds"][0]
     assert costs.seconds[Kind.FORWARD][:3] == pytest.approx([first, *written["f"][1:3]])
 
