@@ -85,7 +85,7 @@ def leaving(how: str) -> Flags:
 @dataclass(frozen=True)
 class Case:
     """A run on emulated streams. On each of its ranks at least ``crossings`` accesses cross
-    streams: half as many as were counted, rounded."""
+    streams, which is no more than half of what was counted."""
 
     run: Callable[[], None]
     crossings: int
