@@ -68,8 +68,9 @@ def among(variant_of: VariantOf, *names: str) -> VariantOf:
 
 
 @functools.cache
-def plan(gib: float | None = None) -> Plan:
-    return make_plan(training().variant, None if gib is None else gib * 2**30)
+def plan() -> Plan:
+    """Return a plan of all families, within 40 GiB."""
+    return make_plan(training(ranks=2, microbatches=4).variant, 40 * 2**30)
 
 
 def step_of(candidate: Candidate) -> float:
@@ -176,7 +177,8 @@ def keeping(variant_of: VariantOf) -> VariantOf:
 
 def test_what_a_gpu_has_no_room_for_is_no_candidate() -> None:
     families = "gpipe", "1f1b", "zb-h1", "interleaved", "gis", "zb-v"
-    roomy, tight = plan(), make_plan(keeping(among(training().variant, *families)), 4 * 2**30)
+    variant_of = among(training().variant, *families)
+    roomy, tight = make_plan(variant_of), make_plan(keeping(variant_of), 4 * 2**30)
     assert all(c.fullest is not None for c in roomy.candidates)
     assert all(c.fullest is not None and c.fullest <= 4 * 2**30 for c in tight.candidates)
     assert best_of(roomy).limit is None
@@ -189,10 +191,10 @@ def test_what_a_gpu_has_no_room_for_is_no_candidate() -> None:
 
 def test_a_schedule_is_made_for_what_the_model_leaves() -> None:
     """v-auto holds p microbatches where nothing says that there is room for more."""
-    candidates = {(c.schedule, c.method): c for c in plan(40).candidates}
-    with_room = candidates["v-auto", VocabMethod.NAIVE]
+    variant = training().variant("v-auto", VocabMethod.NAIVE)
+    assert variant is not None
+    with_room, without = (consider(variant, VocabMethod.NAIVE, room) for room in (40 * 2**30, None))
     assert with_room.limit is not None and with_room.limit.bytes is not None
-    without = {(c.schedule, c.method): c for c in plan().candidates}["v-auto", VocabMethod.NAIVE]
     assert with_room.step <= without.step and without.limit is None
     assert with_room.memory is not None
     left = 40 * 2**30 - max(rank.model.total for rank in with_room.memory)
@@ -201,12 +203,11 @@ def test_a_schedule_is_made_for_what_the_model_leaves() -> None:
 
 def test_one_limit_for_all_ranks_need_not_fit() -> None:
     """1F1B's first rank holds most activations, its last one most of the model."""
-    fullest = next(
-        c for c in plan().candidates if (c.schedule, c.method) == ("1f1b", VocabMethod.NAIVE)
-    )
+    variant = training().variant("1f1b", VocabMethod.NAIVE)
+    assert variant is not None
+    fullest = consider(variant, VocabMethod.NAIVE)
     assert fullest.fullest is not None and fullest.memory is not None
-    tight = make_plan(among(training().variant, "1f1b"), fullest.fullest)
-    (same,) = [c for c in tight.candidates if (c.schedule, c.method) == ("1f1b", VocabMethod.NAIVE)]
+    same = consider(variant, VocabMethod.NAIVE, fullest.fullest)
     most = max(rank.activations for rank in fullest.memory)
     assert most + max(rank.model.total for rank in fullest.memory) > fullest.fullest
     assert same.limit is None and same.fullest == fullest.fullest
@@ -253,12 +254,12 @@ def test_stable_schedules_are_recommended_and_others_apart() -> None:
 
 
 def test_figures_say_what_to_write_and_what_each_rank_holds() -> None:
-    made = plan(40)
+    made = plan()
     best = best_of(made)
     recommended = figures(best)
     assert recommended.flags[:2] == ("--pipeline-schedule", best.schedule)
     limit = recommended.flags.index("--pipeline-memory-limit") + 1
-    assert parse_limit(recommended.flags[limit], 4, 8) == best.limit
+    assert parse_limit(recommended.flags[limit], 2, 4) == best.limit
     assert recommended.ranks is not None
     assert recommended.fullest_rank == max(rank.total for rank in recommended.ranks)
     for rank in recommended.ranks:
