@@ -38,7 +38,7 @@ from megatron_ext.schedule.limit import MemoryLimit, parse_limit
 from megatron_ext.schedule.placement import Placement, line, v
 from megatron_ext.schedule.problem import Extras, Offload, Problem, VocabularyParallel
 from tests.helpers.combinations import IS_NIGHT, at_night
-from tests.helpers.few_families import only_families
+from tests.helpers.few_families import only_families, specs_with_few_chunks
 from tests.helpers.short_search import shorten_search
 
 pytestmark = pytest.mark.search
@@ -302,8 +302,9 @@ def test_what_cannot_win_is_left_out(
         return parse_costs(f"f=10,i=12,w=8,comm={comm}", placement)
 
     variant_of = Training(4, 8, costs, limit=MemoryLimit(microbatches=8)).variant
+    compare = partial(make_plan, variant_of, specs=specs_with_few_chunks())
     with caching_candidates():
-        every, promising = make_plan(variant_of), make_plan(variant_of, only_promising=True)
+        every, promising = compare(), compare(only_promising=True)
     assert best_of(promising).schedule == best_of(every).schedule
     searched = [c for c in promising.candidates if entry_of(c.schedule).traits.searches]
     assert bool(searched) is is_searched
@@ -323,7 +324,7 @@ LONG = ("1f1b", "gpipe", "zb-1p", "zb-v", "v-half", "interleaved-zb")
 
 def test_long_steps_are_compared_as_if_built_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """128 microbatches on 16 ranks took minutes, most of them for what nobody would take."""
-    variant_of, room = training(microbatches=48).variant, 24 * 2.0**30
+    variant_of, room = training(microbatches=32).variant, 24 * 2.0**30
     first = make_plan(variant_of, room, specs=LONG[:1])
     told = make_plan(
         variant_of,
@@ -489,10 +490,13 @@ def test_the_best_of_all_families_on_a_published_setting(
     model: str, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every family is simulated, but those that do not fit and those that a bound rules out; the
-    smallest setting's also by themselves. By day no search is long."""
+    smallest setting's also by themselves. By day no search is long, and a step has fewer
+    microbatches."""
     if not IS_NIGHT:
         shorten_search(monkeypatch)
     ranks, microbatches, text = PUBLISHED[model]
+    if not IS_NIGHT:
+        microbatches = 2 * ranks
     memory = parse_limit(f"{limit}x", ranks, microbatches)
 
     def costs(placement: Placement) -> Costs:

@@ -24,6 +24,7 @@ from megatron_ext.planner.sizes import space as space_module
 from megatron_ext.planner.sizes.estimated import Estimator, least_maximum
 from megatron_ext.planner.sizes.job import SizedJob
 from megatron_ext.planner.sizes.search import (
+    Found,
     SizedStep,
     SizedWorks,
     adds_unchecked,
@@ -146,6 +147,12 @@ def small_job(memory: float = 70e9) -> SizedJob:
     return replace(job, memory=memory)
 
 
+@functools.cache
+def found_for_small_job() -> Found:
+    job = small_job()
+    return search_sizes(job, partial(described_works, job))
+
+
 def test_space_has_all_divisions_once() -> None:
     job = small_job()
     found = list(space(job))
@@ -254,9 +261,8 @@ def test_sizes_share_their_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_small_model_needs_no_model_parallelism() -> None:
     """With the memory for it, copies of the model are the shortest step, and no schedule of ours
     adds anything to that."""
-    job = small_job()
-    found = search_sizes(job, partial(described_works, job))
-    *_, any_schedule = kinds_of(job)
+    found = found_for_small_job()
+    *_, any_schedule = kinds_of(small_job())
     best = found.best(any_schedule)
     assert best is not None
     assert (best.sizes.tensor, best.sizes.pipeline, best.sizes.context) == (1, 1, 1)
@@ -265,10 +271,8 @@ def test_small_model_needs_no_model_parallelism() -> None:
 
 
 def test_found_steps_fit() -> None:
-    job = small_job()
-    roomy = search_sizes(job, partial(described_works, job))
-    most = max(step.made.fullest for step in roomy.steps)
-    tight = replace(job, memory=0.5 * most)
+    most = max(step.made.fullest for step in found_for_small_job().steps)
+    tight = small_job(0.5 * most)
     found = search_sizes(tight, partial(described_works, tight))
     assert found.steps
     assert max(step.made.fullest for step in found.steps) <= 0.5 * most
@@ -330,6 +334,7 @@ def piped_job(memory: float, sequence: int) -> SizedJob:
     model = replace(SMALL, layers=("*-",) * 16, num_query_groups=1, vocabulary=1024)
     return replace(
         job,
+        global_batch=16,
         model=model,
         own=Sizes(pipeline=8),
         execution=replace(job.execution, sequence=sequence),
@@ -408,7 +413,8 @@ def test_end_of_planning_time_leaves_what_was_found(monkeypatch: pytest.MonkeyPa
             pass
 
     monkeypatch.setattr(search, "compare_layouts", compare_layouts)
-    with planning(limit=2.0) as time:
+    monkeypatch.setattr(search, "SIMULATED", 4)
+    with planning(limit=1.0) as time:
         begin()
         found = search_sizes(job, partial(described_works, job))
     assert time.is_short
