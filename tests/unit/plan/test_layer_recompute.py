@@ -125,6 +125,7 @@ def work(model: Model = DENSE, **changes: Any) -> Work:
     return estimated_work(model, execution, TrainingState(), RATES, **(given | changes))
 
 
+@functools.cache
 def compared(own: LayerRecompute, room: float | None) -> LayoutComparison:
     works = [work(execution=option.in_execution(RUN)) for option in options(own)]
     launch = "1f1b", evenly(8, 2)

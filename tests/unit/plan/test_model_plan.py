@@ -38,7 +38,7 @@ from megatron_ext.schedule.limit import MemoryLimit, parse_limit
 from megatron_ext.schedule.placement import Placement, line, v
 from megatron_ext.schedule.problem import Extras, Offload, Problem, VocabularyParallel
 from tests.helpers.combinations import IS_NIGHT, at_night
-from tests.helpers.few_families import only_families
+from tests.helpers.few_families import only_families, specs_with_few_chunks
 from tests.helpers.short_search import shorten_search
 
 pytestmark = pytest.mark.search
@@ -68,8 +68,9 @@ def among(variant_of: VariantOf, *names: str) -> VariantOf:
 
 
 @functools.cache
-def plan(gib: float | None = None) -> Plan:
-    return make_plan(training().variant, None if gib is None else gib * 2**30)
+def plan() -> Plan:
+    """Return a plan of all families, within 40 GiB."""
+    return make_plan(training(ranks=2, microbatches=4).variant, 40 * 2**30)
 
 
 def step_of(candidate: Candidate) -> float:
@@ -176,7 +177,8 @@ def keeping(variant_of: VariantOf) -> VariantOf:
 
 def test_what_a_gpu_has_no_room_for_is_no_candidate() -> None:
     families = "gpipe", "1f1b", "zb-h1", "interleaved", "gis", "zb-v"
-    roomy, tight = plan(), make_plan(keeping(among(training().variant, *families)), 4 * 2**30)
+    variant_of = among(training().variant, *families)
+    roomy, tight = make_plan(variant_of), make_plan(keeping(variant_of), 4 * 2**30)
     assert all(c.fullest is not None for c in roomy.candidates)
     assert all(c.fullest is not None and c.fullest <= 4 * 2**30 for c in tight.candidates)
     assert best_of(roomy).limit is None
@@ -189,10 +191,10 @@ def test_what_a_gpu_has_no_room_for_is_no_candidate() -> None:
 
 def test_a_schedule_is_made_for_what_the_model_leaves() -> None:
     """v-auto holds p microbatches where nothing says that there is room for more."""
-    candidates = {(c.schedule, c.method): c for c in plan(40).candidates}
-    with_room = candidates["v-auto", VocabMethod.NAIVE]
+    variant = training().variant("v-auto", VocabMethod.NAIVE)
+    assert variant is not None
+    with_room, without = (consider(variant, VocabMethod.NAIVE, room) for room in (40 * 2**30, None))
     assert with_room.limit is not None and with_room.limit.bytes is not None
-    without = {(c.schedule, c.method): c for c in plan().candidates}["v-auto", VocabMethod.NAIVE]
     assert with_room.step <= without.step and without.limit is None
     assert with_room.memory is not None
     left = 40 * 2**30 - max(rank.model.total for rank in with_room.memory)
@@ -201,12 +203,11 @@ def test_a_schedule_is_made_for_what_the_model_leaves() -> None:
 
 def test_one_limit_for_all_ranks_need_not_fit() -> None:
     """1F1B's first rank holds most activations, its last one most of the model."""
-    fullest = next(
-        c for c in plan().candidates if (c.schedule, c.method) == ("1f1b", VocabMethod.NAIVE)
-    )
+    variant = training().variant("1f1b", VocabMethod.NAIVE)
+    assert variant is not None
+    fullest = consider(variant, VocabMethod.NAIVE)
     assert fullest.fullest is not None and fullest.memory is not None
-    tight = make_plan(among(training().variant, "1f1b"), fullest.fullest)
-    (same,) = [c for c in tight.candidates if (c.schedule, c.method) == ("1f1b", VocabMethod.NAIVE)]
+    same = consider(variant, VocabMethod.NAIVE, fullest.fullest)
     most = max(rank.activations for rank in fullest.memory)
     assert most + max(rank.model.total for rank in fullest.memory) > fullest.fullest
     assert same.limit is None and same.fullest == fullest.fullest
@@ -253,12 +254,12 @@ def test_stable_schedules_are_recommended_and_others_apart() -> None:
 
 
 def test_figures_say_what_to_write_and_what_each_rank_holds() -> None:
-    made = plan(40)
+    made = plan()
     best = best_of(made)
     recommended = figures(best)
     assert recommended.flags[:2] == ("--pipeline-schedule", best.schedule)
     limit = recommended.flags.index("--pipeline-memory-limit") + 1
-    assert parse_limit(recommended.flags[limit], 4, 8) == best.limit
+    assert parse_limit(recommended.flags[limit], 2, 4) == best.limit
     assert recommended.ranks is not None
     assert recommended.fullest_rank == max(rank.total for rank in recommended.ranks)
     for rank in recommended.ranks:
@@ -283,8 +284,12 @@ def test_figures_say_what_to_write_and_what_each_rank_holds() -> None:
 def test_redistributed_layers_are_megatrons_flags(layers: int, words: list[str]) -> None:
     """On two ranks, and on four stages of a V."""
     gpt = Described(layers, 1024, 8, 2048, 65536)
-    made = make_plan(training(gpt=gpt, ranks=2, microbatches=4).variant)
-    moved = tuple(c for c in made.candidates if c.method is VocabMethod.REDISTRIBUTED)
+    variant_of = training(gpt=gpt, ranks=2, microbatches=4).variant
+
+    def redistributed(name: str, method: VocabMethod) -> Variant | None:
+        return variant_of(name, method) if method is VocabMethod.REDISTRIBUTED else None
+
+    moved = make_plan(redistributed).candidates
     assert {c.schedule for c in moved} >= {"1f1b", "zb-v"} - ({"1f1b"} if layers == 14 else set())
     for candidate in moved:
         assert flags_of(candidate) == ("--pipeline-schedule", candidate.schedule, *words)
@@ -301,8 +306,9 @@ def test_what_cannot_win_is_left_out(
         return parse_costs(f"f=10,i=12,w=8,comm={comm}", placement)
 
     variant_of = Training(4, 8, costs, limit=MemoryLimit(microbatches=8)).variant
+    compare = partial(make_plan, variant_of, specs=specs_with_few_chunks())
     with caching_candidates():
-        every, promising = make_plan(variant_of), make_plan(variant_of, only_promising=True)
+        every, promising = compare(), compare(only_promising=True)
     assert best_of(promising).schedule == best_of(every).schedule
     searched = [c for c in promising.candidates if entry_of(c.schedule).traits.searches]
     assert bool(searched) is is_searched
@@ -322,7 +328,7 @@ LONG = ("1f1b", "gpipe", "zb-1p", "zb-v", "v-half", "interleaved-zb")
 
 def test_long_steps_are_compared_as_if_built_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """128 microbatches on 16 ranks took minutes, most of them for what nobody would take."""
-    variant_of, room = training(microbatches=48).variant, 24 * 2.0**30
+    variant_of, room = training(microbatches=32).variant, 24 * 2.0**30
     first = make_plan(variant_of, room, specs=LONG[:1])
     told = make_plan(
         variant_of,
@@ -488,10 +494,13 @@ def test_the_best_of_all_families_on_a_published_setting(
     model: str, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every family is simulated, but those that do not fit and those that a bound rules out; the
-    smallest setting's also by themselves. By day no search is long."""
+    smallest setting's also by themselves. By day no search is long, and a step has fewer
+    microbatches."""
     if not IS_NIGHT:
         shorten_search(monkeypatch)
     ranks, microbatches, text = PUBLISHED[model]
+    if not IS_NIGHT:
+        microbatches = 2 * ranks
     memory = parse_limit(f"{limit}x", ranks, microbatches)
 
     def costs(placement: Placement) -> Costs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement, line
 from megatron_ext.schedule.problem import Problem, VocabularyParallel
 from megatron_ext.viz.trace import write_trace
+from tests.helpers.few_families import specs_with_few_chunks
 from tests.helpers.short_search import shorten_search
 
 pytestmark = pytest.mark.search
@@ -34,10 +36,10 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @functools.cache
-def plan(limit: float | None = None) -> Plan:
+def plan(limit: float | None = None, specs: Callable[[], Iterable[str]] = all_specs) -> Plan:
     memory = None if limit is None else MemoryLimit(microbatches=limit)
     training = Training(4, 8, lambda placement: uniform(placement, 10, 12, 8, 1), limit=memory)
-    return make_plan(training.variant)
+    return make_plan(training.variant, specs=[*specs()])
 
 
 @pytest.mark.parametrize("vocabulary", VocabularyParallel)
@@ -73,7 +75,7 @@ def test_the_front_falls_in_memory_as_it_rises_in_time() -> None:
 
 
 def test_a_limit_leaves_out_what_does_not_fit() -> None:
-    reports = [candidate.report for candidate in plan(limit=4).candidates]
+    reports = [candidate.report for candidate in plan(4, specs_with_few_chunks).candidates]
     (gpipe,) = (made for made in reports if made.schedule == "gpipe")
     assert gpipe.made_again and gpipe.peak <= 4  # it holds 8, unless some is made again
     assert gpipe.recompute == "fit"

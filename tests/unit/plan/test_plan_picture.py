@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.planner import curves as planner_curves
 from megatron_ext.planner.candidate import Plan, VocabMethod
 from megatron_ext.planner.curves import Curves, curves_of
 from megatron_ext.planner.planner import VariantOf, make_plan
@@ -48,7 +49,9 @@ def plan() -> Plan:
 
 @functools.cache
 def curves() -> Curves:
-    with short_search():
+    with short_search(), pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(planner_curves, "LIMITS", 4)
+        monkeypatch.setattr(planner_curves, "MICROBATCHES_PER_RANK", (0.5, 1, 2))
         return curves_of(plan(), problems())
 
 

@@ -153,7 +153,7 @@ def test_plan_has_what_was_compared_when_its_time_ended(monkeypatch: pytest.Monk
         return real(variant, *given)  # type: ignore[arg-type]
 
     monkeypatch.setattr(planner, "consider", slow)
-    with planning(limit=1.0) as plan:
+    with planning(limit=0.5) as plan:
         begin()
         made = make_plan(variant_of, specs=("1f1b", "zb-v", "v-half"))
     assert plan.is_short

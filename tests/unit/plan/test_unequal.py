@@ -55,7 +55,7 @@ def test_a_model_has_the_gain_of_each_part(tmp_path: Path) -> None:
     gains = told["unequal"]
     assert 0 < gains["order"] < gains["deal"] and gains["program"] is None  # it is divided
     assert (gains["steps"], gains["microbatches"], gains["replicas"]) == (4, 8, 4)
-    assert gains["seconds"] < json.loads(planned(*words, "--json"))["verdict"]["taken"]["seconds"]
+    assert gains["seconds"] < told["verdict"]["taken"]["seconds"]
     text = planned(*words, "--lengths", file)
     assert f"\narrange:   {' '.join((*ORDER, *DEAL))}" in text and "a step in order of" in text
     assert "arrange" not in planned(*words)
