@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,8 @@ from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.stage import Backward
 from megatron_ext.runtime.weight_gradients import queue
 from megatron_ext.schedule.action import Action, Kind
-from megatron_ext.schedule.costs import Costs, LinkCosts, OverlapCosts
-from megatron_ext.schedule.costs_text import parse_costs
+from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.limit import parse_limit
-from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import (
     Extras,
     Offload,
@@ -38,6 +36,7 @@ from megatron_ext.schedule.problem import (
 )
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.schedule_csv import from_csv
+from scripts.benchmarks.costs_in_seconds import in_seconds
 from scripts.benchmarks.emulated import (
     DTYPE,
     SHAPE,
@@ -92,40 +91,6 @@ def ideal_after_bad(program: Program) -> float:
     settled = max(event.end for event in last.events if event.action.kind is Kind.SETTLE)
     ended = max(row[-1].end for row in previous.compute)
     return settled - ended + simulate(program, costs).makespan
-
-
-def in_seconds(costs: str, placement: Placement) -> Costs:
-    """Return ``costs``, given in milliseconds, in seconds. Messages cost nothing there, as real
-    ones are sent here."""
-    given = parse_costs(costs, placement)
-    host, vocabulary = given.host, given.vocabulary
-    if host is not None:
-        host = replace(host, seconds=_in_seconds(host.seconds))
-    if vocabulary is not None:
-        head, embedding = _in_seconds((vocabulary.head, vocabulary.embedding))
-        vocabulary = replace(vocabulary, head=head, embedding=embedding)
-    passes, slices = given.passes, given.slices
-    return replace(
-        given,
-        passes=replace(
-            passes,
-            seconds=_in_seconds(passes.seconds),
-            recompute=_in_seconds(passes.recompute),
-            spared=_in_seconds(passes.spared),
-        ),
-        links=LinkCosts(),
-        slices=replace(slices, launch=_in_seconds(slices.launch)),
-        host=host,
-        vocabulary=vocabulary,
-        overlap=OverlapCosts(_in_seconds(given.overlap.hidden)),
-    )
-
-
-def _in_seconds(ms: Any) -> Any:
-    """Return ``ms``, a figure or tuples and mappings of figures, in seconds."""
-    if isinstance(ms, Mapping):
-        return {key: _in_seconds(figures) for key, figures in ms.items()}
-    return tuple(map(_in_seconds, ms)) if isinstance(ms, tuple) else ms / 1000
 
 
 def _passes(program: Program) -> int:

@@ -33,7 +33,8 @@ from megatron_ext.launch import CPU_PLATFORM
 from megatron_ext.logger import logger
 from megatron_ext.patches.engine import apply
 from megatron_ext.schedule.problem import Problem
-from scripts.benchmarks.contestants import EmulatedRank, in_seconds
+from scripts.benchmarks.contestants import EmulatedRank
+from scripts.benchmarks.costs_in_seconds import in_seconds
 from scripts.benchmarks.runs import on_forked_ranks
 
 SCHEDULES = "1f1b zb-h1 zb-v"

@@ -34,7 +34,8 @@ from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.costs_text import format_costs
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.viz.prediction import Comparison
-from scripts.benchmarks.contestants import CPU, EmulatedRank, in_seconds
+from scripts.benchmarks.contestants import CPU, EmulatedRank
+from scripts.benchmarks.costs_in_seconds import in_seconds
 from scripts.benchmarks.emulated import DTYPE, SHAPE
 from scripts.benchmarks.runs import on_forked_ranks
 

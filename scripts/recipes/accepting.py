@@ -19,14 +19,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig
-from megatron.core.transformer import transformer_block
-from megatron.core.transformer.transformer_config import MLATransformerConfig
-
-from megatron_ext.adapter import arguments
-from megatron_ext.adapter.dimensions import equal_costs
-from megatron_ext.adapter.layers import layout_of
 from megatron_ext.adapter.layout_arguments import (
     CHUNKS_IN_CONFIGS,
     LAYOUT,
@@ -38,14 +30,24 @@ from megatron_ext.compile.build import build_program
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import Choice, choose
 from megatron_ext.config import PipelineConfig
-from megatron_ext.launch_command import megatron_arguments
-from megatron_ext.launch_command.importing import silently
+from megatron_ext.launch_command.importing import quickly, silently
 from megatron_ext.patches import engine
 from megatron_ext.schedule.problem import Problem
 from scripts.recipes.feature import Value
 from scripts.recipes.recipe import Recipe, in_effect
 from scripts.recipes.verdict import Verdict
 from scripts.recipes.vocabulary import WHOLE_LAYERS
+
+with quickly():
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer import transformer_block
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    from megatron_ext.adapter import arguments
+    from megatron_ext.adapter.dimensions import equal_costs
+    from megatron_ext.adapter.layers import layout_of
+    from megatron_ext.launch_command import megatron_arguments
 
 # Flags of a launch that no recipe gives.
 _FLAGS = (

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import zipfile
 from email import message_from_string
 from email.message import Message
@@ -21,8 +20,20 @@ ROOT = Path(__file__).resolve().parents[3]
 # Without isolation and dependencies the network is not needed.
 OFFLINE = ("--no-build-isolation", "--no-deps", "--no-index", "--disable-pip-version-check")
 
-# What pip calls, in a process of its own.
-BACKEND = "from setuptools import build_meta; build_meta.build_{}(r'{}')"
+# What pip calls, in a process of its own: a wheel, and one from a source distribution.
+WHEEL = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+SOURCE_AND_WHEEL = """
+import os
+import sys
+import tarfile
+from setuptools import build_meta
+folder = sys.argv[1]
+with tarfile.open(os.path.join(folder, build_meta.build_sdist(folder))) as archive:
+    archive.extractall(folder, filter="data")
+(source,) = (entry.path for entry in os.scandir(folder) if entry.is_dir())
+os.chdir(source)
+build_meta.build_wheel(folder)
+"""
 METADATA = "from setuptools import build_meta; build_meta.prepare_metadata_for_build_wheel(r'{}')"
 
 IMPORT = """
@@ -64,7 +75,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    run(sys.executable, "-m", "pip", "wheel", *OFFLINE, "-w", folder, tree, cwd=folder)
+    run(sys.executable, "-c", WHEEL, folder, cwd=tree)
     (built,) = folder.glob("*.whl")
     return built
 
@@ -104,12 +115,7 @@ def test_wheel_holds_every_file(tree: Path, wheel: Path) -> None:
 
 
 def test_source_distribution_makes_the_same_wheel(tree: Path, wheel: Path, tmp_path: Path) -> None:
-    run(sys.executable, "-c", BACKEND.format("sdist", tmp_path), cwd=tree)
-    (archive,) = tmp_path.glob("*.tar.gz")
-    with tarfile.open(archive) as unpacked:
-        unpacked.extractall(tmp_path, filter="data")
-    (source,) = (path for path in tmp_path.iterdir() if path.is_dir())
-    run(sys.executable, "-c", BACKEND.format("wheel", tmp_path), cwd=source)
+    run(sys.executable, "-c", SOURCE_AND_WHEEL, tmp_path, cwd=tree)
     (again,) = tmp_path.glob("*.whl")
     assert zipfile.ZipFile(again).namelist() == zipfile.ZipFile(wheel).namelist()
 

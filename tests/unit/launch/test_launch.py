@@ -223,12 +223,31 @@ def test_a_mistake_in_a_variable_ends_the_launch(
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(
-    words: tuple[str, ...], text: str, tmp_path: Path
+    words: tuple[str, ...],
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "x.py").write_text("print('ran')")
-    result = launch(*words, cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    said = capsys.readouterr()
+    (line,) = said.err.splitlines()
+    assert text in line and "ran" not in said.out
+
+
+def test_a_mistake_ends_the_process_with_status_2(tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text("print('ran')")
+    result = launch("x.py", "--pipeline-schedule", "zb-h9", cwd=tmp_path)
     assert result.returncode == 2, result.stderr
-    assert text in result.stderr and "Traceback" not in result.stderr
+    assert "there is no schedule 'zb-h9'" in result.stderr and "Traceback" not in result.stderr
     assert "ran" not in result.stdout
 
 

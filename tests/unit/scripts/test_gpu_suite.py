@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,7 @@ def test_a_skip_is_a_failure_with_its_reason(words: list[str], tmp_path: Path) -
     ended = subprocess.run(
         [sys.executable, "-m", "pytest", "-rfEs", "--continue-on-collection-errors", *words],
         cwd=tmp_path,
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
     )

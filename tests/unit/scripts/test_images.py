@@ -1,6 +1,7 @@
 """The pictures of the documentation: there, small, and what the script draws."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,22 @@ pytest.importorskip("matplotlib")
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 IMAGES = DOCS / "images"
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+
+Drawn = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Drawn:
+    """The file of a picture, which the script draws once for all tests."""
+    folder = tmp_path_factory.mktemp("images")
+
+    def draw(name: str) -> Path:
+        file = folder / f"{name}.svg"
+        if not file.exists():
+            draw_images.main([name, "--into", str(folder)])
+        return file
+
+    return draw
 
 
 def test_the_script_draws_all_that_pages_show() -> None:
@@ -36,22 +53,18 @@ def test_a_picture_is_small(picture: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["hanayo", "eager-1f1b", "bench"])
-def test_a_picture_is_what_the_script_draws(name: str, tmp_path: Path) -> None:
+def test_a_picture_is_what_the_script_draws(name: str, drawn: Drawn) -> None:
     """The same words and shapes; another version of matplotlib may move them a little."""
-    draw_images.main([name, "--into", str(tmp_path)])
-    drawn, kept = ((folder / f"{name}.svg").read_text() for folder in (tmp_path, IMAGES))
-    assert texts_of(drawn) == texts_of(kept), f"run scripts/draw_images.py {name}"
-    assert NUMBER.split(drawn) == NUMBER.split(kept)
-    places = [[float(number) for number in NUMBER.findall(svg)] for svg in (drawn, kept)]
+    now, kept = drawn(name).read_text(), (IMAGES / f"{name}.svg").read_text()
+    assert texts_of(now) == texts_of(kept), f"run scripts/draw_images.py {name}"
+    assert NUMBER.split(now) == NUMBER.split(kept)
+    places = [[float(number) for number in NUMBER.findall(svg)] for svg in (now, kept)]
     assert places[0] == pytest.approx(places[1], abs=1)
 
 
-def test_two_runs_write_the_same_bytes(tmp_path: Path) -> None:
-    for folder in ("one", "other"):
-        (tmp_path / folder).mkdir()
-        draw_images.main(["hanayo", "--into", str(tmp_path / folder)])
-    first, other = ((tmp_path / folder / "hanayo.svg").read_bytes() for folder in ("one", "other"))
-    assert first == other
+def test_two_runs_write_the_same_bytes(drawn: Drawn, tmp_path: Path) -> None:
+    draw_images.main(["hanayo", "--into", str(tmp_path)])
+    assert (tmp_path / "hanayo.svg").read_bytes() == drawn("hanayo").read_bytes()
 
 
 def test_an_unknown_picture_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

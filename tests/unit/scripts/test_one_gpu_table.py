@@ -115,15 +115,23 @@ def test_nothing_is_missing_and_the_time_is_bounded() -> None:
     assert not any(SANITIZER in case.environment for case in parts("cpu")["streams"].cases)
 
 
-def test_what_is_not_here_is_said_at_once() -> None:
+def test_what_is_not_here_is_said_at_once(tmp_path: Path) -> None:
+    """A torch that finds no GPU stands in for the real one, whose import takes two seconds."""
+    asked = tmp_path / "asked"
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("from torch import cuda\n")
+    (tmp_path / "torch" / "cuda.py").write_text(
+        f"def is_available():\n    return open({str(asked)!r}, 'w').close()\n"
+    )
     for words, said in (([], "--rehearse"), (["--rehearse", "x"], "there is no part x")):
         ended = subprocess.run(
             [SCRIPT, "--one-gpu", *words],
-            env={"PYTHON": sys.executable, "PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""},
+            env={"PYTHON": sys.executable, "PATH": "/usr/bin:/bin", "PYTHONPATH": str(tmp_path)},
             capture_output=True,
             text=True,
         )
         assert ended.returncode == 2 and said in ended.stderr, ended.stderr
+        assert asked.exists(), "torch is the one who knows"
 
 
 def test_an_old_python_can_run_the_probe() -> None:
