@@ -494,13 +494,10 @@ def test_the_best_of_all_families_on_a_published_setting(
     model: str, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every family is simulated, but those that do not fit and those that a bound rules out; the
-    smallest setting's also by themselves. By day no search is long, and a step has fewer
-    microbatches."""
+    smallest setting's also by themselves. By day no search is long."""
     if not IS_NIGHT:
         shorten_search(monkeypatch)
     ranks, microbatches, text = PUBLISHED[model]
-    if not IS_NIGHT:
-        microbatches = 2 * ranks
     memory = parse_limit(f"{limit}x", ranks, microbatches)
 
     def costs(placement: Placement) -> Costs:
