@@ -1,7 +1,9 @@
-"""The order in which files run, what marks of tests claim, and how long searches take."""
+"""The order in which files run, what marks of tests claim, how long searches take, and when garbage
+is looked for."""
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
 from collections import Counter, defaultdict
@@ -33,6 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     documents.writes_pages = bool(config.getoption(documents.WRITE_PAGES))
+    gc.disable()  # imports make a million objects, and hardly any garbage
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -44,9 +47,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """All files are imported: tests that fork ranks know what these need not look at."""
+    """All files are imported: tests that fork ranks know what these need not look at. Garbage is
+    looked for in what tests make, and more rarely than Python does."""
     if runs := sys.modules.get("tests.helpers.megatron_runs"):
         runs.settle()
+    gc.freeze()
+    gc.set_threshold(20_000, 20)
+    gc.enable()
 
 
 def file_of(item: pytest.Item) -> str:

@@ -186,7 +186,6 @@ def _print_unheard() -> None:
 def settle() -> None:
     """Have ranks that are forked later leave alone what is imported by now."""
     _ATTRIBUTES.remember()
-    gc.collect()
     gc.freeze()
     use_huge_pages()
 

@@ -3,7 +3,6 @@ the figures that are drawn in a test."""
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -53,12 +52,6 @@ def one_thread() -> None:
     """Threads of torch would spin for longer than the small tensors of a test take."""
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def modules_are_no_garbage() -> None:
-    """The garbage collector ignores objects that imports and collection have made."""
-    gc.freeze()
 
 
 @pytest.fixture
