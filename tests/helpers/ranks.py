@@ -98,6 +98,8 @@ def share_gloo_device() -> None:
     rank of Megatron has 24 to 88 groups, whose threads took a tenth of its CPU time.
     """
     device = dist.ProcessGroupGloo.create_device(interface="lo")
+    # For as long as the process: who frees a device waits for its thread, some of them for ever.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(device))
 
     def create(asked: Any, _: object) -> dist.ProcessGroupGloo:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]

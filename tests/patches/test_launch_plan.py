@@ -274,9 +274,10 @@ def test_choice_honours_the_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     assert finding_on("memory", findings).verdict is Severity.WRONG and taken <= of_1f1b
 
 
-def test_flag_that_hides_a_better_choice_is_named() -> None:
+def test_flag_that_hides_a_better_choice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A flag about speed alone leaves whole backward passes, which was slow, and nothing said
     so."""
+    shorten_search(monkeypatch)
     _, whole = chosen(**WIDE, use_transformer_engine_op_fuser=True)
     assert not entries()[whole.flags[1]].traits.splits_backward
     hidden = whole.why.partition("Without --use-transformer-engine-op-fuser: ")[2]
