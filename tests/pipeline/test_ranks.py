@@ -1,13 +1,17 @@
-"""The process that keeps the stores at which ranks of tests meet (`tests.helpers.ranks`)."""
+"""Ranks of tests (`tests.helpers.ranks`): the process that keeps the stores at which they meet, and
+the thread of each that polls sockets."""
 
 from __future__ import annotations
 
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from tests.helpers import ranks
-from tests.helpers.ranks import Script
+from tests.helpers.ranks import Script, run_ranks, values
 
 
 def test_it_keeps_no_pipe_of_the_tests_open() -> None:
@@ -26,3 +30,15 @@ def test_it_keeps_no_pipe_of_the_tests_open() -> None:
     finally:
         script._process.kill()
         stores.close()
+
+
+def test_all_groups_of_a_rank_share_a_thread() -> None:
+    assert values(run_ranks(2, _polling_threads)) == [1, 1]
+
+
+def _polling_threads(rank: int) -> int:
+    for _ in range(3):
+        group: Any = dist.new_group([0, 1])
+        dist.all_reduce(torch.zeros(1), group=group)
+    names = [task.read_text() for task in Path("/proc/self/task").glob("*/comm")]
+    return names.count("gloo_tcp_loop\n")
