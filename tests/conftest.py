@@ -35,7 +35,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     documents.writes_pages = bool(config.getoption(documents.WRITE_PAGES))
-    gc.disable()  # imports make a million objects, and hardly any garbage
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Have garbage looked for in what tests make alone, and more rarely than Python does: imports
+    make a million objects, and hardly any garbage."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.set_threshold(20_000, 20)
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -47,13 +59,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """All files are imported: tests that fork ranks know what these need not look at. Garbage is
-    looked for in what tests make, and more rarely than Python does."""
+    """All files are imported: tests that fork ranks know what these need not look at."""
     if runs := sys.modules.get("tests.helpers.megatron_runs"):
         runs.settle()
-    gc.freeze()
-    gc.set_threshold(20_000, 20)
-    gc.enable()
 
 
 def file_of(item: pytest.Item) -> str:

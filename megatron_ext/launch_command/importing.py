@@ -46,8 +46,9 @@ def quickly() -> Iterator[None]:
     """Halve the time of importing Megatron: torch compiles nothing, so that its compiler is not
     imported, and loggers of experiments are not imported."""
     with contextlib.ExitStack() as stack:
-        gc.disable()
-        stack.callback(gc.enable)
+        if gc.isenabled():
+            gc.disable()
+            stack.callback(gc.enable)
         if _LOGGER not in sys.modules:
             sys.modules[_LOGGER] = None  # type: ignore[assignment]  # importing it fails
             stack.callback(sys.modules.pop, _LOGGER)

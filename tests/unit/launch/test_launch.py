@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import re
 import socket
@@ -18,6 +19,7 @@ from megatron_ext.__main__ import main
 from megatron_ext.config import PipelineConfig, flag
 from megatron_ext.errors import exit_for
 from megatron_ext.launch import first_host, is_launch, slurm_ranks
+from megatron_ext.launch_command.importing import quickly
 from megatron_ext.written_settings import add_flags
 from tests.helpers.forked import run_forked
 
@@ -346,3 +348,16 @@ def test_a_mistake_of_one_node_is_said_by_that_node(
     with pytest.raises(SystemExit, match="2"):
         exit_for(ValueError("no such file"))
     assert capsys.readouterr().err.strip() == said
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_a_quick_import_leaves_the_garbage_collector_as_it_was(is_enabled: bool) -> None:
+    """It enabled the collector, also for a caller who had disabled it for longer."""
+    if not is_enabled:
+        gc.disable()
+    try:
+        with quickly():
+            assert not gc.isenabled()
+        assert gc.isenabled() is is_enabled
+    finally:
+        gc.enable()
