@@ -290,6 +290,7 @@ def keep_the_store(rank: int) -> None:
             time.sleep(0.01)
         store = dist.TCPStore("127.0.0.1", int(file.read_text()), is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    dist.barrier()  # else one that ends at once is gone before the other has connected
 
 
 def fail_with_the_store(rank: int) -> None:

@@ -199,6 +199,7 @@ def test_in_a_world_that_is_bound_to_a_device(tmp_path: Path) -> None:
             rank=rank,
             world_size=3,
         )
+        dist.barrier()  # else rank 2 is gone before others have connected
         whole_world().bound_device_id = BOUND
         plugin = dist.Backend._plugins["GLOO"]
         split_from = []
