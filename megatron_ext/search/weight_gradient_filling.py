@@ -29,7 +29,7 @@ from megatron_ext.compile.program.pass_graph import with_messages
 from megatron_ext.compile.program.simulate import simulate_unproved
 from megatron_ext.schedule.action import Action, Kind, tokens_of
 from megatron_ext.schedule.kinds import Held
-from megatron_ext.schedule.limit import fits
+from megatron_ext.schedule.limit import fits, with_rounding
 from megatron_ext.schedule.placement import Neighbour
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
@@ -352,107 +352,116 @@ class _Orders:
         return _Filling(self, deadline, span).run()
 
 
+class _Rank:
+    """The state of one rank: its actions so far, its times, and its memory."""
+
+    def __init__(self, work: float, allowed: float) -> None:
+        self.work = work
+        self.slack = _TOLERANCE * (1 + work)
+        self.most = with_rounding(allowed)
+        self.row: list[Action] = []
+        self.pending: deque[_WeightGradient] = deque()
+        self.started: float | None = None
+        self.free = self.idle = self.held = 0.0
+
+    def do_weight_gradient(self) -> None:
+        action, seconds, memory = self.pending.popleft()
+        self.row.append(action)
+        self.free += seconds
+        self.held -= memory
+
+    def make_room(self, needs: float) -> bool:
+        """Do pending W until ``needs`` is free; return whether it is."""
+        while self.held + needs > self.most:
+            if not self.pending:
+                return False
+            self.do_weight_gradient()
+        return True
+
+
 class _Filling:
     """The state of one call. A pass is placed once its input has been placed, so W see the true
     gap."""
 
     def __init__(self, orders: _Orders, deadline: float, span: float) -> None:
-        self.passes, self.work, self.memory = orders.passes, orders.work, orders.memory
-        self.deadline, self.span = deadline, span
-        self.slack = [_TOLERANCE * (1 + seconds) for seconds in orders.work]
+        self.passes, self.deadline, self.span = orders.passes, deadline, span
+        memory = orders.memory
+        allowed = memory.allowed if memory else (math.inf,) * len(orders.work)
+        self.ranks = list(map(_Rank, orders.work, allowed))
         # When the input of each number comes: microbatches and their losses are there already.
         stages, pieces = orders.problem.placement.stages, orders.problem.pieces
         self.ready: list[float | None] = [None] * (2 * stages * pieces)
         self.ready[:pieces] = self.ready[-pieces:] = [0.0] * pieces
         self.arrived: dict[tuple[int, int, Kind], float] = {}  # by link: its last message
-        ranks = range(len(orders.passes))
-        self.rows: list[list[Action]] = [[] for _ in ranks]
-        self.pending: list[deque[_WeightGradient]] = [deque() for _ in ranks]
-        self.free, self.idle, self.held = (
-            [0.0 for _ in ranks],
-            [0.0 for _ in ranks],
-            [0.0 for _ in ranks],
-        )
-        self.started: list[float | None] = [None for _ in ranks]
         self.ends, self.spans = _Bounds(), _Bounds()
 
     def run(self) -> _Filled:
         at = [0] * len(self.passes)
         todo, queued = deque(range(len(at))), [True] * len(at)
         while todo:
-            rank = todo.popleft()
-            queued[rank] = False
-            passes = self.passes[rank]
-            while at[rank] < len(passes):
-                placed = passes[at[rank]]
+            number = todo.popleft()
+            queued[number] = False
+            rank, passes = self.ranks[number], self.passes[number]
+            while at[number] < len(passes):
+                placed = passes[at[number]]
                 ready = self.ready[placed.input]
                 if ready is None:
                     break
                 self.place(rank, placed, ready)
-                at[rank] += 1
+                at[number] += 1
                 if placed.to >= 0 and not queued[placed.to]:
                     queued[placed.to] = True
                     todo.append(placed.to)
         stuck = [row[n].action for n, row in zip(at, self.passes, strict=True) if n < len(row)]
         if stuck:
             raise Deadlock(f"the order would hang at {', '.join(map(str, stuck))}")
-        for rank, waiting in enumerate(self.pending):
-            while waiting:
-                self.do_weight_gradient(rank)
-        starts = [start or 0.0 for start in self.started]
-        spans = [end - start for end, start in zip(self.free, starts, strict=True)]
-        rows = tuple(map(tuple, self.rows))
-        timed = TimedOrder(rows, max(self.free) - min(starts), max(spans))
+        for rank in self.ranks:
+            while rank.pending:
+                rank.do_weight_gradient()
+        starts = [rank.started or 0.0 for rank in self.ranks]
+        ends = [rank.free for rank in self.ranks]
+        spans = [end - start for end, start in zip(ends, starts, strict=True)]
+        rows = tuple(tuple(rank.row) for rank in self.ranks)
+        timed = TimedOrder(rows, max(ends) - min(starts), max(spans))
         return _Filled(timed, self.ends, self.spans)
 
-    def place(self, rank: int, placed: _Pass, ready: float) -> None:
+    def place(self, rank: _Rank, placed: _Pass, ready: float) -> None:
         """Run ``placed``, whose input comes at ``ready``, and pass its output on."""
-        if self.pending[rank] and ready - self.free[rank] > self.slack[rank]:
+        action, seconds, _, output, to, link, hop, needs, change, weight_gradient = placed
+        if rank.pending and ready - rank.free > rank.slack:
             self.fill_gap(rank, ready)
-        if placed.needs and self.memory is not None:
-            self.make_room(rank, placed)
-        start = max(self.free[rank], ready)
-        if self.started[rank] is None:
-            self.started[rank] = start
+        if needs and not rank.make_room(needs):
+            number = self.ranks.index(rank)
+            raise ExceedsMemory(f"{action} exceeds the memory of rank {number}")
+        start = max(rank.free, ready)
+        if rank.started is None:
+            rank.started = start
         else:
-            self.idle[rank] += start - self.free[rank]
-        self.rows[rank].append(placed.action)
-        self.free[rank] = end = start + placed.seconds
-        self.held[rank] += placed.change
-        if placed.weight_gradient is not None:
-            self.pending[rank].append(placed.weight_gradient)
-        if placed.to >= 0:
-            if placed.link is not None:
-                end = max(end, self.arrived.get(placed.link, 0.0)) + placed.hop
-                self.arrived[placed.link] = end
-            self.ready[placed.output] = end
+            rank.idle += start - rank.free
+        rank.row.append(action)
+        rank.free = end = start + seconds
+        rank.held += change
+        if weight_gradient is not None:
+            rank.pending.append(weight_gradient)
+        if to >= 0:
+            if link is not None:
+                end = max(end, self.arrived.get(link, 0.0)) + hop
+                self.arrived[link] = end
+            self.ready[output] = end
 
-    def fill_gap(self, rank: int, ready: float) -> None:
-        waiting, slack, work = self.pending[rank], self.slack[rank], self.work[rank]
-        start = self.started[rank] or 0.0
+    def fill_gap(self, rank: _Rank, ready: float) -> None:
+        waiting, slack, work = rank.pending, rank.slack, rank.work
+        start = rank.started or 0.0
         may_idle = min(self.deadline - start, self.span) - work
-        while waiting and (gap := ready - self.free[rank]) > slack:
+        while waiting and (gap := ready - rank.free) > slack:
             if waiting[0].seconds > gap + slack:
-                idle = self.idle[rank] + gap - slack
-                may_wait = self.idle[rank] + gap <= may_idle + slack
+                idle = rank.idle + gap - slack
+                may_wait = rank.idle + gap <= may_idle + slack
                 self.ends.note(idle + work + start, may_wait)
                 self.spans.note(idle + work, may_wait)
                 if may_wait:
                     return
-            self.do_weight_gradient(rank)
-
-    def make_room(self, rank: int, placed: _Pass) -> None:
-        assert self.memory is not None
-        while not self.memory.fits(rank, self.held[rank] + placed.needs):
-            if not self.pending[rank]:
-                raise ExceedsMemory(f"{placed.action} exceeds the memory of rank {rank}")
-            self.do_weight_gradient(rank)
-
-    def do_weight_gradient(self, rank: int) -> None:
-        action, seconds, memory = self.pending[rank].popleft()
-        self.rows[rank].append(action)
-        self.free[rank] += seconds
-        self.held[rank] -= memory
+            rank.do_weight_gradient()
 
 
 _COMPUTE: tuple[Kind, ...] = (
