@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,6 @@ from megatron_ext import launch
 from megatron_ext.compile.registry import choose
 from megatron_ext.config import PipelineConfig
 from megatron_ext.launch_command import megatron_arguments
-from megatron_ext.logger import logger
 from megatron_ext.patches.engine import apply
 from megatron_ext.patches.megatron.training import arguments
 from megatron_ext.patches.megatron.training.arguments import parsing
@@ -74,18 +72,17 @@ def test_the_docs_tell_what_is_taken_over() -> None:
 
 
 @pytest.mark.parametrize("setting", CASES)
-def test_it_is_accepted_with_one_line(setting: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_it_is_accepted_with_one_line(setting: str, capsys: pytest.CaptureFixture[str]) -> None:
     given, stays = CASES[setting]
     config = PipelineConfig.parse(**given)
     settings = on(setting, config)
     refuse(settings, config.choice, config.extras)
-    with caplog.at_level(logging.INFO, logger=logger.name):
-        for _ in range(2):  # as get_batch makes a config for each microbatch
-            apply_handled_settings(settings, config)
-            assert getattr(settings, setting) is stays
-            settings = on(setting, config)
-    (line,) = caplog.messages
-    assert line.startswith(f"{setting}: ")
+    for _ in range(2):  # as get_batch makes a config for each microbatch
+        apply_handled_settings(settings, config)
+        assert getattr(settings, setting) is stays
+        settings = on(setting, config)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"megatron_ext: {setting}: ")
 
 
 @pytest.mark.parametrize("setting", [setting for setting in CASES if "wgrad" not in setting])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,6 @@ from megatron_ext.adapter.pairs.callers import refuse_unplanned, takes_plans
 from megatron_ext.adapter.pairs.overlap_setting import SETTING, has_pairs, refuse_measuring
 from megatron_ext.compile.registry import choose
 from megatron_ext.config import PipelineConfig
-from megatron_ext.logger import logger
 from megatron_ext.schedule.problem import Extras, Offload
 from tests.helpers.accepting import accepts
 
@@ -107,11 +105,12 @@ def planning(data: Any, model: Any, return_schedule_plan: bool = False) -> None:
 def passing_on(*args: Any, **kwargs: Any) -> None: ...
 
 
-def test_a_forward_step_that_makes_no_plan_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_forward_step_that_makes_no_plan_is_told_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     callers._say_that_nothing_hides.cache_clear()
-    with caplog.at_level(logging.INFO, logger=logger.name):
-        assert takes_plans(planning) and takes_plans(passing_on)
-        assert not caplog.messages
-        assert not takes_plans(plain) and not takes_plans(plain)
-    (line,) = caplog.messages
+    assert takes_plans(planning) and takes_plans(passing_on)
+    assert not capsys.readouterr().out
+    assert not takes_plans(plain) and not takes_plans(plain)
+    (line,) = capsys.readouterr().out.splitlines()
     assert "hides nothing: plain takes no return_schedule_plan" in line
