@@ -32,7 +32,7 @@ from megatron_ext.recordings.recording import read_recording
 from megatron_ext.recordings.writing import already_there, lines_file
 from megatron_ext.written_settings import given_beside
 
-_LINES = "lines"
+_COMMANDS = "commands"
 _WORDS = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 Iterations = Annotated[
@@ -49,7 +49,7 @@ class _RunsUnlessNamed(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in (*self.commands, "--help"):
-            args = [_LINES, *args]
+            args = [_COMMANDS, *args]
         return super().parse_args(ctx, args)
 
 
@@ -60,14 +60,14 @@ app = typer.Typer(
         "Compare the numbers of two trainings: megatron-ext parity -- COMMAND_A -- COMMAND_B, or "
         "megatron-ext parity -- COMMAND, for a launch command and the same without our flags."
     ),
-    epilog="Options stand before the first --; megatron-ext parity lines --help lists them. "
+    epilog="Options stand before the first --; megatron-ext parity commands --help lists them. "
     "The exit status is 0 if the numbers are the same, 1 if they differ, 2 if the commands cannot "
     "be compared.",
 )
 
 
-@app.command(_LINES, context_settings=_WORDS)
-def lines(
+@app.command(_COMMANDS, context_settings=_WORDS)
+def commands(
     context: typer.Context,
     iterations: Iterations = 4,
     folder: Annotated[
@@ -85,8 +85,8 @@ def lines(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Run both launch commands here, A twice, and compare their numbers. The word 'lines' may be
-    omitted."""
+    """Run both launch commands here, A twice, and compare their numbers. The word 'commands' may
+    be omitted."""
     try:
         a, b, is_stock = _two_commands(context.args)
         if not is_stock or b.value("--pipeline-slices") is not None:

@@ -74,9 +74,9 @@ def test_commands_and_their_options_exist(page: Path) -> None:
             name, *given = re.sub(r" -- .*", "", rest).split()
             assert name in COMMANDS, words
             command = COMMANDS[name]
-            if isinstance(command, typer.core.TyperGroup):  # "lines" may be left out
+            if isinstance(command, typer.core.TyperGroup):  # "commands" may be left out
                 named = given and given[0] in command.commands
-                command = command.commands[given[0] if named else "lines"]
+                command = command.commands[given[0] if named else "commands"]
             known = {option for p in command.params for option in p.opts} | {"--help"}
             assert {word for word in given if re.match(r"--?[a-z]", word)} <= known, words
 
