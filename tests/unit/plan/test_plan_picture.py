@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.planner import curves as planner_curves
-from megatron_ext.planner.candidate import Plan, VocabMethod
+from megatron_ext.planner.candidate import Candidate, Plan, VocabMethod
 from megatron_ext.planner.curves import Curves, curves_of
 from megatron_ext.planner.planner import VariantOf, make_plan
 from megatron_ext.planner.training import Training
@@ -125,6 +125,23 @@ def test_a_search_has_a_curve_over_memory() -> None:
         assert all(
             c.limit and c.limit.microbatches == int(str(c.limit).split()[0]) for c in candidates
         )
+
+
+def test_a_curve_has_what_more_memory_makes_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+    (searched,) = (c for c in plan().best_of_each if c.schedule == "v-auto")
+    steps = {1: 10.0, 2: 12.0, 3: 9.0, 4: 8.0, 5: 8.0, 6: 7.0}  # by limit
+    peaks = {1: 1.0, 2: 1.5, 3: 2.0, 4: 2.0, 5: 4.0, 6: 6.0}
+
+    def consider(variant: Any, *_: object) -> Candidate:
+        limit = variant.problem.memory_limit.microbatches if variant.problem.memory_limit else 6
+        peak = (peaks[limit],)
+        report = replace(searched.report, step=steps[limit], peak_activation_microbatches=peak)
+        return replace(searched, variant=variant, report=report)
+
+    monkeypatch.setattr(planner_curves, "LIMITS", 6)
+    monkeypatch.setattr(planner_curves, "consider", consider)
+    (curve,) = curves_of(Plan((searched,), {}), problems(limit=6)).by_limit.values()
+    assert [(c.holds, c.step) for c in curve] == [(1.0, 10.0), (2.0, 8.0), (6.0, 7.0)]
 
 
 def test_limits_of_bytes_are_parts_of_what_there_is() -> None:
