@@ -3,7 +3,6 @@ the figures that are drawn in a test."""
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from collections.abc import Iterator
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer import testing
 
 from megatron_ext.search import best, pack
 from tests.helpers.short_search import fast_packer, same_effort
@@ -54,14 +52,6 @@ def one_thread() -> None:
     """Threads of torch would spin for longer than the small tensors of a test take."""
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def commands_made_once() -> Iterator[None]:
-    """A test runner makes all commands anew, 12 ms each time, to run one of them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(testing, "_get_command", functools.cache(testing._get_command))
-        yield
 
 
 @pytest.fixture
