@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -35,6 +34,7 @@ from megatron_ext.compile.transforms.post_validation import validate_afterwards
 from megatron_ext.compile.transforms.recompute import recompute
 from megatron_ext.compile.transforms.vocabulary import INTERVALS, divide_vocabulary
 from megatron_ext.compile.transforms.vocabulary_costs import share_vocabulary
+from megatron_ext.garbage import uncollected
 from megatron_ext.progress import task
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.problem import Offload, Problem, Recompute, VocabularyParallel
@@ -61,7 +61,7 @@ def build_program(choice: Choice, problem: Problem) -> Program:
     _check_slices(choice, problem)
     check_pairs(choice, problem)
     problem = _with_own_costs(problem)
-    with task(f"building {choice.spec} for {size_of(problem)}"), _uncollected():
+    with task(f"building {choice.spec} for {size_of(problem)}"), uncollected():
         if _adds_recompute(choice, problem) and not problem.forward_only:
             return _shortest_with_recompute(choice, problem)
         with caching_proofs():
@@ -77,21 +77,8 @@ def prove_built(schedule: Schedule, problem: Problem) -> Program:
     Raises:
         InvalidSchedule: as `prove`.
     """
-    with _uncollected():
+    with uncollected():
         return prove(schedule, problem)
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Pause Python's garbage collector in the block. It would traverse all actions of all ranks
-    repeatedly, a sixth of the time that a large program takes, and they are in no cycles."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _proved(choice: Choice, problem: Problem) -> Program:

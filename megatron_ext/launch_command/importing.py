@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import os
 import sys
@@ -12,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+from megatron_ext.garbage import uncollected
 
 _LOGGER = "wandb"  # which Megatron imports where it is there, and needs only to log to it
 
@@ -46,9 +47,7 @@ def quickly() -> Iterator[None]:
     """Halve the time of importing Megatron: torch compiles nothing, so that its compiler is not
     imported, and loggers of experiments are not imported."""
     with contextlib.ExitStack() as stack:
-        if gc.isenabled():
-            gc.disable()
-            stack.callback(gc.enable)
+        stack.enter_context(uncollected())
         if _LOGGER not in sys.modules:
             sys.modules[_LOGGER] = None  # type: ignore[assignment]  # importing it fails
             stack.callback(sys.modules.pop, _LOGGER)

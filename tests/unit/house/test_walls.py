@@ -113,7 +113,8 @@ PURE = (
     *("megatron_ext.viz", "megatron_ext.planner", "megatron_ext.observe", "megatron_ext.race"),
     *("megatron_ext.cost_model", "megatron_ext.schedule_families", "megatron_ext.search"),
     *("megatron_ext.compile", "megatron_ext.schedule"),
-    *("megatron_ext.progress", "megatron_ext.text_file", "megatron_ext.words"),
+    *("megatron_ext.garbage", "megatron_ext.progress"),
+    *("megatron_ext.text_file", "megatron_ext.words"),
 )
 
 
@@ -174,7 +175,10 @@ ROOMS = (
     ("megatron_ext.compile.transforms",),
     ("megatron_ext.compile.program",),
     ("megatron_ext.schedule",),
-    ("megatron_ext.progress", "megatron_ext.text_file", "megatron_ext.words"),
+    (
+        *("megatron_ext.garbage", "megatron_ext.progress"),
+        *("megatron_ext.text_file", "megatron_ext.words"),
+    ),
 )
 # By name, at run time, which is how a family is found and a command line asks for a plan.
 LAZY = {("megatron_ext.compile.registry", "megatron_ext.schedule_families")}

@@ -1,0 +1,22 @@
+"""A pause of Python's garbage collector, for work that makes many objects in no cycles."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Pause the garbage collector in the block, and leave it as it was.
+
+    It would traverse all objects repeatedly: a sixth of the time in which a large program is built.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
