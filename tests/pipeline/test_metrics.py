@@ -6,6 +6,7 @@ import json
 import re
 import time
 from dataclasses import replace
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from megatron_ext.adapter.observers.metrics import _Log
 from megatron_ext.adapter.observers.pipelines import Pipelines
 from megatron_ext.compile.registry import choose
+from megatron_ext.logger import logger
 from megatron_ext.runtime.measure.exchange import AsyncAllGather
 from megatron_ext.runtime.measure.step_sums import StepSums
 from megatron_ext.runtime.recorder import Recorder
@@ -162,14 +164,18 @@ def test_a_step_of_other_passes_does_not_count() -> None:
     assert steps.take().steps == 2
 
 
-def test_where_nothing_is_known_it_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
-    log = _Log(overlap=False)
+def test_where_nothing_is_known_it_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    log, said = _Log(overlap=False), BufferingHandler(9)
+    monkeypatch.setattr(logger, "handlers", [said])
     program = program_for(choose("1f1b"), 2, 2)
     for last in (10, 20):
         log.add([RankSums(), RankSums()], program, last - 9, last)
-    assert capsys.readouterr().out.splitlines() == [
-        "megatron_ext: no metrics of the iterations from 1 to 10: on some rank no step ran the "
-        "passes of 1f1b in its order"
+    assert [(record.levelname, record.getMessage()) for record in said.buffer] == [
+        (
+            "WARNING",
+            "no metrics of the iterations from 1 to 10: on some rank no step ran the passes of "
+            "1f1b in its order",
+        )
     ]
 
 

@@ -133,7 +133,7 @@ def test_a_curve_has_what_more_memory_makes_shorter(monkeypatch: pytest.MonkeyPa
     peaks = {1: 1.0, 2: 1.5, 3: 2.0, 4: 2.0, 5: 4.0, 6: 6.0}
 
     def consider(variant: Any, *_: object) -> Candidate:
-        limit = variant.problem.memory_limit.microbatches if variant.problem.memory_limit else 6
+        limit = variant.problem.memory_limit.microbatches
         peak = (peaks[limit],)
         report = replace(searched.report, step=steps[limit], peak_activation_microbatches=peak)
         return replace(searched, variant=variant, report=report)
