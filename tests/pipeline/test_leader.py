@@ -164,7 +164,7 @@ def test_who_is_killed_with_the_store_is_not_waited_for() -> None:
     ],
 )
 def test_a_store_that_is_lost_is_called_so_whenever_it_goes(
-    call: str, rank: int, words: str
+    call: str, rank: int, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A test of a killed rank failed on one machine, now and then: its store went at another
     moment, and the rank that waited ended with "Broken pipe"."""
@@ -173,6 +173,7 @@ def test_a_store_that_is_lost_is_called_so_whenever_it_goes(
         if name == call:
             raise dist.DistNetworkError("Broken pipe")
 
+    monkeypatch.setattr(waiting, "AHEAD_SECONDS", 0.1)  # for a rank 0 that never comes
     store = dist.HashStore()
     if call == "get":
         assert run_on_leader(store, 0, "the search", take_long)
