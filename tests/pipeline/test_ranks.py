@@ -1,8 +1,9 @@
-"""Ranks of tests (`tests.helpers.ranks`): the process that keeps the stores at which they meet, and
-the thread of each that polls sockets."""
+"""Ranks of tests (`tests.helpers.ranks`): the process that keeps the stores at which they meet, the
+thread of each that polls sockets, and the memory of their frames."""
 
 from __future__ import annotations
 
+import resource
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -42,3 +43,20 @@ def _polling_threads(rank: int) -> int:
         dist.all_reduce(torch.zeros(1), group=group)
     names = [task.read_text() for task in Path("/proc/self/task").glob("*/comm")]
     return names.count("gloo_tcp_loop\n")
+
+
+def test_calls_of_a_rank_map_no_memory() -> None:
+    """Python maps a chunk for its frames, and unmaps it, each time that calls cross its end: here
+    several in each descent."""
+
+    def descend(left: int) -> int:
+        return left and descend(left - 1)
+
+    def faults(rank: int) -> int:
+        descend(500)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(1000):
+            descend(500)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    assert values(run_ranks(1, faults))[0] < 1000
