@@ -93,7 +93,7 @@ def test_a_rank_without_settings_is_not_waited_for_as_long_as_for_a_collective(
 
     def launched(rank: int) -> str:
         if rank == 0:
-            time.sleep(2.5)
+            time.sleep(4)
             return "silent"
         try:
             refuse_other_launches(PipelineConfig.parse(schedule="zb-h1"))

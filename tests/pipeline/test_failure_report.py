@@ -295,7 +295,7 @@ def keep_the_store(rank: int) -> None:
 
 def fail_with_the_store(rank: int) -> None:
     keep_the_store(rank)
-    failure_report.LOOK_SECONDS = 1.0  # the other looks when this process could have long ended
+    failure_report.LOOK_SECONDS = 2.0  # the other looks when this process could have long ended
     words = connect_failure_report()
     assert words is not None
     heard = threading.Event()
