@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from megatron_ext.compile.program.verify import Program  # noqa: E402
+from megatron_ext.runtime.interruption import Interruption  # noqa: E402
+from megatron_ext.runtime.messages import closing  # noqa: E402
 from megatron_ext.runtime.messages.collectives import Collectives, StepCollectives  # noqa: E402
-from megatron_ext.runtime.messages.transport import PeerFailure  # noqa: E402
+from megatron_ext.runtime.messages.transport import Closable, PeerFailure  # noqa: E402
 from megatron_ext.runtime.recorder import Recorder  # noqa: E402
+from megatron_ext.runtime.store import failure_report  # noqa: E402
 from megatron_ext.schedule.action import Action, Kind, parse  # noqa: E402
 from megatron_ext.schedule.kinds import RULES  # noqa: E402
 from megatron_ext.schedule.problem import VocabularyParallel  # noqa: E402
@@ -234,21 +240,34 @@ def test_what_is_held(name: str, how: VocabularyParallel) -> None:
 
 # --- failures
 
+LISTENS_AFTER = 10.0  # seconds
+
 
 @dataclass(frozen=True)
 class Step:
-    """What each rank does: a step in which something happens at some actions."""
+    """What each rank does: a step in which something happens at some actions.
+
+    Its ranks listen for each other's failures as those of a training do, but much later than they
+    are cut off: gloo forgets a send that is under way when its connection breaks, so that a rank of
+    a collective may wait for ever.
+    """
 
     faults: Mapping[str, Callable[[], None]]
     goes_on: bool = False
 
     def __call__(self, rank: int) -> None:
+        failure_report.LOOK_SECONDS = LISTENS_AFTER
         program = program_for("zb-h1", 3, 6, VocabularyParallel.TWO)
 
         def before(action: Action) -> None:
             self.faults.get(str(action), lambda: None)()
 
-        pipeline = VocabularyPipeline(program, connect(program), Model(), before)
+        connections = connect(program)
+        pipeline = VocabularyPipeline(program, connections, Model(), before)
+        report = pipeline.recorder.failure_report = failure_report.connect_failure_report()
+        assert report is not None
+        closable: list[Closable] = [connections.channels, connections.collectives]
+        report.start(Interruption(pipeline.recorder, closable))
         try:
             pipeline.step()
         except ValueError:
@@ -259,16 +278,25 @@ class Step:
             wait_until_told()
 
 
-def check_cut_off(rank: int, result: RankResult) -> None:
-    """The rank has ended by an error that says what it waited for."""
-    assert result.exit_code == 1, (rank, result.exit_code, result.stderr)
-    assert re.search(
-        rf"PeerFailure: pipeline rank {rank} was waiting for {rank}[A-Z_]+\d "
-        r"\((to|from|with) (the other )?pipeline rank",
-        result.stderr,
-    ), result.stderr
-    assert re.search(rf"megatron_ext: pipeline rank {rank}, in {rank}\D", result.stderr)
-    assert "Fatal" not in result.stderr
+def ranks_cut_off(results: Mapping[int, RankResult]) -> list[int]:
+    """Those of these ranks that were cut off. The others have heard another's report; all must have
+    ended, and who was cut off must have said what it waited for."""
+    told = [
+        rank for rank, result in results.items() if "as another rank has failed" in result.stderr
+    ]
+    for rank, result in results.items():
+        assert result.exit_code == 1, (rank, result.exit_code, result.stderr)
+        assert "Fatal" not in result.stderr
+    cut_off = [rank for rank in results if rank not in told]
+    for rank in cut_off:
+        stderr = results[rank].stderr
+        assert re.search(
+            rf"PeerFailure: pipeline rank {rank} was waiting for {rank}[A-Z_]+\d "
+            r"\((to|from|with) (the other )?pipeline rank",
+            stderr,
+        ), stderr
+        assert re.search(rf"megatron_ext: pipeline rank {rank}, in {rank}\D", stderr)
+    return cut_off
 
 
 @pytest.mark.parametrize(
@@ -292,9 +320,7 @@ def test_every_rank_ends_when_one_fails(
     with running_ranks(3, Step({at: fault}), script) as running:
         results = running.wait()
     failed = parse(at).stage
-    for rank, result in enumerate(results):
-        if rank != failed:
-            check_cut_off(rank, result)
+    assert ranks_cut_off({rank: result for rank, result in enumerate(results) if rank != failed})
     result = results[failed]
     assert result.exit_code == exit_code, result.stderr
     assert "PeerFailure" not in result.stderr and "Fatal" not in result.stderr
@@ -312,8 +338,7 @@ def test_a_rank_whose_caller_goes_on_after_its_error(script: Script, at: str) ->
         running.send_signal(failed, signal.SIGUSR1)
         results = running.wait()
     assert results[failed].exit_code == 0, results[failed].stderr
-    for rank in others:
-        check_cut_off(rank, results[rank])
+    assert ranks_cut_off({rank: results[rank] for rank in others})
 
 
 def test_who_has_failed_does_not_wait_long_for_one_that_hangs(script: Script) -> None:
@@ -326,7 +351,7 @@ def test_who_has_failed_does_not_wait_long_for_one_that_hangs(script: Script) ->
     assert results[1].exit_code == 1, results[1].stderr
     assert "ValueError: the model is broken" in results[1].stderr
     assert "Fatal" not in results[1].stderr
-    check_cut_off(2, results[2])
+    ranks_cut_off({2: results[2]})
 
 
 def test_groups_are_closed_at_once() -> None:
@@ -344,6 +369,24 @@ def test_groups_are_closed_at_once() -> None:
         exchange.abandon()
 
     values(run_ranks(2, run))
+
+
+def test_a_group_that_does_not_close_is_waited_for_once() -> None:
+    """The end of the process waited for it anew."""
+
+    def run(rank: int) -> None:
+        never, waits = threading.Event(), list[float]()
+        group: Any = object()
+        patch = pytest.MonkeyPatch()
+        patch.setattr(dist.distributed_c10d, "_abort_process_group", lambda group: never.wait())
+        patch.setattr(threading.Thread, "join", lambda thread, timeout: waits.append(timeout))
+        patch.setattr(closing, "CLOSING_SECONDS", 0.01)
+        closing.close_groups({0: group})
+        time.sleep(0.01)
+        closing._wait()
+        assert waits[1:] == [0.0]
+
+    values(run_ranks(1, run, connect=False))
 
 
 def test_a_tensor_that_the_other_ranks_do_not_expect() -> None:

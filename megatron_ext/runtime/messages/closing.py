@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 CLOSING_SECONDS = 5.0
 
-_threads: list[threading.Thread] = []  # each closes a group
+_threads: dict[threading.Thread, float] = {}  # closes a group; until when it is waited for
 
 
 def close_groups(groups: dict[Any, dist.ProcessGroup]) -> None:
@@ -25,6 +25,7 @@ def close_groups(groups: dict[Any, dist.ProcessGroup]) -> None:
     closes too. So the first idle rank makes others fail, which then close their groups. The wait
     for groups that do not close is at most `CLOSING_SECONDS`.
     """
+    end = time.monotonic() + CLOSING_SECONDS
     while True:
         try:
             _, group = groups.popitem()
@@ -33,17 +34,17 @@ def close_groups(groups: dict[Any, dist.ProcessGroup]) -> None:
         thread = threading.Thread(target=_close, args=[[group]], daemon=True)
         del group
         thread.start()
-        _threads.append(thread)
+        _threads[thread] = end
     _wait()
 
 
 # A thread that is inside torch when the interpreter exits would crash the process.
 @atexit.register
 def _wait() -> None:
-    end = time.monotonic() + CLOSING_SECONDS
-    for thread in list(_threads):
+    for thread, end in list(_threads.items()):
         thread.join(max(0.0, end - time.monotonic()))
-    _threads[:] = [thread for thread in _threads if thread.is_alive()]
+        if not thread.is_alive():
+            _threads.pop(thread, None)
 
 
 def _close(last_reference: list[dist.ProcessGroup]) -> None:

@@ -2,7 +2,8 @@
 
 On gloo, ranks that wait for a failed one fail when its connections are cut. On NCCL a wait returns
 at once, and the others would go on until their devices hang, and then until torch's timeout. Even
-gloo does not tell the ranks of other pipelines, which wait in a reduction.
+gloo does not tell the ranks of other pipelines, which wait in a reduction, and forgets a send that
+was under way when the connection broke (`tx_` in its `Pair::signalException`).
 
 Each rank polls the store once a second, in a thread of its own: a store that does not answer delays
 neither the passes nor the watchdog.
