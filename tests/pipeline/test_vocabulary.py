@@ -279,7 +279,7 @@ class Step:
 
 
 def ranks_cut_off(results: Mapping[int, RankResult]) -> list[int]:
-    """Those of these ranks that were cut off. The others have heard another's report; all must have
+    """Return the ranks that were cut off. The others have heard another's report; all must have
     ended, and who was cut off must have said what it waited for."""
     told = [
         rank for rank, result in results.items() if "as another rank has failed" in result.stderr
