@@ -15,6 +15,17 @@ from collections.abc import Sequence
 from megatron_ext.runtime import watchdog
 from megatron_ext.runtime.messages.transport import Closable
 from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.store.failure_report import FailureReport, connect_failure_report
+
+
+def listen(recorder: Recorder, connections: Sequence[Closable]) -> FailureReport | None:
+    """Connect the failure report of ``recorder`` and start to listen for other ranks' failures,
+    which close ``connections``. Return the report; None if torch has no store. Collective over the
+    world."""
+    report = recorder.failure_report = connect_failure_report()
+    if report is not None:
+        report.start(Interruption(recorder, connections))
+    return report
 
 
 class Interruption:

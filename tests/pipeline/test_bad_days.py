@@ -129,7 +129,7 @@ class FullDisk:
 
 @dataclass(frozen=True)
 class Training:
-    """What each rank does: a launch of the training script."""
+    """Launch of the training script on each rank."""
 
     ranks: int
     port: int

@@ -99,7 +99,7 @@ def check_numbers(pipeline: Pipeline, steps: int = 1) -> None:
 
 
 def run_programs(programs: list[Program], varies: bool = False) -> Callable[[int], None]:
-    """What each rank does: all of ``programs``, one after the other."""
+    """Run of all ``programs``, one after the other, on each rank."""
 
     def run(rank: int) -> None:
         for program in programs:

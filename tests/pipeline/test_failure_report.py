@@ -23,7 +23,7 @@ from torch import Tensor  # noqa: E402
 from megatron_ext.compile.program.verify import Program  # noqa: E402
 from megatron_ext.compile.registry import choose  # noqa: E402
 from megatron_ext.runtime import watchdog  # noqa: E402
-from megatron_ext.runtime.interruption import Interruption  # noqa: E402
+from megatron_ext.runtime.interruption import listen  # noqa: E402
 from megatron_ext.runtime.messages.transport import (  # noqa: E402
     Boundary,
     Channels,
@@ -103,10 +103,7 @@ def connected(fault: Callable[[], None] | None, wanted: Callable[[], None]) -> P
     pipeline.recorder.rank_identity = rank_identity(world())
     pipeline.recorder.begin(5)
     watchdog.Watchdog(pipeline.recorder).start()
-    pipeline.recorder.failure_report = connect_failure_report()
-    assert pipeline.recorder.failure_report is not None
-    connections = [pipeline.connection, pipeline.communicators]
-    pipeline.recorder.failure_report.start(Interruption(pipeline.recorder, connections))
+    assert listen(pipeline.recorder, [pipeline.connection, pipeline.communicators]) is not None
     return pipeline
 
 
@@ -166,7 +163,7 @@ def nothing() -> None:
 
 @dataclass(frozen=True)
 class Step:
-    """What each rank does: a step of zb-h1 in which rank 1 fails in 1I2.
+    """Step of zb-h1 in which rank 1 fails in 1I2.
 
     ``wanted``: what the others do where they need a message; ``after``: after the step.
     """

@@ -54,7 +54,7 @@ def nothing() -> None:
 
 @dataclass(frozen=True)
 class Step:
-    """What each rank does: a watched step of zb-h1, in which something happens at some actions.
+    """Watched step of zb-h1 on three ranks, in which something happens at some actions.
 
     (zb-h1 on three ranks begins, on rank 1: 1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1.)
     """

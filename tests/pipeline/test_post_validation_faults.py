@@ -75,7 +75,7 @@ class Faulty(StepAtOnce):
 
 @dataclass(frozen=True)
 class Steps:
-    """What each rank does: two watched steps of zb-2p, in which one fails."""
+    """Two watched steps of zb-2p, in which one rank fails."""
 
     failing: int
     where: str

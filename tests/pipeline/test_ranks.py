@@ -1,13 +1,16 @@
 """Ranks of tests (`tests.helpers.ranks`): the process that keeps the stores at which they meet, the
-thread of each that polls sockets, and the memory of their frames."""
+thread of each that polls sockets, their scheduling, and the memory of their frames."""
 
 from __future__ import annotations
 
+import os
 import resource
+import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -43,6 +46,22 @@ def _polling_threads(rank: int) -> int:
         dist.all_reduce(torch.zeros(1), group=group)
     names = [task.read_text() for task in Path("/proc/self/task").glob("*/comm")]
     return names.count("gloo_tcp_loop\n")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has batch scheduling")
+def test_a_rank_has_batch_scheduling() -> None:
+    def policy(rank: int) -> int | None:
+        policy = os.sched_getscheduler(0)
+        try:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        except OSError:
+            return None
+        return policy
+
+    (policy_of_rank,) = values(run_ranks(1, policy, connect=False))
+    if policy_of_rank is None:
+        pytest.skip("this system refuses batch scheduling")
+    assert policy_of_rank == os.SCHED_BATCH
 
 
 def test_calls_of_a_rank_map_no_memory() -> None:

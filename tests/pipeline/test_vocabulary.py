@@ -18,10 +18,11 @@ import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from megatron_ext.compile.program.verify import Program  # noqa: E402
-from megatron_ext.runtime.interruption import Interruption  # noqa: E402
+from megatron_ext.runtime import watchdog  # noqa: E402
+from megatron_ext.runtime.interruption import listen  # noqa: E402
 from megatron_ext.runtime.messages import closing  # noqa: E402
 from megatron_ext.runtime.messages.collectives import Collectives, StepCollectives  # noqa: E402
-from megatron_ext.runtime.messages.transport import Closable, PeerFailure  # noqa: E402
+from megatron_ext.runtime.messages.transport import PeerFailure  # noqa: E402
 from megatron_ext.runtime.recorder import Recorder  # noqa: E402
 from megatron_ext.runtime.store import failure_report  # noqa: E402
 from megatron_ext.schedule.action import Action, Kind, parse  # noqa: E402
@@ -41,6 +42,7 @@ from tests.helpers.vocabulary import (  # noqa: E402
     connect,
     program_for,
 )
+from tests.pipeline.test_failure_report import tell_and_block, wait_for  # noqa: E402
 from tests.pipeline.test_faults import HERE, hang, kill, throw, wait_until_told  # noqa: E402
 
 # Of the difference from float64, relative, in the norm of a tensor: so many units in the last place
@@ -85,7 +87,7 @@ def check_step(pipeline: VocabularyPipeline) -> None:
 def train(
     programs: Sequence[Program], models: Sequence[Model], tensor_parallel: int = 1
 ) -> Callable[[int], None]:
-    """What each rank does: a step of every model under every program."""
+    """Step of every model under every program, on each rank."""
 
     def run(rank: int) -> None:
         connections = connect(programs[0], tensor_parallel)
@@ -240,23 +242,22 @@ def test_what_is_held(name: str, how: VocabularyParallel) -> None:
 
 # --- failures
 
-LISTENS_AFTER = 10.0  # seconds
-
 
 @dataclass(frozen=True)
 class Step:
-    """What each rank does: a step in which something happens at some actions.
+    """Step of zb-h1 on three ranks, in which something happens at some actions.
 
-    Its ranks listen for each other's failures as those of a training do, but much later than they
-    are cut off: gloo forgets a send that is under way when its connection breaks, so that a rank of
-    a collective may wait for ever.
+    The ranks listen for each other's failures as those of a training do, but by default much later
+    than they are cut off. They have to listen, because gloo forgets a send that is under way when
+    its connection breaks: a rank of a collective may then wait for ever.
     """
 
     faults: Mapping[str, Callable[[], None]]
     goes_on: bool = False
+    listens_every: float = 10.0  # seconds
 
     def __call__(self, rank: int) -> None:
-        failure_report.LOOK_SECONDS = LISTENS_AFTER
+        failure_report.LOOK_SECONDS = self.listens_every
         program = program_for("zb-h1", 3, 6, VocabularyParallel.TWO)
 
         def before(action: Action) -> None:
@@ -264,10 +265,9 @@ class Step:
 
         connections = connect(program)
         pipeline = VocabularyPipeline(program, connections, Model(), before)
-        report = pipeline.recorder.failure_report = failure_report.connect_failure_report()
-        assert report is not None
-        closable: list[Closable] = [connections.channels, connections.collectives]
-        report.start(Interruption(pipeline.recorder, closable))
+        assert (
+            listen(pipeline.recorder, [connections.channels, connections.collectives]) is not None
+        )
         try:
             pipeline.step()
         except ValueError:
@@ -279,17 +279,20 @@ class Step:
 
 
 def ranks_cut_off(results: Mapping[int, RankResult]) -> list[int]:
-    """Return the ranks that were cut off. The others have heard another's report; all must have
-    ended, and who was cut off must have said what it waited for."""
-    told = [
-        rank for rank, result in results.items() if "as another rank has failed" in result.stderr
-    ]
+    """Return the ranks that were cut off. The others have heard another's report. All must have
+    ended and said where they were; those that were cut off, what they waited for."""
+    cut_off = []
     for rank, result in results.items():
-        assert result.exit_code == 1, (rank, result.exit_code, result.stderr)
-        assert "Fatal" not in result.stderr
-    cut_off = [rank for rank in results if rank not in told]
-    for rank in cut_off:
-        stderr = results[rank].stderr
+        stderr = result.stderr
+        assert result.exit_code == 1, (rank, result.exit_code, stderr)
+        assert "Fatal" not in stderr
+        heard = (
+            r"megatron_ext: pipeline rank (\d) .*: it ends, as another rank has failed: pipeline"
+        )
+        if match := re.search(heard, stderr):
+            assert match[1] == str(rank), stderr
+            continue
+        cut_off.append(rank)
         assert re.search(
             rf"PeerFailure: pipeline rank {rank} was waiting for {rank}[A-Z_]+\d "
             r"\((to|from|with) (the other )?pipeline rank",
@@ -341,6 +344,24 @@ def test_a_rank_whose_caller_goes_on_after_its_error(script: Script, at: str) ->
     assert ranks_cut_off({rank: results[rank] for rank in others})
 
 
+def wait_for_ever() -> None:
+    """Wait as a collective whose send gloo has forgotten."""
+    watchdog.GRACE_SECONDS = 0.1
+    tell_and_block()
+
+
+def throw_once_rank_1_waits() -> None:
+    wait_for(1)
+    throw()
+
+
+def test_a_rank_that_is_not_cut_off_is_told(script: Script) -> None:
+    step = Step({"0S0": throw_once_rank_1_waits, "1S0": wait_for_ever}, listens_every=0.1)
+    with running_ranks(3, step, script) as running:
+        results = running.wait()
+    assert 1 not in ranks_cut_off({rank: results[rank] for rank in (1, 2)})
+
+
 def test_who_has_failed_does_not_wait_long_for_one_that_hangs(script: Script) -> None:
     """Rank 0 is the root of a broadcast that rank 1 has posted ahead: until it comes, gloo keeps
     the group, on a thread that must not stand in the way of the process's end."""
@@ -372,7 +393,7 @@ def test_groups_are_closed_at_once() -> None:
 
 
 def test_a_group_that_does_not_close_is_waited_for_once() -> None:
-    """The end of the process waited for it anew."""
+    """At its end the process waited once more for the group."""
 
     def run(rank: int) -> None:
         never, waits = threading.Event(), list[float]()

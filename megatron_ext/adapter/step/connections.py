@@ -19,7 +19,7 @@ from megatron_ext.config import PipelineConfig
 from megatron_ext.logger import logger
 from megatron_ext.runtime.host.memory import HostMemory
 from megatron_ext.runtime.host.offload import ActivationOffload
-from megatron_ext.runtime.interruption import Interruption
+from megatron_ext.runtime.interruption import listen
 from megatron_ext.runtime.messages.batched import BatchedTransport, PipelineGroup
 from megatron_ext.runtime.messages.channels import Channels
 from megatron_ext.runtime.messages.collectives import Collectives
@@ -28,7 +28,6 @@ from megatron_ext.runtime.messages.transport import Boundary, Transport
 from megatron_ext.runtime.rank_identity import rank_identity
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.stage_io import Messages
-from megatron_ext.runtime.store.failure_report import connect_failure_report
 from megatron_ext.runtime.watchdog import Watchdog
 from megatron_ext.schedule.problem import P2P, Offload, VocabularyParallel
 
@@ -93,10 +92,9 @@ class Connections:
     def listen(self) -> None:
         """Start to listen for failures of other ranks, and end with them. Collective over the
         world."""
-        words = self.recorder.failure_report = connect_failure_report()
-        if words is not None:
-            words.start(Interruption(self.recorder, self._closable()))
-            weakref.finalize(self, words.stop)
+        report = listen(self.recorder, self._closable())
+        if report is not None:
+            weakref.finalize(self, report.stop)
 
     def end(self) -> None:
         """Stop listening and watching, as the process groups end. torch ends the groups

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 CLOSING_SECONDS = 5.0
 
-_threads: dict[threading.Thread, float] = {}  # closes a group; until when it is waited for
+_threads: dict[threading.Thread, float] = {}  # that close a group, and until when each is awaited
 
 
 def close_groups(groups: dict[Any, dist.ProcessGroup]) -> None:
