@@ -44,9 +44,16 @@ def from_argv(argv: Sequence[str]) -> PipelineConfig:
 
 def given_in(argv: Sequence[str]) -> dict[str, str | bool]:
     """Return the values of the settings whose flags are in a script's command line."""
+    return given_and_others(argv)[0]
+
+
+def given_and_others(argv: Sequence[str]) -> tuple[dict[str, str | bool], list[str]]:
+    """Return the values of the settings whose flags are in ``argv``, and its other words."""
     parser = add_flags(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
-    arguments = vars(parser.parse_known_args(argv)[0])
-    return {name: arguments[PREFIX + name] for name in _settings() if says(argv, name)}
+    parsed, others = parser.parse_known_args(argv)
+    arguments = vars(parsed)
+    given = {name: arguments[PREFIX + name] for name in _settings() if says(argv, name)}
+    return given, others
 
 
 def settings_given(argv: Sequence[str]) -> bool:

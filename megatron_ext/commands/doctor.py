@@ -68,13 +68,12 @@ def doctor(
 
 def _show_environment(words: Sequence[str], patches: bool, versions: bool, as_json: bool) -> None:
     from megatron_ext.doctor.doctor import diagnose
-    from megatron_ext.launch_command.importing import as_on, quickly, silently
+    from megatron_ext.launch_command.importing import quickly, silently
     from megatron_ext.written_settings import from_argv
 
     try:
         config: PipelineConfig = from_argv(words)
-        # As in a rank started here, without Megatron's messages, and without slow imports.
-        with silently(), as_on(Path.cwd(), {}), quickly():
+        with silently(), quickly():
             diagnosis = diagnose(config)
     except ValueError as error:
         fail(error)

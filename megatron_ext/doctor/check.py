@@ -70,7 +70,7 @@ def check_launch(launch: Launch, world_size: int | None, gpu_memory: str | None)
     folder = Path() if launch.is_module else folder
     # A check fetches nothing.
     environment = {"HF_HUB_OFFLINE": "1"} | dict(launch.environment)
-    with silently(), as_on(folder.absolute(), environment):
+    with silently(), as_on(None if launch.log else folder.absolute(), environment):
         script = _check_script(report, launch)
         with_flags = report.attempt("flags", lambda: with_variables(launch, script))
         if with_flags is not None:
@@ -241,7 +241,7 @@ def _planned(
     chooses."""
     from megatron_ext.launch_planner.launch_choice import choose_for
 
-    chosen = choose_for(launch.arguments, config, world_size, room)
+    chosen = choose_for(launch.arguments, config, world_size, room, may_run_code=launch.log is None)
     instead = f" in place of {' '.join(chosen.dropped)}" if chosen.dropped else ""
     text = f"takes {shlex.join(chosen.flags)}{instead}: {chosen.why}"
     report.add(Severity.RIGHT, "plan", text)

@@ -133,13 +133,20 @@ def _environment() -> dict[str, str]:
 
 
 def _megatron() -> str:
-    """Return the imported version and its folder: a checkout may hide an installed one."""
+    """Return the imported version and its folder: a checkout may hide an installed one. Ranks that
+    start in this folder import its own."""
+    here, folder, text = Path.cwd() / "megatron" / "core", None, "not installed"
     try:
         version = resolve("megatron.core:__version__")
     except PatchError:
-        return "not installed"
-    number = version.original.partition("+")[0]  # then comes the commit of any repository around
-    return f"{number} ({Path(version.owner.__file__).parent})"
+        pass
+    else:
+        folder = Path(version.owner.__file__).parent
+        number = version.original.partition("+")[0]  # then comes the commit of the repository
+        text = f"{number} ({folder})"
+    if here.is_dir() and here.resolve() != (folder and folder.resolve()):
+        text += "; not the one of this folder: PYTHONPATH=. megatron-ext doctor looks at that"
+    return text
 
 
 def _versions() -> list[dict[str, str]]:

@@ -18,10 +18,15 @@ _LOGGER = "wandb"  # which Megatron imports where it is there, and needs only to
 
 
 @contextlib.contextmanager
-def as_on(folder: Path, environment: Mapping[str, str]) -> Iterator[None]:
+def as_on(folder: Path | None, environment: Mapping[str, str]) -> Iterator[None]:
     """Set the environment of a launch command, and search modules as a rank started in ``folder``
-    does: a checkout of Megatron there hides an installed one."""
-    path = [str(folder), *environment.get("PYTHONPATH", "").split(os.pathsep)]
+    does: a checkout of Megatron there hides an installed one.
+
+    None searches no folder in addition: what is read is data, and a file that lies next to it must
+    not run.
+    """
+    path = ["" if folder is None else str(folder)]
+    path += environment.get("PYTHONPATH", "").split(os.pathsep)
     with (
         mock.patch.dict(os.environ, environment),
         mock.patch.object(sys, "path", [*filter(None, path), *sys.path]),

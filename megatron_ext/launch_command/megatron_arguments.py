@@ -341,11 +341,12 @@ def load_tokenizer(args: Any) -> int:
     return int(args.padded_vocab_size or 0)
 
 
-def count_tokens(args: Any) -> int | None:
-    """Return the number of the tokenizer's tokens, not padded; None if no tokenizer can be
-    built."""
+def count_tokens(args: Any, *, may_run_code: bool = True) -> int | None:
+    """Return the number of the tokenizer's tokens, not padded; None if no tokenizer can be built,
+    or only by code of its own that must not run."""
     args = copy.copy(args)
     args.rank = 0
+    args.trust_remote_code = args.trust_remote_code and may_run_code
     try:
         with _as_value_error():
             return int(build_tokenizer(args).vocab_size)

@@ -63,6 +63,8 @@ def choose_for(
     config: PipelineConfig,
     world_size: int,
     gpu_memory: float | None = None,
+    *,
+    may_run_code: bool = True,
 ) -> Chosen:
     """Return the schedule for the launch command with the arguments ``argv``: Megatron's own as
     given there, a stable one, or one that an ``auto`` leaves open, by the rules of `verdict`.
@@ -73,6 +75,7 @@ def choose_for(
     Args:
         world_size: ranks of the launch.
         gpu_memory: bytes of a GPU; None: those of the GPU here, if there is one.
+        may_run_code: whether a tokenizer may run code of its own, if ``argv`` allows it.
 
     Raises:
         ValueError: no schedule can run so.
@@ -89,7 +92,7 @@ def choose_for(
     if given:
         methods = {method for method in methods if method.vocabulary is config.vocab_parallel}
     with silently():  # Megatron repeats its messages after the choice
-        tokens = megatron_arguments.count_tokens(args)
+        tokens = megatron_arguments.count_tokens(args, may_run_code=may_run_code)
         if not given and tokens is None and args.padded_vocab_size is None:
             methods &= {VocabMethod.NAIVE}  # nothing tells whether dividing it saves time
         variants = LaunchVariants(

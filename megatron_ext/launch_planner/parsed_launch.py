@@ -99,11 +99,13 @@ def with_launch[T](request: LaunchRequest, work: Callable[[ParsedLaunch], T]) ->
         ValueError, PatchError: as `plan_launch`.
     """
     launch = request.launch
-    folder = Path()
-    if launch is not None and launch.installs is False and not launch.is_module:
-        folder = Path(launch.script).parent
+    folder: Path | None = Path.cwd()
+    if launch is not None and launch.log is not None:
+        folder = None
+    elif launch is not None and launch.installs is False and not launch.is_module:
+        folder = Path(launch.script).parent.absolute()
     environment = {} if launch is None else launch.environment
-    with silently(), as_on(folder.absolute(), {"HF_HUB_OFFLINE": "1", **environment}):
+    with silently(), as_on(folder, {"HF_HUB_OFFLINE": "1", **environment}):
         try:
             with quickly():
                 from megatron_ext.launch_command import megatron_arguments
@@ -147,7 +149,8 @@ def _read(request: LaunchRequest, args: Any, megatron_arguments: Any) -> ParsedL
     remarks = [] if request.launch is None else list(request.launch.remarks)
     remarks += _assumed(request, ranks, is_measured=measured is not None)
     ranks = ranks or megatron_arguments.least_world_size(args)
-    tokens = megatron_arguments.count_tokens(args) or args.vocab_size
+    is_data = request.launch is None or request.launch.log is not None  # which runs no code
+    tokens = megatron_arguments.count_tokens(args, may_run_code=not is_data) or args.vocab_size
     methods = _METHODS
     if tokens is None and args.padded_vocab_size is None:
         remarks.append("the vocabulary is not known: add --padded-vocab-size N, it counts")

@@ -518,13 +518,19 @@ def test_restarts_begin_where_a_checkpoint_is(tmp_path: Path) -> None:
     assert not of_restarts(Severity.REMARK, command.replace("--max-restarts 2", ""))
 
 
-def test_the_megatron_of_the_ranks_is_the_one_that_is_checked(tmp_path: Path) -> None:
-    """A checkout that the launch would import was passed over for the installed one."""
+def test_a_bare_doctor_runs_nothing_of_the_working_directory(tmp_path: Path) -> None:
+    """Any folder's modules were imported, those of a download too. A checkout of Megatron there is
+    named, and looked at if PYTHONPATH says so."""
     fork = tmp_path / "megatron" / "core"
     fork.mkdir(parents=True)
     (fork / "__init__.py").write_text("raise RuntimeError('the fork is here')")
     program = "from megatron_ext.cli import app; app(['doctor', '--json'])"
-    ran = subprocess.run([sys.executable, "-P", "-c", program], cwd=tmp_path, capture_output=True)
+    words = [sys.executable, "-P", "-c", program]
+    ran = subprocess.run(words, cwd=tmp_path, capture_output=True)
+    assert b"the fork is here" not in ran.stdout and ran.returncode == 0, ran.stderr
+    assert b"not the one of this folder: PYTHONPATH=. megatron-ext doctor looks" in ran.stdout
+    environment = {**os.environ, "PYTHONPATH": "."}
+    ran = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True)
     assert b"the fork is here" in ran.stdout, ran.stderr
 
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +18,11 @@ from typer.testing import CliRunner
 from megatron_ext.cli import app
 from megatron_ext.launch_command import megatron_arguments
 from megatron_ext.launch_command.importing import silently
-from megatron_ext.launch_command.log.megatron_log import launch_from_log, read_log
+from megatron_ext.launch_command.log.megatron_log import launch_from, launch_from_log, read_log
 from megatron_ext.launch_command.log.unparse import unparse
+from megatron_ext.launch_command.words import read_launch
 from megatron_ext.launch_planner import launch_job, parsed_launch
+from megatron_ext.launch_planner.parsed_launch import LaunchRequest, with_launch
 from megatron_ext.planner.candidate import VocabMethod
 from megatron_ext.written_settings import from_argv
 from tests.helpers.few_families import only_families
@@ -180,6 +186,99 @@ def test_a_log_without_arguments_is_refused(text: str, why: str, tmp_path: Path)
     with pytest.raises(ValueError) as error:
         launch_from_log(path)
     assert str(error.value).startswith(f"--megatron-args {path}: ") and why in str(error.value)
+
+
+PROGRAM = "open('HAS_RUN', 'w').close()"
+
+
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        ("schedule", "mine.py"),
+        ("schedule", "mine.py:depth=2"),
+        ("schedule", "my own .py"),
+        ("schedule", "[mine .py"),
+        ("race", "zb-h1 mine.py"),
+    ],
+)
+@pytest.mark.parametrize("command", ["plan", "doctor"])
+def test_a_log_runs_no_schedule(
+    setting: str, text: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Python file that a log names as its schedule was executed: a log is data, which anybody may
+    have written."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine.py", "my own .py", "[mine .py", "[mine.py"):
+        (tmp_path / name).write_text(PROGRAM)
+    path = log_of(block(**{f"pipeline_{setting}": text}), tmp_path)
+    ended = CliRunner().invoke(app, [command, "--megatron-args", str(path)])
+    assert ended.exit_code == 2 and not (tmp_path / "HAS_RUN").exists(), ended.output
+    assert f"--megatron-args {path}: the log has --pipeline-{setting} {text}" in ended.output
+    assert f"-- --pipeline-{setting} {shlex.quote(text)}" in ended.output
+
+
+def test_the_command_line_names_a_logs_schedule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A log cannot, so flags of ours may follow it, and count in place of the log's own."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(PROGRAM)
+    values = {"pipeline_schedule": "other.py", "pipeline_memory_limit": "0.5x"}
+    path = log_of(block(**values), tmp_path)
+    command = ["doctor", "--megatron-args", str(path), "--", "--pipeline-schedule", "mine.py"]
+    ended = CliRunner().invoke(app, command)
+    assert (tmp_path / "HAS_RUN").exists(), ended.output
+    words = launch_from(command[4:], path).arguments
+    assert words[-4:] == (*command[4:], "--pipeline-memory-limit", "0.5x")
+    with pytest.raises(ValueError, match="'--lr 1', are both given"):
+        launch_from([*command[4:], "--lr", "1"], path)
+
+
+def test_a_list_of_a_log_has_no_flags(tmp_path: Path) -> None:
+    """Items of a list became words of the command line, and so flags: of a schedule that is a
+    program, for one."""
+    for items in (["a", "--pipeline-schedule", "mine.py"], ["-h"], ["1", "--"]):
+        with pytest.raises(ValueError, match="is not understood as a list"):
+            launch_from_log(log_of(block(data_path=items), tmp_path))
+    words = launch_from_log(log_of(block(data_path=["-1", "a-b"]), tmp_path)).arguments
+    assert words[-3:] == ("--data-path", "-1", "a-b")
+
+
+def test_a_log_imports_nothing_that_lies_around(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The working directory stood first on the path of modules while a log was read, as for a
+    launch command, whose ranks import from there."""
+    evil = "raise SystemExit('code of the working directory runs')"
+    for module in ("megatron/core/__init__.py", "layers.py", "wandb.py", "apex.py", "numba.py"):
+        (tmp_path / module).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / module).write_text(evil)
+    log_of(printed(model_flags(**LARGE, spec=("layers", "own")), 16, capsys), tmp_path)
+    program = "from megatron_ext.cli import app; app(['doctor', '--megatron-args', 'train.log'])"
+    words = [sys.executable, "-P", "-c", program]
+    ran = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert ran.returncode == 0 and "nothing is wrong" in ran.stdout, ran.stdout + ran.stderr
+    assert "--spec layers own" in ran.stdout and "code of the working" not in ran.stdout
+
+
+@pytest.mark.parametrize("is_log", [True, False])
+def test_a_log_runs_no_code_of_a_tokenizer(
+    is_log: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tokenizer that a log names ran code of its own if the log trusts it."""
+    allowed = []
+
+    def build(args: Any) -> None:
+        allowed.append(args.trust_remote_code)
+        raise ValueError
+
+    monkeypatch.setattr(megatron_arguments, "build_tokenizer", build)
+    flags = model_flags(**LARGE, trust_remote_code=True)
+    launch = read_launch(["torchrun", "--nproc-per-node", "16", SCRIPT.name, *flags])
+    if is_log:
+        launch = replace(launch, log=tmp_path)
+    with_launch(LaunchRequest(launch), lambda parsed: None)
+    assert allowed == [not is_log]
 
 
 @pytest.mark.parametrize("command", ["plan", "doctor"])

@@ -17,13 +17,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_ext.config import PREFIX
+from megatron_ext.compile.registry import file_of
+from megatron_ext.config import PREFIX, flag
 from megatron_ext.cost_model.gpus import name_of_gpu
 from megatron_ext.launch_command import bridge_recipe
 from megatron_ext.launch_command.importing import as_on, quickly, silently
 from megatron_ext.launch_command.words import Launch, read_launch
 from megatron_ext.patches.engine import PatchError
-from megatron_ext.words import counted
+from megatron_ext.words import counted, shown
+from megatron_ext.written_settings import Given, given_and_others
 
 OPTION = "--megatron-args"
 _SCRIPT = "pretrain_gpt.py"  # assumed: no log names its script
@@ -156,21 +158,26 @@ def launch_from(words: Sequence[str], log: Path | None, recipe: str | None = Non
         return bridge_recipe.launch_from_recipe(recipe, words)
     if log is None:
         return read_launch(words)
-    if words:
+    settings, others = given_and_others(words)
+    if others:
         raise ValueError(
-            f"{OPTION} {log} and a launch command, {shlex.join(words[:3])!r}, are both given, and "
-            "each has the arguments: give only one of the two"
+            f"{OPTION} {log} and a launch command, {shlex.join(others[:3])!r}, are both given, and "
+            f"each has the arguments: give only one of the two; flags of ours may follow behind --"
         )
-    return launch_from_log(log)
+    return launch_from_log(log, settings)
 
 
-def launch_from_log(path: Path) -> Launch:
-    """Return the launch of the training that wrote the log ``path``.
+def launch_from_log(path: Path, settings: Given | None = None) -> Launch:
+    """Return the launch of the training that wrote the log ``path``, with ``settings`` of a command
+    line in place of its own.
+
+    A log is data, which others may have written: what it names is not imported.
 
     Raises:
-        ValueError: the log cannot be read, or does not tell.
+        ValueError: the log cannot be read, does not tell, or names a schedule that is a program.
         PatchError: Megatron, which knows the flags, is not installed.
     """
+    settings = settings or {}
     try:
         with path.open(errors="replace") as lines:
             log = read_log(lines)
@@ -180,16 +187,22 @@ def launch_from_log(path: Path) -> Launch:
         ) from None
     except ValueError as error:
         raise ValueError(f"{OPTION} {path}: {error}") from None
-    with silently(), as_on(Path.cwd(), {"HF_HUB_OFFLINE": "1"}):
+    given = {f"{PREFIX}{name}": str(value) for name, value in settings.items()}
+    printed = {**log.arguments, **given}
+    for name in ("schedule", "race"):
+        if PREFIX + name not in given:
+            _refuse_program(path, name, printed.get(PREFIX + name, ""))
+    with silently(), as_on(None, {"HF_HUB_OFFLINE": "1"}):
         try:
             with quickly():
                 from megatron_ext.launch_command.log.unparse import unparse
         except ImportError as error:
             raise PatchError(
-                f"{OPTION} needs Megatron, which cannot be imported here: {error}"
+                f"{OPTION} needs Megatron, which cannot be imported here: {error}; of the working "
+                f"directory nothing is imported for a log, so set PYTHONPATH to a checkout"
             ) from error
         try:
-            unparsed = unparse(log.arguments)
+            unparsed = unparse(printed)
         except ValueError as error:
             raise ValueError(
                 f"{OPTION} {path}: this Megatron does not take what the log has: {error}; "
@@ -219,11 +232,23 @@ def launch_from_log(path: Path) -> Launch:
         is_module=False,
         arguments=words,
         world_size=ranks,
-        installs=f"{PREFIX}schedule" in log.arguments,
+        installs=f"{PREFIX}schedule" in printed,
         log=path,
         remarks=tuple(remarks),
         gpu=log.gpu,
     )
+
+
+def _refuse_program(path: Path, name: str, text: str) -> None:
+    """Raise ValueError if the log ``path`` has a Python file in the setting ``name``."""
+    for spec in (text, *text.split()):
+        file = file_of(spec)
+        if file is not None and file.suffix == ".py":
+            raise ValueError(
+                f"{OPTION} {path}: the log has {flag(name)} {shown(text)}, which is a program, and "
+                f"a log runs none: if you trust the file, name it on the command line: "
+                f"{OPTION} {path} -- {flag(name)} {shlex.quote(text)}"
+            )
 
 
 def _gpus_of_node(ranks: int) -> int:

@@ -48,6 +48,7 @@ _DTYPES = {
 }
 _ENUM = re.compile(r"[A-Z]\w+\.\w+")
 _ENUM_IN_LIST = re.compile(r"<\w+\.(\w+): [^>]*>")
+_NUMBER = re.compile(r"-[\d.]+(e[-+]?\d+)?")
 _NONE = "None"
 
 
@@ -162,6 +163,8 @@ def _values(action: argparse.Action, text: str) -> list[str]:
             return [choice]
     if text.startswith("[") and action.nargs is not None:
         return _items(action.dest, text)
+    if action.dest.startswith(PREFIX):
+        return [text]
     if text.startswith("["):  # an expression such as ([0]*3+[1]*5), which has no spaces
         return [text.replace(" ", "")]
     return [_DTYPES.get(text, text)]
@@ -169,6 +172,9 @@ def _values(action: argparse.Action, text: str) -> list[str]:
 
 def _items(name: str, text: str) -> list[str]:
     try:
-        return [str(value) for value in ast.literal_eval(_ENUM_IN_LIST.sub(r"'\1'", text))]
-    except (SyntaxError, ValueError):
-        raise ValueError(f"{name} {shown(text)} is not understood as a list") from None
+        items = [str(value) for value in ast.literal_eval(_ENUM_IN_LIST.sub(r"'\1'", text))]
+    except (MemoryError, RecursionError, SyntaxError, TypeError, ValueError):
+        items = ["--"]
+    if any(item.startswith("-") and not _NUMBER.fullmatch(item) for item in items):
+        raise ValueError(f"{name} {shown(text)} is not understood as a list")  # it would be a flag
+    return items
