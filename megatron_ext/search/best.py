@@ -20,6 +20,7 @@ from megatron_ext.compile.program.memory import amount_of, bytes_for, in_bytes, 
 from megatron_ext.compile.program.simulate import step_seconds
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import cut_as_in, on_placement
+from megatron_ext.compile.size import check_table
 from megatron_ext.compile.transforms.recompute import recompute
 from megatron_ext.schedule.action import Action, Kind
 from megatron_ext.schedule.kinds import Held
@@ -110,6 +111,7 @@ def _stored(name: str, problem: Problem, effort_name: str) -> Schedule | None:
     if text is None:
         return None
     try:
+        check_table(text, "cached schedule")
         rows = cut_as_in(problem, from_csv(text, name)).rows
     except ValueError:
         return None

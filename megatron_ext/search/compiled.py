@@ -456,28 +456,32 @@ def _pop(heap: Whole, entries: int) -> int:
 def _compiled() -> Callable[..., int]:
     """Return `_pack` compiled for the types of its arguments here."""
     with task("compiling the packer of plans once for all later runs"):
+        top = disk_cache.directory()
+        folder = None if top is None else top / "numba"
         try:
-            return _cached()
+            if top and folder and disk_cache.is_private(top) and disk_cache.is_private(folder):
+                return _cached(folder)
         except Exception as error:  # where numba's cache is broken, whatever its pickles raise
             remark(
-                f"the compiled packer of plans cannot be stored in {_folder()} "
+                f"the compiled packer of plans cannot be stored in {folder} "
                 f"({error or type(error)}), so each run compiles it; empty that folder if it is "
-                f"broken, or set XDG_CACHE_HOME to a folder that can be written"
+                f"broken, or set XDG_CACHE_HOME to a folder that only you can write"
             )
-            dispatcher: Any = njit(_pack)
-            dispatcher.compile(_SIGNATURE)
-            return dispatcher
+        dispatcher: Any = njit(_pack)
+        dispatcher.compile(_SIGNATURE)
+        return dispatcher
 
 
-def _cached() -> Callable[..., int]:
-    """Return `_pack`, compiled or from the user's cache directory, since that of this package may
-    be read-only.
+def _cached(folder: Path) -> Callable[..., int]:
+    """Return `_pack`, compiled or from ``folder``, since numba's folder next to this file may be
+    read-only.
 
     Raises:
-        Exception: whatever numba raises if the cache is broken, OSError if it cannot be written.
+        Exception: whatever numba raises if the cache is broken, OSError if it cannot be written or
+            has what numba must not load.
     """
-    folder = _folder()
-    folder.mkdir(parents=True, exist_ok=True)
+    if (foreign := disk_cache.foreign_file(folder)) is not None:
+        raise OSError(f"{foreign.name} in it is not what numba wrote")
     tempfile.TemporaryFile(
         dir=folder
     ).close()  # otherwise numba would use a folder next to this file
@@ -489,7 +493,3 @@ def _cached() -> Callable[..., int]:
         numba.config.CACHE_DIR = previous
     dispatcher.compile(_SIGNATURE)
     return dispatcher
-
-
-def _folder() -> Path:
-    return disk_cache.directory() / "numba"

@@ -1,7 +1,8 @@
 """Cache of results that took a while to compute, in the user's cache directory.
 
 A cache may vanish, break or be unwritable at any time. The work is repeated then, and the user is
-told once that nothing can be stored.
+told once that nothing can be stored. What is compiled runs when it is loaded, so a folder is used
+only if nobody else can have written there.
 """
 
 from __future__ import annotations
@@ -9,17 +10,69 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import stat
 import tempfile
 from pathlib import Path
 
 from megatron_ext.progress import remark
+from megatron_ext.text_file import LARGEST
+
+_WRITABLE, _REACHABLE = 0o022, 0o011  # for others
 
 
-def directory() -> Path:
+def directory() -> Path | None:
     """Return the folder of the entries: ``$XDG_CACHE_HOME/megatron_ext``, by default in
-    ``~/.cache``."""
+    ``~/.cache``; None if the user has no home."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    if base.startswith("~"):
+        _remark("there is no home for a cache")
+        return None
     return Path(base) / "megatron_ext"
+
+
+def is_private(folder: Path) -> bool:
+    """Return whether ``folder``, which is made if it is missing, is one where nobody else can have
+    put anything. If not, a remark says once why it is not used.
+
+    Raises:
+        OSError: it cannot be made or looked at.
+    """
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    for path in reversed(missing):
+        path.mkdir(0o700, exist_ok=True)  # another rank may have made it
+        path.chmod(0o700)  # whatever the umask
+    status = folder.stat()
+    if status.st_uid != os.geteuid():
+        _remark(f"{folder} is not used: it belongs to user {status.st_uid}, not {os.geteuid()}")
+        return False
+    if status.st_mode & _WRITABLE:
+        _remark(f"{folder} is not used: others may write there; remove it")
+        return False
+    return True
+
+
+def _remark(why: str) -> None:
+    remark(
+        f"{why}. Each run searches and compiles again; set XDG_CACHE_HOME to a folder that only "
+        f"you can write"
+    )
+
+
+def foreign_file(folder: Path) -> Path | None:
+    """Return an entry of the private ``folder`` that others may have written, or that is no file to
+    be read: a link, a device, or too large; None if there is none."""
+    is_reachable = folder.stat().st_mode & _REACHABLE
+    for path in folder.rglob("*"):
+        status = path.lstat()
+        kind = stat.S_IFMT(status.st_mode)
+        if (
+            kind not in (stat.S_IFREG, stat.S_IFDIR)
+            or status.st_uid != os.geteuid()
+            or status.st_size > LARGEST
+            or (is_reachable and status.st_mode & _WRITABLE)
+        ):
+            return path
+    return None
 
 
 # Packages of megatron_ext whose code decides what a search finds. A test compares them with what
@@ -37,34 +90,47 @@ def _code() -> str:
     return digest.hexdigest()
 
 
-def _path(name: str, inputs: str) -> Path:
+def _path(folder: Path, name: str, inputs: str) -> Path:
     key = hashlib.sha256(f"{_code()}\n{inputs}".encode()).hexdigest()
-    return directory() / f"{name}-{key[:32]}.csv"
+    return folder / f"{name}-{key[:32]}.csv"
 
 
 def load(name: str, inputs: str) -> str | None:
     """Return the text stored for ``inputs``, which are all that the result depends on except our
     code; None if there is none."""
+    folder = directory()
     try:
-        return _path(name, inputs).read_text()
+        if folder is None or not is_private(folder):
+            return None
+        return _read(_path(folder, name, inputs))
     except (OSError, UnicodeDecodeError):
         return None
 
 
+def _read(path: Path) -> str | None:
+    """Return the text of ``path``; None if it is no regular file, or too large."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK)) as file:  # a pipe would block
+        status = os.fstat(file.fileno())
+        is_entry = stat.S_ISREG(status.st_mode) and status.st_size <= LARGEST
+        return file.read() if is_entry else None
+
+
 def store(name: str, inputs: str, text: str) -> None:
     """Store ``text``. Readers see the whole of it or nothing."""
-    path = _path(name, inputs)
+    folder = directory()
+    if folder is None:
+        return
     try:
-        _write(path, text)
+        if is_private(folder):
+            _write(_path(folder, name, inputs), text)
     except OSError as error:
         remark(
-            f"found schedules cannot be stored in {path.parent} ({error.strerror}), so each run "
-            f"searches again; set XDG_CACHE_HOME to a folder that can be written"
+            f"found schedules cannot be stored in {folder} ({error.strerror}), so each run "
+            f"searches again; set XDG_CACHE_HOME to a folder that only you can write"
         )
 
 
 def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     try:
         with os.fdopen(handle, "w") as file:

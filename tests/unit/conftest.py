@@ -32,8 +32,10 @@ def own_cache(
         provider = getattr(pytestconfig, "cache", None)  # none with -p no:cacheprovider
         if provider:
             compiled = cache / "megatron_ext" / "numba"
-            compiled.parent.mkdir()
-            compiled.symlink_to(provider.mkdir("numba"))
+            compiled.parent.mkdir(0o700)
+            shared = provider.mkdir("numba")
+            shared.chmod(0o700)  # where others may write, nothing is loaded
+            compiled.symlink_to(shared)
         yield
 
 

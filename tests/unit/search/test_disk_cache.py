@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ast
+import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron_ext import progress
 from megatron_ext.search import disk_cache
 
 ROOT = Path(__file__).resolve().parents[3] / "megatron_ext"
@@ -44,3 +48,142 @@ def test_another_code_is_another_entry(
     assert disk_cache.load("v", "inputs") is None
     monkeypatch.undo()
     disk_cache._code.cache_clear()
+
+
+@pytest.fixture
+def heard(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Remarks of the test."""
+    texts: list[str] = []
+    monkeypatch.setattr(progress, "_REMARKS", set())
+    with progress.reporting(texts.append):
+        yield texts
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home" / "cache"))
+    return tmp_path / "home" / "cache" / "megatron_ext"
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o777])
+def test_a_cache_is_its_users_alone(umask: int, folder: Path) -> None:
+    """Under umask 000 anybody could put compiled code into it, which the next run executed."""
+    before = os.umask(umask)
+    try:
+        disk_cache.store("v", "inputs", "result")
+    finally:
+        os.umask(before)
+    assert disk_cache.load("v", "inputs") == "result"
+    for path in (folder, folder.parent, folder.parent.parent):
+        assert path.stat().st_mode & 0o777 == 0o700, path
+
+
+@pytest.mark.parametrize("fault", ["writable", "group", "foreign"])
+def test_a_cache_that_others_may_have_filled_is_not_used(
+    fault: str, folder: Path, heard: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its results were taken, and its compiled code executed, whoever had put them there."""
+    disk_cache.store("v", "inputs", "result")
+    if fault == "foreign":
+        owner = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    else:
+        folder.chmod(0o777 if fault == "writable" else 0o770)
+    entries = sorted(folder.iterdir())
+    for _ in range(2):
+        assert disk_cache.load("v", "inputs") is None
+        disk_cache.store("v", "others", "result")
+    assert sorted(folder.iterdir()) == entries
+    (line,) = heard
+    assert f"{folder} is not used" in line and "XDG_CACHE_HOME" in line
+
+
+@pytest.mark.parametrize("fault", ["pipe", "device", "large", "table"])
+def test_an_entry_that_is_no_file_of_ours_is_not_read(fault: str, folder: Path) -> None:
+    """A link to /dev/zero took all memory, a pipe waited for ever, and a file of 1.5 GB was
+    read."""
+    disk_cache.store("v", "inputs", "result")
+    (entry,) = folder.iterdir()
+    if fault == "large":
+        os.truncate(entry, 1_500_000_000)
+    else:
+        entry.unlink()
+        if fault == "pipe":
+            os.mkfifo(entry)
+        elif fault == "device":
+            entry.symlink_to("/dev/zero")
+        else:
+            entry.mkdir()
+    assert disk_cache.load("v", "inputs") is None
+
+
+def test_without_a_home_nothing_is_stored(
+    tmp_path: Path, heard: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user without a home got a folder `~` in the working directory, from which the next run took
+    its results."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+
+    def unknown(number: int) -> Any:
+        raise KeyError(number)
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    monkeypatch.chdir(tmp_path)
+    disk_cache.store("v", "inputs", "result")
+    assert disk_cache.load("v", "inputs") is None and not list(tmp_path.iterdir())
+    (line,) = heard
+    assert "no home" in line
+
+
+@pytest.mark.parametrize("fault", ["pipe", "device", "large", "foreign", "writable"])
+def test_compiled_code_of_others_is_not_loaded(
+    fault: str, tmp_path: Path, heard: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What numba loads from its cache it executes: a pickle that somebody else had put there too.
+    Nor may a pipe there keep a run waiting."""
+    compiled = pytest.importorskip("megatron_ext.search.compiled")
+    folder = tmp_path / "megatron_ext" / "numba"
+    entry = folder / "search_0" / "pack.nbi"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cached: list[bool] = []
+
+    class Dispatcher:
+        def compile(self, signature: object) -> None:
+            pass
+
+    def njit(function: object, cache: bool = False) -> Dispatcher:
+        cached.append(cache)
+        return Dispatcher()
+
+    monkeypatch.setattr(compiled, "njit", njit)
+    compiled._compiled.__wrapped__()
+    assert cached.pop() and folder.stat().st_mode & 0o777 == 0o700 and not heard
+    entry.parent.mkdir()
+    if fault == "pipe":
+        os.mkfifo(entry)
+    elif fault == "device":
+        entry.symlink_to("/dev/zero")
+    else:
+        entry.touch(0o600)
+    if fault == "large":
+        os.truncate(entry, 1_500_000_000)
+    elif fault == "foreign":
+        status, owner = os.lstat, os.geteuid()
+
+        def of_another(path: Any, **how: Any) -> os.stat_result:
+            found = list(status(path, **how))
+            found[4] = owner + (os.fspath(path) == str(entry))
+            return os.stat_result(found)
+
+        monkeypatch.setattr(os, "lstat", of_another)
+        monkeypatch.setattr(Path, "lstat", lambda path: of_another(path))
+    elif fault == "writable":
+        entry.chmod(0o666)
+        compiled._compiled.__wrapped__()
+        assert cached.pop(), "nobody reaches what lies in a folder of 0700"
+        folder.chmod(0o755)
+    compiled._compiled.__wrapped__()
+    assert cached == [False]
+    (line,) = heard
+    assert entry.name in line and str(folder) in line
