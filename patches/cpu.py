@@ -17,12 +17,12 @@ Not patched, and why:
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.util
 import logging
 import sys
-import weakref
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -263,20 +263,41 @@ def _begun_states(original: Any, optimizer: Any) -> Any:
     return original(optimizer)
 
 
-def _one_gather_at_a_time(original: Any, buckets: Any, force_sync: bool = False) -> None:
-    """Wrap `_ParamAndGradBucketGroup.start_param_sync`, which begins a coalesced all-gather."""
-    from torch.distributed.distributed_c10d import _CoalescingManager
+@contextlib.contextmanager
+def _single_gathers(
+    original: Any, group: Any = None, device: Any = None, async_ops: bool = False
+) -> Iterator[Any]:
+    """Wrap `_coalescing_manager`: the gathers that it has collected start one by one."""
+    from torch.distributed import distributed_c10d
 
-    group = getattr(buckets, "intra_distributed_optimizer_instance_group", None)
-    if group in _GATHERS:
-        _GATHERS.pop(group).wait()
-    original(buckets, force_sync)
-    if isinstance(buckets.param_gather_handle, _CoalescingManager):
-        _GATHERS[group] = buckets.param_gather_handle
+    with original(group, device, async_ops) as handle:
+        yield handle
+        group = group or distributed_c10d._get_default_group()
+        collected = distributed_c10d._world.pg_coalesce_state[group]
+        if any(entry.dst_tensor is None or entry.redop is not None for entry in collected):
+            return  # reductions
+        for entry in collected:
+            handle.append(group._allgather_base(entry.dst_tensor, entry.tensor))
+        collected.clear()
+        if not async_ops:
+            handle.wait()
 
 
-# The parameter gather that began last, by process group.
-_GATHERS: MutableMapping[Any, Any] = weakref.WeakKeyDictionary()
+def _experts_after_their_step(
+    original: Any, chunk: Any, *unused: Any, force_sync: bool = False, force_dispatch: bool = False
+) -> None:
+    """Wrap `DistributedDataParallel.start_param_sync`, which the optimizer of the first chunk's
+    other parameters forces before the experts' optimizer has stepped.
+
+    The experts' gather starts at the first pass instead.
+    """
+    experts = chunk.expert_parallel_bucket_groups
+    if force_dispatch:
+        chunk.expert_parallel_bucket_groups = []
+    try:
+        original(chunk, *unused, force_sync=force_sync, force_dispatch=force_dispatch)
+    finally:
+        chunk.expert_parallel_bucket_groups = experts
 
 
 def _own_steps(original: Any, optimizer: Any, state_dict: Any) -> None:
@@ -392,11 +413,17 @@ def patches() -> tuple[Patch, ...]:
             signature="(self, offload_fraction)",
         ),
         wrap(
-            "megatron.core.distributed.param_and_grad_buffer:"
-            "_ParamAndGradBucketGroup.start_param_sync",
-            _one_gather_at_a_time,
+            "torch.distributed.distributed_c10d:_coalescing_manager",
+            _single_gathers,
             reason="two coalesced gathers of a gloo group at once corrupt memory (torch 2.14)",
-            signature="(self, force_sync=False)",
+            signature="(group=None, device=None, async_ops=False)",
+        ),
+        wrap(
+            "megatron.core.distributed.distributed_data_parallel:"
+            "DistributedDataParallel.start_param_sync",
+            _experts_after_their_step,
+            reason="gloo writes back what a gather has read, over the experts' optimizer step",
+            signature="(self, *unused, force_sync=False, force_dispatch=False)",
         ),
         wrap(
             f"{_DISTRIBUTED_OPTIMIZER}.state_dict",

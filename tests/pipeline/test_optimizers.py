@@ -6,12 +6,17 @@ are losses, parameters and all that the optimizer keeps.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.helpers import megatron_runs
 from tests.helpers.combinations import at_night, nightly
@@ -160,6 +165,64 @@ def test_it_is_stock_to_the_last_bit(setting: str, schedule: str) -> None:
     runs = training(setting).run(pipeline_schedule=schedule)
     assert {rank.schedule for rank in runs} == {"PipelineStep"}
     assert_same(runs, training(setting).saved(**virtual_of(setting, schedule))[0])
+
+
+GLOOS_GATHERS = (
+    "_allgather_base",
+    "allgather_into_tensor_coalesced",
+    "all_gather_single_coalesced",
+)
+
+
+class SlowGather:
+    """A gather that gloo ends when it is waited for: what was read at its begin is written then."""
+
+    def __init__(self, begin: Callable[..., Any], outputs: list[Any], inputs: list[Any]) -> None:
+        self._gathered = [torch.empty_like(output) for output in outputs]
+        self._outputs = outputs
+        self._works = [
+            begin(gathered, shard.clone())
+            for gathered, shard in zip(self._gathered, inputs, strict=True)
+        ]
+
+    def wait(self) -> bool:
+        for work in self._works:
+            work.wait()
+        for output, gathered in zip(self._outputs, self._gathered, strict=True):
+            output.copy_(gathered)
+        return True
+
+
+@contextlib.contextmanager
+def slow_gathers() -> Iterator[None]:
+    """Let gathers of ranks that are forked meanwhile read at once and write late."""
+    begin = torch.distributed.ProcessGroup._allgather_base
+
+    def start(group: Any, outputs: Any, inputs: Any, *options: Any) -> SlowGather:
+        if isinstance(outputs, torch.Tensor):
+            outputs, inputs = [outputs], [inputs]
+        return SlowGather(functools.partial(begin, group), outputs, inputs)
+
+    with pytest.MonkeyPatch.context() as patched:
+        for name in GLOOS_GATHERS:
+            patched.setattr(torch.distributed.ProcessGroup, name, start, raising=False)
+        yield
+
+
+@pytest.mark.parametrize("replicas", [2, *at_night(4)])
+@pytest.mark.parametrize("schedule", [None, *at_night("interleaved-zb", "zb-v")])
+def test_experts_that_are_gathered_early_have_stepped(schedule: str | None, replicas: int) -> None:
+    """Trainings with ``--overlap-param-gather-with-optimizer-step`` and experts had other losses
+    now and then, stock's too. Megatron begins the gather of the first chunk's experts before their
+    optimizer steps. gloo ends a gather by writing all that it read, its own shard too: where it was
+    slow, the step of these experts was lost."""
+    flags: Flags = {**EXPERTS, "train_iters": 2, "num_virtual_stages_per_pipeline_rank": 2}
+    if schedule is not None:
+        flags = {**EXPERTS, "train_iters": 2, "pipeline_schedule": schedule}
+    early = replace(training("gathered early"), ranks=2 * replicas).but(**flags)
+    expected = early.run(overlap_param_gather_with_optimizer_step=None)
+    with slow_gathers():
+        assert_same(early.run(), expected)
 
 
 def resumed(setting: str, folder: Path, **more: object) -> list[Run]:

@@ -23,6 +23,7 @@ import megatron_ext
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
 from tests.helpers.callers import draw_by_name, first_and_last, forward_step, small_config
+from tests.helpers.coalesced_gathers import forbid_coalesced_gathers
 from tests.helpers.ranks import run_ranks, values
 
 RANKS, STAGES, CHUNKS = 4, 2, 3  # PP 2 x DP 2
@@ -153,6 +154,7 @@ def test_gathers_start_ahead_of_the_passes_and_change_no_bit() -> None:
     """Nobody called param_sync_func: every gather began when a pass was there to wait for it."""
 
     def with_stock_and_ours(rank: int) -> None:
+        forbid_coalesced_gathers()
         with apply(cpu.patches()):
             losses, digests, of_stock = train()
             with megatron_ext.install(schedule=f"interleaved-zb:vpp={CHUNKS}"):
