@@ -11,6 +11,7 @@ from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatch
 
 from megatron_ext.adapter.compatibility import refuse, refuse_order
 from megatron_ext.adapter.handled_settings.groups import with_megatrons_group
+from megatron_ext.adapter.impossible_sizes import refuse_sizes
 from megatron_ext.adapter.job import job_costs, of_arguments
 from megatron_ext.adapter.layers import SEGMENT_END, predicts_apart, segments_of_stages
 from megatron_ext.adapter.layout_arguments import ENDS, PATTERN, VIRTUAL_STAGES
@@ -85,6 +86,7 @@ def check(args: Any, config: PipelineConfig, prove: Prove) -> list[Program]:
             limits and some number of microbatches that steps will have.
     """
     check_settings(args, config)
+    refuse_sizes(args)
     made = programs(args, config, prove)
     for program in made:
         refuse_order(args, program.schedule)

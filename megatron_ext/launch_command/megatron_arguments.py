@@ -26,6 +26,7 @@ from megatron.training import arguments, global_vars, training
 from packaging.version import Version
 
 from megatron_ext.adapter.arguments import add_virtual_stages, pad_vocabulary
+from megatron_ext.adapter.impossible_sizes import refuse_counts, refuse_sizes
 from megatron_ext.adapter.layout_arguments import NAMES_IN_CONFIGS
 from megatron_ext.adapter.transformer_engine import installed
 from megatron_ext.config import PipelineConfig
@@ -231,9 +232,12 @@ def validate(args: Any, config: PipelineConfig, world_size: int) -> Any:
     """
     args.rank, args.world_size = 0, world_size
     with _as_value_error():
+        refuse_counts(args)
         if config.schedule is not None:
             add_virtual_stages(args, config)
-        return arguments.validate_args(args, {})
+        args = arguments.validate_args(args, {})
+        refuse_sizes(args)
+        return args
 
 
 def count_microbatches(args: Any) -> int:

@@ -87,6 +87,20 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
         {"pipeline_schedule": "zb-v", "pipeline_model_parallel_layout": "Et|t|t|tL"},
         "zb-v puts 2 stages on each rank, and Megatron's virtual-stage flags or the layout set 1",
     ),
+    "a layout with a layer too few": (
+        {"pipeline_model_parallel_layout": "Et|t|t|L"},
+        "--pipeline-model-parallel-layout Et|t|t|L: Number of decoder layers 3must match "
+        "num_layers 4",
+    ),
+    "no layer in zero has experts": (
+        {"num_experts": 4, "moe_layer_freq": 0},
+        "--moe-layer-freq 0: a layer in zero cannot be counted",
+    ),
+    "sequences of no token": (
+        {"seq_length": 0},
+        "--seq-length 0: there must be at least one; write 1 or more",
+    ),
+    "no layers": ({"num_layers": 0}, "--num-layers 0: there must be at least one"),
     "checkpoints that stay where they are": (
         {"pipeline_schedule": "zb-v", "num_layers": 8, "ckpt_format": "torch", "load": "here"},
         "a rank's stages are others than stock's: to load or save, write --ckpt-format torch_dist",

@@ -21,6 +21,7 @@ from megatron_ext.adapter.arguments import (
 )
 from megatron_ext.adapter.batches.refusals import check_arrangement
 from megatron_ext.adapter.handled_settings.settings import apply_handled_settings
+from megatron_ext.adapter.impossible_sizes import refuse_counts
 from megatron_ext.adapter.post_validation.commit_points import warn_if_steps_cannot_overlap
 from megatron_ext.config import PipelineConfig
 from megatron_ext.errors import exit_for
@@ -48,6 +49,7 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
                 exit_for(error)
             return args
         try:
+            refuse_counts(args)
             add_virtual_stages(args, config)
             args = original(args, defaults)
             apply_handled_settings(args, config)

@@ -1,0 +1,151 @@
+"""Sizes that Megatron's own validation lets through, or trips over with an error that names no
+flag: with them ranks would end in the middle of the set-up or of a step, or loop forever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+from megatron_ext.adapter.layout_arguments import CHUNKS, ENDS, LAYERS_OF_CHUNK, LAYOUT, PATTERN
+from megatron_ext.words import argument_flag, counted
+
+_COUNTS = (  # of which there is at least one
+    *("hidden_size", "num_attention_heads", "kv_channels"),
+    *("seq_length", "encoder_seq_length", "decoder_seq_length", "max_position_embeddings"),
+    *("micro_batch_size", "global_batch_size", "eval_micro_batch_size"),
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+    *("expert_model_parallel_size", "expert_tensor_parallel_size"),
+    *(CHUNKS, LAYERS_OF_CHUNK, *ENDS, "microbatch_group_size_per_vp_stage"),
+    *("vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by"),
+)
+_FLAGS = {
+    "microbatch_group_size_per_vp_stage": "--microbatch-group-size-per-virtual-pipeline-stage"
+}
+
+
+def refuse_counts(args: Any) -> None:
+    """Raise ValueError if a count in ``args``, which Megatron has not validated yet, is below 1."""
+    counts = [*_COUNTS]
+    if getattr(args, PATTERN, None) is None:  # which says how many layers there are
+        counts += ["num_layers", "encoder_num_layers", "decoder_num_layers"]
+    if getattr(args, "group_query_attention", False):
+        counts.append("num_query_groups")
+    if getattr(args, "num_experts", None):
+        counts.append("moe_router_topk")
+    if getattr(args, "eval_iters", None):
+        counts.append("eval_global_batch_size")
+    if getattr(args, "recompute_method", None) == "uniform":  # else Megatron loops forever
+        counts.append("recompute_num_layers")
+    for name in counts:
+        value = getattr(args, name, None)
+        if value is not None and value < 1:
+            flag = _FLAGS.get(name, argument_flag(name))
+            raise ValueError(f"{flag} {value}: there must be at least one; write 1 or more")
+
+
+def refuse_sizes(args: Any) -> None:
+    """Raise ValueError if sizes of ``args``, which Megatron has validated, do not fit together."""
+    _refuse_layout(args)
+    for frequency in _FREQUENCIES:
+        if frequency.matters(args):
+            frequency.refuse(args)
+    _refuse_heads(args)
+    if args.num_experts:
+        _refuse_experts(args)
+
+
+def refuse_layout(layout: str, ranks: int, layers: int, depths: int | None) -> None:
+    """Raise ValueError, with Megatron's reason, if Megatron refuses ``layout`` for so many
+    pipeline ``ranks``, ``layers`` and ``depths`` of multi-token prediction."""
+    try:
+        PipelineParallelLayerLayout(layout, ranks).validate_layer_layout(layers, depths)
+    except (AssertionError, IndexError, NotImplementedError) as error:
+        reason = "it has no layers" if isinstance(error, IndexError) else error
+        raise ValueError(f"{argument_flag(LAYOUT)} {layout}: {reason}") from None
+
+
+def _refuse_layout(args: Any) -> None:
+    layout = args.pipeline_model_parallel_layout
+    if layout is not None:
+        ranks = args.pipeline_model_parallel_size
+        refuse_layout(layout, ranks, args.num_layers, args.mtp_num_layers)
+
+
+@dataclass(frozen=True)
+class _Frequency:
+    """Argument that says which layers are of a kind: every n-th, or a list with a number a layer.
+
+    Attributes:
+        setting: its name.
+        matters: tells whether the layers of ``args`` depend on it.
+        takes_more: whether a list may go on after the last layer.
+    """
+
+    setting: str
+    matters: Callable[[Any], bool]
+    takes_more: bool = False
+
+    def refuse(self, args: Any) -> None:
+        """Raise ValueError if it does not say of which kind the layers are."""
+        value = getattr(args, self.setting)
+        flag = argument_flag(self.setting)
+        if value == 0:
+            raise ValueError(f"{flag} 0: a layer in zero cannot be counted; write 1 or more")
+        if not isinstance(value, list):
+            return
+        layers = args.num_layers
+        if len(value) < layers or (len(value) > layers and not self.takes_more):
+            raise ValueError(
+                f"{flag} has {len(value)} numbers, and the model has {counted(layers, 'layer')}: "
+                f"write one for each layer"
+            )
+        others = [number for number in value if number not in (0, 1)]
+        if others and not self.takes_more:
+            raise ValueError(f"{flag} has {others[0]!r} in its list: write 0 or 1 for each layer")
+
+
+def _has_no_pattern(args: Any) -> bool:
+    return getattr(args, PATTERN, None) is None
+
+
+_FREQUENCIES = (
+    _Frequency("moe_layer_freq", lambda args: args.num_experts and _has_no_pattern(args)),
+    _Frequency(
+        "linear_attention_freq",
+        lambda args: args.experimental_attention_variant == "gated_delta_net",
+    ),
+    _Frequency("window_attn_skip_freq", lambda args: args.window_size is not None, takes_more=True),
+)
+
+
+def _refuse_heads(args: Any) -> None:
+    groups, heads = args.num_query_groups, args.num_attention_heads
+    if args.group_query_attention and not args.multi_latent_attention and heads % groups:
+        raise ValueError(
+            f"--num-query-groups {groups}: {heads} heads (--num-attention-heads) cannot share "
+            f"{groups} keys evenly; write a divisor of {heads}"
+        )
+
+
+def _refuse_experts(args: Any) -> None:
+    experts, chosen = args.num_experts, args.moe_router_topk
+    if chosen > experts:
+        raise ValueError(
+            f"--moe-router-topk {chosen}: there are {counted(experts, 'expert')} to choose from "
+            f"(--num-experts); write at most {experts}"
+        )
+    tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    tensor *= getattr(args, "expert_gtp_weight_remat_size", 1)
+    parts = tensor, args.expert_model_parallel_size, args.pipeline_model_parallel_size
+    copy = parts[0] * parts[1] * parts[2]
+    if args.world_size % copy:
+        raise ValueError(
+            f"--expert-model-parallel-size {parts[1]}: the experts' tensor x expert x pipeline "
+            f"parallel sizes are {' x '.join(map(str, parts))} = {copy}, which does not divide "
+            f"{counted(args.world_size, 'rank')}; write sizes whose product divides the number of "
+            f"ranks, or use a multiple of {copy} ranks"
+        )
