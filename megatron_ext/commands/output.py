@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from typing import Any, NoReturn
 
@@ -12,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_ext.errors import LONGEST_ERROR
+from megatron_ext.secrets import masked
 from megatron_ext.words import shown
 
 
@@ -25,8 +25,8 @@ def fail(error: Exception) -> NoReturn:
 
 
 def command_line() -> str:
-    """Return the command as the user gave it, to be printed for another run."""
-    return shlex.join(["megatron-ext", *sys.argv[1:]])
+    """Return the command as the user gave it but for secrets, to be printed for another run."""
+    return masked(["megatron-ext", *sys.argv[1:]])
 
 
 _SHORT = 20  # characters: names and figures; what is longer are sentences

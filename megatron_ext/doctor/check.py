@@ -40,6 +40,7 @@ from megatron_ext.planner.candidate import VocabMethod
 from megatron_ext.race.rounds import Race
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.problem import Offload, VocabularyParallel
+from megatron_ext.secrets import masked
 from megatron_ext.viz.program_summary import stock_1f1b
 from megatron_ext.words import bytes_text, counted
 from megatron_ext.written_settings import from_argv
@@ -86,7 +87,7 @@ def _say_what_is_left_out(report: Report, launch: Launch) -> None:
         source = "log" if launch.recipe is None else "recipe"
         report.add(Severity.REMARK, source, remark)
     if launch.left_out:
-        text = f"ignored, and not looked at: {shlex.join(launch.left_out)}"
+        text = f"ignored, and not looked at: {masked(launch.left_out)}"
         report.add(Severity.REMARK, "launch command", text)
     if launch.environment:
         names = ", ".join(launch.environment)
@@ -94,7 +95,7 @@ def _say_what_is_left_out(report: Report, launch: Launch) -> None:
         report.add(Severity.RIGHT, "launch command", text)
     words = [word for word in launch.arguments if "$" in word]
     if words:
-        text = f"nothing is expanded: {shlex.join(words)} is taken as it stands"
+        text = f"nothing is expanded: {masked(words)} is taken as it stands"
         fix = "write what the shell would put there"
         report.add(Severity.REMARK, "launch command", text, fix)
 

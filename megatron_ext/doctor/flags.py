@@ -13,6 +13,7 @@ from megatron_ext.config import PipelineConfig, flag, variable
 from megatron_ext.doctor.report import Finding, Severity
 from megatron_ext.launch_command.words import Launch
 from megatron_ext.launch_planner.command_line import IMPORTS_US
+from megatron_ext.secrets import masked
 from megatron_ext.words import meant_by
 from megatron_ext.written_settings import (
     from_argv,
@@ -133,8 +134,8 @@ def _quoted(argv: Sequence[str], word: str) -> str:
     values += itertools.takewhile(lambda other: not other.startswith("--"), argv[flag_at + 1 :])
     if values[0] == word:
         return ""
-    quoted = shlex.quote(" ".join(values))
-    words = f"{name}{equals or ' '}{quoted}"
+    value = " ".join(values)
+    words = masked([f"{name}={value}"] if equals else [name, value])
     return f"write {words}, quoted for the shell, if the value goes on with it; or drop it"
 
 

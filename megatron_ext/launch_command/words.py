@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron_ext.secrets import masked
+
 _TORCHRUN = ("torchrun", "ft_launcher")
 _TORCHRUN_MODULES = (
     "torch.distributed.run",
@@ -124,13 +126,13 @@ def _read_behind(words: Sequence[str]) -> Launch:
         script = _shell_script(words)
         if script is not None:
             raise ValueError(
-                f"{shlex.join(words[:3])!r} runs a shell script, which is not run here: give plan "
+                f"{masked(words[:3])!r} runs a shell script, which is not run here: give plan "
                 f"or doctor the log of an earlier start, as --megatron-args LOG, in place of the "
                 f"command; or write echo before the launcher (torchrun, python) in {script}, run "
                 f"it, and paste what it prints"
             )
         raise ValueError(
-            f"{' '.join(words[:3])!r} begins no launch command: give it from SCRIPT.py, -m MODULE, "
+            f"{masked(words[:3])!r} begins no launch command: give it from SCRIPT.py, -m MODULE, "
             f"torchrun, srun or the like on"
         )
     while index > 1 and _ASSIGNMENT.fullmatch(words[index - 1]):

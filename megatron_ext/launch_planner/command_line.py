@@ -12,6 +12,7 @@ from megatron_ext.config import PipelineConfig, flag
 from megatron_ext.launch import without
 from megatron_ext.launch_command.words import Launch
 from megatron_ext.planner.verdict import Written
+from megatron_ext.secrets import masked
 
 IMPORTS_US = re.compile(r"^\s*(?:import|from)\s+megatron_ext\b", re.MULTILINE)
 _OURS = {flag(setting.name) for setting in fields(PipelineConfig)}
@@ -23,8 +24,8 @@ _CHOSEN = (
 
 
 def command_with(launch: Launch, written: Written) -> str:
-    """Return ``launch`` with what is ``written``, as one line for a shell; of a Megatron-Bridge
-    recipe, as lines of Python.
+    """Return ``launch`` with what is ``written`` and without secrets, as one line for a shell; of a
+    Megatron-Bridge recipe, as lines of Python.
 
     ``-m megatron_ext`` comes before the script where flags of ours need it and nothing else
     brings it.
@@ -35,7 +36,7 @@ def command_with(launch: Launch, written: Written) -> str:
         return RecipeChanges(launch.recipe, written, arguments_with(launch, written)).text()
     words = launch.words or (launch.script, *launch.arguments)
     is_ours = any(word in _OURS for word in written.words)
-    return shlex.join(_rewritten(words, launch, written, is_ours and not _is_installed(launch)))
+    return masked(_rewritten(words, launch, written, is_ours and not _is_installed(launch)))
 
 
 def _rewritten(words: Sequence[str], launch: Launch, written: Written, installs: bool) -> list[str]:
@@ -43,7 +44,7 @@ def _rewritten(words: Sequence[str], launch: Launch, written: Written, installs:
     if tuple(words[count:]) != launch.arguments:  # bash -c 'COMMAND'
         at = next(i for i in range(1, len(words)) if words[i - 1] in ("-c", "-lc"))
         inner = _rewritten(shlex.split(words[at]), launch, written, installs)
-        return [*words[:at], shlex.join(inner), *words[at + 1 :]]
+        return [*words[:at], masked(inner), *words[at + 1 :]]
     launcher = list(words[:count])
     if installs:
         at = count - (2 if launch.is_module else 1)

@@ -1,8 +1,8 @@
 """Cache of results that took a while to compute, in the user's cache directory.
 
 A cache may vanish, break or be unwritable at any time. The work is repeated then, and the user is
-told once that nothing can be stored. What is compiled runs when it is loaded, so a folder is used
-only if nobody else can have written there.
+told once that nothing can be stored. Compiled code runs when it is loaded, so a folder is used only
+if its user alone can have written there.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def directory() -> Path | None:
 
 
 def is_private(folder: Path) -> bool:
-    """Return whether ``folder``, which is made if it is missing, is one where nobody else can have
-    put anything. If not, a remark says once why it is not used.
+    """Return whether ``folder``, which is made if it is missing, is one where its user alone can
+    have written. If not, a remark says once why it is not used.
 
     Raises:
         OSError: it cannot be made or looked at.

@@ -19,6 +19,7 @@ from megatron_ext.adapter.parity.digest import bits_of, digest
 from megatron_ext.adapter.parity.named_tensors import NamedTensor, NamedTensors
 from megatron_ext.recordings.piece import Piece
 from megatron_ext.recordings.writing import RankWriter
+from megatron_ext.secrets import without_secrets
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -116,9 +117,9 @@ def loss_of(value: Any) -> float:
 
 
 def plain_arguments(args: Any) -> dict[str, Any]:
-    """Return Megatron's arguments: plain values and lists of plain values unchanged, others as
-    text."""
-    return {name: _plain(value) for name, value in sorted(vars(args).items())}
+    """Return Megatron's arguments without secrets: plain values and lists of plain values
+    unchanged, others as text."""
+    return {name: _plain(value) for name, value in sorted(without_secrets(vars(args)).items())}
 
 
 def _plain(value: Any) -> Any:

@@ -24,6 +24,7 @@ from megatron_ext.launch_command import bridge_recipe
 from megatron_ext.launch_command.importing import as_on, quickly, silently
 from megatron_ext.launch_command.words import Launch, read_launch
 from megatron_ext.patches.engine import PatchError
+from megatron_ext.secrets import masked
 from megatron_ext.words import counted, shown
 from megatron_ext.written_settings import Given, given_and_others
 
@@ -161,7 +162,7 @@ def launch_from(words: Sequence[str], log: Path | None, recipe: str | None = Non
     settings, others = given_and_others(words)
     if others:
         raise ValueError(
-            f"{OPTION} {log} and a launch command, {shlex.join(others[:3])!r}, are both given, and "
+            f"{OPTION} {log} and a launch command, {masked(others[:3])!r}, are both given, and "
             f"each has the arguments: give only one of the two; flags of ours may follow behind --"
         )
     return launch_from_log(log, settings)

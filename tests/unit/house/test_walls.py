@@ -114,7 +114,7 @@ PURE = (
     *("megatron_ext.cost_model", "megatron_ext.schedule_families", "megatron_ext.search"),
     *("megatron_ext.compile", "megatron_ext.schedule"),
     *("megatron_ext.garbage", "megatron_ext.progress"),
-    *("megatron_ext.text_file", "megatron_ext.words"),
+    *("megatron_ext.secrets", "megatron_ext.text_file", "megatron_ext.words"),
 )
 
 
@@ -177,7 +177,7 @@ ROOMS = (
     ("megatron_ext.schedule",),
     (
         *("megatron_ext.garbage", "megatron_ext.progress"),
-        *("megatron_ext.text_file", "megatron_ext.words"),
+        *("megatron_ext.secrets", "megatron_ext.text_file", "megatron_ext.words"),
     ),
 )
 # By name, at run time, which is how a family is found and a command line asks for a plan.

@@ -140,7 +140,7 @@ def test_without_a_home_nothing_is_stored(
 def test_compiled_code_of_others_is_not_loaded(
     fault: str, tmp_path: Path, heard: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What numba loads from its cache it executes: a pickle that somebody else had put there too.
+    """Numba executes the pickles of its cache, and did so if somebody else had put one there.
     Nor may a pipe there keep a run waiting."""
     compiled = pytest.importorskip("megatron_ext.search.compiled")
     folder = tmp_path / "megatron_ext" / "numba"
@@ -181,7 +181,7 @@ def test_compiled_code_of_others_is_not_loaded(
     elif fault == "writable":
         entry.chmod(0o666)
         compiled._compiled.__wrapped__()
-        assert cached.pop(), "nobody reaches what lies in a folder of 0700"
+        assert cached.pop(), "others cannot reach what lies in a folder of 0700"
         folder.chmod(0o755)
     compiled._compiled.__wrapped__()
     assert cached == [False]

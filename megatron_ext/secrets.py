@@ -1,0 +1,98 @@
+"""Commands and arguments to be shown or stored, without the secrets in them.
+
+A secret is the value of an assignment or a flag whose name ends in KEY, TOKEN, SECRET or PASSWORD.
+The variable of that name stands in its place, so that a command can still be pasted:
+``WANDB_API_KEY=$WANDB_API_KEY``, ``--hf-token $HF_TOKEN``.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_NAME = r"(?<![\w./-])((?:--?)?[A-Za-z_][\w.-]*?(?:key|token|secret|password))(?![\w.-])"
+_VALUE = r"(?:\"[^\"]*\"|'[^']*'|[^\s,;&|\"'()]*)"
+_WHOLE = re.compile(f"{_NAME}(=.*)?", re.IGNORECASE | re.DOTALL)
+_INSIDE = re.compile(f"{_NAME}(=){_VALUE}", re.IGNORECASE)  # a list, an address
+# In a shell's text, where a flag and its value are parts of one word.
+_IN_SHELL = re.compile(rf"{_NAME}(=|\s+(?!-)){_VALUE}", re.IGNORECASE)
+# Tokens that a tokenizer puts into texts: --fim-prefix-token, --eos-token.
+_OF_TEXTS = re.compile(
+    r"[-_.](?:bos|eos|eod|pad|unk|sep|cls|mask|prefix|middle|suffix|image)[-_]token$",
+    re.IGNORECASE,
+)
+_SHORT = re.compile(r"-[a-z](?=[A-Z_])")  # docker's -eNAME=value
+_SHELL_FLAGS = ("-c", "-lc")
+_DOLLAR = "\0"  # one that a shell is to expand; no word of a command has this character
+
+
+def masked(words: Sequence[str]) -> str:
+    """Return ``words`` as one line for a shell, as `shlex.join` does, without secrets."""
+    texts: list[str] = []
+    secret_flag = before = ""
+    for word in words:
+        if secret_flag and not word.startswith("-"):
+            texts.append(f"${_variable(secret_flag)}")
+            secret_flag = ""
+        elif before in _SHELL_FLAGS:  # which expands what is in the word
+            texts.append(shlex.quote(_IN_SHELL.sub(_hidden, word).replace(_DOLLAR, "$")))
+        else:
+            texts.append(_in_quotes(_masked_word(word)))
+            secret_flag = word if _is_secret(word) and word.startswith("-") else ""
+        before = word
+    return " ".join(texts)
+
+
+def without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return Megatron's arguments ``values`` by name, with the name of a variable for a secret."""
+    return {
+        name: f"${_variable(f'--{name}')}"
+        if isinstance(value, str) and _is_secret(f"--{name}")
+        else value
+        for name, value in values.items()
+    }
+
+
+def _is_secret(name: str) -> bool:
+    """Return whether ``name``, of a flag with its dashes, is that of a secret."""
+    found = _WHOLE.fullmatch(name)
+    return found is not None and found[2] is None and not _is_of_texts(name)
+
+
+def _is_of_texts(name: str) -> bool:
+    return name.startswith("-") and _OF_TEXTS.search(name) is not None
+
+
+def _variable(name: str) -> str:
+    """Return the variable for the secret of an assignment or a flag ``name``."""
+    plain = re.sub(r"\W", "_", _SHORT.sub("", name).lstrip("-"))
+    return plain.upper() if name.startswith("-") else plain
+
+
+def _masked_word(word: str) -> str:
+    found = _WHOLE.fullmatch(word)
+    if found is None:
+        return _INSIDE.sub(_hidden, word)
+    if found[2] is None or _is_of_texts(found[1]):
+        return word
+    return f"{found[1]}={_DOLLAR}{_variable(found[1])}"
+
+
+def _hidden(found: re.Match[str]) -> str:
+    name, between = found[1], found[2]
+    if _is_of_texts(name) or (between != "=" and not name.startswith("-")):
+        return found[0]
+    return f"{name}{between}{_DOLLAR}{_variable(name)}"
+
+
+def _in_quotes(word: str) -> str:
+    """Return ``word`` quoted for a shell, which is to expand the `_DOLLAR` in it."""
+    plain = word.replace(_DOLLAR, "")
+    quoted = shlex.quote(plain)
+    if plain == word:
+        return quoted
+    if plain != quoted:
+        word = '"' + re.sub(r'([\\`"$])', r"\\\1", word) + '"'
+    return word.replace(_DOLLAR, "$")
