@@ -282,6 +282,26 @@ def a_bias_may_be_frozen(te: Te, name: str) -> None:
     assert_same(gradients(ours), gradients(stock))
 
 
+@case_for(("Linear",), ("GroupedLinear",), ("LayerNormMLP",))
+def a_bias_may_have_hooks(te: Te, name: str) -> None:
+    """W added the gradient of a bias without its hooks: those of a weight alone were looked for."""
+    stock, ours = same_layers(te, name)
+    calls = {stock: 0, ours: 0}
+
+    def double(layer: torch.nn.Module, gradient: Tensor) -> Tensor:
+        calls[layer] += 1
+        return gradient * 2
+
+    for layer in calls:
+        bias = next(parameter for key, parameter in layer.named_parameters() if "bias" in key)
+        bias.register_hook(functools.partial(double, layer))
+    whole(stock)
+    with Split():
+        split(ours)
+    assert calls == {stock: MICROBATCHES, ours: MICROBATCHES}
+    assert_same(gradients(ours), gradients(stock))
+
+
 @case_for(*[(name,) for name in LAYERS])
 def gradients_wait_for_w(te: Te, name: str) -> None:
     """No weight, and no bias whose gradient the GEMM makes, has a gradient after I."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_ext.adapter.model_parts import unused_heads
 from megatron_ext.adapter.observers.observer import Step, StepObserver
 from megatron_ext.adapter.programs import gather
+from megatron_ext.adapter.splitting import Split
 from megatron_ext.adapter.transformer_engine.captured import captured_parameters, captures
 from megatron_ext.logger import logger
 from megatron_ext.runtime.weight_gradients import queue
@@ -47,18 +48,18 @@ class SplitReport(StepObserver[Step]):
         if queue.weights is None:
             return
         deferred, queue.weights = queue.weights | step.split.apart, None
-        lines = gather(step.pipeline, split_report(step.call.models, deferred, step.split.at_once))
+        lines = gather(step.pipeline, split_report(step.call.models, deferred, step.split))
         for rank, line in enumerate(lines):
             log_single_rank(logger, logging.INFO, f"pipeline rank {rank}: {line}")
         self._is_done = True
 
 
 def split_report(
-    chunks: Sequence[torch.nn.Module], deferred: Collection[Tensor], at_once: Collection[Tensor]
+    chunks: Sequence[torch.nn.Module], deferred: Collection[Tensor], split: Split
 ) -> str:
     """Return one line on the weights of ``chunks``: which of their gradients wait for W.
 
-    Gradients in ``deferred`` wait. Gradients in ``at_once``, those of the output layer, do not.
+    Gradients in ``deferred`` wait. ``split`` has reasons why others do not.
 
     A weight's work is counted in its elements: its gradient is a matrix product with two operations
     per element and token, as many as the input's gradient has.
@@ -72,16 +73,17 @@ def split_report(
     }
     unused = unused_heads(chunks)
     captured = captured_parameters(chunks)
-    split = whole = 0
+    hooked = split.hooks.parameters | split.hooks.of_modules
+    waiting = whole = 0
     reasons: Counter[str] = Counter()
     for name, parameter in (item for chunk in chunks for item in chunk.named_parameters()):
         if parameter in deferred:
-            split += parameter.numel()
+            waiting += parameter.numel()
         elif not parameter.requires_grad:
             reasons["frozen"] += 1
         elif parameter.dim() < 2:
             reasons["of one dimension (norms, biases: no matrix product)"] += 1
-        elif parameter in at_once:
+        elif parameter in split.at_once:
             whole += parameter.numel()
             reasons[f"output layer ({_why_at_once(parameter in tables)})"] += 1
         elif parameter in unused:
@@ -94,9 +96,11 @@ def split_report(
             why = "its layer is not split, or its input has no gradient"
             if parameter in captured:
                 why = "in CUDA graphs"
+            elif parameter in hooked:
+                why = "hooks of the caller's run in I"
             reasons[f"{alike} ({why})"] += 1
-    work = split + whole
-    share = split / work if work else 0.0
+    work = waiting + whole
+    share = waiting / work if work else 0.0
     left = ", ".join(f"{count} {reason}" for reason, count in reasons.items()) or "none"
     return (
         f"W has {share:.1%} of the weights' matrix products, {share / 2:.1%} of the whole "

@@ -32,7 +32,7 @@ from megatron_ext.adapter.race.step_race import StepRace
 from megatron_ext.adapter.slices.context_parallel import connect_sharing
 from megatron_ext.adapter.slices.known_models import refuse_unknown
 from megatron_ext.adapter.slices.lengths import spans_of
-from megatron_ext.adapter.splitting import Split, head_weights
+from megatron_ext.adapter.splitting import CallersHooks, Split, callers_hooks, head_weights
 from megatron_ext.adapter.step.call import Call
 from megatron_ext.adapter.step.connections import Connections, connect
 from megatron_ext.adapter.step.gradients import finalize_gradients, tokens_of
@@ -162,13 +162,14 @@ class PipelineTraining:
         elif not output_layer_waits(program):
             at_once = head_weights(call.models)
         waits = self._programs.choice.traits.splits_backward and not call.forward_only
+        hooks = CallersHooks() if call.forward_only else callers_hooks(call.models)
         apart = frozenset[Tensor]() if shard is None else frozenset([shard.output])
         is_lent: Lent = is_owned
         if captures(call.config) and not call.forward_only:
             rank, schedule = call.pipeline.rank(), program.schedule
             stages = schedule.placement.stages_of[rank]
             is_lent = layer_graphs.begin(schedule.rows[rank], stages, call.models)
-        split = Split(waits, at_once, apart, is_lent)
+        split = Split(waits, hooks, at_once, apart, is_lent)
         return Step(
             pipeline=call.pipeline,
             program=program,

@@ -124,6 +124,8 @@ class OffloadedStep(Owner):
             saved.note(x)
 
         def pack(tensor: Tensor) -> Tensor:
+            if isinstance(tensor, torch.nn.Parameter):
+                return tensor  # read as it is in I, as without offload: a caller may set its data
             # Never the tensor itself: the output of an operation would keep that operation alive,
             # and with it all that the operation saved. (Autograd returns another object anyhow,
             # also for a parameter: an attribute set on that object does not reach the parameter.)

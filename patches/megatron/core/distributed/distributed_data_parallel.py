@@ -12,6 +12,7 @@ Not patched: the hook's work if there is a gradient (a norm's weight, a placehol
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +45,7 @@ def hook_where_there_is_a_gradient(
     while reductions are held back, as they are in all passes of our steps."""
     hook = original(model, parameter)
 
+    @functools.wraps(hook)  # it is still known as the wrapper's
     def unless_none_is_missed(*unused: Any) -> None:
         held_back = not model.param_to_bucket_group[parameter].is_last_microbatch
         if parameter.grad is not None or not held_back:

@@ -149,11 +149,18 @@ def split_apply(original: Callable[..., Tensor], *args: Any) -> Tensor:
 
 class _Saved:
     """Context of an autograd function, whose saved tensors are read once: a second time
-    `torch.utils.checkpoint`, which computes them again, would refuse."""
+    `torch.utils.checkpoint`, which computes them again, would refuse.
+
+    The weight is the parameter as it is now, like stock's. A caller's hooks may have given it other
+    data for the forward pass alone.
+    """
 
     def __init__(self, context: Any) -> None:
         self._context = context
-        self.saved_tensors = context.saved_tensors
+        x, _ = context.saved_tensors
+        # Without Megatron's attributes of the weight, where its function would note that a gradient
+        # was added. It requires a gradient, since torch chooses its kernels by that.
+        self.saved_tensors = x, context.linear.weight.detach().requires_grad_()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
@@ -166,13 +173,10 @@ class _SplitLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, linear: _Linear) -> Tensor:
         ctx.linear = linear
         stock = layers.LinearWithGradAccumulationAndAsyncCommunication
-        # Without Megatron's attributes of the weight, where its function would note that a gradient
-        # was added. It requires a gradient, since torch chooses its kernels by that.
-        weight = linear.weight.detach().requires_grad_()
         return stock.forward(
             ctx,
             x,
-            weight,
+            linear.weight,
             None,  # bias: added by the caller, so that autograd sums its gradient as ever
             True,  # gradient_accumulation_fusion, with a buffer: no weight gradient is computed
             linear.allreduces,

@@ -192,14 +192,15 @@ def _in_parts(module: Any, x: Any, dy: Any) -> tuple[Any, Any]:
 
 
 def _comes_at_once(store: Any) -> bool:
-    """Whether the weight gradients of the store's module are computed in I."""
+    """Whether the gradients of weights and biases of the store's module are computed in I."""
     module = _remembered(store)
     if module is None:
         return False
     grouped = range(getattr(module, "num_gemms", 0))
-    names = ("weight", "fc1_weight", "fc2_weight", *(f"weight{number}" for number in grouped))
-    weights = [getattr(module, name, None) for name in names]
-    return not all(queue.splits(weight) for weight in weights if isinstance(weight, Tensor))
+    numbered = [f"{kind}{number}" for kind in ("weight", "bias") for number in grouped]
+    names = [f"{prefix}{kind}" for prefix in ("", "fc1_", "fc2_") for kind in ("weight", "bias")]
+    own = [getattr(module, name, None) for name in (*names, *numbered)]
+    return not all(queue.splits(tensor) for tensor in own if isinstance(tensor, Tensor))
 
 
 def _remembered(store: Any) -> Any:

@@ -1,0 +1,123 @@
+"""Hooks that autograd runs when it adds a gradient to a parameter.
+
+A caller puts them on the parameter (``register_hook``, ``register_post_accumulate_grad_hook``) or
+on its AccumulateGrad node, where they last as long as somebody references the node. Only autograd
+runs them: it has to compute the gradient, or to be handed one that was computed elsewhere.
+
+Megatron's data-parallel wrapper has a hook on every node, which adds to ``main_grad``; a gradient
+computed elsewhere is added there without it. That hook is not a caller's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.weak import WeakIdKeyDictionary
+
+_Table = dict[int, Callable[..., Any]]  # of hooks, by their handles' numbers
+
+_WRAPPERS_HOOK = "DistributedDataParallel._make_backward_post_hook.<locals>.hook"
+
+
+def has_callers_hooks(parameter: Tensor) -> bool:
+    """Whether ``parameter``, a leaf that requires a gradient, or its node has hooks that are not
+    those of Megatron's data-parallel wrapper."""
+    return any(
+        getattr(hook, "__qualname__", "") != _WRAPPERS_HOOK
+        for table in _tables(parameter)
+        for hook in table.values()
+    )
+
+
+def hand_over(gradients: Mapping[Tensor, Tensor]) -> None:
+    """Let autograd add ``gradients``, by the tensors they belong to, in one backward pass, which
+    runs all hooks. A tensor that is computed from others passes its gradient on to them."""
+    with torch.enable_grad():
+        views = [tensor.expand_as(tensor) for tensor in gradients]  # a node each before its own
+    torch.autograd.backward(views, list(gradients.values()))
+
+
+class SummedGradients:
+    """Gradients of parameters with hooks, from several backward passes: the hooks run once, on the
+    sum.
+
+    The sums are in fp32, of one microbatch each.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._parameters = list(parameters)
+        self._sums: dict[int, dict[Tensor, Tensor]] = {}
+
+    @contextlib.contextmanager
+    def adding(self, microbatch: int) -> Iterator[None]:
+        """Context of a backward pass for ``microbatch``: no hook runs."""
+        before = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        with _without_hooks(self._parameters):
+            yield
+        sums = self._sums.setdefault(microbatch, {})
+        for parameter, grad in zip(self._parameters, before, strict=True):
+            part, parameter.grad = parameter.grad, grad
+            if part is not None:
+                sums[parameter] = sums[parameter].add_(part) if parameter in sums else part.float()
+
+    def hand_over(self, microbatch: int) -> None:
+        """Let autograd add the sums of ``microbatch``."""
+        sums = self._sums.pop(microbatch)
+        if sums:
+            hand_over({parameter: total.to(parameter.dtype) for parameter, total in sums.items()})
+
+    def clear(self) -> None:
+        """Forget all sums: the step restarts."""
+        self._sums.clear()
+
+
+@contextlib.contextmanager
+def _without_hooks(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Context in which autograd finds no hooks of ``parameters``."""
+    hidden = [(table, dict(table)) for each in parameters for table in _tables(each)]
+    for table, _ in hidden:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in hidden:
+            table.update(hooks)
+
+
+def _tables(parameter: Tensor) -> Sequence[_Table]:
+    own = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    return [*(table for table in own if table), *_tables_of_node(parameter)]
+
+
+# References to the tables of each parameter's node, which go with the node.
+_of_nodes: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _tables_of_node(parameter: Tensor) -> list[_Table]:
+    """Return the hooks on the AccumulateGrad node of ``parameter``: those that run before it and
+    after it. Torch tells of them by a handle alone."""
+    known = [reference() for reference in _of_nodes.get(parameter, ())]
+    if known and None not in known:
+        return known
+    node = get_gradient_edge(parameter).node
+    tables = []
+    for register in (node.register_prehook, node.register_hook):
+        handle = register(_nothing)
+        table = handle.hooks_dict_ref()
+        assert table is not None  # the node has it
+        tables.append(table)
+        handle.remove()
+    _of_nodes[parameter] = [weakref.ref(table) for table in tables]
+    return tables
+
+
+def _nothing(*gradients: Any) -> None:
+    pass

@@ -1,0 +1,262 @@
+"""Hooks that callers put on weights and on modules, where W computes weights' gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from torch import Tensor
+from torch.nn.modules import module as global_hooks
+
+import megatron_ext
+from megatron_ext.adapter.observers.split_report import split_report
+from megatron_ext.adapter.splitting import CallersHooks, Split, callers_hooks
+from megatron_ext.patches import cpu
+from megatron_ext.patches.engine import apply
+from megatron_ext.runtime.weight_gradients import queue
+from tests.helpers.callers import assert_same
+from tests.helpers.ranks import run_ranks, values
+from tests.pipeline.test_code_of_callers import (
+    LAYERS,
+    MICROBATCHES,
+    build,
+    pipelines_of_two,
+    run_step,
+    step,
+)
+
+LINEAR = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1")
+Handle = Any  # with ``remove``
+Hook = Callable[..., None]
+
+
+def node_of(weight: Tensor) -> Any:
+    """Return the node that accumulates a weight's gradients."""
+    return weight.expand_as(weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
+# By kind: a hook put on a layer, and the weights that it concerns.
+KINDS: dict[str, tuple[Callable[[Any, Hook], Handle], set[str]]] = {
+    "weight": (
+        lambda layer, hook: layer.mlp.linear_fc1.weight.register_hook(hook),
+        {"mlp.linear_fc1"},
+    ),
+    "accumulated": (
+        lambda layer, hook: layer.mlp.linear_fc1.weight.register_post_accumulate_grad_hook(hook),
+        {"mlp.linear_fc1"},
+    ),
+    "before the node": (
+        lambda layer, hook: node_of(layer.mlp.linear_fc1.weight).register_prehook(hook),
+        {"mlp.linear_fc1"},
+    ),
+    "behind the node": (
+        lambda layer, hook: node_of(layer.mlp.linear_fc1.weight).register_hook(hook),
+        {"mlp.linear_fc1"},
+    ),
+    "several weights": (
+        lambda layer, hook: torch.autograd.graph.register_multi_grad_hook(
+            [layer.get_submodule(name).weight for name in LINEAR], hook
+        ),
+        set(LINEAR),
+    ),
+    "behind a module's": (
+        lambda layer, hook: layer.self_attention.register_full_backward_hook(hook),
+        {"self_attention.linear_qkv", "self_attention.linear_proj"},
+    ),
+    "before a module's": (
+        lambda layer, hook: layer.self_attention.register_full_backward_pre_hook(hook),
+        {"self_attention.linear_qkv", "self_attention.linear_proj"},
+    ),
+}
+
+
+def split_weights(chunks: list[Any], **more: Any) -> set[str]:
+    """Run a step, and return the names of the layers' weights whose gradients waited for W."""
+    queue.weights = set()
+    run_step(chunks, **more)
+    split, queue.weights = queue.weights, None
+    return {
+        name.removesuffix(".weight").partition("layers.")[2]
+        for name, weight in chunks[0].named_parameters()
+        if weight in split and "layers." in name
+    }
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+def test_no_weight_without_a_callers_hook_is_left_out_of_the_split(overlap: bool) -> None:
+    """Megatron's data-parallel wrapper has a hook on the node of each weight. Were it taken for a
+    caller's, no training of Megatron's would be split, and nothing would say so. A caller's hook on
+    the same node, which the wrapper keeps alive, was never called."""
+
+    def on_rank(rank: int) -> None:
+        calls: list[Any] = []
+
+        def note(*arguments: Any) -> None:
+            calls.append(arguments)
+
+        with pipelines_of_two(schedule="zb-h1"):
+            chunk: Any = build()[0]
+            config = chunk.config
+            config.finalize_model_grads_func = finalize_model_grads
+            settings = DistributedDataParallelConfig(
+                overlap_grad_reduce=overlap, grad_reduce_in_fp32=True
+            )
+            chunks: list[Any] = [DistributedDataParallel(config, settings, chunk)]
+            layer = chunk.decoder.layers[1]
+            every = {
+                f"{number}.{name}" for number in (0, 1) for name in (*LINEAR, "mlp.linear_fc2")
+            }
+
+            def split() -> set[str]:
+                chunks[0].zero_grad_buffer()
+                return split_weights(chunks)
+
+            assert split() == every
+            expected = {name: p.main_grad.clone() for name, p in chunk.named_parameters()}
+            for kind, (register, concerned) in KINDS.items():
+                handle = register(layer, note)
+                assert split() == every - {f"1.{name}" for name in concerned}, kind
+                report = split_report([chunk], (), Split(True, callers_hooks([chunk])))
+                assert "linear_proj.weight (hooks of the caller's run in I)" in report or (
+                    "linear_fc1.weight (hooks of the caller's run in I)" in report
+                )
+                handle.remove()
+                assert len(calls) == MICROBATCHES, kind
+                calls.clear()
+                assert split() == every, kind
+                assert not calls, kind
+                for name, parameter in chunk.named_parameters():
+                    assert torch.equal(parameter.main_grad, expected[name]), (kind, name)
+
+    values(run_ranks(2, on_rank))
+
+
+def test_hooks_of_all_modules_concern_all_weights() -> None:
+    """Torch's ``register_module_full_backward_hook`` has them. Few models of Megatron's
+    run under it."""
+    model: Any = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[1].bias.requires_grad_(False)
+    assert callers_hooks([model]) == CallersHooks()
+    for register in (
+        global_hooks.register_module_full_backward_hook,
+        global_hooks.register_module_full_backward_pre_hook,
+    ):
+        handle = register(lambda *call: None)
+        trained = {*model[0].parameters(), model[1].weight}
+        assert callers_hooks([model]) == CallersHooks(of_modules=frozenset(trained))
+        handle.remove()
+        assert callers_hooks([model]) == CallersHooks()
+
+
+def halve_before_nodes(chunk: Any) -> None:
+    chunk.nodes = []
+    for layer in chunk.decoder.layers:
+        node = node_of(layer.mlp.linear_fc1.weight)
+        node.register_prehook(lambda gradients: (gradients[0] * 0.5,))
+        chunk.nodes.append(node)
+
+
+def double_behind_nodes(chunk: Any) -> None:
+    def double(weight: Tensor, *gradients: Any) -> None:
+        assert weight.grad is not None
+        weight.grad.mul_(2)
+
+    chunk.nodes = []
+    for layer in chunk.decoder.layers:
+        weight = layer.mlp.linear_fc2.weight
+        node = node_of(weight)
+        node.register_hook(partial(double, weight))
+        chunk.nodes.append(node)
+
+
+def swap_data(chunk: Any) -> None:
+    """Let linear layers run on rounded weights, and pass gradients on by the weights themselves."""
+    kept = {}
+
+    def swap(module: Any, args: Any) -> None:
+        kept[module] = module.weight.data
+        module.weight.data = (module.weight.data * 8).round() / 8
+
+    def swap_back(module: Any, args: Any, output: Any) -> None:
+        module.weight.data = kept.pop(module)
+
+    for layer in chunk.decoder.layers:
+        for module in (layer.mlp.linear_fc1, layer.self_attention.linear_proj):
+            module.register_forward_pre_hook(swap)
+            module.register_forward_hook(swap_back)
+
+
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {"schedule": "zb-h1"},
+    {"schedule": "zb-v"},
+    {"schedule": "zb-h1", "activation_offload": "full"},
+)
+
+
+@pytest.mark.parametrize("change", [halve_before_nodes, double_behind_nodes, swap_data])
+def test_gradients_are_stocks(change: Callable[[Any], None]) -> None:
+    """Hooks on nodes never ran for split layers. The input's gradient of a layer whose hooks give
+    its weight other data for its forward pass came from that data; stock's is the weight's own."""
+
+    def on_rank(rank: int) -> None:
+        with apply(cpu.patches()):
+            expected, plain = step(change), step(lambda chunk: None)
+            changed = [name for name in plain[1] if not plain[1][name].equal(expected[1][name])]
+            assert len(changed) >= LAYERS, "nothing was changed"
+            for settings in SETTINGS:
+                with megatron_ext.install(**settings):
+                    assert_same(step(change), expected)
+
+    values(run_ranks(2, on_rank))
+
+
+def sums_so_far(kind: str, records: dict[str, list[Tensor]], chunk: Any) -> None:
+    """Let hooks of modules record the gradients of their weights."""
+
+    def record(layer: Any, module: Any, *gradients: Any) -> None:
+        for name, weight in module.named_parameters():
+            grad = torch.zeros(()) if weight.grad is None else weight.grad.clone()
+            records.setdefault(f"{layer.layer_number} {name}", []).append(grad)
+
+    for layer in chunk.decoder.layers:
+        for module in (layer.mlp, layer.self_attention.linear_proj):
+            if kind == "before":
+                module.register_full_backward_pre_hook(partial(record, layer))
+            else:
+                module.register_full_backward_hook(partial(record, layer))
+
+
+@pytest.mark.parametrize("kind", ["before", "behind"])
+def test_hooks_of_a_modules_backward_pass_find_stocks_gradients(kind: str) -> None:
+    """They ran in I. Gradients that W had not added yet were missing: of this microbatch behind the
+    module's backward pass, and of earlier ones before it."""
+
+    def recorded() -> dict[str, list[Tensor]]:
+        own: dict[str, list[Tensor]] = {}
+        step(partial(sums_so_far, kind, own))
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, own)
+        return {name: sums for of_rank in everyone for name, sums in of_rank.items()}
+
+    def on_rank(rank: int) -> None:
+        with apply(cpu.patches()):
+            expected = recorded()
+            assert len(expected) == LAYERS * 6
+            for schedule in ("zb-h1", "zb-v"):
+                with megatron_ext.install(schedule=schedule):
+                    ours = recorded()
+                assert ours.keys() == expected.keys()
+                for name, sums in expected.items():
+                    assert len(sums) == MICROBATCHES and sums[-1].count_nonzero(), name
+                    assert all(map(torch.equal, ours[name], sums)), (schedule, name)
+
+    values(run_ranks(2, on_rank))
