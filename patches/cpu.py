@@ -241,14 +241,46 @@ def _on_the_host(original: Any, hybrid: Any, offload_fraction: float) -> Any:
     return of_host, of_device, updated, originals, in_fp32
 
 
+_STEPS = "steps without parameters"
+
+
+def _has_parameters(adam: Any) -> bool:
+    return any(group["params"] for group in adam.param_groups)
+
+
+def _counted_steps(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+    """Wrap `DistributedOptimizer.__init__`: the groups of a rank without parameters count steps.
+
+    AdamW counts them in the states of parameters. Experts may be in later stages only, or a stage
+    be frozen.
+    """
+    original(optimizer, *args, **kwargs)
+    adam = optimizer.optimizer
+    if adam is not None and not _has_parameters(adam):
+        adam.register_step_post_hook(_count_step)
+
+
+def _count_step(adam: Any, *unused: object) -> None:
+    for group in adam.param_groups:
+        group["step"] = group.get("step", 0) + 1
+
+
 def _begun_states(original: Any, optimizer: Any) -> Any:
     """Wrap `DistributedOptimizer.state_dict`, which requires a step, although loading comes first.
 
-    The states that AdamW would create in its first step are created now.
+    The states that AdamW would create in its first step are created now. A rank without parameters
+    has a state with the number of its steps meanwhile.
     """
     import torch
 
     adam = optimizer.optimizer
+    if not _has_parameters(adam):
+        steps = adam.param_groups[0].get("step", 0)
+        adam.state[_STEPS] = {"step": torch.tensor(steps, dtype=torch.float32)}
+        try:
+            return original(optimizer)
+        finally:
+            del adam.state[_STEPS]
     if hasattr(adam, "dummy_step") and not adam.state:  # main parameters are in its states too
         adam.dummy_step()
     if not isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
@@ -424,6 +456,11 @@ def patches() -> tuple[Patch, ...]:
             _experts_after_their_step,
             reason="gloo writes back what a gather has read, over the experts' optimizer step",
             signature="(self, *unused, force_sync=False, force_dispatch=False)",
+        ),
+        wrap(
+            f"{_DISTRIBUTED_OPTIMIZER}.__init__",
+            _counted_steps,
+            reason="torch's AdamW counts no steps on a rank without parameters of its kind",
         ),
         wrap(
             f"{_DISTRIBUTED_OPTIMIZER}.state_dict",
