@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -79,6 +81,13 @@ KINDS: dict[str, tuple[Callable[[Any, Hook], Handle], set[str]]] = {
 }
 
 
+def wrapped(chunk: Any, overlap: bool) -> DistributedDataParallel:
+    """Return ``chunk`` in Megatron's data-parallel wrapper, which adds to ``main_grad``."""
+    chunk.config.finalize_model_grads_func = finalize_model_grads
+    settings = DistributedDataParallelConfig(overlap_grad_reduce=overlap, grad_reduce_in_fp32=True)
+    return DistributedDataParallel(chunk.config, settings, chunk)
+
+
 def split_weights(chunks: list[Any], **more: Any) -> set[str]:
     """Run a step, and return the names of the layers' weights whose gradients waited for W."""
     queue.weights = set()
@@ -105,12 +114,7 @@ def test_no_weight_without_a_callers_hook_is_left_out_of_the_split(overlap: bool
 
         with pipelines_of_two(schedule="zb-h1"):
             chunk: Any = build()[0]
-            config = chunk.config
-            config.finalize_model_grads_func = finalize_model_grads
-            settings = DistributedDataParallelConfig(
-                overlap_grad_reduce=overlap, grad_reduce_in_fp32=True
-            )
-            chunks: list[Any] = [DistributedDataParallel(config, settings, chunk)]
+            chunks = [wrapped(chunk, overlap)]
             layer = chunk.decoder.layers[1]
             every = {
                 f"{number}.{name}" for number in (0, 1) for name in (*LINEAR, "mlp.linear_fc2")
@@ -258,5 +262,69 @@ def test_hooks_of_a_modules_backward_pass_find_stocks_gradients(kind: str) -> No
                 for name, sums in expected.items():
                     assert len(sums) == MICROBATCHES and sums[-1].count_nonzero(), name
                     assert all(map(torch.equal, ours[name], sums)), (schedule, name)
+
+    values(run_ranks(2, on_rank))
+
+
+def depend_on_whole_gradients(calls: Counter[str], chunk: Any) -> None:
+    """Put hooks of all kinds on weights, whose effects on parts of a gradient are not the parts of
+    the effect on the whole."""
+
+    def of_length_one(name: str, gradient: Tensor) -> Tensor:
+        calls[name] += 1
+        return gradient / gradient.norm()
+
+    def one_more(name: str, weight: Tensor, *gradients: Any) -> None:
+        calls[name] += 1
+        assert weight.grad is not None
+        weight.grad.add_(1)
+
+    chunk.nodes = []
+    for layer in chunk.decoder.layers:
+        attention, mlp = layer.self_attention, layer.mlp
+        mlp.linear_fc1.weight.register_hook(partial(of_length_one, "split"))
+        mlp.linear_fc1.bias.register_hook(partial(of_length_one, "not split"))
+        mlp.linear_fc2.weight.register_post_accumulate_grad_hook(partial(one_more, "accumulated"))
+        node = node_of(attention.linear_proj.weight)
+        unit = partial(of_length_one, "before the node")
+        node.register_prehook(lambda gradients, unit=unit: (unit(gradients[0]),))
+        weight = attention.linear_qkv.weight
+        chunk.nodes += [node, node_of(weight)]
+        chunk.nodes[-1].register_hook(partial(one_more, "behind the node", weight))
+    if chunk.pre_process:
+        table = chunk.embedding.word_embeddings.weight
+        table.register_hook(partial(of_length_one, "table"))
+
+
+@pytest.mark.parametrize("wraps", [False, True], ids=["", "wrapped"])
+def test_hooks_get_the_gradient_of_a_whole_sequence_once(wraps: bool) -> None:
+    """With slices each of them called the hooks of a weight, with its part of the gradient: hooks
+    that clip, draw or count did so once a slice. Wrapped, ``main_grad`` has the sums."""
+
+    def gradients(**settings: Any) -> dict[str, Tensor]:
+        calls: Counter[str] = Counter()
+        with pipelines_of_two(**settings):
+            chunks: list[Any] = build(partial(depend_on_whole_gradients, calls))
+            own = [wrapped(chunk, True) for chunk in chunks] if wraps else chunks
+            for _ in range(2):  # what a step leaves, the next one does not find
+                run_step(own)
+            parallel_state.destroy_model_parallel()
+        passes = 2 * MICROBATCHES
+        for name, number in calls.items():
+            assert number == passes * (1 if name == "table" else LAYERS // 2), name
+        assert len(calls) >= 5
+        return {
+            f"{number} {name}": getattr(parameter, "main_grad", parameter.grad)
+            for number, chunk in enumerate(chunks)
+            for name, parameter in chunk.named_parameters()
+        }
+
+    def on_rank(rank: int) -> None:
+        for schedule in ("1f1b", "zb-h1", "zb-v"):
+            expected = gradients(schedule=schedule)
+            ours = gradients(schedule=schedule, slices=2)
+            assert ours.keys() == expected.keys()
+            for name, gradient in expected.items():
+                torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-6)
 
     values(run_ranks(2, on_rank))

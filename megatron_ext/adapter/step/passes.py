@@ -80,7 +80,11 @@ def _stages(
         common = number, chunk, call.config, iterator, call, step.recorder, gathers, *own
         if step.spans:
             stages[number] = SlicedStage(
-                *common, spans=step.spans, is_last=is_last, first_trained=first_trained
+                *common,
+                spans=step.spans,
+                hooked=step.split.hooks.parameters,
+                is_last=is_last,
+                first_trained=first_trained,
             )
         elif step.shard is not None and (placement.is_first(number) or is_last):
             stages[number] = EndStage(*common, is_last=is_last)

@@ -3,12 +3,13 @@
 The caller's forward_step_func is called once per microbatch, with the first slice, and the model
 once per slice, each time with the whole batch (`adapter.slices`). The loss is computed once, after
 the last slice: the caller's loss function gets the concatenated outputs of all slices, as for a
-whole microbatch, and each slice's backward pass begins with its part of the gradient.
+whole microbatch, and each slice's backward pass begins with its part of the gradient. Hooks of the
+caller's on parameters run once per microbatch, on the sum of the slices' gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from megatron_ext.adapter.step.loss import loss_of
 from megatron_ext.adapter.step.model_stage import ModelStage
 from megatron_ext.adapter.step.repeatable_call import ModelCall, RepeatableCall
+from megatron_ext.runtime.parameter_hooks import SummedGradients
 from megatron_ext.runtime.slices.running_slice import Span, running_slice
 from megatron_ext.schedule.action import Slice
 
@@ -25,8 +27,16 @@ from megatron_ext.schedule.action import Slice
 class SlicedStage(ModelStage):
     """Model chunk during one step, whose passes run `Slice`s."""
 
-    def __init__(self, *args: Any, spans: Sequence[Span], is_last: bool, **more: Any) -> None:
-        """``spans`` are the slices of a whole sequence."""
+    def __init__(
+        self,
+        *args: Any,
+        spans: Sequence[Span],
+        hooked: Collection[Tensor],
+        is_last: bool,
+        **more: Any,
+    ) -> None:
+        """``spans`` are the slices of a whole sequence, ``hooked`` the parameters of this rank with
+        hooks of the caller's."""
         super().__init__(*args, has_loss=False, **more)
         self._spans = spans
         self._is_last = is_last
@@ -34,6 +44,7 @@ class SlicedStage(ModelStage):
         self._calls: dict[int, ModelCall] = {}  # by microbatch, until its last slice has run
         self._outputs: dict[int, list[Tensor]] = {}  # of the last stage, by microbatch
         self._gradients: dict[int, Tensor] = {}  # of the outputs, by microbatch
+        self._summed = SummedGradients(p for p in self._model.parameters() if p in hooked)
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
         piece = _slice(microbatch)
@@ -55,6 +66,7 @@ class SlicedStage(ModelStage):
         super().forget()
         for kept in (self._noted, self._calls, self._outputs, self._gradients):
             kept.clear()
+        self._summed.clear()
         running_slice.clear()
 
     def _make_loss(self, microbatch: int, call: ModelCall) -> None:
@@ -101,9 +113,11 @@ class SlicedStage(ModelStage):
         span = self._spans[piece.slice]
         if self._is_last:
             dy = self._gradients[piece.whole][:, span.here]
-        with running_slice.running(self._number, piece.whole, span, is_backward=True):
+        running = running_slice.running(self._number, piece.whole, span, is_backward=True)
+        with running, self._summed.adding(piece.whole):
             dx = super()._backward_input(piece, dy, w_is_next=w_is_next)
         if piece.is_first:
+            self._summed.hand_over(piece.whole)
             self._gradients.pop(piece.whole, None)
             running_slice.drop(self._number, piece.whole)
         return dx
