@@ -58,7 +58,7 @@ class DevicePosition:
         since: `time.monotonic` seconds at which ``pending`` was first seen to be the next.
     """
 
-    ended: Action | Pair | None
+    ended: Action | Pair | str | None
     pending: Position
     since: float
 
@@ -84,7 +84,7 @@ class DeviceProgress:
         self._passes: deque[DeviceEvent] = deque()  # that no later pass has waited for yet
         self._given: deque[tuple[Position, DeviceEvent]] = deque()  # not seen to have finished
         self._newest: tuple[Position, DeviceEvent] | None = None  # of `_given`, at the latest look
-        self._ended: Action | Pair | None = None
+        self._ended: Action | Pair | str | None = None
         self._lock = threading.Lock()
 
     def hold_back(self) -> None:

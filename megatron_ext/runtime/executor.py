@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.runtime.host.offload import OffloadedStep
-from megatron_ext.runtime.messages.transport import PeerFailure
+from megatron_ext.runtime.messages.peer_call import PeerFailure
 from megatron_ext.runtime.owner import BeginAgain, Handler, Owner
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.stage import RunnableStage

@@ -6,36 +6,51 @@ action. If the main thread does not end within the grace time, the process exits
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
-import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from megatron_ext.runtime import watchdog
-from megatron_ext.runtime.messages.transport import Closable
-from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.recorder import Closable, Recorder
 from megatron_ext.runtime.store.failure_report import FailureReport, connect_failure_report
 
 
-def listen(recorder: Recorder, connections: Sequence[Closable]) -> FailureReport | None:
+def listen(recorder: Recorder, connections: Sequence[Closable] = ()) -> FailureReport | None:
     """Connect the failure report of ``recorder`` and start to listen for other ranks' failures,
-    which close ``connections``. Return the report; None if torch has no store. Collective over the
-    world."""
+    which close ``connections`` and those that are added to ``recorder`` later. Return the report;
+    None if no other rank uses torch's store. It waits for no rank."""
+    for connection in connections:
+        recorder.add_connection(connection)
     report = recorder.failure_report = connect_failure_report()
     if report is not None:
-        report.start(Interruption(recorder, connections))
+        report.start(Interruption(recorder), recorder.report)
     return report
 
 
-class Interruption:
-    """Callback for the thread that learns of another rank's failure: closes ``connections`` if a
-    step of ``recorder`` runs, and ends the process if its main thread does not."""
+@contextlib.contextmanager
+def heard_if_it_fails(
+    recorder: Recorder, where: str, kind: type[BaseException] = BaseException
+) -> Iterator[None]:
+    """Context that ends the other ranks too if an error of this ``kind`` is raised. (Passes and
+    connections have already reported theirs.)"""
+    try:
+        yield
+    except kind as error:
+        if not recorder.has_failed:
+            recorder.failed(error, where)
+        for connection in recorder.connections():
+            connection.close()
+        raise
 
-    def __init__(self, recorder: Recorder, connections: Sequence[Closable]) -> None:
+
+class Interruption:
+    """Callback for the thread that learns of another rank's failure: closes the connections of
+    ``recorder`` if a step runs or connects, and ends the process if its main thread does not."""
+
+    def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        # Weak: the thread that may call this must not keep unused connections alive.
-        self._connections = [weakref.ref(connection) for connection in connections]
 
     def __call__(self, words: str) -> None:
         """End this rank, because another has failed and left the report ``words``. Never called by
@@ -49,10 +64,8 @@ class Interruption:
         # step's end would take it for gradients. Within, the host notices before it leaves the
         # step, and not the other way round: it says so first.
         if recorder.in_step:
-            for reference in self._connections:
-                connection = reference()
-                if connection is not None:  # to abort a communicator may take long
-                    threading.Thread(target=connection.close, daemon=True).start()
+            for connection in recorder.connections():  # to abort a communicator may take long
+                threading.Thread(target=connection.close, daemon=True).start()
         watchdog.say(f"{where}: it ends, as another rank has failed: {words}")
         end = time.monotonic() + watchdog.GRACE_SECONDS
         while not recorder.has_failed:

@@ -5,21 +5,25 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
+from megatron_ext.runtime.store.agreement import listed
 from megatron_ext.schedule.action import Action, Pair
 
 
 class Position(NamedTuple):
-    """Action that a rank has been in since ``since`` (`time.monotonic` seconds).
+    """Action that a rank has been in since ``since`` (`time.monotonic` seconds), or connection that
+    it makes.
 
     ``peer`` is the pipeline rank that it waits for; None while it computes. ``direction`` is "to"
     or "from" for a message to or from the peer, and "with" for a collective of all ranks.
+    ``missing`` are the other global ranks of a connection, without those known to have come to it.
     """
 
     rank: int
-    action: Action | Pair
+    action: Action | Pair | str
     peer: int | None
     direction: str
     since: float
+    missing: tuple[int, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -34,7 +38,10 @@ class Position(NamedTuple):
     def doing(self) -> str:
         if self.peer is None:
             return f"in {self.action}"
-        return f"waiting for {self.action} {whom(self.peer, self.direction)}"
+        peers = whom(self.peer, self.direction)
+        if self.direction == "with" and self.missing:
+            peers = f"with {listed(self.missing)}"
+        return f"waiting for {self.action} {peers}"
 
     def __str__(self) -> str:
         return f"pipeline rank {self.rank} {self.doing} for {self.seconds:.1f} s"

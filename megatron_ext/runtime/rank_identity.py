@@ -16,7 +16,10 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Process:
-    """Process of a rank of the world. ``local_rank`` is None if the launcher does not set it."""
+    """Process of a rank of the world.
+
+    ``local_rank`` is None if the launcher does not set it, ``host`` is "" if it is not known yet.
+    """
 
     global_rank: int
     host: str
@@ -24,7 +27,7 @@ class Process:
 
     def __str__(self) -> str:
         local = "" if self.local_rank is None else f", local rank {self.local_rank}"
-        return f"global rank {self.global_rank}{local} on {self.host}"
+        return f"global rank {self.global_rank}{local}{self.host and f' on {self.host}'}"
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,14 @@ class RankIdentity:
             facts.append(f"iteration {self.iteration}")
         facts.append(time.strftime("%Y-%m-%d %H:%M:%S"))
         return f"[{'; '.join(facts)}]"
+
+
+def first_identity(pipeline: dist.ProcessGroup) -> RankIdentity:
+    """Return the `RankIdentity` of this rank before the ranks of ``pipeline`` have exchanged their
+    hosts."""
+    others = [Process(rank, "", None) for rank in dist.get_process_group_ranks(pipeline)]
+    rank = pipeline.rank()
+    return RankIdentity(rank, (*others[:rank], _this_process(), *others[rank + 1 :]))
 
 
 def rank_identity(pipeline: dist.ProcessGroup) -> RankIdentity:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 
@@ -20,6 +22,12 @@ from megatron_ext.runtime.rank_identity import RankIdentity
 from megatron_ext.runtime.recording import Clock, RecordedReduction, Recording, passes_of
 from megatron_ext.runtime.store.failure_report import FailureReport
 from megatron_ext.schedule.action import Action, Pair
+
+
+class Closable(Protocol):
+    """Connections that any thread can cut."""
+
+    def close(self) -> None: ...
 
 
 class Recorder:
@@ -33,8 +41,9 @@ class Recorder:
         device: progress of the device; holds back a host that runs too far ahead.
         rank_identity: process of this rank.
         failure_report: tells the other ranks that this one has failed; None until connected.
-        in_step: whether a step is running.
-        has_failed: whether a step has ended by an error on this rank.
+        in_step: whether passes run, or a connection is being made: an error of another rank can be
+            raised there.
+        has_failed: whether this rank has ended by an error.
         interruption: failure report of another rank, which ends this rank's step.
     """
 
@@ -56,10 +65,27 @@ class Recorder:
         self.counting: HeldBytes | None = None
         self._recording: Recording | None = None  # of the step that runs
         self._records_reductions = False
+        self._has_begun = False  # its first step
+        self._left: float | None = None  # `time.monotonic` seconds; None within a step
+        # Weak: the threads that may close them must not keep unused connections alive.
+        self._connections: list[weakref.ref[Closable]] = []
 
     def begin(self, iteration: int) -> None:
         """Note that the following actions belong to ``iteration``."""
         self.rank_identity = replace(self.rank_identity, iteration=iteration)
+        self._has_begun, self._left = True, None
+
+    def leave(self) -> None:
+        """Note that the step is over, and the caller's other work follows."""
+        self._left = time.monotonic()
+
+    def add_connection(self, connection: Closable) -> None:
+        """Close ``connection`` when a step fails, on this rank or another."""
+        self._connections.append(weakref.ref(connection))
+
+    def connections(self) -> list[Closable]:
+        """Return the connections that are in use."""
+        return [made for reference in self._connections if (made := reference()) is not None]
 
     def record(self, clock: Clock, *, with_reductions: bool = False) -> Recording:
         """Record the passes until `end`. All callers of one step get the same recording."""
@@ -94,7 +120,9 @@ class Recorder:
         if self._recording is not None:
             self._recording.forget()
 
-    def waiting(self, action: Action, peer: int, direction: str) -> AbstractContextManager[None]:
+    def waiting(
+        self, action: Action | str, peer: int, direction: str
+    ) -> AbstractContextManager[None]:
         """Context in which the rank is blocked in a wait for the message ``action``; see
         `Position`."""
         return _Stay(self, Position(self.rank, action, peer, direction, time.monotonic()))
@@ -102,16 +130,43 @@ class Recorder:
     def failed(self, error: BaseException, action: Action | Pair | str) -> None:
         """Note that the step ends by ``error``, in ``action`` (or at the place that it names), and
         report it to the other ranks."""
+        self._end(error, f"in {action}")
+
+    def failed_between_steps(self, error: BaseException) -> None:
+        """Note that ``error`` ends this process, and report it to the other ranks unless a step has
+        ended by it."""
+        if not self.has_failed:
+            self._end(error, self._between)
+
+    def _end(self, error: BaseException, where: str) -> None:
         self.has_failed = True
-        where = f"pipeline rank {self.rank}, in {action} {self.rank_identity.note()}"
+        where = f"pipeline rank {self.rank}, {where} {self.rank_identity.note()}"
         error.add_note(f"megatron_ext: {where}")
         if self.failure_report is not None:
             self.failure_report.leave(f"{where}: {type(error).__name__}: {error}")
 
+    def why_gone(self, *peers: int) -> tuple[str, str]:
+        """Return why one of the pipeline ranks ``peers`` (of all if there are none) may be gone
+        (`FailureReport.why_gone`)."""
+        if self.failure_report is None:
+            return "", ""
+        processes = self.rank_identity.processes
+        gone = [processes[peer] for peer in peers] if peers and processes else processes
+        return self.failure_report.why_gone([process.global_rank for process in gone])
+
+    @property
+    def _between(self) -> str:
+        """Place of a host that is in no pass and in no wait, in words."""
+        if not self._has_begun:
+            return "before its first step"
+        if self._left is None:
+            return "between passes"
+        return f"between steps for {time.monotonic() - self._left:.1f} s"
+
     def report(self) -> str:
         """Return the positions of host and device, in words."""
         position, device = self.position, self.device.position
-        host = f"pipeline rank {self.rank} between passes" if position is None else str(position)
+        host = f"pipeline rank {self.rank} {self._between}" if position is None else str(position)
         its_device = "" if device is None else f"; its device {device}"
         peers = [*(position.peers if position else ()), *(device.pending.peers if device else ())]
         return f"{host}{its_device} {self.rank_identity.note(*peers)}"
@@ -164,5 +219,7 @@ class _RecordedStay(_Stay):
         self._began = self._recording.clock.mark()
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self._recording.add_pass(self._position.action, self._began)
+        action = self._position.action
+        assert not isinstance(action, str), "a connection is no pass"
+        self._recording.add_pass(action, self._began)
         super().__exit__(kind, error, trace)

@@ -27,7 +27,8 @@ from megatron_ext.compile.registry import choose  # noqa: E402
 from megatron_ext.runtime.executor import NEIGHBOURS, _Execution  # noqa: E402
 from megatron_ext.runtime.messages.batched import BatchedTransport, PipelineGroup  # noqa: E402
 from megatron_ext.runtime.messages.channels import Channels  # noqa: E402
-from megatron_ext.runtime.messages.transport import Boundary, PeerFailure, Transport  # noqa: E402
+from megatron_ext.runtime.messages.peer_call import PeerFailure  # noqa: E402
+from megatron_ext.runtime.messages.transport import Boundary, Transport  # noqa: E402
 from megatron_ext.runtime.recorder import Recorder  # noqa: E402
 from megatron_ext.runtime.weight_gradients import queue  # noqa: E402
 from megatron_ext.schedule.action import Action, Kind  # noqa: E402

@@ -24,12 +24,9 @@ from megatron_ext.compile.program.verify import Program  # noqa: E402
 from megatron_ext.compile.registry import choose  # noqa: E402
 from megatron_ext.runtime import watchdog  # noqa: E402
 from megatron_ext.runtime.interruption import listen  # noqa: E402
-from megatron_ext.runtime.messages.transport import (  # noqa: E402
-    Boundary,
-    Channels,
-    PeerFailure,
-    Transport,
-)
+from megatron_ext.runtime.messages.channels import Channels  # noqa: E402
+from megatron_ext.runtime.messages.peer_call import PeerFailure  # noqa: E402
+from megatron_ext.runtime.messages.transport import Boundary, Transport  # noqa: E402
 from megatron_ext.runtime.rank_identity import rank_identity  # noqa: E402
 from megatron_ext.runtime.store import failure_report  # noqa: E402
 from megatron_ext.runtime.store.failure_report import connect_failure_report  # noqa: E402

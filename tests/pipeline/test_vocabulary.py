@@ -22,7 +22,7 @@ from megatron_ext.runtime import watchdog  # noqa: E402
 from megatron_ext.runtime.interruption import listen  # noqa: E402
 from megatron_ext.runtime.messages import closing  # noqa: E402
 from megatron_ext.runtime.messages.collectives import Collectives, StepCollectives  # noqa: E402
-from megatron_ext.runtime.messages.transport import PeerFailure  # noqa: E402
+from megatron_ext.runtime.messages.peer_call import PeerFailure  # noqa: E402
 from megatron_ext.runtime.recorder import Recorder  # noqa: E402
 from megatron_ext.runtime.store import failure_report  # noqa: E402
 from megatron_ext.schedule.action import Action, Kind, parse  # noqa: E402

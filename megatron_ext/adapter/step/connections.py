@@ -1,11 +1,8 @@
-"""Connections of a rank to the other ranks, shared by its steps, and their watchdog."""
+"""Connections of a rank to the other ranks, shared by its steps."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -19,16 +16,13 @@ from megatron_ext.config import PipelineConfig
 from megatron_ext.logger import logger
 from megatron_ext.runtime.host.memory import HostMemory
 from megatron_ext.runtime.host.offload import ActivationOffload
-from megatron_ext.runtime.interruption import listen
 from megatron_ext.runtime.messages.batched import BatchedTransport, PipelineGroup
 from megatron_ext.runtime.messages.channels import Channels
 from megatron_ext.runtime.messages.collectives import Collectives
 from megatron_ext.runtime.messages.nccl import ctas_for
 from megatron_ext.runtime.messages.transport import Boundary, Transport
-from megatron_ext.runtime.rank_identity import rank_identity
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.stage_io import Messages
-from megatron_ext.runtime.watchdog import Watchdog
 from megatron_ext.schedule.problem import P2P, Offload, VocabularyParallel
 
 
@@ -70,59 +64,24 @@ class Connections:
             self.p2p.connect_hosts()
         return Transport(self.p2p, boundary, program.schedule.placement, self.recorder)
 
-    @contextlib.contextmanager
-    def heard_if_it_fails(
-        self, where: str, kind: type[BaseException] = BaseException
-    ) -> Iterator[None]:
-        """Context that ends the other ranks too if an error of this ``kind`` is raised. (The
-        executor has already reported an error in a pass.)"""
-        try:
-            yield
-        except kind as error:
-            if not self.recorder.has_failed:
-                self.recorder.failed(error, where)
-                for connection in self._closable():
-                    connection.close()
-            raise
 
-    def watch(self) -> None:
-        """Start to report where this rank is if it is stuck or ended by a signal."""
-        Watchdog(self.recorder).start()
-
-    def listen(self) -> None:
-        """Start to listen for failures of other ranks, and end with them. Collective over the
-        world."""
-        report = listen(self.recorder, self._closable())
-        if report is not None:
-            weakref.finalize(self, report.stop)
-
-    def end(self) -> None:
-        """Stop listening and watching, as the process groups end. torch ends the groups
-        themselves."""
-        if self.recorder.failure_report is not None:
-            self.recorder.failure_report.stop()
-        Watchdog.forget(self.recorder)
-
-    def _closable(self) -> list[Channels | PipelineGroup | Collectives]:
-        return [self.p2p] if self.collectives is None else [self.p2p, self.collectives]
-
-
-def connect(config: PipelineConfig, program: Program, pipeline: dist.ProcessGroup) -> Connections:
+def connect(
+    config: PipelineConfig, program: Program, pipeline: dist.ProcessGroup, recorder: Recorder
+) -> Connections:
     """Connect the ranks of ``pipeline``, whose first step runs ``program``. Collective over the
-    world."""
+    pipeline."""
     device = torch.device(torch.cuda.current_device())
     if dist.get_rank() == 0:
         say_unverified(device, program.problem)
     ctas = ctas_for(program, pipeline, device)
     p2p: Channels | PipelineGroup
     if config.p2p is P2P.BATCHED:
-        p2p = PipelineGroup(pipeline, device)
+        p2p = PipelineGroup(pipeline, device, recorder)
     else:
-        p2p = Channels(pipeline, channels(program.schedule), device, ctas)
+        p2p = Channels(pipeline, channels(program.schedule), device, ctas, recorder)
     collectives = offload = None
     if config.vocab_parallel is not VocabularyParallel.NONE:
-        collectives = Collectives(pipeline, device, ctas)
+        collectives = Collectives(pipeline, device, ctas, recorder)
     if config.activation_offload is not Offload.NONE:
         offload = ActivationOffload(pipeline.rank(), device)
-    recorder = Recorder(pipeline.rank(), rank_identity(pipeline))
     return Connections(p2p, collectives, offload, recorder)

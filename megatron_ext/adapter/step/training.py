@@ -49,7 +49,13 @@ from megatron_ext.compile.program.verify import Program
 from megatron_ext.config import PipelineConfig
 from megatron_ext.logger import logger
 from megatron_ext.runtime.host.memory import ShortOfHostMemory
+from megatron_ext.runtime.interruption import heard_if_it_fails, listen
+from megatron_ext.runtime.messages.connecting import connecting
+from megatron_ext.runtime.messages.transport import closed
+from megatron_ext.runtime.rank_identity import first_identity, rank_identity
+from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.slices.running_slice import Span
+from megatron_ext.runtime.watchdog import Watchdog
 from megatron_ext.runtime.weight_gradients import Lent, is_owned
 from megatron_ext.schedule.costs_text import format_costs
 from megatron_ext.schedule.dealing import MicrobatchOrder
@@ -67,6 +73,7 @@ class PipelineTraining:
         self._race = None if config.race is None else StepRace(config, self._programs)
         self._observers = _observers(config, self._programs)
         self._observers += [] if self._race is None else [self._race]
+        self._recorder: Recorder | None = None  # from the first step on
         self._connections: Connections | None = None
         self._checked: weakref.WeakSet[Any] = weakref.WeakSet()  # first chunks of models
         self._calls = 0
@@ -83,9 +90,11 @@ class PipelineTraining:
         """Release everything of this training: its process groups are gone, or about to be
         destroyed."""
         self._has_ended = True
-        connections, self._connections = self._connections, None
-        if connections is not None:
-            connections.end()
+        recorder, self._recorder, self._connections = self._recorder, None, None
+        if recorder is not None:
+            if recorder.failure_report is not None:
+                recorder.failure_report.stop()
+            Watchdog.forget(recorder)
         post_validation.disconnect()
         layer_graphs.forget()
 
@@ -101,6 +110,15 @@ class PipelineTraining:
 
     def run(self, call: Call) -> list[Any]:
         """Run one step, with the result of Megatron's schedule functions."""
+        recorder = self._recorder or self._begin(call.pipeline)
+        try:
+            return self._run(call, recorder)
+        finally:
+            recorder.leave()
+
+    def _run(self, call: Call, recorder: Recorder) -> list[Any]:
+        if recorder.has_failed and self._connections is None:
+            raise closed(recorder.rank)
         if call.forward_only:
             post_validation.commit_or_rollback()
             self.interrupt()
@@ -126,8 +144,8 @@ class PipelineTraining:
         connections = self._connections
         assert connections is not None
         self._calls += 1
-        connections.recorder.begin(current_iteration() or self._calls)
-        with connections.heard_if_it_fails("a step, outside its passes"):
+        recorder.begin(current_iteration() or self._calls)
+        with heard_if_it_fails(recorder, "a step, outside its passes"):
             step = self._step(call, connections, program, shape)
             return _evaluate(step) if call.forward_only else self._train(step)
 
@@ -197,16 +215,18 @@ class PipelineTraining:
         known = self._programs.known(*request)
         if known is not None:
             if self._connections is not None and not call.forward_only:
-                with self._connections.heard_if_it_fails("the swap of a program", RuntimeError):
+                with self._heard_if_it_fails("the swap of a program", RuntimeError):
                     self._programs.check_swap(call.pipeline, call.config, shape, known)
             return known
         if requests_pairs(call.config) and not call.forward_only:
             refuse_unplanned(call)
         if self._connections is None:
             program = self._programs.make(call.pipeline, *request)
-            self._connections = self._connect(call, program)
+            assert self._recorder is not None
+            with heard_if_it_fails(self._recorder, "the connecting of the ranks"):
+                self._connections = self._connect(call, program, self._recorder)
         else:  # ranks may differ, and not all of them may notice
-            with self._connections.heard_if_it_fails("the making of a program", RuntimeError):
+            with self._heard_if_it_fails("the making of a program", RuntimeError):
                 program = self._programs.make(call.pipeline, *request)
         if not call.forward_only:
             log_single_rank(logger, logging.INFO, summarize(program))
@@ -241,19 +261,31 @@ class PipelineTraining:
         connected."""
         if self._connections is None:
             return contextlib.nullcontext()
-        return self._connections.heard_if_it_fails(where, kind)
+        return heard_if_it_fails(self._connections.recorder, where, kind)
 
-    def _connect(self, call: Call, program: Program) -> Connections:
-        connections = connect(self._config, program, call.pipeline)
-        connect_token_shifts(call.models, call.groups.cp)
-        if self._config.slices > 1:
-            connect_sharing(call.groups.cp)
-        if self._config.post_validation:
-            placement, recorder = program.schedule.placement, connections.recorder
-            connect_validation(call.pipeline, placement, recorder, call.models)
-        connections.watch()
+    def _begin(self, pipeline: dist.ProcessGroup) -> Recorder:
+        """Watch this rank, and listen for failures of others, before anything is connected. Then
+        the ranks of ``pipeline`` exchange who they are; collective over them."""
+        recorder = self._recorder = Recorder(pipeline.rank(), first_identity(pipeline))
+        Watchdog(recorder).start()
         if not restarts_in_process():  # otherwise the restarting wrapper reports failures
-            connections.listen()
+            report = listen(recorder)
+            if report is not None:
+                weakref.finalize(self, report.stop)
+        with connecting(recorder, pipeline, "of the pipeline"):
+            recorder.rank_identity = rank_identity(pipeline)
+        return recorder
+
+    def _connect(self, call: Call, program: Program, recorder: Recorder) -> Connections:
+        connections = connect(self._config, program, call.pipeline, recorder)
+        if (sharing := call.groups.cp).size() > 1:
+            with connecting(recorder, sharing, "of context parallelism"):
+                connect_token_shifts(call.models, sharing)
+                if self._config.slices > 1:
+                    connect_sharing(sharing)
+        if self._config.post_validation:
+            placement = program.schedule.placement
+            connect_validation(call.pipeline, placement, recorder, call.models)
         return connections
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_ext.compile.program.graph import Channel, batches_of
 from megatron_ext.compile.program.verify import Program
+from megatron_ext.runtime.messages.connecting import connecting
 from megatron_ext.runtime.messages.transport import Boundary, TransportBase
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.schedule.action import Action
@@ -24,13 +25,24 @@ from megatron_ext.schedule.action import Action
 class PipelineGroup:
     """Process group of a pipeline, created by Megatron."""
 
-    def __init__(self, pipeline: dist.ProcessGroup, device: torch.device) -> None:
-        """Collective over the pipeline: NCCL connects on first use, which needs all ranks."""
+    def __init__(
+        self,
+        pipeline: dist.ProcessGroup,
+        device: torch.device,
+        recorder: Recorder | None = None,
+    ) -> None:
+        """Collective over the pipeline: NCCL connects on first use, which needs all ranks.
+
+        ``recorder`` as for `Channels`.
+        """
         self.rank = pipeline.rank()
         self.device = device
         self.are_closed = False
         self._group = pipeline
-        dist.all_reduce(torch.zeros(1, device=device), group=pipeline)
+        recorder = recorder or Recorder(self.rank)
+        recorder.add_connection(self)
+        with connecting(recorder, pipeline, "of the pipeline"):
+            dist.all_reduce(torch.zeros(1, device=device), group=pipeline)
 
     def close(self) -> None:
         """Refuse further steps: the group contains messages of a failed one. The group stays open,

@@ -17,7 +17,9 @@ from torch import Tensor
 from megatron_ext.compile.program.communicators import in_waves
 from megatron_ext.compile.program.graph import Channel
 from megatron_ext.runtime.messages.closing import close_groups
+from megatron_ext.runtime.messages.connecting import connecting
 from megatron_ext.runtime.messages.groups import make_device_groups, make_groups
+from megatron_ext.runtime.recorder import Recorder
 
 
 class Channels:
@@ -29,28 +31,41 @@ class Channels:
         channels: Iterable[Channel],
         device: torch.device,
         max_ctas: int | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         """Collective over the pipeline: its ranks pass the same ``channels``.
 
-        ``max_ctas`` limits NCCL's CTAs of each channel (`make_device_groups`).
+        ``max_ctas`` limits NCCL's CTAs of each channel (`make_device_groups`). ``recorder`` is
+        notified of the connections, and closes them; None for a rank that is not watched.
         """
         self.rank = pipeline.rank()
         self.device = device
-        self._pipeline = pipeline
-        self._ends = {channel: (channel.sender, channel.receiver) for channel in in_waves(channels)}
-        self._groups = make_device_groups(pipeline, self._ends, device, max_ctas)
-        self._host_groups: dict[Channel, dist.ProcessGroup] = {}
-        for channel in self._groups:
-            self._use_once(channel)
         self.are_closed = False
+        self._pipeline = pipeline
+        self._recorder = recorder or Recorder(self.rank)
+        self._ends = {
+            channel: (channel.sender, channel.receiver)
+            for channel in in_waves(channels)
+            if self.rank in (channel.sender, channel.receiver)
+        }
+        self._groups: dict[Channel, dist.ProcessGroup] = {}
+        self._host_groups: dict[Channel, dist.ProcessGroup] = {}
+        self._recorder.add_connection(self)
+        for channel, ends in self._ends.items():
+            with connecting(self._recorder, pipeline, str(channel), ends):
+                self._groups |= make_device_groups(pipeline, {channel: ends}, device, max_ctas)
+                self._use_once(channel)
 
     def connect_hosts(self) -> None:
         """Connect the hosts at the two ends of each channel, for varying shapes.
 
         Collective over the pipeline, like `__init__`; a second call makes no groups.
         """
-        if not self._host_groups:
-            self._host_groups = make_groups(self._pipeline, self._ends, "gloo")
+        if self._host_groups:
+            return
+        for channel, ends in self._ends.items():
+            with connecting(self._recorder, self._pipeline, f"{channel} of hosts", ends):
+                self._host_groups |= make_groups(self._pipeline, {channel: ends}, "gloo")
 
     def close(self) -> None:
         """Cut the connections: ranks that wait at the other ends fail now instead of at torch's

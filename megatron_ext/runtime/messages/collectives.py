@@ -15,8 +15,10 @@ from torch import Tensor
 
 from megatron_ext.compile.program.communicators import COLLECTIVES
 from megatron_ext.runtime.messages.closing import close_groups
+from megatron_ext.runtime.messages.connecting import connecting
 from megatron_ext.runtime.messages.groups import make_device_groups
-from megatron_ext.runtime.messages.transport import PeerCall, check_open
+from megatron_ext.runtime.messages.peer_call import PeerCall
+from megatron_ext.runtime.messages.transport import check_open
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.schedule.action import Action, Kind
 
@@ -25,18 +27,26 @@ class Collectives:
     """Process groups of a pipeline's collectives, for all steps."""
 
     def __init__(
-        self, pipeline: dist.ProcessGroup, device: torch.device, max_ctas: int | None = None
+        self,
+        pipeline: dist.ProcessGroup,
+        device: torch.device,
+        max_ctas: int | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
-        """Collective over the pipeline. ``max_ctas`` as for `Channels`."""
+        """Collective over the pipeline. ``max_ctas`` and ``recorder`` as for `Channels`."""
         self.rank = pipeline.rank()
         self.device = device
         self.are_closed = False
         self._global_ranks = dist.get_process_group_ranks(pipeline)
         self.ranks = pipeline.size()
-        members = dict.fromkeys(COLLECTIVES, range(self.ranks))
-        self._groups = make_device_groups(pipeline, members, device, max_ctas)
-        for group in self._groups.values():
-            dist.all_reduce(torch.zeros(1, device=device), group=group)
+        self._groups: dict[Kind, dist.ProcessGroup] = {}
+        recorder = recorder or Recorder(self.rank)
+        recorder.add_connection(self)
+        for kind in COLLECTIVES:
+            with connecting(recorder, pipeline, str(kind)):
+                members = {kind: range(self.ranks)}
+                self._groups |= make_device_groups(pipeline, members, device, max_ctas)
+                dist.all_reduce(torch.zeros(1, device=device), group=self._groups[kind])
 
     def close(self) -> None:
         """Cut the connections, as `Channels.close` does."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ def make_groups[Key](
     deadlock, as a backend may connect the members at once.
     """
     global_ranks = dist.get_process_group_ranks(pipeline)
-    timeout = pipeline._get_backend(pipeline._device_types[0]).options._timeout
+    timeout = timeout_of(pipeline)
     store = distributed_c10d._get_default_store()
     groups: dict[Key, dist.ProcessGroup] = {}
     for key, ranks_of_key in members.items():
@@ -96,6 +97,12 @@ def make_groups[Key](
         distributed_c10d._world.pg_group_ranks[group] = places
         groups[key] = group
     return groups
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """Return the timeout of torch's ``group``."""
+    timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    return timeout
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Protocol
 
 import torch
@@ -13,16 +12,12 @@ from torch import Tensor
 
 from megatron_ext.compile.program.graph import Channel, channel_of
 from megatron_ext.runtime.messages.channels import Channels
-from megatron_ext.runtime.position import whom
-from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.messages.peer_call import PeerCall
+from megatron_ext.runtime.recorder import Closable, Recorder
 from megatron_ext.schedule.action import Action, Kind, Slice
 from megatron_ext.schedule.placement import Placement
 
 MAX_DIMENSIONS = 7
-
-
-class PeerFailure(RuntimeError):
-    """Raised if a message did not arrive or leave because the rank at its other end has failed."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +39,6 @@ class Boundary:
             return self.shape
         assert isinstance(action.microbatch, Slice), f"{action} names no slice"
         return (self.lengths[action.microbatch.slice], *self.shape[1:])
-
-
-class Closable(Protocol):
-    """Connections that any thread can cut."""
-
-    def close(self) -> None: ...
 
 
 class Connection(Closable, Protocol):
@@ -193,52 +182,6 @@ class Transport(TransportBase):
     def is_empty(self) -> bool:
         """Whether no message is in flight or received and unread."""
         return not self._sending and not self._receiving
-
-
-class PeerCall:
-    """Context of a call that a peer can make fail or wait. (A class costs less than a generator.)
-
-    ``direction`` is "to" or "from" for a message to or from the peer, and "with" for a collective.
-    """
-
-    __slots__ = ("_action", "_direction", "_peer", "_recorder", "_waiting")
-
-    def __init__(self, recorder: Recorder, action: Action, peer: int, direction: str) -> None:
-        self._recorder = recorder
-        self._action = action
-        self._peer = peer
-        self._direction = direction
-        self._waiting = recorder.waiting(action, peer, direction)
-
-    def __enter__(self) -> None:
-        self._waiting.__enter__()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._waiting.__exit__(kind, error, trace)
-        recorder = self._recorder
-        if recorder.interruption is not None and (error is None or isinstance(error, Exception)):
-            raise PeerFailure(
-                f"pipeline rank {recorder.rank} was waiting for {self._action} "
-                f"({whom(self._peer, self._direction)}) when another rank had failed: "
-                f"{recorder.interruption}"
-            ) from error
-        if not isinstance(error, RuntimeError):
-            return
-        if isinstance(error, torch.OutOfMemoryError) or str(error).startswith("CUDA error"):
-            return  # this rank's own
-        which, peers = "which has failed or hangs", [self._peer]
-        if self._direction == "with":
-            which, peers = "one of which has failed or hangs", []
-        raise PeerFailure(
-            f"pipeline rank {recorder.rank} was waiting for {self._action} "
-            f"({whom(self._peer, self._direction)}), {which}: look for its first error "
-            f"{recorder.rank_identity.note(*peers)}. torch says: {error}"
-        ) from error
 
 
 def _shape_header(tensor: Tensor) -> Tensor:

@@ -23,8 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_ext.runtime.messages.connecting import connecting
 from megatron_ext.runtime.messages.groups import make_groups
-from megatron_ext.runtime.messages.transport import PeerCall, closed
+from megatron_ext.runtime.messages.peer_call import PeerCall
+from megatron_ext.runtime.messages.transport import closed
 from megatron_ext.runtime.post_validation.partial_state import PartialState
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.schedule.action import Action, Kind
@@ -46,9 +48,10 @@ class ValidationMessages:
         self, pipeline: dist.ProcessGroup, placement: Placement, recorder: Recorder
     ) -> None:
         """Collective over the pipeline."""
-        ranks = range(placement.ranks)
-        ways = {Kind.SEND_P: ranks, Kind.SEND_V: ranks}
-        groups = make_groups(pipeline, ways, backend="gloo")
+        groups: dict[Kind, dist.ProcessGroup] = {}
+        for kind in (Kind.SEND_P, Kind.SEND_V):
+            with connecting(recorder, pipeline, f"{kind} of the pipeline"):
+                groups |= make_groups(pipeline, {kind: range(placement.ranks)}, backend="gloo")
         self._up: dist.ProcessGroup | None = groups[Kind.SEND_P]
         self._down: dist.ProcessGroup | None = groups[Kind.SEND_V]
         self._recorder = recorder

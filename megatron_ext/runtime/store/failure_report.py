@@ -6,21 +6,23 @@ gloo does not tell the ranks of other pipelines, which wait in a reduction, and 
 was under way when the connection broke (`tx_` in its `Pair::signalException`).
 
 Each rank polls the store once a second, in a thread of its own: a store that does not answer delays
-neither the passes nor the watchdog.
+neither the passes nor the watchdog. A rank whose training ends without an error leaves a note, for
+those that still wait for it.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import threading
 import time
-import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
-from megatron_ext.runtime.world import tell_all
+from megatron_ext.runtime.store.leader import store_of_all
+from megatron_ext.runtime.store.lost_store import losing_the_store
 
 LOOK_SECONDS = 1.0
 TRIES = 3  # after so many polls without an answer the store counts as gone
@@ -28,11 +30,17 @@ LEAVE_SECONDS = 5.0  # limit of a failing rank's wait for an unresponsive store
 
 
 class FailureReport:
-    """Report of the first rank to fail, shared by the ranks with the same ``store`` and ``key``."""
+    """Report of the first rank to fail, shared by the ranks with the same ``store`` and ``key``.
 
-    def __init__(self, store: dist.Store, key: str) -> None:
+    ``rank`` is the global one. A process that is forked from this one reports nothing.
+    """
+
+    def __init__(self, store: dist.Store, key: str, rank: int = 0) -> None:
         self._store = store
         self._key = key
+        self._rank = rank
+        self._process = os.getpid()
+        self._where: Callable[[], str] = str
         self._hear: Callable[[str], None] | None = None
         self._own: str | None = None
         self._stays_until = 0.0  # `time.monotonic` seconds; others read a store that is here
@@ -41,9 +49,10 @@ class FailureReport:
         self._is_stopped = False
         self._thread: threading.Thread | None = None
 
-    def start(self, hear: Callable[[str], None]) -> None:
-        """Start to poll. ``hear`` is called once with another rank's report, in a thread."""
-        self._hear = hear
+    def start(self, hear: Callable[[str], None], where: Callable[[], str] = str) -> None:
+        """Start to poll. ``hear`` is called once with another rank's report, in a thread, and
+        ``where`` if this rank ends without an error: it returns where the rank is, in words."""
+        self._hear, self._where = hear, where
         self._thread = threading.Thread(
             target=self._run, name="megatron_ext failure report", daemon=True
         )
@@ -54,12 +63,33 @@ class FailureReport:
     def leave(self, words: str) -> None:
         """Report ``words`` to the other ranks, unless another rank was first. Returns within
         `LEAVE_SECONDS`."""
+        if os.getpid() != self._process:
+            return
         self._own = words
         self._wake.set()
         self._has_left.wait(LEAVE_SECONDS)
 
+    def why_gone(self, ranks: Sequence[int]) -> tuple[str, str]:
+        """Return why one of the global ``ranks`` may be gone: the report of the first rank to fail,
+        and the place of the first of ``ranks`` that has ended without an error; "" for what is not
+        known. Returns within `LEAVE_SECONDS`."""
+        failed, ended = list[str](), list[str]()
+
+        def look() -> None:
+            with contextlib.suppress(RuntimeError):  # the store is gone
+                failed.extend(self._value(self._key))
+                for rank in ranks:
+                    ended.extend(self._value(self._ended(rank)))
+
+        thread = threading.Thread(target=look, name="megatron_ext failure look-up", daemon=True)
+        thread.start()
+        thread.join(LEAVE_SECONDS)
+        return "".join(failed[:1]), "".join(ended[:1])
+
     def stop(self) -> None:
         """Stop polling. If the store lives in this process, wait until other ranks have read it."""
+        if os.getpid() != self._process:
+            return
         atexit.unregister(self.stop)
         time.sleep(max(0.0, self._stays_until - time.monotonic()))
         self._is_stopped = True
@@ -81,37 +111,48 @@ class FailureReport:
             self._hear(words)
 
     def _listen(self) -> str | None:
-        """Poll until another rank's report is there, and return it; None if stopped, or if this
-        rank has reported itself."""
+        """Poll until another rank's report is there, and return it. Return None if this rank has
+        reported itself, or is stopped, which it notes for the others."""
         while not self._is_stopped:
             if self._own is not None:
                 self._store.compare_set(self._key, "", self._own)
-                if _ends_with_this_process(self._store):
+                if self._keeps_the_store():
                     self._stays_until = time.monotonic() + 2 * LOOK_SECONDS
                 return None
-            if self._store.check([self._key]):
-                return self._store.get(self._key).decode(errors="replace")
+            for words in self._value(self._key):
+                return words
             self._wake.wait(LOOK_SECONDS)
+        self._store.set(self._ended(self._rank), self._where())
         return None
+
+    def _value(self, key: str) -> list[str]:
+        """Return the value of ``key``; empty if it has none."""
+        is_set = self._store.check([key])
+        return [self._store.get(key).decode(errors="replace")] if is_set else []
+
+    def _ended(self, rank: int) -> str:
+        """Return the key under which ``rank`` notes its end without an error."""
+        return f"{self._key}/ended by {rank}"
+
+    def _keeps_the_store(self) -> bool:
+        """Whether the store ends with this process."""
+        store = self._store
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return isinstance(store, dist.TCPStore) and self._rank == 0 and not has_agent
 
 
 def connect_failure_report() -> FailureReport | None:
-    """Return the report of all ranks; None if torch has no store (MPI). Collective over the world.
-
-    The key is new each time: a store may outlive the ranks, and then has reports of ranks that were
-    restarted since.
-    """
-    key = tell_all(f"megatron_ext/failure_report/{uuid.uuid4().hex}")
-    store = dist.distributed_c10d._get_default_store()
+    """Return the report of all ranks; None if no other rank uses torch's store. It waits for no
+    rank."""
+    store, rank = store_of_all(), dist.get_rank()
     if store is None:
         return None
-    # A clone: a store blocks other threads while one waits. (Older stores cannot be cloned.)
-    return FailureReport(store.clone() if hasattr(store, "clone") else store, key)
-
-
-def _ends_with_this_process(store: dist.Store) -> bool:
-    """Whether ``store`` ends with this process."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return isinstance(store, dist.TCPStore) and dist.get_rank() == 0 and not has_agent
+    prefix = "megatron_ext/failure_report"
+    with losing_the_store(f"global rank {rank} began to listen for failures"):
+        # All ranks begin equally often: the store may have the reports of an earlier training.
+        number = store.add(f"{prefix}/begun by {rank}", 1)
+        # A clone: a store blocks other threads while one waits. (Older stores cannot be cloned.)
+        store = store.clone() if hasattr(store, "clone") else store
+    return FailureReport(store, f"{prefix}/{number}", rank)

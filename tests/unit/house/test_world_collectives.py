@@ -38,7 +38,6 @@ REACHED: dict[str, set[tuple[str, str]]] = {
     },
     "the first step": {
         ("megatron_ext/adapter/programs.py", "Programs._compare"),
-        ("megatron_ext/runtime/store/failure_report.py", "connect_failure_report"),
     },
     "the first step, and the first training step": {
         ("megatron_ext/adapter/programs.py", "Programs._told_by_rank_0"),

@@ -1,0 +1,81 @@
+"""Connections that are made only once all their ranks have come.
+
+A process group connects in one call of torch's, which a rank that never comes holds up until
+torch's timeout, and which no other thread can end. So the ranks meet in torch's store before it: a
+rank that waits there knows which ranks are missing, and notices that another rank has failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+
+import torch.distributed as dist
+
+from megatron_ext.runtime.messages.groups import timeout_of
+from megatron_ext.runtime.messages.peer_call import PeerCall, PeerFailure
+from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.store.agreement import listed
+from megatron_ext.runtime.store.leader import store_of_all
+from megatron_ext.runtime.store.lost_store import losing_the_store
+
+_LONGEST_PAUSE = 0.2  # seconds between two polls of the store
+
+
+@contextlib.contextmanager
+def connecting(
+    recorder: Recorder, group: dist.ProcessGroup, name: str, ends: Sequence[int] = ()
+) -> Iterator[None]:
+    """Context in which all ranks of ``group`` make the connection ``name``, or the two pipeline
+    ranks ``ends`` of a pipeline's group. It is entered when all have come. Collective over them.
+
+    Raises:
+        PeerFailure: another rank has failed meanwhile, or does not come within the group's timeout.
+    """
+    peer, direction = 0, "with"
+    if ends:
+        peer, direction = next(end for end in ends if end != recorder.rank), "to"
+    was_in_step, recorder.in_step = recorder.in_step, True
+    try:
+        with PeerCall(recorder, f"the connection {name}", peer, direction):
+            _meet(recorder, group, name, ends or range(group.size()))
+            yield
+    except BaseException as error:
+        if not recorder.has_failed:
+            recorder.failed(error, f"the connection {name}")
+        raise
+    finally:
+        recorder.in_step = was_in_step
+
+
+def _meet(recorder: Recorder, group: dist.ProcessGroup, name: str, members: Sequence[int]) -> None:
+    """Return when all ``members`` of ``group`` have come, or another rank has failed."""
+    store, position = store_of_all(), recorder.position
+    if store is None:  # nobody else is there
+        return
+    assert position is not None
+    of_group = dist.get_process_group_ranks(group)
+    own, ranks = of_group[group.rank()], [of_group[member] for member in members]
+    missing, timeout = ranks, timeout_of(group).total_seconds()
+    end, pause = time.monotonic() + timeout, 0.001
+    with losing_the_store(f"global rank {own} was to make the connection {name}"):
+        place = f"megatron_ext/connection {name} of {'-'.join(map(str, ranks))}"
+        # All have made it equally often: the store may have keys of an earlier training.
+        place = f"{place}/{store.add(f'{place}/begun by {own}', 1)}"
+        store.set(f"{place}/{own}", "")
+    while recorder.interruption is None:
+        with losing_the_store(f"{listed(missing)} had not come to the connection {name}"):
+            missing = [rank for rank in missing if not store.check([f"{place}/{rank}"])]
+        if not missing:
+            break
+        recorder.position = position._replace(missing=tuple(missing))
+        if time.monotonic() > end:
+            raise PeerFailure(
+                f"pipeline rank {recorder.rank} was waiting for the connection {name}, to which "
+                f"{listed(missing)} did not come within {timeout:.0f} s "
+                f"{recorder.rank_identity.note()}"
+            )
+        time.sleep(pause)
+        pause = min(1.5 * pause, _LONGEST_PAUSE)
+    recorder.position = position._replace(missing=tuple(rank for rank in ranks if rank != own))

@@ -1,0 +1,249 @@
+"""A rank fails, or is killed, before all ranks are connected: the others say so and end.
+
+No rank watched or listened until all connections stood: the others waited for torch's timeout, ten
+minutes or more, without a word.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ext.adapter.step import training
+from megatron_ext.compile.program.communicators import COLLECTIVES
+from megatron_ext.compile.program.graph import Channel, channels
+from megatron_ext.compile.registry import choose
+from megatron_ext.runtime import watchdog
+from megatron_ext.runtime.messages import channels as channels_module
+from megatron_ext.runtime.messages import collectives as collectives_module
+from megatron_ext.runtime.messages.channels import Channels
+from megatron_ext.runtime.messages.connecting import connecting
+from megatron_ext.runtime.messages.peer_call import PeerFailure
+from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.schedule import Schedule
+from tests.helpers.combinations import at_night
+from tests.helpers.ranks import Script, agent_store, run_ranks, running_ranks, values
+from tests.helpers.stages import world
+from tests.pipeline.test_bad_days import Training, pipeline_flags
+from tests.pipeline.test_faults import HERE, kill, say, throw
+
+pytestmark = pytest.mark.real_time
+
+RANKS, FAILING = 3, 1
+SOON = 20.0  # seconds, on a busy machine; Megatron's own timeout is 10 minutes
+
+
+@dataclass(frozen=True)
+class WhileConnecting:
+    """Rank `FAILING` does ``fault`` before, in or between its connections."""
+
+    where: str
+    fault: Callable[[], None]
+
+    def install(self, rank: int) -> None:
+        watchdog.STUCK_SECONDS = 0.5
+        if rank != FAILING:
+            return
+        if self.where == "before all":
+            training.first_identity = self._fail
+        elif self.where == "before the first":
+            training.connect = self._fail
+        elif self.where == "in the first":
+            Channels._use_once = self._fail  # type: ignore[method-assign]
+        elif self.where == "between two":
+            made = channels_module.make_device_groups
+            calls: list[None] = []
+
+            def fail_at_the_second(*args: Any) -> Any:
+                calls.append(None)
+                return made(*args) if len(calls) == 1 else self._fail()
+
+            channels_module.make_device_groups = fail_at_the_second  # type: ignore[assignment]
+        else:
+            assert self.where == "before a collective's"
+            collectives_module.connecting = self._fail
+
+    def _fail(self, *args: Any, **kwargs: Any) -> Any:
+        say(HERE)
+        self.fault()
+        raise AssertionError("no fault")
+
+
+# What the rank was at, as the others tell it.
+PLACES = {
+    "before the first": "the connecting of the ranks",
+    "in the first": r"the connection SEND_F 0>1",
+    "between two": r"the connection SEND_\w \d>\d",
+    "before a collective's": "the connecting of the ranks",
+}
+
+
+def flags_of(where: str) -> list[str]:
+    flags: dict[str, object] = {"pipeline_schedule": "zb-h1"}
+    if where == "before a collective's":
+        flags["pipeline_vocab_parallel"] = 1
+    return pipeline_flags(RANKS, 6, **flags)
+
+
+@pytest.mark.parametrize(
+    "where", ["between two", *at_night("before the first", "in the first", "before a collective's")]
+)
+def test_every_rank_hears_of_one_that_fails_while_it_connects(script: Script, where: str) -> None:
+    with agent_store() as port:
+        run = Training(RANKS, port, flags_of(where), WhileConnecting(where, throw))
+        with running_ranks(RANKS, run, script, connect=False) as running:
+            results = running.wait()
+    failed = results[FAILING]
+    assert failed.exit_code == 1 and "ValueError: the model is broken" in failed.stderr
+    place = f"pipeline rank {FAILING}, in {PLACES[where]} "
+    assert re.search(f"megatron_ext: {place}", failed.stderr), failed.stderr
+    for rank in {*range(RANKS)} - {FAILING}:
+        result = results[rank]
+        assert result.exit_code == 1, result.stderr
+        assert result.seconds - failed.seconds < SOON
+        host = re.escape(socket.gethostname())
+        assert re.search(
+            rf"another rank ha[sd] failed: {place}\[pipeline rank {FAILING} is global rank "
+            rf"{FAILING}, local rank {FAILING} on {host}; .*\]: ValueError: the model is broken",
+            result.stderr,
+        ), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("where", "waits"),
+    [
+        # The rank before it waits for the connection to it, and so does the one behind it.
+        ("before the first", {0: r"SEND_\w \d>\d to pipeline rank 1", 2: r"SEND_\w \d>\d to"}),
+        *at_night(
+            ("before all", dict.fromkeys((0, 2), "of the pipeline with global rank 1")),
+            ("between two", {2: r"SEND_\w \d>\d to pipeline rank 1"}),
+            ("before a collective's", {0: f"{COLLECTIVES[0]} with global rank 1"}),
+        ),
+    ],
+)
+def test_one_that_is_killed_while_it_connects_is_named(
+    script: Script, where: str, waits: dict[int, str]
+) -> None:
+    """It can say nothing itself. After a minute the others say for whom they wait, and by which
+    connection; and when a launcher ends them."""
+    with agent_store() as port:
+        run = Training(RANKS, port, flags_of(where), WhileConnecting(where, kill))
+        with running_ranks(RANKS, run, script, connect=False) as running:
+            running.wait_until_ended(FAILING)
+            for rank in waits:
+                running.wait_until_it_says(rank, "it may hang [")
+                running.send_signal(rank, signal.SIGTERM)
+            running.wait_until_ended(*waits)
+            results = running.wait(SOON)
+    for rank, words in waits.items():
+        result = results[rank]
+        assert result.exit_code == 128 + signal.SIGTERM
+        waiting = rf"pipeline rank {rank} waiting for the connection {words}"
+        for line in (rf"{waiting}.* for \d\.\d s: it may hang \[.*", rf"got SIGTERM: {waiting}.*"):
+            assert len(re.findall(f"^megatron_ext: {line}$", result.stderr, re.MULTILINE)) == 1, (
+                result.stderr
+            )
+        # Its host is known from the first exchange on.
+        peer = f"pipeline rank {FAILING} is global rank {FAILING}"
+        assert ("to pipeline rank 1" not in words) or peer in result.stderr
+
+
+# --- without a training
+
+
+def of_schedule(spec: str, ranks: int) -> set[Channel]:
+    return channels(Schedule(spec, choose(spec).place(ranks), ((),) * ranks))
+
+
+def short_timeout(seconds: float) -> None:
+    world()._get_backend(torch.device("cpu")).options._timeout = timedelta(seconds=seconds)
+
+
+def test_a_rank_that_never_comes_is_named_at_the_timeout() -> None:
+    """A connection to it ended with torch's own words, which name no rank, or the one that waits.
+    The others end when the one that it was to meet has."""
+
+    def on_rank(rank: int) -> str:
+        short_timeout(0.5)
+        if rank == 2:
+            time.sleep(2.0)
+            return ""
+        with pytest.raises(PeerFailure) as raised:
+            Channels(world(), of_schedule("zb-h1", 3), torch.device("cpu"))
+            with connecting(Recorder(rank), world(), "of all"):
+                pass
+        return str(raised.value)
+
+    first, second, _ = values(run_ranks(3, on_rank))
+    assert "waiting for the connection SEND_" in second and "global rank 2 did not come" in second
+    assert "waiting for the connection of all, to which global rank" in first and "2 did" in first
+
+
+def test_a_rank_that_waits_for_others_ends_when_it_hears_of_a_failure() -> None:
+    """Its error comes from the main thread: its caller's cleanup runs."""
+
+    def on_rank(rank: int) -> str:
+        if rank == 0:
+            return ""
+        recorder = Recorder(rank)
+        hear = functools.partial(setattr, recorder, "interruption", "a disk is full")
+        threading.Timer(0.2, hear).start()
+        heard = pytest.raises(PeerFailure, match="when another rank had failed: a disk is full")
+        with heard, connecting(recorder, world(), "of all"):
+            raise AssertionError("it is entered without the others")
+        assert not recorder.in_step and recorder.has_failed and recorder.position is None
+        return "heard"
+
+    assert values(run_ranks(2, on_rank)) == ["", "heard"]
+
+
+def test_connections_are_made_anew_in_a_second_training() -> None:
+    """A rank must not take the first training's arrivals for the second's."""
+
+    def on_rank(rank: int) -> list[float]:
+        times = []
+        for _ in range(2):
+            if rank == 0:
+                time.sleep(0.3)
+            start = time.monotonic()
+            with connecting(Recorder(rank), world(), "of all"):
+                times.append(time.monotonic() - start)
+        return times
+
+    _, waited = values(run_ranks(2, on_rank))
+    assert all(seconds > 0.2 for seconds in waited), waited
+
+
+def test_a_connection_that_was_made_is_cut_while_others_are_being_made() -> None:
+    """Connections register as they are made."""
+
+    def on_rank(rank: int) -> list[bool]:
+        recorder = Recorder(rank)
+        ways = of_schedule("zb-h1", 2)
+        seen: list[int] = []
+        use_once = Channels._use_once
+
+        def note(self: Channels, channel: Channel) -> None:
+            use_once(self, channel)
+            seen.append(len(self._groups))
+            assert recorder.connections() == [self]
+
+        Channels._use_once = note  # type: ignore[method-assign]
+        made = Channels(world(), ways, torch.device("cpu"), None, recorder)
+        assert seen == [1, 2] and {way.send for way in ways} == {Kind.SEND_F, Kind.SEND_B}
+        del made
+        return [recorder.connections() == []]
+
+    assert values(run_ranks(2, on_rank)) == [[True], [True]]
