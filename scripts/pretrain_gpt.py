@@ -159,8 +159,8 @@ def loss_func(
     loss_mask: torch.Tensor, output_tensor: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Return the summed loss of a microbatch, its number of tokens, and both for the log."""
-    mask = loss_mask.reshape(-1).float()
-    loss = (output_tensor.reshape(-1).float() * mask).sum()
+    mask = loss_mask.view(-1).float()
+    loss = (output_tensor.view(-1).float() * mask).sum()
     if get_args().check_for_nan_in_loss_and_grad:
         get_rerun_state_machine().validate_result(
             # A copy: it is compared with that of a second run, and the schedule frees the loss.

@@ -59,7 +59,8 @@ class Training:
         given = self.flags.get("global_batch_size")
         split = ("tensor_model_parallel_size", "context_parallel_size")
         rows = math.prod(int(str(self.flags.get(name, 1))) for name in split)
-        return int(str(given)) if given else 2 * self.ranks // rows
+        samples = int(str(self.flags.get("micro_batch_size", 1)))
+        return int(str(given)) if given else samples * (2 * self.ranks // rows)
 
     def run(self, **more: object) -> list[Run]:
         """Train with ``more`` flags, from the initialisation."""

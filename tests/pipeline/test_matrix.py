@@ -110,6 +110,7 @@ def training(parallelism: str, embeddings: str, precision: str) -> Training:
     flags: Flags = {
         "pipeline_model_parallel_size": 2,
         "num_layers": 4,
+        "micro_batch_size": 2,
         "train_iters": 3,
         "group_query_attention": True,
         "num_query_groups": 2,

@@ -38,7 +38,7 @@ FILE = "tests/unit_tests/pipeline_parallel/test_schedules.py"
 UTILITIES = "tests/unit_tests/test_utilities.py"
 
 LINES = ("1f1b", "zb-h1")
-CHUNKS = ("interleaved", "interleaved-zb", "zb-v")
+CHUNKS = ("interleaved", "interleaved-zb", "zb-v", "hanayo:waves=1")
 
 # A test of theirs, the schedules in whose place ours run, what is changed in it how often.
 CASES: tuple[tuple[str, tuple[str, ...], dict[str, int]], ...] = (

@@ -66,6 +66,7 @@ def training(ranks: int, pipeline: int, flags: Flags | None = None) -> Training:
     given: Flags = {
         "pipeline_model_parallel_size": pipeline,
         "num_layers": 8,
+        "micro_batch_size": 2,
         "train_iters": SAVED_AT + 2,
         "eval_interval": SAVED_AT + 1,
         "eval_iters": 1,

@@ -164,7 +164,8 @@ class ModelStage:
             is_last_stage=has_loss,
         )
         self._forget_input()
-        if output.requires_grad and not (self._has_backward or call.forward_only):
+        # In an evaluation ``output`` is whatever the caller's loss function returns.
+        if not (self._has_backward or call.forward_only) and output.requires_grad:
             raise ValueError(
                 f"neither stage {self._number} nor a stage before it has trained parameters, so no "
                 "backward pass runs there; but its model was given a tensor that has a gradient, "

@@ -86,11 +86,12 @@ class RunningSlice:
         """Context of a pass of the slice ``span`` of ``microbatch``."""
         assert self.span is None, "one pass at a time"
         self.span, self._microbatch = span, (stage, microbatch)
-        self._is_backward, self._uses = is_backward, {}
+        self._is_backward = is_backward
         try:
             yield
         finally:
             self.span = None
+            self._uses = {}  # its keys are layers, which would outlive their model
 
     def attended(self, layer: Hashable, tensors: _Tensors) -> _Tensors:
         """Return what the running slice attends to in ``layer``: ``tensors`` of all slices up to

@@ -130,11 +130,12 @@ def combine(statistics: Tensor) -> Tensor:
 
 
 def losses_of(statistics: Tensor, labels: Tensor, vocabulary: int) -> Tensor:
-    """L: return the cross entropy [b, s], given the combined ``statistics``.
+    """L: return the cross entropy, contiguous fp32 [b, s], given the combined ``statistics``.
 
     A label [b, s] outside the ``vocabulary`` counts as the likeliest token, as in Megatron.
     """
-    largest, total, of_label = (statistic.t() for statistic in statistics)
+    # Contiguous as Megatron's: callers' loss functions flatten it by view().
+    largest, total, of_label = statistics.transpose(1, 2).contiguous()
     is_none = (labels < 0) | (labels >= vocabulary)
     return total.log() - (of_label - largest).masked_fill_(is_none, 0.0)
 
