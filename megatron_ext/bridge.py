@@ -23,7 +23,10 @@ from megatron_ext.patches.engine import Handle
 from megatron_ext.words import counted
 
 _CHUNKS = "virtual_pipeline_model_parallel_size"
-_PARTS = ("ddp", "optimizer", "dist", "checkpoint", "train", "validation", "logger", "rng")
+_PARTS = (
+    *("ddp", "optimizer", "dist", "checkpoint", "train", "validation", "logger", "rng"),
+    "dataset",
+)
 
 
 class BridgeHandle(AbstractContextManager["BridgeHandle"]):

@@ -13,6 +13,7 @@ from typing import Any
 
 import megatron.core
 
+from megatron_ext.adapter import document_masks
 from megatron_ext.adapter.pairs.overlap_setting import FLAG, with_pairs
 from megatron_ext.adapter.transformer_engine import installed
 from megatron_ext.adapter.transformer_engine.captured import IMPLEMENTATION, captures
@@ -193,6 +194,15 @@ SCHEDULE_REFUSALS = (
         "interleaved schedule: drop --moe-enable-routing-replay (verl's router_replay.mode), or "
         "choose a schedule with one stage on each rank, such as zb-h1",
         by=_has_several_stages,
+    ),
+    RefusedSetting(
+        "reset_attention_mask",
+        bool,
+        f"{document_masks.WHY}, and tokens would attend to other documents on the stages between: "
+        f"{document_masks.INSTEAD}, or choose a schedule with one stage on each of two pipeline "
+        f"ranks, such as zb-h1",
+        by=_has_several_stages,
+        matters=document_masks.masks_are_applied,
     ),
     *(
         [

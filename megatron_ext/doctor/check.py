@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext import bridge
+from megatron_ext.adapter.document_masks import INSTEAD, why_documents_mix
 from megatron_ext.adapter.transformer_engine.installed import can_split
 from megatron_ext.adapter.untried import untried
 from megatron_ext.compile.program.memory import in_bytes, in_microbatches, peaks
@@ -232,6 +233,9 @@ def _check_arguments(
         needed = _check_training(report, args, parsed, config, room, megatron_arguments)
         if config.schedule is not None:
             _say_what_is_untried(report, args)
+        is_stocks = config.schedule is None or config.choice.example.chunks == 1
+        if is_stocks and (why := why_documents_mix(args)) is not None:  # else it is refused
+            report.add(Severity.REMARK, "masks", why, INSTEAD)
         return needed
 
 

@@ -73,6 +73,7 @@ BESIDE: tuple[dict[str, object], ...] = (
     {"num_experts": 8},
     {"context_parallel_size": 2},
     {"fp8": "hybrid"},
+    {"transformer_impl": "local"},
 )
 VALUES = (2, "local", "full_iteration", "full", "transformer_engine", "delayed", "blockwise", "x")
 LISTS = (["moe"], ["global_aux_loss"])

@@ -96,6 +96,15 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
         {"num_experts": 4, "moe_layer_freq": 0},
         "--moe-layer-freq 0: a layer in zero cannot be counted",
     ),
+    "masks of documents on stages that get none": (
+        {
+            "pipeline_schedule": "interleaved",
+            "num_layers": 8,
+            "reset_attention_mask": True,
+        },
+        "--pipeline-schedule interleaved does not go with reset_attention_mask=True: layers apply "
+        "the mask, which scripts give to the first and the last stage only",
+    ),
     "sequences of no token": (
         {"seq_length": 0},
         "--seq-length 0: there must be at least one; write 1 or more",

@@ -8,12 +8,21 @@ from typing import Any
 
 import pytest
 from megatron.core import parallel_state
+from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 from typer.testing import CliRunner, Result
 
 from megatron_ext.cli import app
 from tests.helpers.combinations import at_night
 from tests.helpers.drawn_models import drawn_by_name
-from tests.helpers.megatron_runs import EXPERTS, SCRIPT
+from tests.helpers.megatron_runs import (
+    EXPERTS,
+    SCRIPT,
+    assert_same,
+    losses,
+    model_flags,
+    train,
+    train_or_fail,
+)
 from tests.helpers.trainings import Training
 
 Flags = dict[str, object]
@@ -91,3 +100,42 @@ def test_case_12_a_frozen_stage_is_saved(tmp_path: Path) -> None:
     }
     Training(2, flags, build=first_stage_frozen).run()
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "1"
+
+
+DOCUMENTS: Flags = {
+    "pipeline_model_parallel_size": 2,
+    "untie_embeddings_and_output_weights": True,
+    "reset_position_ids": True,
+    "eod_mask_loss": True,
+}
+MASKED = DOCUMENTS | {"reset_attention_mask": True, "position_embedding_type": "rope"}
+
+
+@pytest.fixture
+def short_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents of up to 24 tokens, so that most samples hold the end of one."""
+    monkeypatch.setattr(MockGPTLowLevelDataset, "max_sequence_length", 24)
+
+
+@pytest.mark.usefixtures("short_documents")
+def test_case_5_documents_stay_apart_or_the_schedule_is_refused() -> None:
+    """zb-v on two ranks trained other losses than stock's, in silence: its inner stages got no mask
+    of documents. A line of two stages gets it on both."""
+    stock = train(2, model_flags(**MASKED))
+    assert losses(stock) != losses(train(2, model_flags(**MASKED | {"reset_attention_mask": None})))
+    assert_same(train(2, model_flags(**MASKED, pipeline_schedule="zb-h1")), stock)
+    for rank in train_or_fail(2, model_flags(**MASKED, pipeline_schedule="zb-v")):
+        assert "SystemExit: 2" in rank.error
+        assert "reset_attention_mask=True: layers apply the mask" in rank.error
+        assert "--dataloader-inter-document-masking" in rank.error
+
+
+@pytest.mark.usefixtures("short_documents")
+def test_case_5_positions_and_masked_losses_of_documents_stay_allowed(tmp_path: Path) -> None:
+    """--reset-position-ids and --eod-mask-loss are read by the first and the last stage alone."""
+    saves = {"save": tmp_path, "save_interval": 3}
+    stock = train(2, model_flags(**DOCUMENTS, **saves))
+    for name in ("reset_position_ids", "eod_mask_loss"):
+        assert losses(train(2, model_flags(**DOCUMENTS | {name: None}))) != losses(stock)
+    loads = {"load": tmp_path, "ckpt_step": 3}
+    assert_same(train(2, model_flags(**DOCUMENTS, **loads, pipeline_schedule="zb-v")), stock)
