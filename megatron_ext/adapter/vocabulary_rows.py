@@ -23,6 +23,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.utils import get_model_config
 from torch import Tensor
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from megatron_ext.runtime.vocabulary.shard import VocabularyShard
 
@@ -125,8 +126,8 @@ def output_part(chunk: torch.nn.Module) -> OutputPart | None:
     return next((part for part in chunk.modules() if isinstance(part, OutputPart)), None)
 
 
-def shard_weights(models: Sequence[torch.nn.Module]) -> tuple[Tensor, Tensor]:
-    """Return the weights of this rank's parts: embedding and output layer.
+def _parts(models: Sequence[torch.nn.Module]) -> tuple[EmbeddingPart | OutputPart, ...]:
+    """Return this rank's parts: embedding and output layer, which are one if they are tied.
 
     Raises:
         ValueError: the model was not built with parts, or they are frozen, or the caller has
@@ -139,7 +140,7 @@ def shard_weights(models: Sequence[torch.nn.Module]) -> tuple[Tensor, Tensor]:
             "is built, and this model was built without that: install the schedule before the "
             "model is built; if it is no GPTModel, drop --pipeline-vocab-parallel"
         )
-    parts = [embedding, output_part(models[0]) or embedding]
+    parts = embedding, output_part(models[0]) or embedding
     _refuse_changed(models[0])
     for part in parts:
         if not part.weight.requires_grad:
@@ -147,7 +148,7 @@ def shard_weights(models: Sequence[torch.nn.Module]) -> tuple[Tensor, Tensor]:
                 "--pipeline-vocab-parallel does not go with a frozen embedding or output layer: "
                 "drop the flag"
             )
-    return parts[0].weight, parts[1].weight
+    return parts
 
 
 def _refuse_changed(chunk: torch.nn.Module) -> None:
@@ -163,10 +164,10 @@ def _refuse_changed(chunk: torch.nn.Module) -> None:
 def _is_changed(name: str, part: OutputPart) -> bool:
     """Whether a call of ``part``, which has this name in its chunk, does more than Megatron's."""
     return (
-        type(part) is not OutputPart
+        type_before_parametrizations(part) is not OutputPart
         or not name.endswith("output_layer")  # within a wrapper, such as an adapter's
         or "forward" in vars(part)
-        or len(part._forward_hooks) + len(part._backward_hooks) > 0
+        or any(map(len, (part._forward_hooks, part._backward_hooks, part._backward_pre_hooks)))
         or not all(map(_waits_for_parameters, part._forward_pre_hooks.values()))
     )
 
@@ -190,10 +191,10 @@ def await_tables(models: Sequence[torch.nn.Module]) -> None:
     each module's call, but our passes call no module. A wait before the step's gathers would gather
     the parts by itself, and the step would gather them again during the passes that read them.
     """
-    for part in (embedding_part(models[0]), output_part(models[0])):
-        if part is not None:
-            for hook in part._forward_pre_hooks.values():
-                hook(part, ())
+    for part in dict.fromkeys(_parts(models)):
+        for module in part.modules():  # rows may be computed from parameters of modules within
+            for hook in module._forward_pre_hooks.values():
+                hook(module, ())
 
 
 def shard_of(
@@ -203,11 +204,11 @@ def shard_of(
     tensor_parallel: dist.ProcessGroup,
 ) -> VocabularyShard:
     """Return this rank's part of the vocabulary, for the passes of a step."""
-    embedding, output = shard_weights(models)
+    embedding, output = _parts(models)
     return VocabularyShard(
         embedding,
         output,
-        first_row=part_of(pipeline, tensor_parallel).index * len(output),
+        first_row=part_of(pipeline, tensor_parallel).index * len(output.weight),
         tensor_parallel=tensor_parallel if tensor_parallel.size() > 1 else None,
         sequence_parallel=config.sequence_parallel,
     )

@@ -187,9 +187,7 @@ class EmulatedVocabulary:
         self._costs = program.problem.costs
         self._recorder = recorder
         self._collectives = Collectives(pipeline, torch.device("cpu"))
-        embedding, output = (
-            torch.nn.Parameter(torch.ones(1, SHAPE[2], dtype=DTYPE)) for _ in range(2)
-        )
+        embedding, output = (torch.nn.Linear(SHAPE[2], 1, False, dtype=DTYPE) for _ in range(2))
         self._shard = VocabularyShard(embedding, output, pipeline.rank(), None, False)
 
     def step(self) -> VocabularyPasses:

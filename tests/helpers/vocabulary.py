@@ -142,6 +142,13 @@ class Ends:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """Rows of a table, as a module has them."""
+
+    weight: Tensor
+
+
+@dataclass(frozen=True)
 class Connections:
     """This rank's groups. Neighbouring ranks are tensor parallel."""
 
@@ -236,7 +243,8 @@ class VocabularyPipeline:
         rows = VOCABULARY // (placement.ranks * parts)
         first = (self.rank * parts + part) * rows
         embedding, output = (
-            torch.nn.Parameter(table[first : first + rows].clone()) for table in self.model.tables()
+            Rows(torch.nn.Parameter(table[first : first + rows].clone()))
+            for table in self.model.tables()
         )
         if self.model.is_tied:
             output = embedding

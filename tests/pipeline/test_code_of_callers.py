@@ -190,7 +190,7 @@ def test_a_hook_before_the_model_gets_the_callers_arguments_each_time(
     values(run_ranks(2, on_rank))
 
 
-@pytest.mark.parametrize("change", ["hook", "pre-hook", "wrapper", "cap"])
+@pytest.mark.parametrize("change", ["hook", "pre-hook", "before backward", "wrapper", "cap"])
 def test_an_output_layer_that_the_caller_changed_is_refused_where_it_is_not_called(
     change: str,
 ) -> None:
@@ -201,6 +201,8 @@ def test_an_output_layer_that_the_caller_changed_is_refused_where_it_is_not_call
                 chunks[0].output_layer.register_forward_hook(lambda *call: None)
             elif change == "pre-hook":
                 chunks[0].output_layer.register_forward_pre_hook(lambda *call: None)
+            elif change == "before backward":
+                chunks[0].output_layer.register_full_backward_pre_hook(lambda *call: None)
             elif change == "wrapper":
                 chunks[0].output_layer = torch.nn.ModuleDict({"to_wrap": chunks[0].output_layer})
             else:

@@ -20,12 +20,14 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
+from torch.nn.utils import parametrize
 
 import megatron_ext
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
 from tests.helpers.callers import small_config
 from tests.helpers.ranks import run_ranks, values
+from tests.pipeline.test_callers_hooks import wrapped
 
 RANKS = 2
 SEQUENCE, BATCH, VOCABULARY, MICROBATCHES, HIDDEN = 8, 2, 32, 6, 16
@@ -69,7 +71,7 @@ def forward_step(data: Iterator[Tensor], model: Any, **more: Any) -> tuple[Tenso
 
 
 def step(
-    model: GPTModel,
+    model: Any,
     forward_step: Callable[..., Any] = forward_step,
     forward_only: bool = False,
     **more: Any,
@@ -110,10 +112,11 @@ def pipeline(**settings: Any) -> Iterator[None]:
 
 def gradients(model: GPTModel) -> dict[str, Tensor]:
     """Of all ranks; the rows of a divided table one after the other."""
-    own = {
-        name if name in TABLES else f"{dist.get_rank()} {name}": parameter.grad
-        for name, parameter in model.named_parameters()
-    }
+    own = {}
+    for name, parameter in model.named_parameters():
+        name = name.replace("parametrizations.weight.original", "weight")
+        gradient = getattr(parameter, "main_grad", parameter.grad)
+        own[name if name in TABLES else f"{dist.get_rank()} {name}"] = gradient
     everyone: list[Any] = [None] * RANKS
     dist.all_gather_object(everyone, own)
     return {
@@ -145,6 +148,101 @@ def test_gradients_and_losses_are_stocks(schedule: str, variant: str) -> None:
         for name, gradient in ours.items():
             largest = expected[name].abs().max()
             assert (gradient - expected[name]).abs().max() <= 2**-20 * largest, name
+
+    values(run_ranks(RANKS, on_rank))
+
+
+def tables_of(model: Any) -> Iterator[Any]:
+    """The modules with tables, or with rows of them, that ``model`` has on this rank."""
+    if hasattr(model, "embedding"):
+        yield model.embedding.word_embeddings
+    if hasattr(model, "output_layer"):
+        yield model.output_layer
+
+
+Note = Callable[[], None]  # of a call
+
+
+def freeze(note: Note, table: Any) -> None:
+    def nothing(gradient: Tensor) -> Tensor:
+        note()
+        return gradient * 0
+
+    table.weight.register_hook(nothing)
+
+
+def double_what_is_accumulated(note: Note, table: Any) -> None:
+    def double(weight: Tensor) -> None:
+        note()
+        assert weight.grad is not None
+        weight.grad.mul_(2)
+
+    table.weight.register_post_accumulate_grad_hook(double)
+
+
+def halve_before_the_node(note: Note, table: Any) -> None:
+    def halve(gradients: tuple[Tensor]) -> tuple[Tensor]:
+        note()
+        return (gradients[0] * 0.5,)
+
+    table.node = table.weight.expand_as(table.weight).grad_fn.next_functions[0][0]
+    table.node.register_prehook(halve)
+
+
+class Doubled(torch.nn.Module):
+    def __init__(self, note: Note) -> None:
+        super().__init__()
+        self._note = note
+
+    def forward(self, rows: Tensor) -> Tensor:
+        doubled = rows * 2
+        if doubled.requires_grad:
+            doubled.register_hook(lambda gradient: self._note())
+        return doubled
+
+
+def compute_from_others(note: Note, table: Any) -> None:
+    parametrize.register_parametrization(table, "weight", Doubled(note))
+
+
+@pytest.mark.parametrize(
+    ("change", "wraps", "variant"),
+    [
+        (freeze, False, "1"),
+        (freeze, True, "2"),
+        (double_what_is_accumulated, False, "2"),
+        (halve_before_the_node, False, "1"),
+        (halve_before_the_node, True, "2"),
+        (compute_from_others, False, "2"),
+        (compute_from_others, True, "1"),
+    ],
+)
+def test_what_depends_on_a_tables_gradient_gets_it(
+    change: Callable[[Note, Any], None], wraps: bool, variant: str
+) -> None:
+    """Our passes added to the tables' gradients by themselves. A caller's hook that freezes a table
+    was called 32 times by stock and never by ours, and the table was trained; rows that are
+    computed from other parameters got a gradient that nothing passed on."""
+
+    def trained(calls: list[int]) -> dict[str, Tensor]:
+        model = build()
+        tables = list(tables_of(model))
+        for table in tables:
+            change(lambda: calls.append(1), table)
+        step(wrapped(model, overlap=True) if wraps else model)
+        assert len(calls) == MICROBATCHES * len(tables)
+        return gradients(model)
+
+    def on_rank(rank: int) -> None:
+        with pipeline():
+            expected = trained([])
+        with pipeline(schedule="zb-h1", vocab_parallel=variant):
+            ours = trained([])
+        assert ours.keys() == expected.keys()
+        for name, gradient in expected.items():
+            assert ours[name].count_nonzero() or (change is freeze and name in TABLES), name
+            largest = gradient.abs().max()
+            assert (ours[name] - gradient).abs().max() <= 2**-20 * largest, name
 
     values(run_ranks(RANKS, on_rank))
 

@@ -14,12 +14,22 @@ weights of any type.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_ext.runtime.parameter_hooks import hand_over, has_callers_hooks
 from megatron_ext.runtime.weight_gradients import accumulate
+
+
+class Table(Protocol):
+    """Module with the rows of a table, [rows, h], which may be computed from other parameters each
+    time they are read."""
+
+    @property
+    def weight(self) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -27,18 +37,26 @@ class VocabularyShard:
     """Shard of both tables on a rank.
 
     Attributes:
-        embedding: parameter [rows, h].
-        output: parameter [rows, h]; the same object if the two are tied.
+        embedding_table: rows of the embedding.
+        output_table: rows of the output layer; the same object if the two are tied.
         first_row: row of the padded vocabulary at which the shard begins; it has ``rows`` rows.
         tensor_parallel: group of the tensor-parallel ranks; None without tensor parallelism.
         sequence_parallel: whether hidden states are split over that group along the sequence.
     """
 
-    embedding: Tensor
-    output: Tensor
+    embedding_table: Table
+    output_table: Table
     first_row: int
     tensor_parallel: dist.ProcessGroup | None
     sequence_parallel: bool
+
+    @property
+    def embedding(self) -> Tensor:
+        return self.embedding_table.weight
+
+    @property
+    def output(self) -> Tensor:
+        return self.output_table.weight
 
     @property
     def rows(self) -> int:
@@ -67,7 +85,7 @@ def add_embedding_gradient(shard: VocabularyShard, tokens: Tensor, gradient: Ten
     is_here, rows = shard.rows_of(tokens)
     gradient = gradient.float().masked_fill(~is_here.unsqueeze(-1), 0.0)
     summed = torch.ops.aten.embedding_dense_backward(gradient, rows, shard.rows, -1, False)
-    _accumulate(shard.embedding, summed)
+    _accumulate(shard.embedding_table, summed)
 
 
 @dataclass(frozen=True)
@@ -171,7 +189,9 @@ def add_output_gradient(
     gradient = _less_labels(shard, kept, statistics).mul_(by_loss.t().unsqueeze(-1))
     rows = gradient.to(shard.output.dtype).flatten(0, 1)
     del gradient
-    _accumulate(shard.output, rows.t() @ _whole_sequence(shard, kept.hidden_states).flatten(0, 1))
+    _accumulate(
+        shard.output_table, rows.t() @ _whole_sequence(shard, kept.hidden_states).flatten(0, 1)
+    )
 
 
 def _less_labels(shard: VocabularyShard, kept: Logits, statistics: Tensor) -> Tensor:
@@ -205,7 +225,14 @@ def _own_sequence(shard: VocabularyShard, gradient: Tensor) -> Tensor:
     return own
 
 
-def _accumulate(weight: Tensor, gradient: Tensor) -> None:
-    """Add to the weight's gradient, which has the weight's type without a data-parallel wrapper."""
-    wraps = getattr(weight, "main_grad", None) is not None
-    accumulate(weight, gradient if wraps else gradient.to(weight.dtype))
+def _accumulate(table: Table, gradient: Tensor) -> None:
+    """Add to the gradient of the table's rows, which has their type without a data-parallel
+    wrapper. Autograd adds it if hooks of the caller's are to run, or if the rows are computed from
+    other parameters."""
+    with torch.enable_grad():
+        rows = table.weight
+    if not rows.is_leaf or has_callers_hooks(rows):
+        hand_over({rows: gradient.to(rows.dtype)})
+    else:
+        wraps = getattr(rows, "main_grad", None) is not None
+        accumulate(rows, gradient if wraps else gradient.to(rows.dtype))

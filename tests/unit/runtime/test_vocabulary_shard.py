@@ -23,6 +23,7 @@ from megatron_ext.runtime.vocabulary.shard import (
     make_logits,
     scaled,
 )
+from tests.helpers.vocabulary import Rows
 
 ROWS, HIDDEN, SEQUENCE, BATCH = 96, 16, 12, 2
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -57,7 +58,7 @@ class Case:
         return [
             VocabularyShard(part, part, at * rows, None, False)
             for at, part in enumerate(
-                torch.nn.Parameter(part.clone()) for part in self.table.chunk(self.shards)
+                Rows(torch.nn.Parameter(part.clone())) for part in self.table.chunk(self.shards)
             )
         ]
 
