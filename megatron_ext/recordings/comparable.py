@@ -92,7 +92,7 @@ def _other_draws(a: Mapping[str, Any], b: Mapping[str, Any], words: str) -> str 
 
 
 def _cut_as(arguments: Mapping[str, Any]) -> str:
-    if int(arguments.get("pipeline_slices") or 1) == 1:
+    if str(arguments.get("pipeline_slices") or 1) == "1":
         return "whole sequences"
     given = {argument_flag(name): arguments.get(name) for name in _SLICES}
     return " ".join(f"{name} {value}" for name, value in given.items() if value)

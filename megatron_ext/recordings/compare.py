@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_ext.recordings.comparable import differences, refusal
 from megatron_ext.recordings.figures import NORM, ComparedScalar, figures, floor_of, standstill
 from megatron_ext.recordings.floor import TensorDifference, compare_tensors, exceeds, usual
+from megatron_ext.recordings.piece import STATES
 from megatron_ext.recordings.recording import (
     Copies,
     Iteration,
@@ -19,7 +21,6 @@ from megatron_ext.recordings.recording import (
 )
 
 NORM_ULPS = 8  # most ulps between norms whose squares were summed in another order
-_STATES = "optimizer.state."
 
 
 class ParityVerdict(enum.StrEnum):
@@ -99,7 +100,7 @@ def compare(a: RunRecording, b: RunRecording, again: RunRecording | None = None)
     _check(a, b, again)
     found, floor = compare_tensors(a, b), compare_tensors(a, again) if again else {}
     seen, seen_again = figures(a, b), figures(a, again) if again else None
-    missing = sorted(a.tensors.keys() ^ b.tensors.keys())
+    missing = sorted(_missing(a, b))
     copies = sorted(_unequal_copies(b) - _unequal_copies(a))
     is_noisy = any(floor.values()) or any(seen_again or ())
     far = _beyond_the_floor(found, floor)
@@ -186,7 +187,7 @@ def _floor(floor: Mapping[Tensor, TensorDifference], tensor: Tensor) -> float:
 
 def kind_of(name: str) -> str:
     """Return the kind of the tensor with this ``name`` in torch_dist, as shown to users."""
-    return "optimizer states" if name.startswith(_STATES) else "parameters"
+    return "optimizer states" if name.startswith(STATES) else "parameters"
 
 
 def _figures_beyond(
@@ -213,6 +214,15 @@ def _differing(a: Iteration, b: Iteration) -> list[Tensor]:
         if size == other_size and digest != other:
             different.append(tensor)
     return sorted(different, key=_in_order)
+
+
+def _missing(a: RunRecording, b: RunRecording) -> set[Tensor]:
+    """Return the tensors that only one of the runs has at the end, and the optimizer states that
+    only one has after some iteration. Parameters have no digests while they are gathered."""
+    missing = set(a.tensors.keys() ^ b.tensors.keys())
+    for one, other in _pairs(a, b):
+        missing |= {t for t in one.tensors.keys() ^ other.tensors.keys() if t[0].startswith(STATES)}
+    return missing
 
 
 def _in_order(tensor: Tensor) -> tuple[object, ...]:
@@ -247,7 +257,8 @@ def _first(a: RunRecording, b: RunRecording, seen: Sequence[ComparedScalar]) -> 
 
 def _is_reordered_sum(figure: ComparedScalar) -> bool:
     """Return whether ``figure`` is a norm that differs only as a sum in another order would."""
-    return bool(figure) and figure.name == NORM and figure.ulps <= NORM_ULPS
+    is_number = math.isfinite(figure.a) and math.isfinite(figure.b)
+    return bool(figure) and is_number and figure.name == NORM and figure.ulps <= NORM_ULPS
 
 
 def _first_with_floor(

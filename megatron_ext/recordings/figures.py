@@ -39,7 +39,8 @@ class ComparedScalar:
         differ."""
         if not self:
             return 0
-        a, b = (np.array([x], np.float32).view(np.int32) for x in (self.a, self.b))
+        with np.errstate(over="ignore"):
+            a, b = (np.array([x], np.float32).view(np.int32) for x in (self.a, self.b))
         return max(1, difference(a, b, "float32").ulps)
 
 

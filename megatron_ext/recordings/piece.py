@@ -25,6 +25,8 @@ STORED_AS: Mapping[str, str] = {
     "bool": "i1",
 }
 
+STATES = "optimizer.state."  # prefix of names of optimizer states
+
 Place = tuple[tuple[int, ...], tuple[int, ...], int, int]  # offset, shape, start, stop
 
 

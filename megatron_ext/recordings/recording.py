@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from megatron_ext.recordings.piece import STORED_AS, Piece, Place
+from megatron_ext.recordings.reading import RankIteration, read_about, read_rank
 from megatron_ext.recordings.ulps import Bits
-from megatron_ext.recordings.writing import FORMAT, bytes_file, lines_file
-from megatron_ext.words import counted
+from megatron_ext.recordings.writing import bytes_file, lines_file
 
 Tensor = tuple[str, tuple[int, ...]]  # its name in torch_dist, and its index there
 Copies = Mapping[Place, Sequence[tuple[int, int]]]  # of a tensor: rank and digest for each place
@@ -100,17 +100,16 @@ class RunRecording:
         """
         held = self.tensors[tensor]
         piece = held[0].piece
-        bits = np.empty(piece.whole, STORED_AS[piece.dtype])
-        filled = 0
-        for part in held:
-            filled += part.piece.numel
-            _put(bits, part)
-        if filled < bits.size:
+        size, recorded = math.prod(piece.whole), sum(part.piece.numel for part in held)
+        if recorded < size:
             raise ValueError(
-                f"{self.folder}: {name_of(tensor)} has {bits.size} elements, and only {filled} "
+                f"{self.folder}: {name_of(tensor)} has {size} elements, and only {recorded} "
                 f"were recorded: record again; if that does not help, report this with your launch "
                 f"command"
             )
+        bits = np.zeros(piece.whole, STORED_AS[piece.dtype])
+        for part in held:
+            _put(bits, part)
         return piece.dtype, bits
 
 
@@ -131,102 +130,60 @@ def read_recording(folder: Path) -> RunRecording:
     """Read the recording that `megatron-ext parity record` wrote into ``folder``.
 
     Raises:
-        ValueError: there is no recording, or it is incomplete.
+        ValueError: there is no recording, or it is incomplete or damaged.
     """
     if not lines_file(folder, 0).is_file():
         raise ValueError(
             f"{folder} holds no recording (no {lines_file(folder, 0).name}): write a recording "
             f"with megatron-ext parity record {folder} -- COMMAND"
         )
-    about, *_ = _read(lines_file(folder, 0))
-    if about.get("format") != FORMAT:
-        raise ValueError(
-            f"{folder} was recorded by another version of megatron_ext: its format is "
-            f"{about.get('format')}, and only {FORMAT} is known; record it anew"
-        )
-    ranks = [_rank(folder, rank, about) for rank in range(about["world_size"])]
-    ends = [end["tensors"] for _, end in ranks]
+    about = read_about(folder, 0)
+    ranks = [read_rank(folder, rank, about) for rank in range(about.world_size)]
+    if not any(rank.iterations[0].digests for rank in ranks):
+        raise ValueError(f"{folder} has no tensor of any rank: record it anew")
     return RunRecording(
         folder,
-        about["world_size"],
-        about["first"],
-        about["arguments"],
-        [_iteration([lines[n] for lines, _ in ranks]) for n in range(about["iterations"] + 1)],
-        _held(folder, ends),
+        about.world_size,
+        about.first,
+        about.arguments,
+        [_iteration([rank.iterations[n] for rank in ranks]) for n in range(about.iterations + 1)],
+        _held(folder, [rank.written for rank in ranks]),
     )
 
 
-def _read(file: Path) -> Iterator[dict[str, Any]]:
-    for text in file.read_text().splitlines():
-        try:
-            yield json.loads(text)
-        except ValueError:  # the line at which it was cut off
-            return
-
-
-def _rank(
-    folder: Path, rank: int, about: Mapping[str, Any]
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return the lines of a rank's iterations, with pieces instead of their numbers, and its last
-    line."""
-    file = lines_file(folder, rank)
-    pieces: list[Piece] = []
-    iterations: list[dict[str, Any]] = []
-    end: dict[str, Any] | None = None
-    for line in _read(file) if file.is_file() else ():
-        if "pieces" in line:
-            pieces += map(Piece.from_data, line["pieces"])
-        elif "iteration" in line:
-            digests = {pieces[int(number)]: value for number, value in line["digests"].items()}
-            iterations.append({**line, "digests": digests})
-        elif "end" in line:
-            end = line
-    if not file.is_file():
-        raise ValueError(
-            f"{folder} lacks {file.name}: ranks 0 to {about['world_size'] - 1} recorded; copy the "
-            f"files of all nodes into one folder"
-        )
-    if end is None or len(iterations) != about["iterations"] + 1:
-        done = counted(max(len(iterations) - 1, 0), "iteration")
-        raise ValueError(
-            f"{folder} is cut off: rank {rank} recorded {done} of {about['iterations']}, then its "
-            f"run ended; look at the end of its log, and record anew"
-        )
-    data = bytes_file(folder, rank)
-    size = data.stat().st_size if data.is_file() else 0
-    if size < end["bytes"]:
-        raise ValueError(
-            f"{folder} is cut off: {data.name} has {size} of {end['bytes']} bytes; record anew"
-        )
-    return iterations, end
-
-
-def _iteration(lines: Sequence[Mapping[str, Any]]) -> Iteration:
+def _iteration(ranks: Sequence[RankIteration]) -> Iteration:
     """Merge the lines of all ranks for one iteration."""
     losses: dict[str, float] = {}
-    for line in lines:
-        losses |= line.get("losses", {})
-    norms = [line["norm"] for line in lines if line.get("norm") is not None]
+    for rank in ranks:
+        losses |= rank.losses
+    norms = [rank.norm for rank in ranks if rank.norm is not None]
     return Iteration(
-        lines[0]["iteration"],
+        ranks[0].number,
         losses,
         norms[0] if norms else None,
-        any(line.get("skipped", False) for line in lines),
-        {rank: line["digests"] for rank, line in enumerate(lines)},
+        any(rank.skipped for rank in ranks),
+        {number: rank.digests for number, rank in enumerate(ranks)},
     )
 
 
-def _held(folder: Path, ends: Sequence[Sequence[Any]]) -> dict[Tensor, list[StoredPiece]]:
+def _held(folder: Path, ranks: Sequence[Mapping[Piece, int]]) -> dict[Tensor, list[StoredPiece]]:
     tensors: dict[Tensor, list[StoredPiece]] = {}
     places = set()
-    for rank, written in enumerate(ends):
+    for rank, written in enumerate(ranks):
         file = bytes_file(folder, rank)
-        for offset, *data in written:
-            piece = Piece.from_data(data)
+        for piece, offset in written.items():
             tensor = piece.name, piece.index
-            if (tensor, piece.place) not in places:
-                places.add((tensor, piece.place))
-                tensors.setdefault(tensor, []).append(StoredPiece(piece, file, offset))
+            if (tensor, piece.place) in places:
+                continue
+            places.add((tensor, piece.place))
+            held = tensors.setdefault(tensor, [])
+            held.append(StoredPiece(piece, file, offset))
+            if (piece.whole, piece.dtype) != (held[0].piece.whole, held[0].piece.dtype):
+                raise ValueError(
+                    f"{lines_file(folder, rank)}: {name_of(tensor)} has the shape {piece.whole} of "
+                    f"{piece.dtype}, and {held[0].piece.whole} of {held[0].piece.dtype} in "
+                    f"{held[0].file.name}; record it anew"
+                )
     return tensors
 
 

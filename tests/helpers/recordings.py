@@ -55,16 +55,18 @@ def write(folder: Path, course: Course) -> Path:
     about = {"world_size": len(course.ranks), "first": 0, "iterations": iterations}
     for rank, tensors in enumerate(course.ranks):
         writer = RankWriter(folder, rank, {**about, "arguments": course.arguments})
-        start = course.changed.get(rank, tensors) if not course.changed_from else tensors
+        changed = tensors | course.changed.get(rank, {})
+        start = tensors if course.changed_from else changed
         writer.iteration(0, {}, _digests(start, 0))
         for n, (loss, norm) in enumerate(zip(course.losses, course.norms, strict=True), 1):
             last = rank == len(course.ranks) - 1
             losses = {"lm loss": loss} if last else {}
             figures = {"losses": losses, "norm": norm, "skipped": False}
-            now = course.changed.get(rank, tensors) if n >= course.changed_from else tensors
+            now = changed if n >= course.changed_from else tensors
             writer.iteration(n, figures, _digests(now, n))
-        now = course.changed.get(rank, tensors)
-        writer.end((piece, _bytes(values, piece)) for piece, values in now.items())
+        writer.end(
+            (piece, _bytes(values, piece)) for piece, values in changed.items() if not piece.is_copy
+        )
     return folder
 
 

@@ -1,0 +1,310 @@
+"""Reader of a rank's part of a recording, which may have been cut off, mixed up or damaged.
+
+Each value is checked before anything uses it: a mistake is one line with the file and the value. An
+iteration without a digest that it must have is such a mistake, because nothing would be compared.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.recordings.piece import STATES, STORED_AS, Piece
+from megatron_ext.recordings.writing import FORMAT, bytes_file, lines_file
+from megatron_ext.words import counted
+
+Digests = Mapping[Piece, int]
+_DIGESTS = 1 << 63  # digests are signed integers of 64 bits
+_SHOWN = 60  # characters of a value that an error shows
+
+
+@dataclass(frozen=True)
+class About:
+    """First line of a rank's file; ``arguments`` are Megatron's on rank 0, empty on others."""
+
+    world_size: int
+    first: int
+    iterations: int
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RankIteration:
+    """Line of a rank for an iteration, or for the starting state."""
+
+    number: int
+    losses: Mapping[str, float]
+    norm: float | None
+    skipped: bool
+    digests: Digests
+
+
+@dataclass(frozen=True)
+class RankRecording:
+    """File of a rank: the starting state, then each iteration, and where ``written`` pieces are in
+    the file of bytes."""
+
+    about: About
+    iterations: Sequence[RankIteration]
+    written: Mapping[Piece, int]
+
+
+@dataclass(frozen=True)
+class _Line:
+    """JSON object in a line of ``file``."""
+
+    file: Path
+    number: int
+    data: Mapping[str, Any]
+
+    def wrong(self, what: str) -> ValueError:
+        return ValueError(f"{self.file}, line {self.number}: {what}; record it anew")
+
+    def value(self, name: str, is_right: Callable[[Any], bool], kind: str) -> Any:
+        """Return the value of ``name``; raises ValueError unless it ``is_right``, which is a
+        ``kind``."""
+        found = self.data.get(name)
+        if not is_right(found):
+            raise self.wrong(f"{name!r} is {_shown(found)}, and must be {kind}")
+        return found
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "missing"
+    text = json.dumps(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is float or (type(value) is int and abs(value) < 1 << 62)
+
+
+def _is_numbers(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_number, value.values()))
+
+
+def _is_digests(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        type(digest) is int and -_DIGESTS <= digest < _DIGESTS for digest in value.values()
+    )
+
+
+def read_about(folder: Path, rank: int) -> About:
+    """Return the first line of a rank's file.
+
+    Raises:
+        ValueError: there is none, or another version wrote it.
+    """
+    return _about(_first_line(lines_file(folder, rank)), rank)
+
+
+def _first_line(file: Path) -> _Line:
+    line = next(_lines(file), None)
+    if line is None:
+        raise ValueError(f"{file} is cut off: its first line is missing; record anew")
+    return line
+
+
+def _about(line: _Line, rank: int) -> About:
+    if (version := line.data.get("format")) != FORMAT:
+        raise ValueError(
+            f"{line.file} was recorded by another version of megatron_ext: its format is "
+            f"{_shown(version)}, and only {FORMAT} is known; record it anew"
+        )
+    line.value("rank", lambda value: value == rank and _is_count(value), f"{rank} in this file")
+    arguments = line.value("arguments", lambda value: isinstance(value, dict), "a table")
+    try:
+        float(arguments.get("clip_grad") or 0)
+    except (TypeError, ValueError, OverflowError):
+        raise line.wrong(f"'clip_grad' is {_shown(arguments['clip_grad'])}, no number") from None
+    return About(
+        line.value("world_size", lambda value: _is_count(value) and value > 0, "at least 1"),
+        line.value("first", _is_count, "an iteration"),
+        line.value("iterations", _is_count, "a number of iterations"),
+        arguments,
+    )
+
+
+def read_rank(folder: Path, rank: int, about: About) -> RankRecording:
+    """Return the recording of a rank; ``about`` is that of rank 0.
+
+    Raises:
+        ValueError: the file is missing, damaged, or of another run.
+    """
+    file = lines_file(folder, rank)
+    if not file.is_file():
+        raise ValueError(
+            f"{folder} lacks {file.name}: ranks 0 to {about.world_size - 1} recorded; copy the "
+            f"files of all nodes into one folder"
+        )
+    own = _about(_first_line(file), rank)
+    for name in ("world_size", "first", "iterations"):
+        ours, theirs = getattr(own, name), getattr(about, name)
+        if ours != theirs:
+            raise ValueError(
+                f"{file} is of another run than rank 0's file: its {name} is {ours}, and rank 0's "
+                f"is {theirs}; copy the files of one run into one folder"
+            )
+    iterations, end = _contents(file)
+    if end is None or len(iterations) != about.iterations + 1:
+        done = counted(max(len(iterations) - 1, 0), "iteration")
+        raise ValueError(
+            f"{file} is cut off: rank {rank} recorded {done} of {about.iterations}, then its "
+            f"run ended; look at the end of its log, and record anew"
+        )
+    for number, (line, iteration) in enumerate(iterations, about.first):
+        if iteration.number != number:
+            raise line.wrong(f"'iteration' is {iteration.number}, and must be {number}")
+    written = _written(end, bytes_file(folder, rank))
+    _check_completeness(iterations, end, written)
+    return RankRecording(own, [iteration for _, iteration in iterations], written)
+
+
+def _contents(file: Path) -> tuple[list[tuple[_Line, RankIteration]], _Line | None]:
+    """Return the lines of iterations, and the last line if it is there."""
+    pieces: list[Piece] = []
+    iterations: list[tuple[_Line, RankIteration]] = []
+    end: _Line | None = None
+    for line in _lines(file):
+        if end is not None:
+            raise line.wrong("a line follows the last one")
+        if "pieces" in line.data:
+            pieces += map(_piece(line), line.value("pieces", _is_list, "a list of pieces"))
+        elif "iteration" in line.data:
+            iterations.append((line, _iteration(line, pieces)))
+        elif "end" in line.data:
+            end = line
+        elif line.number > 1:
+            raise line.wrong(f"{_shown(dict(line.data))} is no line of a recording")
+    return iterations, end
+
+
+def _lines(file: Path) -> Iterator[_Line]:
+    texts = file.read_bytes().split(b"\n")
+    for number, text in enumerate(texts, 1):
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError):
+            if number == len(texts):  # the line at which it was cut off
+                return
+            start = text[:_SHOWN].decode(errors="replace")
+            raise ValueError(
+                f"{file}, line {number}: {start!r} is no line of a recording; record it anew"
+            ) from None
+        if not isinstance(data, dict):
+            raise ValueError(
+                f"{file}, line {number}: {_shown(data)} is no line of a recording; record it anew"
+            )
+        yield _Line(file, number, data)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list)
+
+
+def _iteration(line: _Line, pieces: Sequence[Piece]) -> RankIteration:
+    numbers = {str(number): piece for number, piece in enumerate(pieces)}
+    digests = line.value("digests", _is_digests, "a table of digests of 64 bits")
+    if unknown := next((number for number in digests if number not in numbers), None):
+        raise line.wrong(f"'digests' has piece {_shown(unknown)}, which no line before it names")
+    losses, skipped = line.data.get("losses", {}), line.data.get("skipped", False)
+    if not _is_numbers(losses):
+        raise line.wrong(f"'losses' is {_shown(losses)}, and must be a table of numbers")
+    if not isinstance(skipped, bool):
+        raise line.wrong(f"'skipped' is {_shown(skipped)}, and must be true or false")
+    return RankIteration(
+        line.value("iteration", _is_count, "a number"),
+        losses,
+        line.value("norm", lambda norm: norm is None or _is_number(norm), "a number"),
+        skipped,
+        {numbers[number]: digest for number, digest in digests.items()},
+    )
+
+
+def _piece(line: _Line) -> Callable[[Any], Piece]:
+    def read(data: Any) -> Piece:
+        if not _is_piece(data):
+            raise line.wrong(f"{_shown(data)} is no piece of a tensor")
+        return Piece.from_data(data)
+
+    return read
+
+
+def _is_piece(data: Any) -> bool:
+    if not (isinstance(data, list) and len(data) == 9 and isinstance(data[0], str)):
+        return False
+    whole, offset, shape, start, stop, dtype, is_copy = data[2:]
+    if not all(_is_list(sizes) and all(map(_is_count, sizes)) for sizes in data[1:5]):
+        return False
+    return (
+        len(whole) == len(offset) == len(shape)
+        and all(o + s <= w for o, s, w in zip(offset, shape, whole, strict=True))
+        and all(map(_is_count, (start, stop)))
+        and start <= stop <= math.prod(shape)
+        and isinstance(dtype, str)
+        and dtype in STORED_AS
+        and isinstance(is_copy, bool)
+    )
+
+
+def _written(end: _Line, file: Path) -> dict[Piece, int]:
+    """Return the offsets of pieces in ``file``, which has their bytes one after the other."""
+    length = end.value("bytes", _is_count, "a number of bytes")
+    size = file.stat().st_size if file.is_file() else 0
+    if size < length:
+        raise ValueError(
+            f"{file.parent} is cut off: {file.name} has {size} of {length} bytes; record anew"
+        )
+    written: dict[Piece, int] = {}
+    at = 0
+    for data in end.value("tensors", _is_list, "a list of pieces"):
+        if not (_is_list(data) and data and data[0] == at and _is_count(data[0])):
+            raise end.wrong(f"{_shown(data)} is no piece at byte {at}")
+        piece = _piece(end)(data[1:])
+        if piece in written:
+            raise end.wrong(f"{_shown(data)} is there twice")
+        written[piece] = at
+        at += piece.nbytes
+    if at != length:
+        raise end.wrong(f"'bytes' is {length}, and the tensors have {at}")
+    return written
+
+
+def _check_completeness(
+    iterations: Sequence[tuple[_Line, RankIteration]], end: _Line, written: Mapping[Piece, int]
+) -> None:
+    """Raise ValueError unless each iteration has the digests that the writer had.
+
+    Parameters have digests at the start and after each iteration, or, where the next step gathers
+    them, at the start only. Optimizer states may begin later, and none ends.
+    """
+    parameters = [_pieces(iteration, is_state=False) for _, iteration in iterations]
+    states = [_pieces(iteration, is_state=True) for _, iteration in iterations]
+    usual = parameters[1] if len(parameters) > 1 and not parameters[1] else parameters[0]
+    for n, (line, _) in enumerate(iterations):
+        expected = usual if n else parameters[0]
+        if lacking := (expected - parameters[n]) | (states[n - 1] - states[n] if n else set()):
+            raise line.wrong(f"'digests' lacks {_names(lacking)}")
+        if unexpected := parameters[n] - expected:
+            raise line.wrong(f"'digests' has {_names(unexpected)}, and other lines have not")
+    stored = {p for p in parameters[0] | states[-1] if not p.is_copy and p.numel}
+    if different := stored ^ written.keys():
+        raise end.wrong(f"digests and bytes are not of the same tensors: {_names(different)}")
+
+
+def _pieces(iteration: RankIteration, *, is_state: bool) -> set[Piece]:
+    return {p for p in iteration.digests if p.name.startswith(STATES) == is_state}
+
+
+def _names(pieces: set[Piece]) -> str:
+    names = sorted({piece.name for piece in pieces})
+    return _shown(names[0]) + (f" and {len(names) - 1} more" if len(names) > 1 else "")
