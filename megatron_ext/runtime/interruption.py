@@ -1,16 +1,22 @@
-"""End of this rank in bounded time after another rank has failed.
+"""End of this rank in bounded time after another rank has failed, and report of its own failures.
 
 Its connections are cut, so that its step raises an exception once the main thread reaches the next
 action. If the main thread does not end within the grace time, the process exits.
+
+Between steps a caller may catch an error and go on: it may retry, or take StopIteration for the end
+of an epoch. There only an error that ends the process is reported, from `sys.excepthook`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
+from types import TracebackType
 
 from megatron_ext.runtime import watchdog
 from megatron_ext.runtime.recorder import Closable, Recorder
@@ -26,7 +32,41 @@ def listen(recorder: Recorder, connections: Sequence[Closable] = ()) -> FailureR
     report = recorder.failure_report = connect_failure_report()
     if report is not None:
         report.start(Interruption(recorder), recorder.report)
+        _listening.add(recorder)
+        _report_uncaught_errors()
     return report
+
+
+def stop_listening(recorder: Recorder) -> None:
+    """End what `listen` has begun: the training of ``recorder`` is over."""
+    _listening.discard(recorder)
+    if recorder.failure_report is not None:
+        recorder.failure_report.stop()
+
+
+_listening: weakref.WeakSet[Recorder] = weakref.WeakSet()
+
+# Errors of a process that is forked from this one, such as a data loader's, are not this rank's.
+os.register_at_fork(after_in_child=_listening.clear)
+
+
+def _report_uncaught_errors() -> None:
+    """Make `sys.excepthook` report an error that ends this process, before it shows it."""
+    show = sys.excepthook
+    if getattr(show, "reports", None) is _listening:
+        return
+
+    def report(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception):  # Ctrl-C comes to each rank by itself, if it is to end
+            for recorder in list(_listening):
+                with contextlib.suppress(Exception):  # the error is shown in any case
+                    recorder.failed_between_steps(error)
+        show(kind, error, trace)
+
+    report.reports = _listening  # type: ignore[attr-defined]
+    sys.excepthook = report
 
 
 @contextlib.contextmanager

@@ -133,10 +133,16 @@ class Recorder:
         self._end(error, f"in {action}")
 
     def failed_between_steps(self, error: BaseException) -> None:
-        """Note that ``error`` ends this process, and report it to the other ranks unless a step has
-        ended by it."""
-        if not self.has_failed:
-            self._end(error, self._between)
+        """Note that ``error`` ends this process, and report it to the other ranks, unless a step
+        has ended by an error before. If it waited for a rank that is gone, a note says why."""
+        if self.has_failed:
+            return
+        failed, ended = self.why_gone() if isinstance(error, RuntimeError) else ("", "")
+        self._end(error, self._between)
+        if failed:
+            error.add_note(f"megatron_ext: another rank had failed: {failed}")
+        elif ended:
+            error.add_note(f"megatron_ext: a rank has ended without an error: {ended}")
 
     def _end(self, error: BaseException, where: str) -> None:
         self.has_failed = True

@@ -49,7 +49,7 @@ from megatron_ext.compile.program.verify import Program
 from megatron_ext.config import PipelineConfig
 from megatron_ext.logger import logger
 from megatron_ext.runtime.host.memory import ShortOfHostMemory
-from megatron_ext.runtime.interruption import heard_if_it_fails, listen
+from megatron_ext.runtime.interruption import heard_if_it_fails, listen, stop_listening
 from megatron_ext.runtime.messages.connecting import connecting
 from megatron_ext.runtime.messages.transport import closed
 from megatron_ext.runtime.rank_identity import first_identity, rank_identity
@@ -92,8 +92,7 @@ class PipelineTraining:
         self._has_ended = True
         recorder, self._recorder, self._connections = self._recorder, None, None
         if recorder is not None:
-            if recorder.failure_report is not None:
-                recorder.failure_report.stop()
+            stop_listening(recorder)
             Watchdog.forget(recorder)
         post_validation.disconnect()
         layer_graphs.forget()

@@ -54,8 +54,8 @@ class PeerCall:
             raise self._interrupted(failed) from error
         if ended:
             raise PeerFailure(
-                f"{self._wait}, but a rank has ended its training without an error ({ended}): let "
-                f"every rank run the same steps. torch says: {error}"
+                f"{self._wait}, but a rank has ended without an error: {ended}. Let every rank run "
+                f"the same steps. torch says: {error}"
             ) from error
         which = "which has" if peers else "one of which has"
         raise PeerFailure(
