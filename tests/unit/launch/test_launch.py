@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from megatron_ext import errors
 from megatron_ext.__main__ import main
 from megatron_ext.config import PipelineConfig, flag
 from megatron_ext.errors import exit_for
@@ -323,31 +324,100 @@ def test_none_is_a_default() -> None:
     assert PipelineConfig.parse(**nothing) == PipelineConfig()
 
 
+HOST = socket.gethostname()
+
+
+class Node:
+    """Ranks of a launch on one node, which come to a mistake one after another."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp: Path
+    ) -> None:
+        self._monkeypatch, self._capsys = monkeypatch, capsys
+        monkeypatch.setenv("TMPDIR", str(tmp))
+        monkeypatch.setattr(errors, "FIRST_SECONDS", 0.1)
+
+    def says(self, rank: str, local_rank: str | None, text: str = "no such file") -> str:
+        """What the rank says as it exits for ``text``."""
+        self._monkeypatch.setenv("RANK", rank)
+        self._monkeypatch.delenv("LOCAL_RANK", raising=False)
+        if local_rank is not None:
+            self._monkeypatch.setenv("LOCAL_RANK", local_rank)
+        with pytest.raises(SystemExit, match="2"):
+            exit_for(ValueError(text))
+        return self._capsys.readouterr().err.strip()
+
+
+@pytest.fixture
+def node(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Node:
+    return Node(monkeypatch, capsys, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("rank", "local_rank", "said"),
     [
         ("0", "0", "megatron_ext: error: no such file"),
-        ("8", "0", f"megatron_ext: error on {socket.gethostname()}: no such file"),
-        ("9", "1", ""),
-        ("1", None, ""),
+        ("8", "0", f"megatron_ext: error on {HOST}: no such file"),
+        ("9", "1", f"megatron_ext: error on {HOST}, global rank 9: no such file"),
+        ("1", None, f"megatron_ext: error on {HOST}, global rank 1: no such file"),
     ],
 )
-def test_a_mistake_of_one_node_is_said_by_that_node(
-    rank: str,
-    local_rank: str | None,
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_a_mistake_of_one_rank_or_node_is_said_by_it(
+    rank: str, local_rank: str | None, said: str, node: Node
 ) -> None:
     """Global rank 0 alone spoke, and a schedule file that another node lacked ended the launch with
-    status 2 and not one word."""
-    monkeypatch.setenv("RANK", rank)
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    if local_rank is not None:
-        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    status 2 and not one word. Later each node's first rank did, and a variable in the environment
+    of another rank still ended the launch without a word."""
+    assert node.says(rank, local_rank) == said
+
+
+def test_a_mistake_of_all_ranks_is_said_once_a_node(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight ranks of each node would say the same line."""
+    assert node.says("8", "0") and not node.says("9", "1") and not node.says("11", "3")
+    # Of others, the first to come to it; a text of its own is a mistake of its own.
+    assert node.says("9", "1", "PROFILE=x") and not node.says("10", "2", "PROFILE=x")
+    assert node.says("10", "2", "PROFILE=y")
+    # The first rank of a node says it even if another was quicker.
+    assert node.says("0", "0", "PROFILE=y") == "megatron_ext: error: PROFILE=y"
+    # A restart, and a launch later on, begin anew.
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert node.says("9", "1", "PROFILE=x")
+    monkeypatch.setattr(errors, "RECENT_SECONDS", 0.0)
+    assert node.says("9", "1", "PROFILE=x")
+
+
+def test_a_mistake_is_said_where_nothing_can_be_written(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk, or no temporary folder: a line may come twice, and never not at all. A process
+    without stderr exits with the same status."""
+    monkeypatch.setenv("TMPDIR", "/proc/nothing/here")
+    assert node.says("9", "1") and node.says("10", "2")
+    monkeypatch.setattr("sys.stderr", None)
     with pytest.raises(SystemExit, match="2"):
         exit_for(ValueError("no such file"))
-    assert capsys.readouterr().err.strip() == said
+
+
+def test_a_rank_of_srun_says_a_mistake_before_it_has_torchs_variables(
+    node: Node, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each rank took itself for the first: eight lines a node."""
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    for name, value in SRUN.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SLURM_STEP_ID", "3")
+    for rank, said in (("4", f"error on {HOST}: "), ("5", "")):
+        monkeypatch.setenv("SLURM_PROCID", rank)
+        monkeypatch.setenv("SLURM_LOCALID", str(int(rank) - 4))
+        with pytest.raises(SystemExit, match="2"):
+            main(["no_such.py"])
+        err = capsys.readouterr().err
+        assert err == (f"megatron_ext: {said}there is no script no_such.py\n" if said else "")
 
 
 @pytest.mark.parametrize("is_enabled", [True, False])
