@@ -15,6 +15,7 @@ import os
 import select
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -61,6 +62,7 @@ class Watchdog:
     def start(self) -> None:
         """Start watching. Signals are handled only if the main thread calls this; otherwise only
         stuck waits are reported."""
+        _stderr.take()
         running = Watchdog._running
         if running is None:
             running = Watchdog._running = self
@@ -194,6 +196,38 @@ def _start(name: str, target: Callable[[], None]) -> threading.Thread:
     return thread
 
 
+class _Stderr:
+    """Stderr of this process, as it was when the watchdog started.
+
+    If it is closed later, the next file that is opened gets descriptor 2, and that may be a
+    checkpoint's. So lines go to a descriptor of its own.
+    """
+
+    def __init__(self) -> None:
+        self._own: int | None = None
+        self._is_taken = False
+
+    def take(self) -> None:
+        """Write to what is stderr now, from now on."""
+        self._is_taken = True
+        if not _is_stderr(2):
+            self._own = None
+        elif self._own is None:
+            self._own = os.dup(2)
+        else:
+            os.dup2(2, self._own, inheritable=False)
+
+    @property
+    def descriptor(self) -> int | None:
+        """Descriptor to write to; None if there is no stderr."""
+        if self._is_taken:
+            return self._own
+        return 2 if _is_stderr(2) else None
+
+
+_stderr = _Stderr()
+
+
 def say(text: str) -> None:
     """Write ``text`` to stderr as one line. Returns soon and never raises, even if the line is
     lost: stderr may be closed, on a full disk, or a pipe without a reader.
@@ -202,16 +236,31 @@ def say(text: str) -> None:
     the main thread may hold.
     """
     line = f"megatron_ext: {text}\n".encode(errors="replace")
+    if (stderr := _stderr.descriptor) is None:
+        return
 
     def write(text: bytes) -> None:
         with contextlib.suppress(OSError):
-            os.write(2, text)
+            os.write(stderr, text)
 
     try:
         _start("megatron_ext says", lambda: write(line)).join(SAY_SECONDS)
     except RuntimeError:  # there can be no more threads: at a limit, or as the interpreter ends
-        if _is_writable(2):
+        if _is_writable(stderr):
             write(line[: select.PIPE_BUF])
+
+
+def _is_stderr(descriptor: int) -> bool:
+    """Whether ``descriptor`` is a stderr, and not a file that was opened since that was closed.
+
+    A stderr is inherited, or put in its place by a call; what Python opens is not inheritable.
+    """
+    if sys.__stderr__ is None or sys.__stderr__.closed:
+        return False
+    try:
+        return os.get_inheritable(descriptor)
+    except OSError:
+        return False
 
 
 def _is_writable(descriptor: int) -> bool:

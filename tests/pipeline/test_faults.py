@@ -10,11 +10,14 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
+from typing import IO
 
 import pytest
 
@@ -314,6 +317,54 @@ def test_without_a_thread_a_line_is_written_if_that_blocks_nobody(
     (result,) = run_ranks(1, speak, connect=False)
     assert result.exit_code == 0 and result.seconds < HANGS
     assert ("megatron_ext: it may hang\n" in result.stderr) == (broken is nothing)
+
+
+FILE = "weights"
+
+
+def open_a_file_as_stderr() -> None:
+    """Close stderr, and open a file, which gets its descriptor."""
+    sys.stderr.flush()
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
+    os.close(2)
+    file = open(Path(tempfile.gettempdir()) / FILE, "wb", buffering=0)  # noqa: SIM115
+    assert file.fileno() == 2
+    file.write(b"0123")
+    FILES.append(file)
+
+
+FILES: list[IO[bytes]] = []
+
+
+def start_and_lose_stderr(rank: int) -> None:
+    start_watchdog()
+    open_a_file_as_stderr()
+    os.set_inheritable(2, True)  # as C++ opens a checkpoint
+    hang()
+
+
+def start_without_stderr(rank: int) -> None:
+    open_a_file_as_stderr()
+    start_watchdog()
+    hang()
+
+
+@pytest.mark.parametrize(
+    ("run", "is_said"), [(start_and_lose_stderr, True), (start_without_stderr, False)]
+)
+def test_a_file_with_the_number_of_stderr_is_left_alone(
+    script: Script, run: Callable[[int], None], is_said: bool
+) -> None:
+    """Whoever closes stderr has its number given to the next file: the watchdog wrote its lines
+    into a checkpoint. What it says goes to where stderr was when it started."""
+    with running_ranks(1, run, script, connect=False) as running:
+        running.wait_until_it_says(0, HERE)
+        running.send_signal(0, signal.SIGTERM)
+        (result,) = running.wait()
+        written = (Path(running._folder) / FILE).read_bytes()
+    assert written == b"0123"
+    assert result.exit_code == 128 + signal.SIGTERM
+    assert ("megatron_ext: got SIGTERM" in result.stderr) is is_said
 
 
 def test_ctrl_c_in_a_pass_is_a_keyboard_interrupt(script: Script) -> None:
