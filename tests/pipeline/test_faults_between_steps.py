@@ -174,7 +174,7 @@ def data() -> Iterator[int]:
 
 
 def catch_and_go_on(rank: int) -> None:
-    """What a caller catches ends no process: the end of an epoch, an attempt that is repeated."""
+    """A caller catches the end of an epoch, and attempts that it repeats: no process ends."""
     recorder = listening(rank)
     if rank == 0:
         items = data()
