@@ -7,8 +7,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
-
 from megatron_ext.adapter.compatibility import refuse, refuse_order
 from megatron_ext.adapter.handled_settings.groups import with_megatrons_group
 from megatron_ext.adapter.impossible_sizes import refuse_sizes
@@ -18,6 +16,7 @@ from megatron_ext.adapter.layout_arguments import ENDS, PATTERN, VIRTUAL_STAGES
 from megatron_ext.adapter.pairs.overlap_setting import refuse_measuring, requests_pairs
 from megatron_ext.adapter.race.order import check_order
 from megatron_ext.adapter.slices.lengths import spans_of
+from megatron_ext.adapter.step_sizes import step_sizes
 from megatron_ext.adapter.transformer_engine.captured import captures
 from megatron_ext.adapter.vocabulary_rows import check_divisible
 from megatron_ext.compile.output_layer import place_output_layer
@@ -194,7 +193,8 @@ def _programs_of(choice: Choice, args: Any, config: PipelineConfig, prove: Prove
 
 
 def problems(args: Any, config: PipelineConfig) -> list[Problem]:
-    """Return the problems of all numbers of microbatches that steps will have, in ascending order.
+    """Return the problems of all numbers of microbatches that steps will have, that of the steps
+    with most samples first.
 
     Raises:
         ValueError: as `programs`, as far as no program is needed to tell.
@@ -203,7 +203,10 @@ def problems(args: Any, config: PipelineConfig) -> list[Problem]:
     job, speeds = of_arguments(args, placement), config.rank_speeds
     costs = job_costs(config.costs, job, config.slices, speeds=speeds)
     pairs = requests_pairs(args)
-    return [config.problem(placement, m, costs, pairs=pairs) for m in _microbatches_of_steps(args)]
+    return [
+        config.problem(placement, size.microbatches, costs, pairs=pairs)
+        for size in step_sizes(args)
+    ]
 
 
 def _refuse_multi_token_prediction(args: Any, config: PipelineConfig) -> None:
@@ -340,13 +343,3 @@ def _refuse_checkpoints_of_one_placement(args: Any, placement: Placement) -> Non
             f"optimizer states of a checkpoint would go to the wrong stages: add "
             f"--dist-ckpt-optim-fully-reshardable"
         )
-
-
-def _microbatches_of_steps(args: Any) -> list[int]:
-    """Return the numbers of microbatches that training steps will have, in ascending order."""
-    sizes = [args.global_batch_size]
-    if args.step_batch_size_schedule is not None:
-        parse = StepBatchsizeNumMicroBatchesCalculator._parse_schedule
-        sizes = [size for _, size in parse(args.step_batch_size_schedule, None)]
-    at_once = args.micro_batch_size * args.data_parallel_size
-    return sorted({size // at_once for size in sizes})

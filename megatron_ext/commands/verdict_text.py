@@ -32,6 +32,8 @@ def verdict_lines(made: JobPlan) -> Iterator[str]:
         yield f"verdict:   keep it: {_no_gain(found)}"
     else:
         yield from _change(made, taken)
+    for microbatches, seconds in taken.other_steps.items():
+        yield f"other:     {_other_step(made, microbatches, seconds)}"
     unequal = made.unequal
     if unequal is not None:
         yield from _unequal(made, unequal)
@@ -148,6 +150,13 @@ def _memory_of_rank(made: JobPlan, taken: Alternative) -> str:
         f"{text}, which may take {bytes_text(made.free.allocated)}; its allocator reserves "
         f"{bytes_text(made.free.reserved)} more: together {USABLE:.0%} of the GPU's memory"
     )
+
+
+def _other_step(made: JobPlan, microbatches: int, seconds: float) -> str:
+    own, unit = made.verdict.baseline, " s" if made.is_estimate else ""
+    text = f"a step of {counted(microbatches, 'microbatch')} takes {seconds:.4g}{unit}"
+    now = None if own is None or made.verdict.keeps else own.other_steps.get(microbatches)
+    return text if now is None else f"{text} (now {now:.4g})"
 
 
 def _tie(made: JobPlan, taken: Alternative) -> str:

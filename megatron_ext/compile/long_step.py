@@ -93,8 +93,7 @@ def simulate_step(
             if most is not None:
                 _check_growth(before, held, most, number)
             before = held
-    program, made = report(choice, problem, build)
-    return Simulated(made, _held_bytes(program), is_whole=True)
+    return simulated(choice, problem, build)
 
 
 def _check_growth(
@@ -202,6 +201,14 @@ def _holds_as_much(schedule: Schedule, part: RepeatingPart, amount: Amount) -> b
         if begin and abs(before[begin - 1] - before[-1]) > SAME * max(before):
             return False
     return True
+
+
+def simulated(
+    choice: Choice, problem: Problem, build: Callable[[Choice, Problem], Program] = build_program
+) -> Simulated:
+    """Return the figures of ``choice`` for ``problem``, built whole. Raises as `report`."""
+    program, made = report(choice, problem, build)
+    return Simulated(made, _held_bytes(program), is_whole=True)
 
 
 def _held_bytes(program: Program) -> tuple[float, ...] | None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_ext import bridge
 from megatron_ext.adapter.document_masks import INSTEAD, why_documents_mix
@@ -21,7 +21,7 @@ from megatron_ext.config import PipelineConfig, flag
 from megatron_ext.cost_model.assumptions import assumptions
 from megatron_ext.cost_model.gpus import GPUS, USABLE, FreeMemory, free_memory
 from megatron_ext.cost_model.measured.file import measured_reserve
-from megatron_ext.cost_model.model_memory import ModelBytes, least_lasting
+from megatron_ext.cost_model.model_memory import least_lasting
 from megatron_ext.doctor.communicators import check_communicators
 from megatron_ext.doctor.doctor import diagnose
 from megatron_ext.doctor.environment.dataset_helpers import check_dataset_helpers
@@ -38,6 +38,7 @@ from megatron_ext.launch_command.importing import as_on, quickly, silently
 from megatron_ext.launch_command.words import BridgeRecipe, Launch
 from megatron_ext.patches.engine import PatchError
 from megatron_ext.planner.candidate import VocabMethod
+from megatron_ext.race.contestants import Contestants
 from megatron_ext.race.rounds import Race
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.problem import Offload, VocabularyParallel
@@ -45,6 +46,9 @@ from megatron_ext.secrets import masked
 from megatron_ext.viz.program_summary import stock_1f1b
 from megatron_ext.words import bytes_text, counted
 from megatron_ext.written_settings import from_argv
+
+if TYPE_CHECKING:
+    from megatron_ext.launch_command.judgement import Judgement
 
 _LARGE_BUBBLE = 0.1  # of a step
 
@@ -211,26 +215,24 @@ def _check_arguments(
 ) -> float | None:
     """Check ``args`` by Megatron's own validation, and what follows from them. Return the bytes of
     a checkpoint, if known."""
-    parsed = copy.deepcopy(args)
+    from megatron_ext.launch_command.judgement import judge
+
+    parsed, recipe = copy.deepcopy(args), launch.recipe
+    check_recipe = None if recipe is None else _check_of_recipe(recipe, args, config)
     with megatron_arguments.on_gpus(args):
-        if launch.recipe is not None:
-            _check_recipe(report, launch.recipe, args, config)
-        stops = "Megatron stops here, and so does this check: correct it, then check again"
-        valid = report.attempt(
-            "arguments", lambda: megatron_arguments.validate(args, config, ranks), stops
-        )
+        tokens = _count_tokens(report, args, megatron_arguments)
+        made = judge(args, config, ranks, tokens, report.attempt, check_recipe)
         report.findings += check_tokenizer_files(args)
-        if valid is None:
+        if made is None:
             return None
-        report.add(
-            Severity.RIGHT,
-            "arguments",
-            f"Megatron takes them: data-parallel size {args.data_parallel_size}",
-        )
-        _check_tokenizer(report, args, megatron_arguments)
-        if launch.recipe is None:
-            _check_arrangement(report, args, config)
-        needed = _check_training(report, args, parsed, config, room, megatron_arguments)
+        if not args.padded_vocab_size:
+            report.add(
+                Severity.REMARK,
+                "tokenizer",
+                "its vocabulary is not known here: memory is predicted without it",
+                "add --padded-vocab-size N to the checked command",
+            )
+        needed = _check_training(report, made, parsed, config, room, megatron_arguments)
         if config.schedule is not None:
             _say_what_is_untried(report, args)
         is_stocks = config.schedule is None or config.choice.example.chunks == 1
@@ -313,127 +315,90 @@ def _say_what_is_untried(report: Report, args: Any) -> None:
         report.add(Severity.REMARK, "untried", text, fix)
 
 
-def _check_tokenizer(report: Report, args: Any, megatron_arguments: Any) -> None:
-    """Load the tokenizer if that needs no foreign code and no network: memory depends on its
-    vocabulary."""
+def _count_tokens(report: Report, args: Any, megatron_arguments: Any) -> int | None:
+    """Return the size of the tokenizer's vocabulary; None if it cannot be loaded here. If its files
+    are here, that is wrong."""
     files = [path for path in (args.tokenizer_model, args.vocab_file, args.merge_file) if path]
     is_null = args.tokenizer_type in ("NullTokenizer", "NullMultimodalTokenizer")
     is_here = bool(files) and all(Path(path).exists() for path in files)
-    if args.tokenizer_type is not None and (is_null or (is_here and not args.trust_remote_code)):
-        size = report.attempt("tokenizer", lambda: megatron_arguments.load_tokenizer(args))
-        if size:
-            report.add(
-                Severity.RIGHT, "tokenizer", f"{args.tokenizer_type} loads, {size} tokens padded"
-            )
-    if not args.padded_vocab_size:
-        report.add(
-            Severity.REMARK,
-            "tokenizer",
-            "its vocabulary is not known here: memory is predicted without it",
-            "add --padded-vocab-size N to the checked command",
-        )
+    may_load = args.tokenizer_type is not None and not args.trust_remote_code
+    if not may_load or not (is_null or is_here):
+        return megatron_arguments.count_tokens(args, may_run_code=False)
+    return report.attempt("tokenizer", lambda: megatron_arguments.load_tokenizer(args))
 
 
 def _check_training(
     report: Report,
-    args: Any,
+    made: Judgement,
     parsed: Any,
     config: PipelineConfig,
     room: int | None,
     megatron_arguments: Any,
 ) -> float | None:
-    """Check batches, model, schedule and memory. Return the bytes of a checkpoint, if known.
+    """Report what the command of ``made`` runs: its bubbles, its memory, its communicators. Return
+    the bytes of a checkpoint, if known.
 
-    ``parsed`` are ``args`` before Megatron validated them.
+    ``parsed`` are its arguments before Megatron validated them.
     """
-    from megatron_ext.adapter import arguments
-    from megatron_ext.adapter.model_bytes import model_bytes_of_ranks
-
-    microbatches = report.attempt("batch size", lambda: megatron_arguments.count_microbatches(args))
-    if microbatches is not None:
-        report.add(
-            Severity.RIGHT, "batch size", f"{counted(microbatches, 'microbatch')} in the first step"
-        )
-        samples = report.attempt("training", lambda: megatron_arguments.check_course(args))
-        if samples is not None:
-            text = "{} samples to train on, {} to validate on, {} to test on".format(*samples)
-            report.add(Severity.RIGHT, "training", text)
-    if report.attempt("model", lambda: megatron_arguments.check_model(args, config)) is not None:
-        report.add(Severity.RIGHT, "model", f"{args.num_layers} layers can be split over the ranks")
-    if microbatches is None:
-        return None
+    args, program = made.args, made.program
     if config.schedule is None:
         _check_watching(report, args, config)
-        spec = PipelineConfig(schedule=_megatrons_own(args))
-        programs = report.attempt("schedule", lambda: arguments.programs(args, spec))
-    else:
-        spec, search = config, arguments.search_for_first
-        programs = report.attempt("schedule", lambda: arguments.check(args, spec, search))
-    if not programs:
-        return None
-    program = programs[0]
-    problem = program.problem
-    model = model_bytes_of_ranks(args, problem.placement, problem.extras.vocab_parallel)
     free = None
     if room is not None:
-        reserved = measured_reserve(spec.costs.file)
-        free = free_memory(room, reserved, lasting=least_lasting(model))
-    needed = _predict(report, args, spec, program, model, free)
+        reserved = measured_reserve(config.costs.file)
+        free = free_memory(room, reserved, lasting=least_lasting(made.model))
+    needed = _predict(report, made, config, free)
     if config.race is not None:
-        _check_race(report, args, config, program)
+        _check_race(report, made, config.race)
     elif config.slices == 1:
-        _say_what_slices_give(report, args, parsed, spec, None if free is None else free.allocated)
+        _say_what_slices_give(
+            report, made, parsed, config, None if free is None else free.allocated
+        )
     if config.schedule is not None:
         _check_communicators(report, args, config, program, free, megatron_arguments)
     return needed
 
 
 def _say_what_slices_give(
-    report: Report, args: Any, parsed: Any, spec: PipelineConfig, room: float | None
+    report: Report, made: Judgement, parsed: Any, config: PipelineConfig, room: float | None
 ) -> None:
     """Report the gain of slices if sequences are long and cost much bubble or too much memory."""
     from megatron_ext.launch_planner.alternatives.long_sequences import what_slices_give
     from megatron_ext.launch_planner.variants import LaunchVariants
 
-    made = report.prediction
-    is_divided = spec.vocab_parallel is not VocabularyParallel.NONE  # which slices cannot be
-    if made is None or not made.ranks or is_divided:
+    predicted, args = report.prediction, made.args
+    is_divided = config.vocab_parallel is not VocabularyParallel.NONE  # which slices cannot be
+    if predicted is None or not predicted.ranks or is_divided:
         return
-    is_full = room is not None and max(rank.total_bytes for rank in made.ranks) > room
-    if not is_full and made.bubble < _LARGE_BUBBLE:
+    is_full = room is not None and max(rank.total_bytes for rank in predicted.ranks) > room
+    if not is_full and predicted.bubble < _LARGE_BUBBLE:
         return
     parsed.padded_vocab_size = args.padded_vocab_size
     methods = frozenset([VocabMethod.NAIVE])
-    variants = LaunchVariants(parsed, spec, args.world_size, methods, None, spec.schedule)
-    text = what_slices_give(variants, args.seq_length // args.context_parallel_size, room)
+    variants = LaunchVariants(parsed, config, args.world_size, methods, None, made.choice.spec)
+    tokens = args.seq_length // args.context_parallel_size
+    text = what_slices_give(variants, made.candidate(), tokens, room)
     if text is not None:
         fix = "megatron-ext plan -- COMMAND compares them with recompute and context parallelism"
         report.add(Severity.REMARK, "slices", text, fix)
 
 
-def _check_race(report: Report, args: Any, config: PipelineConfig, baseline: Program) -> None:
-    """Report the predicted gain of each candidate of a race over its ``baseline``."""
-    from megatron_ext.adapter import arguments
-
-    assert config.race is not None
-    search = arguments.search_for_first
-    candidates = report.attempt("race", lambda: arguments.check_race(args, config, search))
-    if candidates is None:
-        return
-    took = step_seconds(baseline, baseline.problem.costs)
-    for spec, (program, *_) in candidates.items():
+def _check_race(report: Report, made: Judgement, race: Contestants) -> None:
+    """Report the predicted gain of each candidate of a ``race`` over its baseline."""
+    took = step_seconds(made.program, made.program.problem.costs)
+    for spec, (program, *_) in made.contenders.items():
         costs, schedule = program.problem.costs, program.schedule
         held = max(peaks(schedule, in_microbatches(schedule)))
         text = (
             f"{spec} is predicted {took / step_seconds(program, costs):.3f} times as fast as "
-            f"{config.race.baseline}, peak {counted(held, 'microbatch')}"
+            f"{race.baseline}, peak {counted(held, 'microbatch')}"
         )
         if costs.held_bytes is not None:
             text += f" ({bytes_text(max(peaks(schedule, in_bytes(costs))))})"
         report.add(Severity.RIGHT, "race", text)
-    race = Race(config.race.baseline, config.race.candidates)
-    if args.train_iters is not None and args.train_iters < race.iterations_left:
-        text = f"it takes up to {race.iterations_left} iterations, and the training has fewer"
+    needed, iterations = Race(race.baseline, race.candidates).iterations_left, made.args.train_iters
+    if made.contenders and iterations is not None and iterations < needed:
+        text = f"it takes up to {needed} iterations, and the training has fewer"
         report.add(Severity.REMARK, "race", text, "train longer to see its end")
 
 
@@ -466,21 +431,15 @@ def _check_communicators(
     )
 
 
-def _check_recipe(report: Report, recipe: BridgeRecipe, args: Any, config: PipelineConfig) -> None:
-    """Check that `megatron_ext.bridge.use` takes the config of ``recipe``, if it is called."""
+def _check_of_recipe(recipe: BridgeRecipe, args: Any, config: PipelineConfig) -> Callable[[], None]:
+    """Return a check that `megatron_ext.bridge.use` takes the config of ``recipe``, if it is
+    called."""
     from megatron_ext.launch_planner.stage_arguments import stock_schedule
 
     if config.schedule is None and not config.arranges_microbatches:
-        return
+        return lambda: None
     settings = replace(config, schedule=config.schedule or stock_schedule(args))
-    report.attempt("megatron_ext.bridge.use", lambda: bridge.check(recipe.config, settings))
-
-
-def _check_arrangement(report: Report, args: Any, config: PipelineConfig) -> None:
-    """Check that microbatches can be ordered and dealt, if that is requested."""
-    from megatron_ext.adapter.batches.refusals import check_arrangement
-
-    report.attempt("microbatches", lambda: check_arrangement(args, config))
+    return lambda: bridge.check(recipe.config, settings)
 
 
 def _check_watching(report: Report, args: Any, config: PipelineConfig) -> None:
@@ -496,23 +455,14 @@ def _check_watching(report: Report, args: Any, config: PipelineConfig) -> None:
         report.add(Severity.REMARK, "trace", f"nothing of Megatron's step will be seen: {why}")
 
 
-def _megatrons_own(args: Any) -> str:
-    chunks = args.virtual_pipeline_model_parallel_size
-    return "1f1b" if chunks is None else f"interleaved:vpp={chunks}"
-
-
 def _predict(
-    report: Report,
-    args: Any,
-    spec: PipelineConfig,
-    program: Program,
-    model: Sequence[ModelBytes] | None,
-    free: FreeMemory | None,
+    report: Report, made: Judgement, config: PipelineConfig, free: FreeMemory | None
 ) -> float | None:
     from megatron_ext.adapter.layers import layers_of_stages
     from megatron_ext.adapter.model_bytes import checkpoint_bytes
     from megatron_ext.runtime.host.memory import planned_bytes
 
+    args, program, model = made.args, made.program, made.model
     problem = program.problem
     placement, costs = problem.placement, problem.costs
     layers = layers_of_stages(args, placement)
@@ -530,7 +480,7 @@ def _predict(
         f"{program.schedule.name}, {counted(problem.microbatches, 'microbatch')}: predicted bubble "
         f"{prediction.bubble:.1%} (1f1b {prediction.bubble_1f1b:.1%}), costs {costs.origin}",
     )
-    unknown = assumptions(args) if spec.costs.is_estimate else None
+    unknown = assumptions(args) if config.costs.is_estimate else None
     if unknown is not None:
         fix = "--pipeline-costs profile measures what passes take"
         report.add(Severity.REMARK, "estimate", unknown, fix)

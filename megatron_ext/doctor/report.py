@@ -91,13 +91,23 @@ class Report:
         if not any(finding.text == text for finding in self.findings):
             self.findings.append(Finding(verdict, subject, text, fix))
 
-    def attempt[T](self, subject: str, work: Callable[[], T], fix: str = "") -> T | None:
-        """Return the result of ``work``; if it refuses, None, and add a finding with the reason."""
+    def attempt[T](
+        self,
+        subject: str,
+        work: Callable[[], T],
+        fix: str = "",
+        right: Callable[[T], str] | None = None,
+    ) -> T | None:
+        """Return the result of ``work``, and add a finding with what ``right`` says of it; if
+        ``work`` refuses, None, and add a finding with the reason."""
         try:
-            return work()
+            result = work()
         except (ValueError, PatchError) as error:
             self.add(Severity.WRONG, subject, str(error), fix)
             return None
+        if right is not None and (text := right(result)):
+            self.add(Severity.RIGHT, subject, text)
+        return result
 
     @property
     def is_right(self) -> bool:

@@ -334,33 +334,32 @@ def pipeline_communicator(args: Any) -> dict[str, int]:
 
 
 def load_tokenizer(args: Any) -> int:
-    """Build the tokenizer, which sets the padded vocabulary of ``args``, and return its number of
-    tokens.
+    """Build the tokenizer of ``args``, which stay as they are, and return its number of tokens,
+    not padded.
 
     Raises:
         ValueError: it cannot be built.
     """
+    args = copy.copy(args)
+    args.rank = 0
     with _as_value_error():
-        build_tokenizer(args)
-    return int(args.padded_vocab_size or 0)
+        return int(build_tokenizer(args).vocab_size)
 
 
 def count_tokens(args: Any, *, may_run_code: bool = True) -> int | None:
     """Return the number of the tokenizer's tokens, not padded; None if no tokenizer can be built,
     or only by code of its own that must not run."""
     args = copy.copy(args)
-    args.rank = 0
     args.trust_remote_code = args.trust_remote_code and may_run_code
     try:
-        with _as_value_error():
-            return int(build_tokenizer(args).vocab_size)
+        return load_tokenizer(args)
     except ValueError:
         return None
 
 
 def settle_vocabulary(args: Any, config: PipelineConfig, tokens: int | None) -> None:
-    """Set the padded vocabulary of validated ``args`` to that of a run with so many ``tokens``;
-    None leaves it unknown.
+    """Set the padded vocabulary of validated ``args`` to that of a run whose tokenizer has so many
+    ``tokens``. If that is None, ``--vocab-size`` counts; without one it stays unknown.
 
     Raises:
         ValueError: it cannot be split over the ranks as ``config`` requires.
@@ -368,6 +367,7 @@ def settle_vocabulary(args: Any, config: PipelineConfig, tokens: int | None) -> 
     with _as_value_error():
         if config.vocab_parallel is not VocabularyParallel.NONE:
             pad_vocabulary(args)
+    tokens = args.vocab_size if tokens is None else tokens
     if args.padded_vocab_size is None and tokens is not None:
         multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
         args.padded_vocab_size = -(-tokens // multiple) * multiple

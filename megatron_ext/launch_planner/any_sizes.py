@@ -22,7 +22,7 @@ from megatron_ext.planner.candidate import Plan, VocabMethod
 from megatron_ext.planner.confirmation import confirmed_verdict
 from megatron_ext.planner.fitting import caching_candidates
 from megatron_ext.planner.layouts.layout import Layout
-from megatron_ext.planner.layouts.work import Evaluated, evaluate
+from megatron_ext.planner.layouts.work import Evaluated
 from megatron_ext.planner.planning_time import begin
 from megatron_ext.planner.sizes.job import SizedJob
 from megatron_ext.planner.sizes.plan import SizedAlternative, SizesPlan, is_tie
@@ -70,7 +70,7 @@ def plan_sizes(request: LaunchRequest) -> SizesPlan:
 
 
 def _plan(request: LaunchRequest, parsed: ParsedLaunch) -> SizesPlan:
-    from megatron_ext.launch_planner.launch_job import refusal_of
+    from megatron_ext.launch_planner.launch_job import judgement_of
 
     _check(request, parsed)
     job = job_of(request, parsed)
@@ -80,8 +80,10 @@ def _plan(request: LaunchRequest, parsed: ParsedLaunch) -> SizesPlan:
     found = search_sizes(job, launch.works_of)
     free = parsed.room
 
-    def refusal(one: Alternative) -> str | None:
-        return refusal_of(request, parsed, one.write())
+    def judged(one: Alternative) -> Alternative:
+        """Return ``one`` as it is: its seconds include reductions among all of its ranks."""
+        judgement_of(request, parsed, one.write())  # raises ValueError
+        return one
 
     baseline = None if own is None else launch.alternative(SizedStep(job.own, own), is_own=True)
     excess = 0.0
@@ -93,7 +95,7 @@ def _plan(request: LaunchRequest, parsed: ParsedLaunch) -> SizesPlan:
         # Sizes with more of the model on a rank leave less to the allocator's reserve.
         rooms = [job.memory_of(step.made.candidate.variant.model or ()) for step in steps]
         widest = free if excess else max(filter(None, [free, *rooms]), default=None)
-        verdict, _ = confirmed_verdict(Plan((), {}), baseline, pool, widest, refusal)
+        verdict, _ = confirmed_verdict(Plan((), {}), baseline, pool, judged, widest)
         taken = verdict.taken
         assert taken is None or isinstance(taken, SizedAlternative)
         return taken
@@ -176,6 +178,7 @@ def job_of(request: LaunchRequest, parsed: ParsedLaunch) -> SizedJob:
     """Return the description of ``parsed`` for other sizes."""
     from megatron_ext.adapter import dimensions
     from megatron_ext.adapter.model_bytes import state_of
+    from megatron_ext.adapter.step_sizes import main_size
     from megatron_ext.cost_model.description import describe
     from megatron_ext.launch_planner.alternatives.recompute import recompute_of_launch
 
@@ -188,7 +191,7 @@ def job_of(request: LaunchRequest, parsed: ParsedLaunch) -> SizedJob:
         dimensions.rates(run.precision),
         own=_sizes_of(args),
         gpus=args.world_size,
-        global_batch=args.global_batch_size,
+        global_batch=main_size(args).batch,
         recompute=tuple(recompute_of_launch(variants, args)),
         memory=None if request.gpu is None else request.gpu.memory,
         reserved=request.reserved,
@@ -227,12 +230,13 @@ class SizedLaunch:
         args, variants = self._parsed.validated, self._parsed.variants
         try:
             work = self._job.with_reductions(work_of(args, variants.config), self._job.own)
-            spec, layout = own_layout(args, str(variants.own))
-            vocabulary = variants.config.vocab_parallel
-            method = next(one for one in VocabMethod if one.vocabulary is vocabulary)
-            return evaluate(work, spec, layout, method, search=False)
+            candidate = variants.judgement().candidate()
         except ValueError:
             return None
+        assert candidate.variant.model is not None
+        outside = max(map(work.seconds_outside_passes, candidate.variant.model))
+        _, layout = own_layout(args, str(variants.own))
+        return Evaluated(layout, candidate, candidate.step + outside, work.recompute)
 
     def variants(self, sizes: Sizes) -> LaunchVariants:
         """Return the launch with ``sizes``, one stage a rank, and layers as even as can be."""

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from megatron_ext.config import PipelineConfig, flag
+from megatron_ext.config import PipelineConfig, flag, is_on_stock
 from megatron_ext.launch import without
 from megatron_ext.launch_command.words import Launch
 from megatron_ext.planner.verdict import Written
 from megatron_ext.secrets import masked
+from megatron_ext.written_settings import says
 
 IMPORTS_US = re.compile(r"^\s*(?:import|from)\s+megatron_ext\b", re.MULTILINE)
 _OURS = {flag(setting.name) for setting in fields(PipelineConfig)}
@@ -20,6 +21,11 @@ _OURS = {flag(setting.name) for setting in fields(PipelineConfig)}
 _CHOSEN = (
     *("schedule", "memory_limit", "vocab_parallel", "activation_offload", "recompute"),
     *("slices", "slice_lengths", "post_validation"),
+)
+
+# Those that act on a schedule of ours alone: they go with the schedule.
+_FOR_A_SCHEDULE = tuple(
+    flag(setting.name) for setting in fields(PipelineConfig) if not is_on_stock(setting)
 )
 
 
@@ -57,7 +63,10 @@ def arguments_with(launch: Launch, written: Written) -> tuple[str, ...]:
     gone = {*written.dropped, *(word for word in written.words if word.startswith("--"))}
     if written.added or written.dropped:
         gone |= set(map(flag, _CHOSEN))
-    return *without(launch.arguments, tuple(gone)), *written.words
+    words = (*without(launch.arguments, tuple(gone)), *written.words)
+    if says(words, "schedule") or says(words, "race"):
+        return words
+    return tuple(without(words, _FOR_A_SCHEDULE))
 
 
 def _is_installed(launch: Launch) -> bool:

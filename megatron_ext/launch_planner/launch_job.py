@@ -6,15 +6,16 @@ import copy
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
-from megatron_ext.adapter.arguments import check, prove_without_search
-from megatron_ext.adapter.batches.refusals import check_arrangement
 from megatron_ext.adapter.dimensions import execution
 from megatron_ext.adapter.pairs.overlap_setting import FLAG
+from megatron_ext.adapter.step_sizes import main_size
+from megatron_ext.compile.program.simulate import step_seconds
 from megatron_ext.compile.registry import choose
 from megatron_ext.launch_command import megatron_arguments
+from megatron_ext.launch_command.judgement import Judgement, judged
 from megatron_ext.launch_planner.alternatives.changed import Changed
 from megatron_ext.launch_planner.alternatives.first_answer import first_answer, is_long, whole_plan
 from megatron_ext.launch_planner.alternatives.layouts import lay_out, own_layout, written_of
@@ -33,9 +34,7 @@ from megatron_ext.launch_planner.command_line import arguments_with, command_wit
 from megatron_ext.launch_planner.loading import on_loading
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest, ParsedLaunch
 from megatron_ext.launch_planner.recipe_changes import RecipeChanges
-from megatron_ext.launch_planner.variants import LaunchVariants
 from megatron_ext.planner.candidate import Candidate, Plan, Variant, VocabMethod
-from megatron_ext.planner.fitting import consider
 from megatron_ext.planner.job_plan import Others, PlannedJob
 from megatron_ext.planner.layouts.comparison import LayoutComparison
 from megatron_ext.planner.layouts.layout import Layout
@@ -86,8 +85,14 @@ class LaunchJob(PlannedJob):
             return whole_plan(self.parsed, first)
 
     def baseline(self, plan: Plan) -> Alternative | None:
-        own = _baseline(self.parsed, plan)
-        return None if own is None else self._alternative(own, lambda: NOTHING)
+        try:
+            return _judged_alternative(self._own_judgement, lambda: NOTHING)
+        except ValueError:
+            return None
+
+    @cached_property
+    def _own_judgement(self) -> Judgement:
+        return self.parsed.variants.judgement()
 
     def alternative(self, made: Candidate) -> Alternative:
         return self._changed(made, Changed(self.parsed.variants, ()))
@@ -118,14 +123,19 @@ class LaunchJob(PlannedJob):
             made.append(self._alternative(slices.best, lambda: written))
         return Others(tuple(made), slices, tuple(_on_not_permitted(layouts)))
 
-    def refusal(self, one: Alternative) -> str | None:
-        return self.refusal_of(one.write())
+    def judged(self, one: Alternative) -> Alternative:
+        made = judgement_of(self.request, self.parsed, one.write())
+        return replace(_judged_alternative(made, one.write), layout=one.layout)
 
     def refusal_of(self, written: Written) -> str | None:
         return refusal_of(self.request, self.parsed, written)
 
     def why_not(self, plan: Plan) -> str:
-        return _why_not_as_it_is(self.parsed.variants, self.room)
+        try:
+            _ = self._own_judgement
+        except ValueError as error:
+            return str(error)
+        return ""
 
     def fallbacks(self, others: Others) -> tuple[str, ...]:
         variants, none = self.parsed.variants, tuple[str, ...]()
@@ -175,9 +185,8 @@ class LaunchJob(PlannedJob):
 
 def _batch(parsed: ParsedLaunch) -> BatchSize:
     args = parsed.validated
-    at_once = args.micro_batch_size * args.data_parallel_size
     return BatchSize(
-        args.global_batch_size // at_once,
+        main_size(args).microbatches,
         args.data_parallel_size,
         args.micro_batch_size,
         args.seq_length if parsed.variants.config.costs.is_estimate else None,
@@ -186,30 +195,50 @@ def _batch(parsed: ParsedLaunch) -> BatchSize:
     )
 
 
-def refusal_of(request: LaunchRequest, parsed: ParsedLaunch, written: Written) -> str | None:
-    """Return the reason why a training with what is ``written`` would be refused, if it would: by
-    Megatron's validation of arguments and model, or by ours."""
-    if written == NOTHING:
-        return None
+def _judged_alternative(made: Judgement, write: Callable[[], Written]) -> Alternative:
+    figures = alternative_of(made.args, made.candidate(), write)
+    outside = figures.seconds - figures.candidate.step
+    others = {
+        program.problem.microbatches: step_seconds(program, program.problem.costs) + outside
+        for program in made.programs[1:]
+    }
+    return replace(figures, other_steps=others)
+
+
+def judgement_of(request: LaunchRequest, parsed: ParsedLaunch, written: Written) -> Judgement:
+    """Return the judgement of the launch with what is ``written``.
+
+    Raises:
+        ValueError: a training so would be refused, by Megatron or by us.
+    """
+    variants, recipe = parsed.variants, None
     if request.launch is None:
-        words, args = written.words, _args_with(parsed.variants.args, written)
+        words, args = written.words, _args_with(variants.args, written)
     else:
         words = arguments_with(request.launch, written)
         args = megatron_arguments.parse(words).args
-    config, recipe = from_argv(words), None
-    if request.launch is not None and request.launch.recipe is not None:
-        recipe = RecipeChanges(request.launch.recipe, written, words)
+        if request.launch.recipe is not None:
+            recipe = RecipeChanges(request.launch.recipe, written, words)
+    vars(args).update(parsed.untold)
+    # These two come from the plan's own options and from a trace, too.
+    ours = variants.config
+    config = replace(from_argv(words), costs=ours.costs, rank_speeds=ours.rank_speeds)
+    with megatron_arguments.one_connection(args):  # which doctor remarks on
+        return judged(
+            args,
+            config,
+            variants.world_size,
+            variants.tokens,
+            None if recipe is None else recipe.check,
+            is_whole=variants.is_whole,
+        )
+
+
+def refusal_of(request: LaunchRequest, parsed: ParsedLaunch, written: Written) -> str | None:
+    """Return the reason why a training with what is ``written`` would be refused, if it would."""
     try:
-        with megatron_arguments.one_connection(args):  # which doctor remarks on
-            args = megatron_arguments.validate(args, config, parsed.variants.world_size)
-        megatron_arguments.settle_vocabulary(args, config, parsed.variants.tokens)
-        megatron_arguments.check_model(args, config)
-        if recipe is not None:
-            recipe.check()
-        else:
-            check_arrangement(args, config)
-        if config.schedule is not None:
-            check(args, config, prove_without_search)
+        if written != NOTHING:
+            judgement_of(request, parsed, written)
     except ValueError as error:
         return str(error)
     return None
@@ -224,22 +253,6 @@ def _args_with(args: Any, written: Written) -> Any:
     for name in {options[word].dest for word in written.added if word in options}:
         setattr(changed, name, getattr(given, name))
     return changed
-
-
-def _baseline(parsed: ParsedLaunch, plan: Plan) -> Candidate | None:
-    """Return the unchanged command, though it may not fit; None if nothing is known of it."""
-    extras = parsed.variants.config.extras
-    own = (
-        parsed.variants.own,
-        VocabMethod.NAIVE,
-        extras.activation_offload,
-        str(extras.recompute),
-    )
-    for candidate in plan.candidates:
-        made = candidate.report
-        if (made.schedule, candidate.method, made.offload, made.recompute) == own:
-            return candidate
-    return parsed.variants.as_it_stands()
 
 
 def _layouts(parsed: ParsedLaunch) -> LayoutComparison | None:
@@ -289,15 +302,3 @@ def _on_loading(parsed: ParsedLaunch, taken: Candidate) -> Iterator[str]:
     moves = before != after or taken.report.pp != ranks
     divided = taken.method.vocabulary.value != "none"
     yield on_loading(args, stages_move=moves or divided)
-
-
-def _why_not_as_it_is(variants: LaunchVariants, free: float | None) -> str:
-    """Return the reason why the launch cannot keep its schedule unchanged; "" if it can."""
-    assert variants.own is not None
-    try:
-        variant = variants.variant(variants.own, VocabMethod.NAIVE)
-        assert variant is not None
-        consider(replace(variant, may_recompute=False), VocabMethod.NAIVE, free)
-    except ValueError as error:
-        return str(error)
-    return ""

@@ -72,6 +72,7 @@ class ParsedLaunch:
         remarks: assumptions, a sentence each.
         measured: costs per layer type, by which it is estimated; None: they are not measured.
         costs: words for the file of these, if the command does not name it.
+        untold: settings that no words of the command tell: of a vision tower, and of a recipe.
     """
 
     variants: LaunchVariants
@@ -80,6 +81,7 @@ class ParsedLaunch:
     remarks: tuple[str, ...]
     measured: MeasuredFile | None = None
     costs: tuple[str, ...] = ()
+    untold: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def room(self) -> float | None:
@@ -128,10 +130,12 @@ def with_launch[T](request: LaunchRequest, work: Callable[[ParsedLaunch], T]) ->
         vars(parsed.args).update(of_tower)
         rates = _rates(request)
         with megatron_arguments.on_gpus(parsed.args, rates):
-            return work(_read(request, parsed.args, megatron_arguments))
+            return work(_read(request, parsed.args, of_tower, megatron_arguments))
 
 
-def _read(request: LaunchRequest, args: Any, megatron_arguments: Any) -> ParsedLaunch:
+def _read(
+    request: LaunchRequest, args: Any, untold: Mapping[str, Any], megatron_arguments: Any
+) -> ParsedLaunch:
     from megatron_ext.launch_planner.stage_arguments import stock_schedule
     from megatron_ext.launch_planner.variants import LaunchVariants
 
@@ -155,9 +159,9 @@ def _read(request: LaunchRequest, args: Any, megatron_arguments: Any) -> ParsedL
     if tokens is None and args.padded_vocab_size is None:
         remarks.append("the vocabulary is not known: add --padded-vocab-size N, it counts")
         methods = frozenset([VocabMethod.NAIVE])
-    own = config.schedule
-    if own in (None, PLAN):
-        own = stock_schedule(args)
+    if config.schedule == PLAN:  # for settings of the plan that Megatron's own schedule shares
+        config = replace(config, schedule=None)
+    own = config.schedule or stock_schedule(args)
     if measured is not None:  # by which all layouts are estimated
         config = replace(config, costs=CostsSource(ESTIMATE))
     variants = LaunchVariants(
@@ -169,11 +173,12 @@ def _read(request: LaunchRequest, args: Any, megatron_arguments: Any) -> ParsedL
         own,
         frozenset(Mark),
         tries_recompute=not says(words, "recompute"),
+        is_whole=request.launch is not None,
     )
     reserved = request.reserved
     if reserved is None and measured is not None:
         reserved = measured.reserved
-    validated, _ = variants.validated(own, VocabMethod.NAIVE)  # Megatron's refusal comes alone
+    validated = variants.checked()  # raises ValueError: no schedule helps
     free = _free(request, validated, own, reserved)
     remarks += _on_costs(validated, given, measured)
     is_written = measured is None or str(given.costs) in words
@@ -190,6 +195,7 @@ def _read(request: LaunchRequest, args: Any, megatron_arguments: Any) -> ParsedL
         tuple(remarks),
         measured,
         costs,
+        untold,
     )
 
 
@@ -285,6 +291,8 @@ def _on_costs(args: Any, config: PipelineConfig, measured: MeasuredFile | None) 
 
 
 def _facts(args: Any, ranks: int) -> str:
+    from megatron_ext.adapter.step_sizes import main_size
+
     sizes = {
         "TP": args.tensor_model_parallel_size,
         "CP": args.context_parallel_size,
@@ -294,9 +302,10 @@ def _facts(args: Any, ranks: int) -> str:
         "DP": args.data_parallel_size,
     }
     parts = " x ".join(f"{name} {size}" for name, size in sizes.items() if size and size > 1)
-    at_once = args.micro_batch_size * args.data_parallel_size
-    microbatches = counted(args.global_batch_size // at_once, "microbatch")
+    size = main_size(args)
+    microbatches = counted(size.microbatches, "microbatch")
+    of_all = f", the steps with {size.share:.0%} of the samples" if size.share < 1 else ""
     return (
         f"{counted(args.num_layers, 'layer')} on {counted(ranks, 'rank')} ({parts}), "
-        f"{microbatches} of {args.micro_batch_size} x {args.seq_length} tokens"
+        f"{microbatches} of {args.micro_batch_size} x {args.seq_length} tokens{of_all}"
     )

@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
+from megatron_ext.adapter.handled_settings.groups import with_megatrons_group
 from megatron_ext.adapter.layers import (
     SEGMENT_END,
     even_layout,
@@ -57,9 +58,11 @@ def chunks_of(args: Any) -> int:
 
 
 def stock_schedule(args: Any) -> str:
-    """Return Megatron's own schedule with the chunks of ``args``."""
+    """Return Megatron's own schedule with the chunks of ``args``, and with their groups of
+    microbatches."""
     chunks = chunks_of(args)
-    return "1f1b" if chunks == 1 else f"interleaved:vpp={chunks}"
+    name = "1f1b" if chunks == 1 else f"interleaved:vpp={chunks}"
+    return with_megatrons_group(choose(name), args).spec
 
 
 def with_chunks(args: Any, name: str) -> str:

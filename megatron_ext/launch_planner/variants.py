@@ -10,14 +10,15 @@ from typing import Any
 from megatron_ext.adapter import model_bytes
 from megatron_ext.adapter.arguments import check_settings, problems
 from megatron_ext.adapter.compatibility import refuse
+from megatron_ext.adapter.handled_settings.groups import with_megatrons_group
 from megatron_ext.adapter.slices.lengths import lengths_in
 from megatron_ext.compile.registry import Mark, entry_of
 from megatron_ext.config import PipelineConfig
 from megatron_ext.launch_command import megatron_arguments
+from megatron_ext.launch_command.judgement import Judgement, check_arguments, judged
 from megatron_ext.launch_planner.stage_arguments import rewritten, with_chunks
 from megatron_ext.planner.candidate import Candidate, Variant, VocabMethod
 from megatron_ext.planner.figures import flags_of
-from megatron_ext.planner.fitting import consider
 from megatron_ext.planner.verdict import Written
 from megatron_ext.schedule.problem import Recompute, VocabularyParallel
 from megatron_ext.schedule.slices import Slices
@@ -34,9 +35,11 @@ class LaunchVariants:
         world_size: ranks of the launch.
         methods: permitted treatments of the vocabulary.
         tokens: number of tokens in the vocabulary; None: not known.
-        own: the schedule of the unchanged launch; None: it is checked like any other.
+        own: the schedule of the unchanged launch, which is Megatron's if ``config`` has none; None:
+            it is checked like any other.
         marks: maturity that schedules may have.
         tries_recompute: whether ``--pipeline-recompute`` may be added.
+        is_whole: whether ``args`` describe a whole training, and not a model alone.
     """
 
     args: Any
@@ -47,6 +50,7 @@ class LaunchVariants:
     own: str | None = None
     marks: frozenset[Mark] = STABLE
     tries_recompute: bool = False
+    is_whole: bool = True
 
     def variant(self, name: str, method: VocabMethod) -> Variant | None:
         """Return the problem of the family ``name``, of the steps with the most microbatches; None
@@ -60,25 +64,38 @@ class LaunchVariants:
         spec = with_chunks(self.args, name)
         args, config = self.validated(spec, method)
         is_cut = config.slices > 1
-        if spec != self.own or method is not VocabMethod.NAIVE or is_cut:
+        is_stock = self.config.schedule is None and spec == self.own
+        if not is_stock or method is not VocabMethod.NAIVE or is_cut:
             check_settings(args, config)
-        problem = problems(args, config)[-1]
+        problem = problems(args, config)[0]
         if is_cut:
             lengths_in(problem, args, args.seq_length)  # raises ValueError
         model = None
         if problem.costs.held_bytes is not None:
             model = model_bytes.model_bytes_of_ranks(args, problem.placement, method.vocabulary)
-        return Variant(config.choice, problem, model, self._may_recompute(args, config))
+        choice = with_megatrons_group(config.choice, args)
+        return Variant(choice, problem, model, self._may_recompute(args, config))
 
-    def as_it_stands(self) -> Candidate | None:
-        """Return the unchanged launch, though it may not fit; None if it cannot run."""
-        assert self.own is not None
-        try:
-            variant = self.variant(self.own, VocabMethod.NAIVE)
-            assert variant is not None
-            return consider(replace(variant, may_recompute=False), VocabMethod.NAIVE)
-        except ValueError:
-            return None
+    def checked(self) -> Any:
+        """Return the validated arguments of the unchanged launch, whatever its schedule.
+
+        Raises:
+            ValueError: it cannot run, whatever its schedule.
+        """
+        args = copy.deepcopy(self.args)
+        with megatron_arguments.one_connection(args):
+            check_arguments(args, self.config, self.world_size, self.tokens, is_whole=self.is_whole)
+        return args
+
+    def judgement(self) -> Judgement:
+        """Return the judgement of the unchanged launch, though it may not fit.
+
+        Raises:
+            ValueError: it cannot run.
+        """
+        args = copy.deepcopy(self.args)
+        with megatron_arguments.one_connection(args):
+            return judged(args, self.config, self.world_size, self.tokens, is_whole=self.is_whole)
 
     def with_slices(self, slices: Slices) -> LaunchVariants:
         """Return the same with sequences cut into ``slices``.

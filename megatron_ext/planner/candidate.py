@@ -36,6 +36,11 @@ class VocabMethod(enum.StrEnum):
         is_divided = self in (VocabMethod.ONE, VocabMethod.TWO)
         return VocabularyParallel(self.value) if is_divided else VocabularyParallel.NONE
 
+    @classmethod
+    def of(cls, vocabulary: VocabularyParallel) -> VocabMethod:
+        """Return the treatment that the setting ``vocabulary`` stands for."""
+        return cls.NAIVE if vocabulary is VocabularyParallel.NONE else cls(vocabulary.value)
+
 
 @dataclass(frozen=True)
 class Variant:

@@ -8,12 +8,12 @@ the costs. So schedules that could be recommended are built whole, and ranked by
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_ext.compile.program.repeating_part import SAME
 from megatron_ext.planner.candidate import Candidate, Plan, by_time
-from megatron_ext.planner.fitting import built_whole
+from megatron_ext.planner.fitting import built_whole, check_room
 from megatron_ext.planner.planning_time import until_end
 from megatron_ext.planner.verdict import Alternative, Verdict, eligible, verdict
 from megatron_ext.progress import remark
@@ -26,27 +26,27 @@ def confirmed_verdict(
     plan: Plan,
     baseline: Alternative | None,
     others: Sequence[Alternative],
+    judge: Callable[[Alternative], Alternative],
     free: float | None = None,
-    refusal: Callable[[Alternative], str | None] = lambda one: None,
     *,
     confirms_all: bool = True,
 ) -> tuple[Verdict, Plan]:
     """Return the `verdict` on ``baseline`` and ``others``, and ``plan`` with true figures.
 
-    What is recommended is always built whole. With ``confirms_all``, and as long as there is
-    planning time, so is every alternative that takes up to `CLOSE` more time than the shortest. A
-    schedule that cannot be built whole is ignored, and a remark says so.
+    What is recommended is always judged. With ``confirms_all``, and as long as there is planning
+    time, every alternative that takes up to `CLOSE` more time than the shortest is built whole. One
+    that is refused, or cannot be built whole, is ignored, and a remark says so.
 
     Args:
+        judge: returns an alternative with the figures of the job that is changed to it, or raises
+            ValueError if that could not start.
         free: bytes that a rank may take; None: not known.
-        refusal: returns the reason why a job could not start under an alternative or under
-            ``baseline``; None if it could. Only what is recommended is checked.
     """
-    confirmation = _Confirmation(plan, baseline, list(others), free, refusal, confirms_all)
+    confirmation = _Confirmation(plan, baseline, list(others), free, judge, confirms_all)
     while True:
         found = verdict(confirmation.baseline, confirmation.pool, free)
         recommended = [one for one in (found.taken, found.stock) if one is not None]
-        if confirmation.build_next(recommended) or confirmation.remove_unstartable(recommended):
+        if confirmation.judge_next(recommended) or confirmation.build_next():
             continue  # the verdict may be another one now
         return found, confirmation.plan
 
@@ -57,31 +57,46 @@ class _Confirmation:
 
     Attributes:
         plan: the plan, with the true figures that are known so far.
-        baseline: the unchanged job; None if it could not start.
+        baseline: the unchanged job; None: it cannot start, or nothing is known of it.
         pool: all alternatives that may be recommended.
-        free, refusal: as in `confirmed_verdict`.
+        free, judge: as in `confirmed_verdict`.
         builds_close: whether alternatives that are only close to the shortest are built, too.
-        can_start: alternatives for which ``refusal`` has given no reason.
+        judged: the results of ``judge``.
     """
 
     plan: Plan
     baseline: Alternative | None
     pool: list[Alternative]
     free: float | None
-    refusal: Callable[[Alternative], str | None]
+    judge: Callable[[Alternative], Alternative]
     builds_close: bool
-    can_start: list[Alternative] = field(default_factory=list)
+    judged: list[Alternative] = field(default_factory=list)
 
-    def build_next(self, recommended: Sequence[Alternative]) -> bool:
-        """Build whole the next alternative that has to be: one of ``recommended`` first. Return
-        whether there was one."""
+    def judge_next(self, recommended: Sequence[Alternative]) -> bool:
+        """Judge the next of ``recommended`` that was not. Return whether there was one."""
+        for one in recommended:
+            if one is self.baseline or one in self.judged:
+                continue
+            try:
+                true = self.judge(one)
+                check_room(true.candidate, self.free)
+            except ValueError as error:
+                remark(f"{shlex.join(one.write().added) or one.name} is ignored: {error}")
+                self._replace(one, None)
+            else:
+                _tell_difference(one, true)
+                self._replace(one, true)
+                self.judged.append(true)
+            return True
+        return False
+
+    def build_next(self) -> bool:
+        """Build whole the next alternative that is close to the shortest. Return whether there was
+        one."""
         close = _close(self.pool) if self.builds_close else []
-        estimated = next(_estimated([*recommended, *close], self.pool), None)
+        estimated = next((one for one in close if not one.candidate.is_whole), None)
         if estimated is None:
             return False
-        if estimated in recommended:
-            self._replace(estimated, _built(estimated, self.free))
-            return True
         whole, self.builds_close = _built_in_time(estimated, self.free)
         if self.builds_close:
             self._replace(estimated, whole)
@@ -93,31 +108,6 @@ class _Confirmation:
         self.pool[at : at + 1] = [] if whole is None else [whole]
         true = None if whole is None else whole.candidate
         self.plan = _with_whole(self.plan, estimated.candidate, true)
-
-    def remove_unstartable(self, recommended: Sequence[Alternative]) -> bool:
-        """Remove the first of ``recommended`` that could not start, and say why. Return whether
-        there was one."""
-        for one in recommended:
-            if one in self.can_start:
-                continue
-            if (why := self.refusal(one)) is None:
-                self.can_start.append(one)
-                continue
-            remark(f"{shlex.join(one.write().added)} is ignored: {why}")
-            if one is self.baseline:
-                self.baseline = None
-            else:
-                self.pool.remove(one)
-            return True
-        return False
-
-
-def _estimated(
-    alternatives: Sequence[Alternative], pool: Sequence[Alternative]
-) -> Iterator[Alternative]:
-    """Yield those of ``alternatives`` in ``pool`` that are not built whole. (The baseline is not in
-    the pool.)"""
-    return (one for one in alternatives if not one.candidate.is_whole and one in pool)
 
 
 def _close(pool: Sequence[Alternative]) -> list[Alternative]:
@@ -134,19 +124,33 @@ def _built_in_time(estimated: Alternative, free: float | None) -> tuple[Alternat
 
 def _built(estimated: Alternative, free: float | None) -> Alternative | None:
     """Return ``estimated`` with its true figures; None if it cannot be built whole."""
+    try:
+        whole = with_whole_step(estimated, free)
+    except ValueError as error:
+        remark(f"{estimated.candidate.schedule} is ignored: {error}")
+        return None
+    _tell_difference(estimated, whole)
+    return whole
+
+
+def with_whole_step(estimated: Alternative, free: float | None = None) -> Alternative:
+    """Return ``estimated`` with its true figures. Raises ValueError if it cannot be built whole."""
     before = estimated.candidate
     try:
         whole = built_whole(before, free)
     except ValueError as error:
-        remark(f"{before.schedule} is ignored: its whole step cannot be built: {error}")
-        return None
-    if abs(whole.step - before.step) > SAME * before.step:
-        remark(
-            f"{before.schedule} takes {whole.step:.6g} a step when built whole; the estimate from "
-            f"its repeating part was {before.step:.6g}"
-        )
+        raise ValueError(f"its whole step cannot be built: {error}") from error
     seconds = estimated.seconds + whole.step - before.step
     return replace(estimated, candidate=whole, seconds=seconds)
+
+
+def _tell_difference(estimated: Alternative, true: Alternative) -> None:
+    before, after = estimated.candidate, true.candidate
+    if abs(after.step - before.step) > SAME * before.step:
+        remark(
+            f"{before.schedule} takes {after.step:.6g} a step when built whole; the estimate from "
+            f"its repeating part was {before.step:.6g}"
+        )
 
 
 def _with_whole(plan: Plan, estimated: Candidate, whole: Candidate | None) -> Plan:

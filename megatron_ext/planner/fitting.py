@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 
 from megatron_ext.compile.build import caching_proofs
-from megatron_ext.compile.long_step import HoldsMore, simulate_step
+from megatron_ext.compile.long_step import HoldsMore, Simulated, simulate_step
 from megatron_ext.planner.candidate import (
     Candidate,
     RankMemory,
@@ -83,7 +83,7 @@ def _consider(
             with contextlib.suppress(ValueError):
                 fitting = replace(variant.problem, memory_limit=limit, extras=extras)
                 candidate = _candidate(replace(variant, problem=fitting), method)
-                _check_room(candidate, room)
+                check_room(candidate, room)
                 candidates.append(candidate)
     if not candidates:
         assert refusal is not None
@@ -128,7 +128,7 @@ def _as_requested(variant: Variant, method: VocabMethod, room: float | None) -> 
         candidate = _candidate(variant, method, room)
     except HoldsMore as error:
         raise TooFull(str(error), math.inf) from error
-    _check_room(candidate, room)
+    check_room(candidate, room)
     return candidate
 
 
@@ -144,7 +144,7 @@ class TooFull(ValueError):
         self.seconds = seconds
 
 
-def _check_room(candidate: Candidate, room: float | None) -> None:
+def check_room(candidate: Candidate, room: float | None) -> None:
     """Raise TooFull if a rank would hold more than ``room`` bytes."""
     if room is None or candidate.memory is None:
         return
@@ -195,6 +195,11 @@ def _simulated(
     if room is not None and variant.model is not None:
         most = [room - rank.total for rank in variant.model]
     step = simulate_step(variant.choice, variant.problem, variant.build, whole=whole, most=most)
+    return candidate_of(variant, method, step)
+
+
+def candidate_of(variant: Variant, method: VocabMethod, step: Simulated) -> Candidate:
+    """Return ``variant``, whose ``step`` was simulated, as a candidate."""
     memory = None
     if variant.model is not None and step.held_bytes is not None:
         memory = tuple(map(RankMemory, variant.model, step.held_bytes))
@@ -213,5 +218,5 @@ def built_whole(candidate: Candidate, room: float | None = None) -> Candidate:
         return candidate
     with caching_proofs():
         whole = _simulated(candidate.variant, candidate.method, whole=True)
-    _check_room(whole, room)
+    check_room(whole, room)
     return whole

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megatron_ext.cost_model.gpus import FreeMemory
 from megatron_ext.planner.candidate import Candidate, Plan, Variant, VocabMethod
-from megatron_ext.planner.confirmation import confirmed_verdict
+from megatron_ext.planner.confirmation import confirmed_verdict, with_whole_step
 from megatron_ext.planner.curves import Curves, curves_of
 from megatron_ext.planner.long_sequences import LongSequences
 from megatron_ext.planner.unequal import UnequalGains, unequal_gains
@@ -93,9 +93,13 @@ class PlannedJob(ABC):
         """Compare alternatives that are no schedules of ``plan``."""
         return _NO_OTHERS
 
-    def refusal(self, one: Alternative) -> str | None:
-        """Return the reason why a training under ``one`` could not start, if it could not."""
-        return None
+    def judged(self, one: Alternative) -> Alternative:
+        """Return ``one`` with the figures of the job that is changed to it.
+
+        Raises:
+            ValueError: a training so could not start.
+        """
+        return with_whole_step(one, self.room)
 
     def refusal_of(self, written: Written) -> str | None:
         """Return the reason why a training with what is ``written`` could not start, if it could
@@ -182,7 +186,7 @@ def plan_job(job: PlannedJob, *, with_curves: bool = False, lengths: Path | None
     pool = [job.alternative(made) for made in plan.candidates if made is not own]
     pool += others.alternatives
     found, plan = confirmed_verdict(
-        plan, baseline, pool, job.room, job.refusal, confirms_all=job.confirms_all
+        plan, baseline, pool, job.judged, job.room, confirms_all=job.confirms_all
     )
     taken, stock = found.taken, found.stock
     written = NOTHING if taken is None else taken.write()
@@ -205,7 +209,7 @@ def plan_job(job: PlannedJob, *, with_curves: bool = False, lengths: Path | None
         remarks=remarks,
         fallbacks=job.fallbacks(others) if taken is None else (),
         nothing_fits=job.nothing_fits,
-        why_not="" if own in plan.candidates else job.why_not(plan),
+        why_not=job.why_not(plan) if baseline is None else "",
         free=job.free,
         is_estimate=job.is_estimate,
         others=others.alternatives,

@@ -8,7 +8,7 @@ tie, of which the one that holds least memory is taken; a change has to save `WO
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_ext.planner.candidate import Candidate, VocabMethod, stable_of
@@ -56,12 +56,14 @@ class Alternative:
         seconds: of a step, with the optimizer and exposed reductions if these are known.
         write: makes its flags. It is called only for what is shown.
         layout: the layers of each stage, if they are not Megatron's own.
+        other_steps: seconds of steps with other numbers of microbatches, by number.
     """
 
     candidate: Candidate
     seconds: float
     write: Callable[[], Written] = field(repr=False)
     layout: str = ""
+    other_steps: Mapping[int, float] = field(default_factory=dict, repr=False)
 
     @property
     def name(self) -> str:

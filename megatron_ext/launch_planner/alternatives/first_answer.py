@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext.adapter.step_sizes import main_size
 from megatron_ext.compile.registry import Mark, entry_of
 from megatron_ext.planner.candidate import Candidate, Plan, VocabMethod
 from megatron_ext.planner.planner import NO_TIME, all_specs, make_plan
@@ -25,8 +26,7 @@ _RECOMPUTE = 0.15  # of the planning time, after which the first answer comes wi
 def is_long(args: Any) -> bool:
     """Return whether steps of ``args`` (validated) are so long that a comparison of all schedules
     takes up to a minute."""
-    microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
-    return bool(args.pipeline_model_parallel_size * microbatches >= LONG)
+    return bool(args.pipeline_model_parallel_size * main_size(args).microbatches >= LONG)
 
 
 def first_answer(parsed: ParsedLaunch) -> Plan:

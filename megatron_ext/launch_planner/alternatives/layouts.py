@@ -18,6 +18,7 @@ from megatron_ext.adapter.layers import (
 from megatron_ext.adapter.layout_arguments import PATTERN
 from megatron_ext.adapter.model_bytes import state_of
 from megatron_ext.adapter.pairs.overlap_setting import requests_pairs
+from megatron_ext.adapter.step_sizes import main_size
 from megatron_ext.compile.registry import choose
 from megatron_ext.config import ESTIMATE, CostsSource, PipelineConfig
 from megatron_ext.cost_model.description import describe
@@ -48,7 +49,7 @@ def work_of(args: Any, config: PipelineConfig | None = None) -> Work:
     """
     model, run = describe(args), execution(args, args.seq_length, args.micro_batch_size)
     ranks = args.pipeline_model_parallel_size
-    microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    microbatches = main_size(args).microbatches
     limit = None
     if config is not None and config.memory_limit is not None:
         limit = parse_limit(config.memory_limit, ranks, microbatches)

@@ -12,7 +12,7 @@ from megatron_ext.launch_planner.alternatives.without_full_recompute import (
     WITH_FULL_RECOMPUTE,
 )
 from megatron_ext.launch_planner.variants import LaunchVariants
-from megatron_ext.planner.candidate import Plan
+from megatron_ext.planner.candidate import Candidate, Plan
 from megatron_ext.planner.figures import slower_by
 from megatron_ext.planner.long_sequences import (
     COUNTS,
@@ -71,17 +71,19 @@ def _of_other_settings(parsed: ParsedLaunch) -> Iterator[Way]:
         yield way_of(words, divided.variant, room, is_here=False)
 
 
-def what_slices_give(variants: LaunchVariants, tokens: int, room: float | None) -> str | None:
+def what_slices_give(
+    variants: LaunchVariants, own: Candidate, tokens: int, room: float | None
+) -> str | None:
     """Say what a launch would take with slices under its own schedule or another simple one, and
     its flags; None if slices gain nothing, or are impossible.
 
     Args:
+        own: the launch as it stands.
         tokens: of a sequence on a rank.
         room: bytes that a rank may take; None: not known.
     """
     counts = [count for count in COUNTS if count * LONG_ENOUGH <= tokens]
-    own = variants.as_it_stands() if counts else None
-    if own is None:
+    if not counts:
         return None
     specs = [name for name in (own.family, *_SIMPLE) if entry_of(name).traits.takes_slices]
     (way,) = ways_with_slices(

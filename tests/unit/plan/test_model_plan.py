@@ -25,7 +25,7 @@ from megatron_ext.cost_model.rates import Rates
 from megatron_ext.cost_model.short_form import Described, parse_model
 from megatron_ext.planner import confirmation, fitting
 from megatron_ext.planner.candidate import Candidate, Plan, Variant, VocabMethod, by_time
-from megatron_ext.planner.confirmation import confirmed_verdict
+from megatron_ext.planner.confirmation import confirmed_verdict, with_whole_step
 from megatron_ext.planner.figures import figures, flags_of
 from megatron_ext.planner.fitting import TooFull, caching_candidates, consider
 from megatron_ext.planner.planner import VariantOf, all_specs, make_plan
@@ -341,7 +341,8 @@ def test_long_steps_are_compared_as_if_built_whole(monkeypatch: pytest.MonkeyPat
     )
     assert set(first.candidates) <= set(told.candidates), "what is known is not made again"
     assert sum(not made.is_whole for made in told.candidates) >= 2
-    _, made = confirmed_verdict(told, None, alternatives(told), room)
+    judge = partial(with_whole_step, free=room)
+    _, made = confirmed_verdict(told, None, alternatives(told), judge, room)
     assert best_of(made).is_whole
     monkeypatch.setattr(fitting, "simulate_step", partial(simulate_step, whole=True))
     every = make_plan(variant_of, room, may_offload=True, specs=LONG)
@@ -375,7 +376,7 @@ def test_true_figures_correct_the_ranking(place: int, factor: float) -> None:
     plan = replace(true, candidates=tuple(sorted([told, *others], key=by_time)))
     said: list[str] = []
     with reporting(said.append):
-        found, made = confirmed_verdict(plan, None, alternatives(plan))
+        found, made = confirmed_verdict(plan, None, alternatives(plan), with_whole_step)
     expected = verdict(None, alternatives(true)).taken
     assert expected is not None and found.taken is not None
     assert found.taken.candidate.schedule == expected.candidate.schedule
@@ -392,13 +393,15 @@ def test_what_could_not_start_is_not_recommended() -> None:
     best, other = plan.candidates
     checked: list[str] = []
 
-    def refusal(one: Alternative) -> str | None:
+    def judge(one: Alternative) -> Alternative:
         checked.append(one.candidate.schedule)
-        return "two flags do not go together" if one.candidate.schedule == best.schedule else None
+        if one.candidate.schedule == best.schedule:
+            raise ValueError("two flags do not go together")
+        return with_whole_step(one)
 
     said: list[str] = []
     with reporting(said.append):
-        found, _ = confirmed_verdict(plan, None, alternatives(plan), None, refusal)
+        found, _ = confirmed_verdict(plan, None, alternatives(plan), judge)
     assert found.taken is not None and found.taken.candidate.schedule == other.schedule
     assert checked == [best.schedule, other.schedule], "each is checked once"
     assert any("two flags do not go together" in line for line in said)
@@ -417,7 +420,7 @@ def test_schedule_that_cannot_be_built_whole_is_not_recommended(
         return real(candidate, room)
 
     monkeypatch.setattr(confirmation, "built_whole", built)
-    found, made = confirmed_verdict(plan, None, alternatives(plan))
+    found, made = confirmed_verdict(plan, None, alternatives(plan), with_whole_step)
     assert found.taken is not None and found.taken.candidate.schedule == other.schedule
     assert [one.schedule for one in made.candidates] == [other.schedule]
 

@@ -1,0 +1,63 @@
+"""Numbers of microbatches that the steps of a training have.
+
+With ``--step-batch-size-schedule`` the batch grows in the course of a training. The steps that hold
+most of its samples, and so of its tokens, stand for all.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
+
+
+@dataclass(frozen=True)
+class StepSize:
+    """Steps with the same number of microbatches.
+
+    Attributes:
+        batch: samples of a step, on all replicas.
+        share: of the samples of the training.
+    """
+
+    batch: int
+    microbatches: int
+    share: float
+
+
+def step_sizes(args: Any) -> list[StepSize]:
+    """Return the sizes of the steps of validated ``args``, that with most samples first."""
+    samples: dict[int, float] = {}
+    for batch, count in _samples_of_batches(args):
+        samples[batch] = samples.get(batch, 0) + count
+    total = sum(samples.values()) or 1
+    at_once = args.micro_batch_size * args.data_parallel_size
+    sizes = [StepSize(batch, batch // at_once, count / total) for batch, count in samples.items()]
+    return sorted(sizes, key=lambda size: (-size.share, -size.batch))
+
+
+def main_size(args: Any) -> StepSize:
+    """Return the size of the steps that hold most samples of the validated ``args``."""
+    return step_sizes(args)[0]
+
+
+def _samples_of_batches(args: Any) -> list[tuple[int, float]]:
+    """Return each size of a global batch with the number of samples that are trained in it."""
+    if args.step_batch_size_schedule is None:
+        return [(args.global_batch_size, 1)]
+    parse = StepBatchsizeNumMicroBatchesCalculator._parse_schedule
+    entries = parse(args.step_batch_size_schedule, args.seq_length)
+    ends = [*(begin for begin, _ in entries[1:]), math.inf]
+    trained, steps = 0, math.inf if args.train_iters is None else args.train_iters
+    most = math.inf if args.train_samples is None else args.train_samples
+    found: list[tuple[int, float]] = []
+    for (_, batch), end in zip(entries, ends, strict=True):
+        left = max(min(end, most) - trained, 0)
+        taken = min(math.inf if left == math.inf else -(-left // batch), steps)
+        if taken == math.inf:  # neither iterations nor samples are given: the last size stays
+            return [*((size, 0) for size, _ in found), (batch, 1)]
+        found.append((batch, taken * batch))
+        trained, steps = trained + taken * batch, steps - taken
+    return found

@@ -1,0 +1,336 @@
+"""Doctor, and plan of the command as it stands, judge a launch command alike.
+
+They did so by code of their own, and contradicted each other: plan dropped a divided vocabulary, a
+group of microbatches and a batch that grows, and gave a time to commands that doctor refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ext.config import PipelineConfig
+from megatron_ext.cost_model.gpus import parse_gpu
+from megatron_ext.doctor.check import check_launch
+from megatron_ext.doctor.report import Severity
+from megatron_ext.launch_command import megatron_arguments
+from megatron_ext.launch_command.log.megatron_log import launch_from_log
+from megatron_ext.launch_command.words import Launch
+from megatron_ext.launch_planner.launch_job import job_of
+from megatron_ext.launch_planner.parsed_launch import LaunchRequest, ParsedLaunch, with_launch
+from megatron_ext.planner.candidate import Plan
+from tests.helpers.combinations import IS_NIGHT
+from tests.helpers.megatron_runs import SCRIPT, model_flags
+
+GPU = "h100"
+Flags = dict[str, Any]
+
+_MODEL: Flags = {
+    "num_layers": 16,
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "seq_length": 1024,
+    "max_position_embeddings": 1024,
+    "vocab_size": 65536,
+    "untie_embeddings_and_output_weights": True,
+    "bf16": True,
+    "use_distributed_optimizer": True,
+    "pipeline_model_parallel_size": 4,
+    "global_batch_size": 32,
+}
+
+
+def _of(**flags: Any) -> Flags:
+    return flags
+
+
+def _ours(schedule: str, **flags: Any) -> Flags:
+    return {"pipeline_schedule": schedule, **flags}
+
+
+_CHUNKS = {"num_virtual_stages_per_pipeline_rank": 2}
+_EXPERTS = {
+    "num_experts": 8,
+    "moe_router_topk": 2,
+    "expert_model_parallel_size": 2,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_ffn_hidden_size": 1024,
+    "disable_bias_linear": True,
+}
+_PREDICTS = {"mtp_num_layers": 1, "position_embedding_type": "rope"}
+_PARALLEL = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+_PAIRS = {**_EXPERTS, **_CHUNKS, "overlap_moe_expert_parallel_comm": True}
+
+
+def _like(
+    layers: int,
+    hidden: int,
+    heads: int,
+    tokens: int,
+    vocabulary: int,
+    *,
+    tp: int,
+    pp: int,
+    ffn: int,
+    groups: int,
+    batch: int,
+    experts: int = 0,
+) -> Flags:
+    """Flags of a public model: Llama's, GPT-3's, Mixtral's, Qwen's, and so on."""
+    flags: Flags = {
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "seq_length": tokens,
+        "max_position_embeddings": tokens,
+        "vocab_size": vocabulary,
+        "tensor_model_parallel_size": tp,
+        "sequence_parallel": tp > 1,
+        "pipeline_model_parallel_size": pp,
+        "ffn_hidden_size": ffn,
+        "num_query_groups": groups,
+        "group_query_attention": groups < heads,
+        "global_batch_size": batch,
+        "swiglu": True,
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "disable_bias_linear": True,
+    }
+    if experts:
+        flags |= {**_EXPERTS, "num_experts": experts, "moe_ffn_hidden_size": ffn}
+    return flags
+
+
+# Each has its ranks first.
+BY_DAY: list[tuple[int, Flags]] = [
+    (4, _of()),
+    (8, _of(step_batch_size_schedule="0:16 64K:64", global_batch_size=None, train_iters=100)),
+    (4, _of(**_CHUNKS, microbatch_group_size_per_virtual_pipeline_stage=8)),
+    (4, _ours("1f1b", pipeline_vocab_parallel=1)),
+    (4, _ours("zb-v", pipeline_vocab_parallel=2, pipeline_memory_limit="2GiB")),
+    (4, _ours("zb-h1")),
+    (4, _ours("zb-h1", pipeline_slices=4, seq_length=4096, max_position_embeddings=4096)),
+    (4, _ours("zb-v", pipeline_p2p="batched")),
+    (4, _ours("zb-v", pipeline_recompute="first:2")),
+    (4, _ours("v-auto", pipeline_memory_limit="0.6x", pipeline_vocab_parallel=1)),
+    (4, _of(pipeline_model_parallel_layout="Ettttt|tttt|tttt|tttL", num_layers=16)),
+    (4, _of(pipeline_model_parallel_layout="Ettttt|tttt|tttt|ttL", num_layers=16)),
+    (4, _of(num_layers=18)),
+    (4, _of(**_CHUNKS, global_batch_size=3)),
+    (8, _ours("interleaved-zb:vpp=2", **_PAIRS, moe_layer_freq="([0]*2+[1]*14)")),
+    (8, _of(**_PARALLEL, recompute_granularity="full", recompute_method="uniform")),
+    (4, _of(vocab_size=1000, make_vocab_size_divisible_by=3, pipeline_model_parallel_size=3)),
+    (4, _of(**_PREDICTS, pipeline_model_parallel_layout="Et*4|t*4|t*4|t*4mL")),
+    (4, _of(num_query_groups=3, group_query_attention=True)),
+    (4, _ours("1f1b", pipeline_activation_offload="half")),
+]
+
+
+# Further ones, at night: each setting of ours that has a value, those of Megatron's that change
+# microbatches, layout, precision or memory, and sizes of public recipes.
+_RECIPES: list[tuple[int, Flags]] = [
+    (64, _like(32, 4096, 32, 8192, 128256, tp=4, pp=4, ffn=14336, groups=8, batch=128)),
+    (64, _like(80, 8192, 64, 8192, 128256, tp=8, pp=4, ffn=28672, groups=8, batch=128)),
+    (128, _like(126, 16384, 128, 4096, 128256, tp=8, pp=16, ffn=53248, groups=8, batch=64)),
+    (64, _like(96, 12288, 96, 2048, 51200, tp=8, pp=8, ffn=49152, groups=96, batch=64)),
+    (16, _like(24, 2048, 16, 2048, 50304, tp=1, pp=4, ffn=8192, groups=16, batch=256)),
+    (32, _like(40, 5120, 40, 4096, 32000, tp=2, pp=4, ffn=13824, groups=40, batch=128)),
+    (32, _like(60, 6656, 52, 2048, 32000, tp=4, pp=4, ffn=17920, groups=52, batch=128)),
+    (64, _like(64, 5120, 40, 4096, 152064, tp=4, pp=8, ffn=27648, groups=8, batch=128)),
+    (32, _like(36, 4096, 32, 4096, 151936, tp=2, pp=4, ffn=12288, groups=8, batch=64)),
+    (16, _like(28, 3584, 28, 4096, 152064, tp=4, pp=2, ffn=18944, groups=4, batch=64)),
+    (64, _like(32, 4096, 32, 4096, 32000, tp=1, pp=8, ffn=14336, groups=8, batch=64, experts=8)),
+    (64, _like(56, 6144, 48, 4096, 32768, tp=2, pp=8, ffn=16384, groups=8, batch=64, experts=8)),
+    (64, _like(48, 2048, 32, 4096, 151936, tp=1, pp=4, ffn=768, groups=4, batch=64, experts=128)),
+    (32, _like(24, 2880, 64, 4096, 201088, tp=1, pp=4, ffn=2880, groups=8, batch=32, experts=32)),
+    (64, _like(88, 12288, 96, 4096, 32768, tp=8, pp=8, ffn=28672, groups=8, batch=32)),
+    (32, _like(42, 3584, 16, 8192, 256000, tp=2, pp=2, ffn=14336, groups=8, batch=32)),
+    (16, _like(32, 3072, 32, 4096, 32064, tp=1, pp=4, ffn=8192, groups=32, batch=64)),
+    (32, _like(64, 8192, 64, 4096, 102400, tp=8, pp=4, ffn=22016, groups=8, batch=64)),
+    (32, _like(40, 6144, 48, 4096, 49152, tp=4, pp=4, ffn=24576, groups=4, batch=64)),
+    (64, _like(60, 7168, 56, 4096, 64000, tp=4, pp=4, ffn=20480, groups=8, batch=64)),
+]
+_AT_NIGHT: list[tuple[int, Flags]] = [
+    *_RECIPES,
+    *((4, _ours(name)) for name in ("zb-1p", "zb-2p", "gpipe", "v-half", "dualpipe-v", "1f1b-v")),
+    *((4, _ours(name)) for name in ("interleaved", "interleaved-zb:vpp=4", "hanayo", "gis")),
+    *((4, _ours(name)) for name in ("zb-auto", "v-auto", "loop-auto:vpp=2", "v-min", "2bp")),
+    (4, _ours("zb-v", pipeline_memory_limit="5")),
+    (4, _ours("zb-auto", pipeline_memory_limit="0.5x")),
+    (4, _ours("zb-h1", pipeline_costs="f=10,i=12,w=8,comm=1")),
+    (4, _ours("zb-h1", pipeline_rank_speeds="1,1,0.77,1")),
+    (4, _ours("zb-h1", pipeline_vocab_parallel=2)),
+    (4, _ours("zb-v", pipeline_activation_offload="full")),
+    (4, _ours("zb-v", pipeline_activation_offload="fit", pipeline_memory_limit="0.8x")),
+    (4, _ours("zb-v", pipeline_recompute="fit", pipeline_memory_limit="0.6x")),
+    (4, _ours("zb-v", pipeline_recompute="first:99")),
+    (4, _ours("zb-h1", pipeline_slices=2)),
+    (4, _ours("gis", pipeline_slices=4, pipeline_slice_lengths="balanced")),
+    (4, _ours("zb-h1", pipeline_slices=2, pipeline_slice_lengths="600,424")),
+    (4, _ours("zb-h1", pipeline_slices=2, pipeline_slice_lengths="600,400")),
+    (4, _ours("zb-h1", pipeline_post_validation=True)),
+    (4, _ours("zb-v", pipeline_race="zb-v v-half")),
+    (4, _of(pipeline_race="zb-h1 zb-1p")),
+    (4, _ours("interleaved-zb", **_CHUNKS, microbatch_group_size_per_virtual_pipeline_stage=8)),
+    (4, _ours("interleaved-zb", **_CHUNKS, global_batch_size=3)),
+    (4, _of(**_CHUNKS)),
+    (4, _of(num_layers_per_virtual_pipeline_stage=2)),
+    (8, _of(step_batch_size_schedule="0:16 1B:64", global_batch_size=None, train_samples=2000)),
+    (4, _of(decoder_first_pipeline_num_layers=5, num_layers=17)),
+    (4, _of(decoder_last_pipeline_num_layers=2, num_layers=17)),
+    (4, _of(account_for_loss_in_pipeline_split=True, num_layers=15)),
+    (
+        4,
+        _of(
+            account_for_loss_in_pipeline_split=True,
+            account_for_embedding_in_pipeline_split=True,
+            num_layers=14,
+        ),
+    ),
+    (4, _of(pipeline_model_parallel_layout="Ettt|tttt|tttt|ttt|tL", num_layers=16)),
+    (4, _ours("zb-v", pipeline_model_parallel_layout="Ett|(tt|)*6ttL")),
+    (8, _of(**_PARALLEL)),
+    (8, _of(context_parallel_size=2)),
+    (8, _of(**_EXPERTS)),
+    (4, _of(**_EXPERTS)),
+    (8, _ours("zb-v", **_EXPERTS)),
+    (4, _of(**_PREDICTS)),
+    (4, _of(micro_batch_size=2)),
+    (4, _of(micro_batch_size=3)),
+    (8, _of(global_batch_size=31)),
+    (4, _of(global_batch_size=2)),
+    (4, _of(bf16=None)),
+    (4, _of(bf16=None, fp16=True)),
+    (4, _of(fp8_format="e4m3", transformer_impl="transformer_engine")),
+    (4, _of(accumulate_allreduce_grads_in_fp32=True)),
+    (4, _of(use_distributed_optimizer=None)),
+    (4, _of(recompute_granularity="selective")),
+    (4, _of(recompute_granularity="full", recompute_method="block", recompute_num_layers=2)),
+    (4, _of(swiglu=True, num_query_groups=4, group_query_attention=True)),
+    (4, _of(untie_embeddings_and_output_weights=None)),
+    (4, _of(padded_vocab_size=65600)),
+    (4, _ours("zb-v", pipeline_vocab_parallel=1, padded_vocab_size=65602)),
+    (4, _of(eval_interval=None)),
+    (4, _of(lr=None)),
+    (3, _of()),
+]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Judgement of a command: reasons why it cannot run, or its figures."""
+
+    whys: tuple[str, ...] = ()
+    microbatches: int = 0
+    bubble: float = 0.0
+    ranks: tuple[float, ...] = ()
+
+
+def launch_of(ranks: int, flags: Flags) -> Launch:
+    words = model_flags(**(_MODEL | flags))
+    is_ours = any(word.startswith("--pipeline-") for word in words)
+    return Launch(str(SCRIPT), False, tuple(words), world_size=ranks, installs=is_ours)
+
+
+_OF_ARGUMENTS = {
+    *("flags", "arguments", "tokenizer", "microbatches", "batch size", "training", "model"),
+    *("schedule", "race"),
+}
+
+
+def by_doctor(launch: Launch) -> Answer:
+    report = check_launch(launch, None, None)
+    whys = [
+        finding.text
+        for finding in report.findings
+        if finding.verdict is Severity.WRONG and finding.subject in _OF_ARGUMENTS
+    ]
+    if whys:
+        return Answer(tuple(whys))
+    made = report.prediction
+    assert made is not None
+    is_known = all(rank.activation_bytes is not None for rank in made.ranks)
+    ranks = tuple(rank.total_bytes for rank in made.ranks) if is_known else ()
+    return Answer((), made.microbatches, made.bubble, ranks)
+
+
+def by_plan(request: LaunchRequest) -> Answer:
+    """Return the judgement of plan on a command as it stands."""
+
+    def now(parsed: ParsedLaunch) -> Answer:
+        job, nothing = job_of(request, parsed), Plan((), {})
+        own = job.baseline(nothing)
+        if own is None:
+            return Answer((job.why_not(nothing),))
+        made, memory = own.candidate.report, own.candidate.memory
+        ranks = () if memory is None else tuple(rank.total for rank in memory)
+        return Answer((), made.microbatches, made.bubble_share_makespan, ranks)
+
+    try:
+        return with_launch(request, now)
+    except ValueError as error:
+        return Answer((str(error),))
+
+
+def plan_of(launch: Launch) -> Answer:
+    return by_plan(LaunchRequest(launch, gpu=parse_gpu(GPU)))
+
+
+@pytest.fixture(autouse=True)
+def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.parametrize(("ranks", "flags"), [*BY_DAY, *(_AT_NIGHT if IS_NIGHT else ())], ids=str)
+def test_plan_says_of_a_command_what_doctor_says(ranks: int, flags: Flags) -> None:
+    """Microbatches, bubble and bytes of every rank are the same to the last digit, and what doctor
+    calls wrong gets no time, for one of doctor's reasons."""
+    launch = launch_of(ranks, flags)
+    doctors, plans = by_doctor(launch), plan_of(launch)
+    if not doctors.whys:
+        assert plans == doctors
+        assert plans.microbatches
+    else:
+        assert set(plans.whys) <= set(doctors.whys) and plans.whys
+
+
+def test_a_command_has_one_answer_however_it_is_written(tmp_path: Path) -> None:
+    """As flags and values, as --flag=value, in another order, as a file of arguments, and as the
+    log of its start."""
+    launch = launch_of(8, {"tensor_model_parallel_size": 2})
+    expected = plan_of(launch)
+    assert expected.ranks
+    words = list(launch.arguments)
+    starts = [i for i, word in enumerate(words) if word.startswith("--")]
+    given = [words[i:j] for i, j in zip(starts, [*starts[1:], len(words)], strict=True)]
+    assert plan_of(replace(launch, arguments=tuple("=".join(word) for word in given))) == expected
+    backwards = tuple(word for one in reversed(given) for word in one)
+    assert plan_of(replace(launch, arguments=backwards)) == expected
+    parsed, defaults = (
+        vars(megatron_arguments.parse(words).args) for words in (launch.arguments, ())
+    )
+    values = {
+        name: value
+        for name, value in parsed.items()
+        if value != defaults.get(name) and not name.startswith("_")
+    }
+    gpu = parse_gpu(GPU)
+    assert by_plan(LaunchRequest(values=values, world_size=8, gpu=gpu)) == expected
+    log = tmp_path / "start.log"
+    log.write_text(_log_of(launch))
+    assert by_plan(LaunchRequest(launch_from_log(log), gpu=gpu)) == expected
+
+
+def _log_of(launch: Launch) -> str:
+    """Return the block of arguments that rank 0 of ``launch`` prints."""
+    parsed = megatron_arguments.parse(launch.arguments).args
+    assert launch.world_size is not None
+    with megatron_arguments.on_gpus(parsed):
+        args = megatron_arguments.validate(parsed, PipelineConfig(), launch.world_size)
+    lines = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in vars(args).items()]
+    bar = "-" * 24
+    return "\n".join([f"{bar} arguments {bar}", *lines, f"{bar} end of arguments {bar}", ""])
