@@ -18,7 +18,9 @@ from typing import Any
 from megatron_ext.words import bytes_text, shown
 
 _CHUNK = 2**16  # bytes
-LARGEST = 2**28  # bytes; far more than any table or description of a model has
+LARGEST = 2**28  # bytes; far more than any table has
+LARGEST_SCRIPT = 2**24  # characters of a script that are searched
+LARGEST_JSON = 2**25  # bytes, whose values take up to thirty times as many
 
 _STREAMS = {"stdout": 1, "stderr": 2}
 _OPENED = re.compile(rf"/dev/({'|'.join(_STREAMS)})|/(?:dev|proc/self)/fd/([0-9]+)")
@@ -60,6 +62,33 @@ def read_text_file(path: Path, what: str, largest: int = LARGEST) -> str:
             f"{what} {path} is not UTF-8 text (byte {error.object[error.start]:#04x} at position "
             f"{error.start}): save it as UTF-8"
         ) from None
+
+
+def read_lines(path: Path, what: str, longest: int) -> Iterator[str]:
+    """Yield the lines of ``path``, which may be larger than this machine's memory, with their
+    newlines.
+
+    Errors call the file ``what``.
+
+    Raises:
+        ValueError: it cannot be read, is not UTF-8, or has a line of more than ``longest``
+            characters.
+    """
+    number = 0
+    try:
+        with path.open(encoding="utf-8") as file:
+            while line := file.readline(longest + 1):
+                number += 1
+                if len(line) > longest:
+                    raise ValueError(
+                        f"{what} {path}, line {number}: it has more than {longest:,} characters, "
+                        f"which none needs: is it the right file?"
+                    )
+                yield line
+    except OSError as error:
+        raise ValueError(f"{what} {shown(path, _PATH)} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{what} {path} is not UTF-8 text behind line {number}") from None
 
 
 def parse_json(text: str) -> Any:

@@ -67,7 +67,7 @@ from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Extras, VocabularyParallel
 from megatron_ext.schedule.rank_speeds import RankSpeeds, parse_rank_speeds
 from megatron_ext.schedule.slices import Lengths, Slices, parse_lengths
-from megatron_ext.text_file import parse_json, read_text_file
+from megatron_ext.text_file import LARGEST_JSON, parse_json, read_text_file
 from megatron_ext.viz.slow_ranks import speeds_in
 from megatron_ext.viz.trace import read_trace, reserved_in
 from megatron_ext.words import counted
@@ -450,7 +450,7 @@ def _launch_request(source: _Source, sizes: _Sizes, settings: _Settings) -> Laun
 
 
 def _values(path: Path) -> dict[str, Any]:
-    text = read_text_file(path, "--config")
+    text = read_text_file(path, "--config", LARGEST_JSON)
     try:
         values = parse_json(text)
     except ValueError as error:

@@ -43,6 +43,7 @@ from megatron_ext.race.rounds import Race
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.problem import Offload, VocabularyParallel
 from megatron_ext.secrets import masked
+from megatron_ext.text_file import LARGEST_SCRIPT
 from megatron_ext.viz.program_summary import stock_1f1b
 from megatron_ext.words import bytes_text, counted
 from megatron_ext.written_settings import from_argv
@@ -117,7 +118,8 @@ def _check_script(report: Report, launch: Launch) -> str | None:
             report.add(Severity.REMARK, "script", text)
             return None
     try:
-        text = path.read_text()
+        with path.open() as file:
+            text = file.read(LARGEST_SCRIPT)
     except (OSError, UnicodeDecodeError) as error:
         report.add(Severity.WRONG, "script", str(error), "correct the path of the script")
         return None

@@ -135,7 +135,7 @@ def _quoted(argv: Sequence[str], word: str) -> str:
     if values[0] == word:
         return ""
     value = " ".join(values)
-    words = masked([f"{name}={value}"] if equals else [name, value])
+    words = masked([name, value]).replace(" ", equals or " ", 1)
     return f"write {words}, quoted for the shell, if the value goes on with it; or drop it"
 
 

@@ -9,7 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.doctor.report import Finding, Severity
-from megatron_ext.launch_command.checkpoint import TRACKER, name_of
+from megatron_ext.launch_command.checkpoint import (
+    TRACKER,
+    is_iteration,
+    iteration_in,
+    name_of,
+)
 from megatron_ext.words import bytes_text
 
 INDEX_HEADER = b"MMIDIDX\x00\x00"  # of an .idx, as megatron.core.datasets.indexed_dataset writes it
@@ -103,8 +108,8 @@ def _check_load(flag: str, folder: str, step: int | None) -> Finding:
         text = f"{flag} {folder} has no {TRACKER}: Megatron would start from scratch"
         fix = "name the folder above that of an iteration"
         return Finding(Severity.WRONG, "checkpoints", text, fix)
-    iteration = str(step) if step is not None else tracker.read_text().strip()
-    if iteration != "release" and not iteration.isdecimal():
+    iteration = str(step) if step is not None else iteration_in(tracker)
+    if not is_iteration(iteration):
         text = f"{tracker} says {iteration!r}, which is no iteration"
         return Finding(Severity.WRONG, "checkpoints", text, "write the last whole iteration there")
     name = name_of(iteration)

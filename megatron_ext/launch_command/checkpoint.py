@@ -5,11 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 
 TRACKER = "latest_checkpointed_iteration.txt"
+_MOST_BYTES = 50  # of its content
 
 
 def name_of(iteration: str) -> str:
     """Return the name of the folder of ``iteration``, as Megatron writes it."""
     return iteration if iteration == "release" else f"iter_{int(iteration):07d}"
+
+
+def iteration_in(tracker: Path) -> str:
+    """Return the iteration that the file ``tracker`` names, or the beginning of what it has
+    instead."""
+    with tracker.open("rb") as file:
+        return file.read(_MOST_BYTES).decode(errors="replace").strip()
+
+
+def is_iteration(text: str) -> bool:
+    """Return whether ``text`` names an iteration."""
+    return text == "release" or (text.isascii() and text.isdecimal())
 
 
 def iteration_to_load(folder: str, step: int | None) -> Path | None:
@@ -18,8 +31,8 @@ def iteration_to_load(folder: str, step: int | None) -> Path | None:
     tracker = Path(folder) / TRACKER
     if not tracker.is_file():
         return None
-    iteration = str(step) if step is not None else tracker.read_text().strip()
-    if iteration != "release" and not iteration.isdecimal():
+    iteration = str(step) if step is not None else iteration_in(tracker)
+    if not is_iteration(iteration):
         return None
     checkpoint = Path(folder) / name_of(iteration)
     return checkpoint if checkpoint.is_dir() else None

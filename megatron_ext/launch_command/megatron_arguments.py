@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import copy
 import io
-import json
 import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,14 +32,19 @@ from megatron_ext.config import PipelineConfig
 from megatron_ext.cost_model.execution import Precision
 from megatron_ext.cost_model.gpus import assumed_rates
 from megatron_ext.cost_model.rates import Rates
+from megatron_ext.launch_command.list_expressions import bounded
 from megatron_ext.patches.engine import Patch, apply, replace
 from megatron_ext.patches.megatron.core.transformer import transformer_config
 from megatron_ext.schedule.problem import VocabularyParallel
+from megatron_ext.text_file import LARGEST_JSON, parse_json
 from megatron_ext.words import meant_by
 from megatron_ext.written_settings import add_flags
 
 # Fusions whose kernels Megatron looks for in Transformer Engine.
 _LOOKED_FOR = ("apply_rope_fusion", "moe_permute_fusion")
+
+# Types of arguments that Megatron evaluates as Python.
+_LISTS = {f"{name}_freq_type" for name in ("moe", "la", "no_rope")}
 
 RatesOf = Callable[[Precision], Rates]  # rates that a rank reaches in a precision
 
@@ -194,6 +198,9 @@ def _parsed(argv: Sequence[str]) -> tuple[Any, list[str], argparse.ArgumentParse
         parser.error = refuse  # type: ignore[assignment, method-assign]
         if "--pipeline-schedule" not in parser._option_string_actions:  # as under `install`
             add_flags(parser)
+        for action in parser._actions:
+            if getattr(action.type, "__name__", "") in _LISTS:
+                action.type = bounded(action.type)  # type: ignore[arg-type]
         read = parser.parse_known_args
 
         def parse_known_args() -> tuple[Any, list[str]]:
@@ -326,10 +333,16 @@ def pipeline_communicator(args: Any) -> dict[str, int]:
     if path is None:
         return {}
     try:
-        with open(path) as file:
-            settings = yaml.safe_load(file)
+        settings = yaml.safe_load(_text(path))
         return dict(settings.get("pp", {}))
-    except (OSError, yaml.YAMLError, AttributeError, TypeError) as error:
+    except (
+        OSError,
+        ValueError,
+        RecursionError,
+        yaml.YAMLError,
+        AttributeError,
+        TypeError,
+    ) as error:
         raise ValueError(f"--nccl-communicator-config-path {path}: {error}") from None
 
 
@@ -383,15 +396,18 @@ def data_prefixes(args: Any) -> list[str]:
     lists = [args.data_path, args.train_data_path, args.valid_data_path, args.test_data_path]
     try:
         if args.data_args_path is not None:
-            with open(args.data_args_path) as file:
-                lists.append(file.read().split())
+            lists.append(_text(args.data_args_path).split())
         if args.per_split_data_args_path is not None:
-            with open(args.per_split_data_args_path) as file:
-                lists += json.load(file).values()
-    except (OSError, ValueError) as error:
+            lists += parse_json(_text(args.per_split_data_args_path)).values()
+    except (AttributeError, OSError, ValueError) as error:
         raise ValueError(f"the list of datasets cannot be read: {error}") from None
     blends = [get_blend_from_list(words) for words in lists if words]
     return list(dict.fromkeys(prefix for prefixes, _ in blends for prefix in prefixes))
+
+
+def _text(path: str) -> str:
+    with open(path) as file:
+        return file.read(LARGEST_JSON)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from megatron_ext.launch import without
 from megatron_ext.launch_command.words import Launch
 from megatron_ext.planner.verdict import Written
 from megatron_ext.secrets import masked
+from megatron_ext.text_file import LARGEST_SCRIPT
 from megatron_ext.written_settings import says
 
 IMPORTS_US = re.compile(r"^\s*(?:import|from)\s+megatron_ext\b", re.MULTILINE)
@@ -74,6 +75,7 @@ def _is_installed(launch: Launch) -> bool:
     if launch.installs and launch.words:
         return True
     try:
-        return IMPORTS_US.search(Path(launch.script).read_text()) is not None
+        with Path(launch.script).open() as file:
+            return IMPORTS_US.search(file.read(LARGEST_SCRIPT)) is not None
     except (OSError, UnicodeDecodeError):
         return False

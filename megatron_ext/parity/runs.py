@@ -8,10 +8,12 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
-from itertools import takewhile
+from functools import partial
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from megatron_ext.words import bytes_text, counted
 
 _LATEST = "latest_checkpointed_iteration.txt"
 _SHOWN = 12  # lines of the output of a run that failed
+_LONGEST = 10_000  # characters of such a line
 # Errors that end a rank: ours and argparse's, the last line of a traceback, C++'s. torchrun's own
 # report, which follows, names no reason.
 _REASON = re.compile(
@@ -157,19 +160,24 @@ def _environment(is_stock: bool) -> Mapping[str, str]:
 
 
 def _failure(what: str, status: int, log: Path) -> str:
-    lines = log.read_text(errors="replace").splitlines()
     text = f"{what}: the run failed with exit status {status}; its output is in {log}"
-    if reason := _reason(lines):
-        return f"{text}\nIt says first: {reason}"
-    return "\n  ".join([f"{text}, and ends with", *lines[-_SHOWN:]])
+    with log.open(errors="replace") as file:
+        lines = (line.rstrip("\n") for line in iter(partial(file.readline, _LONGEST), ""))
+        last = deque[str](maxlen=_SHOWN)
+        if reason := _reason(lines, last):
+            return f"{text}\nIt says first: {reason}"
+    return "\n  ".join([f"{text}, and ends with", *last])
 
 
-def _reason(lines: Sequence[str]) -> str:
+def _reason(lines: Iterator[str], last: deque[str]) -> str:
     """Return the first of ``lines`` with the error that ended a rank, and its continuation; "" if
-    there is none."""
-    start = next((n for n, line in enumerate(lines) if _REASON.search(line)), len(lines))
-    following = takewhile(_goes_on, lines[start + 1 : start + _SHOWN])
-    return "\n".join([*lines[start : start + 1], *following]).strip()
+    there is none. ``last`` gets the lines before it."""
+    for line in lines:
+        if _REASON.search(line):
+            following = takewhile(_goes_on, islice(lines, _SHOWN - 1))
+            return "\n".join([line, *following]).strip()
+        last.append(line)
+    return ""
 
 
 def _goes_on(line: str) -> bool:

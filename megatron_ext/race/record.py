@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from megatron_ext.race.rounds import Round
-from megatron_ext.text_file import parse_json, read_text_file, write_text_file
+from megatron_ext.text_file import LARGEST_JSON, parse_json, read_text_file, write_text_file
 from megatron_ext.words import shown
 
 NAME = "race.json"  # in the folder of the checkpoints
@@ -63,7 +63,7 @@ def load_record(path: Path) -> RaceRecord:
     Raises:
         ValueError: the file cannot be read, is no record, or is of another version.
     """
-    text = read_text_file(path, "race file")
+    text = read_text_file(path, "race file", LARGEST_JSON)
     try:
         data = parse_json(text)
         if (version := data.pop("version")) != _VERSION:

@@ -10,15 +10,17 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_ext.recordings.piece import STATES, STORED_AS, Piece
 from megatron_ext.recordings.writing import FORMAT, bytes_file, lines_file
-from megatron_ext.words import counted
+from megatron_ext.words import bytes_text, counted
 
 Digests = Mapping[Piece, int]
 _DIGESTS = 1 << 63  # digests are signed integers of 64 bits
+_LONGEST = 2**26  # bytes of a line: of an iteration, a figure for each piece of a rank
 _SHOWN = 60  # characters of a value that an error shows
 
 
@@ -189,22 +191,35 @@ def _contents(file: Path) -> tuple[list[tuple[_Line, RankIteration]], _Line | No
 
 
 def _lines(file: Path) -> Iterator[_Line]:
-    texts = file.read_bytes().split(b"\n")
-    for number, text in enumerate(texts, 1):
-        try:
-            data = json.loads(text)
-        except (ValueError, RecursionError):
-            if number == len(texts):  # the line at which it was cut off
+    with file.open("rb") as opened:  # of a long run, it may be larger than this machine's memory
+        for number, text in enumerate(iter(partial(opened.readline, _LONGEST + 1), b""), 1):
+            if len(text) > _LONGEST:
+                raise ValueError(
+                    f"{file}, line {number}: it has more than {bytes_text(_LONGEST)}, which no "
+                    f"line of a recording has; record it anew"
+                )
+            line = _line(file, number, text)
+            if line is None:
                 return
-            start = text[:_SHOWN].decode(errors="replace")
-            raise ValueError(
-                f"{file}, line {number}: {start!r} is no line of a recording; record it anew"
-            ) from None
-        if not isinstance(data, dict):
-            raise ValueError(
-                f"{file}, line {number}: {_shown(data)} is no line of a recording; record it anew"
-            )
-        yield _Line(file, number, data)
+            yield line
+
+
+def _line(file: Path, number: int, text: bytes) -> _Line | None:
+    """Return the line ``text``; None if it was cut off."""
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        if not text.endswith(b"\n"):
+            return None
+        start = text[:_SHOWN].decode(errors="replace").rstrip("\n")
+        raise ValueError(
+            f"{file}, line {number}: {start!r} is no line of a recording; record it anew"
+        ) from None
+    if not isinstance(data, dict):
+        raise ValueError(
+            f"{file}, line {number}: {_shown(data)} is no line of a recording; record it anew"
+        )
+    return _Line(file, number, data)
 
 
 def _is_list(value: Any) -> bool:

@@ -21,7 +21,7 @@ from megatron_ext.schedule.costs import (
 )
 from megatron_ext.schedule.kinds import Held
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.text_file import parse_json, read_text_file, write_text_file
+from megatron_ext.text_file import LARGEST_JSON, parse_json, read_text_file, write_text_file
 from megatron_ext.words import counted, shown
 
 FILE_VERSION = 1
@@ -426,7 +426,7 @@ def read_costs_file(path: Path) -> dict[str, Any]:
 
 def _text_of(path: Path) -> str:
     try:
-        return read_text_file(path, "costs file")
+        return read_text_file(path, "costs file", LARGEST_JSON)
     except ValueError as error:
         raise ValueError(f"{error}; {_EXAMPLE}") from None
 

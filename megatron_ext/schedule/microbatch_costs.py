@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from array import array
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,8 @@ from numpy.typing import NDArray
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.columns import IS_PASS, KINDS
 from megatron_ext.schedule.costs import Costs
-from megatron_ext.words import counted, shown
+from megatron_ext.text_file import read_lines
+from megatron_ext.words import bytes_text, counted, shown
 
 Floats = NDArray[np.float64]
 
@@ -26,6 +28,8 @@ PASSES = tuple(kind for kind, is_pass in zip(KINDS, IS_PASS, strict=True) if is_
 DRAWN_STEPS = 20
 _LOGNORMAL = "lognormal:"
 _A_LINE = "a line per microbatch, with the lengths of its documents or its cost"
+_LARGEST, _LONGEST = 2**25, 2**20  # bytes of a file, characters of a line
+_MOST = 1e100  # whose squares and their sums are still figures
 _EXAMPLE = f"write lognormal:0.5, or the path of a file with {_A_LINE}"
 
 
@@ -113,20 +117,20 @@ def read_loads(file: Path, batch: BatchSize) -> MicrobatchLoads:
         ValueError: there is no such file, a length is no positive number, there are fewer lines
             than one step has, or more tokens in a line than a microbatch of ``batch``.
     """
-    lines = _read(file)
     per_step = batch.microbatches * batch.replicas
-    if len(lines) < per_step:
+    sums = array("d")  # of each microbatch, of its lengths and of their squares
+    for number, row in _rows(file):
+        if batch.sequence is not None and batch.is_padded:
+            row = _padded(file, number, row, batch.samples * batch.sequence)
+        sums.extend((sum(row), sum(length * length for length in row)))
+    count = len(sums) // 2
+    if count < per_step:
         raise ValueError(
-            f"{file} has {counted(len(lines), 'microbatch')}, and the replicas of one step have "
+            f"{file} has {counted(count, 'microbatch')}, and the replicas of one step have "
             f"{counted(per_step, 'microbatch')}: give at least as many lines"
         )
-    rows = list(lines.items())[: len(lines) // per_step * per_step]
-    if batch.sequence is not None and batch.is_padded:
-        rows = [(at, _padded(file, at, row, batch.samples * batch.sequence)) for at, row in rows]
-    tokens, squares = (
-        np.array([sum(length**power for length in row) for _, row in rows]).reshape(-1, per_step)
-        for power in (1, 2)
-    )
+    whole_steps = np.array(sums).reshape(-1, 2)[: count // per_step * per_step]
+    tokens, squares = whole_steps.T.reshape(2, -1, per_step)
     if batch.sequence is None:
         return _over_their_means(tokens, squares)
     whole = batch.samples * batch.sequence
@@ -157,20 +161,19 @@ def _drawn(text: str, per_step: int) -> Floats:
     return lognormal(np.random.default_rng(0), deviation, (DRAWN_STEPS, per_step))
 
 
-def _read(file: Path) -> dict[int, list[float]]:
-    """Return the figures of each line that has any, by its number."""
+def _rows(file: Path) -> Iterator[tuple[int, list[float]]]:
+    """Yield the number and the figures of each line that has any."""
     if not file.is_file():
         raise ValueError(f"microbatch costs {shown(str(file))!r} are no file; {_EXAMPLE}")
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is no text; {_EXAMPLE}") from error
-    words = {number: re.findall(r"[^\s,]+", line) for number, line in enumerate(lines, 1)}
-    return {
-        number: [_positive(file, number, word) for word in of_line]
-        for number, of_line in words.items()
-        if of_line
-    }
+    if (size := file.stat().st_size) > _LARGEST:
+        raise ValueError(
+            f"microbatch costs {shown(str(file))} have {bytes_text(size)}, and at most "
+            f"{bytes_text(_LARGEST)} are read: give the lines of fewer steps"
+        )
+    lines = read_lines(file, "microbatch costs", _LONGEST)
+    for number, line in enumerate(lines, 1):
+        if words := re.findall(r"[^\s,]+", line):
+            yield number, [_positive(file, number, word) for word in words]
 
 
 def _positive(file: Path, line: int, word: str) -> float:
@@ -178,9 +181,10 @@ def _positive(file: Path, line: int, word: str) -> float:
         figure = float(word)
     except ValueError:
         figure = math.nan
-    if not 0 < figure < math.inf:
+    if not 0 < figure < _MOST:
         raise ValueError(
-            f"{file}, line {line}: {shown(word)!r} is no positive number; give {_A_LINE}"
+            f"{file}, line {line}: {shown(word)!r} is no positive number below {_MOST:g}; give "
+            f"{_A_LINE}"
         )
     return figure
 

@@ -559,6 +559,10 @@ def test_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "iter_0000010").mkdir()
     (wrong,) = told(checked(**folders), Severity.WRONG)
     assert "has no iter_0000020" in wrong and "there are: iter_0000010" in wrong
+    (tmp_path / "latest_checkpointed_iteration.txt").write_bytes(b"\xff\xfe\0" * 1000)
+    (wrong,) = told(checked(**folders), Severity.WRONG)  # it ended in a traceback
+    assert "which is no iteration" in wrong and len(wrong) < 500
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("20\n")
     (tmp_path / "iter_0000020").mkdir()
     report = checked(**folders)
     assert report.is_right and any("GiB free" in text for text in told(report, Severity.RIGHT))

@@ -26,6 +26,7 @@ from megatron_ext.launch_planner.parsed_launch import LaunchRequest, with_launch
 from megatron_ext.planner.candidate import VocabMethod
 from megatron_ext.written_settings import from_argv
 from tests.helpers.few_families import only_families
+from tests.helpers.limited import run_limited
 from tests.helpers.megatron_runs import EXPERTS, SCRIPT, model_flags, train
 
 BEGIN = "------------------------ arguments ------------------------"
@@ -259,6 +260,47 @@ def test_a_log_imports_nothing_that_lies_around(
     ran = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
     assert ran.returncode == 0 and "nothing is wrong" in ran.stdout, ran.stdout + ran.stderr
     assert "--spec layers own" in ran.stdout and "code of the working" not in ran.stdout
+
+
+def test_a_log_may_be_larger_than_memory(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A line without an end was read at once, and the blocks of all starts were stored."""
+    text = printed(model_flags(**LARGE), 16, capsys)
+    path = tmp_path / "train.log"
+    with path.open("w") as log:
+        log.seek(2**28)
+        log.write(f"nproc-per-node: 4\n{text}")
+        for start in range(40):
+            log.write(text.replace("  lr ...", f"  lr{start:02} ."))
+        log.truncate(2**29)
+    ended = run_limited(["doctor", "--json", "--megatron-args", path.name], tmp_path)
+    assert ended.status == 0 and "16 ranks, 4 on each node (as the log says)" in ended.output, ended
+    assert "the first are taken: lr, lr00, lr01 and 38 more" in ended.output
+    assert ended.grown < 2**28, ended
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[9**9**9]", "[1]*999999999", "([0]*9999)*9999", "([0]*3", "[1](2)", "[" * 500, "[1.5]"],
+)
+def test_a_list_that_takes_long_is_refused(text: str, tmp_path: Path) -> None:
+    """Megatron evaluates its lists as Python: a power in a log took all memory, and what is no list
+    ended in a traceback."""
+    for words in (["--moe-layer-freq", text], [f"--window-attn-skip-freq={text}"]):
+        with pytest.raises(ValueError, match=r"argument --.*-freq: .* is no list of at most"):
+            megatron_arguments.parse(words)
+    with pytest.raises(ValueError, match=r"moe_layer_freq .* is no list of at most"):
+        megatron_arguments.parse_values({"moe_layer_freq": text})
+    with pytest.raises(ValueError, match=r"--megatron-args .*train.log: .* is no list of at most"):
+        launch_from_log(log_of(block(moe_layer_freq=text), tmp_path))
+
+
+def test_a_list_of_megatrons_is_what_megatron_makes_of_it() -> None:
+    for text in ("([0]*1+[1]*2)*3", "[1,0]", "2*[1]", "[0]+[1]*(2+3*4)", "[]", "[[1]]*2"):
+        args = megatron_arguments.parse(["--moe-layer-freq", text]).args
+        assert args.moe_layer_freq == eval(text)
+    assert megatron_arguments.parse(["--moe-layer-freq", "3"]).args.moe_layer_freq == 3
 
 
 @pytest.mark.parametrize("is_log", [True, False])

@@ -16,6 +16,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 from megatron_ext.compile.registry import file_of
 from megatron_ext.config import PREFIX, flag
@@ -33,15 +34,20 @@ _SCRIPT = "pretrain_gpt.py"  # assumed: no log names its script
 _USUAL = 8  # GPUs of a node
 _COLUMN = 48  # in which the values begin: a name and its dots
 
+_LONGEST = 2**22  # bytes that are read at once, and of a line
+_LARGEST = 2**26  # characters of a block
+_BEFORE = 1000  # characters of a line in which its argument begins
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-_BEGINS = re.compile(r"-{20,} arguments -{20,}")
-_ENDS = re.compile(r"-{20,} end of arguments -{20,}")
+_DASHES = "-" * 20
+_BEGINS, _ENDS = (f"{_DASHES} {what} {_DASHES}" for what in ("arguments", "end of arguments"))
+_INDENTED = re.compile(r"(?=  [A-Za-z_])")
 _ARGUMENT = re.compile(r"  ([A-Za-z_]\w*) (\.*) (.*)")
 # What srun -l, torchrun and torch's loggers put before a line of a rank.
 _RANK = re.compile(r"^\s*(\d+): |\[(?:rank|default)?(\d+)\]:")
 _OF_NODE = re.compile(r"\bnproc[-_]per[-_]node\s*[:= ]\s*(\d+)\b")
 _GPU = re.compile(r"(?:NVIDIA|AMD Instinct) (\w+(?:[ -]\w+)?)")
 _VOCABULARY = re.compile(r"padded vocab \(size: \d+\) with \d+ dummy tokens \(new size: (\d+)\)")
+_TOLD = (b"nproc", b"NVIDIA", b"AMD Instinct", b"padded vocab", b"------", b" ..")
 _CALLED_DIFFERENT = 3  # names that a remark lists
 
 
@@ -65,81 +71,120 @@ class Log:
 
 
 @dataclass
-class _Block:
-    arguments: dict[str, str] = field(default_factory=dict)
-    is_whole: bool = False
+class _Blocks:
+    """Blocks of arguments of a log that is being read: the first whole one, and those that are
+    open, so that no more is stored of a log that has one for each of its starts."""
+
+    first: dict[str, str] | None = None
+    different: set[str] = field(default_factory=set)
+    open_blocks: dict[str, dict[str, str]] = field(default_factory=dict)  # by rank
+    begun: dict[str, str] | None = None
+    characters: int = 0  # in those that are open
+
+    def begin(self, rank: str) -> None:
+        self.open_blocks[rank] = {}
+        self.begun = self.open_blocks[rank] if self.begun is None else self.begun
+
+    def take(self, rank: str, text: str) -> None:
+        for name, value in _arguments(text):
+            self.open_blocks[rank].setdefault(name, value)
+            self.characters += len(name) + len(value)
+        if self.characters > _LARGEST:
+            raise ValueError(
+                f"its blocks of arguments have more than {_LARGEST:,} characters, which none of "
+                f"Megatron's has"
+            )
+
+    def end(self, rank: str) -> None:
+        block = self.open_blocks.pop(rank, None)
+        if block is None:
+            return
+        self.characters -= sum(len(name) + len(value) for name, value in block.items())
+        if self.first is None:
+            self.first = block
+        for name in self.first.keys() | block.keys():
+            if self.first.get(name) != block.get(name):
+                self.different.add(name)
 
 
 def read_log(lines: Iterable[str]) -> Log:
-    """Return what the ``lines`` of a log tell.
+    """Return what the ``lines`` of a log tell, which may be larger than this machine's memory.
 
     Raises:
         ValueError: there is no block of arguments in it, or none is whole.
     """
-    blocks: list[_Block] = []
-    open_blocks: dict[str, _Block] = {}  # by rank
+    blocks = _Blocks()
     of_node: int | None = None
     vocabulary: int | None = None
     gpus: set[str] = set()
     for line in lines:
         text = _COLOUR.sub("", line.rstrip("\r\n"))
-        found = _RANK.search(text)
+        found = _RANK.search(text, 0, _BEFORE)
         rank = "" if found is None else found[1] or found[2]
-        if _BEGINS.search(text):
-            open_blocks[rank] = _Block()
-            blocks.append(open_blocks[rank])
-        elif _ENDS.search(text):
-            if rank in open_blocks:
-                open_blocks.pop(rank).is_whole = True
-        elif rank in open_blocks:
-            for name, value in _arguments(text):
-                open_blocks[rank].arguments.setdefault(name, value)
+        if _BEGINS in text:
+            blocks.begin(rank)
+        elif _ENDS in text:
+            blocks.end(rank)
+        elif rank in blocks.open_blocks:
+            blocks.take(rank, text)
         else:
             if of_node is None and (found := _OF_NODE.search(text)):
-                of_node = int(found[1])
+                of_node = _number(found[1])
             if vocabulary is None and (found := _VOCABULARY.search(text)):
-                vocabulary = int(found[1])
+                vocabulary = _number(found[1])
             gpus.update(filter(None, map(name_of_gpu, _GPU.findall(text))))
-    arguments, *others = _whole(blocks)
-    different = {
-        name
-        for other in others
-        for name in arguments.keys() | other.keys()
-        if arguments.get(name) != other.get(name)
-    }
+    arguments = _whole(blocks)
     gpu = gpus.pop() if len(gpus) == 1 else None
-    return Log(arguments, tuple(sorted(different - {"rank"})), of_node, gpu, vocabulary)
+    return Log(arguments, tuple(sorted(blocks.different - {"rank"})), of_node, gpu, vocabulary)
+
+
+def _lines(file: BinaryIO) -> Iterator[str]:
+    """Yield the lines of the parts of ``file`` that may tell something: most of a log does not."""
+    while part := file.read(_LONGEST):
+        part += file.readline(_LONGEST)
+        if any(word in part for word in _TOLD):
+            text = part.decode(errors="replace")
+            yield from text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+
+
+def _number(digits: str) -> int | None:
+    """Return the number that ``digits`` tell; None if it can be none of ranks or tokens."""
+    return int(digits) if 0 < len(digits.lstrip("0")) < 10 else None
 
 
 def _arguments(text: str) -> Iterator[tuple[str, str]]:
     """Yield the argument of a line, if it has one: dots fill a name to `_COLUMN` characters."""
-    for found in re.finditer(r"(?=  [A-Za-z_])", text):
+    for found in _INDENTED.finditer(text, 0, _BEFORE):
         argument = _ARGUMENT.match(text, found.start())
         if argument and len(argument[2]) == max(_COLUMN - len(argument[1]), 0):
             yield argument[1], argument[3]
             return
 
 
-def _whole(blocks: list[_Block]) -> list[dict[str, str]]:
-    whole = [block.arguments for block in blocks if block.is_whole]
-    if whole:
-        if not whole[0].get("world_size", "").isdigit():
-            count = counted(len(whole[0]), "argument")
+def _whole(blocks: _Blocks) -> dict[str, str]:
+    if blocks.first is not None:
+        if _number_of_ranks(blocks.first) is None:
+            count = counted(len(blocks.first), "argument")
             raise ValueError(
                 f"the block of arguments has no number as world_size ({count} read), so it is not "
                 f"one of Megatron's; give the log as it was written"
             )
-        return whole
-    if not blocks:
+        return blocks.first
+    if blocks.begun is None:
         raise ValueError(
             "there are no arguments of Megatron in it, which rank 0 prints at the start of a "
             "training beneath a line '---- arguments ----'; give the whole log of rank 0"
         )
-    last = next(reversed(blocks[0].arguments), "its first line")
+    last = next(reversed(blocks.begun), "its first line")
     raise ValueError(
         f"the block of arguments is cut off after {last}: the line '---- end of arguments ----' "
         f"is missing; give the log down to that line"
     )
+
+
+def _number_of_ranks(arguments: Mapping[str, str]) -> int | None:
+    text = arguments.get("world_size", "")
+    return _number(text) if text.isascii() and text.isdecimal() else None
 
 
 def launch_from(words: Sequence[str], log: Path | None, recipe: str | None = None) -> Launch:
@@ -180,8 +225,8 @@ def launch_from_log(path: Path, settings: Given | None = None) -> Launch:
     """
     settings = settings or {}
     try:
-        with path.open(errors="replace") as lines:
-            log = read_log(lines)
+        with path.open("rb") as file:
+            log = read_log(_lines(file))
     except OSError as error:
         raise ValueError(
             f"{OPTION} {path}: {error.strerror}; write the path of a training's log"
