@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
-_Table = dict[int, Callable[..., Any]]  # of hooks, by their handles' numbers
+Hook = Callable[..., Any]
+Table = dict[int, Hook]  # by the numbers of their handles, in the order in which they run
 
 _WRAPPERS_HOOK = "DistributedDataParallel._make_backward_post_hook.<locals>.hook"
 
@@ -60,7 +61,7 @@ class SummedGradients:
         before = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
-        with _without_hooks(self._parameters):
+        with hidden(table for each in self._parameters for table in _tables(each)):
             yield
         sums = self._sums.setdefault(microbatch, {})
         for parameter, grad in zip(self._parameters, before, strict=True):
@@ -80,19 +81,24 @@ class SummedGradients:
 
 
 @contextlib.contextmanager
-def _without_hooks(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Context in which autograd finds no hooks of ``parameters``."""
-    hidden = [(table, dict(table)) for each in parameters for table in _tables(each)]
-    for table, _ in hidden:
+def hidden(
+    tables: Iterable[Table], is_kept: Callable[[Hook], bool] = lambda hook: False
+) -> Iterator[None]:
+    """Context in which torch finds no hooks in ``tables``, but for those that are kept."""
+    hiding = [(table, dict(table)) for table in tables if table]
+    for table, hooks in hiding:
         table.clear()
+        table.update({number: hook for number, hook in hooks.items() if is_kept(hook)})
     try:
         yield
     finally:
-        for table, hooks in hidden:
-            table.update(hooks)
+        for table, hooks in hiding:
+            added = {number: hook for number, hook in table.items() if number not in hooks}
+            table.clear()
+            table.update(hooks | added)
 
 
-def _tables(parameter: Tensor) -> Sequence[_Table]:
+def _tables(parameter: Tensor) -> Sequence[Table]:
     own = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
     return [*(table for table in own if table), *_tables_of_node(parameter)]
 
@@ -101,7 +107,7 @@ def _tables(parameter: Tensor) -> Sequence[_Table]:
 _of_nodes: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def _tables_of_node(parameter: Tensor) -> list[_Table]:
+def _tables_of_node(parameter: Tensor) -> list[Table]:
     """Return the hooks on the AccumulateGrad node of ``parameter``: those that run before it and
     after it. Torch tells of them by a handle alone."""
     known = [reference() for reference in _of_nodes.get(parameter, ())]

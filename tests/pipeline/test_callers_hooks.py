@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -25,11 +26,14 @@ from megatron_ext.adapter.splitting import CallersHooks, Split, callers_hooks
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
 from megatron_ext.runtime.weight_gradients import queue
-from tests.helpers.callers import assert_same
+from tests.helpers.callers import assert_same, forward_step, named_parameters, whole_step
 from tests.helpers.ranks import run_ranks, values
 from tests.pipeline.test_code_of_callers import (
+    BATCH,
     LAYERS,
     MICROBATCHES,
+    SEQUENCE,
+    batches,
     build,
     pipelines_of_two,
     run_step,
@@ -328,3 +332,76 @@ def test_hooks_get_the_gradient_of_a_whole_sequence_once(wraps: bool) -> None:
                 torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-6)
 
     values(run_ranks(2, on_rank))
+
+
+HOOKED = {
+    "",
+    "decoder",
+    "decoder.final_layernorm",
+    "decoder.layers.0",
+    "embedding",
+    "output_layer",
+}
+
+
+class Collecting:
+    """A caller's term of the loss, which a hook on the decoder of the last stage collects, and the
+    calls of its hooks by stage and module."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self._terms: list[Tensor] = []
+
+    def hook(self, chunk: Any) -> None:
+        for name, module in chunk.named_modules():
+            if name not in HOOKED:
+                continue
+            stage = f"{parallel_state.get_pipeline_model_parallel_rank()} {name}"
+            module.register_forward_pre_hook(partial(self._count, f"{stage} before"))
+            module.register_forward_hook(partial(self._count, f"{stage} behind"))
+        if chunk.post_process:
+            chunk.decoder.register_forward_hook(self._collect)
+
+    def forward_step(self, data: Any, model: Any) -> tuple[Tensor, Any]:
+        output, _ = forward_step(data, model)
+        return output, self._loss
+
+    def _loss(self, output: Tensor) -> tuple[Tensor, dict[str, float]]:
+        loss = output.mean() + sum(self._terms)
+        self._terms.clear()
+        return loss, {"loss": loss.item()}
+
+    def _collect(self, module: Any, args: Any, output: Tensor) -> None:
+        self._terms.append(output.square().mean())
+
+    def _count(self, name: str, *call: Any) -> None:
+        self.calls[name] += 1
+
+
+def test_hooks_around_the_layers_of_the_last_stage_run_once_where_it_is_recomputed(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """F and R both ran them, so that a term of the loss that a hook collects counted twice. On
+    other stages they change what F sends on, and run twice, as a line says."""
+
+    def stepped() -> tuple[Any, Counter[str]]:
+        collecting = Collecting()
+        call = {"seq_length": SEQUENCE, "micro_batch_size": BATCH}
+        build_hooked = partial(build, collecting.hook)
+        run = collecting.forward_step
+        return whole_step(build_hooked, named_parameters, run, batches, **call), collecting.calls
+
+    def on_rank(rank: int) -> None:
+        with apply(cpu.patches()):
+            expected, calls = stepped()
+            assert set(calls.values()) == {MICROBATCHES}
+            with megatron_ext.install(schedule="zb-h1", recompute="first:2"):
+                ours, own = stepped()
+        assert_same(ours, expected)
+        for name in calls:
+            runs = 1 if rank == 1 and "layers" not in name else 2
+            assert own[name] == runs * MICROBATCHES, name
+
+    values(run_ranks(2, on_rank))
+    (line,) = re.findall("--pipeline-recompute: hooks .*", capfd.readouterr().out)
+    assert "of GPTModel, GPTModel.embedding, GPTModel.decoder of stage 0 run twice" in line

@@ -7,11 +7,16 @@ The checkpointed forward runs as in Megatron's own recompute: without gradients,
 Engine's context for it, with the random states stored for R. Without gradients routers count no
 tokens and no auxiliary losses, so R does. Where Megatron checks another condition than whether
 gradients are enabled, patches check `checkpointed_forward`.
+
+Megatron recomputes layers, and hooks of the caller's on the modules around them run once, with
+gradients. Here the whole stage runs twice. Nothing needs what the stage with the loss computes in
+F, so these hooks run in R alone there. Elsewhere F's output depends on them, and they run twice.
 """
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -19,8 +24,12 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import random
+from torch import Tensor
+from torch.nn.modules import module as module_hooks
 
 from megatron_ext.adapter.step.repeatable_call import ModelCall, RepeatableCall
+from megatron_ext.logger import logger
+from megatron_ext.runtime.parameter_hooks import Hook, Table, hidden
 
 
 class CheckpointedForward:
@@ -42,12 +51,25 @@ class RecomputeInputs:
 
 
 class CheckpointedCall(RepeatableCall):
-    """Repeatable call whose first run is a checkpointed forward."""
+    """Repeatable call whose first run is a checkpointed forward.
 
-    def __init__(self, forward_step_func: Callable[..., Any], is_quantised: bool) -> None:
+    ``has_loss``: nothing needs the first run's output.
+    """
+
+    def __init__(
+        self, forward_step_func: Callable[..., Any], is_quantised: bool, *, has_loss: bool
+    ) -> None:
         super().__init__(forward_step_func, "--pipeline-recompute")
         self._is_quantised = is_quantised
+        self._has_loss = has_loss
         self._random_states: tuple[Any, ...] = ()
+
+    def __call__(self, data_iterator: Any, model: torch.nn.Module) -> tuple[Tensor, Any]:
+        if not self._has_loss:
+            return super().__call__(data_iterator, model)
+        tables = [table for _, table in _around_layers(model)]
+        with hidden(tables, lambda hook: not _is_callers(hook)):
+            return super().__call__(data_iterator, model)
 
     @property
     def recompute_inputs(self) -> RecomputeInputs:
@@ -63,6 +85,47 @@ class CheckpointedCall(RepeatableCall):
                 yield
         finally:
             checkpointed_forward.is_on = False
+
+
+_told: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+
+def tell_of_hooks_run_twice(stage: int, model: torch.nn.Module, groups: Any) -> None:
+    """Say once, on the first rank of ``stage`` without a loss, which modules of ``model`` have
+    hooks of the caller's that run in F and in R."""
+    ranks = (groups.tp, getattr(groups, "dp_cp", None))
+    if model in _told or any(group is not None and group.rank() > 0 for group in ranks):
+        return
+    _told.add(model)
+    around = _around_layers(model)
+    hooked = {name: None for name, table in around if any(map(_is_callers, table.values()))}
+    if hooked:
+        logger.warning(
+            f"--pipeline-recompute: hooks on the forward pass of {', '.join(hooked)} of stage "
+            f"{stage} run twice for a recomputed microbatch, in F without gradients and again in "
+            "R: F's output may depend on them"
+        )
+
+
+def _around_layers(model: torch.nn.Module) -> Iterator[tuple[str, Table]]:
+    """Yield the hooks on the forward pass of each module that Megatron's own recompute leaves
+    outside, with its name, and the hooks of all modules."""
+    yield "all modules", module_hooks._global_forward_pre_hooks
+    yield "all modules", module_hooks._global_forward_hooks
+    yield from _around_layers_of(type(model).__name__, model)
+
+
+def _around_layers_of(name: str, module: torch.nn.Module) -> Iterator[tuple[str, Table]]:
+    yield name, module._forward_pre_hooks
+    yield name, module._forward_hooks
+    for child, within in module.named_children():
+        if child != "layers":
+            yield from _around_layers_of(f"{name}.{child}", within)
+
+
+def _is_callers(hook: Hook) -> bool:
+    package = getattr(hook, "__module__", "").partition(".")[0]
+    return package not in ("megatron", "megatron_ext", "transformer_engine", "torch")
 
 
 @contextlib.contextmanager

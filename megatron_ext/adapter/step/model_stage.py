@@ -90,7 +90,7 @@ class ModelStage:
         is_first = self._begin_forward(x)
         run = self._forward_step_func(microbatch)
         if microbatch in self._recomputed:
-            first = CheckpointedCall(run, self._is_quantised)
+            first = CheckpointedCall(run, self._is_quantised, has_loss=self._has_loss)
             output, _ = self._run(first, microbatch, x, [], is_first=is_first, has_loss=False)
             self._checkpointed[microbatch] = x, first.recompute_inputs, len(self.losses)
             if self._has_loss:
