@@ -23,14 +23,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 Hook = Callable[..., Any]
 Table = dict[int, Hook]  # by the numbers of their handles, in the order in which they run
 
-_WRAPPERS_HOOK = "DistributedDataParallel._make_backward_post_hook.<locals>.hook"
+_WRAPPERS_HOOK = "DistributedDataParallel._make_backward_post_hook."  # of the class that makes it
 
 
 def has_callers_hooks(parameter: Tensor) -> bool:
     """Whether ``parameter``, a leaf that requires a gradient, or its node has hooks that are not
     those of Megatron's data-parallel wrapper."""
     return any(
-        getattr(hook, "__qualname__", "") != _WRAPPERS_HOOK
+        not getattr(hook, "__qualname__", "").startswith(_WRAPPERS_HOOK)
         for table in _tables(parameter)
         for hook in table.values()
     )

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megatron_ext.runtime.parameter_hooks import hand_over
+
 Key = tuple[int, int]  # stage, microbatch
 Weights = tuple[Tensor, ...]
 Contribution = Tensor | None  # None: no contribution, or it has been added already
@@ -250,9 +252,11 @@ def accumulate_each(weights: Weights, gradients: Contributions) -> None:
 
 def accumulate(weight: Tensor, gradient: Tensor) -> None:
     """Add ``gradient`` to ``weight.main_grad`` if a data-parallel wrapper has set one, else to
-    ``weight.grad``."""
+    ``weight.grad``. Autograd adds it if the weight has got hooks since its F."""
     main_grad = getattr(weight, "main_grad", None)
-    if main_grad is not None:
+    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+        hand_over({weight: gradient})
+    elif main_grad is not None:
         main_grad.add_(gradient)
     else:
         add_to_grad(weight, gradient)

@@ -227,6 +227,43 @@ def test_gradients_are_stocks(change: Callable[[Any], None]) -> None:
     values(run_ranks(2, on_rank))
 
 
+def test_a_hook_that_a_loss_function_registers_runs_from_that_microbatch_on() -> None:
+    """W added the gradients of the microbatches whose F had run before without it."""
+
+    def stepped() -> tuple[Any, int]:
+        calls: list[Tensor] = []
+
+        def hooked(data: Any, model: Any) -> tuple[Tensor, Any]:
+            output, loss = forward_step(data, model)
+
+            def double(gradient: Tensor) -> Tensor:
+                calls.append(gradient)
+                return gradient * 2
+
+            def and_hook(output: Tensor) -> Any:
+                weight = model.decoder.layers[0].mlp.linear_fc1.weight
+                if not weight._backward_hooks:
+                    weight.register_hook(double)
+                return loss(output)
+
+            return output, and_hook
+
+        call = {"seq_length": SEQUENCE, "micro_batch_size": BATCH}
+        result = whole_step(build, named_parameters, hooked, batches, **call)
+        return result, len(calls)
+
+    def on_rank(rank: int) -> None:
+        with apply(cpu.patches()):
+            expected, calls = stepped()
+            assert calls == MICROBATCHES * (rank == 1)
+            with megatron_ext.install(schedule="zb-h1"):
+                ours, own = stepped()
+        assert own == calls
+        assert_same(ours, expected)
+
+    values(run_ranks(2, on_rank))
+
+
 def sums_so_far(kind: str, records: dict[str, list[Tensor]], chunk: Any) -> None:
     """Let hooks of modules record the gradients of their weights."""
 
