@@ -14,7 +14,7 @@ from typing import Any
 from megatron.core.transformer import TransformerConfig
 
 from megatron_ext.adapter.dimensions import equal_costs, execution, rates, rates_in_file
-from megatron_ext.adapter.layers import layers_of_stages
+from megatron_ext.adapter.layers import depths_of_stages, layers_of_stages
 from megatron_ext.adapter.model_parts import ChunkSize
 from megatron_ext.compile.output_layer import with_input_gradient
 from megatron_ext.config import CostsSource, flag
@@ -103,13 +103,16 @@ def of_arguments(args: Any, placement: Placement, stages: Sequence[Stage] | None
         ValueError: the layers cannot be split over the stages.
     """
     model, layers = describe(args), None
+    depths = depths_of_stages(args) or [args.mtp_num_layers or 0]
     if stages is None:
         counts = layers_of_stages(args, placement)
     else:
         counts = [len(stage.layers) for stage in stages]
     if _are_known(model.layers):
         run = execution(args, args.seq_length, args.micro_batch_size)
-        layers = Layers(model, tuple(stages or stages_of(model, counts)), run)
+        layers = Layers(
+            model, tuple(stages or stages_of(model, counts, depths_of_stages(args))), run
+        )
     stride = args.world_size // args.pipeline_model_parallel_size
     if args.use_tp_pp_dp_mapping:
         stride = args.tensor_model_parallel_size * args.context_parallel_size
@@ -125,7 +128,7 @@ def of_arguments(args: Any, placement: Placement, stages: Sequence[Stage] | None
         args.context_parallel_size,
         args.world_size,
         stride,
-        is_looked_up=is_tied and (args.mtp_num_layers or 0) > 0,
+        is_looked_up=is_tied and depths[-1] > 0,
     )
 
 
@@ -274,7 +277,7 @@ def _layers_built(
         unkept=frozenset.intersection(*of_stages),
         pipeline_span=ranks,
     )
-    return Layers(model, stages_of(model, counts), run)
+    return Layers(model, stages_of(model, counts, depths_of_stages(config)), run)
 
 
 def _are_known(layers: Sequence[str]) -> bool:

@@ -100,10 +100,14 @@ def segments_of_stages(pattern: str, placement: Placement, schedule: str) -> lis
 def stages_of_layout(layout: Any) -> int:
     """Return the number of stages of ``layout``: text, a list with an entry a stage, or Megatron's
     object for one."""
+    return len(_segments_of(layout))
+
+
+def _segments_of(layout: Any) -> list[Any]:
     entries = getattr(layout, "input_data", layout)
     if isinstance(entries, str):
-        entries = PipelineParallelLayerLayout.parse_str_to_list(entries)
-    return len(entries)
+        return list(PipelineParallelLayerLayout.parse_str_to_list(entries))
+    return list(entries)
 
 
 def _given_layers(settings: Any, placement: Placement) -> dict[int, int]:
@@ -124,6 +128,15 @@ def prediction_depths(settings: Any) -> int:
     """Return the depths of multi-token prediction: how many tokens beyond the next one are
     predicted."""
     return settings.mtp_num_layers or 0
+
+
+def depths_of_stages(settings: Any) -> list[int] | None:
+    """Return the depths of multi-token prediction on each stage of the layout in ``settings``; None
+    without a layout: all are on the last stage."""
+    layout = settings.pipeline_model_parallel_layout
+    if layout is None:
+        return None
+    return [segment.count(LayerType.mtp) for segment in _segments_of(layout)]
 
 
 def layout_of(layers: Sequence[int], depths: int) -> str:

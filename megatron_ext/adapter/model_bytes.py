@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron_ext.adapter.dimensions import execution
-from megatron_ext.adapter.layers import layers_of_stages
+from megatron_ext.adapter.layers import depths_of_stages, layers_of_stages
 from megatron_ext.cost_model.description import describe
 from megatron_ext.cost_model.model import stages_of
 from megatron_ext.cost_model.model_memory import (
@@ -46,7 +46,7 @@ def model_bytes_of_ranks(
     model = describe(args)
     if not model.is_known:
         return None
-    stages = stages_of(model, layers_of_stages(args, placement))
+    stages = stages_of(model, layers_of_stages(args, placement), depths_of_stages(args))
     run = execution(args, args.seq_length, args.micro_batch_size)
     return bytes_of_ranks(model, stages, run, placement, vocabulary, state_of(args))
 
@@ -59,7 +59,7 @@ def checkpoint_bytes(args: Any, placement: Placement) -> float | None:
         return None
     run = execution(args, args.seq_length, args.micro_batch_size)
     whole = replace(run, tensor_parallel=1, expert_parallel=1, expert_tensor_parallel=1)
-    stages = stages_of(model, layers_of_stages(args, placement))
+    stages = stages_of(model, layers_of_stages(args, placement), depths_of_stages(args))
     state = replace(state_of(args), distributed=False, matrix_bytes=None)
     ranks = bytes_of_ranks(model, stages, whole, placement, VocabularyParallel.NONE, state)
     return sum(rank.weights + (0 if args.no_save_optim else rank.optimizer) for rank in ranks)

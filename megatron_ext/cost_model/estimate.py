@@ -99,7 +99,7 @@ def _vocabulary(model: Model, last: Stage, execution: Execution, rates: Rates) -
     if not model.vocabulary:
         return VocabularyCosts()
     run = seconds_of_output_layer(model, execution, rates)
-    runs = 1 + last.depths
+    runs = last.output_runs
     forward, input_gradient, weight_gradient = (runs * figure for figure in run.totals)
     logits = runs * execution.tokens * model.vocabulary / execution.tensor_parallel
     return VocabularyCosts(

@@ -136,26 +136,41 @@ class Stage:
         depths: how many tokens more than the next one it predicts. Each takes a layer of
             multi-token prediction, and one more run of the output layer.
         head: whether it has the output layer and the loss.
+        earlier_depths: depths on stages before the output layer's, which predicts their tokens too.
     """
 
     layers: tuple[str, ...]
     embedding: bool = False
     depths: int = 0
     head: bool = False
+    earlier_depths: int = 0
+
+    @property
+    def output_runs(self) -> int:
+        """Number of runs of the output layer for a microbatch."""
+        return 1 + self.depths + self.earlier_depths if self.head else 0
 
 
-def stages_of(model: Model, counts: Sequence[int]) -> tuple[Stage, ...]:
+def stages_of(
+    model: Model, counts: Sequence[int], depths: Sequence[int] | None = None
+) -> tuple[Stage, ...]:
     """Return the stages of ``model`` that have ``counts`` layers, in order. The embedding is on the
-    first stage; multi-token prediction and the output layer are on the last."""
+    first stage, the output layer on the last.
+
+    ``depths``: of multi-token prediction on each stage; None: all are on the last.
+    """
     ends = [0, *accumulate(counts)]
     assert ends[-1] == len(model.layers), (counts, len(model.layers))
     last = len(counts) - 1
+    if depths is None:
+        depths = [0] * last + [model.mtp_num_layers]
     return tuple(
         Stage(
             layers=model.layers[start:end],
             embedding=number == 0,
-            depths=model.mtp_num_layers if number == last else 0,
+            depths=depths[number],
             head=number == last,
+            earlier_depths=sum(depths[:-1]) if number == last else 0,
         )
         for number, (start, end) in enumerate(pairwise(ends))
     )

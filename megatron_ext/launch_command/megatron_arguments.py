@@ -26,7 +26,8 @@ from packaging.version import Version
 
 from megatron_ext.adapter.arguments import add_virtual_stages, pad_vocabulary
 from megatron_ext.adapter.impossible_sizes import refuse_counts, refuse_sizes
-from megatron_ext.adapter.layout_arguments import NAMES_IN_CONFIGS
+from megatron_ext.adapter.layers import layers_of_stages
+from megatron_ext.adapter.layout_arguments import CHUNKS, NAMES_IN_CONFIGS
 from megatron_ext.adapter.transformer_engine import installed
 from megatron_ext.config import PipelineConfig
 from megatron_ext.cost_model.execution import Precision
@@ -35,6 +36,7 @@ from megatron_ext.cost_model.rates import Rates
 from megatron_ext.launch_command.list_expressions import bounded
 from megatron_ext.patches.engine import Patch, apply, replace
 from megatron_ext.patches.megatron.core.transformer import transformer_config
+from megatron_ext.schedule.placement import line, loop
 from megatron_ext.schedule.problem import VocabularyParallel
 from megatron_ext.text_file import LARGEST_JSON, parse_json
 from megatron_ext.words import meant_by
@@ -242,9 +244,25 @@ def validate(args: Any, config: PipelineConfig, world_size: int) -> Any:
         refuse_counts(args)
         if config.schedule is not None:
             add_virtual_stages(args, config)
-        args = arguments.validate_args(args, {})
+        try:
+            args = arguments.validate_args(args, {})
+        except AssertionError as error:
+            if "divisible" in str(error):
+                _suggest_layout(args, config)
+            raise
         refuse_sizes(args)
         return args
+
+
+def _suggest_layout(args: Any, config: PipelineConfig) -> None:
+    """Raise ValueError with a layout that works if the layers of ``args``, which Megatron refuses,
+    cannot be split evenly over the stages."""
+    ranks, chunks = args.pipeline_model_parallel_size, getattr(args, CHUNKS) or 1
+    placement = loop(ranks, vpp=chunks) if chunks > 1 else line(ranks)
+    if config.schedule is not None:
+        placement = config.choice.place(ranks)
+    if args.num_layers is not None:
+        layers_of_stages(args, placement)
 
 
 def count_microbatches(args: Any) -> int:

@@ -18,7 +18,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 
 from megatron_ext.adapter import model_bytes
 from megatron_ext.adapter.dimensions import execution
-from megatron_ext.adapter.layers import layers_of_stages
+from megatron_ext.adapter.layers import depths_of_stages, layers_of_stages
 from megatron_ext.compile.registry import choose
 from megatron_ext.config import PipelineConfig
 from megatron_ext.cost_model.description import describe
@@ -83,6 +83,9 @@ SETTINGS: dict[str, Setting] = {
     | LATENT
     | {"mtp_num_layers": 1}
     | SHARED,
+    "multi-token prediction on a stage before the loss": LLAMA
+    | SHARED
+    | {"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et|tt|tm|L"},
 }
 MORE: dict[str, Setting] = {
     "GPT, buckets": SHARED | {"overlap_grad_reduce": True, "ddp_bucket_size": 90_000},
@@ -118,6 +121,13 @@ MORE: dict[str, Setting] = {
         "mtp_num_layers": 2,
         "context_parallel_size": 2,
     },
+    "tied multi-token prediction on a stage of its own": LLAMA
+    | SHARED
+    | {
+        "untie_embeddings_and_output_weights": None,
+        "mtp_num_layers": 2,
+        "pipeline_model_parallel_layout": "Et|ttt|mm|L",
+    },
     "one latent query, fp32": LLAMA
     | LATENT
     | {"q_lora_rank": None, "qk_layernorm": None, "bf16": None}
@@ -149,7 +159,7 @@ def assert_to_the_byte(args: Any) -> None:
     spec = "1f1b" if chunks is None else f"interleaved:vpp={chunks}"
     placement = choose(spec).place(args.pipeline_model_parallel_size)
     model = describe(args)
-    stages = stages_of(model, layers_of_stages(args, placement))
+    stages = stages_of(model, layers_of_stages(args, placement), depths_of_stages(args))
     norms = has_final_norm(model, stages)
     run, state = execution(args, args.seq_length, args.micro_batch_size), model_bytes.state_of(args)
     counted = model_bytes.model_bytes_of_ranks(args, placement)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,14 @@ from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 from typer.testing import CliRunner, Result
 
 from megatron_ext.cli import app
+from megatron_ext.cost_model.gpus import parse_gpu
+from megatron_ext.doctor.check import check_launch
+from megatron_ext.launch_command.words import Launch
+from megatron_ext.launch_planner.command_line import arguments_with
+from megatron_ext.launch_planner.launch_job import job_of
+from megatron_ext.launch_planner.parsed_launch import LaunchRequest, ParsedLaunch, with_launch
+from megatron_ext.planner.candidate import Plan
+from megatron_ext.planner.verdict import Written
 from tests.helpers.combinations import at_night
 from tests.helpers.drawn_models import drawn_by_name
 from tests.helpers.megatron_runs import (
@@ -24,6 +33,7 @@ from tests.helpers.megatron_runs import (
     train_or_fail,
 )
 from tests.helpers.trainings import Training
+from tests.patches.test_one_judgement import by_doctor, plan_of
 
 Flags = dict[str, object]
 
@@ -139,3 +149,129 @@ def test_case_5_positions_and_masked_losses_of_documents_stay_allowed(tmp_path: 
         assert losses(train(2, model_flags(**DOCUMENTS | {name: None}))) != losses(stock)
     loads = {"load": tmp_path, "ckpt_step": 3}
     assert_same(train(2, model_flags(**DOCUMENTS, **loads, pipeline_schedule="zb-v")), stock)
+
+
+def test_case_14_multi_token_prediction_before_the_loss() -> None:
+    """doctor counted its layer and its embedding on the loss's rank. On the rank that has them, it
+    takes as much more than its neighbour as stock's parameters do (`test_model_bytes`)."""
+    flags = "--position-embedding-type rope --num-layers 8 --mtp-num-layers 1"
+    words = shlex.split(
+        f"{flags} --global-batch-size 16 --pipeline-model-parallel-size 4 "
+        f"--pipeline-model-parallel-layout 'Ett|t*3|t*3m|L'"
+    )
+    launch = Launch(str(SCRIPT), False, (*SMALL, *words), world_size=4)
+    made = check_launch(launch, None, None).prediction
+    assert made is not None
+    _, layers, with_mtp, loss = (rank.model_bytes for rank in made.ranks)
+    assert with_mtp > 2 * layers and loss < 1.1 * layers
+    assert plan_of(launch) == by_doctor(launch)
+
+
+def test_case_15_a_layout_that_megatron_refuses() -> None:
+    """plan gave it a time and a verdict."""
+    words = shlex.split(
+        "--position-embedding-type rope --num-layers 10 --mtp-num-layers 2 --global-batch-size 16 "
+        "--pipeline-model-parallel-size 8 --pipeline-model-parallel-layout 'E|(t|)*10m|m|m|LL|LL'"
+    )
+    launch = ["torchrun", "--nproc-per-node", "8", str(SCRIPT), *SMALL, *words]
+    result = CliRunner().invoke(app, ["plan", "--gpu", "h100", "--", *launch])
+    assert result.exit_code == 2 and "a step" not in result.output
+    (why,) = by_doctor(Launch(str(SCRIPT), False, (*SMALL, *words), world_size=8)).whys
+    assert why in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("more", ["", "--pipeline-schedule zb-h1", "--pipeline-schedule zb-v"])
+def test_case_18_layers_that_the_ranks_do_not_divide(more: str) -> None:
+    """Megatron says that they "should be divisible". The layout that works was named for zb-v
+    alone."""
+    words = f"--num-layers 30 --global-batch-size 16 --pipeline-model-parallel-size 4 {more}"
+    launch = Launch(str(SCRIPT), False, (*SMALL, *shlex.split(words)), 4, installs=True)
+    (why,) = by_doctor(launch).whys
+    assert why.startswith("30 layers cannot be split evenly over ") and plan_of(launch).whys == (
+        why,
+    )
+    layout = why.partition("--pipeline-model-parallel-layout ")[2].strip("'")
+    added = (*launch.arguments, "--pipeline-model-parallel-layout", layout)
+    assert not by_doctor(replace(launch, arguments=added)).whys
+
+
+BIG = shlex.split(
+    "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 "
+    "--max-position-embeddings 4096 --micro-batch-size 1 --lr 1e-4 --bf16 --mock-data "
+    "--tokenizer-type NullTokenizer --eval-interval 1000 --eval-iters 0 "
+    "--untie-embeddings-and-output-weights --swiglu --use-distributed-optimizer "
+    "--sequence-parallel --train-iters 10 --tensor-model-parallel-size 4 "
+    "--pipeline-model-parallel-size 4"
+)
+
+
+@pytest.mark.parametrize(
+    ("flags", "microbatches", "fullest"),
+    [
+        pytest.param(
+            "--vocab-size 128000 --global-batch-size 32 --pipeline-schedule 1f1b "
+            "--pipeline-vocab-parallel 1",
+            *(32, 16.0),
+            id="19: a vocabulary that is divided already",
+        ),
+        pytest.param(
+            "--vocab-size 32000 --step-batch-size-schedule '0:16 100M:64' --train-iters 100000",
+            *(64, 13.2),
+            id="20: a batch in steps",
+        ),
+        pytest.param(
+            "--vocab-size 32000 --global-batch-size 64 --num-virtual-stages-per-pipeline-rank 2 "
+            "--microbatch-group-size-per-virtual-pipeline-stage 8",
+            *(64, 17.0),
+            id="21: a group of microbatches",
+        ),
+        pytest.param(
+            "--vocab-size 128000 --global-batch-size 32 --pipeline-schedule zb-h1",
+            *(32, 15.0),
+            id="22: zb-h1 without a limit",
+        ),
+    ],
+)
+def test_cases_19_to_22_a_command_as_it_stands(
+    flags: str, microbatches: int, fullest: float
+) -> None:
+    """plan's ``now:`` dropped the vocabulary, the group and the larger batch, and held zb-h1 to the
+    GPU's memory, in which its output layer's weight gradient waits, as it does not without."""
+    launch = Launch(str(SCRIPT), False, (*BIG, *shlex.split(flags)), world_size=16, installs=True)
+    now = plan_of(launch)
+    assert now == by_doctor(launch)
+    assert now.microbatches == microbatches
+    assert max(now.ranks) / 2**30 == pytest.approx(fullest, abs=0.1)
+
+
+def test_case_20_the_steps_that_hold_most_samples_stand_for_all() -> None:
+    """plan compared steps of one microbatch with a step of 64, and promised 94.7 %. The size goes
+    by the course of this training, and the others' times are told."""
+    batches = "--vocab-size 32000 --step-batch-size-schedule '0:16 1M:64 2M:32' --train-iters"
+    for iterations, expected in ((10, [16, 32, 64]), (21, [64, 16, 32]), (100, [32, 64, 16])):
+        words = (*BIG, *shlex.split(f"{batches} {iterations}"))
+        launch = Launch(str(SCRIPT), False, words, world_size=16)
+        request = LaunchRequest(launch, gpu=parse_gpu("h100"))
+
+        def sizes(parsed: ParsedLaunch, request: LaunchRequest = request) -> list[int]:
+            own = job_of(request, parsed).baseline(Plan((), {}))
+            assert own is not None
+            main = own.candidate.report.microbatches
+            assert f"{main} microbatches" in parsed.facts
+            others = own.other_steps
+            assert all((others[m] > own.seconds) == (m > main) for m in others)
+            return [main, *others]
+
+        made = with_launch(request, sizes)
+        assert made[0] == expected[0] and sorted(made) == sorted(expected)
+
+
+def test_case_23_settings_of_a_schedule_go_with_it() -> None:
+    """Megatron's own schedule was compared with --pipeline-p2p batched, "given without
+    --pipeline-schedule", and plan ended."""
+    ours = ("--pipeline-schedule", "zb-v", "--pipeline-p2p=batched", "--pipeline-metrics")
+    launch = Launch(str(SCRIPT), False, (*BIG, *ours), world_size=16, installs=True)
+    stock = arguments_with(launch, Written(("--num-layers", "16")))
+    assert stock == (*BIG[2:], "--pipeline-metrics", "--num-layers", "16")
+    other = arguments_with(launch, Written(("--pipeline-schedule", "zb-h1")))
+    assert "--pipeline-p2p=batched" in other

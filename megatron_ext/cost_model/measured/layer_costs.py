@@ -193,7 +193,7 @@ def _expected(stage: Stage, basis: Basis) -> _Expected:
         add(EMBEDDING, _SECONDS, (forward, 0.0, weights))
     if stage.head and model.vocabulary:
         run = seconds_of_output_layer(model, execution, rates)
-        add(OUTPUT_LAYER, _SECONDS, [(1 + stage.depths) * figure for figure in run.totals])
+        add(OUTPUT_LAYER, _SECONDS, [stage.output_runs * figure for figure in run.totals])
     return expected
 
 

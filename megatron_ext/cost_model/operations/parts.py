@@ -68,5 +68,4 @@ def _parts_of(model: Model, stage: Stage, execution: Execution) -> Iterator[Part
     for layer in (*stage.layers, *[model.mtp_layer] * stage.depths):
         for symbol in layer:
             yield part_of(symbol, model, execution)
-    if stage.head:
-        yield from [output_layer(model, execution)] * (1 + stage.depths)
+    yield from [output_layer(model, execution)] * stage.output_runs

@@ -310,6 +310,26 @@ def test_multi_token_prediction_is_on_the_last_stage() -> None:
     assert costs.vocabulary.logits_bytes == (1 + depths) * TOKENS * rows * 4
 
 
+def test_multi_token_prediction_is_where_a_layout_has_it() -> None:
+    """It was counted on the last stage. There the output layer runs for each depth; the depths'
+    own layers are on their stage."""
+    model = replace(gpt(16, 50304), mtp_num_layers=2)
+    counts, run = [4, 4, 8, 0], replace(RUN, tensor_parallel=1)
+    before, without = (
+        estimate(model, stages_of(model, counts, depths), run, WHOLE)
+        for depths in ([0, 0, 2, 0], [0, 0, 0, 2])
+    )
+    assert before.vocabulary == without.vocabulary, "the loss's stage predicts all tokens"
+    for kind in (F, I, W):
+        on_its_stage, on_the_last = before.seconds[kind], without.seconds[kind]
+        assert on_its_stage[:2] == on_the_last[:2]
+        moved = on_its_stage[2] - on_the_last[2]
+        assert moved == pytest.approx(on_the_last[3] - on_its_stage[3]) and moved > 0
+    assert before.held_bytes is not None and without.held_bytes is not None
+    for held, other in zip(before.held_bytes.values(), without.held_bytes.values(), strict=True):
+        assert held[2] - other[2] == pytest.approx(other[3] - held[3]) and held[2] > other[2]
+
+
 # ---- Ranks that wait for one another
 
 
