@@ -293,9 +293,9 @@ FAULTS = (
     ),
     Fault(
         "states-of-another-placement-are-not-refused",
-        f"{MEGATRON}/training/checkpointing/optimizer_states.py",
-        "if (saved, was_divided) != (now, divided):",
-        "if was_divided != divided:",
+        f"{ADAPTER}/checkpoints/loading.py",
+        "if (then, was_divided) != (rank_of_stage, command.divided):",
+        "if was_divided != command.divided:",
         ("tests/pipeline/test_checkpoints.py::test_another_placement_is_refused",),
     ),
     Fault(

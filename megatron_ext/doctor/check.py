@@ -7,6 +7,7 @@ import os
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,7 @@ from megatron_ext.words import bytes_text, counted
 from megatron_ext.written_settings import from_argv
 
 if TYPE_CHECKING:
+    from megatron_ext.adapter.checkpoints.loading import LoadJudgement
     from megatron_ext.launch_command.judgement import Judgement
 
 _LARGE_BUBBLE = 0.1  # of a step
@@ -153,13 +155,13 @@ def _check(
             return
         config, args = from_argv(argv), _arguments(launch, argv, megatron_arguments).args
         _check_patches(report, config)
-    needed = _check_arguments(report, launch, args, config, ranks, room, megatron_arguments)
+    needed, judge = _check_arguments(report, launch, args, config, ranks, room, megatron_arguments)
     if launch.recipe is None:  # a recipe's data are not Megatron's arguments
         prefixes = report.attempt("datasets", lambda: megatron_arguments.data_prefixes(args))
         if prefixes is not None:
             report.findings += check_data(args, prefixes)
     report.findings += check_dataset_helpers()
-    report.findings += check_checkpoints(args, needed)
+    report.findings += check_checkpoints(args, needed, judge)
     report.findings += _check_restarts(args, launch.max_restarts)
 
 
@@ -214,9 +216,9 @@ def _check_arguments(
     ranks: int,
     room: int | None,
     megatron_arguments: Any,
-) -> float | None:
+) -> tuple[float | None, Callable[[str], LoadJudgement] | None]:
     """Check ``args`` by Megatron's own validation, and what follows from them. Return the bytes of
-    a checkpoint, if known."""
+    a checkpoint, if known, and how to judge one that is loaded, if the arguments are valid."""
     from megatron_ext.launch_command.judgement import judge
 
     parsed, recipe = copy.deepcopy(args), launch.recipe
@@ -226,7 +228,7 @@ def _check_arguments(
         made = judge(args, config, ranks, tokens, report.attempt, check_recipe)
         report.findings += check_tokenizer_files(args)
         if made is None:
-            return None
+            return None, None
         if not args.padded_vocab_size:
             report.add(
                 Severity.REMARK,
@@ -240,7 +242,7 @@ def _check_arguments(
         is_stocks = config.schedule is None or config.choice.example.chunks == 1
         if is_stocks and (why := why_documents_mix(args)) is not None:  # else it is refused
             report.add(Severity.REMARK, "masks", why, INSTEAD)
-        return needed
+        return needed, partial(megatron_arguments.judge_checkpoint, args, config)
 
 
 def _planned(

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron_ext.doctor.report import Finding, Severity
-from megatron_ext.launch_command.checkpoint import (
+from megatron_ext.adapter.checkpoints.folder import (
     TRACKER,
     is_iteration,
     iteration_in,
     name_of,
 )
+from megatron_ext.doctor.report import Finding, Severity
 from megatron_ext.words import bytes_text
+
+if TYPE_CHECKING:
+    from megatron_ext.adapter.checkpoints.loading import LoadJudgement
 
 INDEX_HEADER = b"MMIDIDX\x00\x00"  # of an .idx, as megatron.core.datasets.indexed_dataset writes it
 
@@ -76,17 +79,25 @@ def check_tokenizer_files(args: Any) -> list[Finding]:
     return [*findings, _exists("tokenizer", model)]
 
 
-def check_checkpoints(args: Any, needed: float | None) -> list[Finding]:
-    """Check that the checkpoint to load exists, and that there is room for those to save.
+def check_checkpoints(
+    args: Any, needed: float | None, judge: Callable[[str], LoadJudgement] | None = None
+) -> list[Finding]:
+    """Check that the command loads the checkpoint that it names, and that there is room for those
+    to save.
 
     Args:
         needed: bytes of one checkpoint; None if unknown.
+        judge: the judgement of the checkpoint that a flag names; None: the arguments are not valid,
+            and it is only looked for.
     """
     findings = []
-    if args.pretrained_checkpoint is not None:
-        findings.append(_check_load("--pretrained-checkpoint", args.pretrained_checkpoint, None))
+    starts = args.load is None or not (Path(args.load) / TRACKER).exists()
+    if args.pretrained_checkpoint is not None:  # taken if there is nothing to resume
+        flag = "--pretrained-checkpoint"
+        pretrained = _check_load(flag, args.pretrained_checkpoint, None)
+        findings.append(_judged(pretrained, flag, judge if starts else None))
     if args.load is not None:
-        load = _check_load("--load", args.load, args.ckpt_step)
+        load = _judged(_check_load("--load", args.load, args.ckpt_step), "--load", judge)
         resumes = args.load == args.save and not args.exit_on_missing_checkpoint
         if load.verdict is Severity.WRONG and resumes and not (Path(args.load) / TRACKER).exists():
             text = f"nothing to load in {args.load} yet: this run starts from scratch"
@@ -95,6 +106,18 @@ def check_checkpoints(args: Any, needed: float | None) -> list[Finding]:
     if args.save is not None:
         findings.append(_check_save(args, needed))
     return findings
+
+
+def _judged(found: Finding, flag: str, judge: Callable[[str], LoadJudgement] | None) -> Finding:
+    """Return the judgement of the checkpoint that was ``found``, if one can be made."""
+    if judge is None or found.verdict is not Severity.RIGHT:
+        return found
+    made = judge(flag)
+    verdict = {"does not load": Severity.WRONG, "not judged": Severity.REMARK}.get(
+        made.outcome, Severity.REMARK if made.remark else Severity.RIGHT
+    )
+    text = f"{made.text}. {made.remark}" if made.remark else made.text
+    return Finding(verdict, "checkpoints", text, made.fix)
 
 
 def _check_load(flag: str, folder: str, step: int | None) -> Finding:

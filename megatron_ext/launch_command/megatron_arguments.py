@@ -25,6 +25,7 @@ from megatron.training import arguments, global_vars, training
 from packaging.version import Version
 
 from megatron_ext.adapter.arguments import add_virtual_stages, pad_vocabulary
+from megatron_ext.adapter.checkpoints.loading import LoadJudgement, command_of, judge_loading
 from megatron_ext.adapter.impossible_sizes import refuse_counts, refuse_sizes
 from megatron_ext.adapter.layers import layers_of_stages
 from megatron_ext.adapter.layout_arguments import CHUNKS, NAMES_IN_CONFIGS
@@ -288,14 +289,33 @@ def check_course(args: Any) -> tuple[int, int, int]:
             "--eval-interval is missing, and Megatron divides --train-iters by it: add "
             "--eval-interval 1000, and --eval-iters 0 if nothing is to be evaluated"
         )
-    args = copy.copy(args)
+    with _counting_course(args):
+        training.get_optimizer_param_scheduler(SimpleNamespace(param_groups=[]))
+        train, validation, test = training.get_train_valid_test_num_samples()
+        return train, validation or 0, test
+
+
+def judge_checkpoint(args: Any, config: PipelineConfig, flag: str = "--load") -> LoadJudgement:
+    """Return the judgement of the checkpoint that ``flag`` of validated ``args`` names.
+
+    Its learning-rate schedule is compared if the course of the training is right.
+    """
+    scheduler = None
+    with contextlib.suppress(ValueError), _counting_course(args):
+        made = training.get_optimizer_param_scheduler(SimpleNamespace(param_groups=[]))
+        scheduler = made.state_dict()
+    return judge_loading(command_of(args, config, scheduler), flag=flag)
+
+
+@contextlib.contextmanager
+def _counting_course(args: Any) -> Iterator[None]:
+    """Have Megatron's functions of the course of a training see a copy of ``args``."""
     before = global_vars._GLOBAL_ARGS
+    args = copy.copy(args)
     global_vars.set_args(args)
     try:
         with _as_value_error(), _counting_microbatches(args):
-            training.get_optimizer_param_scheduler(SimpleNamespace(param_groups=[]))
-            train, validation, test = training.get_train_valid_test_num_samples()
-            return train, validation or 0, test
+            yield
     finally:
         global_vars.set_args(before)
 

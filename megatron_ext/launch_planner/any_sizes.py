@@ -70,7 +70,7 @@ def plan_sizes(request: LaunchRequest) -> SizesPlan:
 
 
 def _plan(request: LaunchRequest, parsed: ParsedLaunch) -> SizesPlan:
-    from megatron_ext.launch_planner.launch_job import judgement_of
+    from megatron_ext.launch_planner.launch_job import judgement_of, on_loading
 
     _check(request, parsed)
     job = job_of(request, parsed)
@@ -130,7 +130,11 @@ def _plan(request: LaunchRequest, parsed: ParsedLaunch) -> SizesPlan:
         made,
         written=written,
         command="" if request.launch is None else command_with(request.launch, written),
-        remarks=(*made.remarks, *_on_loading(parsed), *_on_connections(parsed, made.best.sizes)),
+        remarks=(
+            *made.remarks,
+            *on_loading(request, parsed, written),
+            *_on_connections(parsed, made.best.sizes),
+        ),
     )
 
 
@@ -372,11 +376,3 @@ def _on_connections(parsed: ParsedLaunch, sizes: Sizes) -> Iterator[str]:
             f"{CONNECTIONS} is not set, and Megatron demands 1 with these sizes on GPUs before "
             f"Blackwell: export {CONNECTIONS}=1 in the batch script"
         )
-
-
-def _on_loading(parsed: ParsedLaunch) -> Iterator[str]:
-    """Say whether the checkpoint of the launch can be loaded with other sizes."""
-    from megatron_ext.launch_planner.loading import on_loading
-
-    if parsed.validated.load is not None:
-        yield on_loading(parsed.validated, stages_move=True)

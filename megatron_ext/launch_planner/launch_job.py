@@ -13,7 +13,7 @@ from megatron_ext.adapter.dimensions import execution
 from megatron_ext.adapter.pairs.overlap_setting import FLAG
 from megatron_ext.adapter.step_sizes import main_size
 from megatron_ext.compile.program.simulate import step_seconds
-from megatron_ext.compile.registry import choose
+from megatron_ext.config import PipelineConfig
 from megatron_ext.launch_command import megatron_arguments
 from megatron_ext.launch_command.judgement import Judgement, judged
 from megatron_ext.launch_planner.alternatives.changed import Changed
@@ -31,7 +31,6 @@ from megatron_ext.launch_planner.alternatives.written import (
     written_for,
 )
 from megatron_ext.launch_planner.command_line import arguments_with, command_with
-from megatron_ext.launch_planner.loading import on_loading
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest, ParsedLaunch
 from megatron_ext.launch_planner.recipe_changes import RecipeChanges
 from megatron_ext.planner.candidate import Candidate, Plan, Variant, VocabMethod
@@ -148,7 +147,7 @@ class LaunchJob(PlannedJob):
 
     def remarks_on(self, taken: Candidate, written: Written) -> tuple[str, ...]:
         on_pairs = (_ON_PAIRS,) if FLAG in written.added else ()
-        return *_on_loading(self.parsed, taken), *on_pairs
+        return *on_loading(self.request, self.parsed, written), *on_pairs
 
     def _alternative(self, made: Candidate, write: Callable[[], Written]) -> Alternative:
         return alternative_of(self.parsed.validated, made, write)
@@ -211,6 +210,24 @@ def judgement_of(request: LaunchRequest, parsed: ParsedLaunch, written: Written)
     Raises:
         ValueError: a training so would be refused, by Megatron or by us.
     """
+    args, config, recipe = _command_with(request, parsed, written)
+    variants = parsed.variants
+    with megatron_arguments.one_connection(args):  # which doctor remarks on
+        return judged(
+            args,
+            config,
+            variants.world_size,
+            variants.tokens,
+            None if recipe is None else recipe.check,
+            is_whole=variants.is_whole,
+        )
+
+
+def _command_with(
+    request: LaunchRequest, parsed: ParsedLaunch, written: Written
+) -> tuple[Any, PipelineConfig, RecipeChanges | None]:
+    """Return the parsed arguments, the settings and the recipe of the launch with what is
+    ``written``."""
     variants, recipe = parsed.variants, None
     if request.launch is None:
         words, args = written.words, _args_with(variants.args, written)
@@ -223,15 +240,7 @@ def judgement_of(request: LaunchRequest, parsed: ParsedLaunch, written: Written)
     # These two come from the plan's own options and from a trace, too.
     ours = variants.config
     config = replace(from_argv(words), costs=ours.costs, rank_speeds=ours.rank_speeds)
-    with megatron_arguments.one_connection(args):  # which doctor remarks on
-        return judged(
-            args,
-            config,
-            variants.world_size,
-            variants.tokens,
-            None if recipe is None else recipe.check,
-            is_whole=variants.is_whole,
-        )
+    return args, config, recipe
 
 
 def refusal_of(request: LaunchRequest, parsed: ParsedLaunch, written: Written) -> str | None:
@@ -292,13 +301,15 @@ def _what_slices_would(made: LongSequences | None) -> Iterator[str]:
         yield f"{flags}: the fullest rank would take {fullest}, which fits"
 
 
-def _on_loading(parsed: ParsedLaunch, taken: Candidate) -> Iterator[str]:
-    """Say whether the checkpoint of the launch can be loaded under ``taken``."""
-    args, own = parsed.validated, str(parsed.variants.own)
-    ranks = args.pipeline_model_parallel_size
-    if args.load is None or (taken.schedule, taken.report.pp) == (own, ranks):
+def on_loading(request: LaunchRequest, parsed: ParsedLaunch, written: Written) -> Iterator[str]:
+    """Say whether the launch with what is ``written`` loads the checkpoint that it names."""
+    variants = parsed.variants
+    if parsed.validated.load is None:
         return
-    before, after = (choose(spec).place(ranks).rank_of for spec in (own, taken.schedule))
-    moves = before != after or taken.report.pp != ranks
-    divided = taken.method.vocabulary.value != "none"
-    yield on_loading(args, stages_move=moves or divided)
+    args, config, _ = _command_with(request, parsed, written)
+    if config.is_chosen_later:
+        config = replace(config, schedule=str(variants.own))
+    with megatron_arguments.one_connection(args):
+        args = megatron_arguments.validate(args, config, variants.world_size)
+    megatron_arguments.settle_vocabulary(args, config, variants.tokens)
+    yield str(megatron_arguments.judge_checkpoint(args, config))

@@ -119,7 +119,7 @@ class PlannedJob(ABC):
         return ""
 
     def remarks_on(self, taken: Candidate, written: Written) -> tuple[str, ...]:
-        """Return sentences on a change of the job."""
+        """Return sentences on the job with what is ``written``."""
         return ()
 
 
@@ -196,7 +196,7 @@ def plan_job(job: PlannedJob, *, with_curves: bool = False, lengths: Path | None
         unequal = unequal_gains(loads, job.batch, taken, written, job.refusal_of)
     is_changed = taken is not None and not found.keeps
     remarks = (*job.remarks, *others.remarks)
-    if taken is not None and is_changed:
+    if taken is not None:
         remarks += job.remarks_on(taken.candidate, written)
     command = replace(written, arranging=() if unequal is None else unequal.flags)
     return JobPlan(

@@ -564,8 +564,18 @@ def test_checkpoints(tmp_path: Path) -> None:
     assert "which is no iteration" in wrong and len(wrong) < 500
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("20\n")
     (tmp_path / "iter_0000020").mkdir()
+    (wrong,) = told(checked(**folders), Severity.WRONG)
+    assert "does not load: it has no metadata.json" in wrong
+    (tmp_path / "iter_0000020" / "mp_rank_00_000").mkdir()
     report = checked(**folders)
     assert report.is_right and any("GiB free" in text for text in told(report, Severity.RIGHT))
+    assert any("is not judged: it is of format torch" in t for t in told(report, Severity.REMARK))
+
+
+def test_a_remote_checkpoint_is_not_looked_for() -> None:
+    report = checked(load="msc://store/folder")
+    assert report.is_right
+    assert any("is remote, not looked for" in text for text in told(report, Severity.REMARK))
 
 
 def test_a_full_disk_is_told_before_the_first_checkpoint(

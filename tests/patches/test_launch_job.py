@@ -43,7 +43,7 @@ from megatron_ext.cost_model.operations.parts import part_of
 from megatron_ext.doctor.check import check_launch
 from megatron_ext.launch_command import megatron_arguments
 from megatron_ext.launch_command.words import Launch, read_launch
-from megatron_ext.launch_planner import launch_job, loading, parsed_launch
+from megatron_ext.launch_planner import launch_job, parsed_launch
 from megatron_ext.launch_planner.alternatives import (
     first_answer,
     less_memory,
@@ -57,6 +57,7 @@ from megatron_ext.planner.candidate import Candidate, Plan, VocabMethod
 from megatron_ext.planner.job_plan import JobPlan
 from megatron_ext.planner.layouts.layout import Layout
 from megatron_ext.planner.planning_time import planning, until_end
+from megatron_ext.planner.verdict import NOTHING, Written
 from megatron_ext.progress import reporting
 from megatron_ext.schedule import placement
 from megatron_ext.schedule.costs import uniform
@@ -65,6 +66,7 @@ from megatron_ext.schedule.rank_speeds import RankSpeeds
 from megatron_ext.viz.trace import TraceFile, beside
 from tests.helpers.few_families import only_families
 from tests.helpers.megatron_runs import SCRIPT, model_flags
+from tests.helpers.saved_checkpoints import write
 from tests.helpers.schedules import line_problem, program
 from tests.unit.model.test_machine_factors import GPU, VERSIONS, Emulated
 
@@ -81,6 +83,8 @@ FLAGS: dict[str, Any] = {
     "padded_vocab_size": 32000,
     "vocab_size": 31999,
 }
+
+NO_VIRTUAL: dict[str, Any] = {"num_virtual_stages_per_pipeline_rank": None}
 
 
 @pytest.fixture(autouse=True)
@@ -478,24 +482,56 @@ def test_full_recompute_is_compared_with_what_there_is_without_it() -> None:
     assert not made().others
 
 
-def test_whether_a_checkpoint_can_be_loaded(
+def saved(folder: Path, kind: str, **overrides: object) -> Path:
+    """A checkpoint of the launch, with optimizer states of this ``kind``."""
+    words = launch(**overrides).arguments
+    with megatron_arguments.on_gpus(args := megatron_arguments.parse(words).args):
+        megatron_arguments.validate(args, PipelineConfig(), 4)
+    metadata = {"distrib_optim_sharding_type": kind}
+    write(folder / "iter_0000005", {"args": args, "content_metadata": metadata})
+    (folder / "latest_checkpointed_iteration.txt").write_text("5")
+    return folder
+
+
+def test_whether_a_checkpoint_can_be_loaded(tmp_path: Path) -> None:
+    """The plan compared the ranks of the stages alone, and said that a checkpoint "can be loaded,
+    optimizer states too" of which the command that it wrote died."""
+    (remark,) = made(load=saved(tmp_path / "a", "dp_reshardable")).remarks
+    assert "does not load: its optimizer states (dp_reshardable) fit only the stages" in remark
+    assert "train one step under the old command with --dist-ckpt-optim-fully-resh" in remark
+    (remark,) = made(load=tmp_path / "a", no_load_optim=True).remarks
+    assert remark.endswith("loads weights only: as of --no-load-optim")
+    (remark,) = made(load=saved(tmp_path / "b", "fully_reshardable")).remarks
+    assert "loads whole: weights, optimizer states" in remark
+    (remark,) = made(load=tmp_path / "nowhere").remarks
+    assert "is not judged, since it is not here" in remark
+
+
+def test_the_checkpoint_of_a_kept_command_is_judged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
-    iteration = tmp_path / "iter_0000005"
-    iteration.mkdir()
-    (remark,) = made(load=tmp_path).remarks
-    assert "has a file a rank, which only the same stages load" in remark
-    (iteration / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
-    states = {"distrib_optim_sharding_type": "dp_reshardable"}
-    monkeypatch.setattr(loading.dist_checkpointing, "load_content_metadata", lambda *_: states)
-    (remark,) = made(load=tmp_path).remarks
-    assert "its optimizer states (dp_reshardable) not" in remark
-    states["distrib_optim_sharding_type"] = "fully_reshardable"
-    (remark,) = made(load=tmp_path).remarks
-    assert remark.endswith("can be loaded, optimizer states too")
-    (remark,) = made(load=tmp_path / "nowhere").remarks
-    assert "is not here to be looked at" in remark
+    """Nothing was said of it: Megatron's own command died of its checkpoint after the plan kept
+    it."""
+    only_families(monkeypatch, "1f1b")
+    monkeypatch.setattr(parsed_launch, "_METHODS", frozenset([VocabMethod.NAIVE]))
+    kept = made(load=saved(tmp_path, "dp_reshardable"), **NO_VIRTUAL)
+    assert kept.verdict.keeps and "does not load" in kept.remarks[0]
+
+
+def test_a_layout_alone_moves_optimizer_states(tmp_path: Path) -> None:
+    """A verdict that changed the layout, and no schedule, said nothing of the checkpoint."""
+    flags = {"load": saved(tmp_path, "dp_reshardable", **NO_VIRTUAL), **NO_VIRTUAL}
+    asked = LaunchRequest(launch(**flags), gpu=parse_gpu("h100"))
+    layout = ("--pipeline-model-parallel-layout", "E" + "t" * 9 + "|" + "t" * 7 + "L")
+
+    def said(written: Written) -> list[str]:
+        return parsed_launch.with_launch(
+            asked, lambda parsed: list(launch_job.on_loading(asked, parsed, written))
+        )
+
+    (kept,), (moved,) = said(NOTHING), said(Written(added=layout))
+    assert "loads whole" in kept
+    assert "pipeline rank 0 had the embedding and layers 1 to 8, and has the embedding and" in moved
 
 
 def test_things_that_do_not_suffice_alone_are_named_together(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -275,3 +276,58 @@ def test_case_23_settings_of_a_schedule_go_with_it() -> None:
     assert stock == (*BIG[2:], "--pipeline-metrics", "--num-layers", "16")
     other = arguments_with(launch, Written(("--pipeline-schedule", "zb-h1")))
     assert "--pipeline-p2p=batched" in other
+
+
+def test_case_16_a_checkpoint_of_another_layout(tmp_path: Path) -> None:
+    """Saved by stock with two virtual stages a rank and the distributed optimizer. Each of these
+    launches died, of which doctor said "right checkpoints"; what doctor names as the step that
+    helps makes a checkpoint that loads."""
+    virtual: dict[str, object] = {"num_virtual_stages_per_pipeline_rank": 2}
+    stock = Training(
+        2,
+        {
+            "pipeline_model_parallel_size": 2,
+            "train_iters": 3,
+            "use_distributed_optimizer": True,
+            "untie_embeddings_and_output_weights": True,
+        },
+    )
+    whole, folder = stock.saved(**virtual)
+    load: dict[str, object] = {"load": folder, "ckpt_step": 1}
+
+    def says(ranks: Any = 2, **flags: object) -> str:
+        ours = ["-m", "megatron_ext"] if "pipeline_schedule" in flags else []
+        words = stock.words(**load, **flags)
+        launch = ["torchrun", "--nproc-per-node", str(ranks), *ours, str(SCRIPT), *words]
+        result = CliRunner().invoke(app, ["doctor", "--json", "--", *launch])
+        findings = json.loads(result.stdout)["findings"]
+        (found,) = [each for each in findings if each["subject"] == "checkpoints"]
+        assert result.exit_code == (0 if "loads whole" in found["text"] else 1), findings
+        return f"{found['text']}; {found['fix']}"
+
+    assert "loads whole" in says(**virtual)
+    others: list[tuple[int, dict[str, object]]] = [
+        (4, {"pipeline_model_parallel_size": 4}),
+        (2, {}),
+        (2, {"pipeline_schedule": "zb-v"}),
+        (2, {"pipeline_model_parallel_layout": "Ettt|tL"}),
+    ]
+    for ranks, flags in others:
+        said = says(ranks, **flags)
+        assert "does not load" in said and "--dist-ckpt-optim-fully-reshardable and --save" in said
+    assert "does not load: --hidden-size: 32 in the checkpoint, 64 in" in says(
+        **virtual, hidden_size=64
+    )
+    assert "--override-opt-param-scheduler" in says(**virtual, train_iters=4)
+    # One step under the old command.
+    stock.run(
+        **load | virtual,
+        exit_interval=2,
+        save=tmp_path,
+        save_interval=1,
+        dist_ckpt_optim_fully_reshardable=True,
+    )
+    load = {"load": tmp_path, "ckpt_step": 2}
+    assert "loads whole" in says(pipeline_schedule="zb-v")
+    runs = stock.run(**load, pipeline_schedule="zb-v")
+    assert losses(runs) == losses(whole)[2:]

@@ -237,6 +237,13 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
 }
 # Functions that make numbers of numbers, of texts and of settings, and of no tensor.
 NO_TENSORS = {
+    ("megatron_ext/adapter/checkpoints/folder.py", "name_of"),
+    ("megatron_ext/adapter/checkpoints/loading.py", "_check_optimizer"),
+    ("megatron_ext/adapter/checkpoints/loading.py", "_expert_tensor_parallel"),
+    ("megatron_ext/adapter/checkpoints/loading.py", "_is_mixed"),
+    ("megatron_ext/adapter/checkpoints/loading.py", "_moves"),
+    ("megatron_ext/adapter/checkpoints/loading.py", "_why_not_judged"),
+    ("megatron_ext/adapter/checkpoints/model_difference.py", "_is_by_layer"),
     ("megatron_ext/adapter/compatibility.py", "refuse_order"),
     ("megatron_ext/adapter/parity/recorder.py", "ParityRecorder.begin"),
     ("megatron_ext/adapter/programs.py", "Programs._compare"),
@@ -251,7 +258,6 @@ NO_TENSORS = {
     ("megatron_ext/adapter/post_validation/commit_points.py", "microbatches_will_change"),
     ("megatron_ext/adapter/training_globals.py", "ramps_up_to"),
     ("patches/engine.py", "Patch.is_needless"),
-    ("patches/megatron/training/checkpointing/optimizer_states.py", "_compare"),
     ("patches/sources.py", "versions_of"),
     ("patches/megatron/training/utils/common_utils.py", "in_single_precision"),
 }

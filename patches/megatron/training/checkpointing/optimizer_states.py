@@ -13,15 +13,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core import dist_checkpointing, parallel_state
 
+from megatron_ext.adapter.checkpoints.loading import (
+    DIVIDED,
+    RANK_OF_STAGE,
+    DoesNotLoad,
+    check_stages,
+    command_of,
+    why_weights_alone,
+)
+from megatron_ext.adapter.checkpoints.saved import SavedTraining
 from megatron_ext.config import PipelineConfig
 from megatron_ext.errors import exit_for
 from megatron_ext.patches.engine import Patch, wrap
 from megatron_ext.schedule.problem import VocabularyParallel
-
-RANK_OF_STAGE = "pipeline_rank_of_stage"
-_DIVIDED = "pipeline_vocabulary_is_divided"
 
 
 def patches(config: PipelineConfig) -> tuple[Patch, ...]:
@@ -34,24 +40,20 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         return None if placement.in_turn else list(placement.rank_of)
 
     def note(original: Callable[..., dict[str, Any]], args: Any, *rest: Any, **named: Any) -> Any:
-        ours = {RANK_OF_STAGE: rank_of_stage(args), _DIVIDED: divided}
+        ours = {RANK_OF_STAGE: rank_of_stage(args), DIVIDED: divided}
         return original(args, *rest, **named) | ours
 
-    def compare(
-        original: Callable[..., Any],
-        args: Any,
-        model: Any,
-        optimizer: Any,
-        *rest: Any,
-        **named: Any,
+    def load(
+        original: Callable[..., Any], load_dir: Any, args: Any, *rest: Any, **named: Any
     ) -> Any:
-        states = named.get("optim_sd_kwargs") or {}
-        if optimizer is not None and states.get("is_loading"):
+        loaded = original(load_dir, args, *rest, **named)
+        state_dict, name, release, _ = loaded
+        if state_dict and not release and parallel_state.model_parallel_is_initialized():
             try:
-                _compare(states["metadata"], rank_of_stage(args), divided)
-            except ValueError as error:
+                _refuse_other_stages(state_dict, args, config, name)
+            except DoesNotLoad as error:
                 exit_for(error)
-        return original(args, model, optimizer, *rest, **named)
+        return loaded
 
     return (
         wrap(
@@ -61,30 +63,24 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
             signature="(args, dp_cp_group=None)",
         ),
         wrap(
-            "megatron.training.checkpointing:generate_state_dict",
-            compare,
+            "megatron.training.checkpointing:_load_base_checkpoint",
+            load,
             reason="refuse to load optimizer states of another placement",
-            signature="(args, model, optimizer, opt_param_scheduler, rng_state, iteration=None, "
-            "optim_sd_kwargs=None, model_sd_kwargs=None, rerun_state=None)",
         ),
     )
 
 
-def _compare(metadata: dict[str, Any], now: list[int] | None, divided: bool) -> None:
-    """Raise ValueError if a checkpoint's states do not fit the placement ``now``."""
-    kind = metadata.get("distrib_optim_sharding_type")
-    saved, was_divided = metadata.get(RANK_OF_STAGE), bool(metadata.get(_DIVIDED))
-    if kind is None or kind in DistributedOptimizer.checkpoint_fully_reshardable_formats:
+def _refuse_other_stages(
+    state_dict: dict[str, Any], args: Any, config: PipelineConfig, name: str
+) -> None:
+    """Raise DoesNotLoad if optimizer states that are to be loaded were those of other stages."""
+    metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=state_dict)
+    saved = SavedTraining(state_dict.get("args"), metadata or {})
+    if why_weights_alone(saved.args, args, starts_anew=args.finetune):
         return
-    if (saved, was_divided) != (now, divided):
-        raise ValueError(
-            f"this checkpoint's optimizer states ({kind}) fit only the schedules they were saved "
-            f"under: stages were on {_ranks(saved, was_divided)}, and are on "
-            f"{_ranks(now, divided)}; save a checkpoint under such a schedule with "
-            f"--dist-ckpt-optim-fully-reshardable, or load this one with --no-load-optim"
-        )
-
-
-def _ranks(rank_of_stage: list[int] | None, divided: bool) -> str:
-    ranks = "Megatron's own ranks" if rank_of_stage is None else f"ranks {rank_of_stage}"
-    return ranks + (" with the vocabulary split over all" if divided else "")
+    try:
+        check_stages(saved, command_of(args, config))
+    except DoesNotLoad as error:
+        raise DoesNotLoad(f"--load {name} does not load: {error}: {error.fix}", "") from None
+    except ValueError:  # of the run that saved it: Megatron compares sizes
+        return

@@ -1,0 +1,1 @@
+"""Checkpoints: what they hold, and whether a command loads them."""

@@ -1,0 +1,135 @@
+"""Reader of a checkpoint's own metadata: arguments, shapes of tensors, kind of optimizer states.
+
+Tensors are not read, and nothing that the checkpoint names is imported or run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.adapter.checkpoints.plain_pickle import read_pickle, read_saved
+from megatron_ext.text_file import LARGEST_JSON, parse_json, read_text_file
+from megatron_ext.words import bytes_text
+
+_CONFIG, _INDEX, _COMMON = "metadata.json", ".metadata", "common.pt"
+_COMMON_KEY = "common_state"
+_LARGEST_COMMON = 2**28  # bytes; Megatron's has some ten thousand
+
+
+@dataclass(frozen=True)
+class SavedTraining:
+    """A checkpoint, as far as it must be known to load it.
+
+    Attributes:
+        args: Megatron's arguments of the run that saved it; None: it has none.
+        metadata: how its optimizer states are saved, and on which ranks our schedules had stages.
+        scheduler: the state of the learning-rate schedule; None: it has none.
+        sizes: the shape of each tensor by its name; empty: not read.
+    """
+
+    args: Any
+    metadata: Mapping[str, Any]
+    scheduler: Mapping[str, Any] | None = None
+    sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+class Incomplete(ValueError):
+    """Raised for a checkpoint that no command loads, since a part of it is missing."""
+
+
+def read(folder: Path) -> SavedTraining:
+    """Return what the checkpoint in ``folder``, the folder of an iteration, says of itself.
+
+    Raises:
+        Incomplete: a part is missing, as after a copy that was interrupted.
+        ValueError: it is of another format, or cannot be read; the text says why.
+    """
+    try:
+        _check_format(folder)
+        index = _index(folder)
+        common = _common(folder, index)
+    except OSError as error:
+        raise ValueError(f"{error.filename or folder}: {error.strerror or error}") from None
+    if not isinstance(common, dict):
+        raise ValueError("it has no state that all ranks share")
+    metadata, scheduler = common.get("content_metadata"), common.get("opt_param_scheduler")
+    shapes = getattr(index, "state_dict_metadata", {})
+    return SavedTraining(
+        common.get("args"),
+        metadata if isinstance(metadata, dict) else {},
+        scheduler if isinstance(scheduler, dict) else None,
+        {
+            name: tuple(tensor.size)
+            for name, tensor in shapes.items()
+            if isinstance(getattr(tensor, "size", None), tuple)
+        },
+    )
+
+
+def _check_format(folder: Path) -> None:
+    names = {entry.name for entry in os.scandir(folder)}
+    if _CONFIG in names:
+        config = parse_json(read_text_file(folder / _CONFIG, "the file", LARGEST_JSON))
+        backend = config.get("sharded_backend") if isinstance(config, dict) else None
+        if backend != "torch_dist":
+            raise ValueError(f"its format is {backend}, and only torch_dist is read here")
+        if _INDEX not in names:
+            raise Incomplete(f"it has no {_INDEX}, which is written last")
+    elif any(name.startswith("mp_rank_0") for name in names):
+        raise ValueError(
+            "it is of format torch, which has a file a rank, and which only the same stages load: "
+            "save it once with --ckpt-convert-format torch_dist --ckpt-convert-save FOLDER"
+        )
+    elif _INDEX in names:
+        raise ValueError(
+            "it is of format torch_dcp or fsdp_dtensor, and only torch_dist is read here"
+        )
+    else:
+        raise Incomplete(f"it has no {_CONFIG}: Megatron calls its format unknown")
+
+
+def _index(folder: Path) -> Any:
+    """Return the index of tensors, after a look at the files that it names."""
+    index = read_pickle(folder / _INDEX)
+    ends: dict[str, int] = {}
+    for _, place in _places(index):
+        end = place.offset + place.length
+        ends[place.relative_path] = max(end, ends.get(place.relative_path, 0))
+    for name, end in ends.items():
+        path = folder / name
+        if not path.is_file():
+            raise Incomplete(f"it has no {name}, which {_INDEX} names")
+        if path.stat().st_size < end:
+            raise Incomplete(f"{name} ends after {path.stat().st_size} bytes, and {end} are named")
+    return index
+
+
+def _places(index: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the name of each entry with its place in a file."""
+    storage = getattr(index, "storage_data", None)
+    for key, place in storage.items() if isinstance(storage, dict) else ():
+        if isinstance(getattr(place, "relative_path", None), str):
+            yield str(getattr(key, "fqn", "")), place
+
+
+def _common(folder: Path, index: Any) -> Any:
+    """Return the state that all ranks share. Before Megatron 0.19 it has a file of its own."""
+    if (folder / _COMMON).is_file():
+        return read_saved(folder / _COMMON)
+    places = [place for name, place in _places(index) if name.startswith(f"{_COMMON_KEY}/")]
+    if not places:
+        raise ValueError("it has no state that all ranks share")
+    (place,) = places
+    if getattr(place, "transform_descriptors", None):
+        raise ValueError("its files are compressed")
+    if place.length > _LARGEST_COMMON:
+        raise ValueError(f"what its ranks share has {bytes_text(place.length)}")
+    with (folder / place.relative_path).open("rb") as file:
+        file.seek(place.offset)
+        data = file.read(place.length)
+    saved = read_saved(data)
+    return saved[0] if isinstance(saved, list) and saved else saved
