@@ -70,12 +70,13 @@ from megatron_ext.schedule.slices import Lengths, Slices, parse_lengths
 from megatron_ext.text_file import LARGEST_JSON, parse_json, read_text_file
 from megatron_ext.viz.slow_ranks import speeds_in
 from megatron_ext.viz.trace import read_trace, reserved_in
-from megatron_ext.words import counted
+from megatron_ext.words import counted, shown
 
 if TYPE_CHECKING:
     from megatron_ext.launch_planner.parsed_launch import LaunchRequest
 
 _WORLD_SIZE = "world_size"  # in a file of arguments
+_MOST_RANKS = 10_000_000
 
 
 def plan(
@@ -438,7 +439,8 @@ def _launch_request(source: _Source, sizes: _Sizes, settings: _Settings) -> Laun
     return LaunchRequest(
         launch=launch,
         values=values,
-        world_size=source.world_size or values.pop(_WORLD_SIZE, None),
+        config=source.config,
+        world_size=source.world_size or _ranks(source.config, values.pop(_WORLD_SIZE, None)),
         gpu=None if gpus is None else reference_of(gpus),
         settings=settings.words,
         reserved=settings.seen.reserved,
@@ -460,6 +462,17 @@ def _values(path: Path) -> dict[str, Any]:
             f"--config {path}: the file has to contain one JSON object of Megatron's arguments"
         )
     return values
+
+
+def _ranks(path: Path | None, world_size: Any) -> int | None:
+    """Return the number of ranks that the file ``path`` tells, if it does. Raises ValueError."""
+    is_count = isinstance(world_size, int) and not isinstance(world_size, bool)
+    if world_size is not None and not (is_count and 0 < world_size <= _MOST_RANKS):
+        raise ValueError(
+            f"--config {path}: {_WORLD_SIZE} {shown(world_size)!r} is no number of ranks; write a "
+            f"number from 1 to {_MOST_RANKS:,}"
+        )
+    return world_size
 
 
 def _of_sizes(source: _Source, sizes: _Sizes, settings: _Settings) -> _MakePlan:

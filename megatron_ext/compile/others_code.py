@@ -14,6 +14,7 @@ from types import FrameType
 from megatron_ext.progress import duration, task
 from megatron_ext.words import shown
 
+_OURS = Path(__file__).parents[1]
 LONGEST = 600.0  # most seconds of code that does not declare itself a search
 
 
@@ -28,7 +29,8 @@ def code_of(
 
     Raises:
         ValueError: whatever the code raises, SystemExit included, with the text ``failed`` and the
-            reason. A ValueError of code that ``may_refuse`` its input is passed on unchanged.
+            reason. A ValueError by which code that ``may_refuse`` its input refuses it is passed on
+            unchanged.
     """
     try:
         with task(what), _time_limit(None if is_search else LONGEST):
@@ -41,12 +43,24 @@ def code_of(
             f"loop without an end; if it is a search, write @family(..., searches=True)"
         ) from None
     except BaseException as error:
-        if may_refuse and isinstance(error, ValueError):
+        if may_refuse and isinstance(error, ValueError) and _is_refusal(error, path):
             raise
+        text = shown(error, 300).strip()
         raise ValueError(
-            f"schedule file {path}{_line_of(error, path)}{failed}: {type(error).__name__}: "
-            f"{shown(error, 300)}"
+            f"schedule file {path}{_line_of(error, path)}{failed}: {type(error).__name__}"
+            + (f": {text}" if text else "")
         ) from error
+
+
+def _is_refusal(error: ValueError, path: Path) -> bool:
+    """Return whether ``error`` was raised on purpose: by a ``raise`` with a text in the file at
+    ``path``, or by a function of ours that the file calls. ``int("x")`` is a mistake."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    if not str(error).strip():
+        return False
+    if last.filename == str(path):
+        return "raise " in (last.line or "")
+    return Path(last.filename).is_relative_to(_OURS)
 
 
 def _line_of(error: BaseException, path: Path) -> str:

@@ -290,9 +290,10 @@ def parse_gpu(text: str) -> Gpu:
         operations, network = float(given["operations"]), float(given["bytes"])
     except ValueError:
         raise ValueError(f"GPU {shown(text)!r} has a value that is no number: {_EXAMPLE}") from None
-    if not all(0 < rate < 1e30 for rate in (operations, network, host, peers)):
+    if not all(1 <= rate < 1e30 for rate in (operations, network, host, peers)):
         raise ValueError(
-            f"GPU {shown(text)!r}: operations, bytes, host and peers have to be above 0; {_EXAMPLE}"
+            f"GPU {shown(text)!r}: operations, bytes, host and peers have to be at least 1 a "
+            f"second, and below 1e30; {_EXAMPLE}"
         )
     near, far = LATENCIES
     whole = replace(

@@ -78,22 +78,38 @@ def launch_from_recipe(recipe: str, words: Sequence[str]) -> Launch:
         except ImportError as error:
             raise PatchError(f"no Megatron is here to read {OPTION} with: {error}") from error
         config = _called(recipe)
-        arguments = _arguments(config)
-        settings = _beside_arguments(config)
+        try:
+            arguments = _arguments(config)
+            settings = _beside_arguments(config)
+            environment = _environment(config)
+            remarks = tuple(_remarks(recipe, config, settings))
+        except Exception as error:  # a config may have anything in its fields
+            raise ValueError(
+                f"{OPTION} {recipe}: its config is not one that Megatron-Bridge trains: "
+                f"{type(error).__name__}: {error}"
+            ) from error
         if given_in(words).get("schedule", PLAN) != PLAN:  # `use` replaces virtual stages
             arguments.values |= dict.fromkeys([CHUNKS, CHUNKS_IN_CONFIGS])
-        flags = flags_of({name: str(value) for name, value in arguments.values.items()})
+        try:
+            flags = flags_of({name: str(value) for name, value in arguments.values.items()})
+        except ValueError as error:
+            raise ValueError(f"{OPTION} {recipe}: {error}") from error
     return Launch(
         recipe,
         is_module=False,
         arguments=(*flags, *words),
         installs=True,
-        environment={
-            name: str(value) for name, value in (getattr(config, "env_vars", None) or {}).items()
-        },
-        remarks=tuple(_remarks(recipe, config, settings)),
+        environment=environment,
+        remarks=remarks,
         recipe=BridgeRecipe(config, arguments.fields, settings),
     )
+
+
+def _environment(config: Any) -> dict[str, str]:
+    variables = getattr(config, "env_vars", None) or {}
+    if not isinstance(variables, Mapping):
+        raise TypeError(f"env_vars is a {type(variables).__name__}, not a dict")
+    return {str(name): str(value) for name, value in variables.items()}
 
 
 def _called(recipe: str) -> Any:
@@ -106,7 +122,7 @@ def _called(recipe: str) -> Any:
         )
     try:
         imported = importlib.import_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(
             f"{OPTION} {recipe}: {module} cannot be imported here: {error}; run this where "
             f"Megatron-Bridge runs"
@@ -120,7 +136,7 @@ def _called(recipe: str) -> Any:
         )
     try:
         config = make()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(
             f"{OPTION} {recipe}: the recipe fails, called without arguments: "
             f"{type(error).__name__}: {error}"
@@ -261,9 +277,15 @@ def _layout_text(layout: Any) -> str:
     if isinstance(layout, str):
         return layout
     symbols = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+    stages = list(getattr(layout, "input_data", layout))
+    for layer in (layer for stage in stages if not isinstance(stage, str) for layer in stage):
+        if layer not in symbols:
+            raise ValueError(
+                f"the layout has a layer {layer!r}, and layers are {', '.join(symbols)}"
+            )
     return "|".join(
         stage if isinstance(stage, str) else "".join(symbols[layer] for layer in stage)
-        for stage in getattr(layout, "input_data", layout)
+        for stage in stages
     )
 
 

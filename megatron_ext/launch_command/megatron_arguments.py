@@ -40,7 +40,7 @@ from megatron_ext.patches.megatron.core.transformer import transformer_config
 from megatron_ext.schedule.placement import line, loop
 from megatron_ext.schedule.problem import VocabularyParallel
 from megatron_ext.text_file import LARGEST_JSON, parse_json
-from megatron_ext.words import meant_by
+from megatron_ext.words import meant_by, shown
 from megatron_ext.written_settings import add_flags
 
 # Fusions whose kernels Megatron looks for in Transformer Engine.
@@ -49,6 +49,7 @@ _LOOKED_FOR = ("apply_rope_fusion", "moe_permute_fusion")
 # Types of arguments that Megatron evaluates as Python.
 _LISTS = {f"{name}_freq_type" for name in ("moe", "la", "no_rope")}
 
+_MOST = 1e30  # of a number in a file
 RatesOf = Callable[[Precision], Rates]  # rates that a rank reaches in a precision
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -181,12 +182,43 @@ def parse_values(values: Mapping[str, Any]) -> ParsedArguments:
 
 
 def _converted(action: argparse.Action, value: Any) -> Any:
+    kind = None if isinstance(value, str) and callable(action.type) else _kind(action)
+    if kind is not None and not kind.takes(value):
+        raise ValueError(f"{action.dest} {shown(value)!r} is not understood: write {kind.name}")
+    if action.type is int and isinstance(value, float):
+        return int(value)
     if not isinstance(value, str) or not callable(action.type):
         return value
     try:
         return action.type(value)
     except (argparse.ArgumentTypeError, KeyError, ValueError) as error:
         raise ValueError(f"{action.dest} {value!r} is not understood: {error}") from None
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Kind of values: what it is called, and which values of JSON are of it."""
+
+    name: str
+    takes: Callable[[Any], bool]
+
+
+_SWITCH = _Kind("true or false", lambda value: isinstance(value, bool))
+_NUMBERS = {
+    int: _Kind("a whole number", lambda value: _is_number(value) and value == int(value)),
+    float: _Kind("a number", lambda value: _is_number(value)),
+}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MOST
+
+
+def _kind(action: argparse.Action) -> _Kind | None:
+    """Return the kind of the values of ``action``; None for those that Megatron alone checks."""
+    if action.nargs == 0 and isinstance(action.const, bool):
+        return _SWITCH
+    return _NUMBERS.get(action.type) if action.nargs is None else None  # type: ignore[call-overload]
 
 
 def _parsed(argv: Sequence[str]) -> tuple[Any, list[str], argparse.ArgumentParser]:

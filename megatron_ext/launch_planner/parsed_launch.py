@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,6 +38,7 @@ class LaunchRequest:
 
     Attributes:
         values: values of arguments, in place of a launch command's words.
+        config: the file that has these.
         world_size: ranks of the launch; None: as the command says, or the least that is possible.
         gpu: None: the costs are an H100's, and nothing is compared with its memory.
         settings: words for flags of ours that the command gives, as ``--pipeline-costs FILE``.
@@ -51,6 +53,7 @@ class LaunchRequest:
 
     launch: Launch | None = None
     values: Mapping[str, Any] = field(default_factory=dict)
+    config: Path | None = None
     world_size: int | None = None
     gpu: Gpu | None = None
     settings: tuple[str, ...] = ()
@@ -119,11 +122,12 @@ def with_launch[T](request: LaunchRequest, work: Callable[[ParsedLaunch], T]) ->
         given = take_vision(values)
         if launch is not None and launch.recipe is not None:
             given |= launch.recipe.settings
-        parsed = (
-            megatron_arguments.parse_values(values)
-            if launch is None
-            else megatron_arguments.parse(launch.arguments)
-        )
+        with _naming(request.config):
+            parsed = (
+                megatron_arguments.parse_values(values)
+                if launch is None
+                else megatron_arguments.parse(launch.arguments)
+            )
         of_tower = vision_of_launch(
             parsed.args, parsed.unknown, given, request.vision, request.vision_tokens
         )
@@ -131,6 +135,17 @@ def with_launch[T](request: LaunchRequest, work: Callable[[ParsedLaunch], T]) ->
         rates = _rates(request)
         with megatron_arguments.on_gpus(parsed.args, rates):
             return work(_read(request, parsed.args, of_tower, megatron_arguments))
+
+
+@contextlib.contextmanager
+def _naming(config: Path | None) -> Iterator[None]:
+    """Put the file ``config``, if there is one, before the text of a ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        if config is None:
+            raise
+        raise ValueError(f"--config {config}: {error}") from error
 
 
 def _read(
@@ -178,7 +193,8 @@ def _read(
     reserved = request.reserved
     if reserved is None and measured is not None:
         reserved = measured.reserved
-    validated = variants.checked()  # raises ValueError: no schedule helps
+    with _naming(request.config):
+        validated = variants.checked()  # raises ValueError: no schedule helps
     free = _free(request, validated, own, reserved)
     remarks += _on_costs(validated, given, measured)
     is_written = measured is None or str(given.costs) in words

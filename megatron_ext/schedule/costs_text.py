@@ -45,7 +45,7 @@ _HIDDEN = "hidden"
 _TABLES = {"i": Kind.BACKWARD_INPUT, "b": Kind.FULL_BACKWARD}
 
 _MOST_RANKS = 1_000_000  # that can share a link
-MOST = 1e18  # of any figure, so that no sum of them is infinite
+LEAST, MOST = 1e-18, 1e18  # of any figure, so that no sum or share of them is infinite
 
 # Entries of bytes with a single figure instead of one per stage.
 _SINGLE = (Held.LOGITS.value, Held.MESSAGE.value, _TOWER)
@@ -515,4 +515,8 @@ def _check_figures(what: str, figures: Sequence[Any]) -> None:
             raise ValueError(
                 f"costs {what}: {shown(repr(figure))} is no cost; a cost is a number from 0 to "
                 f"below {MOST:g}"
+            )
+        if 0 < figure < LEAST:
+            raise ValueError(
+                f"costs {what}: {figure!r} is too small; write 0, or costs of at least {LEAST:g}"
             )

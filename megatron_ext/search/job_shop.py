@@ -69,6 +69,7 @@ F, R, I, W = (  # noqa: E741 (the field's letters)
 )
 KINDS = (F, I, W)
 _NOT_YET = _NONE = -1
+_MOST_TICKS = 2**29  # of one message a stage: starts are integers of 32 bits
 _MIN_TICKS = 1_000  # a rank's work for a microbatch takes at least as many: searches shift by 1 %
 _SLICE_SHARES = 1 << 40  # units of memory of a chunk, as slices may have any length
 
@@ -388,7 +389,8 @@ def job_shop_of(problem: Problem, recomputed: npt.NDArray[np.bool_] | None = Non
     for which a rank's work for a mean microbatch, or a slice, takes at least 1,000 ticks.
 
     Raises:
-        ValueError: the limit is in bytes, and the costs have none.
+        ValueError: the limit is in bytes, and the costs have none; or messages take longer than
+            whole ticks can count.
     """
     placement, costs, parts = problem.placement, problem.costs, problem.examples
     assert {len(stages) for stages in placement.stages_of} == {placement.chunks}
@@ -405,6 +407,12 @@ def job_shop_of(problem: Problem, recomputed: npt.NDArray[np.bool_] | None = Non
     means = {link: fmean(row) for link, row in hops.items()}
     unit = common_tick([*chain(*seconds), *(means.values() or [costs.links.hop])], work)
     tick = unit / math.ceil(_MIN_TICKS * unit / work)
+    longest = max(means.values(), default=0.0)
+    if longest * placement.stages > _MOST_TICKS * tick:
+        raise ValueError(
+            f"a message takes {longest / work:.3g} times as long as the passes of a microbatch on "
+            f"a rank, which no search can count: write all costs in one unit"
+        )
     # A pass that costs nothing still has its place in the order.
     durations = [[max(round(figure / tick), 1) for figure in row] for row in seconds]
     activation, rest, stored, limit = _memory(problem, recomputed is not None)

@@ -126,6 +126,40 @@ def nothing():
 
 def fails(size):
     ...
+
+
+def ends():
+    raise SystemExit(3)
+
+
+def no_optimizer():
+    config = small()
+    del config.optimizer
+    return config
+
+
+def unknown_layer():
+    config = large_layers()
+    config.model.pipeline_model_parallel_layout[1] = ["decoder", "encoder"]
+    return config
+
+
+def layout_of_numbers():
+    config = small()
+    config.model.pipeline_model_parallel_layout = [1, 2]
+    return config
+
+
+def list_of_variables():
+    config = small()
+    config.env_vars = ["CUDA_DEVICE_MAX_CONNECTIONS=1"]
+    return config
+
+
+def no_model():
+    config = small()
+    config.model = "gpt"
+    return config
 """
 
 # The same training, as a launch command of Megatron's has it.
@@ -182,6 +216,28 @@ def test_a_layout_of_lists_is_read_and_adapters_are_named(recipes: str) -> None:
     assert args.num_virtual_stages_per_pipeline_rank is None
     assert args.pipeline_schedule == "zb-v"
     assert any("config.peft" in remark for remark in launch.remarks)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "why"),
+    [
+        ("ends", "the recipe fails, called without arguments: SystemExit: 3"),
+        ("no_optimizer", "AttributeError: "),
+        ("unknown_layer", "has a layer 'encoder', and layers are embedding, decoder, mtp, loss"),
+        ("layout_of_numbers", "TypeError: "),
+        ("list_of_variables", "TypeError: env_vars is a list, not a dict"),
+        ("no_model", "TypeError: "),
+    ],
+)
+@pytest.mark.parametrize("command", ["plan", "doctor"])
+def test_a_config_that_is_nearly_right_is_refused(
+    command: str, recipe: str, why: str, recipes: str
+) -> None:
+    """Each ended in a traceback of ours, or in silence."""
+    ran = run(command, "--bridge", f"{recipes}:{recipe}")
+    assert ran.exit_code == 2, ran.output
+    (line,) = ran.output.splitlines()
+    assert line.startswith(f"megatron-ext: error: --bridge {recipes}:{recipe}: ") and why in line
 
 
 def test_a_plan_prints_lines_for_the_config(recipes: str, few_schedules: None) -> None:

@@ -719,3 +719,31 @@ def test_gpus_of_two_types() -> None:
     assert own_of(mixed).step > 1.5 * own_of(made()).step
     with pytest.raises(ValueError, match="--gpu names 3 pipeline ranks, and the launch has 2"):
         plan_launch(LaunchRequest(launch(), gpu=GPUS["h100"], gpus=(*gpus, GPUS["a100"])))
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"num_layers": "x"}, "num_layers 'x' is not understood: invalid literal"),
+        ({"num_layers": [1]}, "num_layers '[1]' is not understood: write a whole number"),
+        ({"num_layers": 1.5}, "num_layers '1.5' is not understood: write a whole number"),
+        ({"lr": True}, "lr 'True' is not understood: write a number"),
+        ({"bf16": "yes"}, "bf16 'yes' is not understood: write true or false"),
+        ({"num_layer": 3}, "Megatron has no argument num_layer: did you mean num_layers?"),
+        ({"world_size": "8"}, "world_size '8' is no number of ranks"),
+        ({"world_size": -2}, "world_size '-2' is no number of ranks"),
+        ({"micro_batch_size": 3}, "batch"),
+    ],
+)
+def test_a_mistake_in_a_file_of_arguments_names_the_file(
+    values: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    """The text of Python's or Megatron's error stood alone, and which file has it was left open."""
+    right = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64}
+    right |= {"micro_batch_size": 1, "global_batch_size": 8, "pipeline_model_parallel_size": 2}
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps(right | values))
+    ended = CliRunner().invoke(app, ["plan", "--config", str(path)])
+    assert ended.exit_code == 2
+    (line,) = ended.output.splitlines()
+    assert line.startswith(f"megatron-ext: error: --config {path}: ") and why in line
