@@ -14,6 +14,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from megatron_ext.config import PipelineConfig
@@ -81,9 +82,9 @@ def launch(
     script, *arguments = argv[1:] if as_module else argv
     if not as_module and not Path(script).is_file():
         exit_for(ValueError(f"there is no script {script}"))
-    os.environ.update(slurm_ranks(os.environ))
     sys.argv = [script, *arguments]
     try:
+        os.environ.update(slurm_ranks(os.environ))
         given = given_in(arguments)
         added = _from_environment(given)
         added |= _for_megatrons_offload(arguments, given | added)
@@ -175,42 +176,83 @@ def without(argv: Sequence[str], flags: Sequence[str]) -> list[str]:
 def slurm_ranks(env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that torch.distributed requires, derived from ``srun``'s.
 
+    A batch script that was not given a number of tasks runs one process.
+
     Returns:
         RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as far as
-        ``env``
-        lacks them; empty if torchrun has set them, or outside a SLURM step.
+        ``env`` lacks them; empty if torchrun has set them, or outside a SLURM step.
+
+    Raises:
+        ValueError: a variable of SLURM is missing, or not understood.
     """
     if "RANK" in env or "SLURM_PROCID" not in env:
         return {}
-    nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", "localhost"))
-    wanted = {
-        "RANK": env["SLURM_PROCID"],
-        "WORLD_SIZE": env["SLURM_NTASKS"],
-        "LOCAL_RANK": env["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": _tasks_on_first_node(env),
-        "MASTER_ADDR": first_host(nodes),
+    if env["SLURM_PROCID"] == "0" and "SLURM_NTASKS" not in env:
+        env = {**env, **_ONE_PROCESS}
+    wanted: dict[str, Callable[[], str]] = {
+        "RANK": partial(_of_slurm, env, "SLURM_PROCID"),
+        "WORLD_SIZE": partial(_of_slurm, env, "SLURM_NTASKS"),
+        "LOCAL_RANK": partial(_of_slurm, env, "SLURM_LOCALID"),
+        "LOCAL_WORLD_SIZE": partial(_tasks_on_first_node, env),
+        "MASTER_ADDR": partial(_first_host_of, env),
         # one port a job, so that jobs that share a node do not meet
-        "MASTER_PORT": str(20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000),
+        "MASTER_PORT": lambda: str(20000 + int(_of_slurm(env, "SLURM_JOB_ID", "0")) % 20000),
     }
-    return {name: value for name, value in wanted.items() if name not in env}
+    return {name: find() for name, find in wanted.items() if name not in env}
+
+
+_ONE_PROCESS = {
+    "SLURM_NTASKS": "1",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_TASKS_PER_NODE": "1",
+    "SLURM_STEP_NODELIST": "localhost",
+}
+
+
+def _of_slurm(env: Mapping[str, str], name: str, default: str = "") -> str:
+    """Return the number in SLURM's variable ``name``."""
+    value = env.get(name, default)
+    if not value.isdecimal():
+        found = "is not set, and SLURM_PROCID is"
+        if name in env:
+            found = f"is {value!r}, which is no number"
+        raise ValueError(
+            f"{name} {found}: srun sets both for each rank; launch the ranks with srun or "
+            f"torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
+        )
+    return value
+
+
+def _first_host_of(env: Mapping[str, str]) -> str:
+    return first_host(env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", "localhost")))
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host of a SLURM node list: ``n[03-05,9],m1`` starts with ``n03``."""
-    match = re.match(r"([^,\[]+)(?:\[([^,\-\]]+))?", nodes)
+    """Return the first host of a SLURM node list: ``n[03-05,9],m1`` starts with ``n03``.
+
+    Raises:
+        ValueError: ``nodes`` is not understood.
+    """
+    match = re.match(r"([^,\[\]\s]+)(?:\[(\w+)[^\[\]]*\]([^,\[\]\s]*))?(?:,|$)", nodes)
     if match is None:
         raise ValueError(f"SLURM's node list {nodes!r} is not understood: set MASTER_ADDR")
-    return match[1] + (match[2] or "")
+    return "".join(part or "" for part in match.groups())
 
 
 def _tasks_on_first_node(env: Mapping[str, str]) -> str:
-    tasks = env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", "1"))
-    return re.split(r"[(,]", tasks)[0]
+    name = "SLURM_STEP_TASKS_PER_NODE"
+    tasks = env.get(name, env.get("SLURM_TASKS_PER_NODE", "1"))
+    return _of_slurm({name: re.split(r"[(,]", tasks)[0]}, name)
 
 
 def _has_gpu() -> bool:
-    import torch
-
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: its libraries are not found
+        raise ValueError(
+            f"a training needs torch, which cannot be imported here: {error}; launch it where "
+            f"torch is installed, such as in the container of the training"
+        ) from error
     return torch.cuda.is_available()
 
 

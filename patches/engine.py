@@ -393,6 +393,7 @@ def _checked(patches: Sequence[Patch]) -> tuple[list[Patch], list[Any]]:
     """Return the ``patches`` that are needed here, and the objects whose aliases matter to them.
     Raises as `apply`."""
     problems = []
+    causes: set[str] = set()
     unknown = []
     in_force = []
     wanted: list[Any] = []
@@ -401,7 +402,9 @@ def _checked(patches: Sequence[Patch]) -> tuple[list[Patch], list[Any]]:
         try:
             target = resolve(patch.target)
         except PatchError as error:
-            problems.append(str(error))
+            if str(error.__cause__) not in causes:  # a missing package is one problem
+                problems.append(str(error))
+            causes.add(str(error.__cause__))
             continue
         if (misfit := mismatch(patch, target.original)) is not None:
             problems.append(misfit.text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +18,7 @@ from megatron_ext.config import ALLOW_UNKNOWN, PipelineConfig, flag
 from megatron_ext.words import bytes_text, counted
 
 if TYPE_CHECKING:
-    from megatron_ext.doctor.doctor import Diagnosis
+    from megatron_ext.doctor.doctor import Diagnosis, PatchState
     from megatron_ext.doctor.report import RankPrediction
 
 
@@ -109,9 +109,20 @@ def _print_summary(diagnosis: Diagnosis, config: PipelineConfig) -> None:
     if not misfits:
         typer.echo(f"\nall {len(required)} patches {what} fit this Megatron")
         return
+    if diagnosis.missing:
+        typer.echo(
+            f"\nno patch was checked: {diagnosis.missing}; run this where the training runs, such "
+            f"as in its container"
+        )
+        return
     typer.echo(f"\n{len(misfits)} of the {len(required)} patches {what} do not fit this Megatron:")
+    by_cause: dict[str, list[PatchState]] = defaultdict(list)
     for patch in misfits:
-        typer.echo(f"\n{patch.why}")
+        by_cause[patch.cause or patch.why].append(patch)
+    for first, *others in by_cause.values():
+        typer.echo(f"\n{first.why}")
+        if others:
+            typer.echo(f"the same is missing for: {', '.join(patch.feature for patch in others)}")
     if diagnosis.allowance:
         typer.echo(
             f"\nread the changes first; if our patches still do what they should, allow these "

@@ -135,7 +135,7 @@ def _check(
     try:
         with quickly():
             from megatron_ext.launch_command import megatron_arguments
-    except ImportError as error:
+    except (ImportError, OSError) as error:  # OSError: libraries are not found
         raise PatchError(
             f"a check needs Megatron, which cannot be imported here: {error}"
         ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import platform
 from collections.abc import Iterator, Mapping
@@ -56,6 +57,7 @@ class PatchState:
     Attributes:
         is_required: whether the settings require it; without settings all are required.
         why: reason of a misfit.
+        cause: error that the reason ends with; "" if there is none.
         unknown: the source that the patch was not read against, if that is the reason.
     """
 
@@ -67,6 +69,7 @@ class PatchState:
     is_required: bool
     why: str = ""
     unknown: UnknownSource | None = None
+    cause: str = ""
 
     @property
     def fits(self) -> bool:
@@ -76,11 +79,15 @@ class PatchState:
 @dataclass(frozen=True)
 class Diagnosis:
     """Installed versions by name, the state of each patch of each feature, and the versions known
-    to fit."""
+    to fit.
+
+    ``missing`` says what all patches need and cannot be imported here; "" if nothing.
+    """
 
     environment: Mapping[str, str]
     patches: tuple[PatchState, ...]
     versions: tuple[dict[str, str], ...]
+    missing: str = ""
 
     @property
     def misfits(self) -> tuple[PatchState, ...]:
@@ -101,7 +108,18 @@ def diagnose(config: PipelineConfig) -> Diagnosis:
     Raises:
         ValueError: the user's list of allowed sources is not understood.
     """
-    return Diagnosis(_environment(), tuple(_patches(config)), tuple(_versions()))
+    patches, versions = tuple(_patches(config)), tuple(_versions())
+    return Diagnosis(_environment(), patches, versions, _missing())
+
+
+def _missing() -> str:
+    """Return which package that all patches need cannot be imported, and why."""
+    for module, name in (("torch", "torch"), ("megatron.core", "Megatron")):
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # a module may raise anything while it is imported
+            return f"{name} cannot be imported here: {type(error).__name__}: {error}"
+    return ""
 
 
 def _environment() -> dict[str, str]:
@@ -120,7 +138,7 @@ def _environment() -> dict[str, str]:
             versions[package] = f"not installed: {lacking}; pip install 'megatron_ext[{extra}]'"
     try:
         import torch
-    except ImportError:
+    except (ImportError, OSError):  # OSError: its libraries are not found
         return versions
     versions["CUDA"] = torch.version.cuda or "none in this torch"
     versions["ROCm"] = (
@@ -168,7 +186,8 @@ def _patches(config: PipelineConfig) -> Iterator[PatchState]:
         try:
             patches = feature.patches(example)
         except PatchError as error:
-            yield PatchState(feature.name, "", "", "", State.MISFIT, is_required, str(error))
+            state, why, cause = State.MISFIT, str(error), str(error.__cause__ or "")
+            yield PatchState(feature.name, "", "", "", state, is_required, why, cause=cause)
             continue
         for patch in patches:
             misfit = None

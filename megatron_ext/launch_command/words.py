@@ -168,7 +168,13 @@ def _read_module(module: str, rest: Sequence[str]) -> Launch:
 
 
 def _read_torchrun(words: Sequence[str]) -> Launch:
-    from torch.distributed.run import get_args_parser, parse_min_max_nnodes
+    try:
+        from torch.distributed.run import get_args_parser, parse_min_max_nnodes
+    except (ImportError, OSError) as error:  # OSError: its libraries are not found
+        raise ValueError(
+            f"torchrun's own words are read by torch, which cannot be imported here: {error}; run "
+            f"this where the training runs, such as in its container"
+        ) from error
 
     def refuse(message: str) -> NoReturn:
         raise ValueError(f"torchrun's own words: {message}")

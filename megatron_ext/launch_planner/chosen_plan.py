@@ -22,10 +22,16 @@ def choose_plan(argv: Sequence[str], config: PipelineConfig, world_size: int) ->
     ranks with the same ``argv``. Elsewhere each rank chooses, and all choose the same.
 
     Raises:
-        ValueError: no schedule can run under these flags.
+        ValueError: no schedule can run under these flags, or Megatron is not installed.
         RuntimeError: the rank that chooses has died, or failed for another reason.
     """
-    from megatron_ext.launch_planner.launch_choice import choose_for  # torch and Megatron
+    try:
+        from megatron_ext.launch_planner.launch_choice import choose_for  # torch and Megatron
+    except ImportError as error:
+        raise ValueError(
+            f"--pipeline-schedule {config.schedule} needs Megatron, which cannot be imported here: "
+            f"{error}"
+        ) from error
     from megatron_ext.runtime.store.leader import run_on_leader
 
     choose = partial(choose_for, argv, config, world_size)

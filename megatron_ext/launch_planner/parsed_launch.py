@@ -114,7 +114,7 @@ def with_launch[T](request: LaunchRequest, work: Callable[[ParsedLaunch], T]) ->
         try:
             with quickly():
                 from megatron_ext.launch_command import megatron_arguments
-        except ImportError as error:
+        except (ImportError, OSError) as error:  # OSError: libraries are not found
             raise PatchError(
                 f"a plan needs Megatron, which cannot be imported here: {error}"
             ) from error

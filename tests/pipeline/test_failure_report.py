@@ -43,7 +43,7 @@ SOON = 10.0  # seconds, on a busy machine; torch's own timeout is 30 minutes
 
 
 class NoWaits(Transport):
-    """Nobody waits for anybody. ``wanted`` runs where a device would wait for what is wanted."""
+    """No rank waits for another. ``wanted`` runs where a device would wait for a message."""
 
     wanted: Callable[[], None]
 

@@ -73,10 +73,64 @@ def test_ranks_come_from_srun_where_torchrun_has_set_none() -> None:
         ("gpu[03-05,9],m1", "gpu03"),
         ("a-b[7]", "a-b7"),
         ("rack1-[2,4]", "rack1-2"),
+        ("n[1-2]-ib,m3", "n1-ib"),
     ],
 )
 def test_first_host(nodes: str, host: str) -> None:
     assert first_host(nodes) == host
+
+
+def test_a_batch_script_is_one_process() -> None:
+    """SLURM tells its process a rank and no number of tasks: the launch ended by a KeyError."""
+    batch = {"SLURM_PROCID": "0", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-4]"}
+    alone = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "20007",
+    }
+    assert slurm_ranks(batch) == alone
+    assert slurm_ranks({**batch, "SLURM_TASKS_PER_NODE": "4(x4)"}) == alone
+    assert slurm_ranks({**SRUN, "SLURM_PROCID": "0"})["WORLD_SIZE"] == "8"
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"SLURM_LOCALID": None}, "SLURM_LOCALID is not set, and SLURM_PROCID is"),
+        ({"SLURM_NTASKS": None}, "SLURM_NTASKS is not set, and SLURM_PROCID is"),
+        ({"SLURM_PROCID": "x"}, "SLURM_PROCID is 'x'"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "x"}, "SLURM_STEP_TASKS_PER_NODE is 'x'"),
+        ({"SLURM_JOB_ID": ""}, "SLURM_JOB_ID is ''"),
+        ({"SLURM_STEP_NODELIST": "[1-4]"}, "node list '[1-4]' is not understood: set MASTER_ADDR"),
+        ({"SLURM_STEP_NODELIST": ""}, "node list '' is not understood: set MASTER_ADDR"),
+        ({"SLURM_STEP_NODELIST": "r[1-2]n[3-4]"}, "is not understood: set MASTER_ADDR"),
+    ],
+)
+def test_a_slurm_that_tells_too_little(
+    changed: dict[str, str | None],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """Each was a traceback: a KeyError, or an error of torch's about an address."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(errors, "FIRST_SECONDS", 0.0)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {**SRUN, **changed}.items():
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    (script := tmp_path / "train.py").touch()
+    with pytest.raises(SystemExit, match="2"):
+        main([str(script), "--pipeline-schedule", "zb-h1"])
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1 and err.startswith("megatron_ext: error on ")
 
 
 def test_the_script_runs_as_main_with_its_folder_and_arguments(tmp_path: Path) -> None:
@@ -338,7 +392,7 @@ class Node:
         monkeypatch.setattr(errors, "FIRST_SECONDS", 0.1)
 
     def says(self, rank: str, local_rank: str | None, text: str = "no such file") -> str:
-        """What the rank says as it exits for ``text``."""
+        """Return the line of the rank as it exits for ``text``."""
         self._monkeypatch.setenv("RANK", rank)
         self._monkeypatch.delenv("LOCAL_RANK", raising=False)
         if local_rank is not None:
