@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from megatron_ext.compile.program.verify import InvalidSchedule
 from megatron_ext.config import PipelineConfig
 from megatron_ext.errors import exit_for
 from megatron_ext.installation import install
@@ -104,12 +105,15 @@ def launch(
             _have_parsed(words, dropped)
     except (ValueError, PatchError) as error:
         exit_for(error)
-    if as_module:
-        sys.path[0] = os.getcwd()
-        runpy.run_module(script, run_name="__main__", alter_sys=True)
-    else:
-        sys.path[0] = str(Path(script).resolve().parent)
-        runpy.run_path(script, run_name="__main__")
+    try:
+        if as_module:
+            sys.path[0] = os.getcwd()
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(script).resolve().parent)
+            runpy.run_path(script, run_name="__main__")
+    except InvalidSchedule as error:  # that a search has found, in the first step
+        exit_for(error)
 
 
 def _record(recorded: RecordingRequest) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron_ext.adapter.compatibility import refuse, refuse_order
@@ -16,11 +17,12 @@ from megatron_ext.adapter.layout_arguments import ENDS, PATTERN, VIRTUAL_STAGES
 from megatron_ext.adapter.pairs.overlap_setting import refuse_measuring, requests_pairs
 from megatron_ext.adapter.race.order import check_order
 from megatron_ext.adapter.slices.lengths import spans_of
-from megatron_ext.adapter.step_sizes import step_sizes
+from megatron_ext.adapter.step_sizes import evaluated_microbatches, step_sizes
 from megatron_ext.adapter.transformer_engine.captured import captures
 from megatron_ext.adapter.vocabulary_rows import check_divisible
 from megatron_ext.compile.output_layer import place_output_layer
 from megatron_ext.compile.overlap import check_overlaps
+from megatron_ext.compile.program.memory import check_one_microbatch
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import Choice
 from megatron_ext.config import COSTS_FILE, TRACED_OF_RUN, PipelineConfig, flag
@@ -28,7 +30,7 @@ from megatron_ext.logger import logger, telling_of_long_work
 from megatron_ext.runtime.measure import profile
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.words import argument_flag
+from megatron_ext.words import argument_flag, counted
 
 _PATTERNS = (PATTERN, "hybrid_override_pattern")
 
@@ -41,14 +43,17 @@ def add_virtual_stages(args: Any, config: PipelineConfig) -> None:
         ValueError: the pattern has other stages.
     """
     ranks = args.pipeline_model_parallel_size
+    if ranks < 2:
+        return
+    chunks = config.choice.place(ranks).chunks
+    if chunks > 1:
+        args.overlap_p2p_comm = True  # of Megatron's messages, in place of which ours are sent
     patterns = [name for name in _PATTERNS if getattr(args, name, None) is not None]
-    if ranks > 1 and patterns:
+    if patterns:
         for name in patterns:
             setattr(args, name, _divided(getattr(args, name), args, config.choice))
-    elif ranks > 1 and all(getattr(args, name) is None for name in VIRTUAL_STAGES):
-        chunks = config.choice.place(ranks).chunks
-        if chunks > 1:
-            args.num_virtual_stages_per_pipeline_rank = chunks
+    elif chunks > 1 and all(getattr(args, name) is None for name in VIRTUAL_STAGES):
+        args.num_virtual_stages_per_pipeline_rank = chunks
 
 
 def _divided(pattern: str, args: Any, choice: Choice) -> str:
@@ -92,7 +97,25 @@ def check(args: Any, config: PipelineConfig, prove: Prove) -> list[Program]:
         spans_of(program, args, args.seq_length)
         if config.post_validation:
             check_overlaps(program)
+    _check_evaluation(args, config)
     return made
+
+
+def _check_evaluation(args: Any, config: PipelineConfig) -> None:
+    """Refuse evaluations of a number of microbatches for which the schedule has no program."""
+    microbatches = evaluated_microbatches(args)
+    if microbatches is None or microbatches in [size.microbatches for size in step_sizes(args)]:
+        return
+    choice = with_megatrons_group(config.choice.without_search, args)
+    training = problems(args, config)[0]
+    evaluation = replace(training, microbatches=microbatches, forward_only=True)
+    try:
+        place_output_layer(choice, evaluation)
+    except ValueError as error:
+        raise ValueError(
+            f"an evaluation of {counted(microbatches, 'microbatch')} "
+            f"(--eval-global-batch-size {args.eval_global_batch_size}): {error}"
+        ) from error
 
 
 def prove_without_search(choice: Choice, problems: Sequence[Problem]) -> list[Program]:
@@ -100,13 +123,16 @@ def prove_without_search(choice: Choice, problems: Sequence[Problem]) -> list[Pr
 
     If ``choice`` needs a search, the programs are those of its substitute without a search. A
     problem that the substitute cannot solve is omitted: only the search can tell whether it has a
-    program.
+    program, unless no schedule has one.
 
     Raises:
-        ValueError: as `place_output_layer`, if ``choice`` needs no search.
+        ValueError: as `place_output_layer`, if ``choice`` needs no search; a memory limit is too
+            low for any schedule.
     """
     if not choice.takes_long:
         return [place_output_layer(choice, problem) for problem in problems]
+    for problem in problems:
+        check_one_microbatch(problem)
     proved: list[Program] = []
     for problem in problems if choice.at_once is not None else ():
         with contextlib.suppress(ValueError):

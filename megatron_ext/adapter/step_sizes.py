@@ -43,6 +43,15 @@ def main_size(args: Any) -> StepSize:
     return step_sizes(args)[0]
 
 
+def evaluated_microbatches(args: Any) -> int | None:
+    """Return the number of microbatches of an evaluation's steps; None if validated ``args``
+    evaluate nothing."""
+    if not (args.eval_iters or args.full_validation):
+        return None
+    at_once = args.eval_micro_batch_size * args.data_parallel_size
+    return int(args.eval_global_batch_size // at_once)
+
+
 def _samples_of_batches(args: Any) -> list[tuple[int, float]]:
     """Return each size of a global batch with the number of samples that are trained in it."""
     if args.step_batch_size_schedule is None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import partial
 
 from megatron_ext.compile.pairs import built_with_pairs, check_pairs, with_pairs
 from megatron_ext.compile.program.communication import communicate
@@ -43,7 +44,7 @@ from megatron_ext.schedule.schedule import Schedule, Transform
 _TRIES = 4  # times that the memory of messages is subtracted from that of passes
 _STEP = 0.05  # least share of the passes' memory that is subtracted at a time
 _NOT_MUCH_LESS = 0.8  # times what a schedule needs: lower end of the search for a sufficient limit
-_LOOSER = (3.0, 2.0, 1.5, 1.25, 1.0)  # factors of the memory limit for families before recompute
+_LOOSER = (3.0, 2.0, 1.5, 1.25, 1.0)  # factors of the memory limit for families, see _looser_limits
 
 
 def build_program(choice: Choice, problem: Problem) -> Program:
@@ -65,7 +66,9 @@ def build_program(choice: Choice, problem: Problem) -> Program:
         if _adds_recompute(choice, problem) and not problem.forward_only:
             return _shortest_with_recompute(choice, problem)
         with caching_proofs():
-            return _proved(choice, problem)
+            if problem.extras.activation_offload is not Offload.NONE and not problem.forward_only:
+                return _first_with_offload(choice, problem)
+            return _proof(*_made(choice, problem))
 
 
 def prove_built(schedule: Schedule, problem: Problem) -> Program:
@@ -81,12 +84,41 @@ def prove_built(schedule: Schedule, problem: Problem) -> Program:
         return prove(schedule, problem)
 
 
-def _proved(choice: Choice, problem: Problem) -> Program:
+def _made(choice: Choice, problem: Problem) -> tuple[Schedule, Problem, Schedule | None]:
+    """Return the family's passes within the memory limit, the problem, and the same passes
+    transformed, if they are."""
     limit = _limit_of_passes(choice, problem)
     passes, schedule = _compute(choice, problem, limit), None
     if limit is not None and limit.bytes is not None:
         passes, schedule = _with_memory_for_messages(choice, problem, limit.bytes, passes)
-    return _proof(passes, problem, schedule)
+    return passes, problem, schedule
+
+
+def _first_with_offload(choice: Choice, problem: Problem) -> Program:
+    """Return the program of the first passes that fit into the memory limit with copies to the
+    host. The family makes its passes within looser limits than the problem's, the loosest first,
+    and at last those that fit without copies.
+
+    Raises:
+        OverLimit: none of them fits.
+        ValueError: the family has none.
+    """
+    without = problem.with_extras(activation_offload=Offload.NONE)
+    limits = _looser_limits(problem)
+    makers: list[Callable[[], Schedule]] = [partial(_compute, choice, problem, x) for x in limits]
+    if problem.memory_limit is not None:
+        makers.append(lambda: _made(choice, without)[0])
+    tried: set[Schedule] = set()
+    refusals: list[ValueError] = []
+    for make in makers:
+        try:
+            passes = make()
+            if passes not in tried:
+                tried.add(passes)
+                return _proof(passes, problem)
+        except ValueError as error:
+            refusals.append(error)
+    raise refusals[0]
 
 
 _PROOFS: ContextVar[deque[tuple[Schedule, Program]] | None] = ContextVar("kept", default=None)
@@ -216,7 +248,7 @@ def _least_that_is_enough(
 
 
 def _looser_limits(problem: Problem) -> list[MemoryLimit | None]:
-    """Return the memory limits to give the family before recompute, the loosest first."""
+    """Return the memory limits to give the family before copies or recompute, the loosest first."""
     limit = problem.memory_limit
     if limit is None:
         return [None]
@@ -311,8 +343,9 @@ def _adds_recompute(choice: Choice, problem: Problem) -> bool:
 
 def _limit_of_passes(choice: Choice, problem: Problem) -> MemoryLimit | None:
     """Return the memory limit of the family's passes: the problem's, less the additional memory of
-    vocabulary parallelism. None with offload or recompute, whose savings are not known yet."""
-    if problem.extras.activation_offload is not Offload.NONE or _adds_recompute(choice, problem):
+    vocabulary parallelism. None with recompute, whose savings are not known yet, and in an
+    evaluation, which holds nothing for a backward pass."""
+    if problem.forward_only or _adds_recompute(choice, problem):
         return None
     limit = problem.memory_limit
     if limit is not None and problem.extras.vocab_parallel is not VocabularyParallel.NONE:

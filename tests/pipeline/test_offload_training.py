@@ -33,6 +33,7 @@ from tests.helpers.megatron_runs import (
     train,
     train_or_fail,
 )
+from tests.helpers.trainings import Training
 
 COSTS = "f=10,i=12,w=8,comm=1,d2h=3,h2d=3"
 DROPOUT: dict[str, object] = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
@@ -189,6 +190,26 @@ def test_training_is_the_same_to_the_last_bit(
         registered = {registered for *_, registered in rank}
         # Slices differ in size: a step may find one more room in a larger one's buffer.
         assert registered == {0, plain} or ("pipeline_slices" in flags and max(registered) > 0)
+
+
+def test_a_limit_with_copies_and_an_evaluation_of_one_microbatch() -> None:
+    """zb-auto within one microbatch trains; with copies its first step ended in a traceback: its
+    passes were made without the limit. And 0.6x of the training came to 0.6 microbatches in an
+    evaluation of one, which ended the training."""
+    sizes: dict[str, object] = {
+        "pipeline_model_parallel_size": 2,
+        "global_batch_size": 8,
+        "train_iters": 2,
+        "eval_iters": 1,
+        "eval_global_batch_size": 1,
+    }
+    ours = {
+        "pipeline_schedule": "zb-auto",
+        "pipeline_memory_limit": "0.6x",
+        "pipeline_activation_offload": "half",
+        "pipeline_costs": COSTS,
+    }
+    assert evaluations(Training(2, sizes).start_as_stock(**ours))
 
 
 def fused(

@@ -35,6 +35,15 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
         {"pipeline_memory_limit": "1GiB", "pipeline_costs": "f=1,i=1,w=1"},
         "have no bytes",
     ),
+    "a limit below one microbatch, for a search": (
+        {
+            "pipeline_schedule": "zb-auto",
+            "pipeline_memory_limit": "0.6x",
+            "global_batch_size": 1,
+        },
+        "the memory limit is 0.6 microbatches, and a rank holds one microbatch at least: give at "
+        "least 1 microbatch",
+    ),
     "limit not understood": ({"pipeline_memory_limit": "much"}, "'much' is not understood"),
     "costs not understood": ({"pipeline_costs": "f=1,i=x,w=1"}, "'i=x' is no figure"),
     "no pipeline": (
@@ -304,6 +313,22 @@ def test_a_table_whose_checkpoints_others_would_misread(
     )
     (result,) = run_ranks(1, lambda rank: first_rank(flags), connect=False)
     assert result.exit_code == 0, result.error + result.stderr
+    assert text in result.stderr, result.stderr
+
+
+def test_a_table_for_another_number_of_microbatches_than_an_evaluation_has(tmp_path: Path) -> None:
+    """The training died in its first evaluation, and had been called right."""
+    rows = [",".join(f"{stage}{kind}{k}" for k in range(8) for kind in "FB") for stage in range(4)]
+    (tmp_path / "table.csv").write_text("\n".join(rows))
+    flags = model_flags(
+        pipeline_model_parallel_size=4,
+        pipeline_schedule=tmp_path / "table.csv",
+        eval_iters=1,
+        eval_global_batch_size=2,
+    )
+    (result,) = run_ranks(1, lambda rank: first_rank(flags), connect=False)
+    assert result.exit_code == 0, result.error + result.stderr
+    text = "an evaluation of 2 microbatches (--eval-global-batch-size 2): schedule file"
     assert text in result.stderr, result.stderr
 
 

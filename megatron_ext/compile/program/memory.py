@@ -9,9 +9,9 @@ from itertools import pairwise
 from megatron_ext.schedule.action import Action, Kind, Slice, tokens_of
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import RULES, Held, Lane, Source
-from megatron_ext.schedule.limit import MemoryLimit
+from megatron_ext.schedule.limit import MemoryLimit, fits
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.problem import Offload, Problem, Recompute
 from megatron_ext.schedule.schedule import Schedule, is_compute
 from megatron_ext.words import counted
 
@@ -214,6 +214,24 @@ def leaving_room(limit: MemoryLimit, microbatches: int, problem: Problem) -> Mem
     if limit.microbatches is not None:
         return MemoryLimit(microbatches=left)
     return MemoryLimit(bytes=int(left))
+
+
+def check_one_microbatch(problem: Problem) -> None:
+    """Raise ValueError if the memory limit is below one microbatch of some rank, which every
+    schedule holds there at once unless it copies activations to the host or recomputes them."""
+    limit, extras = problem.memory_limit, problem.extras
+    saves = extras.activation_offload is not Offload.NONE or extras.recompute != Recompute()
+    if limit is None or saves or problem.slices.count > 1:
+        return
+    least = 1.0
+    if limit.bytes is not None:
+        held = bytes_for(limit, problem.costs)[Held.ACTIVATION]
+        least = max(sum(held[stage] for stage in row) for row in problem.placement.stages_of)
+    if not fits(least, limit.amount):
+        raise ValueError(
+            f"the memory limit is {limit}, and a rank holds one microbatch at least: give at least "
+            f"{limit.at_least(least)}"
+        )
 
 
 def peaks(schedule: Schedule, amount: Amount) -> list[float]:

@@ -199,6 +199,20 @@ def test_evaluation_holds_nothing() -> None:
     program("gpipe", line_problem(4, 8, limit="1", forward_only=True))
 
 
+@pytest.mark.parametrize("limit", [MemoryLimit(microbatches=0.6), MemoryLimit(bytes=1000)])
+@pytest.mark.parametrize(
+    "spec", [name for name in entries() if not choose(name).without_search.takes_long]
+)
+def test_no_limit_applies_to_an_evaluation(spec: str, limit: MemoryLimit) -> None:
+    """A limit of 0.6x in a training of 8 microbatches came to 0.6 microbatches in an evaluation of
+    one, for which families had no passes: the training died in its first evaluation."""
+    choice, unlimited = choose(spec).without_search, problem_for(spec, 4, 1, forward_only=True)
+    held = dict.fromkeys((Held.ACTIVATION, Held.WEIGHT_INPUTS), (1e6,) * unlimited.placement.stages)
+    unlimited = replace(unlimited, costs=unlimited.costs.with_passes(held_bytes=held))
+    limited = build_program(choice, replace(unlimited, memory_limit=limit))
+    assert limited.schedule.rows == build_program(choice, unlimited).schedule.rows
+
+
 # ---- Memory limits
 
 # What searches long has its own tests.

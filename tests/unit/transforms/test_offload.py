@@ -41,6 +41,7 @@ from tests.helpers.combinations import at_night, in_pairs
 from tests.helpers.random_schedules import PROPERTY, mutate, random_case, seeds
 from tests.helpers.reference_runs import run
 from tests.helpers.schedules import rows_of, without_waits
+from tests.helpers.short_search import shorten_search
 
 NONE, HALF, FULL, FIT = Offload
 ALL = ("1f1b", "zb-h1", "zb-auto", "zb-v", "v-half", "v-min", "v-auto", "interleaved", "gis")
@@ -90,6 +91,36 @@ def chunks_held(program: Program) -> float:
 def copies(program: Program) -> list[Event]:
     events = simulate(program, program.problem.costs).events
     return [event for event in events if RULES[event.action.kind].lane in HOST_LANES]
+
+
+@pytest.mark.parametrize(
+    ("spec", "limit"),
+    [("zb-auto", "1"), ("zb-auto", "0.6x"), ("v-auto", "0.5x"), ("gis-h", "1x"), ("1f1b", "1x")],
+)
+@pytest.mark.parametrize("how", [HALF, FULL])
+@pytest.mark.parametrize("k", [0.2, 1000.0])
+def test_what_fits_without_copies_fits_with_them(
+    spec: str, limit: str, how: Offload, k: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """v-auto within 0.5x fits, and with half of its activations copied it was refused; zb-auto
+    within one microbatch trained, and with copies its first step ended in a traceback: with copies
+    families made their passes without any limit. No copies, as over a link that is too slow, leave
+    the order that fits."""
+    shorten_search(monkeypatch)
+    allowed = problem_of(spec, 3, k, how, limit=limit, microbatches=6)
+    build_program(choose(spec), allowed.with_extras(activation_offload=NONE))  # it fits
+    program = build_program(choose(spec), allowed)
+    held = max(peaks(program.schedule, in_microbatches(program.schedule)))
+    assert allowed.memory_limit is not None and held <= allowed.memory_limit.amount
+
+
+def test_copies_allow_looser_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a microbatch leaves is away for a while: passes that would hold more than the limit fit,
+    and take less time than those that fit by themselves."""
+    shorten_search(monkeypatch)
+    tight = problem_of("v-auto", 3, 0.2, microbatches=6, limit="0.5x")
+    copied = tight.with_extras(activation_offload=FULL)
+    assert makespan(built("v-auto", copied)) < makespan(built("v-auto", tight))
 
 
 def random_host_costs(random: Random, costs: Costs) -> Costs:
