@@ -247,6 +247,30 @@ def test_what_depends_on_a_tables_gradient_gets_it(
     values(run_ranks(RANKS, on_rank))
 
 
+def test_hooks_around_recomputed_layers_run_once() -> None:
+    """With a divided vocabulary the last stage's output is needed too, so F ran them, and R."""
+
+    def trained(hook: bool) -> tuple[list[float], dict[str, Tensor], int]:
+        model: Any = build()
+        calls: list[Any] = []
+        if hook:
+            model.decoder.register_forward_hook(lambda *call: calls.append(call[2].grad_fn))
+        losses = [float(loss["loss"]) for loss in step(model)]
+        assert None not in calls
+        return losses, gradients(model), len(calls)
+
+    def on_rank(rank: int) -> None:
+        with pipeline(schedule="zb-h1", vocab_parallel="1"):
+            losses, expected, _ = trained(hook=False)
+        with pipeline(schedule="zb-h1", vocab_parallel="1", recompute="first:2"):
+            ours, own, calls = trained(hook=True)
+        assert calls == MICROBATCHES
+        assert ours == losses
+        assert all(torch.equal(own[name], gradient) for name, gradient in expected.items())
+
+    values(run_ranks(RANKS, on_rank))
+
+
 def twice(data: Iterator[Tensor], model: Any) -> tuple[Tensor, Any]:
     forward_step(iter([torch.zeros(BATCH, SEQUENCE, dtype=torch.int64)]), model)
     return forward_step(data, model)

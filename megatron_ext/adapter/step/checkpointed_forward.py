@@ -10,13 +10,13 @@ gradients are enabled, patches check `checkpointed_forward`.
 
 Megatron recomputes layers, and hooks of the caller's on the modules around them run once, with
 gradients. Here the whole stage runs twice. Nothing needs what the stage with the loss computes in
-F, so these hooks run in R alone there. Elsewhere F's output depends on them, and they run twice.
+F, so these hooks run in R alone there. Elsewhere F's output depends on them, and a stage that has
+such hooks runs once, in F, except its decoder (`recomputed_decoder`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -28,7 +28,6 @@ from torch import Tensor
 from torch.nn.modules import module as module_hooks
 
 from megatron_ext.adapter.step.repeatable_call import ModelCall, RepeatableCall
-from megatron_ext.logger import logger
 from megatron_ext.runtime.parameter_hooks import Hook, Table, hidden
 
 
@@ -42,12 +41,27 @@ class CheckpointedForward:
 checkpointed_forward = CheckpointedForward()
 
 
+RandomStates = tuple[Any, ...]
+
+
 @dataclass(frozen=True)
 class RecomputeInputs:
     """Call of the model to repeat, and the random states at that call."""
 
     call: ModelCall
-    random_states: tuple[Any, ...]
+    random_states: RandomStates
+
+
+@contextlib.contextmanager
+def checkpointing(is_quantised: bool) -> Iterator[RandomStates]:
+    """Context of a forward pass that will be recomputed; yields the random states at its
+    beginning."""
+    checkpointed_forward.is_on = True
+    try:
+        with torch.no_grad(), _recompute(is_quantised, again=False):
+            yield random._get_all_rng_states()
+    finally:
+        checkpointed_forward.is_on = False
 
 
 class CheckpointedCall(RepeatableCall):
@@ -62,7 +76,7 @@ class CheckpointedCall(RepeatableCall):
         super().__init__(forward_step_func, "--pipeline-recompute")
         self._is_quantised = is_quantised
         self._has_loss = has_loss
-        self._random_states: tuple[Any, ...] = ()
+        self._random_states: RandomStates = ()
 
     def __call__(self, data_iterator: Any, model: torch.nn.Module) -> tuple[Tensor, Any]:
         if not self._has_loss:
@@ -78,33 +92,16 @@ class CheckpointedCall(RepeatableCall):
 
     @contextlib.contextmanager
     def _around(self) -> Iterator[None]:
-        self._random_states = random._get_all_rng_states()
-        checkpointed_forward.is_on = True
-        try:
-            with torch.no_grad(), _recompute(self._is_quantised, again=False):
-                yield
-        finally:
-            checkpointed_forward.is_on = False
+        with checkpointing(self._is_quantised) as self._random_states:
+            yield
 
 
-_told: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-
-
-def tell_of_hooks_run_twice(stage: int, model: torch.nn.Module, groups: Any) -> None:
-    """Say once, on the first rank of ``stage`` without a loss, which modules of ``model`` have
-    hooks of the caller's that run in F and in R."""
-    ranks = (groups.tp, getattr(groups, "dp_cp", None))
-    if model in _told or any(group is not None and group.rank() > 0 for group in ranks):
-        return
-    _told.add(model)
+def hooked_around_layers(model: torch.nn.Module) -> list[str]:
+    """Return the names of the modules around the layers of ``model`` whose forward pass has hooks
+    of the caller's."""
     around = _around_layers(model)
     hooked = {name: None for name, table in around if any(map(_is_callers, table.values()))}
-    if hooked:
-        logger.warning(
-            f"--pipeline-recompute: hooks on the forward pass of {', '.join(hooked)} of stage "
-            f"{stage} run twice for a recomputed microbatch, in F without gradients and again in "
-            "R: F's output may depend on them"
-        )
+    return list(hooked)
 
 
 def _around_layers(model: torch.nn.Module) -> Iterator[tuple[str, Table]]:
@@ -129,10 +126,10 @@ def _is_callers(hook: Hook) -> bool:
 
 
 @contextlib.contextmanager
-def recomputing(noted: RecomputeInputs, is_quantised: bool) -> Iterator[None]:
-    """Context with the random states of ``noted``; the current ones are restored afterwards."""
+def recomputing(random_states: RandomStates, is_quantised: bool) -> Iterator[None]:
+    """Context with ``random_states``; the current ones are restored afterwards."""
     with random._fork_rng(), _recompute(is_quantised, again=True):
-        random._set_all_rng_states(*noted.random_states)
+        random._set_all_rng_states(*random_states)
         yield
 
 

@@ -22,6 +22,7 @@ from megatron_ext.adapter.step.checkpointed_forward import (
     recomputing,
 )
 from megatron_ext.adapter.step.parameter_gathers import ParameterGathers
+from megatron_ext.adapter.step.recomputed_decoder import RecomputedDecoder, decoder_to_recompute
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.recording import RecordedReduction
 from megatron_ext.runtime.stage import Backward
@@ -47,6 +48,8 @@ class ModelStage:
     ``w_is_next`` are the microbatches whose W its rank runs directly after their I. ``recomputed``
     are the microbatches that have an R.
     """
+
+    _takes_slices = False
 
     def __init__(
         self,
@@ -82,6 +85,11 @@ class ModelStage:
         self._between: dict[int, tuple[Tensor | None, Tensor]] = {}  # input, output of F or R
         # From F to R: the input, the inputs of the recompute, and the loss's index.
         self._checkpointed: dict[int, tuple[Tensor | None, RecomputeInputs, int]] = {}
+        self._decoder: Any = None  # if it is recomputed without what is around it
+        if recomputed and not has_loss:
+            takes_slices = self._takes_slices
+            self._decoder = decoder_to_recompute(number, model, config, takes_slices=takes_slices)
+        self._decoders: dict[int, RecomputedDecoder] = {}  # from F to R
         self._has_begun = False  # its forward passes of this step
         self.losses: list[Any] = []
         self.tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
@@ -89,6 +97,8 @@ class ModelStage:
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
         is_first = self._begin_forward(x)
         run = self._forward_step_func(microbatch)
+        if microbatch in self._recomputed and self._decoder is not None:
+            return self._forward_but_decoder(run, microbatch, x, is_first)
         if microbatch in self._recomputed:
             first = CheckpointedCall(run, self._is_quantised, has_loss=self._has_loss)
             output, _ = self._run(first, microbatch, x, [], is_first=is_first, has_loss=False)
@@ -104,15 +114,32 @@ class ModelStage:
             self._between[microbatch] = (x, output)
         return output
 
+    def _forward_but_decoder(
+        self, run: Callable[..., Any], microbatch: int, x: Tensor | None, is_first: bool
+    ) -> Tensor:
+        """Run F with gradients, except for the decoder, which R recomputes."""
+        decoder = RecomputedDecoder(self._decoder, self._is_quantised)
+        with decoder.checkpointed():
+            output, tokens = self._run(
+                run, microbatch, x, self.losses, is_first=is_first, has_loss=False
+            )
+        self.tokens += tokens
+        self._decoders[microbatch] = decoder
+        self._between[microbatch] = (x, output)
+        return output
+
     def forward_beside(
         self, microbatch: int, x: Tensor | None, backward: Backward
     ) -> tuple[Tensor, Tensor | None]:
         return self.forward(microbatch, x), backward.run()
 
     def recompute(self, microbatch: int) -> None:
+        if microbatch in self._decoders:
+            self._decoders.pop(microbatch).recompute()
+            return
         x, noted, place = self._checkpointed.pop(microbatch)
         losses: list[Any] = []
-        with recomputing(noted, self._is_quantised):
+        with recomputing(noted.random_states, self._is_quantised):
             output, tokens = self._run(
                 noted.call.again, microbatch, x, losses, has_loss=self._has_loss
             )
@@ -215,6 +242,7 @@ class ModelStage:
         """Discard what F has counted and stored in this step."""
         self._between.clear()
         self._checkpointed.clear()
+        self._decoders.clear()
         self._has_begun = False
         self.losses.clear()
         self.tokens.zero_()

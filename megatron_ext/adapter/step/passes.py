@@ -11,7 +11,6 @@ from megatron_ext.adapter.pairs.callers import takes_plans
 from megatron_ext.adapter.pairs.planned_stage import PlannedStage
 from megatron_ext.adapter.slices.lengths import lengths_passed_on
 from megatron_ext.adapter.splitting import splitting
-from megatron_ext.adapter.step.checkpointed_forward import tell_of_hooks_run_twice
 from megatron_ext.adapter.step.end_stage import EndStage, ends_of
 from megatron_ext.adapter.step.gradients import no_grad_sync
 from megatron_ext.adapter.step.model_stage import ModelStage
@@ -92,8 +91,6 @@ def _stages(
         else:
             stage = PlannedStage if is_planned else ModelStage
             stages[number] = stage(*common, has_loss=is_last, first_trained=first_trained)
-        if own[1] and (not is_last or step.shard is not None):
-            tell_of_hooks_run_twice(number, chunk, call.groups)
     return stages
 
 

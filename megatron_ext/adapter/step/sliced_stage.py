@@ -27,6 +27,8 @@ from megatron_ext.schedule.action import Slice
 class SlicedStage(ModelStage):
     """Model chunk during one step, whose passes run `Slice`s."""
 
+    _takes_slices = True
+
     def __init__(
         self,
         *args: Any,

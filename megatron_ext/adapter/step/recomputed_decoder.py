@@ -1,0 +1,122 @@
+"""Decoder that R recomputes, in a stage that otherwise runs once.
+
+As in Megatron's own recompute, hooks of the caller's on a stage's model, decoder and embedding then
+run once, with gradients. The stage's graph, made in F, has a node in place of the decoder's. In the
+backward pass that node runs the backward pass of the graph that R has made of the decoder.
+
+What surrounds the decoder is stored from F on: on the first stage the embeddings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_block import TransformerBlock
+from torch import Tensor
+
+from megatron_ext.adapter.model_parts import language_model
+from megatron_ext.adapter.step.checkpointed_forward import (
+    RandomStates,
+    checkpointing,
+    hooked_around_layers,
+    recomputing,
+)
+from megatron_ext.logger import logger
+
+_told: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+
+def decoder_to_recompute(
+    stage: int, model: torch.nn.Module, config: Any, *, takes_slices: bool
+) -> Any | None:
+    """Return the decoder of ``model``, the stage's chunk, if it is recomputed alone: if there are
+    hooks around its layers, which would run twice. One line says so if it cannot be, as with
+    slices, whose last stage would store logits."""
+    hooked = hooked_around_layers(model)
+    if not hooked:
+        return None
+    decoder = getattr(language_model(model), "decoder", None)
+    if isinstance(decoder, TransformerBlock) and not (takes_slices or config.enable_autocast):
+        return decoder
+    if model not in _told:
+        _told.add(model)
+        logger.warning(
+            f"--pipeline-recompute: hooks on the forward pass of {', '.join(hooked)} of stage "
+            f"{stage} run twice for a recomputed microbatch, in F without gradients and again in R"
+        )
+    return None
+
+
+class RecomputedDecoder:
+    """Decoder of a stage, for one microbatch."""
+
+    def __init__(self, decoder: Any, is_quantised: bool) -> None:
+        self._decoder = decoder
+        self._is_quantised = is_quantised
+        self._call: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
+        self._random_states: RandomStates = ()
+        self._input = self._output = torch.empty(0)
+
+    @contextlib.contextmanager
+    def checkpointed(self) -> Iterator[None]:
+        """Context of the stage's F."""
+        own = vars(self._decoder)
+        kept = {"forward": own["forward"]} if "forward" in own else {}
+        self._forward = self._decoder.forward
+        self._decoder.forward = self._first
+        try:
+            yield
+        finally:
+            del self._decoder.forward
+            own.update(kept)
+
+    def recompute(self) -> None:
+        """R: run the decoder again, with gradients."""
+        with recomputing(self._random_states, self._is_quantised):
+            self._output = self._run(self._input)
+
+    def first(self) -> Tensor:
+        """Return the decoder's output, without gradients."""
+        with checkpointing(self._is_quantised) as self._random_states:
+            return self._run(self._input.detach())  # without layers it is what is returned
+
+    def backward(self, dy: Tensor) -> Tensor | None:
+        """Run the decoder's backward pass, and return the gradient of its input."""
+        torch.autograd.backward(self._output, dy)
+        return self._input.grad
+
+    def _first(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Tensor:
+        decoder = self._decoder
+        given = hidden_states if decoder.pre_process else decoder.input_tensor
+        self._call = args, kwargs
+        self._input = given.detach().requires_grad_(given.requires_grad)
+        # Not every input requires a gradient; the weights' do.
+        output: Tensor = _Decoder.apply(self, given, torch.empty(0, requires_grad=True))
+        return output
+
+    def _run(self, x: Tensor) -> Tensor:
+        args, kwargs = self._call
+        decoder = self._decoder
+        before = decoder.input_tensor
+        decoder.set_input_tensor(None if decoder.pre_process else x)
+        output: Tensor = self._forward(x, *args, **kwargs)
+        decoder.set_input_tensor(before)
+        assert isinstance(output, Tensor), f"the decoder returned {type(output).__name__}"
+        return output
+
+
+class _Decoder(torch.autograd.Function):
+    """Decoder as a node of the stage's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, decoder: RecomputedDecoder, x: Tensor, trained: Tensor) -> Tensor:
+        ctx.decoder = decoder
+        return decoder.first()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return None, ctx.decoder.backward(dy), None
