@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
-from megatron_ext.race.rounds import Round
+from megatron_ext.race.contestants import Contestants
+from megatron_ext.race.rounds import TURNS, Race, Round
 from megatron_ext.text_file import LARGEST_JSON, parse_json, read_text_file, write_text_file
 from megatron_ext.words import shown
 
 NAME = "race.json"  # in the folder of the checkpoints
 _VERSION = 1
+THE_RACE = "the race"  # the fact that names the contestants
+_SECONDS = (1e-9, 1e6)  # of an iteration
+_RANGES = {  # of figures
+    "bubble": (-1.0, 1.0),
+    "predicted_bubble": (-1.0, 1.0),
+    "peak": (0.0, 1e18),
+    "predicted_peak": (0.0, 1e18),
+    "peak_microbatches": (0.0, 1e9),
+}
+_MAY_BE_UNKNOWN = ("peak", "predicted_peak")
+_KINDS: dict[type, str] = {dict: "table", list: "list", str: "text"}
 
 
 @dataclass(frozen=True)
@@ -57,23 +70,93 @@ def save_record(record: RaceRecord, path: Path) -> None:
     write_text_file(path, json.dumps({"version": _VERSION, **asdict(record)}, indent=2) + "\n")
 
 
-def load_record(path: Path) -> RaceRecord:
-    """Return the record at ``path``.
+def load_record(path: Path, contestants: Contestants | None = None) -> RaceRecord:
+    """Return the record at ``path``, for a race of ``contestants`` if they are given.
 
     Raises:
-        ValueError: the file cannot be read, is no record, or is of another version.
+        ValueError: the file cannot be read, is no record, is of another version, or is none that a
+            race of these contestants can have written.
     """
     text = read_text_file(path, "race file", LARGEST_JSON)
     try:
-        data = parse_json(text)
-        if (version := data.pop("version")) != _VERSION:
+        data = _of_kind(parse_json(text), dict, "the file")
+        if (version := data.pop("version", None)) != _VERSION:
             raise ValueError(f"its version is {shown(version)}, and only {_VERSION} is known")
-        data["figures"] = {
-            spec: RaceFigures(**figures) for spec, figures in data["figures"].items()
-        }
-        return RaceRecord(**data)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        if data.keys() != (names := {name.name for name in fields(RaceRecord)}):
+            raise ValueError(f"it has not exactly {', '.join(sorted(names))}")
+        record = RaceRecord(
+            {
+                name: _of_kind(fact, str, f"subject, {name}")
+                for name, fact in _of_kind(data["subject"], dict, "subject").items()
+            },
+            [_round(measured) for measured in _of_kind(data["rounds"], list, "rounds")],
+            {
+                spec: _figures(spec, figures)
+                for spec, figures in _of_kind(data["figures"], dict, "figures").items()
+            },
+            None if data["winner"] is None else _of_kind(data["winner"], str, "winner"),
+        )
+        if contestants is not None and record.subject.get(THE_RACE) == str(contestants):
+            _check_course(record, contestants)
+        return record
+    except ValueError as error:
         raise ValueError(f"race file {path} is not understood: {shown(error, 200)}") from None
+
+
+def _of_kind(value: Any, kind: type, what: str) -> Any:
+    if not isinstance(value, kind):
+        raise ValueError(f"{what} is {shown(value)}, and not a {_KINDS[kind]}")
+    return value
+
+
+def _number(value: Any, what: str, least: float, most: float) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not least <= value <= most:
+        raise ValueError(f"{what} is {shown(value)}, and not a number from {least:g} to {most:g}")
+    return float(value)
+
+
+def _round(measured: Any) -> dict[str, list[float]]:
+    turns = _of_kind(measured, dict, "a round")
+    for spec, seconds in turns.items():
+        if len(_of_kind(seconds, list, f"{shown(spec)} in a round")) != TURNS:
+            raise ValueError(f"{shown(spec)} has {len(seconds)} turns in a round, and not {TURNS}")
+    return {
+        spec: [_number(one, f"a turn of {shown(spec)}", *_SECONDS) for one in seconds]
+        for spec, seconds in turns.items()
+    }
+
+
+def _figures(spec: str, figures: Any) -> RaceFigures:
+    given = _of_kind(figures, dict, f"figures, {shown(spec)}")
+    if given.keys() != _RANGES.keys():
+        raise ValueError(f"the figures of {shown(spec)} are not exactly {', '.join(_RANGES)}")
+    values = {
+        name: None
+        if given[name] is None and name in _MAY_BE_UNKNOWN
+        else _number(given[name], f"{name} of {shown(spec)}", *limits)
+        for name, limits in _RANGES.items()
+    }
+    return RaceFigures(**values)  # type: ignore[arg-type]
+
+
+def _check_course(record: RaceRecord, contestants: Contestants) -> None:
+    """Raise ValueError unless a race of ``contestants`` with the rounds of ``record`` is as far as
+    the record says: a round has those that were left, and the winner is that of the rounds."""
+    timed = {spec for measured in record.rounds for spec in measured}
+    strangers = (timed | record.figures.keys()) - set(contestants.specs)
+    if strangers or timed - record.figures.keys():
+        raise ValueError("rounds and figures are not of the schedules of the race")
+    race = Race(
+        contestants.baseline, [spec for spec in contestants.candidates if spec in timed]
+    )  # others could not be built
+    for number, measured in enumerate(record.rounds, 1):
+        if race.is_over or measured.keys() != {race.baseline, *race.candidates}:
+            raise ValueError(f"round {number} is not of the schedules that were left")
+        race.add_round(measured)
+    ended = race.winner if race.is_over else None
+    if record.winner != ended:
+        raise ValueError(f"the winner is {record.winner}, and by the rounds {ended}")
 
 
 def difference(subject: Mapping[str, str], recorded: Mapping[str, str]) -> str:

@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+TURNS = 2  # of each schedule in a round
 WARM_UP = 1  # iterations of a turn that are not timed: the first ones after a switch
 TIMED = 4  # iterations of a turn that are timed
 ROUNDS = 5

@@ -13,6 +13,7 @@ import re
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -267,6 +268,36 @@ def test_what_was_measured_of_something_else_does_not_count(
     assert "does not count: GPU was 8 x H100 there and is 2 x CPU (no GPU) here" in told
     assert "race of zb-2p against 1f1b (stock's order)" in told
     assert "race has not ended: the training has, after 0 of 2 rounds" in told
+
+
+@pytest.mark.parametrize(
+    ("folder", "is_one"), [("msc://profile/run", False), ("runs/1", True), (None, False)]
+)
+def test_an_address_is_no_folder(
+    folder: str | None, is_one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record of a race that saves to ``msc://...`` was written into a local folder ``msc:``."""
+    args = SimpleNamespace(save=folder)
+    monkeypatch.setattr(step_race, "training_global", lambda name: args)
+    assert step_race._folder("save") == (Path(folder) if folder and is_one else None)
+
+
+def test_a_broken_record_is_measured_anew(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Negative seconds won, at each later start."""
+    race: Flags = {"pipeline_race": "zb-2p", "pipeline_costs": COSTS}
+    saved_at = step_race.FIRST + ROUND + 3
+    folder: Flags = {"save": tmp_path, "save_interval": saved_at}
+    run(2, WHOLE, exit_interval=saved_at, **race, **folder)
+    record = json.loads((tmp_path / "race.json").read_text())
+    record["rounds"][0]["zb-2p"][0] = -5.0
+    (tmp_path / "race.json").write_text(json.dumps(record))
+    said(capfd)
+    run(2, WHOLE, **race, load=tmp_path, exit_interval=saved_at + step_race.FIRST + 2)
+    told = said(capfd)
+    assert "race: measured anew: race file" in told and "a turn of zb-2p is -5.0" in told
+    assert "from an earlier start" not in told
 
 
 def test_a_full_disk_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

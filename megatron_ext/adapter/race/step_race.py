@@ -35,6 +35,7 @@ from megatron_ext.race import report
 from megatron_ext.race.contestants import RaceThen
 from megatron_ext.race.record import (
     NAME,
+    THE_RACE,
     RaceFigures,
     RaceRecord,
     difference,
@@ -324,7 +325,7 @@ class StepRace(StepObserver[Step]):
 
     @property
     def _subject(self) -> dict[str, str]:
-        return {**self._facts, "the race": str(self._contestants)}
+        return {**self._facts, THE_RACE: str(self._contestants)}
 
     def _figures(self) -> dict[str, RaceFigures]:
         return {
@@ -351,7 +352,7 @@ class StepRace(StepObserver[Step]):
         folder = _folder("load")
         if dist.get_rank() == 0 and folder is not None and (folder / NAME).exists():
             try:
-                known = load_record(folder / NAME)
+                known = load_record(folder / NAME, self._contestants)
             except ValueError as error:
                 logger.warning(f"race: measured anew: {error}")
         return tell_all(known)
@@ -386,9 +387,10 @@ def _device() -> torch.device:
 
 
 def _folder(name: str) -> Path | None:
-    """Return Megatron's folder of checkpoints to ``load`` or ``save``, if it was given."""
+    """Return Megatron's folder of checkpoints to ``load`` or ``save``, if it was given and is one
+    of a file system: an address such as ``msc://bucket`` is none."""
     folder = getattr(training_global("_GLOBAL_ARGS"), name, None)
-    return None if folder is None else Path(folder)
+    return None if folder is None or "://" in str(folder) else Path(folder)
 
 
 def _say(text: str) -> None:

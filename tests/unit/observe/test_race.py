@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import itertools
 import json
+import math
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +20,7 @@ from megatron_ext.config import PipelineConfig
 from megatron_ext.race import report
 from megatron_ext.race.contestants import Contestants, RaceThen, contestants
 from megatron_ext.race.record import (
+    NAME,
     RaceFigures,
     RaceRecord,
     difference,
@@ -297,3 +303,105 @@ def test_a_race_that_nobody_has_won_is_not_doubted() -> None:
 
 def test_a_race_without_a_round_has_no_row() -> None:
     assert report.table(Race("a", ["b"]), Contestants(("a", "b")), {}, {}) == ""
+
+
+CONTESTANTS = Contestants(("a", "b", "c"))
+
+
+def course(rounds: int) -> RaceRecord:
+    """A race of a, b and c after so many rounds: c is dropped after two, and b wins."""
+    race = Race("a", ["b", "c"])
+    for number in range(rounds):
+        seconds = {"a": 1.0 + number / 100, "b": 0.9, "c": 2.0}
+        left = {spec: [seconds[spec], seconds[spec] + 0.01] for spec in ("a", *race.candidates)}
+        race.add_round(left)
+    figures = RaceFigures(0.2, 0.25, 3e9, None, 8.0)
+    winner = race.winner if race.is_over else None
+    facts = {"GPU": "8 x H100", "the race": "a b c"}
+    return RaceRecord(facts, race.rounds, dict.fromkeys("abc", figures), winner)
+
+
+@pytest.mark.parametrize("rounds", range(1, ROUNDS + 1))
+def test_each_part_of_a_race_is_read_again(rounds: int, tmp_path: Path) -> None:
+    record = course(rounds)
+    save_record(record, tmp_path / NAME)
+    assert load_record(tmp_path / NAME, CONTESTANTS) == record
+    assert record.winner == ("b" if rounds == ROUNDS else None)
+
+
+def test_a_race_that_none_could_run_is_read_again(tmp_path: Path) -> None:
+    record = RaceRecord({"the race": "a b c"}, winner="a")
+    save_record(record, tmp_path / NAME)
+    assert load_record(tmp_path / NAME, CONTESTANTS) == record
+
+
+def test_a_record_is_what_a_race_can_have_written(tmp_path: Path) -> None:
+    """120 of 395 mutations were taken: negative seconds won, and a winner that is no schedule ended
+    each later start in a traceback."""
+    values: list[Any] = [
+        None,
+        True,
+        -1,
+        -0.5,
+        0,
+        1e308,
+        math.nan,
+        math.inf,
+        10**400,
+        "",
+        "zb-h9",
+        [],
+        {},
+        [1],
+    ]
+    taken = []
+    for rounds in (3, ROUNDS):
+        save_record(course(rounds), tmp_path / NAME)
+        whole = json.loads((tmp_path / NAME).read_text())
+        for path in [*paths_in(whole)]:
+            for value in [*values, *renamed(whole, path)]:
+                data = changed(whole, path, value)
+                (tmp_path / NAME).write_text(json.dumps(data))
+                with contextlib.suppress(ValueError):
+                    record = load_record(tmp_path / NAME, CONTESTANTS)
+                    if record != course(rounds) and path[0] != "subject":
+                        taken.append((path, value))
+    taken.remove((("rounds",), whole_rounds(2)))  # an earlier record of the same race
+    for path, value in taken:  # figures, which a report shows
+        is_figure = path[0] == "figures" and len(path) == 3
+        assert is_figure and (value is None or -1 <= value <= 1), (path, value)
+
+
+def whole_rounds(count: int) -> list[Any]:
+    return [dict(measured) for measured in course(count).rounds]
+
+
+def paths_in(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of each value of JSON."""
+    if path:
+        yield path
+    items: Any = {}
+    if isinstance(data, dict):
+        items = data.items()
+    elif isinstance(data, list):
+        items = enumerate(data)
+    for key, value in items:
+        yield from paths_in(value, (*path, key))
+
+
+def renamed(data: Any, path: tuple[Any, ...]) -> list[Any]:
+    """The value at ``path``, if it is a table or a list, without its last item."""
+    for key in path:
+        data = data[key]
+    if isinstance(data, dict) and data:
+        return [dict([*data.items()][:-1])]
+    return [data[:-1]] if isinstance(data, list) and data else []
+
+
+def changed(data: Any, path: tuple[Any, ...], value: Any) -> Any:
+    data = copy.deepcopy(data)
+    place = data
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    return data
