@@ -237,7 +237,7 @@ def plan(
         make = (_of_launch if source.is_given else _of_sizes)(source, sizes, settings)
         with showing_progress(), planning() as time:
             made = make(with_curves=pictures.plot is not None, lengths=lengths)
-        pictures.draw(made.plan, made.curves, is_estimate=made.is_estimate)
+        pictures.draw(made.plan, made.curves, in_seconds=made.in_seconds)
     except (ValueError, OSError, PatchError) as error:
         fail(error)
     if as_json:
@@ -498,7 +498,8 @@ def _of_sizes(source: _Source, sizes: _Sizes, settings: _Settings) -> _MakePlan:
     tower = {"--vision": settings.vision, "--vision-tokens": settings.vision_tokens}
     _refuse(tower, f"{_NO_MODEL}, or write the tower into --costs as tower=F/I/W")
     training = replace(training, costs=training.costs or partial(parse_costs, UNIT))
-    return partial(plan_job, job_of(training))
+    in_seconds = CostsSource(costs or UNIT).file is not None
+    return partial(plan_job, replace(job_of(training), in_seconds=in_seconds))
 
 
 def _of_model(training: Training, text: str, sizes: _Sizes, settings: _Settings) -> TrainingJob:
@@ -545,7 +546,8 @@ def _of_model(training: Training, text: str, sizes: _Sizes, settings: _Settings)
     trained = TrainedModel(model, execution, state, rates)
     assumed = (ASSUMED_GPU,) if not gpus and training.costs is None else ()
     training = replace(training, trained=trained)
-    return job_of(training, free, assumed)
+    in_seconds = settings.costs is None or CostsSource(settings.costs).file is not None
+    return replace(job_of(training, free, assumed), in_seconds=in_seconds)
 
 
 def _machine(

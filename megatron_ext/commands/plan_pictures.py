@@ -31,10 +31,10 @@ class PlanPictures:
         if self.page is not None:
             check_page(self.page)
 
-    def draw(self, plan: Plan, curves: Curves | None, *, is_estimate: bool) -> None:
+    def draw(self, plan: Plan, curves: Curves | None, *, in_seconds: bool) -> None:
         """Draw the pictures of ``plan``.
 
-        ``curves``: of ``plan``, for its plot. ``is_estimate``: whether its times are seconds.
+        ``curves``: of ``plan``, for its plot. ``in_seconds``: whether its times are seconds.
 
         Raises:
             OSError: a file cannot be written.
@@ -42,7 +42,7 @@ class PlanPictures:
         if self.plot is not None and curves is not None and plan.candidates:
             draw_plan(plan, curves, self.plot)
         if self.page is not None and plan.candidates:
-            unit = SECONDS if is_estimate else ""
+            unit = SECONDS if in_seconds else ""
             title = "the schedules of a plan that none beats in both time and memory"
             write_page(Page(title, _runs_of_plan(plan), command_line(), unit), self.page)
 

@@ -26,7 +26,8 @@ def print_tables(made: JobPlan) -> None:
     """Print everything that was compared for ``made``."""
     typer.echo()
     _print_plan(made)
-    unit = "seconds, as estimated" if made.is_estimate else "the unit of --costs"
+    unit = "seconds, as measured" if made.in_seconds else "the unit of --costs"
+    unit = "seconds, as estimated" if made.is_estimate else unit
     typer.echo(f"times are in {unit}")
     best = made.plan.best
     if best is not None and made.long_sequences is not None:

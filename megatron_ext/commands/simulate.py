@@ -38,6 +38,7 @@ from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import Choice, choose, with_option
 from megatron_ext.compile.report import ScheduleReport, report
 from megatron_ext.planner.auto import AS_1F1B, take
+from megatron_ext.planner.candidate import Variant
 from megatron_ext.progress import task
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import parse_limit
@@ -239,7 +240,7 @@ def simulate(
             speeds = () if rank_speeds is None else parse_rank_speeds(rank_speeds).of_ranks(pp)
             request = _Request(pp, microbatches, costs, memory_limit, extras, speeds)
             choice, problem, why = request.choice(_with_chunks(spec, vpp))
-            program, made = report(choice, problem)
+            program, made = report(choice, problem, Variant(choice, problem).build)
             with task("simulating a device that waits at passes"):
                 waiting = simulate_program(program, program.problem.costs, Device.WAITS_AT_PASSES)
             unequal, drawn = _with_unequal(program, differing, deal)

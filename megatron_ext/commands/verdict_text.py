@@ -64,7 +64,7 @@ def _unequal(made: JobPlan, gains: UnequalGains) -> Iterator[str]:
     if gains.refused and not gains.flags:
         yield f"unequal:   nothing is arranged, which may save {gains.most:.1%}: {gains.refused}"
         return
-    unit = " s" if made.is_estimate else ""
+    unit = " s" if made.in_seconds else ""
     on = f" on each of {gains.replicas} replicas" if gains.replicas > 1 else ""
     if gains.expert_replicas > 1:
         on += f", of which {gains.expert_replicas} share experts and wait for one another"
@@ -128,7 +128,7 @@ def _gain(made: JobPlan, taken: Alternative) -> str:
 
 
 def _step(made: JobPlan, one: Alternative) -> str:
-    return f"{one.seconds:.4g}{' s' if made.is_estimate else ''} a step"
+    return f"{one.seconds:.4g}{' s' if made.in_seconds else ''} a step"
 
 
 def _memory(one: Alternative) -> str:
@@ -153,7 +153,7 @@ def _memory_of_rank(made: JobPlan, taken: Alternative) -> str:
 
 
 def _other_step(made: JobPlan, microbatches: int, seconds: float) -> str:
-    own, unit = made.verdict.baseline, " s" if made.is_estimate else ""
+    own, unit = made.verdict.baseline, " s" if made.in_seconds else ""
     text = f"a step of {counted(microbatches, 'microbatch')} takes {seconds:.4g}{unit}"
     now = None if own is None or made.verdict.keeps else own.other_steps.get(microbatches)
     return text if now is None else f"{text} (now {now:.4g})"

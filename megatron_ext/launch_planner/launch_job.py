@@ -62,6 +62,7 @@ def job_of(request: LaunchRequest, parsed: ParsedLaunch) -> LaunchJob:
         text=f"{parsed.facts}, under {parsed.variants.own}",
         free=parsed.free,
         is_estimate=parsed.measured is None and parsed.variants.config.costs.is_estimate,
+        in_seconds="=" not in parsed.variants.config.costs.text,
         batch=_batch(parsed),
         remarks=parsed.remarks,
     )

@@ -48,6 +48,7 @@ class PlannedJob(ABC):
         text: the job in words, with the schedule that it has.
         free: memory that a rank may take; None: not known.
         is_estimate: whether times are seconds that were estimated.
+        in_seconds: whether times are seconds, estimated or measured.
         batch: size of the batch of a step; None: not known.
         remarks: assumptions on the job, a sentence each.
         nothing_fits: error message if nothing fits.
@@ -59,6 +60,7 @@ class PlannedJob(ABC):
     text: str = ""
     free: FreeMemory | None = None
     is_estimate: bool = True
+    in_seconds: bool = True
     batch: BatchSize | None = None
     remarks: tuple[str, ...] = ()
     nothing_fits: str = "no schedule fits, for the reasons above"
@@ -137,6 +139,7 @@ class JobPlan:
         why_not: reason why the unchanged job cannot run, if it cannot.
         free: memory that a rank may take; None: not known.
         is_estimate: whether times are seconds that were estimated.
+        in_seconds: whether times are seconds, estimated or measured.
         others: alternatives in addition to the schedules of ``plan``: other layouts, recompute,
             and so on.
         long_sequences: alternatives for long sequences; None if they are short.
@@ -157,6 +160,7 @@ class JobPlan:
     why_not: str = ""
     free: FreeMemory | None = None
     is_estimate: bool = True
+    in_seconds: bool = field(default=True, repr=False)
     others: tuple[Alternative, ...] = ()
     long_sequences: LongSequences | None = None
     waits: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -212,6 +216,7 @@ def plan_job(job: PlannedJob, *, with_curves: bool = False, lengths: Path | None
         why_not=job.why_not(plan) if baseline is None else "",
         free=job.free,
         is_estimate=job.is_estimate,
+        in_seconds=job.in_seconds,
         others=others.alternatives,
         long_sequences=others.long_sequences,
         waits=job.waits,
