@@ -49,7 +49,7 @@ def _change(made: JobPlan, taken: Alternative) -> Iterator[str]:
             f"first:     {made.of_stock} (Megatron's own): {found.saved_by(stock):.1%} shorter, "
             f"{_step(made, stock)}{_memory(stock)}"
         )
-    yield f"verdict:   {made.written or 'Megatron 1f1b'}{_by_megatron(taken)}"
+    yield f"verdict:   {made.written or 'Megatron 1f1b'}{_by_megatron(made, taken)}"
     if found.baseline is not None:
         yield f"gain:      {_gain(made, taken)}"
     else:
@@ -113,8 +113,11 @@ def _is_most(made: JobPlan, stock: Alternative) -> bool:
     return found.taken is not None and 2 * found.saved_by(stock) >= found.saved_by(found.taken)
 
 
-def _by_megatron(taken: Alternative) -> str:
-    return " (Megatron's own; ours add nothing to it)" if is_stock(taken.candidate) else ""
+def _by_megatron(made: JobPlan, taken: Alternative) -> str:
+    if not is_stock(taken.candidate):
+        return ""
+    ours = "not all of ours were compared in time" if made.is_short else "ours add nothing to it"
+    return f" (Megatron's own; {ours})"
 
 
 def _gain(made: JobPlan, taken: Alternative) -> str:

@@ -94,6 +94,12 @@ def answered() -> None:
         plan.first_answer = plan.seconds
 
 
+def has_ended_early() -> bool:
+    """Return whether some of the comparison was ignored because the time of the plan was over."""
+    plan = _TIME.get()
+    return plan is not None and plan.is_short
+
+
 @contextmanager
 def within(share: float) -> Iterator[None]:
     """End work of the block when so large a ``share`` of the plan's time is over."""

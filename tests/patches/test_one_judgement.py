@@ -24,13 +24,17 @@ from megatron_ext.doctor.report import Severity
 from megatron_ext.launch_command import megatron_arguments
 from megatron_ext.launch_command.log.megatron_log import launch_from_log
 from megatron_ext.launch_command.words import Launch
+from megatron_ext.launch_planner.command_line import arguments_with
 from megatron_ext.launch_planner.launch_job import job_of
+from megatron_ext.launch_planner.launch_plan import plan_launch
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest, ParsedLaunch, with_launch
 from megatron_ext.planner import planner
 from megatron_ext.planner.candidate import Plan
 from megatron_ext.schedule.costs_text import save_costs
-from tests.helpers.combinations import IS_NIGHT
+from tests.helpers.combinations import IS_NIGHT, at_night
+from tests.helpers.few_families import only_families
 from tests.helpers.megatron_runs import SCRIPT, model_flags
+from tests.helpers.short_search import shorten_search
 
 GPU = "h100"
 Flags = dict[str, Any]
@@ -340,6 +344,46 @@ def _log_of(launch: Launch) -> str:
     lines = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in vars(args).items()]
     bar = "-" * 24
     return "\n".join([f"{bar} arguments {bar}", *lines, f"{bar} end of arguments {bar}", ""])
+
+
+_HEAVY = _of(vocab_size=131072, seq_length=512, max_position_embeddings=512)
+PLANNED: list[tuple[int, Flags]] = [
+    (4, _of(**_HEAVY)),
+    *at_night(
+        (4, _of(num_layers=18, pipeline_model_parallel_layout="Et*5|t*5|t*4|t*4L")),
+        (4, _ours("zb-h1", **_HEAVY)),
+        (4, _ours("1f1b", pipeline_vocab_parallel=1, **_HEAVY)),
+        (4, _of(**_HEAVY, **_CHUNKS, microbatch_group_size_per_virtual_pipeline_stage=8)),
+        (8, _of(**_HEAVY, step_batch_size_schedule="0:16 64K:64", global_batch_size=None)),
+        (4, _of(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)),
+        (8, _of(**_EXPERTS, moe_layer_freq="([0]*2+[1]*14)")),
+        (8, _of(**_PAIRS, moe_layer_freq="([0]*2+[1]*14)")),
+        (4, _of(**_PREDICTS, pipeline_model_parallel_layout="Et*6|t*5|t*5m|L")),
+        (4, _of(seq_length=16384, max_position_embeddings=16384, global_batch_size=8)),
+    ),
+]
+
+
+@pytest.mark.parametrize(("ranks", "flags"), PLANNED, ids=str)
+def test_plan_keeps_what_it_wrote(
+    ranks: int, flags: Flags, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan of a command that plan had written told other seconds and bytes than the verdict,
+    and promised what was taken already. Searches are bounded by their effort, not by the clock."""
+    shorten_search(monkeypatch)
+    only_families(monkeypatch, "1f1b", "interleaved", "zb-h1", "zb-v", "interleaved-zb")
+    launch = launch_of(ranks, flags)
+    first = plan_launch(LaunchRequest(launch, gpu=parse_gpu(GPU)))
+    verdict = first.verdict
+    assert verdict.taken is not None
+    words = arguments_with(launch, first.written)
+    written = replace(launch, arguments=words, installs=True)
+    assert not by_doctor(written).whys
+    again = plan_launch(LaunchRequest(written, gpu=parse_gpu(GPU))).verdict
+    assert again.baseline is not None
+    assert again.baseline.seconds == verdict.taken.seconds
+    assert again.baseline.candidate.memory == verdict.taken.candidate.memory
+    assert again.keeps, f"{again.gain:.2%} more by {again.taken}"
 
 
 def test_a_costs_file_has_one_bubble_and_seconds(

@@ -50,7 +50,9 @@ def way(
     return Alternative(candidate, seconds, lambda: Written(("--pipeline-schedule", schedule)))
 
 
-def told(found: Verdict, of_stock: Written = NOTHING, free: float = 72.0) -> list[str]:
+def told(
+    found: Verdict, of_stock: Written = NOTHING, free: float = 72.0, *, is_short: bool = False
+) -> list[str]:
     """Return the printed lines of ``found``."""
     taken = found.taken
     written = Written() if taken is None or found.keeps else taken.write()
@@ -63,6 +65,7 @@ def told(found: Verdict, of_stock: Written = NOTHING, free: float = 72.0) -> lis
         of_stock,
         "COMMAND",
         free=memory,
+        is_short=is_short,
     )
     return "\n".join(verdict_lines(made)).splitlines()
 
@@ -95,7 +98,10 @@ def test_megatrons_schedule_with_another_layout_may_be_the_verdict() -> None:
     found = verdict(own, [ours, layout])
     assert found.taken is layout and found.stock is layout
     text = told(found)
-    assert any("Megatron's own" in row and "verdict" in row for row in text)
+    assert any(row.endswith("(Megatron's own; ours add nothing to it)") for row in text)
+    # That was said of a search that ended early, and the plan of what it wrote found 4 % more.
+    short = "\n".join(told(found, is_short=True))
+    assert "(Megatron's own; not all of ours were compared in time)" in short
     # Ours is taken where it saves memory in the same time, and what it adds stands apart.
     lean = way("zb-v", 0.790, 20)
     found = verdict(own, [lean, layout])
