@@ -8,29 +8,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.modules import module as module_hooks
 
 from megatron_ext.adapter.model_parts import (
     head_is_looked_up,
     language_model,
     output_layer,
 )
-from megatron_ext.runtime.parameter_hooks import has_callers_hooks
+from megatron_ext.adapter.step.callers_hooks import CallersHooks
 from megatron_ext.runtime.weight_gradients import Lent, is_owned, queue
-
-
-@dataclass(frozen=True)
-class CallersHooks:
-    """Parameters of a rank on which hooks of the caller's depend, in one step.
-
-    Attributes:
-        parameters: parameters with hooks on their own gradients.
-        of_modules: parameters within modules whose backward passes have hooks. In stock's order the
-            gradients have been added when these run.
-    """
-
-    parameters: frozenset[Tensor] = frozenset()
-    of_modules: frozenset[Tensor] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -46,7 +31,7 @@ class Split:
     """
 
     waits: bool
-    hooks: CallersHooks = CallersHooks()
+    hooks: CallersHooks
     at_once: frozenset[Tensor] = frozenset()
     apart: frozenset[Tensor] = frozenset()
     is_lent: Lent = is_owned
@@ -61,30 +46,6 @@ def head_weights(models: Sequence[torch.nn.Module]) -> frozenset[Tensor]:
     else:
         weight = getattr(output_layer(models[-1]), "weight", None)
     return frozenset() if weight is None else frozenset([weight])
-
-
-def callers_hooks(models: Sequence[torch.nn.Module]) -> CallersHooks:
-    """Return what the hooks that ``models`` have now depend on."""
-    modules = [module for model in models for module in model.modules()]
-    trained = {
-        parameter
-        for module in modules
-        for parameter in module.parameters(recurse=False)
-        if parameter.requires_grad
-    }
-    hooked = models if _runs_hooks_everywhere() else filter(_has_backward_hooks, modules)
-    within = {parameter for module in hooked for parameter in module.parameters()}
-    return CallersHooks(frozenset(filter(has_callers_hooks, trained)), frozenset(trained & within))
-
-
-def _runs_hooks_everywhere() -> bool:
-    """Whether torch runs hooks in the backward passes of all modules of the process."""
-    tables = module_hooks._global_backward_hooks, module_hooks._global_backward_pre_hooks
-    return any(len(table) > 0 for table in tables)
-
-
-def _has_backward_hooks(module: torch.nn.Module) -> bool:
-    return len(module._backward_hooks) + len(module._backward_pre_hooks) > 0
 
 
 @contextlib.contextmanager

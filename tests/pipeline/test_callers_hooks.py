@@ -23,8 +23,9 @@ from torch.nn.modules import module as global_hooks
 
 import megatron_ext
 from megatron_ext.adapter.observers.split_report import split_report
-from megatron_ext.adapter.splitting import CallersHooks, Split, callers_hooks
-from megatron_ext.adapter.step import recomputed_decoder
+from megatron_ext.adapter.splitting import Split
+from megatron_ext.adapter.step import callers_hooks as of_callers
+from megatron_ext.adapter.step.callers_hooks import CallersHooks, callers_hooks
 from megatron_ext.adapter.step.recomputed_decoder import decoder_to_recompute
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
@@ -108,7 +109,9 @@ def split_weights(chunks: list[Any], **more: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
-def test_no_weight_without_a_callers_hook_is_left_out_of_the_split(overlap: bool) -> None:
+def test_no_weight_without_a_callers_hook_is_left_out_of_the_split(
+    overlap: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Megatron's data-parallel wrapper has a hook on the node of each weight. Were it taken for a
     caller's, no training of Megatron's would be split, and nothing would say so. A caller's hook on
     the same node, which the wrapper keeps alive, was never called."""
@@ -149,6 +152,10 @@ def test_no_weight_without_a_callers_hook_is_left_out_of_the_split(overlap: bool
                     assert torch.equal(parameter.main_grad, expected[name]), (kind, name)
 
     values(run_ranks(2, on_rank))
+    said = [line for line in capfd.readouterr().out.splitlines() if "hooks on gradients" in line]
+    assert len(said) == 2  # ranks, once
+    name = "module.decoder.layers.1.mlp.linear_fc1.weight"
+    assert f"W omits 1 weight of this rank that they depend on, such as {name}" in said[0]
 
 
 def test_hooks_of_all_modules_concern_all_weights() -> None:
@@ -466,7 +473,7 @@ def test_hooks_that_run_twice_are_named(monkeypatch: pytest.MonkeyPatch) -> None
     """A stage whose output others need, and whose decoder is not Megatron's or runs slices, runs
     twice."""
     said: list[str] = []
-    monkeypatch.setattr(recomputed_decoder.logger, "warning", said.append)
+    monkeypatch.setattr(of_callers.logger, "log", lambda level, text: said.append(text))
     config = SimpleNamespace(enable_autocast=False)
     decoder_of = partial(decoder_to_recompute, takes_slices=False)
     model = torch.nn.ModuleDict({"towers": torch.nn.Linear(2, 2), "layers": torch.nn.Linear(2, 2)})

@@ -10,7 +10,7 @@ What surrounds the decoder is stored from F on: on the first stage the embedding
 from __future__ import annotations
 
 import contextlib
-import weakref
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,15 +19,13 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
 from megatron_ext.adapter.model_parts import language_model
+from megatron_ext.adapter.step.callers_hooks import say_once
 from megatron_ext.adapter.step.checkpointed_forward import (
     RandomStates,
     checkpointing,
     hooked_around_layers,
     recomputing,
 )
-from megatron_ext.logger import logger
-
-_told: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 def decoder_to_recompute(
@@ -42,12 +40,12 @@ def decoder_to_recompute(
     decoder = getattr(language_model(model), "decoder", None)
     if isinstance(decoder, TransformerBlock) and not (takes_slices or config.enable_autocast):
         return decoder
-    if model not in _told:
-        _told.add(model)
-        logger.warning(
-            f"--pipeline-recompute: hooks on the forward pass of {', '.join(hooked)} of stage "
-            f"{stage} run twice for a recomputed microbatch, in F without gradients and again in R"
-        )
+    say_once(
+        model,
+        f"--pipeline-recompute: hooks on the forward pass of {', '.join(hooked)} of stage {stage} "
+        "run twice for a recomputed microbatch, in F without gradients and again in R",
+        logging.WARNING,
+    )
     return None
 
 

@@ -32,8 +32,9 @@ from megatron_ext.adapter.race.step_race import StepRace
 from megatron_ext.adapter.slices.context_parallel import connect_sharing
 from megatron_ext.adapter.slices.known_models import refuse_unknown
 from megatron_ext.adapter.slices.lengths import spans_of
-from megatron_ext.adapter.splitting import CallersHooks, Split, callers_hooks, head_weights
+from megatron_ext.adapter.splitting import Split, head_weights
 from megatron_ext.adapter.step.call import Call
+from megatron_ext.adapter.step.callers_hooks import CallersHooks, callers_hooks, tell_of_hooks
 from megatron_ext.adapter.step.connections import Connections, connect
 from megatron_ext.adapter.step.gradients import finalize_gradients, tokens_of
 from megatron_ext.adapter.step.model_stage import ModelStage
@@ -180,6 +181,8 @@ class PipelineTraining:
             at_once = head_weights(call.models)
         waits = self._programs.choice.traits.splits_backward and not call.forward_only
         hooks = CallersHooks() if call.forward_only else callers_hooks(call.models)
+        if waits:
+            tell_of_hooks(call.models, hooks)
         apart = frozenset[Tensor]() if shard is None else frozenset([shard.output])
         is_lent: Lent = is_owned
         if captures(call.config) and not call.forward_only:
