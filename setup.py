@@ -75,6 +75,7 @@ setup(
     packages=find_packages(include=["megatron_ext", "megatron_ext.*"]),
     package_data={
         "megatron_ext": ["py.typed"],
+        "megatron_ext.adapter.rank_settings": ["rank_arguments.toml"],
         "megatron_ext.cost_model": ["gpus.toml"],
         "megatron_ext.viz.page": ["browser/*"],
     },

@@ -31,6 +31,7 @@ from megatron_ext.adapter.handled_settings.groups import with_megatrons_group
 from megatron_ext.adapter.job import basis_of, job_costs, of_built
 from megatron_ext.adapter.model_parts import is_trained, size_of
 from megatron_ext.adapter.pairs.overlap_setting import has_pairs
+from megatron_ext.adapter.rank_settings.launch_facts import refuse_other_models
 from megatron_ext.adapter.training_globals import ramps_up_to
 from megatron_ext.compile.build import prove_built
 from megatron_ext.compile.output_layer import better_of, place_output_layer
@@ -166,6 +167,8 @@ class Programs:
             tell = None if self.costs else logger.info
             return job_costs(source, described(), slices, tell, self._config.rank_speeds)
 
+        if not self.costs:
+            refuse_other_models(config, models[0])
         if not self.costs or not (forward_only or self._searched_for):
             of_rank_0, microbatches, costs = self._told_by_rank_0(shape, microbatches, work)
             self._set_costs(of_rank_0, costs)

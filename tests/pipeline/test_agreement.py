@@ -6,6 +6,7 @@ other groups, and each waited without a word for ranks that would not come.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
@@ -19,8 +20,12 @@ import megatron.core
 import pytest
 import torch.distributed as dist
 
-from megatron_ext.adapter import launch_facts as launch_facts_module
-from megatron_ext.adapter.launch_facts import launch_facts, patience, refuse_other_launches
+from megatron_ext.adapter.rank_settings import launch_facts as launch_facts_module
+from megatron_ext.adapter.rank_settings.launch_facts import (
+    launch_facts,
+    patience,
+    refuse_other_launches,
+)
 from megatron_ext.config import PipelineConfig
 from megatron_ext.runtime.store import agreement
 from megatron_ext.runtime.store.agreement import Fact, RankFacts, agree, difference, listed
@@ -119,13 +124,16 @@ def test_one_of_a_thousand_ranks_is_found() -> None:
     """What global rank 0 does, in less than a second."""
     ranks, prefix = 1000, "megatron_ext/agreement/1"
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    arguments = {f"--argument-{n}": Fact(str(n)) for n in range(700)}
     for rank in range(1, ranks):
-        facts = ALIKE if rank < ranks - 1 else ALIKE | {"--pipeline-schedule": Fact("zb-v")}
-        told = {"host": f"node{rank // 8}", "facts": {name: asdict(facts[name]) for name in facts}}
-        store.set(f"{prefix}/{rank}", json.dumps(told))
+        facts = arguments if rank < ranks - 1 else arguments | {"--argument-3": Fact("zb-v")}
+        text = json.dumps({name: asdict(fact) for name, fact in facts.items()})
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        store.set(f"{prefix}/{digest}", text)
+        store.set(f"{prefix}/{rank}", f"{digest} node{rank // 8}")
     store.set(f"{prefix}/{agreement._READ}", "")  # as if all had read what was found
     with pytest.raises(ValueError, match="zb-v on global rank 999"):
-        agree(store, 0, ranks, ALIKE, SECONDS)
+        agree(store, 0, ranks, arguments, SECONDS)
 
 
 def test_ranks_and_hosts_are_listed_in_short() -> None:

@@ -8,6 +8,7 @@ them, and the others wait for its verdict. A thousand ranks take about a second.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import socket
 from collections import defaultdict
@@ -24,17 +25,20 @@ from megatron_ext.runtime.store.lost_store import losing_the_store
 NOTICE = timedelta(seconds=30)  # after which a wait is logged
 STAYS = timedelta(seconds=10)  # that global rank 0 waits until others have read a mistake
 
-_SHOWN = 8  # ranges of ranks, or hosts, that a message lists
+_SHOWN = 8  # ranges of ranks, hosts, or values of a fact that a message lists
+_LINES = 16  # facts that a message lists
 _VERDICT, _READ = "verdict", "read by all"
 
 
 @dataclass(frozen=True)
 class Fact:
     """Setting of a rank. Ranks agree if their ``digest`` is equal, which covers more than ``text``,
-    meant for people, can tell. Without a digest the texts are compared."""
+    meant for people, can tell. Without a digest the texts are compared. If it ``decides``, ranks
+    that differ end; else they are told."""
 
     text: str
     digest: str = ""
+    decides: bool = True
 
 
 @dataclass(frozen=True)
@@ -48,18 +52,23 @@ class RankFacts:
 def agree(
     store: dist.Store, rank: int, ranks: int, facts: Mapping[str, Fact], timeout: timedelta
 ) -> None:
-    """Return when all ``ranks`` have reported the same ``facts``. Collective over them.
+    """Return when all ``ranks`` have reported the same ``facts``. Collective over them. Global rank
+    0 logs differences of facts that do not decide.
 
     Raises:
         ValueError: two ranks differ, or a rank has not reported within ``timeout``; raised on every
             rank that calls this.
     """
-    text = json.dumps(asdict(RankFacts(socket.gethostname(), facts)))
+    text = json.dumps({name: asdict(fact) for name, fact in facts.items()})
+    digest = hashlib.sha256(text.encode()).hexdigest()
     with losing_the_store("the ranks were telling one another their settings"):
         # A number of its own: the store may have keys of an earlier training.
         number = store.add(f"megatron_ext/agreement/asked by {rank}", 1)
         store = dist.PrefixStore(f"megatron_ext/agreement/{number}", store)
-        store.set(str(rank), text)
+        # Ranks with the same facts store them once.
+        if not store.check([digest]):
+            store.set(digest, text)
+        store.set(str(rank), f"{digest} {socket.gethostname()}")
         compare = partial(_compare, store) if rank == 0 else partial(_read, store, rank)
         mistake = compare(ranks, timeout)
     if mistake:
@@ -70,7 +79,10 @@ def _compare(store: dist.Store, ranks: int, timeout: timedelta) -> str:
     """Compare the facts on global rank 0, tell the other ranks, and return the mistake; "" if there
     is none."""
     if _wait(store, [str(rank) for rank in range(ranks)], 0, ranks, timeout):
-        mistake = difference([_parsed(store.get(str(rank))) for rank in range(ranks)])
+        told = _told(store, ranks)
+        mistake = difference(told)
+        if unknown := "" if mistake else remark(told):
+            logger.warning(unknown)
     else:
         mistake = _silence(_silent(store, ranks), timeout)
     store.set(_VERDICT, mistake)
@@ -125,32 +137,70 @@ def _silence(ranks: Sequence[int], timeout: timedelta) -> str:
     )
 
 
-def _parsed(text: bytes) -> RankFacts:
-    data = json.loads(text)
-    facts = {name: Fact(**fact) for name, fact in data["facts"].items()}
-    return RankFacts(data["host"], facts)
+def _told(store: dist.Store, ranks: int) -> list[RankFacts]:
+    """Return the facts of all ranks, of each number of ranks with the same facts once."""
+    digests, hosts = zip(
+        *(store.get(str(rank)).decode().split(" ", 1) for rank in range(ranks)), strict=True
+    )
+    facts = {digest: _parsed(store.get(digest)) for digest in dict.fromkeys(digests)}
+    return [RankFacts(host, facts[digest]) for digest, host in zip(digests, hosts, strict=True)]
+
+
+def _parsed(text: bytes) -> dict[str, Fact]:
+    return {name: Fact(**fact) for name, fact in json.loads(text).items()}
 
 
 def difference(ranks: Sequence[RankFacts]) -> str:
-    """Return the facts in which ``ranks`` differ, a line for each; "" if they are equal."""
-    lines = []
-    for name in dict.fromkeys(name for one in ranks for name in one.facts):
-        holders: dict[str, list[int]] = defaultdict(list)
-        for rank, one in enumerate(ranks):
-            if (fact := one.facts.get(name)) is not None:
-                holders[fact.digest or fact.text].append(rank)
-        if len(holders) > 1:
-            values = "; ".join(
-                f"{ranks[where[0]].facts[name].text} on {listed(where)} ({_hosts(ranks, where)})"
-                for where in holders.values()
-            )
-            lines.append(f"\n  {name}: {values}")
+    """Return the facts that decide and in which ``ranks`` differ, a line for each; "" if they are
+    equal."""
+    lines = _lines(ranks, decide=True)
     if not lines:
         return ""
     return (
-        f"the ranks of this job differ, and would wait for one another for ever:{''.join(lines)}\n"
-        f"start every rank with the same flags, variables, files and versions"
+        f"the ranks of this job differ, and would wait for one another for ever, or train "
+        f"different models:{lines}\nstart every rank with the same flags, variables, files and "
+        f"versions"
     )
+
+
+def remark(ranks: Sequence[RankFacts]) -> str:
+    """Return the facts that do not decide and in which ``ranks`` differ; "" if they are equal."""
+    lines = _lines(ranks, decide=False)
+    if not lines:
+        return ""
+    return (
+        f"the ranks differ in settings that megatron_ext does not know:{lines}\nif they decide "
+        f"what is trained, give every rank the same"
+    )
+
+
+def _lines(ranks: Sequence[RankFacts], decide: bool) -> str:
+    """Return a line for each fact that decides, or that does not, and in which ``ranks`` differ."""
+    groups: dict[int, list[int]] = defaultdict(list)  # ranks that share their facts
+    for rank, one in enumerate(ranks):
+        groups[id(one.facts)].append(rank)
+    if len(groups) == 1:
+        return ""
+    lines = []
+    for name in dict.fromkeys(name for where in groups.values() for name in ranks[where[0]].facts):
+        holders: dict[str, list[int]] = defaultdict(list)
+        for where in groups.values():
+            fact = ranks[where[0]].facts.get(name)
+            if fact is not None and fact.decides is decide:
+                holders[fact.digest or fact.text] += where
+        if len(holders) > 1:
+            lines.append(f"\n  {name}: {_values(ranks, name, holders)}")
+    more = f"\n  and {len(lines) - _LINES} more" if len(lines) > _LINES else ""
+    return "".join(lines[:_LINES]) + more
+
+
+def _values(ranks: Sequence[RankFacts], name: str, holders: Mapping[str, list[int]]) -> str:
+    texts = [
+        f"{ranks[where[0]].facts[name].text} on {listed(sorted(where))} ({_hosts(ranks, where)})"
+        for where in holders.values()
+    ]
+    more = f"; and {len(texts) - _SHOWN} more values" if len(texts) > _SHOWN else ""
+    return "; ".join(texts[:_SHOWN]) + more
 
 
 def listed(ranks: Sequence[int]) -> str:

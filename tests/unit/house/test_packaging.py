@@ -109,6 +109,7 @@ def test_wheel_holds_every_file(tree: Path, wheel: Path) -> None:
     browser = (tree / "megatron_ext" / "viz" / "page" / "browser").iterdir()
     assert {path.relative_to(tree).as_posix() for path in browser} <= names
     assert "megatron_ext/cost_model/gpus.toml" in names
+    assert "megatron_ext/adapter/rank_settings/rank_arguments.toml" in names
     tops = {name.partition("/")[0] for name in names if ".dist-info/" not in name}
     assert tops == {"megatron_ext"}, "nothing but the package itself may be installed"
     assert any(name.endswith("/LICENSE") for name in names)

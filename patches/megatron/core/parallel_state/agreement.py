@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_ext.adapter.launch_facts import refuse_other_launches
+from megatron_ext.adapter.rank_settings.launch_facts import refuse_other_launches
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, wrap
 

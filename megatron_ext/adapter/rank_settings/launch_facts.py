@@ -1,20 +1,23 @@
 """Settings that all ranks of a launch must have in common; otherwise they wait for each other
-forever."""
+forever, or train apart."""
 
 from __future__ import annotations
 
 import hashlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import megatron.core
 import torch
 import torch.distributed as dist
 
+from megatron_ext.adapter.rank_settings.argument_facts import argument_facts, model_facts
+from megatron_ext.adapter.training_globals import training_global
 from megatron_ext.compile.registry import file_of
 from megatron_ext.config import PipelineConfig, flag
 from megatron_ext.runtime.store.agreement import Fact, agree
@@ -32,12 +35,28 @@ def refuse_other_launches(config: PipelineConfig) -> None:
     torch's process group, so that it is named before its own collectives fail, but at least
     `PATIENCE`. Nothing is compared if torch has no store (MPI), or no other process.
     """
+    _agree(launch_facts(config) | argument_facts(_megatrons_arguments()))
+
+
+def refuse_other_models(config: Any, model: Any) -> None:
+    """Raise ValueError unless all ranks of the world have the same settings of ``model``, as far as
+    they were not arguments of Megatron's, which are compared before. Collective over the world."""
+    if not _megatrons_arguments():
+        _agree(model_facts(config, model))
+
+
+def _megatrons_arguments() -> Mapping[str, Any]:
+    """Return Megatron's arguments; none if its training loop does not run."""
+    args = training_global("_GLOBAL_ARGS")
+    return {} if args is None else vars(args)
+
+
+def _agree(facts: Mapping[str, Fact]) -> None:
     store = store_of_all()
     if store is None:
         return
     world = dist.distributed_c10d._get_default_group()
     timeout = world._get_backend(world._device_types[0]).options._timeout
-    facts = launch_facts(config)
     agree(store, dist.get_rank(), dist.get_world_size(), facts, patience(timeout))
 
 

@@ -1,0 +1,1 @@
+"""Settings that all ranks of a launch must have in common."""

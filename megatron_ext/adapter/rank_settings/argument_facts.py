@@ -1,0 +1,123 @@
+"""Megatron's arguments, or a caller's TransformerConfig, as facts that ranks must have in common.
+
+``rank_arguments.toml`` has the arguments that decide numbers or program, those of which only the
+presence counts, since files may lie elsewhere on each node, and those in which ranks may differ. A
+difference in an argument that it does not name, such as a script's own, is a remark.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import hashlib
+import inspect
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.config import PipelineConfig, flag
+from megatron_ext.runtime.store.agreement import Fact
+from megatron_ext.secrets import without_secrets
+from megatron_ext.words import argument_flag
+
+_LONGEST = 120  # characters of a value that are shown
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+class RankSetting(enum.StrEnum):
+    """Class of an argument: compared by its value, by whether it is given, or not at all."""
+
+    DECIDES = "decides"
+    PATH = "paths"
+    MAY_DIFFER = "may_differ"
+
+
+@functools.cache
+def known_settings() -> Mapping[str, RankSetting]:
+    """Return the class of each of Megatron's arguments that has one, by name."""
+    tables = tomllib.loads(Path(__file__).with_name("rank_arguments.toml").read_text())
+    return {
+        name: setting
+        for setting in RankSetting
+        for names in tables[setting].values()
+        for name in names.split()
+    }
+
+
+def argument_facts(arguments: Mapping[str, Any]) -> dict[str, Fact]:
+    """Return the facts of Megatron's ``arguments``, without ours, which are facts already."""
+    ours = {flag(field.name) for field in fields(PipelineConfig)}
+    return {
+        argument_flag(name): fact
+        for name, value in without_secrets(arguments).items()
+        if argument_flag(name) not in ours
+        and (fact := _fact(name, value, known_settings().get(name))) is not None
+    }
+
+
+def model_facts(config: Any, model: Any) -> dict[str, Fact]:
+    """Return the facts of a caller's ``config`` of ``model``; none if it is no dataclass.
+
+    Fields that Megatron-Core declares decide; those of a caller's own class are remarks. Models of
+    different classes may have different configs.
+    """
+    if not is_dataclass(config):
+        return {}
+    core = {
+        name
+        for base in inspect.getmro(type(config))
+        if base.__module__.startswith("megatron.core.")
+        for name in vars(base).get("__annotations__", ())
+    }
+    kind = f"{type(config).__name__} of {type(model).__name__}"
+    facts = {}
+    for field in fields(config):
+        value = getattr(config, field.name, None)
+        setting = known_settings().get(field.name)
+        if setting is None and field.name in core:
+            setting = RankSetting.DECIDES
+        fact = None if _is_code(value) else _fact(field.name, value, setting)
+        if fact is not None:
+            facts[f"{kind}, {field.name}"] = fact
+    return facts
+
+
+def _fact(name: str, value: Any, setting: RankSetting | None) -> Fact | None:
+    """Return the fact of an argument; None if ranks may differ in it."""
+    if setting is RankSetting.MAY_DIFFER:
+        return None
+    text = _without_paths(value) if setting is RankSetting.PATH else _words(value)
+    digest = ""
+    if len(text) > _LONGEST:
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        text = f"{text[:_LONGEST]}..."
+    return Fact(text, digest, decides=setting is not None)
+
+
+def _words(value: Any) -> str:
+    if value is None:
+        return "not given"
+    return value if isinstance(value, str) else _ADDRESS.sub("", repr(value))
+
+
+def _without_paths(value: Any) -> str:
+    """Return whether ``value`` is given, with the weights of data sets: ``0.3 given 0.7 given``."""
+    words = value if isinstance(value, list | tuple) else [value] if value else []
+    return " ".join(map(_weight_or_given, map(str, words))) or "not given"
+
+
+def _weight_or_given(word: str) -> str:
+    try:
+        return str(Decimal(word).normalize())
+    except InvalidOperation:
+        return "given"
+
+
+def _is_code(value: Any) -> bool:
+    """Whether ``value`` is a function or an object that works, such as timers."""
+    items = value if isinstance(value, list | tuple) else [value]
+    return any(callable(item) or _ADDRESS.search(repr(item)) for item in items)
