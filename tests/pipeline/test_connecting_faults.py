@@ -201,8 +201,11 @@ def test_a_rank_that_waits_for_others_ends_when_it_hears_of_a_failure() -> None:
         hear = functools.partial(setattr, recorder, "interruption", "a disk is full")
         threading.Timer(0.2, hear).start()
         heard = pytest.raises(PeerFailure, match="when another rank had failed: a disk is full")
-        with heard, connecting(recorder, world(), "of all"):
-            raise AssertionError("it is entered without the others")
+        for _ in ("while it waits", "before"):
+            entered = False
+            with heard, connecting(recorder, world(), "of all"):
+                entered = True
+            assert not entered, "without the others"
         assert not recorder.in_step and recorder.has_failed and recorder.position is None
         return "heard"
 
@@ -223,7 +226,7 @@ def test_connections_are_made_anew_in_a_second_training() -> None:
         return times
 
     _, waited = values(run_ranks(2, on_rank))
-    assert all(seconds > 0.2 for seconds in waited), waited
+    assert all(seconds > 0.1 for seconds in waited), waited
 
 
 def test_a_connection_that_was_made_is_cut_while_others_are_being_made() -> None:

@@ -64,7 +64,9 @@ def _meet(recorder: Recorder, group: dist.ProcessGroup, name: str, members: Sequ
         # All have made it equally often: the store may have keys of an earlier training.
         place = f"{place}/{store.add(f'{place}/begun by {own}', 1)}"
         store.set(f"{place}/{own}", "")
-    while recorder.interruption is None:
+    while True:
+        if recorder.interruption is not None:
+            raise PeerFailure("another rank has failed")  # the context of the call says which
         with losing_the_store(f"{listed(missing)} had not come to the connection {name}"):
             missing = [rank for rank in missing if not store.check([f"{place}/{rank}"])]
         if not missing:
