@@ -18,7 +18,7 @@ from megatron_ext.adapter.untried import untried
 from megatron_ext.compile.program.memory import in_bytes, in_microbatches, peaks
 from megatron_ext.compile.program.simulate import simulate, step_seconds
 from megatron_ext.compile.program.verify import Program
-from megatron_ext.config import PipelineConfig, flag
+from megatron_ext.config import TRACED_OF_RUN, PipelineConfig, flag
 from megatron_ext.cost_model.assumptions import assumptions
 from megatron_ext.cost_model.gpus import GPUS, USABLE, FreeMemory, free_memory
 from megatron_ext.cost_model.measured.file import measured_reserve
@@ -46,6 +46,7 @@ from megatron_ext.schedule.problem import Offload, VocabularyParallel
 from megatron_ext.secrets import masked
 from megatron_ext.text_file import LARGEST_SCRIPT
 from megatron_ext.viz.program_summary import stock_1f1b
+from megatron_ext.viz.trace import LARGEST_WRITTEN, bytes_of_step
 from megatron_ext.words import bytes_text, counted
 from megatron_ext.written_settings import from_argv
 
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from megatron_ext.launch_command.judgement import Judgement
 
 _LARGE_BUBBLE = 0.1  # of a step
+_LARGE_TRACE = 2**28  # bytes; a browser takes long to show more
 
 
 def check_launch(launch: Launch, world_size: int | None, gpu_memory: str | None) -> Report:
@@ -352,6 +354,7 @@ def _check_training(
         reserved = measured_reserve(config.costs.file)
         free = free_memory(room, reserved, lasting=least_lasting(made.model))
     needed = _predict(report, made, config, free)
+    _check_trace(report, config, program)
     if config.race is not None:
         _check_race(report, made, config.race)
     elif config.slices == 1:
@@ -385,6 +388,22 @@ def _say_what_slices_give(
     if text is not None:
         fix = "megatron-ext plan -- COMMAND compares them with recompute and context parallelism"
         report.add(Severity.REMARK, "slices", text, fix)
+
+
+def _check_trace(report: Report, config: PipelineConfig, program: Program) -> None:
+    """Report the bytes of a trace, and remark on one that is too large to be looked at."""
+    if config.trace is None:
+        return
+    steps = len(config.trace_iters or TRACED_OF_RUN)
+    size = steps * bytes_of_step(simulate(program, program.problem.costs))
+    text = f"about {bytes_text(size)} in {config.trace}, for {counted(steps, 'iteration')}"
+    if size > LARGEST_WRITTEN:
+        text += f", and no more than {bytes_text(LARGEST_WRITTEN)} are written"
+    if size > _LARGE_TRACE:
+        fix = f"write {flag('trace_iters')} A:B with fewer iterations"
+        report.add(Severity.REMARK, "trace", text, fix)
+    else:
+        report.add(Severity.RIGHT, "trace", text)
 
 
 def _check_race(report: Report, made: Judgement, race: Contestants) -> None:

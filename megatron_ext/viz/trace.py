@@ -7,8 +7,10 @@ overlap have separate tracks, since a track shows slices one after the other.
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,13 +27,14 @@ from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.timeline import Event, GradientReduction, Timeline
 from megatron_ext.text_file import parse_json, read_text_file, whole_file, write_text_file
 from megatron_ext.viz.json_record import Record
-from megatron_ext.words import shown
+from megatron_ext.words import bytes_text, shown
 
 NAME = "trace.json"  # in the folder that a training run is given
 _VERSION = 1
 _BEGIN = f'{{"displayTimeUnit": "ms", "version": {_VERSION}, "traceEvents": ['
 _END = "\n]}\n"
 _LARGEST = 2**31  # bytes of a trace that is read
+LARGEST_WRITTEN = 2**30  # by a training
 
 
 _PASS, _PREDICTED_PASS, _REDUCTION = "compute", "predicted compute", "reduction"  # categories
@@ -99,10 +102,15 @@ def beside_all(
 
 
 class TraceFile:
-    """A trace file being written. It is complete, valid JSON after each step."""
+    """A trace file being written. It is complete, valid JSON after each step.
 
-    def __init__(self, path: Path) -> None:
+    Raises:
+        OSError: it cannot be written, or a step would make it larger than ``largest`` bytes.
+    """
+
+    def __init__(self, path: Path, largest: float = math.inf) -> None:
         """Start ``path`` afresh; its folder is made if there is none."""
+        self._largest = largest
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text_file(path, _BEGIN + _END)
         self._path = path
@@ -119,14 +127,7 @@ class TraceFile:
             "cost_factor": step.cost_factor,
             "clock_error_us": step.clock_error * 1e6,
         }
-        events = [
-            *_slices(step.measured, "", about),
-            *_reductions(step.measured, about),
-            *_slices(step.predicted, "predicted ", about),
-            *_held(step.measured),
-            *_step_metadata(step),
-        ]
-        self._write(events, origin, 1.0)
+        self._write(_events_of(step, about), origin, 1.0)
         self._origin = origin
 
     def add_simulated(self, steps: Sequence[Timeline], seconds_per_unit: float) -> None:
@@ -152,6 +153,13 @@ class TraceFile:
         text = ("\n" if self._is_empty else ",\n") + ",\n".join(lines) + _END
         with self._path.open("r+b", buffering=0) as file:
             end = file.seek(-len(_END), os.SEEK_END)
+            if end + len(text) > self._largest:
+                raise OSError(
+                    errno.EFBIG,
+                    f"it has {bytes_text(end)}, and no more than {bytes_text(self._largest)} are "
+                    f"written",
+                    str(self._path),
+                )
             try:
                 _write_all(file, text.encode())
             except OSError as error:  # a full disk, perhaps
@@ -160,6 +168,27 @@ class TraceFile:
                 file.truncate()
                 raise OSError(error.errno, error.strerror, str(self._path)) from error
         self._is_empty, self._tracks = False, tracks
+
+
+def _events_of(step: TracedStep, about: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        *_slices(step.measured, "", about),
+        *_reductions(step.measured, about),
+        *_slices(step.predicted, "predicted ", about),
+        *_held(step.measured),
+        *_step_metadata(step),
+    ]
+
+
+def bytes_of_step(simulated: Timeline) -> int:
+    """Return about how many bytes a trace has of a step that is predicted as ``simulated``."""
+    passes = tuple(event for row in simulated.compute for event in row)
+    step = beside(1000, replace(simulated, events=passes), simulated, 1e-5)
+    about = {"iteration": 1000, "schedule": simulated.schedule.name, "cost_factor": 1 / 3}
+    digits = 16  # of times as measured, of which a simulation has fewer
+    return sum(
+        len(json.dumps(event)) + digits * ("dur" in event) for event in _events_of(step, about)
+    )
 
 
 def _write_all(file: io.RawIOBase, data: bytes) -> None:

@@ -651,3 +651,19 @@ def test_what_is_assumed_of_a_gpu_is_said() -> None:
     assert any("compute capability 9.0 is assumed" in text for text in remarks)
     assert any("CUDA_DEVICE_MAX_CONNECTIONS=1" in text for text in remarks)
     assert report.is_right
+
+
+def test_the_bytes_of_a_trace_are_told(tmp_path: Path) -> None:
+    """A trace of all iterations of a training fills its disk, and no browser shows it."""
+    trace: dict[str, Any] = {"pipeline_schedule": "zb-h1", "pipeline_trace": tmp_path}
+
+    def told_of(first: int, stop: int, train_iters: int, verdict: Severity) -> str:
+        iters = f"{first}:{stop}"
+        report = checked(**trace, pipeline_trace_iters=iters, train_iters=train_iters)
+        (text,) = [text for text in told(report, verdict) if text.startswith("trace: about ")]
+        return text
+
+    assert f"in {tmp_path}, for 2 iterations" in told_of(2, 4, 20, Severity.RIGHT)
+    text = told_of(2, 1_000_000, 9_999_999, Severity.REMARK)
+    assert "for 999998 iterations, and no more than 1 GiB are written" in text
+    assert "write --pipeline-trace-iters A:B with fewer iterations" in text

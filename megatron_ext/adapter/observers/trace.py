@@ -25,12 +25,13 @@ from megatron_ext.runtime.held_bytes import reserved_beyond_allocated
 from megatron_ext.runtime.measure.clocks import clock_offsets
 from megatron_ext.runtime.recording import Recording, clock_of
 from megatron_ext.schedule.timeline import Event, GradientReduction, Timeline
-from megatron_ext.viz.trace import NAME, TracedStep, TraceFile, beside_all
+from megatron_ext.viz.trace import LARGEST_WRITTEN, NAME, TracedStep, TraceFile, beside_all
 from megatron_ext.viz.trace_report import trace_report
 from megatron_ext.viz.trace_text import summary
 
 _Recorded = tuple[list[Event], list[GradientReduction]]
 _OfRank = tuple[list[_Recorded], float | None]  # its steps, and `reserved_beyond_allocated`
+_MOST_STEPS = 64  # of stock in memory, for the report after the last
 _SECONDS = 5.0  # limit for the what-if analysis, while the other ranks wait with their next step
 
 
@@ -63,7 +64,8 @@ class StepTrace(StepObserver[ObservedStep]):
         self._file: TraceFile | None = None
         self._recording: Recording | None = None  # of the step that runs, if it is traced
         self._recorded: dict[int, Recording] = {}  # by iteration, of steps not written yet
-        self._traced: list[TracedStep] = []  # on the rank that writes
+        self._traced: list[TracedStep] = []  # of stock, on the rank that writes
+        self._is_told = False  # that an iteration could not be written
 
     def begin(self, step: ObservedStep) -> None:
         """Record the step if its iteration is traced."""
@@ -135,15 +137,19 @@ class StepTrace(StepObserver[ObservedStep]):
         return replace(traced, weight_shares=weight_shares(program.problem.costs))
 
     def _write(self, step: TracedStep) -> None:
-        self._traced.append(step)
+        if self._of_stock and len(self._traced) < _MOST_STEPS:
+            self._traced.append(step)
         try:
             if self._file is None:
-                self._file = TraceFile(self._path)
+                self._file = TraceFile(self._path, LARGEST_WRITTEN)
             self._file.add(step)
         except OSError as error:  # a full disk is no reason to end a training
-            logger.error(
-                f"iteration {step.iteration} is missing in the trace {self._path}: {error}"
-            )
+            if not self._is_told:
+                logger.error(
+                    f"iteration {step.iteration} is missing in the trace {self._path}: "
+                    f"{error.strerror}; further ones that are missing are not named"
+                )
+            self._is_told = True
 
     def _tell(self) -> None:
         """Log where the time of Megatron's own steps went, and the predicted time of our

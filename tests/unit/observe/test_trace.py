@@ -25,6 +25,7 @@ from megatron_ext.viz.trace import (
     TracedStep,
     TraceFile,
     beside,
+    bytes_of_step,
     read_trace,
     reserved_in,
     write_trace,
@@ -330,3 +331,23 @@ def test_the_command_names_what_cost_the_most(tmp_path: Path) -> None:
     TraceFile(tmp_path / NAME).add(beside(3, last, SIMULATED, 0.0))
     text = CliRunner().invoke(app, ["trace", str(tmp_path / NAME)]).stdout
     assert "1. 2W3 on rank 2 was a slow pass: 580 ms, usually 80 ms" in text, text
+
+
+def test_a_trace_has_a_limit_on_disk(tmp_path: Path) -> None:
+    """A training with --pipeline-trace-iters 1:1000000 filled the disk."""
+    step = beside(7, measured(1000.0), SIMULATED, 0.0)
+    limit = 3.5 * bytes_of_step(SIMULATED)
+    file = TraceFile(tmp_path / NAME, limit)
+    with pytest.raises(OSError, match=r"no more than .* KiB are written") as error:
+        for iteration in range(1000):
+            file.add(replace(step, iteration=iteration))
+    assert error.value.filename == str(tmp_path / NAME)
+    assert (tmp_path / NAME).stat().st_size <= limit
+    assert len(read_trace(tmp_path)) == iteration >= 2
+
+
+def test_the_bytes_of_a_trace_are_known_before(tmp_path: Path) -> None:
+    step = beside(1234, measured(1000.0 / 7), SIMULATED, 1.23456789e-5)
+    TraceFile(tmp_path / NAME).add(step)
+    size = (tmp_path / NAME).stat().st_size
+    assert bytes_of_step(SIMULATED) == pytest.approx(size, rel=0.25)
