@@ -253,6 +253,10 @@ VOCABULARY_REFUSALS = (
         "use_mup", bool, f"MuP scales the logits, and here they are not: {_WITHOUT_DIVIDING}"
     ),
     _drop("fp8_output_proj", "the logits are not made in fp8"),
+    *(
+        _drop(name, "the output layer is run by passes of the schedule, which no log would show")
+        for name in ("save_activations_interval", "save_dgrads_interval")
+    ),
     RefusedSetting(
         "hybrid_layer_pattern", bool, f"it divides the tables of a GPTModel: {_WITHOUT_DIVIDING}"
     ),

@@ -165,8 +165,15 @@ class WeightGradients:
         pending = self._pending[stage, microbatch].values()
         return [tensor for uses in pending for use in uses.uses for tensor in use.tensors]
 
+    @property
+    def is_in_pass(self) -> bool:
+        """Whether an I pass runs. Outside of one, a backward pass is a caller's own."""
+        return self._key is not None
+
     def _put(self, weights: Weights, use: _Use, accumulate: Accumulate) -> None:
-        assert self._key is not None, "a split layer ran its backward outside an I pass"
+        if self._key is None:
+            _add_at_once(weights, use, accumulate)
+            return
         if self.weights is not None:
             self.weights.update(weights)
         backward = torch._C._current_graph_task_id()
@@ -181,7 +188,8 @@ class WeightGradients:
         times in a backward pass, whose contributions are summed first. The first W pass of a step
         shows which weights are.
         """
-        assert self._key is not None, "a split layer ran its backward outside an I pass"
+        if self._key is None:
+            return
         pending = self._pending[self._key]
         if not (self.w_is_next and pending):
             return
@@ -226,6 +234,24 @@ class WeightGradients:
         self.splitting = False
         self.at_once = frozenset()
         self.is_lent = is_owned
+
+
+def _add_at_once(weights: Weights, use: _Use, accumulate: Accumulate) -> None:
+    """Add the gradient of a backward pass that a caller runs outside of I, as inside a forward
+    pass: no W will follow it."""
+    refuse_second_derivatives()
+    with torch.no_grad():
+        accumulate(weights, _GathersAhead([use]).compute(use))
+
+
+def refuse_second_derivatives() -> None:
+    """Raise RuntimeError if the running backward pass is itself to be differentiated."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "a backward pass with create_graph=True reached a layer whose backward pass is split: "
+            "second derivatives need whole backward passes; choose a schedule that does not split "
+            "them, such as 1f1b or interleaved"
+        )
 
 
 def is_owned(tensor: Tensor) -> bool:

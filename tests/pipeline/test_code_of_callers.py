@@ -143,6 +143,88 @@ def test_weights_that_only_autograd_can_serve_have_stocks_gradients(
     values(run_ranks(2, on_rank))
 
 
+def with_backward(chunk: Any, own: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+    """Have each MLP multiply its output with what ``own`` makes of the module and its input."""
+
+    def changed(module: Any, inputs: Any, outputs: Any) -> Any:
+        hidden = inputs[0].detach().requires_grad_()
+        return outputs[0] * (1 + own(module, hidden)), outputs[1]
+
+    for layer in chunk.decoder.layers:
+        layer.mlp.register_forward_hook(changed)
+
+
+def backward_to_leaves(chunk: Any) -> None:
+    def own(module: Any, hidden: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            module.forward(hidden)[0].square().mean().backward()
+        assert hidden.grad is not None
+        return hidden.grad.norm()
+
+    with_backward(chunk, own)
+
+
+def backward_to_the_input(chunk: Any) -> None:
+    def own(module: Any, hidden: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            made = module.forward(hidden)[0].square().mean()
+        return torch.autograd.grad(made, hidden)[0].norm()
+
+    with_backward(chunk, own)
+
+
+def backward_of_the_stage(chunk: Any) -> None:
+    def own(module: Any, inputs: Any, outputs: Any) -> None:
+        outputs[0].square().mean().backward(retain_graph=True)
+
+    chunk.decoder.layers[-1].mlp.register_forward_hook(own)
+
+
+@pytest.mark.parametrize(
+    "change", [backward_to_leaves, backward_to_the_input, backward_of_the_stage]
+)
+def test_a_callers_own_backward_pass_inside_a_forward_pass_is_stocks(
+    change: Callable[[Any], object],
+) -> None:
+    """It ended in an AssertionError: no W follows it. To the leaves it adds gradients of weights at
+    once; `torch.autograd.grad` adds none. The order of sums is not stock's, where W comes later."""
+
+    def on_rank(rank: int) -> None:
+        with apply(cpu.patches()):
+            expected = step(change)
+            plain = step(lambda chunk: None)
+            assert expected[0] != plain[0] or any(
+                not torch.equal(gradient, plain[1][name]) for name, gradient in expected[1].items()
+            )
+            # The pass of a stage reaches stock's stages on a line alone.
+            for schedule in ("zb-h1",) if change is backward_of_the_stage else ("zb-h1", "zb-v"):
+                with megatron_ext.install(schedule=schedule):
+                    losses, gradients = step(change)
+                assert losses == expected[0]
+                torch.testing.assert_close(gradients, expected[1], rtol=1e-5, atol=1e-8)
+
+    values(run_ranks(2, on_rank))
+
+
+def test_a_callers_second_derivatives_are_refused_by_name() -> None:
+    """They would lack the weights, which autograd does not see."""
+
+    def penalize(chunk: Any) -> None:
+        def own(module: Any, hidden: torch.Tensor) -> torch.Tensor:
+            with torch.enable_grad():
+                made = module.forward(hidden)[0].square().mean()
+            return torch.autograd.grad(made, hidden, create_graph=True)[0].norm()
+
+        with_backward(chunk, own)
+
+    def on_rank(rank: int) -> None:
+        refused = pytest.raises(RuntimeError, match="create_graph=True reached a layer")
+        with apply(cpu.patches()), megatron_ext.install(schedule="zb-h1"), refused:
+            step(penalize)
+
+    values(run_ranks(2, on_rank))
+
+
 def checkpoint_layers(chunk: Any) -> None:
     for layer in chunk.decoder.layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)

@@ -212,6 +212,14 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
         "a vocabulary of 66 cannot be split evenly over 4 ranks (pipeline x tensor parallel): pad "
         "it to 68",
     ),
+    "a divided vocabulary, activations that are saved": (
+        {"pipeline_vocab_parallel": 1, "save_activations_interval": 2},
+        "--pipeline-vocab-parallel 1 does not go with save_activations_interval=2: drop",
+    ),
+    "a divided vocabulary, gradients that are saved": (
+        {"pipeline_vocab_parallel": 2, "save_dgrads_interval": 2},
+        "--pipeline-vocab-parallel 2 does not go with save_dgrads_interval=2: drop",
+    ),
     "a divided vocabulary, another loss": (
         {"pipeline_vocab_parallel": 2, "fp16": True, "fp16_lm_cross_entropy": True},
         "--pipeline-vocab-parallel 2 does not go with fp16_lm_cross_entropy=True: drop",

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from megatron_ext.config import PipelineConfig
 from megatron_ext.patches.engine import Patch, expect, wrap
-from megatron_ext.runtime.weight_gradients import queue
+from megatron_ext.runtime.weight_gradients import queue, refuse_second_derivatives
 
 _FUNCTION = "megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication"
 
@@ -143,7 +143,7 @@ def split_apply(original: Callable[..., Tensor], *args: Any) -> Tensor:
         return original(*args)
     assert deferred is None and newer[:1] in ([], [1])  # gtp_remat_size
     linear = _Linear(weight, fused, allreduce_dgrad, sequence_parallel, group, (*newer,))
-    output: Tensor = _SplitLinear.apply(x, linear)
+    output: Tensor = _SplitLinear.apply(x, linear, _LEAF)
     return output if bias is None else output + bias
 
 
@@ -166,11 +166,16 @@ class _Saved:
         return getattr(self._context, name)
 
 
+# A leaf in the place of all weights, which autograd does not see. It gets no gradient; whether its
+# node is executed says whether a backward pass is one to the leaves, or to given inputs alone.
+_LEAF = torch.zeros((), requires_grad=True)
+
+
 class _SplitLinear(torch.autograd.Function):
     """Megatron's function, told that its weight gradient goes to a buffer, so that it skips it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, linear: _Linear) -> Tensor:
+    def forward(ctx: Any, x: Tensor, linear: _Linear, leaf: Tensor) -> Tensor:
         ctx.linear = linear
         stock = layers.LinearWithGradAccumulationAndAsyncCommunication
         return stock.forward(
@@ -189,6 +194,7 @@ class _SplitLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
         saved = _Saved(ctx)
         x, _ = saved.saved_tensors
         linear: _Linear = ctx.linear
@@ -197,11 +203,19 @@ class _SplitLinear(torch.autograd.Function):
         dx = linear.reduce(stock.backward(saved, dy)[0], x)
         # The same memory, detached from the graph, which has the stage's input and its gradient.
         # (dy can have one too: the loss overwrites the logits with their gradient. This node and
-        # the dy in its buffer would then keep each other alive.)
-        ctx.grad_output_buffer = None
+        # the dy in its buffer would then keep each other alive.) A caller may run it once more.
+        ctx.grad_output_buffer = []
         x, dy = x.detach(), dy.detach().to(x.dtype)  # dy is cast if there is an output_dtype
         x, dy = queue.keep(x), queue.keep(dy)
         gradient = _WeightGradient(linear, x, dy)
         gather = gradient.gather if linear.sequence_parallel else None
-        queue.put(linear.weight, gradient.compute, (x, dy), gather)
-        return dx, None
+        if queue.is_in_pass or linear.fused or _reaches_leaves(ctx):
+            queue.put(linear.weight, gradient.compute, (x, dy), gather)
+        return dx, None, None
+
+
+def _reaches_leaves(node: Any) -> bool:
+    """Whether the running backward pass computes gradients of leaves: `torch.autograd.grad` does
+    not, and leaves a weight's gradient alone unless Megatron's kernel adds it by itself."""
+    leaf, _ = node.next_functions[-1]
+    return bool(torch._C._will_engine_execute_node(leaf))
