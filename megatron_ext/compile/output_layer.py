@@ -67,7 +67,7 @@ def _better_placed(build: Callable[[Problem], Program], problem: Problem, splits
     if shared or not splits or costs.vocabulary is None:
         return build(problem)
     at_once = build(replace(problem, costs=with_input_gradient(costs)))
-    could_wait = costs.vocabulary.head[2] and costs.vocabulary.logits_bytes
+    could_wait = costs.vocabulary.head[2] and costs.vocabulary.deferred_bytes
     if costs.held_bytes is None or not could_wait or problem.forward_only:
         return at_once
     try:
@@ -113,9 +113,10 @@ def with_input_gradient(costs: Costs) -> Costs:
     seconds[Kind.BACKWARD_WEIGHT] = _last_plus(seconds[Kind.BACKWARD_WEIGHT], -weight_gradient)
     held = costs.held_bytes
     if held is not None:
-        rest = _last_plus(held[Held.WEIGHT_INPUTS], -costs.vocabulary.logits_bytes)
+        rest = _last_plus(held[Held.WEIGHT_INPUTS], -costs.vocabulary.deferred_bytes)
         held = {**held, Held.WEIGHT_INPUTS: rest}
-    vocabulary = replace(costs.vocabulary, head=(forward, input_gradient + weight_gradient, 0.0))
+    head = forward, input_gradient + weight_gradient, 0.0
+    vocabulary = replace(costs.vocabulary, head=head, deferred_bytes=0.0)
     changed = replace(costs.with_passes(seconds=seconds, held_bytes=held), vocabulary=vocabulary)
     return changed.with_copies_of(costs)
 

@@ -54,7 +54,8 @@ def held_of_stage(
     model: Model, stage: Stage, execution: Execution, measured: Measured | None = None
 ) -> tuple[float, float]:
     """Return the bytes that a microbatch holds on a rank of ``stage``: all from F to I, and those
-    left from I to W. Logits are not included. ``measured`` scales both to measured bytes."""
+    left from I to W. Logits, and what the output layer's weight gradient needs, are not included.
+    ``measured`` scales both to measured bytes."""
     activation = left = 0.0
     for component, kept, for_w in held_by_component(model, stage, execution):
         scale = NOT_SCALED if measured is None else measured.of(component)
@@ -77,7 +78,7 @@ def held_by_component(
         projection = boundary if execution.recompute else 4 * split
         yield DEPTH, stage.depths * projection, stage.depths * 3 * split
     if stage.head:  # the final norm's, and what enters the output layer
-        yield OUTPUT_LAYER, _norms(model, execution) * split, split
+        yield OUTPUT_LAYER, _norms(model, execution) * split, 0.0
     layers = [(layer, layer) for layer in stage.layers] + [(DEPTH, model.mtp_layer)] * stage.depths
     for position, (component, layer) in enumerate(layers):
         kept = _kept_of_layer(layer, model, execution)
@@ -159,9 +160,9 @@ def _row_input(symbol: str, model: Model) -> float:
 
 def _norms(model: Model, execution: Execution) -> int:
     """Return the number of tensors that a norm keeps, including its output, which enters matrices.
-    torch's own RMSNorm keeps its input twice: as it is, and divided by its length."""
+    torch's own RMSNorm keeps its input twice, in fp32: as it is, and divided by its length."""
     is_twice = model.normalization == "RMSNorm" and not execution.transformer_engine
-    return 3 if is_twice else 2
+    return 1 + 2 * 4 // execution.element_bytes if is_twice else 2
 
 
 def _around(
@@ -196,10 +197,13 @@ def _attention(model: Model, execution: Execution) -> Kept:
     else:
         query = output = model.query_width
         inside = query + 2 * model.key_value_width
+        # Turned queries and keys are new tensors; values keep their joint output as a whole.
+        turned = inside + query + model.key_value_width
         inside_kept = inside if execution.transformer_engine else 3 * query
         if execution.framework is Framework.PYTORCH:
-            # Turned queries and keys are new tensors; values keep their joint output as a whole.
-            inside_kept = inside + query + model.key_value_width
+            inside_kept = turned
+        elif not execution.transformer_engine and "core_attn" in execution.recompute_modules:
+            inside_kept = turned if model.is_rotary else inside
         made, widths = 0, inside
         if model.qk_layernorm:
             made = (query + model.key_value_width) * (1 if execution.transformer_engine else norms)
@@ -221,15 +225,16 @@ def _attention_matrix(model: Model, execution: Execution) -> tuple[float, float]
     Fused attention keeps one figure a head. Unfused attention keeps its matrix, and with dropout
     the matrix after dropout and a mask."""
     heads = model.num_attention_heads
-    if "core_attn" in execution.recompute_modules:
-        return 0, 0
+    is_recomputed = "core_attn" in execution.recompute_modules
     if execution.transformer_engine:
-        return 0, 4 * heads
+        return 0, 0 if is_recomputed else 4 * heads
     looked_at = heads * execution.sequence
     turned = 0.0  # by cosines and sines of positions, of queries and of keys
     if model.is_rotary:
         width = model.qk_pos_emb_head_dim if model.multi_latent_attention else model.kv_channels
         turned = 4 * width / execution.micro_batch
+    if is_recomputed:
+        return turned, 0
     if execution.attention_dropout:
         return 2 * looked_at + turned, looked_at
     return looked_at + turned, 0

@@ -102,10 +102,12 @@ def _vocabulary(model: Model, last: Stage, execution: Execution, rates: Rates) -
     runs = last.output_runs
     forward, input_gradient, weight_gradient = (runs * figure for figure in run.totals)
     logits = runs * execution.tokens * model.vocabulary / execution.tensor_parallel
+    inputs = runs * execution.split_tokens * model.hidden_size
     return VocabularyCosts(
         head=(forward, input_gradient, weight_gradient),
         embedding=seconds_of_embedding(model, execution, rates),
         logits_bytes=4 * logits,
+        deferred_bytes=(inputs + logits) * execution.element_bytes,
     )
 
 

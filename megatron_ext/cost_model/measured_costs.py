@@ -209,6 +209,7 @@ def _scaled(in_passes: Costs, costs: Costs) -> VocabularyCosts:
         (part(forward, -1), part(input_gradient, -1), part(weight_gradient, -1)),
         (part(forward, 0), part(weight_gradient, 0)),
         in_passes.vocabulary.logits_bytes,
+        in_passes.vocabulary.deferred_bytes,
     )
 
 
@@ -226,14 +227,14 @@ def _with_weight_gradient_apart(costs: Costs, in_passes: Costs, estimate: Costs)
     for kind, more in ((Kind.BACKWARD_INPUT, -moved), (Kind.BACKWARD_WEIGHT, moved)):
         seconds[kind] = (*seconds[kind][:-1], seconds[kind][-1] + more)
     held = costs.held_bytes
-    if held is not None:  # between I and W there would have been the gradient of the logits
+    deferred = estimate.vocabulary.deferred_bytes
+    if held is not None:
         *others, last = held[Held.WEIGHT_INPUTS]
-        logits = costs.vocabulary.logits_bytes
-        held = {**held, Held.WEIGHT_INPUTS: (*others, last + logits)}
+        held = {**held, Held.WEIGHT_INPUTS: (*others, last + deferred)}
     head = (forward, input_gradient - moved, moved)
     return replace(
         costs.with_passes(seconds=seconds, held_bytes=held),
-        vocabulary=replace(costs.vocabulary, head=head),
+        vocabulary=replace(costs.vocabulary, head=head, deferred_bytes=deferred),
     )
 
 
@@ -251,4 +252,5 @@ def _of_shards(
         (forward, input_gradient, whole[Kind.LOGITS_WEIGHT]),
         (whole[Kind.EMBEDDING], whole[Kind.EMBEDDING_WEIGHT]),
         estimate.logits_bytes,
+        estimate.deferred_bytes,
     )

@@ -149,7 +149,9 @@ def _with_bytes(costs: Costs, estimated: Costs) -> Costs:
         return costs
     assert estimated.vocabulary is not None
     vocabulary = replace(
-        costs.vocabulary or VocabularyCosts(), logits_bytes=estimated.vocabulary.logits_bytes
+        costs.vocabulary or VocabularyCosts(),
+        logits_bytes=estimated.vocabulary.logits_bytes,
+        deferred_bytes=estimated.vocabulary.deferred_bytes,
     )
     layers = (
         costs.without_vocabulary()

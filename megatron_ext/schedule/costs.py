@@ -28,12 +28,15 @@ class VocabularyCosts:
     Attributes:
         head: seconds of the output layer and the loss, for F, I and W.
         embedding: seconds of the lookup, and of its weight's gradient.
-        logits_bytes: bytes of all logits.
+        logits_bytes: bytes of all logits, which the loss keeps in fp32 from F to I.
+        deferred_bytes: bytes that the output layer holds from I to W if its weight gradient waits
+            for W: its input, and the gradient of the logits in the type of the layers.
     """
 
     head: tuple[float, float, float] = (0.0, 0.0, 0.0)
     embedding: tuple[float, float] = (0.0, 0.0)
     logits_bytes: float = 0.0
+    deferred_bytes: float = 0.0
 
     @property
     def of_ends(self) -> Mapping[Kind, tuple[float, float]]:
@@ -662,8 +665,11 @@ class Costs:
 
         held = self.held_bytes
         if held is not None:
-            logits = vocabulary.logits_bytes
-            held = {what: added(figures, 0.0, logits) for what, figures in held.items()}
+            of_last = {
+                Held.ACTIVATION: vocabulary.logits_bytes,
+                Held.WEIGHT_INPUTS: vocabulary.deferred_bytes,
+            }
+            held = {what: added(figures, 0.0, of_last[what]) for what, figures in held.items()}
         ends = vocabulary.of_ends.items()
         seconds = {kind: added(self.seconds[kind], *end) for kind, end in ends}
         recompute = self.passes.recompute

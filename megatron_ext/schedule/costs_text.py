@@ -48,7 +48,8 @@ _MOST_RANKS = 1_000_000  # that can share a link
 LEAST, MOST = 1e-18, 1e18  # of any figure, so that no sum or share of them is infinite
 
 # Entries of bytes with a single figure instead of one per stage.
-_SINGLE = (Held.LOGITS.value, Held.MESSAGE.value, _TOWER)
+_DEFERRED = "output weight inputs"
+_SINGLE = (Held.LOGITS.value, _DEFERRED, Held.MESSAGE.value, _TOWER)
 
 _EXAMPLE = "write f=10,i=12,w=8,comm=1 (one microbatch of a full rank; comm per hop) or a file"
 
@@ -183,7 +184,7 @@ def parse_costs(text: str, placement: Placement) -> Costs:
         Costs(PassCosts(seconds, recompute=recompute), LinkCosts(hops[0])), figures, what
     )
     costs = _with_hidden(costs, figures, placement, what)
-    costs = _with_tower(_with_vocabulary(costs, figures, 0.0, what), figures, 0.0, what)
+    costs = _with_tower(_with_vocabulary(costs, figures, (0.0, 0.0), what), figures, 0.0, what)
     return _with_host(costs, figures, placement, what)
 
 
@@ -255,9 +256,13 @@ def _tables(
 
 
 def _with_vocabulary(
-    costs: Costs, figures: Mapping[str, Any], logits_bytes: float, what: str
+    costs: Costs, figures: Mapping[str, Any], of_output: tuple[float, float], what: str
 ) -> Costs:
-    """Return ``costs`` with the figures under the keys of `_PARTS`, if there are any."""
+    """Return ``costs`` with the figures under the keys of `_PARTS`, if there are any.
+
+    ``of_output`` are the bytes that the output layer holds from F to I and, if its weight gradient
+    is deferred, from I to W.
+    """
     parts: dict[str, Any] = {}
     for key, passes in _PARTS.items():
         if key not in figures:
@@ -271,9 +276,12 @@ def _with_vocabulary(
             )
         _check_figures(f"{what}, {key}", part)
         parts[key] = tuple(map(float, part))
-    if not parts and not logits_bytes:
+    if not parts and not any(of_output):
         return costs
-    return costs.with_vocabulary(VocabularyCosts(**parts, logits_bytes=logits_bytes))
+    logits, deferred = of_output
+    return costs.with_vocabulary(
+        VocabularyCosts(**parts, logits_bytes=logits, deferred_bytes=deferred)
+    )
 
 
 def _with_tower(costs: Costs, figures: Mapping[str, Any], activation: float, what: str) -> Costs:
@@ -327,13 +335,15 @@ def load_costs(path: Path, placement: Placement) -> Costs:
 
     ``f``, ``i`` and ``w`` are one figure per microbatch of a full rank, or a list of one figure per
     stage; so is ``r``, if there. ``bytes``, if there, maps ``activation`` and ``weight inputs``
-    likewise. ``head`` and ``embedding`` are lists as in `parse_costs`, and ``bytes`` may have three
-    single figures: ``logits``, which the last stage holds in addition to its layers, ``tower``,
-    which an encoder on the first stage stores, and ``message``, of each message from stage to
-    stage. It may also have ``keys and values``, a part of ``activation`` that is given like it.
-    ``hidden`` may also map ``i`` and ``b``, the kind of the overlapped backward pass, each to a
-    table: a row per stage of F, a figure in it per stage of the backward pass. ``attention``,
-    ``latency``, ``launch``, ``d2h``, ``h2d``, ``link`` and ``duplex`` are those of `parse_costs`,
+    likewise. ``head`` and ``embedding`` are lists as in `parse_costs`, and ``bytes`` may have four
+    single figures: ``logits``, which the last stage holds from F to I in addition to its
+    layers, ``output weight inputs``, which it holds from I to W if the output layer's weight
+    gradient waits (as many as ``logits`` if the file does not say), ``tower``, which an encoder
+    on the first stage stores, and ``message``, of each message from stage to stage. It may also
+    have ``keys and values``, a part of ``activation`` that is given like it. ``hidden`` may
+    also map ``i`` and ``b``, the kind of the overlapped backward pass, each to a table: a row
+    per stage of F, a figure in it per stage of the backward pass. ``attention``, ``latency``,
+    ``launch``, ``d2h``, ``h2d``, ``link`` and ``duplex`` are those of `parse_costs`,
     and ``origin`` is a text for people.
 
     Raises:
@@ -361,7 +371,8 @@ def load_costs(path: Path, placement: Placement) -> Costs:
         if Held.KEYS_VALUES.value in figures:
             keys_values = per_stage(figures[Held.KEYS_VALUES.value], Held.KEYS_VALUES.value)
         for name in _SINGLE:
-            single[name] = figures.get(name, 0.0)
+            default = single[Held.LOGITS.value] if name == _DEFERRED else 0.0
+            single[name] = figures.get(name, default)
             _check_figures(f"{path}, {name}", [single[name]])
         held = {what: per_stage(figures[what.value], what.value) for what in of_stages}
     seconds = {kind: per_stage(data[key], key) for key, kind in _PASSES.items()}
@@ -383,7 +394,8 @@ def load_costs(path: Path, placement: Placement) -> Costs:
     )
     costs = _with_slices(costs, data, str(path))
     costs = _with_hidden(costs, data, placement, str(path))
-    costs = _with_vocabulary(costs, data, float(single[Held.LOGITS.value]), str(path))
+    of_output = float(single[Held.LOGITS.value]), float(single[_DEFERRED])
+    costs = _with_vocabulary(costs, data, of_output, str(path))
     costs = _with_tower(costs, data, float(single[_TOWER]), str(path))
     return _with_host(costs, data, placement, str(path))
 
@@ -477,8 +489,9 @@ def _bytes_of(costs: Costs, held: Mapping[Held, tuple[float, ...]]) -> dict[str,
     data: dict[str, Any] = {what.value: _integers(figures) for what, figures in held.items()}
     if costs.slices.keys_values:
         data[Held.KEYS_VALUES.value] = _integers(costs.slices.keys_values)
-    logits = 0.0 if costs.vocabulary is None else costs.vocabulary.logits_bytes
-    data[Held.LOGITS.value] = round(logits)
+    vocabulary = costs.vocabulary or VocabularyCosts()
+    data[Held.LOGITS.value] = round(vocabulary.logits_bytes)
+    data[_DEFERRED] = round(vocabulary.deferred_bytes)
     data[Held.MESSAGE.value] = round(costs.links.message_bytes)
     if costs.tower is not None:
         data[_TOWER] = round(costs.tower.activation)

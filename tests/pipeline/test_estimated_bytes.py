@@ -2,6 +2,13 @@
 
 Local layers, whose kernels are torch's. On a GPU Transformer Engine's attention keeps no matrix,
 its RMSNorm its input once, and its rotary positions no tables.
+
+Some cases failed since they were written. What waits for W on the last rank was estimated with the
+output layer's input even if its weight gradient was computed in I, and with the gradient of bf16
+logits in fp32; recomputed attention was estimated without the joint output that its values keep,
+and torch's RMSNorm of bf16 without its copies in fp32. The training counts the microbatch's own
+tokens and mask, which weigh where all layers are recomputed, and are no activations. And torch's
+dropout keeps a mask of booleans on a GPU, but on the CPU a tensor of its input's type.
 """
 
 from __future__ import annotations
@@ -10,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_ext.compile.registry import choose
 from megatron_ext.config import PipelineConfig
@@ -34,6 +42,8 @@ COMMON: dict[str, Any] = {
     "rerun_mode": "disabled",
     "transformer_impl": "local",
 }
+# Bytes of a microbatch's tokens, and of its mask, which Megatron's loader makes for each sample.
+DATA = 2 * 64 * 8 + 2 * 64 * 64
 ALONE: dict[str, Any] = EXPERTS | {"expert_model_parallel_size": None, "moe_layer_freq": 1}
 FULL: dict[str, Any] = {
     "recompute_granularity": "full",
@@ -59,10 +69,20 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+def dropout_of_a_gpu(
+    input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> torch.Tensor:
+    """Drop as torch does on GPUs, with a mask of booleans."""
+    return torch.native_dropout(input, p, True)[0] if training and p else input
+
+
 @pytest.mark.parametrize("name", ["experts", *at_night(*MODELS)])
-def test_held_bytes_are_those_of_a_training(name: str, tmp_path: Path) -> None:
+def test_held_bytes_are_those_of_a_training(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What waits for W to the byte, what waits for I within 3 %."""
     take_local_attention()
+    monkeypatch.setattr(torch.nn.functional, "dropout", dropout_of_a_gpu)
     flags = COMMON | (MODELS | {"experts": ALONE})[name]
     path, placement = tmp_path / "costs.json", choose("zb-h1").place(2)
     costs = {"pipeline_schedule": "zb-h1", "pipeline_costs": f"profile:{path}"}
@@ -76,4 +96,5 @@ def test_held_bytes_are_those_of_a_training(name: str, tmp_path: Path) -> None:
     assert counted is not None and estimated is not None
     waits, holds = Held.WEIGHT_INPUTS, Held.ACTIVATION
     assert estimated[waits] == pytest.approx(counted[waits], rel=1e-3)
-    assert estimated[holds] == pytest.approx(counted[holds], rel=0.03)
+    of_layers = [held - DATA for held in counted[holds]]
+    assert estimated[holds] == pytest.approx(of_layers, rel=0.03)

@@ -2,8 +2,8 @@
 
 With a divided vocabulary a loss function got a transposed tensor, so that Megatron's own
 pretrain_gpt.py, which flattens it by view(), died in its first step with a micro batch of 2. In an
-evaluation the step asked what a loss function had returned whether it requires a gradient, and a
-number has no such attribute: Megatron's own tests of its schedules return one.
+evaluation the step read `requires_grad` of whatever a loss function had returned, and a number has
+no such attribute: Megatron's own tests of its schedules return one.
 
 The steps are a caller's, on two ranks, for every feature that takes part in making the loss.
 """

@@ -487,7 +487,7 @@ def test_bytes_are_those_that_ranks_hold(
 ) -> None:
     """What hooks on autograd and the queue count, beside all storages that live (`held_bytes`).
 
-    Where the output layer's weight gradient came in I, its gradient of the logits is added.
+    Where the output layer's weight gradient came in I, what it would hold until W is added.
     """
     path = tmp_path / "costs.json"
     run(2, MODEL | profiled(path, spec, 2) | {"train_iters": STEPS})
@@ -498,7 +498,7 @@ def test_bytes_are_those_that_ranks_hold(
     for stage in range(stages):
         inputs = counted[f"{stage}I0"]
         if stage == stages - 1 and not output_layer_waits:
-            inputs += round(costs.vocabulary.logits_bytes)
+            inputs += round(costs.vocabulary.deferred_bytes)
         activation = costs.held_bytes[Held.ACTIVATION][stage]
         assert activation == pytest.approx(counted[f"{stage}F0"], rel=0.01)
         assert costs.held_bytes[Held.WEIGHT_INPUTS][stage] == pytest.approx(inputs, rel=0.01)

@@ -193,7 +193,7 @@ def test_outputs_on_their_way_do_not_pile_up_in_an_evaluation(p: int) -> None:
 
 
 def test_evaluation_holds_nothing() -> None:
-    """What a training step's limit forbids, an evaluation may do."""
+    """An evaluation may do what a training step's limit forbids."""
     with pytest.raises(InvalidSchedule, match="memory limit"):
         program("gpipe", line_problem(4, 8, limit="1"))
     program("gpipe", line_problem(4, 8, limit="1", forward_only=True))

@@ -60,7 +60,9 @@ FULL = Costs(
         ranks_per_link=2,
         duplex=False,
     ),
-    VocabularyCosts(head=(8.0, 8.0, 8.0), embedding=(2.0, 1.0), logits_bytes=4.0),
+    VocabularyCosts(
+        head=(8.0, 8.0, 8.0), embedding=(2.0, 1.0), logits_bytes=4.0, deferred_bytes=3.0
+    ),
     OverlapCosts(
         {
             I: tuple(tuple(f + b / 4 for b in range(4)) for f in range(1, 5)),

@@ -255,10 +255,13 @@ def test_bytes_from_a_file(tmp_path: Path) -> None:
 def test_the_vocabulary_from_a_file(tmp_path: Path) -> None:
     held = {"activation": 3e9, "weight inputs": 1e9, "logits": 2e9}
     data = GOOD_FILE | {"head": [5, 6, 4], "embedding": [1, 2], "bytes": held}
+    as_logits = load_costs(written_costs(tmp_path, data), LINE)
+    assert as_logits.vocabulary == VocabularyCosts((5, 6, 4), (1, 2), 2e9, 2e9)
+    held["output weight inputs"] = 1.5e9
     costs = load_costs(written_costs(tmp_path, data), LINE)
     assert costs.seconds == {F: (11, 15), I: (12, 20), W: (10, 12)}
-    assert costs.held_bytes == {Held.ACTIVATION: (3e9, 5e9), Held.WEIGHT_INPUTS: (1e9, 3e9)}
-    assert costs.vocabulary == VocabularyCosts((5, 6, 4), (1, 2), 2e9)
+    assert costs.held_bytes == {Held.ACTIVATION: (3e9, 5e9), Held.WEIGHT_INPUTS: (1e9, 2.5e9)}
+    assert costs.vocabulary == VocabularyCosts((5, 6, 4), (1, 2), 2e9, 1.5e9)
     shared = share_vocabulary(costs, LINE, VocabularyParallel.ONE)
     assert shared.held_bytes == {
         Held.ACTIVATION: (3e9, 3e9),
