@@ -40,7 +40,8 @@ def hand_over(gradients: Mapping[Tensor, Tensor]) -> None:
     """Let autograd add ``gradients``, by the tensors they belong to, in one backward pass, which
     runs all hooks. A tensor that is computed from others passes its gradient on to them."""
     with torch.enable_grad():
-        views = [tensor.expand_as(tensor) for tensor in gradients]  # a node each before its own
+        # A tensor's own hooks run only if an operation that has read it passes the gradient on.
+        views = [tensor.expand_as(tensor) for tensor in gradients]
     torch.autograd.backward(views, list(gradients.values()))
 
 
