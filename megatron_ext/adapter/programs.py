@@ -28,7 +28,7 @@ from megatron.core.utils import log_single_rank
 
 from megatron_ext.adapter.compatibility import refuse_order
 from megatron_ext.adapter.handled_settings.groups import with_megatrons_group
-from megatron_ext.adapter.job import basis_of, job_costs, of_built
+from megatron_ext.adapter.job import Job, basis_of, job_costs, of_built
 from megatron_ext.adapter.model_parts import is_trained, size_of
 from megatron_ext.adapter.pairs.overlap_setting import has_pairs
 from megatron_ext.adapter.rank_settings.launch_facts import refuse_other_models
@@ -104,6 +104,7 @@ class Programs:
         costs: by shape.
         bases: basis of each shape's estimate, on global rank 0 of a training that measures; None if
             measured costs cannot be split by layer type.
+        described: makes the job of each shape that this rank has seen.
     """
 
     def __init__(self, config: PipelineConfig) -> None:
@@ -122,6 +123,7 @@ class Programs:
         self._times_set: Counter[Shape] = Counter()  # how often a shape has been given costs
         self.costs: dict[Shape, Costs] = {}
         self.bases: dict[Shape, Basis | None] = {}
+        self.described: dict[Shape, Callable[[], Job]] = {}
 
     def agree_on_costs(
         self,
@@ -162,6 +164,8 @@ class Programs:
             *(config, placement, per_stage, sequence, micro_batch),
             *(dist.get_world_size(), stride),
         )
+
+        self.described[shape] = described
 
         def work() -> Costs:
             tell = None if self.costs else logger.info

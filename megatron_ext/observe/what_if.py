@@ -1,7 +1,9 @@
 """Prediction of the step time of our schedules from the costs of a measured step of Megatron's own.
 
 Megatron's backward pass is not split, so the share of W is not measured but estimated. Each answer
-is therefore a range over a W of 0.3 to 0.5 of B.
+is therefore a range over a W of 0.3 to 0.5 of B. Under another placement layers lie on other
+stages: the measured passes give the scale of each part of the model, the estimate the proportions
+of parts that they do not tell apart.
 """
 
 from __future__ import annotations
@@ -9,7 +11,9 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from megatron_ext.compile.build import build_program, complete
 from megatron_ext.compile.program.memory import in_microbatches, peaks
@@ -17,6 +21,7 @@ from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import FamilyEntry, Mark, choose, entries
 from megatron_ext.compile.size import seconds_to_build
+from megatron_ext.observe.model_parts import BACKWARD, FORWARD, WEIGHT, ModelParts
 from megatron_ext.progress import task
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import Costs, LinkCosts, PassCosts
@@ -41,6 +46,9 @@ def weight_shares(costs: Costs) -> tuple[float, ...]:
     return tuple(w / (i + w) if i + w else 0.5 for i, w in pairs)
 
 
+_Passes = tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]  # F, B, and W in B
+
+
 @dataclass(frozen=True)
 class TracedCosts:
     """Costs of Megatron's own step as traced, in seconds per stage.
@@ -49,6 +57,7 @@ class TracedCosts:
         schedule: the order of passes in the step, without messages. Backward passes are whole (B).
         weight_shares: estimated share of W in B.
         message: seconds of a message.
+        parts: what the stages are made of; None: not known, and a stage's work is cut evenly.
     """
 
     schedule: Schedule
@@ -57,28 +66,57 @@ class TracedCosts:
     backward: tuple[float, ...]
     weight_shares: tuple[float, ...]
     message: float
+    parts: ModelParts | None = None
 
     def costs(self, stages: int, share: float | None = None) -> Costs | None:
-        """Return costs with the model cut into ``stages`` stages, by splitting the measured stages
-        into equal parts or joining them. Return None if neither is possible.
+        """Return costs with the model cut into ``stages`` stages; None if that is not possible.
 
+        Layers are cut evenly, and the embedding and the output layer stay at the ends. If the parts
+        of the stages are not known, the measured stages are split into equal parts or joined.
         ``share`` is the share of W in B; None takes the estimated one.
         """
-        shares = self.weight_shares if share is None else (share,) * len(self.backward)
-        weight = [whole * part for whole, part in zip(self.backward, shares, strict=True)]
-        inputs = [whole - part for whole, part in zip(self.backward, weight, strict=True)]
-        if stages % len(weight) and len(weight) % stages:
+        made = self._measured() if stages == len(self.backward) else self._moved(stages)
+        if made is None:
             return None
+        forward, backward, weight = made
+        if share is not None:
+            weight = tuple(share * whole for whole in backward)
+        inputs = tuple(whole - part for whole, part in zip(backward, weight, strict=True))
         seconds = {
-            kind: _cut(figures, stages)
-            for kind, figures in (
-                (Kind.FORWARD, self.forward),
-                (Kind.BACKWARD_INPUT, inputs),
-                (Kind.BACKWARD_WEIGHT, weight),
-            )
+            Kind.FORWARD: forward,
+            Kind.BACKWARD_INPUT: inputs,
+            Kind.BACKWARD_WEIGHT: weight,
         }
         return Costs(
             PassCosts(seconds), LinkCosts(self.message), origin="measured of Megatron's own step"
+        )
+
+    def doubted(self) -> Iterator[TracedCosts]:
+        """Yield these costs with other proportions of parts that the passes do not tell apart."""
+        for parts in () if self.parts is None else self.parts.doubted():
+            yield replace(self, parts=parts)
+
+    def _measured(self) -> _Passes:
+        shares = zip(self.backward, self.weight_shares, strict=True)
+        return self.forward, self.backward, tuple(whole * part for whole, part in shares)
+
+    def _moved(self, stages: int) -> _Passes | None:
+        parts = self.parts
+        if parts is None:
+            if stages % len(self.backward) and len(self.backward) % stages:
+                return None
+            forward, backward, weight = (_cut(figures, stages) for figures in self._measured())
+            return forward, backward, weight
+        layers = parts.evenly(stages)
+        if layers is None:
+            return None
+        forwards = parts.fitted(self.forward, FORWARD, layers)
+        backwards = parts.fitted(self.backward, BACKWARD, layers)
+        weights = parts.seconds(WEIGHT) / np.maximum(parts.seconds(BACKWARD), 1e-30)
+        return (
+            tuple(forwards.sum(1).tolist()),
+            tuple(backwards.sum(1).tolist()),
+            tuple((backwards @ weights).tolist()),
         )
 
 
@@ -97,8 +135,8 @@ class Prospect:
     Attributes:
         vpp: chunks of a rank.
         step: seconds of a step, with the estimated W.
-        low, high: the least and the largest of the step times with that W and with both ends of its
-            range.
+        low, high: the least and the largest of the step times with that W, with both ends of its
+            range, and with other proportions of parts that the measured passes do not tell apart.
         of_stock: ``low`` and ``high`` relative to the predicted step of Megatron's own schedule.
         bubble_share: idle share of the makespan, with the estimated W.
         peak: microbatches of the rank that holds most.
@@ -122,12 +160,14 @@ class WhatIf:
         within: schedules that hold no more than Megatron's own, shortest first.
         with_more: schedules that gain by holding more, shortest first.
         left_out: the reason why other schedules are in neither, by spec.
+        has_parts: whether layers, embedding and output layer were told apart.
     """
 
     stock: Prospect
     within: tuple[Prospect, ...]
     with_more: tuple[Prospect, ...]
     left_out: Mapping[str, str]
+    has_parts: bool = False
 
 
 def what_if(traced: TracedCosts, seconds: float = SECONDS) -> WhatIf:
@@ -160,7 +200,13 @@ def what_if(traced: TracedCosts, seconds: float = SECONDS) -> WhatIf:
             for prospect in tried:
                 (within if fits(prospect.peak, stock.peak) else with_more).append(prospect)
             work.done += 1
-    return WhatIf(stock, _shortest_first(within), _shortest_first(with_more), left_out)
+    return WhatIf(
+        stock,
+        _shortest_first(within),
+        _shortest_first(with_more),
+        left_out,
+        traced.parts is not None,
+    )
 
 
 def _shortest_first(prospects: Sequence[Prospect]) -> tuple[Prospect, ...]:
@@ -222,6 +268,7 @@ def _tried(
 def _prospect(name: str, program: Program, traced: TracedCosts, stock: Prospect | None) -> Prospect:
     placement = program.schedule.placement
     ends = [traced.costs(placement.stages, share) for share in SHARES]
+    ends += [doubted.costs(placement.stages) for doubted in traced.doubted()]
     timeline = simulate(program, program.problem.costs)
     steps = [simulate(program, end).makespan for end in ends if end is not None]
     low, high = min(timeline.makespan, *steps), max(timeline.makespan, *steps)

@@ -35,6 +35,17 @@ class Record:
     def amounts(self, key: str) -> tuple[float, ...]:
         return tuple(map(float, self._value(key, _are_amounts, "a list of numbers from 0")))
 
+    def triple(self, key: str) -> tuple[float, float, float]:
+        a, b, c = self._value(key, _is_triple, "a list of three numbers from 0")
+        return float(a), float(b), float(c)
+
+    def triples(self, key: str) -> dict[str, tuple[float, float, float]]:
+        found = self._value(key, _has_triples, "an object of lists of three numbers from 0")
+        return {name: (float(a), float(b), float(c)) for name, (a, b, c) in found.items()}
+
+    def texts_of_rows(self, key: str) -> tuple[tuple[str, ...], ...]:
+        return tuple(map(tuple, self._value(key, _are_rows, "a list of lists of texts")))
+
     def truth(self, key: str) -> bool:
         return bool(self._value(key, lambda value: isinstance(value, bool), "true or false"))
 
@@ -57,6 +68,20 @@ def _are_shares(value: Any) -> bool:
 
 def _are_amounts(value: Any) -> bool:
     return isinstance(value, list) and all(_is_number(part) and part >= 0 for part in value)
+
+
+def _is_triple(value: Any) -> bool:
+    return _are_amounts(value) and len(value) == 3
+
+
+def _has_triples(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_triple, value.values()))
+
+
+def _are_rows(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(row, list) and all(isinstance(text, str) for text in row) for row in value
+    )
 
 
 def _is_count(value: Any) -> bool:

@@ -13,13 +13,14 @@ import json
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from megatron_ext.compile.program.graph import channel_of
 from megatron_ext.compile.program.memory import in_microbatches, memory_curve
+from megatron_ext.observe.model_parts import ModelParts
 from megatron_ext.schedule.action import Action, Kind, Pair, Slice, parse, slices_named, whole_of
 from megatron_ext.schedule.kinds import HOST_LANES, RULES, Lane, Where
 from megatron_ext.schedule.placement import Placement
@@ -39,6 +40,7 @@ LARGEST_WRITTEN = 2**30  # by a training
 
 _PASS, _PREDICTED_PASS, _REDUCTION = "compute", "predicted compute", "reduction"  # categories
 _STOCK = "a step of Megatron's own"  # the event that says so
+_PARTS = "parts of the model"  # the event that has them
 _RESERVED = "reserved beyond allocated"  # the event that has it
 
 
@@ -54,6 +56,7 @@ class TracedStep:
         clock_error: seconds by which a rank's clock may be off rank 0's, at most.
         weight_shares: for a step of Megatron's own, the estimated share of W in each stage's
             backward pass; None for a step of ours.
+        parts: for a step of Megatron's own, what its stages are made of; None: not known.
         reserved: bytes of each rank that its allocator had reserved beyond the most that it had
             allocated; None without such an allocator, as on a CPU.
     """
@@ -64,6 +67,7 @@ class TracedStep:
     cost_factor: float
     clock_error: float
     weight_shares: tuple[float, ...] | None = None
+    parts: ModelParts | None = None
     reserved: tuple[float, ...] | None = None
 
 
@@ -243,6 +247,7 @@ def read_trace(path: Path) -> list[TracedStep]:
         )
     iterations: dict[int, list[_Slice]] = {}
     of_stock: dict[int, tuple[float, ...]] = {}  # `weight_shares`, by iteration
+    parts: dict[int, ModelParts] = {}
     reserved: dict[int, tuple[float, ...]] = {}
     for number, event in enumerate(events):
         where = f"{file}, event {number}"
@@ -252,18 +257,21 @@ def read_trace(path: Path) -> list[TracedStep]:
         elif _has_args(event) and event.get("name") == _STOCK:
             about = Record(event["args"], f"{where}, args")
             of_stock[about.count("iteration")] = about.shares("weight_shares")
+        elif _has_args(event) and event.get("name") == _PARTS:
+            about = Record(event["args"], f"{where}, args")
+            parts[about.count("iteration")] = _read_parts(about)
         elif _has_args(event) and event.get("name") == _RESERVED:
             about = Record(event["args"], f"{where}, args")
             reserved[about.count("iteration")] = about.amounts("bytes")
     if not iterations:
         raise ValueError(f"{file} has no measured step: no training wrote it")
-    return [
-        replace(
-            _step(iteration, slices, of_stock.get(iteration), f"{file}, iteration {iteration}"),
-            reserved=reserved.get(iteration),
-        )
-        for iteration, slices in iterations.items()
-    ]
+    traced = []
+    for iteration, slices in iterations.items():
+        where = f"{file}, iteration {iteration}"
+        step = _step(iteration, slices, of_stock.get(iteration), where)
+        step = _with_parts(step, parts.get(iteration), where)
+        traced.append(replace(step, reserved=reserved.get(iteration)))
+    return traced
 
 
 def reserved_in(steps: Sequence[TracedStep]) -> float | None:
@@ -440,6 +448,30 @@ def _step_metadata(step: TracedStep) -> Iterator[dict[str, Any]]:
         if figures is not None:
             args = {"iteration": step.iteration, key: figures}
             yield {"ph": "M", "pid": 0, "name": name, "ts": step.measured.start, "args": args}
+    if step.parts is not None:
+        args = {"iteration": step.iteration, **asdict(step.parts)}
+        yield {"ph": "M", "pid": 0, "name": _PARTS, "ts": step.measured.start, "args": args}
+
+
+def _read_parts(about: Record) -> ModelParts:
+    return ModelParts(
+        about.texts_of_rows("layers"),
+        about.triples("of_layer"),
+        about.triples("first"),
+        about.triples("last"),
+        about.triple("each"),
+    )
+
+
+def _with_parts(step: TracedStep, parts: ModelParts | None, where: str) -> TracedStep:
+    if parts is None:
+        return step
+    stages = step.measured.schedule.placement.stages
+    if len(parts.layers) != stages:
+        raise ValueError(f"{where}: layers has {len(parts.layers)} rows for {stages} stages")
+    if kinds := {kind for stage in parts.layers for kind in stage} - set(parts.of_layer):
+        raise ValueError(f"{where}: of_layer has no {', '.join(sorted(kinds))}")
+    return replace(step, parts=parts)
 
 
 def _slice(

@@ -75,10 +75,12 @@ def remarks(assumed: WhatIf) -> Iterator[str]:
     )
     chunks = assumed.stock.vpp
     if any(prospect.vpp != chunks for prospect in (*assumed.within, *assumed.with_more)):
-        yield (
-            f"where a rank has another number of stages than {chunks}, the same layers are taken "
-            f"to be cut evenly"
+        how = (
+            "the layers are cut evenly, and the embedding and the output layer stay at the ends"
+            if assumed.has_parts
+            else "all of a rank's work is cut evenly, the output layer too: nothing is known of it"
         )
+        yield f"where a rank has another number of stages than {chunks}, {how}"
     if assumed.left_out:
         reasons = (f"{name} ({why})" for name, why in assumed.left_out.items())
         yield f"left out: {'; '.join(reasons)}"

@@ -39,6 +39,7 @@ def traced_costs(steps: Sequence[TracedStep]) -> TracedCosts | None:
         backward=tuple(medians[Kind.FULL_BACKWARD, stage] for stage in stages),
         weight_shares=latest.weight_shares,
         message=max(delays[len(delays) // _QUICK], 0.0) if delays else 0.0,
+        parts=latest.parts,
     )
 
 

@@ -65,6 +65,10 @@ def test_the_flag_alone_traces_megatrons_own_step(
     for traced in steps:
         assert measured_rows(traced) == family_rows(spec, 2, microbatches)
         assert traced.weight_shares is not None and all(0 < s < 1 for s in traced.weight_shares)
+        stages = len(traced.weight_shares)
+        assert traced.parts is not None
+        assert traced.parts.layers == (("*-",) * (4 // stages),) * stages
+        assert min(traced.parts.last["output layer"]) > 0
     said = [line for line in capfd.readouterr().out.splitlines() if "megatron_ext: " in line]
     name = spec.partition(":")[0]
     assert re.search(

@@ -11,6 +11,7 @@ from megatron_ext.adapter.splitting import Split
 from megatron_ext.adapter.step.call import Call
 from megatron_ext.adapter.step.connections import Connections
 from megatron_ext.compile.program.verify import Program
+from megatron_ext.observe.model_parts import ModelParts
 from megatron_ext.runtime.messages.transport import Boundary
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.slices.running_slice import Span
@@ -30,6 +31,17 @@ class ObservedStep:
     pipeline: dist.ProcessGroup
     program: Program
     recorder: Recorder
+
+
+@dataclass(frozen=True)
+class StocksStep(ObservedStep):
+    """Training step of Megatron's own on one rank.
+
+    Attributes:
+        parts: what its stages are made of; None: not known.
+    """
+
+    parts: ModelParts | None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_ext.adapter.observers.observer import ObservedStep, StepObserver
+from megatron_ext.adapter.observers.observer import ObservedStep, StepObserver, StocksStep
 from megatron_ext.adapter.observers.writers import log_step
 from megatron_ext.adapter.training_globals import current_iteration, log_interval
 from megatron_ext.compile.program.simulate import simulate_steps
@@ -114,7 +114,7 @@ class StepTrace(StepObserver[ObservedStep]):
             max(offset.error for offset in offsets),
         ):
             reserved = tuple(figure for _, figure in gathered if figure is not None)
-            self._write(replace(self._as_stocks(traced, program), reserved=reserved or None))
+            self._write(replace(self._as_stocks(traced, step), reserved=reserved or None))
             _log(traced)
         if is_last:
             self._tell()
@@ -131,10 +131,11 @@ class StepTrace(StepObserver[ObservedStep]):
             )
         self._tell()
 
-    def _as_stocks(self, traced: TracedStep, program: Program) -> TracedStep:
-        if not self._of_stock:
+    def _as_stocks(self, traced: TracedStep, step: ObservedStep) -> TracedStep:
+        if not isinstance(step, StocksStep):
             return traced
-        return replace(traced, weight_shares=weight_shares(program.problem.costs))
+        shares = weight_shares(step.program.problem.costs)
+        return replace(traced, weight_shares=shares, parts=step.parts)
 
     def _write(self, step: TracedStep) -> None:
         if self._of_stock and len(self._traced) < _MOST_STEPS:

@@ -16,16 +16,19 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import MultiModuleProcessGroupCollection
 from megatron.core.utils import get_model_config, log_single_rank
 
+from megatron_ext.adapter.job import basis_of
 from megatron_ext.adapter.observers.metrics import StepMetrics
-from megatron_ext.adapter.observers.observer import ObservedStep, StepObserver
+from megatron_ext.adapter.observers.observer import ObservedStep, StepObserver, StocksStep
 from megatron_ext.adapter.observers.trace import StepTrace
 from megatron_ext.adapter.programs import Programs
 from megatron_ext.adapter.stock.order import family_of, why_unseen
+from megatron_ext.adapter.stock.parts import parts_of
 from megatron_ext.adapter.stock.passes import StockPasses, watching
 from megatron_ext.adapter.training_globals import current_iteration
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.config import PipelineConfig
 from megatron_ext.logger import logger
+from megatron_ext.observe.model_parts import ModelParts
 from megatron_ext.runtime.device_progress import DeviceProgress
 from megatron_ext.runtime.rank_identity import rank_identity
 from megatron_ext.runtime.recorder import Recorder
@@ -73,6 +76,8 @@ class StockTraining:
         self._config = config
         self._observers = _observers(config)
         self._programs: dict[str, Programs] = {}  # by the spec with Megatron's order
+        self._parts_by_spec: dict[str, ModelParts | None] = {}
+        self._parts: ModelParts | None = None  # of the stages of the step that runs
         self._recorder: Recorder | None = None
         self._calls = 0
         self._world = dist.group.WORLD
@@ -131,7 +136,7 @@ class StockTraining:
             # The host may run as far ahead of its device as it would without us.
             unhindered = DeviceProgress(lambda: None)
             self._recorder = Recorder(pipeline.rank(), rank_identity(pipeline), unhindered)
-        return ObservedStep(pipeline, program, self._recorder)
+        return StocksStep(pipeline, program, self._recorder, self._parts)
 
     def _program(
         self,
@@ -149,6 +154,10 @@ class StockTraining:
         sequence, micro_batch = arguments["seq_length"], arguments["micro_batch_size"]
         step = arguments["num_microbatches"], False
         programs.agree_on_costs(pipeline, config, models, None, sequence, micro_batch, *step)
+        if spec not in self._parts_by_spec:
+            basis = basis_of(programs.described[None]())
+            self._parts_by_spec[spec] = None if basis is None else parts_of(basis)
+        self._parts = self._parts_by_spec[spec]
         known = programs.known(config, None, *step)
         return known or programs.make(pipeline, config, None, *step)
 

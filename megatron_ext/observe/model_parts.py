@@ -1,0 +1,119 @@
+"""Parts of a model along its pipeline, whose times are fitted to the measured passes of stages.
+
+A stage's pass is the sum of its parts: layers, on the first stage the embedding and a tower, on the
+last the output layer. The measured sums give the scale of each part as far as they tell parts
+apart; parts that they do not keep the proportions of the estimate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+FORWARD, BACKWARD, WEIGHT = slice(0, 1), slice(1, 3), slice(2, 3)  # passes of a triple
+PassTriple = tuple[float, float, float]  # seconds of F, I and W
+
+_EACH = "each pass"
+_TOLD_APART = 0.02  # of the largest singular value: smaller ones are noise
+_UNSEEN = 0.05  # of a part's scale that no stage sees: the part is in doubt beyond
+_COUNTS = 0.01  # of a stage: parts that are smaller on all stages are not doubted
+DOUBT = 2.0  # factor on the estimate of a part that no stage tells apart
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """Parts of a model, with estimated seconds.
+
+    Attributes:
+        layers: the types of the layers of each stage.
+        of_layer: seconds of one layer, by type.
+        first, last: seconds of what the first and the last stage have in addition, by name.
+        each: seconds that each pass takes in addition.
+    """
+
+    layers: tuple[tuple[str, ...], ...]
+    of_layer: Mapping[str, PassTriple]
+    first: Mapping[str, PassTriple]
+    last: Mapping[str, PassTriple]
+    each: PassTriple = (0.0, 0.0, 0.0)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Names of the parts, in the order of columns."""
+        return (*self.of_layer, *self.first, *self.last, _EACH)
+
+    def counts(self, layers: Sequence[Sequence[str]]) -> NDArray[np.float64]:
+        """Return how often each stage (row) has each part (column), with these ``layers``."""
+        table = np.zeros((len(layers), len(self.names)))
+        for row, kinds in enumerate(layers):
+            for kind in kinds:
+                table[row, self.names.index(kind)] += 1
+        table[0, [self.names.index(name) for name in self.first]] = 1
+        table[-1, [self.names.index(name) for name in self.last]] = 1
+        table[:, -1] = 1
+        return table
+
+    def seconds(self, passes: slice) -> NDArray[np.float64]:
+        """Return the estimated seconds of each part in these ``passes`` of a triple."""
+        triples = (*self.of_layer.values(), *self.first.values(), *self.last.values(), self.each)
+        return np.array(triples)[:, passes].sum(1)
+
+    def evenly(self, stages: int) -> list[list[str]] | None:
+        """Return the layers of each of so many ``stages``; None if they cannot be cut evenly."""
+        layers = [kind for stage in self.layers for kind in stage]
+        number, rest = divmod(len(layers), stages)
+        if rest or not number:
+            return None
+        return [layers[at : at + number] for at in range(0, len(layers), number)]
+
+    def doubted(self) -> Iterator[ModelParts]:
+        """Yield this model with other estimates of parts that no stage tells apart."""
+        table = self.counts(self.layers)
+        seen: set[str] = set()
+        for passes in (FORWARD, BACKWARD):
+            expected = table * self.seconds(passes)
+            unseen = 1 - np.diag(np.linalg.pinv(expected, rcond=_TOLD_APART) @ expected)
+            shares = (expected / np.maximum(expected.sum(1, keepdims=True), 1e-30)).max(0)
+            seen |= {
+                name
+                for name, part, share in zip(self.names, unseen, shares, strict=True)
+                if part > _UNSEEN and share > _COUNTS
+            }
+        for name in sorted(seen):
+            for factor in (DOUBT, 1 / DOUBT):
+                yield self._with(name, factor)
+
+    def _with(self, name: str, factor: float) -> ModelParts:
+        def scaled(triples: Mapping[str, PassTriple]) -> dict[str, PassTriple]:
+            return {
+                key: (f * factor, i * factor, w * factor) if key == name else (f, i, w)
+                for key, (f, i, w) in triples.items()
+            }
+
+        return replace(
+            self,
+            of_layer=scaled(self.of_layer),
+            first=scaled(self.first),
+            last=scaled(self.last),
+            each=scaled({_EACH: self.each})[_EACH],
+        )
+
+    def fitted(
+        self, measured: Sequence[float], passes: slice, stages: Sequence[Sequence[str]]
+    ) -> NDArray[np.float64]:
+        """Return the seconds of each part (column) on each of ``stages`` (row), of which the parts
+        on the traced stages add up to the ``measured`` seconds."""
+        table = self.counts(self.layers)
+        sums = np.array(measured)
+        expected = table * self.seconds(passes)
+        expected *= sums.sum() / max(expected.sum(), 1e-30)
+        scales = 1 + np.linalg.pinv(expected, rcond=_TOLD_APART) @ (sums - expected.sum(1))
+        fitted = expected * np.maximum(scales, 0.0)
+        # What is left is a slower rank's, or noise: parts that leave a stage keep it.
+        fitted *= (sums / np.maximum(fitted.sum(1), 1e-30))[:, None]
+        of_one = fitted.sum(0) / np.maximum(table.sum(0), 1.0)
+        return self.counts(stages) * of_one

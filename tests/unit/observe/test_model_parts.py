@@ -1,0 +1,154 @@
+"""Predictions from a trace of Megatron's own step, for a model with a heavy output layer.
+
+All of a rank's work was cut evenly over its stages, the output layer too: zb-v was promised 0.80 of
+Megatron's step and took 0.99. The times are simulated here, so that the right answers are known.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_ext.cli import app
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.compile.registry import choose
+from megatron_ext.observe.model_parts import ModelParts
+from megatron_ext.observe.what_if import TracedCosts, WhatIf, weight_shares, what_if
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.costs import Costs, PassCosts
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.viz.trace import TracedStep, TraceFile, beside, read_trace
+from megatron_ext.viz.traced_costs import traced_costs
+
+LAYERS, MICROBATCHES = 8, 8
+LAYER, OUTPUT, EMBEDDING = (1.0, 1.2, 0.8), (4.0, 4.5, 3.5), (0.1, 0.0, 0.1)
+Triple = tuple[float, float, float]
+
+
+def true_costs(stages: int) -> Costs:
+    """Each stage has as many layers; the first has the embedding, the last the output layer."""
+    rows = [[LAYERS // stages * part for part in LAYER] for _ in range(stages)]
+    for stage, end in ((0, EMBEDDING), (-1, OUTPUT)):
+        rows[stage] = [layers + part for layers, part in zip(rows[stage], end, strict=True)]
+    kinds = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    columns = zip(*rows, strict=True)
+    return Costs(PassCosts(dict(zip(kinds, map(tuple, columns), strict=True))))
+
+
+def parts(stages: int, output: float = 1.0, *, kinds: int = 1) -> ModelParts:
+    """The estimate, a third of the time, and the output layer ``output`` times as heavy in it."""
+
+    def estimated(triple: Triple, factor: float = 1.0) -> Triple:
+        f, i, w = (figure * factor / 3 for figure in triple)
+        return f, i, w
+
+    names = [f"layer {number * kinds // LAYERS}" for number in range(LAYERS)]
+    each = LAYERS // stages
+    return ModelParts(
+        tuple(tuple(names[at : at + each]) for at in range(0, LAYERS, each)),
+        {name: estimated(LAYER) for name in dict.fromkeys(names)},
+        {"embedding": estimated(EMBEDDING)},
+        {"output layer": estimated(OUTPUT, output)},
+    )
+
+
+def seen(spec: str, ranks: int, estimate: ModelParts | None) -> TracedStep:
+    """A step of Megatron's own as it was simulated."""
+    choice = choose(spec)
+    placement = choice.place(ranks)
+    costs = true_costs(placement.stages)
+    timeline = simulate(build_program(choice, Problem(placement, MICROBATCHES, costs)), costs)
+    compute = tuple(event for row in timeline.compute for event in row)
+    traced = beside(7, replace(timeline, events=compute), timeline, clock_error=0.0)
+    return replace(traced, weight_shares=weight_shares(costs), parts=estimate)
+
+
+def costs_of(step: TracedStep) -> TracedCosts:
+    made = traced_costs([step])
+    assert made is not None
+    return made
+
+
+def told(spec: str, ranks: int, estimate: ModelParts | None) -> WhatIf:
+    return what_if(costs_of(seen(spec, ranks, estimate)))
+
+
+def right_answer(spec: str, ranks: int) -> float:
+    placement = choose(spec).place(ranks)
+    costs = true_costs(placement.stages)
+    program = build_program(choose(spec), Problem(placement, MICROBATCHES, costs))
+    return simulate(program, costs).makespan
+
+
+@pytest.mark.parametrize("output", [0.2, 1.0, 5.0])
+@pytest.mark.parametrize(
+    ("traced", "ranks", "others"),
+    [
+        ("1f1b", 2, ("zb-h1", "zb-v", "v-half")),
+        ("1f1b", 4, ("zb-h1", "zb-v", "v-half")),
+        ("interleaved:vpp=2", 2, ("interleaved-zb:vpp=2", "zb-h1", "zb-v", "v-half")),
+    ],
+)
+def test_other_placements_take_what_was_said(
+    traced: str, ranks: int, others: tuple[str, ...], output: float
+) -> None:
+    """Whatever the estimate takes the output layer for: the measured passes tell it from the
+    layers."""
+    found = told(traced, ranks, parts(choose(traced).place(ranks).stages, output))
+    said = {each.schedule: each for each in (*found.within, *found.with_more)}
+    for spec in others:
+        assert said[spec].step == pytest.approx(right_answer(spec, ranks), rel=0.05), spec
+        assert said[spec].low <= said[spec].step <= said[spec].high
+
+
+def test_without_parts_all_is_cut_evenly() -> None:
+    """As before: a caller's model of which nothing is known. The page says so."""
+    found = told("1f1b", 2, None)
+    assert not found.has_parts
+    (v,) = [each for each in (*found.within, *found.with_more) if each.schedule == "zb-v"]
+    assert v.step < 0.95 * right_answer("zb-v", 2)
+
+
+def test_a_stage_of_ones_own_keeps_its_time() -> None:
+    """Under a placement with as many stages, and under Megatron's own, nothing is fitted."""
+    costs = costs_of(seen("1f1b", 2, parts(2, 5.0))).costs(2)
+    assert costs is not None
+    for kind, figures in true_costs(2).seconds.items():
+        assert costs.seconds[kind] == pytest.approx(figures)
+
+
+def test_parts_that_passes_do_not_tell_apart_give_a_range() -> None:
+    """With layers of another type on each stage, the last stage's passes do not tell its layers
+    from the output layer: the estimate's proportions may be wrong, and the range says how far."""
+    sure, unsure = (told("1f1b", 2, parts(2, kinds=kinds)) for kinds in (1, 2))
+
+    def width(found: WhatIf) -> float:
+        (v,) = [each for each in (*found.within, *found.with_more) if each.schedule == "zb-v"]
+        assert v.low < right_answer("zb-v", 2) * 1.001 and v.high > 0.999 * right_answer("zb-v", 2)
+        return (v.high - v.low) / v.step
+
+    assert width(unsure) > 1.5 * width(sure)
+
+
+def test_layers_that_cannot_be_cut_are_said() -> None:
+    found = told("1f1b", 8, parts(8))
+    assert "cannot be made of the 8 measured stages" in found.left_out["zb-v"]
+
+
+def test_a_trace_keeps_the_parts(tmp_path: Path) -> None:
+    step = seen("1f1b", 2, parts(2))
+    TraceFile(tmp_path / "trace.json").add(step)
+    (read,) = read_trace(tmp_path)
+    assert read.parts == step.parts
+    result = CliRunner().invoke(app, ["trace", str(tmp_path)])
+    assert "embedding and the output layer stay at the ends" in result.stdout
+    assert json.loads(CliRunner().invoke(app, ["trace", str(tmp_path), "--json"]).stdout)
+    wrong = replace(step, parts=parts(4))
+    TraceFile(tmp_path / "trace.json").add(wrong)
+    with pytest.raises(ValueError, match="layers has 4 rows for 2 stages"):
+        read_trace(tmp_path)
