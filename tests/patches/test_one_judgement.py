@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -241,7 +242,10 @@ class Answer:
 
 
 def launch_of(ranks: int, flags: Flags) -> Launch:
-    words = model_flags(**(_MODEL | flags))
+    return launch_of_words(ranks, model_flags(**(_MODEL | flags)))
+
+
+def launch_of_words(ranks: int, words: Sequence[str]) -> Launch:
     is_ours = any(word.startswith("--pipeline-") for word in words)
     return Launch(str(SCRIPT), False, tuple(words), world_size=ranks, installs=is_ours)
 
