@@ -11,6 +11,7 @@ from typing import Any
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron_ext.adapter.layout_arguments import CHUNKS, ENDS, LAYERS_OF_CHUNK, LAYOUT, PATTERN
+from megatron_ext.adapter.step_sizes import evaluated_microbatches, step_sizes
 from megatron_ext.words import argument_flag, counted
 
 _COUNTS = (  # of which there is at least one
@@ -56,6 +57,34 @@ def refuse_sizes(args: Any) -> None:
     _refuse_heads(args)
     if args.num_experts:
         _refuse_experts(args)
+
+
+def refuse_stock_steps(args: Any) -> None:
+    """Raise ValueError if Megatron's own interleaved schedule refuses the number of microbatches of
+    a step of validated ``args``, in the first one that has it."""
+    ranks, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
+    if chunks is None:
+        return
+    group = args.microbatch_group_size_per_vp_stage or ranks
+    # The course of the training may end before it comes to a size.
+    steps = [(size.microbatches, "a step") for size in step_sizes(args) if size.share]
+    evaluated = evaluated_microbatches(args)
+    if evaluated is not None:
+        steps.append((evaluated, "an evaluation"))
+    for microbatches, step in steps:
+        if not ranks <= group <= microbatches:
+            why = f"groups of {group} must have from {ranks} (pipeline ranks) to {microbatches}"
+        elif 0 < microbatches % group < ranks:
+            why = f"the last group has {microbatches % group}, which is less than {ranks} ranks"
+        else:
+            continue
+        batch = "--eval-global-batch-size" if step == "an evaluation" else "--global-batch-size"
+        raise ValueError(
+            f"{batch} makes {step} of {counted(microbatches, 'microbatch')}, which Megatron's own "
+            f"interleaved schedule refuses: {why}; write a batch with a multiple of {group} "
+            f"microbatches, or --pipeline-schedule interleaved-zb:vpp={chunks}, which takes any "
+            f"number"
+        )
 
 
 def refuse_layout(layout: str, ranks: int, layers: int, depths: int | None) -> None:

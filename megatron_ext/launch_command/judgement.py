@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from megatron_ext.adapter import arguments
 from megatron_ext.adapter.batches.refusals import check_arrangement
 from megatron_ext.adapter.handled_settings.groups import with_megatrons_group
+from megatron_ext.adapter.impossible_sizes import refuse_stock_steps
 from megatron_ext.adapter.model_bytes import model_bytes_of_ranks
 from megatron_ext.compile.long_step import simulated
 from megatron_ext.compile.program.verify import Program
@@ -187,7 +188,7 @@ def _judged(args: Any, config: PipelineConfig, attempt: Attempt) -> Judgement | 
     """Judge the schedule of a command whose arguments were checked."""
     is_ours = config.schedule is not None
     settings = config if is_ours else replace(config, schedule=_megatrons_own(args))
-    prove = arguments.check if is_ours else arguments.programs
+    prove = arguments.check if is_ours else _stock_programs
     programs = attempt("schedule", lambda: prove(args, settings, arguments.search_for_first))
     if programs is None:
         return None
@@ -204,6 +205,11 @@ def _judged(args: Any, config: PipelineConfig, attempt: Attempt) -> Judgement | 
         model_bytes_of_ranks(args, programs[0].problem.placement, settings.vocab_parallel),
         contenders or {},
     )
+
+
+def _stock_programs(args: Any, config: PipelineConfig, prove: arguments.Prove) -> list[Program]:
+    refuse_stock_steps(args)
+    return arguments.programs(args, config, prove)
 
 
 def _megatrons_own(args: Any) -> str:

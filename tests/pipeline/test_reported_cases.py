@@ -196,6 +196,37 @@ def test_case_18_layers_that_the_ranks_do_not_divide(more: str) -> None:
     assert not by_doctor(replace(launch, arguments=added)).whys
 
 
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ("--global-batch-size 3", "a step of 3 microbatches"),
+        ("--global-batch-size 5", "the last group has 1, which is less than 4 ranks"),
+        (
+            "--global-batch-size 8 --microbatch-group-size-per-virtual-pipeline-stage 9",
+            "groups of 9 must have from 4 (pipeline ranks) to 8",
+        ),
+        (
+            "--global-batch-size 8 --eval-global-batch-size 2 --eval-iters 1",
+            "an evaluation of 2 microbatches",
+        ),
+    ],
+)
+def test_case_2_microbatches_that_stocks_interleaved_schedule_refuses(flags: str, why: str) -> None:
+    """doctor called them right, plan gave them a time, and the first step died (schedules.py 1133
+    and 1145). Our own interleaved schedules take any number."""
+    words = (
+        "--num-layers 24 --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank"
+    )
+    command = (*SMALL, *shlex.split(f"{words} 2 {flags}"))
+    launch = Launch(str(SCRIPT), False, command, world_size=4, installs=True)
+    (said,) = by_doctor(launch).whys
+    assert why in said and plan_of(launch).whys == (said,)
+    ours = said.partition("or --pipeline-schedule ")[2].partition(",")[0]
+    added = (*command, "--pipeline-schedule", ours)
+    if "stage 9" not in flags:  # a group that is larger than a step is no order
+        assert not by_doctor(replace(launch, arguments=added)).whys
+
+
 BIG = shlex.split(
     "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 "
     "--max-position-embeddings 4096 --micro-batch-size 1 --lr 1e-4 --bf16 --mock-data "
