@@ -8,7 +8,7 @@ import resource
 import signal
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,13 +29,18 @@ class Ended:
 
 
 def run_limited(words: Sequence[str], folder: Path) -> Ended:
-    """Run the command ``words`` in ``folder``. It is killed by signal beyond twice `MOST_SECONDS`,
-    and gets no more memory beyond twice `MOST_BYTES`."""
+    """Run the command ``words`` in ``folder``, as `call_limited` does."""
+    return call_limited(lambda: main(words), folder)
+
+
+def call_limited(function: Callable[[], object], folder: Path) -> Ended:
+    """Call ``function`` in a fork, in ``folder``. It is killed by signal beyond twice
+    `MOST_SECONDS`, and gets no more memory beyond twice `MOST_BYTES`."""
     with tempfile.TemporaryFile("w+") as log:
         start = time.monotonic()
         child = os.fork()
         if not child:
-            _run(words, folder, log.fileno())
+            _run(function, folder, log.fileno())
         _, status, usage = os.wait4(child, 0)
         log.seek(0)
         return Ended(
@@ -51,7 +56,7 @@ def _resident() -> int:
     return pages * resource.getpagesize()
 
 
-def _run(words: Sequence[str], folder: Path, log: int) -> None:
+def _run(function: Callable[[], object], folder: Path, log: int) -> None:
     status = 1
     try:
         os.dup2(log, 1)
@@ -67,7 +72,7 @@ def _run(words: Sequence[str], folder: Path, log: int) -> None:
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(err),
         ):
-            main(words)
+            function()
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 1
