@@ -53,7 +53,7 @@ LOADED: dict[str, dict[str, object]] = {
     "even layout": {LAYOUT: "Ett|ttL"},
     "layout, 2 stages a rank": {LAYOUT: "Et|t|t|tL"},
     "PP 4": {"ranks": 4, "pipeline_model_parallel_size": 4},
-    "TP 2": {"ranks": 4, "tensor_model_parallel_size": 2},
+    "TP 2": {"ranks": 4, "tensor_model_parallel_size": 2, "sequence_parallel": True},
     "DP 2": {"ranks": 4},
     "zb-v, weights": {"pipeline_schedule": "zb-v", "no_load_optim": True},
     "PP 4, anew": {"ranks": 4, "pipeline_model_parallel_size": 4, "finetune": True},
