@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from megatron.core import parallel_state
 from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 from typer.testing import CliRunner, Result
 
 from megatron_ext.cli import app
+from megatron_ext.compile.output_layer import output_layer_waits
 from megatron_ext.cost_model.gpus import parse_gpu
 from megatron_ext.doctor.check import check_launch
 from megatron_ext.launch_command.words import Launch
@@ -34,7 +36,7 @@ from tests.helpers.megatron_runs import (
     train_or_fail,
 )
 from tests.helpers.trainings import Training
-from tests.patches.test_one_judgement import by_doctor, plan_of
+from tests.patches.test_one_judgement import by_doctor, launch_of_words, plan_of
 
 Flags = dict[str, object]
 
@@ -274,6 +276,34 @@ def test_cases_19_to_22_a_command_as_it_stands(
     assert now == by_doctor(launch)
     assert now.microbatches == microbatches
     assert max(now.ranks) / 2**30 == pytest.approx(fullest, abs=0.1)
+
+
+@pytest.mark.parametrize("limit", [None, "1GiB"])
+def test_case_22_the_output_layer_waits_for_w_within_a_limit_alone(
+    limit: str | None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """plan said 1.5 GiB more than doctor of zb-h1's last rank. The training says which is right:
+    without a limit its output layer has no W."""
+    flags: Flags = {
+        "pipeline_model_parallel_size": 2,
+        "pipeline_schedule": "zb-h1",
+        "pipeline_report_split": True,
+        "pipeline_memory_limit": limit,
+        "vocab_size": 4095,
+        "untie_embeddings_and_output_weights": True,
+        "train_iters": 2,
+        "transformer_impl": "local",
+    }
+    words = model_flags(**flags)
+    with monkeypatch.context() as without_gpus:
+        without_gpus.setattr(torch.cuda, "is_available", lambda: False)
+        request = LaunchRequest(launch_of_words(2, words))
+        waits = with_launch(
+            request, lambda parsed: output_layer_waits(parsed.variants.judgement().program)
+        )
+    train(2, words)
+    has_no_w = "1 output layer (its logits' gradient has no room" in capfd.readouterr().out
+    assert waits == (not has_no_w) == (limit is not None)
 
 
 def test_case_20_the_steps_that_hold_most_samples_stand_for_all() -> None:
