@@ -166,7 +166,12 @@ def _check_launch_command(
         result = wrong if number["wrong"] else "nothing is wrong"
         if number["remark"]:
             result += f"; {counted(number['remark'], 'remark')} to read"
+        if report.unchecked:
+            wrong = f"{wrong}; " if number["wrong"] else ""
+            result = f"{wrong}the check stopped: {report.unchecked}"
         typer.echo(f"\n{result}")
+    if report.unchecked:
+        raise typer.Exit(2)
     if not report.is_right:
         raise typer.Exit(1)
 

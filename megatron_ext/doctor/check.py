@@ -149,6 +149,9 @@ def _check(
     if args is None:
         return
     ranks = _check_world_size(report, args, world_size or launch.world_size, megatron_arguments)
+    if (source := _other_source(args)) is not None:
+        _check_partly(report, args, ranks, source, megatron_arguments)
+        return
     _say_what_is_assumed(report, args, megatron_arguments)
     if config.is_chosen_later:
         with megatron_arguments.on_gpus(args):
@@ -165,6 +168,55 @@ def _check(
     report.findings += check_dataset_helpers()
     report.findings += check_checkpoints(args, needed, judge)
     report.findings += _check_restarts(args, launch.max_restarts)
+
+
+def _other_source(args: Any) -> str | None:
+    """Return the flag by which a launch takes arguments that its command does not have."""
+    if args.yaml_cfg is not None:
+        return "--yaml-cfg"
+    return "--use-checkpoint-args" if args.use_checkpoint_args else None
+
+
+def _check_partly(
+    report: Report, args: Any, ranks: int, source: str, megatron_arguments: Any
+) -> None:
+    """Check what does not depend on arguments that come from ``source``. A checkpoint has none of
+    parallel sizes, batches and files, unless more is requested."""
+    takes_sizes = getattr(args, "use_mp_args_from_checkpoint_args", False)
+    if source != "--yaml-cfg" and not takes_sizes:
+        report.attempt("batch size", lambda: _check_batches(args, ranks))
+    if source != "--yaml-cfg":
+        report.findings += check_tokenizer_files(args)
+        prefixes = report.attempt("datasets", lambda: megatron_arguments.data_prefixes(args))
+        if prefixes is not None:
+            report.findings += check_data(args, prefixes)
+        report.findings += check_checkpoints(args, None, None)
+    report.findings += check_dataset_helpers()
+    report.unchecked = (
+        f"{source} brings further arguments, and what depends on them is not checked; write the "
+        f"arguments on the command line to check the whole"
+    )
+
+
+def _check_batches(args: Any, ranks: int) -> None:
+    """Raise ValueError if the ranks or the batch of ``args`` cannot be divided."""
+    parts = (
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.context_parallel_size,
+    )
+    copy_of_model = parts[0] * parts[1] * parts[2]
+    if ranks % copy_of_model:
+        raise ValueError(
+            f"{counted(ranks, 'rank')} cannot be divided into models of tensor x pipeline x "
+            f"context parallel sizes {' x '.join(map(str, parts))} = {copy_of_model}"
+        )
+    replicas, samples = ranks // copy_of_model, args.micro_batch_size
+    if args.global_batch_size and samples and args.global_batch_size % (samples * replicas):
+        raise ValueError(
+            f"--global-batch-size {args.global_batch_size} cannot be divided into microbatches of "
+            f"{samples} on {replicas} data-parallel replicas"
+        )
 
 
 def _check_restarts(args: Any, max_restarts: int) -> list[Finding]:
@@ -200,14 +252,7 @@ def _parsed(report: Report, launch: Launch, script: str | None, megatron_argumen
     if parsed is None:
         return None
     report.findings += unknown_words(launch.arguments, parsed.unknown, parsed.flags, script)
-    if parsed.args.yaml_cfg is None and not parsed.args.use_checkpoint_args:
-        return parsed.args
-    report.add(
-        Severity.REMARK,
-        "arguments",
-        "they come from --yaml-cfg or --use-checkpoint-args too, and are not checked",
-    )
-    return None
+    return parsed.args
 
 
 def _check_arguments(
@@ -241,6 +286,9 @@ def _check_arguments(
         needed = _check_training(report, made, parsed, config, room, megatron_arguments)
         if config.schedule is not None:
             _say_what_is_untried(report, args)
+        if getattr(args, "rampup_batch_size", None):
+            text = "--rampup-batch-size: Megatron ignores it, and all steps have one batch size"
+            report.add(Severity.REMARK, "batch size", text, "write --step-batch-size-schedule")
         is_stocks = config.schedule is None or config.choice.example.chunks == 1
         if is_stocks and (why := why_documents_mix(args)) is not None:  # else it is refused
             report.add(Severity.REMARK, "masks", why, INSTEAD)

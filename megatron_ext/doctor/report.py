@@ -82,10 +82,15 @@ class Prediction:
 
 @dataclass
 class Report:
-    """Findings, and the predictions that could be made of what is right in the command."""
+    """Findings, and the predictions that could be made of what is right in the command.
+
+    Attributes:
+        unchecked: what could not be checked here, and why; empty if the check is whole.
+    """
 
     findings: list[Finding] = field(default_factory=list)
     prediction: Prediction | None = None
+    unchecked: str = ""
 
     def add(self, verdict: Severity, subject: str, text: str, fix: str = "") -> None:
         if not any(finding.text == text for finding in self.findings):
@@ -119,4 +124,5 @@ class Report:
             "right": self.is_right,
             "findings": [asdict(finding) for finding in self.findings],
             "prediction": {} if self.prediction is None else self.prediction.as_data(),
+            **({"unchecked": self.unchecked} if self.unchecked else {}),
         }

@@ -392,3 +392,31 @@ def test_case_16_a_checkpoint_of_another_layout(tmp_path: Path) -> None:
     assert "loads whole" in says(pipeline_schedule="zb-v")
     runs = stock.run(**load, pipeline_schedule="zb-v")
     assert losses(runs) == losses(whole)[2:]
+
+
+def test_case_3_a_ramp_that_megatron_ignores() -> None:
+    """Megatron 0.19 takes --rampup-batch-size and does not ramp up."""
+    sizes = "--num-layers 24 --pipeline-model-parallel-size 4 --global-batch-size 64"
+    said = " ".join(doctor(4, f"{sizes} --rampup-batch-size 2 2 200").output.split())
+    assert "--rampup-batch-size: Megatron ignores it" in said
+    assert "--step-batch-size-schedule" in said
+
+
+def test_case_4_arguments_from_a_checkpoint() -> None:
+    """One remark, then "nothing is wrong": batch, tokenizer, data and folder do not depend on the
+    checkpoint, and were wrong."""
+    words = shlex.split(
+        "--num-layers 80 --hidden-size 9192 --num-attention-heads 64 --seq-length 4096 "
+        "--max-position-embeddings 4096 --micro-batch-size 1 --global-batch-size 1024 "
+        "--train-iters 25000 --lr 3e-5 --bf16 --tokenizer-type Llama2Tokenizer "
+        "--tokenizer-model missing.model --data-path missing_text_document --split 949,50,1 "
+        "--eval-iters 10 --eval-interval 100 --tensor-model-parallel-size 4 "
+        "--pipeline-model-parallel-size 10 --load missing --use-checkpoint-args"
+    )
+    command = ["doctor", "--world-size", "400", "--", "python", str(SCRIPT), *words]
+    result = CliRunner().invoke(app, command, terminal_width=10_000)
+    assert result.exit_code == 2, result.output
+    said = " ".join(result.output.split())
+    for wrong in ("--global-batch-size 1024 cannot be", "missing.model", "missing_text_document"):
+        assert wrong in said, said
+    assert "the check stopped: --use-checkpoint-args" in said.split("to correct before")[-1]
