@@ -82,7 +82,8 @@ def _plan(request: LaunchRequest, parsed: ParsedLaunch) -> SizesPlan:
 
     def judged(one: Alternative) -> Alternative:
         """Return ``one`` as it is: its seconds include reductions among all of its ranks."""
-        judgement_of(request, parsed, one.write())  # raises ValueError
+        if one.write() != NOTHING:
+            judgement_of(request, parsed, one.write())  # raises ValueError
         return one
 
     baseline = None if own is None else launch.alternative(SizedStep(job.own, own), is_own=True)

@@ -30,6 +30,7 @@ from megatron_ext.launch_planner.stage_arguments import chunks_of, names_stages,
 from megatron_ext.launch_planner.variants import LaunchVariants
 from megatron_ext.planner.auto import AS_1F1B, left_out, nothing_left
 from megatron_ext.planner.candidate import Candidate, Plan, Variant, VocabMethod
+from megatron_ext.planner.confirmation import with_whole_step
 from megatron_ext.planner.figures import made_again
 from megatron_ext.planner.fitting import caching_candidates, consider
 from megatron_ext.planner.job_plan import JobPlan, PlannedJob, plan_job
@@ -210,15 +211,16 @@ class LaunchChoice(PlannedJob):
         args, _ = self._validated(made)
         return alternative_of(args, made, lambda: self._written(made))
 
-    def refusal(self, one: Alternative) -> str | None:
-        """Return the reason why a rank would refuse ``one``: Transformer Engine may refuse an
-        order, and steps of other batch sizes may be impossible."""
-        try:
-            args, config = self._validated(one.candidate)
-            check(args, replace(config, recompute=one.candidate.recompute), search_for_first)
-        except ValueError as error:
-            return str(error)
-        return None
+    def judged(self, one: Alternative) -> Alternative:
+        """Return ``one``, built whole.
+
+        Raises:
+            ValueError: a rank would refuse it: Transformer Engine may refuse an order, and steps of
+                other batch sizes may be impossible.
+        """
+        args, config = self._validated(one.candidate)
+        check(args, replace(config, recompute=one.candidate.recompute), search_for_first)
+        return with_whole_step(one, self.room)
 
     def _limit_of(self, made: Candidate) -> str | None:
         """Return the limit that ``made`` was made for, if no other is written."""

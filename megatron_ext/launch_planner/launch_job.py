@@ -124,6 +124,8 @@ class LaunchJob(PlannedJob):
         return Others(tuple(made), slices, tuple(_on_not_permitted(layouts)))
 
     def judged(self, one: Alternative) -> Alternative:
+        if one.write() == NOTHING:  # as it stands, judged already
+            return one
         made = judgement_of(self.request, self.parsed, one.write())
         return replace(_judged_alternative(made, one.write), layout=one.layout)
 

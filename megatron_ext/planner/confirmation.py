@@ -75,17 +75,23 @@ class _Confirmation:
     def judge_next(self, recommended: Sequence[Alternative]) -> bool:
         """Judge the next of ``recommended`` that was not. Return whether there was one."""
         for one in recommended:
-            if one is self.baseline or one in self.judged:
+            if one in self.judged:
                 continue
             try:
                 true = self.judge(one)
                 check_room(true.candidate, self.free)
             except ValueError as error:
                 remark(f"{shlex.join(one.write().added) or one.name} is ignored: {error}")
-                self._replace(one, None)
+                if one is self.baseline:
+                    self.baseline = None
+                else:
+                    self._replace(one, None)
             else:
-                _tell_difference(one, true)
-                self._replace(one, true)
+                if one is self.baseline:
+                    true = one
+                else:
+                    _tell_difference(one, true)
+                    self._replace(one, true)
                 self.judged.append(true)
             return True
         return False

@@ -102,7 +102,7 @@ class PlannedJob(ABC):
         Raises:
             ValueError: a training so could not start.
         """
-        return with_whole_step(one, self.room)
+        return one if one.write() == NOTHING else with_whole_step(one, self.room)
 
     def refusal_of(self, written: Written) -> str | None:
         """Return the reason why a training with what is ``written`` could not start, if it could

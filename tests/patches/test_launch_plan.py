@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.adapter.arguments import check, search_for_first
+from megatron_ext.adapter.arguments import Prove, check, search_for_first
 from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import Mark, entries
+from megatron_ext.config import PipelineConfig
 from megatron_ext.cost_model.gpus import RESERVED_SHARE, USABLE
 from megatron_ext.doctor.check import check_launch
 from megatron_ext.doctor.report import Finding, RankPrediction, Severity
@@ -19,6 +21,7 @@ from megatron_ext.installation import install
 from megatron_ext.launch import Chosen, without
 from megatron_ext.launch_command import megatron_arguments
 from megatron_ext.launch_command.words import Launch
+from megatron_ext.launch_planner import launch_choice
 from megatron_ext.launch_planner.launch_choice import choose_for
 from megatron_ext.patches.engine import applied
 from megatron_ext.planner.verdict import WORTH
@@ -109,6 +112,19 @@ def test_what_fits_in_the_memory_of_1f1b(sequence: int, tokens: int, schedules: 
     _, choice = chosen(**given, vocab_size=tokens)
     assert choice.flags[:2] == ("--pipeline-schedule", "zb-auto")
     assert f"of {schedules} schedules in no more memory than 1f1b; zb-1p, " in choice.why
+
+
+def test_a_choice_that_a_rank_would_refuse_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformer Engine may refuse an order, which only the whole program shows."""
+    real, refused = launch_choice.check, chosen(**LAYER_EACH)[1].flags[1]
+
+    def checked(args: Any, config: PipelineConfig, prove: Prove) -> list[Program]:
+        if config.schedule == refused:
+            raise ValueError("graphs are captured in another order")
+        return real(args, config, prove)
+
+    monkeypatch.setattr(launch_choice, "check", checked)
+    assert refused not in chosen(**LAYER_EACH)[1].flags
 
 
 def test_costs_without_bytes_are_held_to_microbatches() -> None:
