@@ -49,7 +49,8 @@ def evaluated_microbatches(args: Any) -> int | None:
     if not (args.eval_iters or args.full_validation):
         return None
     at_once = args.eval_micro_batch_size * args.data_parallel_size
-    return int(args.eval_global_batch_size // at_once)
+    microbatches: int = args.eval_global_batch_size // at_once
+    return microbatches
 
 
 def _samples_of_batches(args: Any) -> list[tuple[int, float]]:

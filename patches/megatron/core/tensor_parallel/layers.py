@@ -218,4 +218,5 @@ def _reaches_leaves(node: Any) -> bool:
     """Whether the running backward pass computes gradients of leaves: `torch.autograd.grad` does
     not, and leaves a weight's gradient alone unless Megatron's kernel adds it by itself."""
     leaf, _ = node.next_functions[-1]
-    return bool(torch._C._will_engine_execute_node(leaf))
+    is_reached: bool = torch._C._will_engine_execute_node(leaf)
+    return is_reached
