@@ -373,7 +373,10 @@ def _of_schedule(made: ScheduleReport) -> dict[str, Any]:
 
 def _results(made: ScheduleReport) -> str:
     if made.slices == 1:
-        return _EXACT if made.bitwise_order else _ROUNDED
+        exact = _EXACT
+        if made.schedule.split(":")[0] == "interleaved" and made.microbatches % made.pp:
+            exact += f" (its own interleaved schedule refuses {made.microbatches} microbatches)"
+        return exact if made.bitwise_order else _ROUNDED
     return _AMONG_SLICES if made.bitwise_order else _ROUNDED
 
 

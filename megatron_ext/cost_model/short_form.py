@@ -115,4 +115,9 @@ def parse_model(text: str) -> Described:
             f"model {what!r}: hidden {described.hidden} cannot be split evenly over "
             f"{described.heads} heads: give head-width"
         )
+    if described.kv_heads and described.heads % described.kv_heads:
+        raise ValueError(
+            f"model {what!r}: kv-heads {described.kv_heads} does not divide heads "
+            f"{described.heads}, and each query group has as many heads"
+        )
     return described

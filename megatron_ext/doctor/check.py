@@ -165,6 +165,10 @@ def _check(
         prefixes = report.attempt("datasets", lambda: megatron_arguments.data_prefixes(args))
         if prefixes is not None:
             report.findings += check_data(args, prefixes)
+    if (weights := config.microbatch_weights) is not None:
+        from megatron_ext.adapter.batches.sample_weights import weights_in
+
+        report.attempt("microbatches", lambda: weights_in(weights))
     report.findings += check_dataset_helpers()
     report.findings += check_checkpoints(args, needed, judge)
     report.findings += _check_restarts(args, launch.max_restarts)

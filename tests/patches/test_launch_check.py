@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from megatron.core import num_microbatches_calculator
@@ -72,6 +73,26 @@ def test_a_right_command() -> None:
     assert 0 < prediction.bubble < prediction.bubble_1f1b
     assert [rank.layers for rank in prediction.ranks] == [2, 2, 2, 2]
     assert all((rank.activation_bytes or 0) > 0 for rank in prediction.ranks)
+
+
+def test_the_weights_of_samples_are_read(tmp_path: Path) -> None:
+    """A file of weights that was not there, or was none, ended the training as it read its data,
+    after doctor had said that nothing is wrong."""
+    weights = tmp_path / "weights.npy"
+    ordered: dict[str, Any] = {
+        "pipeline_microbatch_order": "small-ends",
+        "pipeline_microbatch_weights": weights,
+    }
+    named = f"microbatches: --pipeline-microbatch-weights {weights} "
+    assert any(text.startswith(named) for text in told(checked(**ordered), Severity.WRONG))
+    weights.write_text("1 2 3")
+    assert any(text.startswith(named) for text in told(checked(**ordered), Severity.WRONG))
+    for wrong, why in ((np.ones((2, 2)), "has shape (2, 2)"), (np.array(["a"]), "of numbers")):
+        np.save(weights, wrong)
+        (text,) = told(checked(**ordered), Severity.WRONG)
+        assert text.startswith(named) and why in text
+    np.save(weights, np.ones(3))
+    assert (report := checked(**ordered)).is_right, told(report, Severity.WRONG)
 
 
 def test_host_memory_of_offload_is_predicted() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,24 +12,38 @@ from megatron_ext.adapter.batches.document_lengths import Ids
 from megatron_ext.config import flag
 
 
+def weights_in(file: Path) -> NDArray[Any]:
+    """Return the weights in ``file``, which are read when they are needed.
+
+    Raises:
+        ValueError: it is no numpy array of numbers in one dimension.
+    """
+    name = f"{flag('microbatch_weights')} {file}"
+    try:
+        weights: NDArray[Any] = np.load(file, mmap_mode="r", allow_pickle=False)
+    except (OSError, EOFError, ValueError) as error:
+        raise ValueError(f"{name} is no numpy array: {error}") from error
+    if not isinstance(weights, np.ndarray) or weights.dtype.kind not in "iuf":
+        raise ValueError(f"{name} is no array of numbers: save one with numpy.save")
+    if weights.ndim != 1:
+        raise ValueError(f"{name} has shape {weights.shape}: write one number for each sample")
+    return weights
+
+
 class SampleWeights:
     """Weights of ``samples`` samples, which stay in their ``file`` until they are needed.
 
     Raises:
-        ValueError: ``file`` is no numpy array of a dimension, or has too few weights.
+        ValueError: as `weights_in`, or ``file`` has too few weights.
     """
 
     def __init__(self, file: Path, samples: int) -> None:
         self._name = f"{flag('microbatch_weights')} {file}"
-        try:
-            self._weights = np.load(file, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{self._name} is no numpy array: {error}") from error
-        shape = np.shape(self._weights)
-        if len(shape) != 1 or shape[0] < samples:
+        self._weights = weights_in(file)
+        if len(self._weights) < samples:
             raise ValueError(
-                f"{self._name} has shape {shape}, and the training data has {samples:,} samples: "
-                f"write one weight for each"
+                f"{self._name} has shape {self._weights.shape}, and the training data has "
+                f"{samples:,} samples: write one weight for each"
             )
 
     def __call__(self, samples: Ids) -> NDArray[np.float64]:

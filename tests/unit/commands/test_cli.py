@@ -71,6 +71,17 @@ def test_simulate_is_for_people() -> None:
     assert re.search(r"peak activations +1 to 20 microbatches on a rank", many)
 
 
+@pytest.mark.parametrize(("microbatches", "refuses"), [(3, True), (6, True), (8, False)])
+def test_simulate_says_where_stocks_interleaved_schedule_does_not_run(
+    microbatches: int, refuses: bool
+) -> None:
+    """Ours takes any number of microbatches. "Stock's to the last bit" read as if stock's did."""
+    text = " ".join(run("simulate", "interleaved", "--pp", "4", "-m", str(microbatches)).split())
+    assert "stock Megatron's to the last bit" in text
+    told = f"its own interleaved schedule refuses {microbatches} microbatches"
+    assert (told in text) == refuses
+
+
 def test_simulate_says_what_a_certificate_is_worth() -> None:
     words = ("simulate", "1f1b", "--pp", "4", "-m", "8", "--certify", "--seconds", "1")
     assert "proved: no schedule with this placement and backward pass has a shorter" in run(*words)

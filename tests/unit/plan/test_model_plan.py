@@ -614,7 +614,7 @@ def test_temporary_tensors_and_cudas_context_count_once(monkeypatch: pytest.Monk
         (("--world-size", "8"), "only a launch command has a world size; drop --world-size"),
         (("--model", TEXT, "--gpu", "h900"), "GPU 'h900' is not known: write one of a100"),
         (("--model", TEXT, "--gpu", "operations=fast,bytes=1"), "a value that is no number"),
-        (("--model", TEXT, "--gpu", "operations=0,bytes=1"), "above 0"),
+        (("--model", TEXT, "--gpu", "operations=0,bytes=1"), "at least 1 a second"),
         (
             ("--model", TEXT, "--gpu", "operations=1,bytes=1,memory=8"),
             "memory is written in bytes, as 80GiB",
@@ -627,6 +627,10 @@ def test_temporary_tensors_and_cudas_context_count_once(monkeypatch: pytest.Monk
         (
             ("--model", TEXT.replace("heads=8", "heads=7"), "--gpu", "h100"),
             "hidden 1024 cannot be split evenly over 7 heads: give head-width",
+        ),
+        (
+            ("--model", f"{TEXT},kv-heads=3", "--gpu", "h100"),
+            "kv-heads 3 does not divide heads 8",
         ),
         (
             ("--model", TEXT, "--gpu", "operations=1e12,bytes=1e9,memory=1GiB"),
