@@ -154,6 +154,22 @@ def test_case_5_positions_and_masked_losses_of_documents_stay_allowed(tmp_path: 
     assert_same(train(2, model_flags(**DOCUMENTS, **loads, pipeline_schedule="zb-v")), stock)
 
 
+def test_case_13_a_divided_vocabulary_with_a_micro_batch_of_two() -> None:
+    """The loss function got a transposed tensor, of which Megatron's script takes a view: the first
+    step ended in "view size is not compatible"."""
+    trained = train(
+        2,
+        model_flags(
+            pipeline_model_parallel_size=2,
+            pipeline_schedule="1f1b",
+            pipeline_vocab_parallel=1,
+            micro_batch_size=2,
+            train_iters=1,
+        ),
+    )
+    assert len(losses(trained)) == 1
+
+
 def test_case_14_multi_token_prediction_before_the_loss() -> None:
     """doctor counted its layer and its embedding on the loss's rank. On the rank that has them, it
     takes as much more than its neighbour as stock's parameters do (`test_model_bytes`)."""
