@@ -193,7 +193,7 @@ def await_tables(models: Sequence[torch.nn.Module]) -> None:
     """
     for part in dict.fromkeys(_parts(models)):
         for module in part.modules():  # rows may be computed from parameters of modules within
-            for hook in module._forward_pre_hooks.values():
+            for hook in filter(_waits_for_parameters, module._forward_pre_hooks.values()):
                 hook(module, ())
 
 

@@ -26,6 +26,7 @@ from megatron_ext.adapter.observers.split_report import split_report
 from megatron_ext.adapter.splitting import Split
 from megatron_ext.adapter.step import callers_hooks as of_callers
 from megatron_ext.adapter.step.callers_hooks import CallersHooks, callers_hooks
+from megatron_ext.adapter.step.checkpointed_forward import hooked_around_layers
 from megatron_ext.adapter.step.recomputed_decoder import decoder_to_recompute
 from megatron_ext.patches import cpu
 from megatron_ext.patches.engine import apply
@@ -467,6 +468,30 @@ def test_hooks_around_the_layers_run_once_where_passes_are_recomputed(
             assert number == MICROBATCHES * (2 if "layers" in name else 1), name
 
     values(run_ranks(2, on_rank))
+
+
+@pytest.mark.parametrize(
+    ("module", "is_callers"),
+    [
+        ("megatron.training.distillation.logits_saver", True),
+        ("megatron.bridge.training.hooks", True),
+        ("megatron.core.distributed.distributed_data_parallel", False),
+        ("megatron_ext.adapter.step.repeatable_call", False),
+        ("transformer_engine.pytorch.module.base", False),
+    ],
+)
+def test_hooks_of_megatrons_training_are_a_callers(module: str, is_callers: bool) -> None:
+    """Megatron's recorder of a teacher's logits has a hook on the output layer. All of the package
+    megatron counted as part of the passes: the hook ran in F and in R, and each microbatch's logits
+    were recorded twice."""
+
+    def hook(layer: torch.nn.Module, *unused: Any) -> None:
+        pass
+
+    hook.__module__ = module
+    model = torch.nn.ModuleDict({"output_layer": torch.nn.Linear(1, 1)})
+    model["output_layer"].register_forward_hook(hook)
+    assert hooked_around_layers(model) == (["ModuleDict.output_layer"] if is_callers else [])
 
 
 def test_hooks_that_run_twice_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import VocabParallelEmbedding
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
 from torch.nn.utils import parametrize
@@ -243,6 +244,28 @@ def test_what_depends_on_a_tables_gradient_gets_it(
             assert ours[name].count_nonzero() or (change is freeze and name in TABLES), name
             largest = gradient.abs().max()
             assert (ours[name] - gradient).abs().max() <= 2**-20 * largest, name
+
+    values(run_ranks(RANKS, on_rank))
+
+
+def test_a_hook_before_the_embedding_runs_with_its_tokens_on_the_first_stage() -> None:
+    """It was called once in each step on every rank, without the module's arguments, together with
+    the hooks by which Megatron waits for gathered weights."""
+
+    def calls_of(steps: Callable[[GPTModel], object]) -> list[tuple[int, ...]]:
+        model, calls = build(), []
+        for part in model.modules():
+            if isinstance(part, VocabParallelEmbedding):
+                part.register_forward_pre_hook(lambda part, args: calls.append(args[0].shape))
+        steps(model)
+        return calls
+
+    def on_rank(rank: int) -> None:
+        with pipeline():
+            expected = calls_of(step)
+        assert len(expected) == (MICROBATCHES if rank == 0 else 0)
+        with pipeline(schedule="zb-h1", vocab_parallel="1"):
+            assert calls_of(step) == expected
 
     values(run_ranks(RANKS, on_rank))
 

@@ -120,9 +120,14 @@ def _around_layers_of(name: str, module: torch.nn.Module) -> Iterator[tuple[str,
             yield from _around_layers_of(f"{name}.{child}", within)
 
 
+# Packages whose hooks take part in the passes themselves. Those of megatron.training, such as a
+# teacher's recorder of logits, are a caller's.
+_OF_PASSES = ("megatron.core", "megatron_ext", "transformer_engine", "torch")
+
+
 def _is_callers(hook: Hook) -> bool:
-    package = getattr(hook, "__module__", "").partition(".")[0]
-    return package not in ("megatron", "megatron_ext", "transformer_engine", "torch")
+    module = f"{getattr(hook, '__module__', '')}."
+    return not any(module.startswith(f"{package}.") for package in _OF_PASSES)
 
 
 @contextlib.contextmanager

@@ -180,7 +180,8 @@ class PipelineTraining:
         elif not output_layer_waits(program):
             at_once = head_weights(call.models)
         waits = self._programs.choice.traits.splits_backward and not call.forward_only
-        hooks = CallersHooks() if call.forward_only else callers_hooks(call.models)
+        needs_hooks = waits or (self._config.slices > 1 and not call.forward_only)
+        hooks = callers_hooks(call.models) if needs_hooks else CallersHooks()
         if waits:
             tell_of_hooks(call.models, hooks)
         apart = frozenset[Tensor]() if shard is None else frozenset([shard.output])
