@@ -20,10 +20,12 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_ext.adapter.rank_settings.launch_facts import refuse_other_launches
 from megatron_ext.adapter.step import training
 from megatron_ext.compile.program.communicators import COLLECTIVES
 from megatron_ext.compile.program.graph import Channel, channels
 from megatron_ext.compile.registry import choose
+from megatron_ext.config import PipelineConfig
 from megatron_ext.runtime import watchdog
 from megatron_ext.runtime.messages import channels as channels_module
 from megatron_ext.runtime.messages import collectives as collectives_module
@@ -227,6 +229,26 @@ def test_connections_are_made_anew_in_a_second_training() -> None:
 
     _, waited = values(run_ranks(2, on_rank))
     assert all(seconds > 0.1 for seconds in waited), waited
+
+
+def test_a_restart_meets_nothing_of_the_start_before_it() -> None:
+    """torchrun starts failed ranks again with the same store. Rank 0 had begun to connect as rank 1
+    died. After the restart it waited for arrivals of rank 1 under another number until the timeout,
+    in every further restart too, and rank 1 took the earlier arrival for a new one."""
+
+    def on_rank(rank: int) -> str:
+        short_timeout(5.0)
+        refuse_other_launches(PipelineConfig(schedule="1f1b"))
+        if rank == 0:
+            recorder = Recorder(rank)
+            recorder.interruption = "rank 1 has died"
+            with pytest.raises(PeerFailure), connecting(recorder, world(), "of all"):
+                pass
+        refuse_other_launches(PipelineConfig(schedule="1f1b"))
+        with connecting(Recorder(rank), world(), "of all"):
+            return "connected"
+
+    assert values(run_ranks(2, on_rank)) == ["connected"] * 2
 
 
 def test_a_connection_that_was_made_is_cut_while_others_are_being_made() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.training import training as megatron_training
 
@@ -208,6 +209,7 @@ def test_what_a_caller_catches_is_no_failure(script: Script) -> None:
 
 def fail_in_rank_1(rank: int) -> None:
     recorder = listening(rank)
+    dist.barrier()  # all are between steps
     if rank == 1:
         throw()
     if rank == 0:

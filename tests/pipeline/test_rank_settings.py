@@ -23,6 +23,7 @@ from megatron_ext.adapter.rank_settings.argument_facts import (
     known_settings,
     model_facts,
 )
+from megatron_ext.adapter.rank_settings.launch_facts import refuse_other_models
 from megatron_ext.runtime.store.agreement import RankFacts, difference, remark
 from tests.helpers.callers import small_config
 from tests.helpers.megatron_runs import SCRIPT, _train_rank, losses, model_flags
@@ -183,6 +184,26 @@ def test_configs_of_a_caller_are_compared() -> None:
     for text in values(run_ranks(2, on_rank)):
         assert "TransformerConfig of GPTModel, hidden_dropout: 0.0 on global rank 0 (" in text
         assert "; 0.1 on global rank 1 (" in text
+
+
+def test_a_wrapper_does_not_make_two_models_one() -> None:
+    """An encoder on some ranks and a language model on others, both within DistributedDataParallel,
+    were refused for their sizes."""
+
+    class Wrapper:
+        def __init__(self, module: Any) -> None:
+            self.module = module
+
+    class Encoder:
+        pass
+
+    def on_rank(rank: int) -> None:
+        config = small_config(2, 1, hidden_size=16 * (rank + 1))
+        refuse_other_models(config, Wrapper(Wrapper(Encoder() if rank else object())))
+        with pytest.raises(ValueError, match="hidden_size"):
+            refuse_other_models(config, Wrapper(object()))
+
+    values(run_ranks(2, on_rank))
 
 
 def test_functions_of_a_config_and_other_models_are_not_compared() -> None:

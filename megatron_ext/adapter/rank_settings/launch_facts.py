@@ -20,8 +20,10 @@ from megatron_ext.adapter.rank_settings.argument_facts import argument_facts, mo
 from megatron_ext.adapter.training_globals import training_global
 from megatron_ext.compile.registry import file_of
 from megatron_ext.config import PipelineConfig, flag
+from megatron_ext.runtime.messages.groups import timeout_of
 from megatron_ext.runtime.store.agreement import Fact, agree
 from megatron_ext.runtime.store.leader import store_of_all
+from megatron_ext.runtime.store.start import begin, keys_of_start
 
 # With NCCL, init_process_group waits for nobody, and a cold file system lets ranks start minutes
 # apart.
@@ -35,14 +37,21 @@ def refuse_other_launches(config: PipelineConfig) -> None:
     torch's process group, so that it is named before its own collectives fail, but at least
     `PATIENCE`. Nothing is compared if torch has no store (MPI), or no other process.
     """
-    _agree(launch_facts(config) | argument_facts(_megatrons_arguments()))
+    store, facts = store_of_all(), launch_facts(config) | argument_facts(_megatrons_arguments())
+    if store is not None:
+        begin(agree(store, dist.get_rank(), dist.get_world_size(), facts, patience(_timeout())))
 
 
 def refuse_other_models(config: Any, model: Any) -> None:
     """Raise ValueError unless all ranks of the world have the same settings of ``model``, as far as
     they were not arguments of Megatron's, which are compared before. Collective over the world."""
-    if not _megatrons_arguments():
-        _agree(model_facts(config, model))
+    store = store_of_all()
+    if store is None or _megatrons_arguments():
+        return
+    while hasattr(model, "module"):  # a wrapper's class says nothing of the model
+        model = model.module
+    facts, ranks = model_facts(config, model), dist.get_world_size()
+    agree(keys_of_start(store), dist.get_rank(), ranks, facts, _timeout())
 
 
 def _megatrons_arguments() -> Mapping[str, Any]:
@@ -51,13 +60,9 @@ def _megatrons_arguments() -> Mapping[str, Any]:
     return {} if args is None else vars(args)
 
 
-def _agree(facts: Mapping[str, Fact]) -> None:
-    store = store_of_all()
-    if store is None:
-        return
-    world = dist.distributed_c10d._get_default_group()
-    timeout = world._get_backend(world._device_types[0]).options._timeout
-    agree(store, dist.get_rank(), dist.get_world_size(), facts, patience(timeout))
+def _timeout() -> timedelta:
+    """Return the timeout of torch's collectives over the world."""
+    return timeout_of(dist.distributed_c10d._get_default_group())
 
 
 def patience(timeout: timedelta) -> timedelta:

@@ -19,6 +19,7 @@ from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.store.agreement import listed
 from megatron_ext.runtime.store.leader import store_of_all
 from megatron_ext.runtime.store.lost_store import losing_the_store
+from megatron_ext.runtime.store.start import keys_of_start
 
 _LONGEST_PAUSE = 0.2  # seconds between two polls of the store
 
@@ -57,6 +58,7 @@ def _meet(recorder: Recorder, group: dist.ProcessGroup, name: str, members: Sequ
     assert position is not None
     of_group = dist.get_process_group_ranks(group)
     own, ranks = of_group[group.rank()], [of_group[member] for member in members]
+    store = keys_of_start(store)
     missing, timeout = ranks, timeout_of(group).total_seconds()
     end, pause = time.monotonic() + timeout, 0.001
     with losing_the_store(f"global rank {own} was to make the connection {name}"):

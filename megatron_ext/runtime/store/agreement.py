@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import socket
+import uuid
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -51,9 +52,9 @@ class RankFacts:
 
 def agree(
     store: dist.Store, rank: int, ranks: int, facts: Mapping[str, Fact], timeout: timedelta
-) -> None:
-    """Return when all ``ranks`` have reported the same ``facts``. Collective over them. Global rank
-    0 logs differences of facts that do not decide.
+) -> str:
+    """Return a new name, which all ranks share, when all ``ranks`` have reported the same
+    ``facts``. Collective over them. Global rank 0 logs differences of facts that do not decide.
 
     Raises:
         ValueError: two ranks differ, or a rank has not reported within ``timeout``; raised on every
@@ -70,14 +71,15 @@ def agree(
             store.set(digest, text)
         store.set(str(rank), f"{digest} {socket.gethostname()}")
         compare = partial(_compare, store) if rank == 0 else partial(_read, store, rank)
-        mistake = compare(ranks, timeout)
+        name, mistake = compare(ranks, timeout)
     if mistake:
         raise ValueError(mistake)
+    return name
 
 
-def _compare(store: dist.Store, ranks: int, timeout: timedelta) -> str:
-    """Compare the facts on global rank 0, tell the other ranks, and return the mistake; "" if there
-    is none."""
+def _compare(store: dist.Store, ranks: int, timeout: timedelta) -> tuple[str, str]:
+    """Compare the facts on global rank 0, tell the other ranks, and return a new name and the
+    mistake; "" if there is none."""
     if _wait(store, [str(rank) for rank in range(ranks)], 0, ranks, timeout):
         told = _told(store, ranks)
         mistake = difference(told)
@@ -85,22 +87,23 @@ def _compare(store: dist.Store, ranks: int, timeout: timedelta) -> str:
             logger.warning(unknown)
     else:
         mistake = _silence(_silent(store, ranks), timeout)
-    store.set(_VERDICT, mistake)
+    name = uuid.uuid4().hex
+    store.set(_VERDICT, f"{name} {mistake}")
     if mistake:  # the store may end with this process
         with contextlib.suppress(RuntimeError):
             store.wait([_READ], STAYS)
-    return mistake
+    return name, mistake
 
 
-def _read(store: dist.Store, rank: int, ranks: int, timeout: timedelta) -> str:
-    """Return the mistake that global rank 0 has found, on the other ranks."""
+def _read(store: dist.Store, rank: int, ranks: int, timeout: timedelta) -> tuple[str, str]:
+    """Return the name and the mistake of global rank 0, on the other ranks."""
     # Rank 0, if it is there, times out first and says for whom it has waited.
     if not _wait(store, [_VERDICT], rank, ranks, timeout + STAYS):
-        return _silence(_silent(store, ranks) or [0], timeout)
-    mistake: str = store.get(_VERDICT).decode()
+        return "", _silence(_silent(store, ranks) or [0], timeout)
+    name, mistake = store.get(_VERDICT).decode().split(" ", 1)
     if mistake and store.add("read", 1) == ranks - 1:
         store.set(_READ, "")
-    return mistake
+    return name, mistake
 
 
 def _wait(store: dist.Store, keys: list[str], rank: int, ranks: int, timeout: timedelta) -> bool:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from megatron_ext.runtime.store.leader import store_of_all
 from megatron_ext.runtime.store.lost_store import losing_the_store
+from megatron_ext.runtime.store.start import keys_of_start
 
 LOOK_SECONDS = 1.0
 TRIES = 3  # after so many polls without an answer the store counts as gone
@@ -152,6 +153,7 @@ def connect_failure_report() -> FailureReport | None:
     prefix = "megatron_ext/failure_report"
     with losing_the_store(f"global rank {rank} began to listen for failures"):
         # All ranks begin equally often: the store may have the reports of an earlier training.
+        store = keys_of_start(store)
         number = store.add(f"{prefix}/begun by {rank}", 1)
         # A clone: a store blocks other threads while one waits. (Older stores cannot be cloned.)
         store = store.clone() if hasattr(store, "clone") else store

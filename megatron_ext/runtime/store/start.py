@@ -1,0 +1,23 @@
+"""Keys of torch's store that belong to one start of a job's ranks.
+
+torchrun starts failed ranks again with the same store: counts and reports of the earlier start are
+still there, and its ranks had come unequally far. The ranks of one start therefore share a name,
+which global rank 0 draws as they compare their settings.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+_name = ""  # ranks that have not compared their settings have none
+
+
+def begin(name: str) -> None:
+    """Begin the start ``name`` of this process's ranks. All of them begin it."""
+    global _name
+    _name = name
+
+
+def keys_of_start(store: dist.Store) -> dist.Store:
+    """Return ``store`` for keys of the current start alone."""
+    return dist.PrefixStore(f"megatron_ext/start {_name}", store) if _name else store
