@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron_ext.runtime.messages.nccl import communicator_options
-from megatron_ext.runtime.store.start import keys_of_start
 
 NCCL = "nccl"
 
@@ -67,7 +66,7 @@ def make_groups[Key](
     """
     global_ranks = dist.get_process_group_ranks(pipeline)
     timeout = timeout_of(pipeline)
-    store = keys_of_start(distributed_c10d._get_default_store())
+    store = distributed_c10d._get_default_store()
     groups: dict[Key, dist.ProcessGroup] = {}
     for key, ranks_of_key in members.items():
         if pipeline.rank() not in ranks_of_key:
