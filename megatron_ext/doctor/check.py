@@ -162,9 +162,7 @@ def _check(
         _check_patches(report, config)
     needed, judge = _check_arguments(report, launch, args, config, ranks, room, megatron_arguments)
     if launch.recipe is None:  # a recipe's data are not Megatron's arguments
-        prefixes = report.attempt("datasets", lambda: megatron_arguments.data_prefixes(args))
-        if prefixes is not None:
-            report.findings += check_data(args, prefixes)
+        _check_datasets(report, args, megatron_arguments)
     if (weights := config.microbatch_weights) is not None:
         from megatron_ext.adapter.batches.sample_weights import weights_in
 
@@ -172,6 +170,12 @@ def _check(
     report.findings += check_dataset_helpers()
     report.findings += check_checkpoints(args, needed, judge)
     report.findings += _check_restarts(args, launch.max_restarts)
+
+
+def _check_datasets(report: Report, args: Any, megatron_arguments: Any) -> None:
+    prefixes = report.attempt("datasets", lambda: megatron_arguments.data_prefixes(args))
+    if prefixes is not None:
+        report.findings += check_data(args, prefixes)
 
 
 def _other_source(args: Any) -> str | None:
@@ -191,9 +195,7 @@ def _check_partly(
         report.attempt("batch size", lambda: _check_batches(args, ranks))
     if source != "--yaml-cfg":
         report.findings += check_tokenizer_files(args)
-        prefixes = report.attempt("datasets", lambda: megatron_arguments.data_prefixes(args))
-        if prefixes is not None:
-            report.findings += check_data(args, prefixes)
+        _check_datasets(report, args, megatron_arguments)
         report.findings += check_checkpoints(args, None, None)
     report.findings += check_dataset_helpers()
     report.unchecked = (

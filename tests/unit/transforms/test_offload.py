@@ -115,8 +115,8 @@ def test_what_fits_without_copies_fits_with_them(
 
 
 def test_copies_allow_looser_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a microbatch leaves is away for a while: passes that would hold more than the limit fit,
-    and take less time than those that fit by themselves."""
+    """Passes that would hold more than the limit fit while a part of them is on the host, and take
+    less time than those that fit without copies."""
     shorten_search(monkeypatch)
     tight = problem_of("v-auto", 3, 0.2, microbatches=6, limit="0.5x")
     copied = tight.with_extras(activation_offload=FULL)
