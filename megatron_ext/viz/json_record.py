@@ -43,6 +43,17 @@ class Record:
         found = self._value(key, _has_triples, "an object of lists of three numbers from 0")
         return {name: (float(a), float(b), float(c)) for name, (a, b, c) in found.items()}
 
+    def texts(self, key: str) -> tuple[str, ...]:
+        return tuple(self._value(key, _are_texts, "a list of texts"))
+
+    def texts_by_name(self, key: str) -> dict[str, str]:
+        found = self._value(key, _has_texts, "an object of texts")
+        return dict(found)
+
+    def objects(self, key: str) -> list[Record]:
+        found = self._value(key, _are_objects, "a list of objects")
+        return [Record(one, f"{self.where}, {key} {n}") for n, one in enumerate(found)]
+
     def texts_of_rows(self, key: str) -> tuple[tuple[str, ...], ...]:
         return tuple(map(tuple, self._value(key, _are_rows, "a list of lists of texts")))
 
@@ -79,9 +90,19 @@ def _has_triples(value: Any) -> bool:
 
 
 def _are_rows(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(row, list) and all(isinstance(text, str) for text in row) for row in value
-    )
+    return isinstance(value, list) and all(map(_are_texts, value))
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
+
+
+def _has_texts(value: Any) -> bool:
+    return isinstance(value, dict) and _are_texts(list(value.values()))
+
+
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, dict) for one in value)
 
 
 def _is_count(value: Any) -> bool:

@@ -1,0 +1,188 @@
+"""Record of one rehearsed rank: its passes, seconds, bytes and sent values, as a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_ext.schedule.action import Action, parse, slices_named
+from megatron_ext.text_file import LARGEST_JSON, parse_json, read_text_file, write_text_file
+from megatron_ext.viz.json_record import Record
+
+_VERSION = 1
+
+
+class RehearsedPass(NamedTuple):
+    """Pass of a rank, with its seconds on the rank's clock."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class RehearsedStep:
+    """Timed step of a rank.
+
+    Attributes:
+        passes: in the order in which they ran.
+        seconds: seconds of the whole training step, with the optimizer.
+        host_seconds: seconds of the host from the first pass's launch to the last one's, without
+            those inside passes.
+        is_finite: whether all values that the rank sent, its loss and its gradient norm are finite.
+    """
+
+    passes: tuple[RehearsedPass, ...]
+    seconds: float
+    host_seconds: float = 0.0
+    is_finite: bool = True
+
+
+@dataclass(frozen=True)
+class SentValues:
+    """Values that a rank sends in one direction: ``forward``, ``backward``, or the name of a
+    collective of the partitioned vocabulary. ``rms`` is their root mean square."""
+
+    direction: str
+    rms: float
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class BytesAfter(NamedTuple):
+    """Bytes of activations that a rank holds after ``action``, and bytes of messages that are on
+    their way."""
+
+    action: str
+    held: int
+    on_way: int
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """Record of a rehearsed rank.
+
+    Attributes:
+        rank, world_size: global rank, and number of ranks of the launch.
+        pipeline_rank: its place in its pipeline.
+        schedule: name of the schedule that ran; Megatron's own included.
+        digest: digest of the program; "" for Megatron's own schedules, which have none.
+        trained: number of training steps of the process, the timed ones included.
+        steps: the timed steps.
+        allocated: most bytes of tensors in the timed steps, without the pool of peers' values; None
+            without a GPU.
+        reserved: most bytes that the allocator had reserved, without the pool; None without a GPU.
+        pool: bytes of the pool of peers' values.
+        lasting: bytes of tensors between steps, such as weights and optimizer states, without the
+            pool; None without a GPU.
+        sent: by direction.
+        bytes_after: each action of the last timed step, if it was requested.
+    """
+
+    rank: int
+    world_size: int
+    pipeline_rank: int
+    schedule: str
+    digest: str
+    trained: int
+    steps: tuple[RehearsedStep, ...]
+    allocated: int | None = None
+    reserved: int | None = None
+    pool: int = 0
+    lasting: int | None = None
+    sent: tuple[SentValues, ...] = ()
+    bytes_after: tuple[BytesAfter, ...] = ()
+
+    @property
+    def is_finite(self) -> bool:
+        return all(step.is_finite for step in self.steps)
+
+
+def save_record(record: RankRecord, path: Path) -> None:
+    """Write ``record`` to ``path``, whole or not at all. Raises OSError."""
+    data = asdict(record)
+    data["steps"] = [
+        {**asdict(step), "passes": [[str(a), start, end] for a, start, end in step.passes]}
+        for step in record.steps
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text_file(path, json.dumps({"version": _VERSION, **data}) + "\n")
+
+
+def load_record(path: Path) -> RankRecord:
+    """Return the record in the file ``path``.
+
+    Raises:
+        ValueError: it cannot be read, is of another version, or is no record of a rank.
+    """
+    data = parse_json(read_text_file(path, "record of a rank", LARGEST_JSON))
+    where = f"record of a rank {path}"
+    if not isinstance(data, dict) or data.get("version") != _VERSION:
+        raise ValueError(f"{where} is not of version {_VERSION}: rehearse again")
+    record = Record(data, where)
+    return RankRecord(
+        rank=record.count("rank"),
+        world_size=record.count("world_size"),
+        pipeline_rank=record.count("pipeline_rank"),
+        schedule=record.text("schedule"),
+        digest=record.text("digest"),
+        trained=record.count("trained"),
+        steps=tuple(map(_step, record.objects("steps"))),
+        allocated=_optional(record, "allocated"),
+        reserved=_optional(record, "reserved"),
+        pool=record.count("pool"),
+        lasting=_optional(record, "lasting"),
+        sent=tuple(map(_sent, record.objects("sent"))),
+        bytes_after=tuple(_bytes_after(record)),
+    )
+
+
+def _optional(record: Record, key: str) -> int | None:
+    return None if record.data.get(key) is None else record.count(key)
+
+
+def _step(record: Record) -> RehearsedStep:
+    passes = record.data.get("passes")
+    if not isinstance(passes, list) or not all(_is_row(row, 3) for row in passes):
+        raise ValueError(f"{record.where}: passes are no list of actions with start and end")
+    return RehearsedStep(
+        _passes(passes, record.where),
+        record.number("seconds"),
+        record.number("host_seconds"),
+        record.truth("is_finite"),
+    )
+
+
+def _is_row(row: Any, length: int) -> bool:
+    if not isinstance(row, list) or len(row) != length or not isinstance(row[0], str):
+        return False
+    return all(isinstance(one, int | float) and abs(one) < 1e18 for one in row[1:])
+
+
+def _passes(rows: Sequence[Any], where: str) -> tuple[RehearsedPass, ...]:
+    try:
+        slices = slices_named(" ".join(text for text, _, _ in rows))
+        passes = tuple(RehearsedPass(parse(text, slices), a, b) for text, a, b in rows)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    if any(one.end < one.start for one in passes) or any(
+        later.start < one.start for one, later in pairwise(passes)
+    ):
+        raise ValueError(f"{where}: its passes are not in the order of time")
+    return passes
+
+
+def _sent(record: Record) -> SentValues:
+    shape = tuple(int(size) for size in record.amounts("shape"))
+    return SentValues(record.text("direction"), record.number("rms"), shape, record.text("dtype"))
+
+
+def _bytes_after(record: Record) -> Sequence[BytesAfter]:
+    rows = record.data.get("bytes_after")
+    if not isinstance(rows, list) or not all(_is_row(row, 3) for row in rows):
+        raise ValueError(f"{record.where}: bytes_after is no list of actions with two numbers")
+    return [BytesAfter(text, int(held), int(on_way)) for text, held, on_way in rows]

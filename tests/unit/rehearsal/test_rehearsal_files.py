@@ -1,0 +1,93 @@
+"""Request and record of a rehearsed rank travel between processes as files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ext.rehearsal.record import (
+    BytesAfter,
+    RankRecord,
+    RehearsedPass,
+    RehearsedStep,
+    SentValues,
+    load_record,
+    save_record,
+)
+from megatron_ext.rehearsal.request import RankRequest, load_request, save_request
+from megatron_ext.schedule.action import parse
+
+STEP = RehearsedStep(
+    (RehearsedPass(parse("0F0.1", 2), 0.5, 0.75), RehearsedPass(parse("0B0.0", 2), 0.75, 1.5)),
+    seconds=1.25,
+    host_seconds=0.125,
+)
+RECORD = RankRecord(
+    rank=3,
+    world_size=8,
+    pipeline_rank=3,
+    schedule="zb-v",
+    digest="abc",
+    trained=5,
+    steps=(STEP, replace(STEP, is_finite=False)),
+    allocated=1 << 40,
+    pool=7,
+    sent=(SentValues("forward", 0.25, (16, 2, 8), "torch.bfloat16"),),
+    bytes_after=(BytesAfter("0F0.1", 10, 4),),
+)
+
+
+def test_a_request_comes_back(tmp_path: Path) -> None:
+    request = RankRequest(
+        rank=5,
+        world_size=8,
+        script="pretrain_gpt.py",
+        arguments=("--pipeline-costs", "a b.json"),
+        folder=tmp_path / "new" / "rank",
+        neighbour=tmp_path / "other.json",
+        environment={"NCCL_DEBUG": "WARN"},
+    )
+    assert load_request(save_request(request)) == request
+    assert load_request(save_request(replace(request, neighbour=None))).neighbour is None
+
+
+def test_a_record_comes_back(tmp_path: Path) -> None:
+    save_record(RECORD, tmp_path / "record.json")
+    found = load_record(tmp_path / "record.json")
+    # Slices are equal by what their text names.
+    assert [str(one.action) for one in found.steps[0].passes] == ["0F0.1", "0B0.0"]
+    assert replace(found, steps=()) == replace(RECORD, steps=())
+    assert [step.is_finite for step in found.steps] == [True, False] and not found.is_finite
+    assert found.steps[0].passes[1].end == 1.5
+
+
+def _passes(data: dict[str, Any], passes: Any) -> None:
+    data["steps"][0]["passes"] = passes
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda data: data.pop("version"), "not of version 1: rehearse again"),
+        (lambda data: data.update(trained="five"), "trained is 'five'; a whole number"),
+        (lambda data: data.update(steps=3), "steps is 3; a list of objects"),
+        (lambda data: _passes(data, [["0F0.0", 1.0]]), "no list of actions with start and end"),
+        (lambda data: _passes(data, [["0F0", "x", 1]]), "no list of actions with start and end"),
+        (lambda data: _passes(data, [["0X0", 0, 1]]), "'0X0' is no action"),
+        (lambda data: _passes(data, [["0F0", 2, 1]]), "not in the order of time"),
+        (lambda data: _passes(data, [["0F0", 2, 3], ["0B0", 1, 4]]), "not in the order of time"),
+        (lambda data: data.update(bytes_after=[["0F0"]]), "no list of actions with two numbers"),
+    ],
+)
+def test_a_damaged_record_names_its_mistake(tmp_path: Path, damage: Any, told: str) -> None:
+    path = tmp_path / "record.json"
+    save_record(RECORD, path)
+    data = json.loads(path.read_text())
+    damage(data)
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=told):
+        load_record(path)
