@@ -28,11 +28,11 @@ from megatron.core.utils import log_single_rank
 
 from megatron_ext.adapter.compatibility import refuse_order
 from megatron_ext.adapter.handled_settings.groups import with_megatrons_group
-from megatron_ext.adapter.job import Job, basis_of, job_costs, of_built
+from megatron_ext.adapter.job import Job, basis_of, job_costs, of_arguments, of_built
 from megatron_ext.adapter.model_parts import is_trained, size_of
 from megatron_ext.adapter.pairs.overlap_setting import has_pairs
 from megatron_ext.adapter.rank_settings.launch_facts import refuse_other_models
-from megatron_ext.adapter.training_globals import ramps_up_to
+from megatron_ext.adapter.training_globals import ramps_up_to, training_global
 from megatron_ext.compile.build import prove_built
 from megatron_ext.compile.output_layer import better_of, place_output_layer
 from megatron_ext.compile.program.unequal import median_makespan
@@ -44,9 +44,9 @@ from megatron_ext.cost_model.measured.places import MeasuredPlaces
 from megatron_ext.logger import logger, telling_of_long_work
 from megatron_ext.progress import FIRST, duration
 from megatron_ext.runtime.store.agreement import listed
-from megatron_ext.runtime.store.leader import run_on_leader, store_of_all
+from megatron_ext.runtime.store.leader import run_on_leader
 from megatron_ext.runtime.store.lost_store import losing_the_store
-from megatron_ext.runtime.world import gather_from_all, tell_all
+from megatron_ext.runtime.world import gather_from_all, is_alone, store_of_all, told_by_rank_0
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
@@ -149,23 +149,9 @@ class Programs:
         """
         if shape in self.costs and (forward_only or self._searched_for is not None):
             return
-        placement = self.choice.place(pipeline.size())
-        sizes = gather(pipeline, [size_of(chunk) for chunk in models])
-        per_stage = [
-            sizes[rank][placement.stages_of[rank].index(stage)]
-            for stage, rank in enumerate(placement.rank_of)
-        ]
-
-        ranks = dist.get_process_group_ranks(pipeline)
-        stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-        source, slices = self._config.costs, self._config.slices
-        described = partial(
-            of_built,
-            *(config, placement, per_stage, sequence, micro_batch),
-            *(dist.get_world_size(), stride),
-        )
-
+        described = self._description(pipeline, config, models, sequence, micro_batch)
         self.described[shape] = described
+        source, slices = self._config.costs, self._config.slices
 
         def work() -> Costs:
             tell = None if self.costs else logger.info
@@ -174,7 +160,10 @@ class Programs:
         if not self.costs:
             refuse_other_models(config, models[0])
         if not self.costs or not (forward_only or self._searched_for):
-            of_rank_0, microbatches, costs = self._told_by_rank_0(shape, microbatches, work)
+            own = shape, microbatches
+            self._run, (of_rank_0, microbatches), costs = told_by_rank_0(
+                lambda: (uuid.uuid4().hex, own, work())
+            )
             self._set_costs(of_rank_0, costs)
         if shape not in self.costs:
             self._set_costs(shape, self._told_by_the_first(shape, work))
@@ -184,23 +173,31 @@ class Programs:
         if not forward_only:
             self._searched_for = self._searched_for or microbatches
 
-    def _told_by_rank_0(
-        self, shape: Shape, microbatches: int, work: Callable[[], Costs]
-    ) -> tuple[Shape, int, Costs]:
-        """Return global rank 0's ``shape``, number of microbatches, and costs from ``work``.
-        Collective over the world; an error of ``work`` is raised on all ranks."""
-        costs: Costs | Exception | None = None
-        if dist.get_rank() == 0:
-            try:
-                costs = work()
-            except Exception as error:
-                costs = error
-        own = uuid.uuid4().hex, shape, microbatches, costs
-        self._run, shape, microbatches, costs = tell_all(own)
-        if isinstance(costs, Exception):
-            raise costs
-        assert costs is not None
-        return shape, microbatches, costs
+    def _description(
+        self,
+        pipeline: dist.ProcessGroup,
+        config: Any,
+        models: list[torch.nn.Module],
+        sequence: int,
+        micro_batch: int,
+    ) -> Callable[[], Job]:
+        """Return a function that describes the job by the sizes of its stages. Collective over
+        ``pipeline``. A rank that is alone knows the other stages by Megatron's arguments only."""
+        placement = self.choice.place(pipeline.size())
+        if is_alone():
+            return partial(of_arguments, training_global("_GLOBAL_ARGS"), placement)
+        sizes = gather(pipeline, [size_of(chunk) for chunk in models])
+        per_stage = [
+            sizes[rank][placement.stages_of[rank].index(stage)]
+            for stage, rank in enumerate(placement.rank_of)
+        ]
+        ranks = dist.get_process_group_ranks(pipeline)
+        stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+        return partial(
+            of_built,
+            *(config, placement, per_stage, sequence, micro_batch),
+            *(dist.get_world_size(), stride),
+        )
 
     def _told_by_the_first(self, shape: Shape, work: Callable[[], Costs]) -> Costs:
         """Return the costs that ``work`` gives on one rank, the first that needs ``shape``."""
@@ -420,7 +417,7 @@ class Programs:
         torch's store: separate pipelines may have other numbers of microbatches, and none waits for
         another that will not come. Without a store the ranks of a pipeline compare theirs.
         """
-        store = dist.distributed_c10d._get_default_store()
+        store = store_of_all()
         spec, shape, *request, _ = step
         if not self._has_compared:
             self._has_compared = True

@@ -24,7 +24,8 @@ from megatron_ext.launch_planner import chosen_plan, launch_choice
 from megatron_ext.runtime.host.memory import HostMemory
 from megatron_ext.runtime.store import leader as waiting
 from megatron_ext.runtime.store.agreement import Fact, agree
-from megatron_ext.runtime.store.leader import run_on_leader, store_of_all
+from megatron_ext.runtime.store.leader import run_on_leader
+from megatron_ext.runtime.world import store_of_all
 from tests.helpers.ranks import (
     RankResult,
     agent_store,
@@ -222,6 +223,8 @@ def test_so_is_one_that_is_lost_at_other_work(
     lost: Any = Watched(dist.HashStore(), lose)
     monkeypatch.setattr(dist, "PrefixStore", lambda prefix, store: store)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: lost)
     with pytest.raises(RuntimeError, match=f"torch's store is gone, and {words}"):
         use(lost)

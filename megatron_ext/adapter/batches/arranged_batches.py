@@ -26,8 +26,8 @@ from megatron_ext.adapter.batches.document_lengths import (
 )
 from megatron_ext.adapter.batches.sample_weights import SampleWeights
 from megatron_ext.config import PipelineConfig
-from megatron_ext.runtime.store.leader import store_of_all
 from megatron_ext.runtime.store.lost_store import losing_the_store
+from megatron_ext.runtime.world import store_of_all
 from megatron_ext.schedule.dealing import Costs, MicrobatchOrder, arranged
 
 _KEYS = 256  # in the store, used in turns; loaders read ahead by far fewer steps

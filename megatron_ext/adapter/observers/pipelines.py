@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from megatron_ext.runtime.store.leader import store_of_all
+from megatron_ext.runtime.world import store_of_all
 from megatron_ext.viz.slow_ranks import PipelineTimes
 
 _PREFIX = "megatron_ext/pipelines"

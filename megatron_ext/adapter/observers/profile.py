@@ -58,7 +58,7 @@ from megatron_ext.runtime.measure.operation_time import (
 from megatron_ext.runtime.measure.profile import MEASURED, STEPS, Profile
 from megatron_ext.runtime.messages.transport import Boundary
 from megatron_ext.runtime.recording import clock_of
-from megatron_ext.runtime.world import gather_from_all, tell_all
+from megatron_ext.runtime.world import gather_from_all, told_by_rank_0
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.costs_text import save_costs
 from megatron_ext.schedule.problem import VocabularyParallel
@@ -150,8 +150,7 @@ class StepProfile(StepObserver[Step]):
         measurements of ``ranks``, and write them on that rank. Collective over the world."""
         own = self._ready.pop(shape)
         collectives = _collectives()
-        costs = tell_all(self._costs(own, shape, ranks) if dist.get_rank() == 0 else None)
-        assert costs is not None
+        costs = told_by_rank_0(lambda: self._costs(own, shape, ranks))
         self._measured.add(shape)
         if dist.get_rank() == 0:
             layers = self._layers(own.program, shape, costs, collectives)

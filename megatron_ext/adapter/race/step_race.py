@@ -44,7 +44,7 @@ from megatron_ext.race.record import (
 )
 from megatron_ext.race.rounds import ROUNDS, TIMED, WARM_UP, Race
 from megatron_ext.runtime.host.memory import HostMemory
-from megatron_ext.runtime.world import gather_from_all, tell_all
+from megatron_ext.runtime.world import gather_from_all, told_by_rank_0
 from megatron_ext.viz.prediction import Comparison
 
 FIRST = 2  # iterations before the race: caches fill, kernels load
@@ -348,14 +348,18 @@ class StepRace(StepObserver[Step]):
     def _recall(self) -> RaceRecord | None:
         """Return the record of an earlier start, as global rank 0 reads it. Collective over the
         world."""
-        known: RaceRecord | None = None
-        folder = _folder("load")
-        if dist.get_rank() == 0 and folder is not None and (folder / NAME).exists():
+
+        def read() -> RaceRecord | None:
+            folder = _folder("load")
+            if folder is None or not (folder / NAME).exists():
+                return None
             try:
-                known = load_record(folder / NAME, self._contestants)
+                return load_record(folder / NAME, self._contestants)
             except ValueError as error:
                 logger.warning(f"race: measured anew: {error}")
-        return tell_all(known)
+                return None
+
+        return told_by_rank_0(read)
 
     def _write(self, winner: str | None) -> None:
         folder, race = _folder("save"), self._race

@@ -22,8 +22,8 @@ from megatron_ext.compile.registry import file_of
 from megatron_ext.config import PipelineConfig, flag
 from megatron_ext.runtime.messages.groups import timeout_of
 from megatron_ext.runtime.store.agreement import Fact, agree
-from megatron_ext.runtime.store.leader import store_of_all
 from megatron_ext.runtime.store.start import begin, keys_of_start
+from megatron_ext.runtime.world import store_of_all
 
 # With NCCL, init_process_group waits for nobody, and a cold file system lets ranks start minutes
 # apart.

@@ -13,9 +13,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_ext.compile.program.memory import in_bytes, most_on_host
-from megatron_ext.runtime.store.leader import store_of_all
 from megatron_ext.runtime.store.lost_store import losing_the_store
-from megatron_ext.runtime.world import gather_from_all
+from megatron_ext.runtime.world import gather_from_all, store_of_all
 from megatron_ext.schedule.action import Action, tokens_of
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import Held
@@ -130,9 +129,10 @@ class HostMemory:
             self._planned = planned
 
     def _begin(self, planned: int | None) -> str:
-        """Compare the plans of all ranks with the free memory of their hosts."""
+        """Compare the plans of all ranks with the free memory of their hosts. A rank that is alone
+        counts once, though it stands for all."""
         own = _Report(self._host, planned or 0, available_bytes(), uuid.uuid4().hex)
-        reports = gather_from_all(own)
+        reports = list({report.run: report for report in gather_from_all(own)}.values())
         of_hosts: dict[str, list[_Report]] = defaultdict(list)
         for report in reports:
             of_hosts[report.host].append(report)

@@ -17,9 +17,9 @@ from megatron_ext.runtime.messages.groups import timeout_of
 from megatron_ext.runtime.messages.peer_call import PeerCall, PeerFailure
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.store.agreement import listed
-from megatron_ext.runtime.store.leader import store_of_all
 from megatron_ext.runtime.store.lost_store import losing_the_store
 from megatron_ext.runtime.store.start import keys_of_start
+from megatron_ext.runtime.world import store_of_all
 
 _LONGEST_PAUSE = 0.2  # seconds between two polls of the store
 

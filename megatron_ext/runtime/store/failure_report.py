@@ -21,9 +21,9 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
-from megatron_ext.runtime.store.leader import store_of_all
 from megatron_ext.runtime.store.lost_store import losing_the_store
 from megatron_ext.runtime.store.start import keys_of_start
+from megatron_ext.runtime.world import store_of_all
 
 LOOK_SECONDS = 1.0
 TRIES = 3  # after so many polls without an answer the store counts as gone

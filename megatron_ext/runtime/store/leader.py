@@ -69,13 +69,6 @@ def run_on_leader[T](store: dist.Store, rank: int, what: str, work: Callable[[],
     return result
 
 
-def store_of_all() -> dist.Store | None:
-    """Return torch's default store; None if there is none (MPI), or no other process uses it."""
-    if dist.get_world_size() == 1 or dist.get_backend() == "fake":
-        return None
-    return dist.distributed_c10d._get_default_store()
-
-
 def _for_others(error: BaseException, what: str, here: str) -> Exception:
     if isinstance(error, ValueError):
         return error

@@ -194,7 +194,11 @@ ALLOWED: dict[str, set[tuple[str, str, str]]] = {
         ("megatron_ext/adapter/parity/recorder.py", "loss_of", "float(value[0] / value[1])"),
     },
     "between steps, where all ranks meet": {
-        ("megatron_ext/runtime/world.py", "tell_all", "dist.broadcast_object_list(values, src=0)"),
+        (
+            "megatron_ext/runtime/world.py",
+            "told_by_rank_0",
+            "dist.broadcast_object_list(told, src=0)",
+        ),
         (
             "megatron_ext/runtime/world.py",
             "gather_from_all",

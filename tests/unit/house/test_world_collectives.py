@@ -27,7 +27,7 @@ GROUP_AT = {
 # Of all ranks whatever group they make, and what `megatron_ext/runtime/world.py` has.
 OF_THE_WORLD = {"new_group", "new_subgroups", "new_subgroups_by_enumeration"}
 MODULES = {"dist", "torch.distributed", "distributed_c10d"}
-OURS = {"tell_all", "gather_from_all"}
+OURS = {"told_by_rank_0", "gather_from_all"}
 
 ONLY_HERE = "megatron_ext/runtime/world.py"
 
@@ -40,7 +40,7 @@ REACHED: dict[str, set[tuple[str, str]]] = {
         ("megatron_ext/adapter/programs.py", "Programs._compare"),
     },
     "the first step, and the first training step": {
-        ("megatron_ext/adapter/programs.py", "Programs._told_by_rank_0"),
+        ("megatron_ext/adapter/programs.py", "Programs.agree_on_costs"),
     },
     "the first training step": {
         ("megatron_ext/runtime/host/memory.py", "HostMemory._begin"),
@@ -140,7 +140,7 @@ def test_every_pipeline_reaches_every_collective_over_the_world() -> None:
         "dist.all_gather_object(told, value, group=dist.group.WORLD)",
         "dist.broadcast_object_list(told, src=0)",
         "torch.distributed.new_group(ranks)",
-        "tell_all(1)",
+        "told_by_rank_0(work)",
         "dist.barrier(group=None)",
         "dist.all_reduce(x, dist.ReduceOp.MAX, None)",
         "(everyone := dist.group.WORLD) and dist.barrier(everyone)",
