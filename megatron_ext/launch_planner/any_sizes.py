@@ -70,7 +70,11 @@ def plan_sizes(request: LaunchRequest) -> SizesPlan:
 
 
 def _plan(request: LaunchRequest, parsed: ParsedLaunch) -> SizesPlan:
-    from megatron_ext.launch_planner.launch_job import judgement_of, on_loading
+    from megatron_ext.launch_planner.launch_job import (
+        judged_alternative,
+        judgement_of,
+        on_loading,
+    )
 
     _check(request, parsed)
     job = job_of(request, parsed)
@@ -81,15 +85,16 @@ def _plan(request: LaunchRequest, parsed: ParsedLaunch) -> SizesPlan:
     free = parsed.room
 
     def judged(one: Alternative) -> Alternative:
-        """Return ``one`` as it is: its seconds include reductions among all of its ranks."""
-        if one.write() != NOTHING:
-            judgement_of(request, parsed, one.write())  # raises ValueError
-        return one
+        """Return ``one`` with the figures of the launch that is changed to it."""
+        if one.write() == NOTHING:  # as it stands, judged already
+            return one
+        made = judged_alternative(judgement_of(request, parsed, one.write()), one.write)
+        return replace(one, candidate=made.candidate, seconds=made.seconds)
 
-    baseline = None if own is None else launch.alternative(SizedStep(job.own, own), is_own=True)
+    baseline = None if own is None else launch.alternative(own, is_own=True)
     excess = 0.0
     if own is not None and free is not None:
-        excess = max(own.fullest - free, 0.0)
+        excess = max(own.made.fullest - free, 0.0)
 
     def best_of(steps: Sequence[SizedStep]) -> SizedAlternative | None:
         pool = [launch.alternative(step) for step in steps]
@@ -228,20 +233,18 @@ class SizedLaunch:
     def __init__(self, parsed: ParsedLaunch, job: SizedJob) -> None:
         self._parsed, self._job = parsed, job
 
-    def baseline(self) -> Evaluated | None:
-        """Return the launch as it stands; None if it cannot run."""
-        from megatron_ext.launch_planner.alternatives.layouts import own_layout, work_of
+    def baseline(self) -> SizedStep | None:
+        """Return the launch as it stands, as `judge` has it; None if it cannot run."""
+        from megatron_ext.launch_planner.alternatives.layouts import own_layout
+        from megatron_ext.launch_planner.launch_job import judged_alternative
 
-        args, variants = self._parsed.validated, self._parsed.variants
+        variants, job = self._parsed.variants, self._job
         try:
-            work = self._job.with_reductions(work_of(args, variants.config), self._job.own)
-            candidate = variants.judgement().candidate()
+            made = judged_alternative(variants.judgement(), lambda: NOTHING)
         except ValueError:
             return None
-        assert candidate.variant.model is not None
-        outside = max(map(work.seconds_outside_passes, candidate.variant.model))
-        _, layout = own_layout(args, str(variants.own))
-        return Evaluated(layout, candidate, candidate.step + outside, work.recompute)
+        _, layout = own_layout(self._parsed.validated, str(variants.own))
+        return SizedStep(job.own, Evaluated(layout, made.candidate, made.seconds, job.recompute[0]))
 
     def variants(self, sizes: Sizes) -> LaunchVariants:
         """Return the launch with ``sizes``, one stage a rank, and layers as even as can be."""
@@ -287,8 +290,7 @@ class SizedLaunch:
             args, config = variants.validated("1f1b", VocabMethod.NAIVE)
             megatron_arguments.check_model(args, replace(config, schedule=None))
         works = [
-            self._job.with_reductions(work_of(with_recompute(args, option), variants.config), sizes)
-            for option in self._job.recompute
+            work_of(with_recompute(args, option), variants.config) for option in self._job.recompute
         ]
         return SizedWorks(works, rule_of(args), permits_of(variants))
 

@@ -86,7 +86,7 @@ class LaunchJob(PlannedJob):
 
     def baseline(self, plan: Plan) -> Alternative | None:
         try:
-            return _judged_alternative(self._own_judgement, lambda: NOTHING)
+            return judged_alternative(self._own_judgement, lambda: NOTHING)
         except ValueError:
             return None
 
@@ -127,7 +127,7 @@ class LaunchJob(PlannedJob):
         if one.write() == NOTHING:  # as it stands, judged already
             return one
         made = judgement_of(self.request, self.parsed, one.write())
-        return replace(_judged_alternative(made, one.write), layout=one.layout)
+        return replace(judged_alternative(made, one.write), layout=one.layout)
 
     def refusal_of(self, written: Written) -> str | None:
         return refusal_of(self.request, self.parsed, written)
@@ -197,7 +197,9 @@ def _batch(parsed: ParsedLaunch) -> BatchSize:
     )
 
 
-def _judged_alternative(made: Judgement, write: Callable[[], Written]) -> Alternative:
+def judged_alternative(made: Judgement, write: Callable[[], Written]) -> Alternative:
+    """Return the command of the judgement ``made`` as plans compare it. ``write`` makes its flags,
+    in addition to those of the launch."""
     figures = alternative_of(made.args, made.candidate(), write)
     outside = figures.seconds - figures.candidate.step
     others = {

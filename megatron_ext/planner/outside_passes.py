@@ -1,35 +1,89 @@
 """Seconds of a step outside its passes: the optimizer, and reductions that no pass hides.
 
-They are added for all schedules and layouts alike, by the part of the model that a rank has.
+They are added for all schedules, layouts and parallel sizes alike, by the part of the model that a
+rank has.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from megatron_ext.cost_model.estimate import estimate
 from megatron_ext.cost_model.execution import Execution
+from megatron_ext.cost_model.model import Model, stages_of
 from megatron_ext.cost_model.model_memory import ModelBytes, TrainingState
 from megatron_ext.cost_model.rates import Rates
 from megatron_ext.cost_model.reductions import seconds_of_a_byte
+from megatron_ext.schedule.action import Kind
+
+
+@dataclass(frozen=True)
+class RankPasses:
+    """Seconds of a microbatch's passes on a pipeline rank, as the mean of all ranks.
+
+    Attributes:
+        forward: of the forward passes of all stages of the rank.
+        backward: of the backward passes, for inputs and for weights.
+    """
+
+    forward: float
+    backward: float
+
+
+def rank_passes(model: Model, execution: Execution, rates: Rates, ranks: int) -> RankPasses:
+    """Return the passes of ``model`` on so many pipeline ``ranks``."""
+    costs = estimate(model, stages_of(model, [len(model.layers)]), execution, rates)
+    forward, *backward = (
+        costs.seconds[kind][0] / ranks
+        for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    )
+    return RankPasses(forward, sum(backward))
 
 
 def seconds_outside_passes(
-    model: ModelBytes, state: TrainingState, execution: Execution, rates: Rates
+    model: ModelBytes,
+    state: TrainingState,
+    execution: Execution,
+    rates: Rates,
+    passes: RankPasses | None = None,
 ) -> float:
     """Return the seconds on a rank that has ``model``.
 
     The optimizer reads gradients and clears them, reads and writes its states, and writes weights.
-    Data-parallel ranks add up gradients and gather weights. If passes hide that, all but the last
-    bucket is hidden; if not, nothing is. Experts are reduced over the ranks with the same experts.
+    Data-parallel ranks add up gradients and gather weights. If passes hide that, the last bucket is
+    exposed, and as much of the rest as takes longer than the ``passes`` of one microbatch; if not,
+    all of it is. Experts are reduced over the ranks with the same experts.
+
+    Args:
+        passes: of the rank; None: nothing overlaps with them.
     """
     moved = 2 * model.gradients + 2 * model.optimizer + model.weights
     dense = model.weights - model.expert_weights, model.gradients - model.expert_gradients
     experts = model.expert_weights, model.expert_gradients
     of_experts = execution.expert_tensor_parallel * execution.expert_parallel
-    exposed = _exposed_bytes(*dense, state) * seconds_of_a_byte(
+    each_dense = seconds_of_a_byte(
         state.data_parallel, execution.tensor_parallel, rates, execution.framework
-    ) + _exposed_bytes(*experts, state) * seconds_of_a_byte(
+    )
+    each_of_experts = seconds_of_a_byte(
         state.expert_data_parallel, of_experts, rates, execution.framework
     )
-    return moved / rates.memory + exposed
+    seconds = moved / rates.memory
+    seconds += _exposed_bytes(*dense, state) * each_dense
+    seconds += _exposed_bytes(*experts, state) * each_of_experts
+    if not state.bucket:
+        return seconds
+    assert passes is not None
+
+    def hidden(dense: float, experts: float, element: float) -> float:
+        # The last bucket is counted as exposed already.
+        rest = max(dense - state.bucket * element, 0.0)
+        return rest * each_dense + experts * each_of_experts
+
+    reduction = hidden(dense[1], experts[1], state.gradient_bytes)
+    if not state.distributed:  # as a sum, bytes are sent twice
+        return seconds + max(2 * reduction - passes.backward, 0.0)
+    gather = hidden(dense[0], experts[0], state.weight_bytes)
+    return seconds + max(reduction - passes.backward, 0.0) + max(gather - passes.forward, 0.0)
 
 
 def _exposed_bytes(weights: float, gradients: float, state: TrainingState) -> float:

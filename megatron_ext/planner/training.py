@@ -18,7 +18,7 @@ from megatron_ext.planner.candidate import (
     goes_with,
     keeps_pairs,
 )
-from megatron_ext.planner.outside_passes import seconds_outside_passes
+from megatron_ext.planner.outside_passes import rank_passes, seconds_outside_passes
 from megatron_ext.planner.redistribution import (
     redistribute,
     redistributed_layers,
@@ -91,7 +91,8 @@ class Training:
             return 0.0
         state, run, rates = trained.state, trained.execution, trained.rates
         ranks = made.variant.model or ()
-        return max(seconds_outside_passes(rank, state, run, rates) for rank in ranks)
+        passes = rank_passes(trained.model, run, rates, self.ranks)
+        return max(seconds_outside_passes(rank, state, run, rates, passes) for rank in ranks)
 
     def variant(self, name: str, method: VocabMethod) -> Variant | None:
         """Return the problem of the family ``name``, for `make_plan`; None if the given costs do

@@ -131,7 +131,7 @@ def row_of(recipe: Recipe, limit: float) -> Row:
     if recipe.settings.get("overlap_moe_expert_parallel_comm"):
         raise ValueError("its passes run in pairs, which require virtual stages")
     job = job_of(configuration, recipe)
-    work = job.with_reductions(work_of(configuration, configuration.execution), job.own)
+    work = work_of(configuration, configuration.execution)
     own = evaluate(work, configuration.schedule, Layout(configuration.layers), search=False)
     memory = GPUS[configuration.gpu].memory
     assert memory is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import signal
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import replace
 from typing import Any
@@ -17,11 +18,14 @@ from megatron_ext.cli import app
 from megatron_ext.compile.registry import choose
 from megatron_ext.cost_model.gpus import parse_gpu
 from megatron_ext.launch_command import megatron_arguments
+from megatron_ext.launch_command.judgement import Judgement
 from megatron_ext.launch_command.words import Launch, read_launch
-from megatron_ext.launch_planner import any_sizes
+from megatron_ext.launch_planner import any_sizes, launch_job
+from megatron_ext.launch_planner.alternatives.written import alternative_of
 from megatron_ext.launch_planner.any_sizes import SizedLaunch, job_of, plan_sizes
 from megatron_ext.launch_planner.launch_job import refusal_of
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest, ParsedLaunch, with_launch
+from megatron_ext.planner.candidate import Plan
 from megatron_ext.planner.layouts.layout import evenly
 from megatron_ext.planner.layouts.work import evaluate
 from megatron_ext.planner.sizes import search
@@ -30,7 +34,7 @@ from megatron_ext.planner.sizes.plan import SizesPlan
 from megatron_ext.planner.sizes.search import Found, SizedStep, WorksOf
 from megatron_ext.planner.sizes.sizes import Sizes
 from megatron_ext.planner.sizes.space import space
-from megatron_ext.planner.verdict import Written
+from megatron_ext.planner.verdict import Alternative, Written
 from megatron_ext.written_settings import from_argv
 from tests.helpers.megatron_runs import SCRIPT, model_flags
 from tests.helpers.ranks import running_ranks
@@ -98,6 +102,58 @@ def sizes_of(launch: Launch) -> tuple[Sizes, int]:
     return any_sizes._sizes_of(args), megatron_arguments.count_microbatches(args)
 
 
+# Reductions that overlap, and take longer than the passes beside them.
+OVERLAPPED: dict[str, Any] = {
+    "tensor_model_parallel_size": 1,
+    "num_layers": 2,
+    "micro_batch_size": 1,
+    "global_batch_size": 8,
+    "seq_length": 128,
+    "max_position_embeddings": 128,
+    "hidden_size": 8192,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+}
+
+
+def now_of(request: LaunchRequest) -> Alternative:
+    """Return the judgement of plan on the launch as it stands."""
+
+    def now(parsed: ParsedLaunch) -> Alternative | None:
+        return launch_job.job_of(request, parsed).baseline(Plan((), {}))
+
+    made = with_launch(request, now)
+    assert made is not None
+    return made
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        EXPERTS,
+        OVERLAPPED,
+        EXPERTS | {"overlap_grad_reduce": True, "overlap_param_gather": True},
+        {"num_layers_per_virtual_pipeline_stage": 2},
+        {"pipeline_model_parallel_layout": "Et|tt|tt|tttL"},
+        {"pipeline_schedule": "zb-v", "pipeline_vocab_parallel": 1, "padded_vocab_size": 32768},
+        {"recompute_granularity": "selective"},
+    ],
+    ids=str,
+)
+def test_the_launch_as_it_stands_is_that_of_plan(more: dict[str, Any]) -> None:
+    """It had an estimate of its own: 14.46 s a step, and 13.86 in the plan of the same line."""
+
+    def of_sizes(parsed: ParsedLaunch) -> SizedStep | None:
+        return SizedLaunch(parsed, job_of(asked, parsed)).baseline()
+
+    asked = request(**more)
+    own, now = with_launch(asked, of_sizes), now_of(asked)
+    assert own is not None
+    assert own.seconds == now.seconds
+    assert own.made.candidate.memory == now.candidate.memory
+
+
 @pytest.mark.parametrize("more", [{}, EXPERTS])
 def test_recommended_command_has_the_sizes_of_the_verdict(more: dict[str, Any]) -> None:
     made = plan_sizes(request(**more))
@@ -108,6 +164,8 @@ def test_recommended_command_has_the_sizes_of_the_verdict(more: dict[str, Any]) 
     assert made.best.seconds < made.own.seconds
     assert made.best.seconds <= 1.01 * made.control.seconds
     assert made.compared > 10
+    now = now_of(LaunchRequest(launch=recommended(made), gpu=parse_gpu("h100")))
+    assert (made.best.seconds, made.best.candidate.memory) == (now.seconds, now.candidate.memory)
 
 
 @pytest.mark.parametrize("more", [{}, EXPERTS])
@@ -201,6 +259,10 @@ def test_of_a_tie_the_checked_one_is_taken(
 ) -> None:
     """Context parallelism was recommended for 0.5 %, which no estimate tells."""
 
+    def judged(made: Judgement, write: Callable[[], Written]) -> Alternative:
+        one = alternative_of(made.args, made.candidate(), write)
+        return replace(one, seconds=0.5 * (longer if made.args.context_parallel_size == 1 else 1.0))
+
     def search_sizes(job: SizedJob, works_of: WorksOf) -> Found:
         found, layout = Found(), evenly(8, 2)
         for sizes in (Sizes(2, 2, sequence_parallel=True), Sizes(2, 2, 2, sequence_parallel=True)):
@@ -211,6 +273,7 @@ def test_of_a_tie_the_checked_one_is_taken(
         return found
 
     monkeypatch.setattr(any_sizes, "search_sizes", search_sizes)
+    monkeypatch.setattr(launch_job, "judged_alternative", judged)
     monkeypatch.setattr(any_sizes.SizedLaunch, "baseline", lambda self: None)
     made = plan_sizes(request(pipeline_model_parallel_size=4))
     assert made.best is not None and made.best.sizes.context == (1 if is_tie else 2)

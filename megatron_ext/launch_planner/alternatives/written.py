@@ -11,11 +11,12 @@ from megatron_ext.adapter.layout_arguments import ENDS, LAYOUT, PATTERN, PLACING
 from megatron_ext.adapter.model_bytes import state_of
 from megatron_ext.adapter.pairs.overlap_setting import FLAG, flags_given, requests_pairs
 from megatron_ext.compile.registry import choose
+from megatron_ext.cost_model.description import describe
 from megatron_ext.launch_planner.variants import LaunchVariants
 from megatron_ext.planner.candidate import Candidate
 from megatron_ext.planner.figures import flags_of
 from megatron_ext.planner.layouts.layout import Layout
-from megatron_ext.planner.outside_passes import seconds_outside_passes
+from megatron_ext.planner.outside_passes import rank_passes, seconds_outside_passes
 from megatron_ext.planner.verdict import Alternative, Written, is_stock
 from megatron_ext.words import argument_flag
 
@@ -30,11 +31,14 @@ def alternative_of(args: Any, made: Candidate, write: Callable[[], Written]) -> 
         write: makes the flags for ``made``.
     """
     run, state = execution(args, args.seq_length, args.micro_batch_size), state_of(args)
-    outside = [
-        seconds_outside_passes(rank, state, run, rates(run.precision))
-        for rank in made.variant.model or ()
-    ]
-    return Alternative(made, made.step + max(outside, default=0.0), write)
+    if made.variant.model is None:
+        return Alternative(made, made.step, write)
+    reached, ranks = rates(run.precision), args.pipeline_model_parallel_size
+    passes = rank_passes(describe(args), run, reached, ranks)
+    outside = (
+        seconds_outside_passes(rank, state, run, reached, passes) for rank in made.variant.model
+    )
+    return Alternative(made, made.step + max(outside), write)
 
 
 def written_for(

@@ -12,7 +12,7 @@ from megatron_ext.cost_model.model_memory import ModelBytes, TrainingState, byte
 from megatron_ext.cost_model.rates import Rates
 from megatron_ext.planner.layouts.recompute import LayerRecompute
 from megatron_ext.planner.layouts.work import Work
-from megatron_ext.planner.outside_passes import seconds_outside_passes
+from megatron_ext.planner.outside_passes import rank_passes, seconds_outside_passes
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import VocabularyParallel
@@ -43,7 +43,11 @@ def estimated_work(
         costs_of=lambda stages, placement: estimate(model, stages, execution, rates),
         bytes_of=bytes_of,
         seconds_outside_passes=partial(
-            seconds_outside_passes, state=state, execution=execution, rates=rates
+            seconds_outside_passes,
+            state=state,
+            execution=execution,
+            rates=rates,
+            passes=rank_passes(model, execution, rates, ranks),
         ),
         limit=limit,
         post_validation=post_validation,

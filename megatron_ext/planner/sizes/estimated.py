@@ -25,7 +25,7 @@ from megatron_ext.cost_model.model_memory import ModelBytes, TrainingState
 from megatron_ext.cost_model.operations.temporaries import temporary_bytes
 from megatron_ext.cost_model.parameters import Parameter, parameters_of_stage
 from megatron_ext.planner.layouts.recompute import FULL, LayerRecompute
-from megatron_ext.planner.outside_passes import seconds_outside_passes
+from megatron_ext.planner.outside_passes import RankPasses, seconds_outside_passes
 from megatron_ext.planner.sizes.job import SizedJob
 from megatron_ext.planner.sizes.sizes import Sizes
 from megatron_ext.schedule.action import Kind
@@ -229,8 +229,9 @@ class _Sized:
         on_ranks = self._layers / self._ranks
         forward = on_ranks * self._pieces.layer.forward
         backward = on_ranks * self._pieces.layer.seconds - forward
-        self._outside = seconds_outside_passes(model, job.state_of(sizes), execution, job.rates)
-        self._outside += job.uncovered(sizes, model, forward, backward)
+        self._outside = seconds_outside_passes(
+            model, job.state_of(sizes), execution, job.rates, RankPasses(forward, backward)
+        )
         self._free = estimator.left(sizes)
         if self._free is not None:
             self._free -= estimator.temporary(sizes, recompute)

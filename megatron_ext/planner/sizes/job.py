@@ -11,7 +11,7 @@ from megatron_ext.cost_model.execution import Execution, Framework
 from megatron_ext.cost_model.gpus import free_memory
 from megatron_ext.cost_model.links import with_links
 from megatron_ext.cost_model.messages.blocking import with_blocking_messages
-from megatron_ext.cost_model.model import Model, Stage, stages_of
+from megatron_ext.cost_model.model import Model, Stage
 from megatron_ext.cost_model.model_memory import (
     ModelBytes,
     TrainingState,
@@ -19,14 +19,12 @@ from megatron_ext.cost_model.model_memory import (
     least_lasting,
 )
 from megatron_ext.cost_model.rates import Rates
-from megatron_ext.cost_model.reductions import seconds_of_a_byte
 from megatron_ext.planner.layouts.estimated import estimated_work
 from megatron_ext.planner.layouts.recompute import LayerRecompute
 from megatron_ext.planner.layouts.work import Work
 from megatron_ext.planner.sizes.sizes import Sizes
-from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import Costs
-from megatron_ext.schedule.placement import Placement, line
+from megatron_ext.schedule.placement import Placement
 
 
 @dataclass(frozen=True)
@@ -123,57 +121,7 @@ class SizedJob:
             ranks=sizes.pipeline,
             microbatches=self.microbatches(sizes),
         )
-        work = replace(work, costs_of=partial(self._costs, model, execution, sizes))
-        return self.with_reductions(work, sizes)
-
-    def with_reductions(self, work: Work, sizes: Sizes) -> Work:
-        """Return ``work`` with what the last backward pass of a step, and the first forward pass,
-        do not hide of long reductions and gathers.
-
-        `seconds_outside_passes` counts overlapped reductions as hidden. With other sizes a rank has
-        more of the model, and its last passes may be shorter than its reduction.
-        """
-        model = work.model
-        stages = stages_of(model, [len(model.layers)])
-        costs = work.costs_of((*stages, *stages), line(2))  # costs of one stage alone have no links
-        forward = costs.seconds[Kind.FORWARD][0] / sizes.pipeline
-        backward = (
-            costs.seconds[Kind.BACKWARD_INPUT][0] + costs.seconds[Kind.BACKWARD_WEIGHT][0]
-        ) / sizes.pipeline
-        before = work.seconds_outside_passes
-
-        def seconds(model: ModelBytes) -> float:
-            return before(model) + self.uncovered(sizes, model, forward, backward)
-
-        return replace(work, seconds_outside_passes=seconds)
-
-    def uncovered(self, sizes: Sizes, model: ModelBytes, forward: float, backward: float) -> float:
-        """Return the seconds of a rank's reduction and gather that its last backward pass, and its
-        first forward pass, do not hide.
-
-        Args:
-            model: bytes of the rank.
-            forward, backward: seconds of a microbatch on the rank.
-        """
-        state = self.state_of(sizes)
-        if not state.bucket:  # nothing overlaps, and all is counted
-            return 0.0
-        framework = self.execution.framework
-        dense = seconds_of_a_byte(state.data_parallel, sizes.tensor, self.rates, framework)
-        experts = seconds_of_a_byte(
-            state.expert_data_parallel, sizes.expert * sizes.expert_tensor, self.rates, framework
-        )
-
-        def moved(whole: float, of_experts: float, element: float) -> float:
-            # The last bucket is counted as exposed already.
-            rest = max(whole - of_experts - state.bucket * element, 0.0)
-            return rest * dense + of_experts * experts
-
-        reduction = moved(model.gradients, model.expert_gradients, state.gradient_bytes)
-        if not state.distributed:
-            return max(2 * reduction - backward, 0.0)
-        gather = moved(model.weights, model.expert_weights, state.weight_bytes)
-        return max(reduction - backward, 0.0) + max(gather - forward, 0.0)
+        return replace(work, costs_of=partial(self._costs, model, execution, sizes))
 
     def _costs(
         self,

@@ -33,7 +33,7 @@ from megatron_ext.planner.layouts.layout import Layout, evenly
 from megatron_ext.planner.layouts.minimax import least_slowest_stage, with_even_ranks
 from megatron_ext.planner.layouts.order import Order
 from megatron_ext.planner.layouts.work import Work, evaluate
-from megatron_ext.planner.outside_passes import seconds_outside_passes
+from megatron_ext.planner.outside_passes import RankPasses, seconds_outside_passes
 from megatron_ext.planner.planning_time import PlanningEnd, begin, planning
 from megatron_ext.progress import Task
 from megatron_ext.schedule.costs import Costs
@@ -368,9 +368,15 @@ def test_reductions_are_those_of_each_ones_group() -> None:
         moved / rates.memory + (2e9 + 1e9) * dense + (4e9 + 2e9) * experts
     )
     bucket = 40_000_000
-    overlapped = replace(state, bucket=bucket)
-    assert seconds_outside_passes(model, overlapped, execution, rates) == pytest.approx(
-        moved / rates.memory + bucket * (4 + 2) * (dense + experts)
+    overlapped, long = replace(state, bucket=bucket), RankPasses(1.0, 1.0)
+    exposed = moved / rates.memory + bucket * (4 + 2) * (dense + experts)
+    assert seconds_outside_passes(model, overlapped, execution, rates, long) == pytest.approx(
+        exposed
+    )
+    short = RankPasses(0.0, 1.0)  # the gather of weights begins with the first pass
+    gather = (1e9 - bucket * 2) * dense + 2e9 * experts
+    assert seconds_outside_passes(model, overlapped, execution, rates, short) == pytest.approx(
+        exposed + gather
     )
 
 
