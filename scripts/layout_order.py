@@ -385,13 +385,19 @@ def perturbed(factors: Mapping[str, float], rates: Rates) -> Iterator[Rates]:
     before = {name: getattr(_CONSTANTS[name], name) for name in factors if name in _CONSTANTS}
     for name, constant in before.items():
         setattr(_CONSTANTS[name], name, factors[name] * constant)
-    stage_seconds._of_layer.cache_clear()  # it knows rates, not these
+    _forget_layers()
     try:
         yield replace(rates, **changed)
     finally:
         for name, constant in before.items():
             setattr(_CONSTANTS[name], name, constant)
-        stage_seconds._of_layer.cache_clear()
+        _forget_layers()
+
+
+def _forget_layers() -> None:
+    """Clear the seconds of layers, which are cached by rates and not by constants of modules."""
+    stage_seconds.seconds_of_layers.cache_clear()
+    stage_seconds._of_layer.cache_clear()
 
 
 def _print_perturbed(configurations: Sequence[Configuration], gpu: Gpu) -> None:

@@ -17,6 +17,7 @@ from scripts.layout_order import (
     Configuration,
     Prediction,
     bars,
+    model_of,
     perturbed,
     predict,
     read,
@@ -80,6 +81,17 @@ def test_bytes_of_a_configuration(predicted: dict[Configuration, Prediction]) ->
     assert made.allowed == pytest.approx(
         model + context + (usable - model - context) / (1 + RESERVED_SHARE), rel=1e-3
     )
+
+
+def test_a_constant_of_messages_reaches_the_layers() -> None:
+    """Seconds of a stage's layers were cached twice and cleared once: another constant of messages
+    changed the output layer alone, so that its perturbed figures were those of no constant."""
+    row, rates = next(row for row in ROWS if row.tensor_parallel > 1), GPU.rates()
+    before = predict(row, GPU, rates).seconds
+    with perturbed({"BEGIN": 2.0}, rates) as changed:
+        longer = predict(row, GPU, changed).seconds - before
+    layers = len(model_of(row).layers) // row.pipeline_parallel
+    assert longer > 4 * collectives.BEGIN * layers * row.microbatches
 
 
 def test_constants_are_perturbed_and_come_back() -> None:
