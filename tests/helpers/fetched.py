@@ -1,5 +1,5 @@
-"""What tests need beside the packages installed: others, each in a folder of its own, and files of
-repositories."""
+"""What tests need beside the packages installed: other packages, each in a folder of its own, and
+Megatron-LM's sources."""
 
 from __future__ import annotations
 
@@ -8,12 +8,27 @@ import os
 import shutil
 import subprocess
 import sys
-import urllib.request
 from pathlib import Path
 
 import pytest
 
 FETCHED = Path(__file__).parents[2] / "build"
+MEGATRON_LM = FETCHED / "NVIDIA/Megatron-LM/core_v0.19.0"
+RETRIES = "2"  # a registry that answers late is not one that lacks the package
+
+
+def megatron_sources() -> Path:
+    """Return the folder of Megatron-LM's sources, with its scripts and tests: ``MEGATRON_LM_DIR``,
+    else ``build/NVIDIA/Megatron-LM/core_v0.19.0``. Skip the test if the latter does not exist."""
+    folder = Path(os.environ.get("MEGATRON_LM_DIR") or MEGATRON_LM)
+    if (folder / "pretrain_gpt.py").is_file():
+        return folder
+    if "MEGATRON_LM_DIR" in os.environ:
+        pytest.fail(f"MEGATRON_LM_DIR: {folder} has no pretrain_gpt.py")
+    pytest.skip(
+        "Megatron-LM's sources are neither in MEGATRON_LM_DIR nor in"
+        f" {MEGATRON_LM.relative_to(FETCHED.parent)} (CONTRIBUTING.md says where to get them)"
+    )
 
 
 def fetched(package: str, version: str, address: str = "") -> Path:
@@ -34,7 +49,7 @@ def _fetch(package: str, version: str, address: str) -> tuple[Path, str]:
     ended = subprocess.run(
         [
             *(sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--quiet"),
-            *("--no-deps", "--retries", "1", "--timeout", "10", "--target", str(arriving)),
+            *("--no-deps", "--retries", RETRIES, "--timeout", "10", "--target", str(arriving)),
             address or f"{package}=={version}",
         ],
         capture_output=True,
@@ -49,31 +64,3 @@ def _fetch(package: str, version: str, address: str) -> tuple[Path, str]:
             raise
         shutil.rmtree(arriving)  # tests beside these were quicker
     return folder, ""
-
-
-def fetched_file(repository: str, tag: str, path: str) -> Path:
-    """A file of ``repository`` on GitHub as of ``tag``; skips the test if it cannot be had.
-
-    A file that is in its place already is not fetched: ``build/OWNER/NAME/TAG/PATH``.
-    """
-    place = FETCHED / repository / tag / path
-    problem = _fetch_file(f"https://raw.githubusercontent.com/{repository}/{tag}/{path}", place)
-    if problem:
-        pytest.skip(f"{place.relative_to(FETCHED.parent)} cannot be fetched: {problem}")
-    return place
-
-
-@functools.cache
-def _fetch_file(address: str, place: Path) -> str:
-    if place.exists():
-        return ""
-    try:
-        with urllib.request.urlopen(address, timeout=10) as answer:
-            content = answer.read()
-    except OSError as error:
-        return str(error)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    arriving = place.with_name(f"{place.name}.{os.getpid()}")
-    arriving.write_bytes(content)
-    arriving.replace(place)
-    return ""

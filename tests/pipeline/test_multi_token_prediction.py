@@ -8,7 +8,6 @@ optimizer tensors; and the copies of the embedding, which both ends look up in, 
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from tests.helpers.combinations import at_night, nightly
 from tests.helpers.covered import covers
 from tests.helpers.documents import check_written, table
 from tests.helpers.drawn_models import drawn_by_name
+from tests.helpers.fetched import megatron_sources
 from tests.helpers.megatron_runs import EXPERTS, evaluations, losses, predictions
 from tests.helpers.trainings import Training
 
@@ -208,10 +208,9 @@ def test_costs_are_measured(model: str, tmp_path: Path) -> None:
     assert (tmp_path / "costs.json").exists()
 
 
-@pytest.mark.skipif("MEGATRON_LM_DIR" not in os.environ, reason="MEGATRON_LM_DIR is not set")
-@pytest.mark.parametrize("schedule", ["zb-v", "interleaved-zb"])
+@pytest.mark.parametrize("schedule", ["zb-v", *at_night("interleaved-zb")])
 def test_the_upstream_script(schedule: str) -> None:
-    script = Path(os.environ["MEGATRON_LM_DIR"]) / "pretrain_gpt.py"
+    script = megatron_sources() / "pretrain_gpt.py"
     runs = replace(STARTED, script=script).resume_as_stock(pipeline_schedule=schedule)
     assert predictions(runs)
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from tests.helpers import megatron_runs
-from tests.helpers.combinations import at_night, nightly
+from tests.helpers.combinations import IS_NIGHT, at_night, nightly
 from tests.helpers.drawn_models import drawn_by_name
 from tests.helpers.megatron_runs import Run, assert_same, losses
 from tests.helpers.optimizers_on_cpu import EINOPS, FUSED_ADAM, MUON, Package
@@ -249,10 +249,12 @@ def test_stock_resumes_a_checkpoint_of_ours(setting: str, schedule: str, tmp_pat
     assert_same(resumed(setting, tmp_path, **virtual), training(setting).saved(**virtual)[0])
 
 
-@nightly("they need packages, and several runs each")
-@pytest.mark.parametrize(
-    ("setting", "schedule"), [shown(*case) for case in itertools.product(OTHERS, SCHEDULES)]
-)
+OTHERS_BY_DAY = [
+    case for case in itertools.product(OTHERS, SCHEDULES) if case == ("muon", "zb-v") or IS_NIGHT
+]
+
+
+@pytest.mark.parametrize(("setting", "schedule"), [shown(*case) for case in OTHERS_BY_DAY])
 def test_optimizers_of_other_packages(setting: str, schedule: str, tmp_path: Path) -> None:
     """From scratch, and resumed from what stock saved."""
     package = OTHERS[setting][0]

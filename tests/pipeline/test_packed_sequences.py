@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -40,6 +39,7 @@ from tests.helpers.callers import (
 )
 from tests.helpers.combinations import at_night, nightly
 from tests.helpers.drawn_models import drawn_by_name
+from tests.helpers.fetched import megatron_sources
 from tests.helpers.megatron_runs import Run, losses, model_flags, predictions, train
 from tests.helpers.megatron_runs import assert_same as assert_same_runs
 from tests.helpers.packed import packed_on_the_cpu, packed_params
@@ -203,13 +203,18 @@ def test_parallel_besides(setting: str, schedule: str, tmp_path: Path) -> None:
     assert_same_runs(runs, reference)
 
 
-@pytest.mark.skipif("MEGATRON_LM_DIR" not in os.environ, reason="MEGATRON_LM_DIR is not set")
-@pytest.mark.parametrize("schedule", ["zb-h1", "interleaved-zb", "zb-v"])
-@pytest.mark.parametrize("data", [CONVERSATIONS, DOCUMENTS], ids=["conversations", "documents"])
+@pytest.mark.parametrize("schedule", ["interleaved-zb", *at_night("zb-h1", "zb-v")])
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(DOCUMENTS, id="documents"),
+        *at_night(pytest.param(CONVERSATIONS, id="conversations")),
+    ],
+)
 def test_the_upstream_script(data: Flags, schedule: str, tmp_path: Path) -> None:
     """It builds datasets of documents for the first and the last stage; of a loop the others had
     nothing to read."""
-    script = Path(os.environ["MEGATRON_LM_DIR"]) / "pretrain_gpt.py"
+    script = megatron_sources() / "pretrain_gpt.py"
     common: Flags = {**data, **PER_TOKEN, **PREDICTING}
     reference = train(2, flags(**common, save=tmp_path, save_interval=1), script)
     resumed = {"load": tmp_path, "ckpt_step": 1, "pipeline_schedule": schedule}

@@ -7,7 +7,6 @@ norm whose cross-rank sum has an order of its own.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 
 from tests.helpers.combinations import at_night, in_pairs, nightly
 from tests.helpers.covered import covers
+from tests.helpers.fetched import megatron_sources
 from tests.helpers.megatron_runs import Run, assert_same, evaluations, losses
 from tests.helpers.trainings import Training
 
@@ -184,8 +184,7 @@ def test_no_flag_means_stock() -> None:
     assert {run.schedule for run in runs} == {"forward_backward_pipelining_without_interleaving"}
 
 
-@pytest.mark.skipif("MEGATRON_LM_DIR" not in os.environ, reason="MEGATRON_LM_DIR is not set")
 def test_the_upstream_script() -> None:
-    script = Path(os.environ["MEGATRON_LM_DIR"]) / "pretrain_gpt.py"
+    script = megatron_sources() / "pretrain_gpt.py"
     flags: dict[str, object] = {"pipeline_model_parallel_size": 4, "train_iters": 3}
     Training(4, flags, script=script).start_as_stock(pipeline_schedule="zb-h1")

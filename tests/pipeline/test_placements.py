@@ -8,7 +8,6 @@ where stages lie, dropout draws by rank: it is compared between runs of one plac
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,6 +22,7 @@ from scripts.prepare_text import write
 from scripts.pretrain_gpt import model_provider
 from tests.helpers.combinations import IS_NIGHT, at_night, each_once, nightly
 from tests.helpers.covered import covers
+from tests.helpers.fetched import megatron_sources
 from tests.helpers.megatron_runs import Run, assert_same, evaluations, losses, whole_state
 from tests.helpers.short_search import shorten_search
 from tests.helpers.trainings import Training
@@ -345,9 +345,8 @@ def test_a_model_provider_builds_what_a_model_builder_does() -> None:
     assert_same(runs, fresh())
 
 
-@pytest.mark.skipif("MEGATRON_LM_DIR" not in os.environ, reason="MEGATRON_LM_DIR is not set")
 def test_the_upstream_script() -> None:
-    script = Path(os.environ["MEGATRON_LM_DIR"]) / "pretrain_gpt.py"
+    script = megatron_sources() / "pretrain_gpt.py"
     replace(SETTINGS["pp2"], script=script).resume_as_stock(pipeline_schedule="zb-v")
 
 

@@ -20,6 +20,7 @@ import pytest
 from megatron.training.global_vars import get_args
 
 from tests.helpers.combinations import IS_NIGHT, at_night
+from tests.helpers.fetched import megatron_sources
 from tests.helpers.megatron_runs import Run, assert_same, evaluations, losses, model_flags, train
 from tests.helpers.ranks import Script
 from tests.pipeline.test_bad_days import end_of, pipeline_flags
@@ -152,10 +153,9 @@ def test_saved_and_resumed(tmp_path: Path) -> None:
     assert_same(resumed, whole)
 
 
-@pytest.mark.skipif("MEGATRON_LM_DIR" not in os.environ, reason="MEGATRON_LM_DIR is not set")
 def test_the_upstream_script() -> None:
     """Its gradients are clipped now and then as they are."""
-    script = Path(os.environ["MEGATRON_LM_DIR"]) / "pretrain_gpt.py"
+    script = megatron_sources() / "pretrain_gpt.py"
     flags: dict[str, object] = {
         "pipeline_schedule": "zb-v",
         "rerun_mode": "disabled",

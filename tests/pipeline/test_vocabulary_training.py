@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -31,6 +30,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from scripts.pretrain_gpt import model_provider
 from tests.helpers import context_parallel
 from tests.helpers.combinations import at_night
+from tests.helpers.fetched import megatron_sources
 from tests.helpers.megatron_runs import Run, evaluations, losses, train_or_fail
 from tests.helpers.trainings import Saved, Training
 
@@ -307,9 +307,8 @@ def test_a_rank_holds_its_part_of_the_tables(
 # ---- What is not a setting above
 
 
-@pytest.mark.skipif("MEGATRON_LM_DIR" not in os.environ, reason="MEGATRON_LM_DIR is not set")
 def test_megatrons_own_script() -> None:
-    script = Path(os.environ["MEGATRON_LM_DIR"]) / "pretrain_gpt.py"
+    script = megatron_sources() / "pretrain_gpt.py"
     setting = replace(SETTINGS["pp2"], script=script)
     runs = setting.resume(pipeline_schedule="zb-v", pipeline_vocab_parallel=2)
     assert_close(runs, setting.saved()[0])
