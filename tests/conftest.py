@@ -1,5 +1,5 @@
-"""The order in which files run, how processes share the cores, what marks of tests claim, how long
-searches take, and when garbage is looked for."""
+"""The order in which files run, how processes share the cores, what marks of tests claim, which
+skips are failures, how long searches take, and when garbage is looked for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ import pytest
 from megatron_ext.search import best
 from megatron_ext.search.effort import small_effort
 from scripts.recipes.vocabulary import features_of_flags
-from tests.helpers import documents, witnesses
+from tests.helpers import documents, skips, witnesses
+from tests.helpers.skips import pytest_make_collect_report, pytest_runtest_makereport
+
+__all__ = ["pytest_make_collect_report", "pytest_runtest_makereport"]  # hooks
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -28,6 +31,7 @@ _seconds: defaultdict[str, float] = defaultdict(float)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    skips.add_option(parser)
     parser.addoption(
         documents.WRITE_PAGES,
         action="store_true",

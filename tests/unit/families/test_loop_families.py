@@ -84,14 +84,19 @@ def test_no_worse_than_published(spec, p, m, costs, makespan, peak) -> None:
     assert max(peaks(timeline.schedule, in_microbatches(timeline.schedule))) == peak
 
 
-@pytest.mark.parametrize("spec", ["interleaved", "interleaved:group=10", "interleaved:vpp=3"])
-@pytest.mark.parametrize("m", [8, 18, 24])
+# Megatron refuses a last group that has fewer microbatches than ranks.
+@pytest.mark.parametrize(
+    ("spec", "m"),
+    [
+        *(("interleaved", m) for m in (8, 24)),
+        *(("interleaved:group=10", m) for m in (8, 18)),
+        *(("interleaved:vpp=3", m) for m in (8, 24)),
+    ],
+)
 def test_order_is_megatrons(spec: str, m: int, monkeypatch: pytest.MonkeyPatch) -> None:
     schedules = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
     p, group = 8, 10 if "group" in spec else 8
     problem = problem_for(spec, p, m)
-    if m > group and 0 < m % group < p:
-        pytest.skip("Megatron refuses it")
     chunks = problem.placement.chunks
     size = min(group, m)
     order = schedules.get_schedule_table(m, chunks, size)
