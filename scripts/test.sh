@@ -3,9 +3,11 @@
 #
 #   scripts/test.sh [pytest arguments]
 #   scripts/test.sh --quick     for work in progress: no searches, one training of each placement
-#   scripts/test.sh --nightly   every combination of settings, not each pair once
+#   scripts/test.sh --nightly K/N  the K-th of N pieces of the night: whole files with every combination
+#                                  of settings, without lint and types; results go into
+#                                  tests/records/night.txt
 #
-# All of them run, the quick ones first, also after one has failed; the exit code is 0 only when
+# All checks run, the quick ones first, also after one has failed; the exit code is 0 only when
 # none has. With arguments pytest runs once, with these and on one core.
 set -euo pipefail
 
@@ -13,6 +15,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/environment.sh
 source scripts/environment.sh
 prepare_environment
+
+if [[ ${1:-} == --nightly ]]; then
+  exec python -m tests.night "${@:2}"
+fi
 
 failed=()
 check() {
@@ -32,10 +38,6 @@ check_beside() {
   beside+=("$! $*")
 }
 
-if [[ ${1:-} == --nightly ]]; then
-  export MEGATRON_EXT_NIGHTLY=1
-  shift
-fi
 if [[ ${1:-} == --quick ]]; then
   check_beside mypy
   against_stock='tests/pipeline/test_placements.py::test_resumed_training_is_stock_to_the_last_bit'

@@ -1,0 +1,114 @@
+"""Run the K-th of N pieces of the night, and write its lines into the record.
+
+    python -m tests.night K/N
+
+`scripts/test.sh --nightly K/N` calls it. Without lint and types, on all cores.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.night import record
+from tests.night.pieces import COMMANDS, NIGHT, ROOT, night_cases, night_files, pieces_of
+from tests.night.record import NightLine
+
+
+def main(words: Sequence[str]) -> int:
+    if len(words) != 1 or not (numbers := _numbers(words[0])):
+        print("python -m tests.night K/N: runs the K-th of N pieces, 1/1 the whole night")
+        return 2
+    number, pieces = numbers
+    known = {name: float(line.seconds) for name, line in record.read_committed().items()}
+    piece = pieces_of(night_files(), known, pieces)[number - 1]
+    files = [name for name in piece if name not in COMMANDS]
+    lines = run_files(files)
+    record.write(lines)
+    for name in (name for name in piece if name in COMMANDS):
+        lines.append(run_command(name))
+        record.write(lines[-1:])
+    cases = dict.fromkeys(piece, 1) | night_cases(files)
+    wrong = record.problems({line.name: line for line in lines}, cases)
+    print(f"night {number}/{pieces}: {len(lines)} lines written to {record.RECORD.name}")
+    for text in wrong:
+        print(f"night {number}/{pieces}: {text}")
+    return bool(wrong)
+
+
+def _numbers(text: str) -> tuple[int, int] | None:
+    number, _, pieces = text.partition("/")
+    if not (number.isdecimal() and pieces.isdecimal() and 1 <= int(number) <= int(pieces)):
+        return None
+    return int(number), int(pieces)
+
+
+def run_files(files: Sequence[str]) -> list[NightLine]:
+    """Run all tests of ``files`` as at night, one file a core."""
+    if not files:
+        return []
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "results.xml"
+        subprocess.run(
+            [
+                *(sys.executable, "-m", "pytest", *files, "-n", "auto", "--maxprocesses", "4"),
+                *("--dist", "loadfile", "--no-loadscope-reorder", "-rfE", "--durations", "20"),
+                *("-o", "junit_family=xunit1", "--junit-xml", str(results)),
+            ],
+            cwd=ROOT,
+            env={**os.environ, NIGHT: "1"},
+        )
+        return lines_of(results.read_text(), files, commit())
+
+
+def lines_of(results: str, files: Sequence[str], at: str) -> list[NightLine]:
+    """Return a line for each of ``files`` from pytest's ``results`` in XML. A file without any
+    result has failed."""
+    seconds, passed, failed = defaultdict[str, float](float), Counter[str](), Counter[str]()
+    skipped = defaultdict[str, Counter[str]](Counter)
+    for case in ElementTree.fromstring(results).iter("testcase"):
+        name = case.get("file") or f"{case.get('name', '').replace('.', '/')}.py"
+        seconds[name] += float(case.get("time", "0"))
+        if case.find("failure") is not None or case.find("error") is not None:
+            failed[name] += 1
+        elif (skip := case.find("skipped")) is not None:
+            reason = " ".join(skip.get("message", "").split())
+            skipped[name][reason.replace("|", "/").replace(";", ",")] += 1
+        else:
+            passed[name] += 1
+    return [
+        NightLine(
+            name,
+            at,
+            round(seconds[name]),
+            passed[name],
+            failed[name] or not (passed[name] or skipped[name]),
+            skipped[name],
+        )
+        for name in files
+    ]
+
+
+def run_command(name: str) -> NightLine:
+    print(f"== python -m {name}", flush=True)
+    begin = time.monotonic()
+    status = subprocess.run([sys.executable, "-m", *name.split()], cwd=ROOT).returncode
+    took = round(time.monotonic() - begin)
+    return NightLine(name, commit(), took, passed=not status, failed=bool(status), skipped={})
+
+
+def commit() -> str:
+    """Return the abbreviated hash of the checkout, with ``+`` if files differ from it."""
+    told = ["git", "describe", "--always", "--abbrev=8", "--exclude=*", "--dirty=+"]
+    return subprocess.run(told, cwd=ROOT, capture_output=True, text=True).stdout.strip() or "?"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

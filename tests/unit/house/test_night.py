@@ -1,0 +1,79 @@
+"""Pieces of the night, what they write into its record, and what is wrong with a record."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.night import record
+from tests.night.__main__ import lines_of
+from tests.night.pieces import COMMANDS, deal, night_cases, night_files, pieces_of
+from tests.night.record import NightLine, parse, problems
+
+GREEN = NightLine("tests/test_a.py", "12345678", 70, 5, 0, {"needs two GPUs": 2})
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (GREEN, []),
+        (replace(GREEN, passed=4, failed=1), ["tests/test_a.py: 1 failed at 12345678"]),
+        (replace(GREEN, passed=3), ["tests/test_a.py: 5 cases at 12345678, 7 now"]),
+        (
+            replace(GREEN, skipped={"einops 0.8 cannot be fetched with pip: 404": 2}),
+            ["tests/test_a.py: skipped, einops 0.8 cannot be fetched with pip: 404"],
+        ),
+        (
+            replace(GREEN, name="tests/test_b.py"),
+            [
+                "tests/test_a.py: no line",
+                "tests/test_b.py: a line, and no night cases",
+            ],
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_record(line: NightLine, told: list[str]) -> None:
+    assert problems({line.name: line}, {"tests/test_a.py": 7}) == told
+
+
+def test_a_record_is_written_and_read(tmp_path: Path) -> None:
+    file = tmp_path / "night.txt"
+    record.write([GREEN, replace(GREEN, name="tests/test_b.py", skipped={})], file)
+    record.write([replace(GREEN, failed=2)], file)
+    assert record.read(file) == {
+        "tests/test_a.py": replace(GREEN, failed=2),
+        "tests/test_b.py": replace(GREEN, name="tests/test_b.py", skipped={}),
+    }
+    assert parse(str(GREEN)) == GREEN
+
+
+RESULTS = """<testsuites><testsuite>
+<testcase file="tests/test_a.py" name="one" time="1.5"/>
+<testcase file="tests/test_a.py" name="two" time="2"><failure message="no"/></testcase>
+<testcase file="tests/test_a.py" name="c" time="0"><skipped message="needs a; | GPU"/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_lines_are_of_pytests_results() -> None:
+    first, second = lines_of(RESULTS, ["tests/test_a.py", "tests/test_b.py"], "abc")
+    assert first == NightLine("tests/test_a.py", "abc", 4, 1, 1, {"needs a, / GPU": 1})
+    assert second.failed, "a file without results"
+
+
+def test_pieces_take_about_the_same_time() -> None:
+    seconds = {"a": 100.0, "b": 60.0, "c": 50.0, "d": 10.0}
+    assert deal(seconds, 2) == [["a", "d"], ["b", "c"]]
+    commands = [[name] for name in COMMANDS]
+    assert pieces_of(seconds, seconds, 6) == [["a", "d"], ["b", "c"], *commands]
+    (whole,) = pieces_of(seconds, seconds, 1)
+    assert sorted(whole) == sorted([*seconds, *COMMANDS])
+
+
+def test_a_night_has_each_file_with_night_cases() -> None:
+    files = night_files()
+    assert "tests/pipeline/test_megatrons_own.py" in files
+    assert "tests/unit/schedule/test_action.py" not in files
+    few = ["tests/unit/search/test_patterns.py"]
+    assert night_cases(few)[few[0]] > 2
