@@ -1,7 +1,7 @@
 """Packaging of megatron_ext.
 
-The base package depends on numpy and typer only: training containers bring their own torch and
-Megatron, and an installation must never replace them. Everything else is an extra.
+The base package depends on numpy, typer and its rich only: training containers bring their own
+torch and Megatron, and an installation must never replace them. Everything else is an extra.
 
 Where the sources are published stands nowhere in the repository: who builds a release says it in
 REPOSITORY_URL, as the release workflow does, and links in README then lead there.
@@ -79,7 +79,9 @@ setup(
         "megatron_ext.cost_model": ["gpus.toml"],
         "megatron_ext.viz.page": ["browser/*"],
     },
-    install_requires=["numpy", "typer"],
+    # The least that commands work with (tests/unit/commands/test_least_versions.py): numpy of
+    # Python 3.12, and the first typer that takes click 8.2 and later.
+    install_requires=["numpy>=1.26", "rich>=13.7", "typer>=0.16"],
     extras_require={
         "megatron": ["megatron-core[training]>=0.19,<0.20"],
         # Where there is CUDA: it is built against the torch that is there (--no-build-isolation).

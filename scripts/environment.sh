@@ -83,7 +83,7 @@ find_python() {
 # What the environment was made for: this folder and these requirements.
 wanted_stamp() {
   printf '%s\n' "$REPOSITORY"
-  cat "$REPOSITORY/setup.py" "$REPOSITORY/pyproject.toml" "$REPOSITORY/scripts/environment.sh"
+  cat "$REPOSITORY"/{setup.py,pyproject.toml,constraints.txt,scripts/environment.sh}
 }
 
 is_prepared() {
@@ -133,7 +133,7 @@ install() {
   if ! (
     set -o pipefail
     "$VENV/bin/python" -m pip install --disable-pip-version-check --progress-bar off --no-compile \
-      --editable "${REPOSITORY}[megatron,plot,certify,search,docs,dev]" 2>&1 | tee "$log" | show_progress >&2
+      --constraint "$REPOSITORY/constraints.txt" --editable "${REPOSITORY}[megatron,plot,certify,search,docs,dev]" 2>&1 | tee "$log" | show_progress >&2
   ); then
     # pip itself gave up, so nothing was left half done.
     rm -f "$VENV/installing"
