@@ -40,7 +40,7 @@ def exit_for(error: Exception) -> NoReturn:
         which = "" if rank == "0" else which
         with contextlib.suppress(OSError):
             print(f"megatron_ext: error{which}: {text}", file=sys.stderr, flush=True)
-    raise SystemExit(2)
+    raise SystemExit(2) from error
 
 
 def _note_of(text: str) -> Path:

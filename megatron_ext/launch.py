@@ -52,6 +52,8 @@ class Chosen:
 
 # Takes the words after the script, the settings and the world size.
 ChoosePlan = Callable[[Sequence[str], PipelineConfig, int], Chosen]
+# Applies the patches of one rank's rehearsal under the settings; returns words to add.
+PrepareRehearsal = Callable[[PipelineConfig], Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,10 @@ class RecordingRequest:
 
 
 def launch(
-    argv: Sequence[str], choose: ChoosePlan, recorded: RecordingRequest | None = None
+    argv: Sequence[str],
+    choose: ChoosePlan,
+    recorded: RecordingRequest | None = None,
+    prepare_rehearsal: PrepareRehearsal | None = None,
 ) -> None:
     """Run the script or module that ``argv`` starts with, as ``__main__``, with its arguments.
 
@@ -72,7 +77,8 @@ def launch(
     platform is applied.
 
     ``choose`` is called if the schedule is ``plan``, or an ``auto`` with open options. With
-    ``recorded`` the training is recorded and ends early; its results do not change.
+    ``recorded`` the training is recorded and ends early; its results do not change. With
+    ``prepare_rehearsal`` this process is one rank of many, which trains without the others.
 
     Exits with status 2 and one line for a mistake in our flags, a patch that does not fit, or a
     missing script.
@@ -99,6 +105,8 @@ def launch(
             config = PipelineConfig.parse(**(given | added | given_in(chosen.flags)))
         if recorded is not None:
             _record(recorded)  # before ours: actions that ours defer are recorded when they run
+        if prepare_rehearsal is not None:
+            words = [*words, *prepare_rehearsal(config)]
         if given or added or {"-h", "--help"} & set(arguments):
             install(config)
         if words or dropped:

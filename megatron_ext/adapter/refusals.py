@@ -19,6 +19,7 @@ from megatron_ext.adapter.transformer_engine import installed
 from megatron_ext.adapter.transformer_engine.captured import IMPLEMENTATION, captures
 from megatron_ext.compile.registry import Choice
 from megatron_ext.config import flag, flag_with_value
+from megatron_ext.runtime.messages.peers import are_rehearsed
 from megatron_ext.schedule.problem import Extras, Offload, Recompute, VocabularyParallel
 from megatron_ext.schedule.slices import Slices
 from megatron_ext.words import argument_flag
@@ -168,6 +169,13 @@ SCHEDULE_REFUSALS = (
         bool,
         "put the layout's m into its last segment, before the L: multi-token prediction on a stage "
         "without the loss is not supported",
+    ),
+    RefusedSetting(
+        "fake_process_group",
+        bool,
+        "a rank alone receives nothing: drop --fake-process-group, and write megatron-ext rehearse "
+        "-- before the launch command, which runs one rank at a time with made-up peers",
+        matters=lambda settings: not are_rehearsed(),
     ),
     _drop("use_ring_exchange_p2p"),
     _drop("use_megatron_fsdp"),

@@ -162,7 +162,7 @@ def _prepare_parsers() -> None:
 _PARSERS: list[argparse.ArgumentParser] = []
 
 
-def _take_prepared_parsers() -> None:
+def take_prepared_parsers() -> None:
     """In a rank: parse with what the parent has prepared."""
 
     @functools.wraps(add_megatron_arguments)
@@ -398,7 +398,7 @@ def _train_rank(
 
     from megatron_ext.__main__ import main
 
-    _take_prepared_parsers()
+    take_prepared_parsers()
     if "--save" in words:
         fork_checkpoint_manager()
     listener = _Listener(model_config, model_provider, witnesses.is_ours(words))

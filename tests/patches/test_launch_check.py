@@ -233,6 +233,7 @@ def test_nothing_is_left_behind() -> None:
             "schedule",
             "drop --use-ring-exchange-p2p",
         ),
+        ({"fake_process_group": True}, (), "schedule", "write megatron-ext rehearse -- before"),
         ({"pipeline_memory_limit": "1"}, (), "schedule", "over the memory limit of 1"),
         (
             {"mock_data": None, "data_path": "/no/data"},

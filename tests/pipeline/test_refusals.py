@@ -148,6 +148,7 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
         "--pipeline-costs profile: names no file: write profile:FILE",
     ),
     "messages in a ring": ({"use_ring_exchange_p2p": True}, "does not go with"),
+    "a rank alone": ({"fake_process_group": True}, "write megatron-ext rehearse -- before"),
     "offload, no such way": (
         {"pipeline_activation_offload": "some"},
         "--pipeline-activation-offload some: write none, half, full or fit",

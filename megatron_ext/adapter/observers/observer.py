@@ -81,3 +81,7 @@ class StepObserver[Seen: ObservedStep]:
 
     def finish(self, iteration: int) -> None:
         """Called when the training has ended with ``iteration``."""
+
+
+# Observers of every training step of this process, ours or Megatron's own. A rehearsal adds one.
+of_all_steps: list[StepObserver[ObservedStep]] = []

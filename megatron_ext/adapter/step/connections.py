@@ -20,6 +20,7 @@ from megatron_ext.runtime.messages.batched import BatchedTransport, PipelineGrou
 from megatron_ext.runtime.messages.channels import Channels
 from megatron_ext.runtime.messages.collectives import Collectives
 from megatron_ext.runtime.messages.nccl import ctas_for
+from megatron_ext.runtime.messages.peers import peers
 from megatron_ext.runtime.messages.transport import Boundary, Transport
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.stage_io import Messages
@@ -76,12 +77,12 @@ def connect(
     ctas = ctas_for(program, pipeline, device)
     p2p: Channels | PipelineGroup
     if config.p2p is P2P.BATCHED:
-        p2p = PipelineGroup(pipeline, device, recorder)
+        p2p = peers().pipeline_group(pipeline, device, recorder)
     else:
-        p2p = Channels(pipeline, channels(program.schedule), device, ctas, recorder)
+        p2p = peers().channels(pipeline, channels(program.schedule), device, ctas, recorder)
     collectives = offload = None
     if config.vocab_parallel is not VocabularyParallel.NONE:
-        collectives = Collectives(pipeline, device, ctas, recorder)
+        collectives = peers().collectives(pipeline, device, ctas, recorder)
     if config.activation_offload is not Offload.NONE:
         offload = ActivationOffload(pipeline.rank(), device)
     return Connections(p2p, collectives, offload, recorder)

@@ -19,7 +19,7 @@ from megatron.core.utils import log_single_rank
 from torch import Tensor
 
 from megatron_ext.adapter.observers.metrics import StepMetrics
-from megatron_ext.adapter.observers.observer import Step, StepObserver
+from megatron_ext.adapter.observers.observer import Step, StepObserver, of_all_steps
 from megatron_ext.adapter.observers.profile import StepProfile
 from megatron_ext.adapter.observers.split_report import SplitReport
 from megatron_ext.adapter.observers.trace import StepTrace
@@ -312,7 +312,7 @@ def _losses(stages: Sequence[ModelStage]) -> list[Any]:
 
 
 def _observers(config: PipelineConfig, programs: Programs) -> list[StepObserver[Step]]:
-    observers: list[StepObserver[Step]] = []
+    observers: list[StepObserver[Step]] = [*of_all_steps]
     if config.report_split:
         observers.append(SplitReport(splits=config.splits_backward))
     if config.metrics:

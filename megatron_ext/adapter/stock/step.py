@@ -18,7 +18,12 @@ from megatron.core.utils import get_model_config, log_single_rank
 
 from megatron_ext.adapter.job import basis_of
 from megatron_ext.adapter.observers.metrics import StepMetrics
-from megatron_ext.adapter.observers.observer import ObservedStep, StepObserver, StocksStep
+from megatron_ext.adapter.observers.observer import (
+    ObservedStep,
+    StepObserver,
+    StocksStep,
+    of_all_steps,
+)
 from megatron_ext.adapter.observers.trace import StepTrace
 from megatron_ext.adapter.programs import Programs
 from megatron_ext.adapter.stock.order import family_of, why_unseen
@@ -168,7 +173,7 @@ class StockTraining:
 
 
 def _observers(config: PipelineConfig) -> list[StepObserver[ObservedStep]]:
-    observers: list[StepObserver[ObservedStep]] = []
+    observers: list[StepObserver[ObservedStep]] = [*of_all_steps]
     if config.metrics:
         observers.append(StepMetrics(overlap=False))
     if config.trace is not None:

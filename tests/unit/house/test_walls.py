@@ -202,7 +202,10 @@ def runs_one_way(module: str, use: Use) -> bool:
 
 
 def in_base(module: str) -> bool:
-    inner = ("runtime", "patches", "adapter", "doctor", "launch_planner", "launch_command")
+    inner = (
+        *("runtime", "patches", "adapter", "doctor", "launch_planner", "launch_command"),
+        *("rehearsal.rank", "rehearsal.peers", "rehearsal.values"),  # in a rank's own process
+    )
     names = (*PURE, *(f"megatron_ext.{name}" for name in inner))
     return in_package(module) and not within(module, *names)
 

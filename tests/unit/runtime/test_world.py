@@ -1,7 +1,7 @@
 """Tests of what ranks tell all others, and what a rank that is alone tells itself.
 
 Under torch's fake backend a rank other than the first waited for what rank 0 tells: the size that
-it had not received was garbage, for which it asked 94 TB of memory.
+it had not received was garbage, for which it tried to allocate 94 TB.
 """
 
 from __future__ import annotations

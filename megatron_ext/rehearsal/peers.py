@@ -1,0 +1,144 @@
+"""Made-up peers of a rehearsed rank: messages leave at once, and arrive as `Values`.
+
+They stand in for the connections of `runtime.messages`. Transports, stages and the executor do not
+know the difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_ext.compile.program.graph import Channel
+from megatron_ext.rehearsal.values import BACKWARD, FORWARD, Values
+from megatron_ext.runtime.messages.batched import PipelineGroup
+from megatron_ext.runtime.messages.channels import Channels
+from megatron_ext.runtime.messages.collectives import Collectives
+from megatron_ext.runtime.messages.peers import Peers
+from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.schedule.action import Kind
+
+
+def rehearsed_peers(values: Values, vocabulary: Callable[[], int]) -> Peers:
+    """Return peers that send ``values``, and tokens of the ``vocabulary``."""
+    return Peers(
+        partial(RehearsedChannels, values),
+        partial(RehearsedGroup, values),
+        partial(RehearsedCollectives, values, vocabulary),
+    )
+
+
+class _Done(dist.Work):
+    """Work that has ended."""
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        return True
+
+
+class RehearsedChannels(Channels):
+    """Channels to made-up peers."""
+
+    def __init__(
+        self,
+        values: Values,
+        pipeline: dist.ProcessGroup,
+        channels: Iterable[Channel],
+        device: torch.device,
+        max_ctas: int | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.rank, self.device, self.are_closed = pipeline.rank(), device, False
+        self._values = values
+
+    def connect_hosts(self) -> None:
+        raise ValueError("microbatches of varying lengths are not rehearsed: fix --seq-length")
+
+    def close(self) -> None:
+        self.are_closed = True
+
+    def send(self, channel: Channel, tensor: Tensor) -> dist.Work:
+        self._values.note(_direction(channel), tensor)
+        return _Done()
+
+    def receive(self, channel: Channel, tensor: Tensor) -> dist.Work:
+        self._values.fill(_direction(channel), tensor)
+        return _Done()
+
+
+class RehearsedGroup(PipelineGroup):
+    """Process group of a pipeline of made-up peers."""
+
+    def __init__(
+        self,
+        values: Values,
+        pipeline: dist.ProcessGroup,
+        device: torch.device,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.rank, self.device, self.are_closed = pipeline.rank(), device, False
+        self._values = values
+
+    def start(self, messages: Sequence[tuple[Channel, Tensor]]) -> list[dist.Work]:
+        for channel, tensor in messages:
+            act = self._values.note if channel.sender == self.rank else self._values.fill
+            act(_direction(channel), tensor)
+        return [_Done()]
+
+
+class RehearsedCollectives(Collectives):
+    """Collectives with made-up peers."""
+
+    def __init__(
+        self,
+        values: Values,
+        vocabulary: Callable[[], int],
+        pipeline: dist.ProcessGroup,
+        device: torch.device,
+        max_ctas: int | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.rank, self.device, self.are_closed = pipeline.rank(), device, False
+        self.ranks = pipeline.size()
+        self._values = values
+        self._vocabulary = vocabulary()
+
+    def close(self) -> None:
+        self.are_closed = True
+
+    def broadcast(self, kind: Kind, tensor: Tensor, root: int) -> dist.Work:
+        if root == self.rank:
+            self._values.note(str(kind), tensor)
+        elif tensor.is_floating_point():
+            self._values.fill(str(kind), tensor)
+        else:
+            self._values.fill_tokens(tensor, self._vocabulary)
+        return _Done()
+
+    def sum(self, kind: Kind, tensor: Tensor, root: int) -> dist.Work:
+        if root == self.rank:
+            self._values.add(str(kind), tensor, self.ranks - 1)
+        else:
+            self._values.note(str(kind), tensor)
+        return _Done()
+
+    def gather(self, kind: Kind, gathered: Tensor, tensor: Tensor) -> dist.Work:
+        """Give each peer this rank's statistics of another token. Its logit of a label is zero, as
+        it is for all labels in other shards."""
+        of_ranks = gathered.view(self.ranks, *tensor.shape)
+        tokens = tensor.shape[1]
+        for rank, statistics in enumerate(of_ranks):
+            shift = (rank - self.rank) % tokens
+            statistics[:, shift:].copy_(tensor[:, : tokens - shift])
+            statistics[:, :shift].copy_(tensor[:, tokens - shift :])
+            if rank != self.rank:
+                statistics[2].zero_()
+        return _Done()
+
+
+def _direction(channel: Channel) -> str:
+    return FORWARD if channel.send is Kind.SEND_F else BACKWARD

@@ -1,0 +1,329 @@
+"""Rehearsal of one rank: its script trains in this process, without the other ranks.
+
+torch's fake process group gives this rank its place, made-up peers (`peers`) send it `Values`, and
+an observer notes its passes. Everything else is what the rank does in a real training.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ext.adapter.model_parts import is_trained
+from megatron_ext.adapter.observers.observer import (
+    ObservedStep,
+    StepObserver,
+    StocksStep,
+    of_all_steps,
+)
+from megatron_ext.adapter.training_globals import training_global
+from megatron_ext.config import PipelineConfig, flag
+from megatron_ext.launch import Chosen, launch
+from megatron_ext.patches.engine import apply
+from megatron_ext.patches.megatron.core.models.common.language_module import last_copy
+from megatron_ext.patches.megatron.core.pipeline_parallel import p2p_communication
+from megatron_ext.patches.megatron.core.pipeline_parallel.schedules import stock
+from megatron_ext.patches.megatron.training.training import rehearsal
+from megatron_ext.rehearsal.peers import rehearsed_peers
+from megatron_ext.rehearsal.record import (
+    RankRecord,
+    RehearsedPass,
+    RehearsedStep,
+    load_record,
+    save_record,
+)
+from megatron_ext.rehearsal.request import RECORD, RankRequest
+from megatron_ext.rehearsal.values import BACKWARD, FORWARD, Values
+from megatron_ext.runtime.messages.peers import rehearse_with
+from megatron_ext.runtime.recording import DeviceClock, HostClock, Recording
+
+# At which gradients of 16 neither overflow nor vanish; Megatron begins with 2 ** 32, and skips
+# steps until it fits.
+LOSS_SCALE = 2.0**12
+
+
+class RehearsalError(RuntimeError):
+    """Raised if a rank cannot be rehearsed. It names the rank and the step."""
+
+
+def rehearse_rank(request: RankRequest) -> RankRecord:
+    """Train the rank of ``request`` alone, write its record into its folder, and return it.
+
+    The process is the rank's from now on: it is forked or started for one request.
+
+    Raises:
+        RehearsalError: the rank cannot be rehearsed, or its values are not finite.
+    """
+    rehearsed = _RehearsedRank(request, _scale_and_neighbours(request))
+    os.environ.update(request.environment)
+    os.environ.update(_environment(request))
+    name = ["-m", request.script] if request.is_module else [request.script]
+    try:
+        if request.is_cpu and torch.cuda.is_available():
+            raise ValueError("torch has found a GPU before it was to be rehearsed on the CPU")
+        launch([*name, *request.arguments], _refuse_plan, prepare_rehearsal=rehearsed.prepare)
+    except _Ended:
+        record = rehearsed.record()
+        save_record(record, request.folder / RECORD)
+        return record
+    except SystemExit as end:  # after a mistake that the launch has told
+        why = end.__cause__ or RuntimeError(f"the script has ended with status {end.code}")
+        raise rehearsed.failed(why) from end.__cause__
+    except Exception as error:
+        raise rehearsed.failed(error) from error
+    raise rehearsed.failed(RuntimeError("the script has ended before its last timed step"))
+
+
+class _Ended(BaseException):
+    """Raised after the last timed step. No script takes it for an error of its own."""
+
+
+def _environment(request: RankRequest) -> dict[str, str]:
+    """Return the variables that tell a rank its place. It is alone on its node."""
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if request.is_cpu else {}
+    return hidden | {
+        "RANK": str(request.rank),
+        "WORLD_SIZE": str(request.world_size),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",  # no process listens there
+    }
+
+
+def _refuse_plan(words: Sequence[str], config: PipelineConfig, world_size: int) -> Chosen:
+    raise ValueError(
+        f"{flag('schedule')} {config.schedule}: a rehearsed rank plans nothing; write the schedule "
+        f"that `megatron-ext plan` has found"
+    )
+
+
+def _scale_and_neighbours(request: RankRequest) -> tuple[float, Mapping[str, float]]:
+    """Return the factor of gradients, and the sizes of values that a neighbour has sent."""
+    neighbours: dict[str, float] = {}
+    if request.neighbour is not None:
+        neighbours = {sent.direction: sent.rms for sent in load_record(request.neighbour).sent}
+    words = request.arguments
+    if "--fp16" not in words:
+        return 1.0, neighbours
+    fixed = words[words.index("--loss-scale") + 1] if "--loss-scale" in words else LOSS_SCALE
+    return float(fixed), neighbours
+
+
+@dataclass
+class _TimedStep:
+    """Timed step that runs: its recording, once its passes begin, and the host's time of marks."""
+
+    recording: Recording | None = None
+    marks: list[float] = field(default_factory=list)
+
+
+class _Marks:
+    """Part of a clock that notes when the host makes each mark."""
+
+    def __init__(self, times: list[float]) -> None:
+        self._times = times
+
+    def mark(self) -> Any:
+        self._times.append(time.perf_counter())
+        return super().mark()  # type: ignore[misc]
+
+
+class _HostMarks(_Marks, HostClock):
+    pass
+
+
+class _DeviceMarks(_Marks, DeviceClock):
+    pass
+
+
+class _RehearsedRank(StepObserver[ObservedStep]):
+    """Rank that trains alone: it counts and times its steps, and ends after the last one."""
+
+    def __init__(
+        self, request: RankRequest, scale_and_neighbours: tuple[float, Mapping[str, float]]
+    ) -> None:
+        if request.warm_up < 1 or request.steps < 1:
+            raise RehearsalError(
+                f"rank {request.rank}: {request.warm_up} steps of warm-up and {request.steps} "
+                f"timed ones: at least one of each is needed"
+            )
+        scale, neighbours = scale_and_neighbours
+        self._request = request
+        self._values = Values(neighbours, scale)
+        self._begun = self._trained = 0  # training steps
+        self._timed: _TimedStep | None = None  # the step that runs
+        self._steps: list[RehearsedStep] = []
+        self._pipeline_rank = 0
+        self._schedule = self._digest = ""
+        self._allocated = self._reserved = self._lasting = 0
+
+    def prepare(self, config: PipelineConfig) -> list[str]:
+        """Apply the patches of a rehearsal under ``config``, and return the words to add to the
+        script's arguments.
+
+        Raises:
+            ValueError: ``config`` cannot be rehearsed.
+        """
+        _refuse(config)
+        if config.schedule is None:
+            apply(stock.patches(config))  # so that its passes are seen
+        apply(p2p_communication.patches(self._send, self._receive))
+        apply(last_copy.patches())
+        apply(rehearsal.patches(self))
+        rehearse_with(rehearsed_peers(self._values, _vocabulary))
+        of_all_steps.append(self)
+        words = ["--fake-process-group"]
+        if self._values.loss_scale != 1.0:
+            words += ["--initial-loss-scale", str(self._values.loss_scale)]
+        return words
+
+    def failed(self, error: BaseException) -> RehearsalError:
+        """Return ``error`` with the rank and the step in which it was raised."""
+        where = f"in step {self._begun}" if self._begun else "before its first step"
+        what = str(error) or type(error).__name__
+        return RehearsalError(f"rank {self._request.rank}, {where}: {what}")
+
+    def record(self) -> RankRecord:
+        """Return the record of all steps."""
+        is_on_gpu, pool = torch.cuda.is_available(), self._values.pool_bytes
+        return RankRecord(
+            rank=self._request.rank,
+            world_size=self._request.world_size,
+            pipeline_rank=self._pipeline_rank,
+            schedule=self._schedule,
+            digest=self._digest,
+            trained=self._trained,
+            steps=tuple(self._steps),
+            allocated=self._allocated - pool if is_on_gpu else None,
+            reserved=self._reserved - pool if is_on_gpu else None,
+            pool=pool,
+            lasting=self._lasting - pool if is_on_gpu else None,
+            sent=self._values.sent(),
+        )
+
+    # ---- Megatron's training loop (`rehearsal.StepWatcher`)
+
+    def set_up(self, model: Any) -> None:
+        """Refuse a ``model`` with a stage that is not trained: the program depends on which stages
+        are, on other ranks too."""
+        if not all(is_trained(chunk) for chunk in model):
+            raise ValueError(
+                "a stage without trained weights is not rehearsed: other ranks would have to tell "
+                "which stages need no backward pass"
+            )
+
+    def step(self, run: Callable[[], Any], model: Any) -> Any:
+        """Run one training step, and end the training after the last one."""
+        self._begun += 1
+        if self._begun > self._request.warm_up:
+            self._timed = _TimedStep()
+            self._begin_counting()
+        began = _now()
+        result = run()
+        seconds = _now() - began
+        if self._begun == 1:
+            self._values.end_first_step()
+        if self._timed is not None:
+            self._end_counting()
+            self._steps.append(_step_of(self._timed, began, seconds))
+            self._timed = None
+            _check_finite(result, model)
+        self._trained += 1
+        if len(self._steps) == self._request.steps:
+            raise _Ended
+        return result
+
+    def _begin_counting(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+            self._lasting = max(self._lasting, torch.cuda.memory_allocated())
+
+    def _end_counting(self) -> None:
+        if torch.cuda.is_available():
+            self._allocated = max(self._allocated, torch.cuda.max_memory_allocated())
+            self._reserved = max(self._reserved, torch.cuda.max_memory_reserved())
+
+    # ---- Passes
+
+    def begin(self, step: ObservedStep) -> None:
+        self._pipeline_rank = step.pipeline.rank()
+        self._schedule = step.program.schedule.name
+        self._digest = "" if isinstance(step, StocksStep) else step.program.digest
+        if self._timed is None:
+            return
+        marks = self._timed.marks
+        clock = _DeviceMarks(marks) if torch.cuda.is_available() else _HostMarks(marks)
+        self._timed.recording = step.recorder.record(clock)
+
+    # ---- Messages of Megatron's own schedules
+
+    def _send(self, is_forward: bool, tensor: Tensor) -> None:
+        self._values.note(FORWARD if is_forward else BACKWARD, tensor)
+
+    def _receive(self, is_forward: bool, tensor: Tensor) -> None:
+        self._values.fill(FORWARD if is_forward else BACKWARD, tensor)
+
+
+def _refuse(config: PipelineConfig) -> None:
+    """Raise ValueError for settings that other ranks would have to take part in."""
+    for name in ("race", "trace", "metrics", "post_validation", "report_split"):
+        if getattr(config, name):
+            raise ValueError(f"{flag(name)} is not rehearsed: drop it")
+    if config.costs.profile is not None:
+        raise ValueError(
+            f"{flag('costs')} {config.costs} is not rehearsed: name a costs file, or write estimate"
+        )
+
+
+def _vocabulary() -> int:
+    return int(training_global("_GLOBAL_ARGS").padded_vocab_size)
+
+
+def _now() -> float:
+    """Return the time at which the device has done all its work."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _step_of(timed: _TimedStep, began: float, seconds: float) -> RehearsedStep:
+    """Return the record of a step that ``began`` then."""
+    if timed.recording is None:
+        raise ValueError("the passes of the step were not seen")
+    events, _ = timed.recording.read()
+    passes = [RehearsedPass(one.action, one.start - began, one.end - began) for one in events]
+    between = sum(timed.marks[2::2]) - sum(timed.marks[1:-1:2])
+    return RehearsedStep(tuple(passes), seconds, between)
+
+
+def _check_finite(result: Sequence[Any], model: Any) -> None:
+    """Raise ValueError unless the ``result`` of Megatron's train_step and all gradients of
+    ``model`` are finite. Megatron does not look under the fake backend."""
+    losses, skipped = result[0], result[1]
+    for name, loss in losses.items():
+        if not math.isfinite(float(loss)):
+            raise ValueError(f"its {name} is {float(loss)}")
+    if skipped:
+        raise ValueError("Megatron has skipped the step, since gradients overflow in fp16")
+    norms = [torch.linalg.vector_norm(one, dtype=torch.float32) for one in _gradients(model)]
+    if not norms:
+        raise ValueError("it has no gradients")
+    if not bool(torch.stack(norms).isfinite().all()):
+        raise ValueError("its gradients are not finite")
+
+
+def _gradients(model: Any) -> Iterator[Tensor]:
+    for chunk in model:
+        for parameter in chunk.parameters():
+            gradient = getattr(parameter, "main_grad", None)
+            gradient = parameter.grad if gradient is None else gradient
+            if gradient is not None:
+                yield gradient

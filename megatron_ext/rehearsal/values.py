@@ -1,0 +1,131 @@
+"""Values that made-up peers send to a rehearsed rank: normal, and as large as those of the model.
+
+A product of zeros takes less time than one of numbers, a router sends equal tokens to equal
+experts, and uninitialised memory may hold NaN. The root mean square of a direction is what the
+rank itself sends there, measured in the first step; what the neighbouring rank sent if this rank
+sends nothing there; and in the first step a guess. It is fixed from then on: a rank that received
+what it sent would grow its own values from step to step.
+
+All values are cut from one pool for each type, at another place each time. The pool is made in the
+first step, so that it is there in all timed ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from megatron_ext.rehearsal.record import SentValues
+from megatron_ext.schedule.action import Kind
+
+FORWARD, BACKWARD = "forward", "backward"
+
+# Of small models in their first step: outputs of stages, gradients; of the last stage's output,
+# which its norm has scaled; and of a loss with respect to one of some thousand tokens.
+_GUESSES = {
+    FORWARD: 0.03,
+    BACKWARD: 1e-3,
+    str(Kind.BCAST_S): 1.0,
+    str(Kind.BCAST_SW): 1e-4,
+    str(Kind.BCAST_EW): 1e-3,
+    str(Kind.REDUCE_E): 0.02,
+    str(Kind.REDUCE_SI): 0.01,
+}
+_GRADIENTS = (BACKWARD, str(Kind.BCAST_SW), str(Kind.BCAST_EW))  # grow with the loss scale
+_SLACK = 1 << 16  # numbers of a pool beyond the largest tensor
+_SHIFT = 64 * 17  # numbers between the places of two tensors in a pool
+
+
+class Values:
+    """Values of the peers of one rehearsed rank.
+
+    Attributes:
+        loss_scale: factor of all gradients, which guesses do not know.
+    """
+
+    def __init__(self, neighbours: Mapping[str, float], loss_scale: float = 1.0) -> None:
+        """``neighbours``: root mean squares that a neighbouring rank has sent, by direction."""
+        self.loss_scale = loss_scale
+        self._neighbours = neighbours
+        self._squares: dict[str, list[float]] = defaultdict(list)  # of the first step
+        self._sent: dict[str, SentValues] = {}
+        self._is_first = True
+        self._pools: dict[torch.dtype, Tensor] = {}
+        self._generators: dict[torch.device, torch.Generator] = {}
+        self._filled = 0
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of all pools."""
+        return sum(pool.nbytes for pool in self._pools.values())
+
+    def end_first_step(self) -> None:
+        """Fix the values of all later steps. Raises ValueError if this rank has sent some that are
+        not finite."""
+        for direction, squares in self._squares.items():
+            rms = math.sqrt(sum(squares) / len(squares))
+            if not math.isfinite(rms):
+                raise ValueError(
+                    f"values that this rank sends ({direction}) are not finite in its first step"
+                )
+            sent = self._sent[direction]
+            self._sent[direction] = SentValues(direction, rms, sent.shape, sent.dtype)
+        self._is_first = False
+
+    def sent(self) -> tuple[SentValues, ...]:
+        """Return what this rank has sent in its first step, by direction."""
+        assert not self._is_first
+        return tuple(self._sent.values())
+
+    def note(self, direction: str, tensor: Tensor) -> None:
+        """Note that this rank sends ``tensor``; in the first step the host waits for its size."""
+        if not self._is_first or not tensor.is_floating_point():
+            return
+        norm = torch.linalg.vector_norm(tensor.detach(), dtype=torch.float32).item()
+        self._squares[direction].append(norm**2 / tensor.numel())
+        self._sent[direction] = SentValues(
+            direction, 0.0, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        )
+
+    def fill(self, direction: str, tensor: Tensor) -> None:
+        """Overwrite ``tensor`` with what a peer sends. No memory is allocated after the first
+        step."""
+        flat = tensor.detach().view(-1)
+        torch.mul(self._cut(flat), self._rms(direction), out=flat)
+
+    def add(self, direction: str, tensor: Tensor, peers: int) -> None:
+        """Add to ``tensor``, this rank's part of a sum, the parts of ``peers``, each as large."""
+        self.note(direction, tensor)
+        flat = tensor.detach().view(-1)
+        flat.add_(self._cut(flat), alpha=self._rms(direction) * math.sqrt(peers))
+
+    def fill_tokens(self, tensor: Tensor, vocabulary: int) -> None:
+        """Overwrite ``tensor`` with tokens or labels."""
+        tensor.random_(0, vocabulary, generator=self._generator(tensor.device))
+
+    def _rms(self, direction: str) -> float:
+        own = 0.0 if self._is_first else getattr(self._sent.get(direction), "rms", 0.0)
+        guess = _GUESSES[direction]
+        if direction in _GRADIENTS:
+            guess *= self.loss_scale
+        return own or self._neighbours.get(direction, 0.0) or guess
+
+    def _cut(self, flat: Tensor) -> Tensor:
+        """Return as many values of a pool as ``flat`` has."""
+        pool = self._pools.get(flat.dtype)
+        if pool is None or len(pool) < len(flat) + _SLACK:
+            pool = torch.empty(len(flat) + _SLACK, dtype=flat.dtype, device=flat.device)
+            self._pools[flat.dtype] = pool.normal_(generator=self._generator(flat.device))
+        self._filled += 1
+        start = self._filled * _SHIFT % _SLACK
+        return pool[start : start + len(flat)]
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        """Return a generator of the rehearsal's own: the training's draws stay what they were."""
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(0)
+        return self._generators[device]

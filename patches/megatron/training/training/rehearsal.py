@@ -1,0 +1,66 @@
+"""Training loop of one rank that is alone: a rehearsal's only.
+
+Megatron trains if global rank 0 has a loader, and no rank hears it under torch's fake backend: a
+rank without a loader ended with exit code 0 and no step. A rehearsal always trains, and never
+evaluates. It times whole steps, and ends after the last one that it needs.
+
+Not patched: train, evaluate, and all computation.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from megatron.training.global_vars import get_args
+
+from megatron_ext.patches.engine import Patch, wrap
+
+_TRAINING = "megatron.training.training"
+
+
+class StepWatcher(Protocol):
+    """Watches the training steps of a process."""
+
+    def set_up(self, model: Any) -> None:
+        """Called with the chunks of the model, before the first step."""
+
+    def step(self, run: Callable[[], Any], model: Any) -> Any:
+        """Run one training step of ``model``, and return its result."""
+
+
+def patches(watcher: StepWatcher) -> tuple[Patch, ...]:
+    """Return the patches that let a rank train alone under the eyes of ``watcher``."""
+
+    def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        model = inspect.signature(original).bind(*args, **kwargs).arguments["model"]
+        return watcher.step(lambda: original(*args, **kwargs), model)
+
+    def set_up(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        made = original(*args, **kwargs)
+        watcher.set_up(made[0])
+        return made
+
+    return (
+        wrap(
+            f"{_TRAINING}:build_train_valid_test_data_loaders",
+            always_train,
+            reason="rank 0, which decides whether to train, is not there",
+        ),
+        wrap(
+            f"{_TRAINING}:setup_model_and_optimizer",
+            set_up,
+            reason="what cannot be rehearsed is refused before the first step",
+        ),
+        wrap(f"{_TRAINING}:train_step", train, reason="whole steps are timed and counted"),
+    )
+
+
+def always_train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Build the loaders; train whether or not this rank has any, and do not evaluate."""
+    loaders = original(*args, **kwargs)
+    megatrons = get_args()
+    megatrons.do_train = (megatrons.train_iters or 0) > 0
+    megatrons.do_valid = megatrons.do_test = False
+    return loaders

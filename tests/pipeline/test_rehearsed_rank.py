@@ -1,0 +1,120 @@
+"""One rank of a pipeline, trained without the others.
+
+Under Megatron's --fake-process-group a middle rank ended with exit code 0 and no step, and the
+first and the last one had a loss or a norm of NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_ext.rehearsal.record import RankRecord, load_record
+from megatron_ext.rehearsal.request import RECORD
+from megatron_ext.rehearsal.values import BACKWARD, FORWARD, Values
+from tests.helpers.combinations import at_night
+from tests.helpers.megatron_runs import model_flags
+from tests.helpers.rehearsals import rehearsed, rehearsed_or_fail
+
+RANKS = 4
+MICROBATCHES = 8
+COSTS = "f=1,i=1,w=1"
+
+
+def flags(spec: str | None, **overrides: object) -> list[str]:
+    costs = None if spec is None else COSTS
+    return model_flags(
+        **{
+            "pipeline_model_parallel_size": RANKS,
+            "num_layers": 8,
+            "global_batch_size": MICROBATCHES,
+            "pipeline_schedule": spec,
+            "pipeline_costs": costs,
+            "eval_iters": 1,
+            **overrides,
+        }
+    )
+
+
+def passes(record: RankRecord) -> str:
+    return " ".join(str(one.action) for one in record.steps[-1].passes)
+
+
+@pytest.mark.parametrize(
+    ("spec", "rank", "overrides"),
+    [
+        (None, 1, {}),
+        ("zb-v", 3, {"fp16": True}),
+        *at_night(
+            (None, 0, {}),
+            (None, 3, {}),
+            (None, 2, {"num_virtual_stages_per_pipeline_rank": 2}),
+            (None, 3, {"num_virtual_stages_per_pipeline_rank": 2}),
+            ("1f1b", 1, {}),
+            ("zb-h1", 0, {"fp16": True, "loss_scale": 128}),
+            ("interleaved-zb", 2, {"pipeline_p2p": "batched"}),
+            ("zb-v", 1, {"pipeline_vocab_parallel": 1}),
+        ),
+    ],
+)
+def test_a_rank_trains_alone_and_says_how_often(
+    spec: str | None, rank: int, overrides: dict[str, object], tmp_path: Path
+) -> None:
+    record = rehearsed(rank, RANKS, flags(spec, **overrides), folder=tmp_path, steps=2)
+    assert record == load_record(tmp_path / RECORD)
+    assert record.trained == 3
+    assert (record.rank, record.pipeline_rank, record.world_size) == (rank, rank, RANKS)
+    assert len(record.steps) == 2 and record.is_finite
+    for step in record.steps:
+        counts = {kind: sum(one.action.kind == kind for one in step.passes) for kind in "FIBW"}
+        assert counts["F"] and counts["F"] % MICROBATCHES == 0
+        assert counts["F"] == counts["B"] + counts["I"]
+        assert 0 <= step.passes[0].start < step.passes[-1].end < step.seconds
+        assert 0 <= step.host_seconds < step.seconds
+    assert (record.digest == "") == (spec is None)
+    assert all(0 < sent.rms < 1000 for sent in record.sent)
+
+
+def test_a_direction_in_which_a_rank_sends_nothing_is_as_its_neighbour_says() -> None:
+    values = Values({BACKWARD: 0.5, FORWARD: 0.5})
+    x = torch.full((64, 64), math.nan)
+    values.fill(BACKWARD, x)
+    assert x.square().mean().sqrt() == pytest.approx(0.5, rel=0.05)
+    values.note(FORWARD, torch.full((64, 64), 3.0))
+    values.end_first_step()
+    first = x.clone()
+    values.fill(BACKWARD, x)
+    assert x.square().mean().sqrt() == pytest.approx(0.5, rel=0.05)
+    assert not torch.equal(x, first)  # no two messages are alike
+    values.fill(FORWARD, x)
+    assert x.square().mean().sqrt() == pytest.approx(3.0, rel=0.05)
+
+
+def test_values_that_are_not_finite_end_the_first_step() -> None:
+    values = Values({})
+    values.note(FORWARD, torch.full((4,), math.inf))
+    with pytest.raises(ValueError, match=r"sends \(forward\) are not finite in its first step"):
+        values.end_first_step()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            {"lr": 1e30, "clip_grad": 0, "bf16": True},
+            r"rank 3, in step 2: its lm loss is nan",
+        ),
+        (
+            {"pipeline_schedule": "1f1b", "pipeline_metrics": True},
+            r"rank 3, before its first step: --pipeline-metrics is not rehearsed: drop it",
+        ),
+        ({"train_iters": 0}, r"rank 3, before its first step: "),
+    ],
+)
+def test_what_fails_names_the_rank_and_the_step(overrides: dict[str, object], words: str) -> None:
+    result = rehearsed_or_fail(3, RANKS, flags(None, **overrides))
+    assert result.exit_code == 1
+    assert f"RehearsalError: {words}" in result.error
