@@ -1,8 +1,9 @@
 """Parts of a model along its pipeline, whose times are fitted to the measured passes of stages.
 
-A stage's pass is the sum of its parts: layers, on the first stage the embedding and a tower, on the
-last the output layer. The measured sums give the scale of each part as far as they tell parts
-apart; parts that they do not keep the proportions of the estimate.
+A stage's pass is the sum of its parts: layers, those of multi-token prediction among them, on the
+first stage the embedding and a tower, on the last the output layer. The measured sums give the
+scale of each part as far as they tell parts apart; parts that they do not keep the proportions of
+the estimate.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
+
+from megatron_ext.cost_model.measured.scale import DEPTH
 
 FORWARD, BACKWARD, WEIGHT = slice(0, 1), slice(1, 3), slice(2, 3)  # passes of a triple
 PassTriple = tuple[float, float, float]  # seconds of F, I and W
@@ -29,7 +32,8 @@ class ModelParts:
     """Parts of a model, with estimated seconds.
 
     Attributes:
-        layers: the types of the layers of each stage.
+        layers: the types of the layers of each stage; `DEPTH` for a layer of multi-token
+            prediction.
         of_layer: seconds of one layer, by type.
         first, last: seconds of what the first and the last stage have in addition, by name.
         each: seconds that each pass takes in addition.
@@ -62,13 +66,22 @@ class ModelParts:
         triples = (*self.of_layer.values(), *self.first.values(), *self.last.values(), self.each)
         return np.array(triples)[:, passes].sum(1)
 
+    @property
+    def has_depths(self) -> bool:
+        """Whether a stage has layers of multi-token prediction."""
+        return any(DEPTH in stage for stage in self.layers)
+
     def evenly(self, stages: int) -> list[list[str]] | None:
-        """Return the layers of each of so many ``stages``; None if they cannot be cut evenly."""
-        layers = [kind for stage in self.layers for kind in stage]
+        """Return the layers of each of so many ``stages``; None if they cannot be cut evenly.
+        Multi-token prediction is on the last stage, where Megatron has it without a layout."""
+        all_layers = [kind for stage in self.layers for kind in stage]
+        layers = [kind for kind in all_layers if kind != DEPTH]
         number, rest = divmod(len(layers), stages)
         if rest or not number:
             return None
-        return [layers[at : at + number] for at in range(0, len(layers), number)]
+        cut = [layers[at : at + number] for at in range(0, len(layers), number)]
+        cut[-1] += [DEPTH] * all_layers.count(DEPTH)
+        return cut
 
     def doubted(self) -> Iterator[ModelParts]:
         """Yield this model with other estimates of parts that no stage tells apart."""

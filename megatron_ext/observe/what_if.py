@@ -71,9 +71,10 @@ class TracedCosts:
     def costs(self, stages: int, share: float | None = None) -> Costs | None:
         """Return costs with the model cut into ``stages`` stages; None if that is not possible.
 
-        Layers are cut evenly, and the embedding and the output layer stay at the ends. If the parts
-        of the stages are not known, the measured stages are split into equal parts or joined.
-        ``share`` is the share of W in B; None takes the estimated one.
+        Layers are cut evenly, the embedding and the output layer stay at the ends, and multi-token
+        prediction is on the last stage. If the parts of the stages are not known, the measured
+        stages are split into equal parts or joined. ``share`` is the share of W in B; None takes
+        the estimated one.
         """
         made = self._measured() if stages == len(self.backward) else self._moved(stages)
         if made is None:
@@ -161,6 +162,7 @@ class WhatIf:
         with_more: schedules that gain by holding more, shortest first.
         left_out: the reason why other schedules are in neither, by spec.
         has_parts: whether layers, embedding and output layer were told apart.
+        has_depths: whether layers of multi-token prediction were too.
     """
 
     stock: Prospect
@@ -168,6 +170,7 @@ class WhatIf:
     with_more: tuple[Prospect, ...]
     left_out: Mapping[str, str]
     has_parts: bool = False
+    has_depths: bool = False
 
 
 def what_if(traced: TracedCosts, seconds: float = SECONDS) -> WhatIf:
@@ -206,6 +209,7 @@ def what_if(traced: TracedCosts, seconds: float = SECONDS) -> WhatIf:
         _shortest_first(with_more),
         left_out,
         traced.parts is not None,
+        traced.parts is not None and traced.parts.has_depths,
     )
 
 

@@ -80,6 +80,7 @@ def remarks(assumed: WhatIf) -> Iterator[str]:
             if assumed.has_parts
             else "all of a rank's work is cut evenly, the output layer too: nothing is known of it"
         )
+        how += ", with multi-token prediction on the last stage" * assumed.has_depths
         yield f"where a rank has another number of stages than {chunks}, {how}"
     if assumed.left_out:
         reasons = (f"{name} ({why})" for name, why in assumed.left_out.items())

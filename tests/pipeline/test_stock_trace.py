@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -78,6 +79,26 @@ def test_the_flag_alone_traces_megatrons_own_step(
     )
     assert sum(line.startswith("megatron_ext:   zb-h1 ") for line in said) == 1
     assert sum(line.startswith(f"megatron_ext:   {name} ") for line in said) == 1
+
+
+@pytest.mark.skipif("MEGATRON_LM_DIR" not in os.environ, reason="MEGATRON_LM_DIR is not set")
+def test_a_trace_knows_on_which_stage_multi_token_prediction_is(tmp_path: Path) -> None:
+    """It was taken to be on the last, wherever the layout had it. (Our own script has it there.)"""
+    script = Path(os.environ["MEGATRON_LM_DIR"]) / "pretrain_gpt.py"
+    flags = model_flags(
+        pipeline_model_parallel_size=3,
+        pipeline_model_parallel_layout="Ett|ttm|L",
+        mtp_num_layers=1,
+        position_embedding_type="rope",
+        train_iters=3,
+        pipeline_trace=tmp_path,
+        pipeline_trace_iters="1:2",
+    )
+    train(3, flags, script)
+    (step,) = read_trace(tmp_path)
+    assert step.parts is not None
+    assert step.parts.layers == (("*-", "*-"), ("*-", "*-", "depth"), ())
+    assert min(step.parts.of_layer["depth"]) > 0
 
 
 def test_what_has_no_pipeline_is_told_in_one_line(

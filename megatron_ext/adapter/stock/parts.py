@@ -33,14 +33,12 @@ def parts_of(basis: Basis) -> ModelParts | None:
     if model.tower is not None:
         first[_TOWER] = tower_costs(model.tower, execution, rates).seconds
     last: dict[str, PassTriple] = {}
-    if DEPTH in found:
-        last[DEPTH] = _sum(found[DEPTH])
     if model.vocabulary:
         runs = basis.stages[-1].output_runs
         last[OUTPUT_LAYER] = _sum([seconds_of_output_layer(model, execution, rates).totals] * runs)
     return ModelParts(
-        tuple(stage.layers for stage in basis.stages),
-        {name: _mean(found[name]) for name in dict.fromkeys(model.layers)},
+        tuple((*stage.layers, *[DEPTH] * stage.depths) for stage in basis.stages),
+        {name: _mean(found[name]) for name in (*dict.fromkeys(model.layers), DEPTH) if found[name]},
         first,
         last,
         _mean(found[PASS]),

@@ -7,6 +7,7 @@ Megatron's step and took 0.99. The times are simulated here, so that the right a
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,12 +18,14 @@ from megatron_ext.cli import app
 from megatron_ext.compile.build import build_program
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.registry import choose
+from megatron_ext.cost_model.measured.scale import DEPTH
 from megatron_ext.observe.model_parts import ModelParts
 from megatron_ext.observe.what_if import TracedCosts, WhatIf, weight_shares, what_if
 from megatron_ext.schedule.action import Kind
 from megatron_ext.schedule.costs import Costs, PassCosts
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.viz.trace import TracedStep, TraceFile, beside, read_trace
+from megatron_ext.viz.trace_text import remarks
 from megatron_ext.viz.traced_costs import traced_costs
 
 LAYERS, MICROBATCHES = 8, 8
@@ -59,9 +62,12 @@ def parts(stages: int, output: float = 1.0, *, kinds: int = 1) -> ModelParts:
 
 def seen(spec: str, ranks: int, estimate: ModelParts | None) -> TracedStep:
     """A step of Megatron's own as it was simulated."""
+    return step_of(spec, ranks, true_costs(choose(spec).place(ranks).stages), estimate)
+
+
+def step_of(spec: str, ranks: int, costs: Costs, estimate: ModelParts | None) -> TracedStep:
     choice = choose(spec)
     placement = choice.place(ranks)
-    costs = true_costs(placement.stages)
     timeline = simulate(build_program(choice, Problem(placement, MICROBATCHES, costs)), costs)
     compute = tuple(event for row in timeline.compute for event in row)
     traced = beside(7, replace(timeline, events=compute), timeline, clock_error=0.0)
@@ -133,6 +139,44 @@ def test_parts_that_passes_do_not_tell_apart_give_a_range() -> None:
         return (v.high - v.low) / v.step
 
     assert width(unsure) > 1.5 * width(sure)
+
+
+DEPTH_SECONDS = (1.5, 1.8, 1.2)
+OWN_STAGE = ((2, 0), (3, 0), (3, 1), (0, 0))  # layers and depths, as of Ett|ttt|tttm|L
+
+
+def costs_with_depth(stages: Sequence[tuple[int, int]]) -> Costs:
+    """Costs of ``stages`` with so many layers and depths; the output layer runs twice."""
+    rows = []
+    for number, (layers, depths) in enumerate(stages):
+        ends = [(number == 0, EMBEDDING), (2 * (number == len(stages) - 1), OUTPUT)]
+        of_stage = [(layers, LAYER), (depths, DEPTH_SECONDS), *ends]
+        rows.append([sum(times * part[at] for times, part in of_stage) for at in range(3)])
+    kinds = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    columns = zip(*rows, strict=True)
+    return Costs(PassCosts(dict(zip(kinds, map(tuple, columns), strict=True))))
+
+
+@pytest.mark.parametrize("output", [0.5, 1.0, 2.0])
+def test_multi_token_prediction_is_where_the_traced_stages_had_it(output: float) -> None:
+    """On a stage of its own before the loss's: its time was taken for the last stage's, whose
+    output layer was thought shorter by as much."""
+    doubled = tuple(2 * part for part in parts(4, output).last["output layer"])
+    estimate = ModelParts(
+        tuple(("layer",) * layers + (DEPTH,) * depths for layers, depths in OWN_STAGE),
+        {"layer": LAYER, DEPTH: DEPTH_SECONDS},
+        {"embedding": EMBEDDING},
+        {"output layer": (doubled[0], doubled[1], doubled[2])},
+    )
+    found = what_if(costs_of(step_of("1f1b", 4, costs_with_depth(OWN_STAGE), estimate)))
+    assert found.has_depths
+    said = {each.schedule: each for each in (*found.within, *found.with_more)}
+    evenly = costs_with_depth([(1, 0)] * 7 + [(1, 1)])
+    for spec in ("zb-v", "v-half"):
+        choice = choose(spec)
+        program = build_program(choice, Problem(choice.place(4), MICROBATCHES, evenly))
+        assert said[spec].step == pytest.approx(simulate(program, evenly).makespan, rel=0.02)
+    assert "multi-token prediction on the last stage" in "\n".join(remarks(found))
 
 
 def test_layers_that_cannot_be_cut_are_said() -> None:

@@ -1,0 +1,145 @@
+"""Trainings on emulated clocks: of a GPT whose layers and output layer take what a test says.
+
+All else is Megatron's own loop and, under a schedule of ours, the runtime. A rank's clock stands
+still but for what passes take and for the messages that they wait for, so a busy machine does not
+matter. Time that a rank is blocked in a send is not emulated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import mmap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ext.adapter.model_parts import language_model
+from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.recording import HostClock
+from megatron_ext.runtime.weight_gradients import WeightGradients, queue
+from megatron_ext.schedule.action import Action, Kind
+from scripts.pretrain_gpt import model_provider
+
+PassTriple = tuple[float, float, float]  # seconds of F, I and W
+
+_SIZE = 64  # at most so many stages, and microbatches
+_STEP = 1e3  # seconds: longer than any step
+_OF_W = "seconds_of_w"  # attribute of a weight
+
+
+@dataclass(frozen=True)
+class PartTimes:
+    """Seconds of a layer, of the output layer with its loss, and of a message."""
+
+    layer: PassTriple
+    output_layer: PassTriple
+    message: float = 0.0
+
+
+class _RankClock:
+    """The clock of this process, and when passes of all processes ended by theirs."""
+
+    def __init__(self, message: float) -> None:
+        self.now, self._steps, self._message = 0.0, 0, message
+        shared = mmap.mmap(-1, 2 * _SIZE * _SIZE * np.dtype(np.float64).itemsize)
+        self._ends = np.frombuffer(shared, np.float64).reshape(2, _SIZE, _SIZE)
+
+    def begin_step(self) -> None:
+        self._steps += 1
+        self.now = self._steps * _STEP
+
+    @contextlib.contextmanager
+    def running(self, action: Action) -> Iterator[None]:
+        """Context of a pass, whose message has come."""
+        stage, kind, microbatch = action.stage, action.kind, action.microbatch
+        is_backward = int(kind is not Kind.FORWARD)
+        if kind is not Kind.BACKWARD_WEIGHT:
+            sender = stage + 1 if is_backward else stage - 1
+            made = self._ends[is_backward, sender, microbatch]
+            if sender >= 0 and made > self._steps * _STEP:
+                self.now = max(self.now, made + self._message)
+        yield
+        if kind is not Kind.BACKWARD_WEIGHT:
+            self._ends[is_backward, stage, microbatch] = self.now
+
+
+class _Pass(torch.autograd.Function):
+    """Forward takes F, backward takes I, and W unless it is deferred."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, clock: _RankClock, forward: float, backward: float) -> Tensor:
+        ctx.clock, ctx.backward_seconds = clock, backward
+        clock.now += forward
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.clock.now += ctx.backward_seconds
+        return dy, None, None, None
+
+
+def timed_models(times: PartTimes, patch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Return a model provider for one `train`, whose model takes ``times`` by the clock of traces;
+    ``patch`` lasts as long as the training."""
+    clock = _RankClock(times.message)
+    put, record, computing = WeightGradients.put, Recorder.record, Recorder.computing
+
+    def put_timed(
+        self: WeightGradients, weight: Tensor, compute: Callable[[], Any], *rest: Any
+    ) -> None:
+        def computed() -> Any:
+            clock.now += getattr(weight, _OF_W, 0.0)
+            return compute()
+
+        put(self, weight, computed, *rest)
+
+    def record_timed(self: Recorder, *args: Any, **kwargs: Any) -> Any:
+        if self._recording is None:
+            clock.begin_step()
+        return record(self, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def computing_timed(self: Recorder, action: Action) -> Iterator[None]:
+        with clock.running(action), computing(self, action):
+            yield
+
+    patch.setattr(WeightGradients, "put", put_timed)
+    patch.setattr(Recorder, "record", record_timed)
+    patch.setattr(Recorder, "computing", computing_timed)
+    patch.setattr(HostClock, "mark", lambda self: clock.now)
+    return functools.partial(_provided, clock, times)
+
+
+def _provided(clock: _RankClock, times: PartTimes, *args: Any, **kwargs: Any) -> Any:
+    model = model_provider(*args, **kwargs)
+    language: Any = language_model(model)
+    for layer in language.decoder.layers:
+        weight = layer.mlp.linear_fc2.weight
+        setattr(weight, _OF_W, times.layer[2])
+        layer.register_forward_hook(functools.partial(_behind, clock, weight, times.layer))
+    output = getattr(language, "output_layer", None)
+    if output is not None:
+        setattr(output.weight, _OF_W, times.output_layer[2])
+        output.register_forward_hook(
+            functools.partial(_behind, clock, output.weight, times.output_layer)
+        )
+    return model
+
+
+def _behind(
+    clock: _RankClock,
+    weight: Tensor,
+    seconds: PassTriple,
+    module: Any,
+    args: Any,
+    made: tuple[Any, ...],
+) -> tuple[Any, ...]:
+    forward, input_gradient, weight_gradient = seconds
+    at_once = 0.0 if queue.splits(weight) else weight_gradient
+    return _Pass.apply(made[0], clock, forward, input_gradient + at_once), *made[1:]
