@@ -12,7 +12,9 @@ from tests.helpers.combinations import nightly
 from tests.helpers.fetched import fetched
 
 ROOT = Path(__file__).parents[3]
-NEEDS_PANDAS = "test_simulate_says_what_a_certificate_is_worth"  # of OR-tools, which requires numpy 2
+NEEDS_PANDAS = (
+    "test_simulate_says_what_a_certificate_is_worth"  # of OR-tools, which requires numpy 2
+)
 
 
 def least_versions() -> dict[str, str]:

@@ -134,7 +134,11 @@ def test_base_package_needs_numpy_and_typer_only(wheel: Path) -> None:
         assert "megatron-ext = megatron_ext.cli:app" in archive.read(path).decode()
     data = metadata(wheel)
     required = data.get_all("Requires-Dist", [])
-    assert sorted(line for line in required if "extra ==" not in line) == ["numpy>=1.26", "rich>=13.7", "typer>=0.16"]
+    assert sorted(line for line in required if "extra ==" not in line) == [
+        "numpy>=1.26",
+        "rich>=13.7",
+        "typer>=0.16",
+    ]
     extras = data.get_all("Provides-Extra", [])
     assert sorted(extras) == ["certify", "dev", "docs", "megatron", "plot", "search", "te"]
     # PyPI's apex is another project than NVIDIA's.
