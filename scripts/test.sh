@@ -26,6 +26,10 @@ check() {
   python -m "$@" || failed+=("$*")
 }
 
+# Tests leave the tree as it was: a file that one wrote at the root was committed with a merge.
+tree() { git status --porcelain 2>/dev/null || true; }
+tree_before=$(tree)
+
 check ruff check
 check ruff format --check
 
@@ -62,6 +66,11 @@ for number in "${!beside[@]}"; do
   wait "$process" || failed+=("$words")
   cat "$outputs/$number"
 done
+if [[ $(tree) != "$tree_before" ]]; then
+  printf '== the tree before and after the tests\n'
+  diff <(printf '%s\n' "$tree_before") <(tree) || true
+  failed+=('the tests have changed the tree')
+fi
 if ((${#failed[@]})); then
   printf '== failed: %s\n' "${failed[@]}"
 fi
