@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.combinations import at_night
+from tests.helpers.combinations import IS_NIGHT, at_night
 from tests.helpers.live_bytes import CountedStep, count_bytes, counted
 from tests.helpers.megatron_runs import model_flags, train
 from tests.helpers.rehearsals import rehearsed
+from tests.helpers.short_search import shorten_search
 
 RANKS = 4
 COSTS = "f=1,i=1,w=1,d2h=1,h2d=1"
@@ -89,3 +91,45 @@ def test_peaks_of_megatrons_own_are_those_among_others(overrides: dict[str, obje
     print([(real.peak, own.peak) for real, own in zip(among, alone, strict=True)])
     assert [own.peak for own in alone] == [real.peak for real in among]
     assert [len(own.samples) for own in alone] == [len(real.samples) for real in among]
+
+
+def costs_file(stages: int, folder: Path) -> Path:
+    """Costs of unequal stages."""
+    forward = [1 + stage % 3 for stage in range(stages)]
+    path = folder / "costs.json"
+    path.write_text(json.dumps({"version": 1, "f": forward, "i": forward, "w": 1, "comm": 0.1}))
+    return path
+
+
+UNEQUAL_LINE = {
+    "pipeline_schedule": "zb-auto",
+    "num_layers": 9,
+    "decoder_first_pipeline_num_layers": 1,
+    "decoder_last_pipeline_num_layers": 2,
+}
+UNEQUAL_V = {
+    "pipeline_schedule": "v-auto",
+    "num_layers": 16,
+    "pipeline_model_parallel_layout": "Et|tt|ttt|t|tttt|tt|tt|tL",
+}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "source"),
+    [
+        (UNEQUAL_LINE, "estimate"),
+        *at_night((UNEQUAL_V, "estimate"), (UNEQUAL_LINE, "file"), (UNEQUAL_V, "file")),
+    ],
+)
+def test_a_search_alone_finds_the_program_of_the_training(
+    overrides: dict[str, object], source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sizes of stages were gathered: alone, every stage had the size of the rank's own, and the
+    search found another program, in silence."""
+    shorten_search(monkeypatch)
+    stages = 8 if overrides is UNEQUAL_V else 4
+    costs = "estimate" if source == "estimate" else costs_file(stages, tmp_path)
+    words = flags(None, **{**overrides, "pipeline_costs": costs})
+    ranks = range(RANKS)
+    among, alone = among_others_and_alone(words, ranks if IS_NIGHT else ranks[1:2])
+    assert {step.digest for step in alone} == {among[0].digest} != {""}
