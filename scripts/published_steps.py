@@ -218,10 +218,14 @@ def work_of(training: Training) -> Work:
 
 def predicted_seconds(training: Training) -> float:
     """Return the estimated seconds of a step of ``training``."""
-    chunks = len(training.layers) // training.pipeline
-    spec = f"interleaved:vpp={chunks}" if chunks > 1 else "1f1b"
     layout = Layout(training.layers)
-    return evaluate(work_of(training), training.schedule or spec, layout, search=False).seconds
+    return evaluate(work_of(training), schedule_of(training), layout, search=False).seconds
+
+
+def schedule_of(training: Training) -> str:
+    """Return the spec of the schedule of ``training``."""
+    chunks = len(training.layers) // training.pipeline
+    return training.schedule or (f"interleaved:vpp={chunks}" if chunks > 1 else "1f1b")
 
 
 def pair_seconds(training: Training) -> float:

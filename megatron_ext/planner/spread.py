@@ -1,0 +1,66 @@
+"""How far predicted gains were from measured ones, by the kind of comparison.
+
+A gain is the ratio of two predicted steps, in which the errors of both partly cancel. How much is
+left differs by what differs between the steps. The figures are those that `python -m
+scripts.evaluation` prints: the share by which 90 % of the predicted ratios of measured pairs of
+steps are off at most. docs/estimated-costs.md has the table behind them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from megatron_ext.words import counted
+
+
+class ComparisonKind(StrEnum):
+    """Difference between two trainings whose steps are compared."""
+
+    SCHEDULES = "the schedule"
+    LAYOUTS = "the layers of stages"
+    VOCABULARY = "a divided vocabulary"
+    SIZES = "parallel sizes or microbatch"
+    OVERLAP = "the overlap of experts' messages"
+
+
+@dataclass(frozen=True)
+class ErrorSpread:
+    """Spread of the errors of a kind of comparison.
+
+    Attributes:
+        share: the error of predicted ratios, over the measured ones, that 90 % keep.
+        pairs: number of measured pairs of steps.
+        source: where they were measured.
+    """
+
+    share: float
+    pairs: int
+    source: str
+
+
+SPREADS: Mapping[ComparisonKind, ErrorSpread] = {
+    ComparisonKind.SCHEDULES: ErrorSpread(0.054, 36, "zero-bubble paper, A100"),
+    ComparisonKind.LAYOUTS: ErrorSpread(0.030, 5, "vocabulary parallelism, A100"),
+    ComparisonKind.VOCABULARY: ErrorSpread(0.122, 16, "vocabulary parallelism, A100"),
+    ComparisonKind.SIZES: ErrorSpread(0.134, 243, "Hagemann et al. 2023, A100"),
+    ComparisonKind.OVERLAP: ErrorSpread(0.053, 2, "Megatron-LM #6311, H100"),
+}
+
+
+def widest(kinds: Iterable[ComparisonKind]) -> tuple[ComparisonKind, ErrorSpread]:
+    """Return the one of ``kinds`` whose spread is the widest, with its spread."""
+    return max(((kind, SPREADS[kind]) for kind in kinds), key=lambda one: one[1].share)
+
+
+def doubt(gain: float, kinds: Iterable[ComparisonKind]) -> str:
+    """Return, in words, that a ``gain`` may be none, since it is within the spread of its kind of
+    comparison: the widest of ``kinds``. Return "" if it is larger."""
+    kind, spread = widest(kinds)
+    if abs(gain) > spread.share:
+        return ""
+    return (
+        f"may be none: of {counted(spread.pairs, 'measured pair')} that differed in {kind}, one "
+        f"in ten was predicted {spread.share:.1%} off or more"
+    )

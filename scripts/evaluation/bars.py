@@ -1,0 +1,110 @@
+"""Bars of the evaluation: what its figures must keep, whatever else changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+from scripts.evaluation import tables
+from scripts.evaluation.tables import FigureLine
+
+
+@dataclass(frozen=True)
+class FigureBar:
+    """A bar for all lines of a ``kind`` whose name begins with ``prefix``.
+
+    Attributes:
+        least, most: bounds of the median of predicted over measured.
+        worst: share by which the worst row may be off.
+        right: share of pairs that have to be in the right order.
+    """
+
+    text: str
+    kind: str
+    prefix: str = ""
+    least: float = 0.0
+    most: float = inf
+    worst: float = inf
+    right: float = 0.0
+
+    def broken_by(self, lines: Sequence[FigureLine]) -> str:
+        """Return the figures of ``lines`` that break it, in words; "" if none does."""
+        broken = []
+        own = [one for one in lines if one.kind == self.kind and one.name.startswith(self.prefix)]
+        if not own:
+            return "no such line"
+        for line in own:
+            if line.spread is not None and not self.least <= line.spread.median <= self.most:
+                broken.append(f"{line.name}: median {line.spread.median:.3f}")
+            if line.worst is not None and abs(line.worst - 1) > self.worst:
+                broken.append(f"{line.name}: worst {line.worst:.3f}")
+            if line.order is not None and line.order[0] < self.right * line.order[1]:
+                broken.append(f"{line.name}: {line.order[0]} of {line.order[1]}")
+        return "; ".join(broken)
+
+
+BARS = (
+    FigureBar(
+        "all pairs of schedules of the zero-bubble paper are in the right order",
+        tables.ORDER,
+        "zero bubble",
+        right=1.0,
+    ),
+    FigureBar(
+        "so are all pairs of vocabulary parallelism",
+        tables.ORDER,
+        "vocabulary",
+        right=1.0,
+    ),
+    FigureBar(
+        "no gain of zb-h1 or zb-h2 over 1F1B is off by more than 4 %",
+        tables.GAINS,
+        "zb-h",
+        worst=0.04,
+    ),
+    FigureBar(
+        "no gain of interleaved over 1F1B is off by more than 6 %",
+        tables.GAINS,
+        "interleaved",
+        worst=0.06,
+    ),
+    FigureBar(
+        "no gain of a divided vocabulary over 1F1B is off by more than 14 %",
+        tables.GAINS,
+        "1f1b + vocab",
+        worst=0.14,
+    ),
+    FigureBar(
+        "no peak of the zero-bubble paper is off by more than 11 %",
+        tables.PEAKS,
+        "zero bubble",
+        worst=0.11,
+    ),
+    FigureBar(
+        "no peak of vocabulary parallelism's artifact is off by more than 4 %",
+        tables.PEAKS,
+        "vocabulary parallelism, its artifact",
+        worst=0.04,
+    ),
+    FigureBar(
+        "seconds of the zero-bubble paper's steps are predicted at 0.8 to 1 of the measured, in "
+        "the median",
+        tables.SECONDS,
+        "zero bubble",
+        least=0.8,
+        most=1.0,
+    ),
+    FigureBar(
+        "85 % of the A100 pairs over 2 % are in the right order",
+        tables.SIZES,
+        "Llama 13B to 65B on A100s, pairs over 2 %",
+        right=0.85,
+    ),
+    FigureBar(
+        "93 % of those over 10 % are",
+        tables.SIZES,
+        "Llama 13B to 65B on A100s, pairs over 10 %",
+        right=0.93,
+    ),
+)

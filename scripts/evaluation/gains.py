@@ -1,0 +1,95 @@
+"""Comparisons of two measured steps: whether the prediction has their order, and how far it is off.
+
+An error is predicted over measured, less 1, of the ratio of two steps' seconds. It decides what a
+plan recommends, unlike the error of the seconds themselves, which both steps share.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_ext.planner.verdict import WORTH
+from scripts.evaluation.predictions import PredictedStep
+
+LAYERS_MOVED = "1f1b, layers moved"  # to other stages
+
+
+@dataclass(frozen=True)
+class StepRatio:
+    """How many times as long the ``first`` of two steps of one job takes."""
+
+    first: PredictedStep
+    second: PredictedStep
+
+    @property
+    def measured(self) -> float:
+        return self.first.step.seconds / self.second.step.seconds
+
+    @property
+    def predicted(self) -> float:
+        return self.first.seconds / self.second.seconds
+
+    @property
+    def error(self) -> float:
+        """The predicted ratio over the measured one, less 1."""
+        return self.predicted / self.measured - 1
+
+    @property
+    def differs(self) -> bool:
+        """Whether the measured steps differ by more than a plan takes for a difference."""
+        return max(self.measured, 1 / self.measured) > 1 + WORTH
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the prediction has the two in the measured order."""
+        return (self.measured > 1) == (self.predicted > 1)
+
+
+def jobs(found: Iterable[PredictedStep]) -> Mapping[str, list[PredictedStep]]:
+    """Return the predictions of each job: the same training under several schedules."""
+    rows: dict[str, list[PredictedStep]] = defaultdict(list)
+    for one in found:
+        rows[one.step.job].append(one)
+    return rows
+
+
+def over_1f1b(found: Iterable[PredictedStep]) -> Mapping[str, list[StepRatio]]:
+    """Return 1F1B compared with each other schedule of its job, by that schedule. Its row has the
+    same layers on all stages, but for the ends that the job's own script chose."""
+    gains: dict[str, list[StepRatio]] = defaultdict(list)
+    for rows in jobs(found).values():
+        base = next((one for one in rows if one.step.schedule == "1f1b"), None)
+        for one in rows if base is not None else ():
+            assert base is not None
+            if one.step.schedule != "1f1b":
+                gains[one.step.schedule].append(StepRatio(base, one))
+            elif one.step.layers != base.step.layers:
+                gains[LAYERS_MOVED].append(StepRatio(base, one))
+    return gains
+
+
+def pairs_in_order(found: Iterable[PredictedStep]) -> tuple[int, int]:
+    """Return how many pairs of steps of one job, whose measured seconds differ, are predicted in
+    the right order, and how many pairs there are."""
+    pairs = [
+        StepRatio(a, b) for rows in jobs(found).values() for a, b in itertools.combinations(rows, 2)
+    ]
+    different = [pair for pair in pairs if pair.differs]
+    return sum(pair.is_right for pair in different), len(different)
+
+
+def of_rows(found: Sequence[PredictedStep], first: int, second: int) -> StepRatio:
+    """Return the comparison of two rows by their numbers."""
+    numbered = {one.step.number: one for one in found}
+    return StepRatio(numbered[first], numbered[second])
+
+
+def overlaps(found: Sequence[PredictedStep]) -> Iterator[tuple[str, StepRatio]]:
+    """Yield what Megatron-LM #6311 measured in pairs: recompute of whole layers, and on top of it
+    experts' messages that other microbatches hide."""
+    yield "full recompute", of_rows(found, 329, 330)
+    yield "overlap of experts, 1 connection", of_rows(found, 330, 331)
+    yield "overlap of experts, 32 connections", of_rows(found, 330, 332)

@@ -1,0 +1,133 @@
+"""Public measurements of trainings on clusters, as measured.csv has them: one step a row.
+
+A row has the sizes of a training, its layout and schedule, the published seconds of a step, the
+published peak of the fullest rank if there is one, and where both were read.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import inf
+from pathlib import Path
+
+MEASURED = Path(__file__).with_name("measured.csv")
+GB = 2**30  # bytes: what the sources call GB is what torch.cuda's figures divide by
+
+
+@dataclass(frozen=True)
+class PublishedStep:
+    """A published step.
+
+    Attributes:
+        job: what was trained where; rows of one job differ in layout or schedule alone.
+        cells: all columns as they stand, for settings that only one group of rows has.
+        layers: layers of each stage; () if the row does not tell.
+        peak: bytes of the fullest rank; None if nothing is published.
+    """
+
+    number: int
+    job: str
+    source: str
+    framework: str
+    gpu: str
+    gpus: int
+    pipeline: int
+    chunks: int
+    microbatches: int
+    schedule: str
+    layers: tuple[int, ...]
+    seconds: float
+    peak: float | None
+    cells: Mapping[str, str] = field(repr=False, hash=False, compare=False)
+
+    def size(self, column: str) -> int:
+        """Return the whole number in ``column``; 0 if it is empty."""
+        return int(self.cells[column].split()[0]) if self.cells[column] else 0
+
+
+_NEEDED = (
+    *("id", "job", "source", "where_read", "framework", "gpu", "n_gpus", "pp", "vpp", "m"),
+    *("schedule", "layout", "seconds", "peak_gb", "tp", "cp", "ep", "dp", "mbs", "gbs", "seq"),
+    *("precision", "note"),
+)
+
+
+def read_measured(path: Path = MEASURED) -> list[PublishedStep]:
+    """Return the rows of ``path``.
+
+    Raises:
+        ValueError: a column is missing, or a cell is not understood; names the file and the line.
+    """
+    with path.open(newline="") as file:
+        reader = csv.DictReader(file)
+        missing = [name for name in _NEEDED if name not in (reader.fieldnames or ())]
+        if missing:
+            raise ValueError(f"{path} has no column {', '.join(missing)}")
+        steps = []
+        for row in reader:
+            try:
+                steps.append(_step(row))
+            except ValueError as error:
+                raise ValueError(f"{path}, line {reader.line_num}: {error}") from None
+    numbers = [step.number for step in steps]
+    twice = sorted({number for number in numbers if numbers.count(number) > 1})
+    if twice:
+        raise ValueError(f"{path} has the id {twice[0]} twice")
+    return steps
+
+
+def _step(row: Mapping[str, str]) -> PublishedStep:
+    """Raises ValueError if a cell is not understood."""
+
+    def number(name: str) -> int:
+        text = row[name] or ""
+        if not text.isdecimal() or not int(text):
+            raise ValueError(f"{name} is {text!r}: write a whole number from 1 on")
+        return int(text)
+
+    def amount(name: str) -> float:
+        try:
+            found = float(row[name])
+        except ValueError:
+            found = -1.0
+        if not 0 < found < inf:
+            raise ValueError(f"{name} is {row[name]!r}: write a number above 0")
+        return found
+
+    for name in ("job", "source", "where_read", "schedule"):
+        if not row[name]:
+            raise ValueError(f"{name} is empty")
+    pipeline, chunks = number("pp"), number("vpp")
+    layers = _layers(row["layout"], pipeline * chunks)
+    return PublishedStep(
+        number("id"),
+        row["job"],
+        row["source"],
+        row["framework"],
+        row["gpu"],
+        number("n_gpus"),
+        pipeline,
+        chunks,
+        number("m"),
+        row["schedule"],
+        layers,
+        amount("seconds"),
+        amount("peak_gb") * GB if row["peak_gb"] else None,
+        dict(row),
+    )
+
+
+def _layers(text: str, stages: int) -> tuple[int, ...]:
+    """Return the numbers of layers in ``text``, ``2,3,3,2``; () for other forms of a layout.
+
+    Raises:
+        ValueError: there are not as many numbers as ``stages``.
+    """
+    words = text.split(",")
+    if len(words) < 2 or not all(word.isdecimal() for word in words):
+        return ()
+    if len(words) != stages:
+        raise ValueError(f"layout has {len(words)} stages, and the pipeline {stages}")
+    return tuple(map(int, words))

@@ -1,0 +1,80 @@
+"""The evaluation in words: the table of docs/estimated-costs.md, with the bars below it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megatron_ext.planner.spread import ComparisonKind
+from scripts.evaluation.bars import BARS
+from scripts.evaluation.spreads import spread_of
+from scripts.evaluation.tables import FigureLine
+from scripts.recipes.tables import table
+
+PAGE = Path(__file__).parents[2] / "docs" / "estimated-costs.md"
+BEGIN, END = (
+    "<!-- evaluation: python -m scripts.evaluation --write -->",
+    "<!-- end of evaluation -->",
+)
+_HEAD = ("compared", "", "rows", "in view", "median", "10 % to 90 %", "in the right order")
+
+
+def text_of(lines: Sequence[FigureLine], errors: Mapping[ComparisonKind, Sequence[float]]) -> str:
+    """Return the tables and the bars as the page has them."""
+    return "\n".join(
+        [
+            table(_HEAD, map(_cells, _with_kinds_once(lines))),
+            _SPREADS,
+            table(
+                ("steps that differ in", "pairs", "90 % are off by at most"),
+                [(kind, len(all_), f"{spread_of(all_):.1%}") for kind, all_ in errors.items()],
+            ),
+            _BARS,
+            "".join(f"- {bar.text}\n" for bar in BARS),
+        ]
+    )
+
+
+_SPREADS = """The **spread** of a kind of comparison is how far predicted ratios of two steps are
+off the measured ones. `plan` says of a gain within its spread that it may be none.
+"""
+_BARS = "At night a test runs all this and fails unless:\n"
+
+
+def write(text: str, page: Path = PAGE) -> None:
+    """Write ``text`` between the marks of ``page``."""
+    page.write_text(with_part(page.read_text(), text))
+
+
+def with_part(whole: str, text: str) -> str:
+    """Return the page ``whole`` with ``text`` between its marks.
+
+    Raises:
+        ValueError: the page has no such marks.
+    """
+    if whole.count(BEGIN) != 1 or whole.count(END) != 1:
+        raise ValueError(f"the page needs the marks {BEGIN} and {END}, once each")
+    before, rest = whole.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n{text.strip()}\n{END}{after}"
+
+
+def _with_kinds_once(lines: Sequence[FigureLine]) -> list[tuple[str, FigureLine]]:
+    """Return each line with its kind, which is empty if the line before has the same."""
+    first = {line.kind: index for index, line in reversed(list(enumerate(lines)))}
+    return [
+        (line.kind if first[line.kind] == index else "", line) for index, line in enumerate(lines)
+    ]
+
+
+def _cells(named: tuple[str, FigureLine]) -> list[object]:
+    kind, line = named
+    spread = line.spread
+    middle = ["", ""] if spread is None else [f"{spread.median:.2f}", _range(line)]
+    order = "" if line.order is None else f"{line.order[0]} of {line.order[1]}"
+    return [kind, line.name, line.rows, line.in_view or "none", *middle, order]
+
+
+def _range(line: FigureLine) -> str:
+    assert line.spread is not None
+    return "" if line.rows == 1 else f"{line.spread.p10:.2f} to {line.spread.p90:.2f}"

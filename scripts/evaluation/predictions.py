@@ -1,0 +1,106 @@
+"""Predicted and measured steps, and how far one was from the other by group of sources."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from scripts.evaluation.measured import PublishedStep
+from scripts.evaluation.trainings import recipe_of, training_of
+from scripts.recipes.throughput import published
+
+
+@dataclass(frozen=True)
+class PredictedStep:
+    """A measured step with its prediction: seconds, and bytes of the fullest rank."""
+
+    step: PublishedStep
+    seconds: float
+    peak: float
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over measured seconds."""
+        return self.seconds / self.step.seconds
+
+    @property
+    def peak_ratio(self) -> float | None:
+        """Predicted over published peak; None if none is published."""
+        return None if self.step.peak is None else self.peak / self.step.peak
+
+
+def predict(steps: Iterable[PublishedStep], report: Callable[[], None]) -> list[PredictedStep]:
+    """Return the prediction for each of ``steps``; ``report`` is called after each."""
+    found = []
+    for step in steps:
+        made = training_of(step).predicted()
+        found.append(PredictedStep(step, made.seconds, made.fullest))
+        report()
+    return found
+
+
+@dataclass(frozen=True)
+class Percentiles:
+    """Median, 10th and 90th percentile of ``rows`` figures."""
+
+    median: float
+    p10: float
+    p90: float
+    rows: int
+
+    @classmethod
+    def of(cls, figures: Sequence[float]) -> Percentiles:
+        p10, median, p90 = map(float, np.percentile(figures, (10, 50, 90)))
+        return cls(median, p10, p90, len(figures))
+
+
+_NEW_SOFTWARE = 26.06  # the container from which on Bridge's figures are those of today's software
+_JOBS = {
+    "zb": "zero bubble, A100",
+    "vocab artifact": "vocabulary parallelism, its artifact, A100",
+    "vocab paper": "vocabulary parallelism, its paper, A100",
+    "korthikanti": "Korthikanti et al. 2022, A100",
+    "dsv3": "DeepSeek-V3, ISCA 2025, H800",
+    "pr6311": "Megatron-LM #6311, H100",
+    "moe_recipes": "Megatron-LM's moe_recipes, B200",
+    "card GLM": "GLM-5.2 (sparse attention), H100 and GB200",
+    "card": "model cards, GB200 and GB300",
+}
+
+
+def group_of(step: PublishedStep) -> str:
+    """Return the name of the group that ``step`` belongs to."""
+    if "GPT OSS" in step.job:
+        return "gpt-oss 120B, H100"
+    if step.job.startswith("bridge"):
+        container = re.search(r"container (\d+\.\d+)", step.source)
+        assert container is not None
+        gpu = step.gpu.removeprefix("DGX-")
+        if float(container[1]) < _NEW_SOFTWARE:
+            return "Megatron-Bridge, containers before 26.06"
+        return f"Megatron-Bridge, containers from 26.06 on, {gpu}"
+    return next(name for prefix, name in _JOBS.items() if step.job.startswith(prefix))
+
+
+def is_in_view(step: PublishedStep) -> bool:
+    """Return whether the figure of ``step`` was known here when a constant of the estimate was
+    chosen: it stands in recipes/published.csv or in published_steps.py."""
+    if step.job.startswith(("korthikanti", "dsv3")):
+        return True
+    if not step.job.startswith("bridge"):
+        return False
+    known = published(recipe_of(step))
+    release = re.search(r"container ([\d.]+)", step.source)
+    return known is not None and release is not None and known.release == release[1]
+
+
+def by_group(found: Iterable[PredictedStep]) -> Mapping[str, list[PredictedStep]]:
+    """Return the predictions by their group, in the order of their rows."""
+    groups: dict[str, list[PredictedStep]] = defaultdict(list)
+    for one in found:
+        groups[group_of(one.step)].append(one)
+    return groups

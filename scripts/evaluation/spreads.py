@@ -1,0 +1,42 @@
+"""The spreads of planner/spread.py, computed: how far predicted ratios of steps are off."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from megatron_ext.planner.spread import ComparisonKind
+from scripts.evaluation.gains import LAYERS_MOVED, StepRatio, jobs, over_1f1b, overlaps
+from scripts.evaluation.predictions import PredictedStep
+
+
+def measured_errors(
+    found: Sequence[PredictedStep], sizes: Sequence[float]
+) -> Mapping[ComparisonKind, list[float]]:
+    """Return the errors of the predicted ratios of measured pairs, by what differs in a pair.
+
+    Args:
+        sizes: predicted over measured ratios of pairs with other sizes.
+    """
+    zero_bubble = [one for one in found if one.step.job.startswith("zb ")]
+    over = over_1f1b(found)
+    return {
+        ComparisonKind.SCHEDULES: [
+            StepRatio(a, b).error
+            for rows in jobs(zero_bubble).values()
+            for a, b in itertools.combinations(rows, 2)
+        ],
+        ComparisonKind.LAYOUTS: [pair.error for pair in over[LAYERS_MOVED]],
+        ComparisonKind.VOCABULARY: [
+            pair.error for name, pairs in over.items() if "vocab" in name for pair in pairs
+        ],
+        ComparisonKind.SIZES: [ratio - 1 for ratio in sizes],
+        ComparisonKind.OVERLAP: [pair.error for name, pair in overlaps(found) if "experts" in name],
+    }
+
+
+def spread_of(errors: Sequence[float]) -> float:
+    """Return the share by which 90 % of ``errors`` are off at most."""
+    return float(np.percentile(np.abs(errors), 90))

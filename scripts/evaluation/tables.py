@@ -1,0 +1,189 @@
+"""The evaluation's figures: one line for each kind of comparison, in groups."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_ext.cost_model.gpus import GPUS
+from scripts import layout_order
+from scripts.evaluation.gains import StepRatio, over_1f1b, overlaps, pairs_in_order
+from scripts.evaluation.measured import PublishedStep
+from scripts.evaluation.paper_times import simulated
+from scripts.evaluation.predictions import (
+    Percentiles,
+    PredictedStep,
+    by_group,
+    is_in_view,
+    predict,
+)
+from scripts.evaluation.stage_times import (
+    PublishedStage,
+    ratios_by_pass,
+)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """All figures.
+
+    Attributes:
+        steps: each published step with its prediction.
+        lines: the table.
+        sizes: predicted over measured ratios of pairs of steps with other sizes.
+    """
+
+    steps: Sequence[PredictedStep]
+    lines: Sequence[FigureLine]
+    sizes: Sequence[float]
+
+
+@dataclass(frozen=True)
+class FigureLine:
+    """One line of the table.
+
+    Attributes:
+        kind: what was compared, such as seconds of a step; lines of one kind follow one another.
+        name: the group of rows, or the schedule.
+        rows: number of rows or pairs.
+        in_view: how many of them were known here when a constant was chosen.
+        spread: predicted over measured; None if only an order was compared.
+        order: pairs in the right order, and pairs that differ; None if no order was compared.
+    """
+
+    kind: str
+    name: str
+    rows: int
+    in_view: int
+    spread: Percentiles | None = None
+    order: tuple[int, int] | None = None
+    worst: float | None = None
+
+
+def _line(kind: str, name: str, figures: Sequence[float], in_view: int = 0) -> FigureLine:
+    worst = max(figures, key=lambda figure: abs(figure - 1))
+    return FigureLine(kind, name, len(figures), in_view, Percentiles.of(figures), worst=worst)
+
+
+SECONDS = "seconds of a step"
+PEAKS = "peak of the fullest rank"
+GAINS = "gain over 1F1B"
+GAINS_GIVEN = "gain over 1F1B, simulated with the paper's pass times"
+ORDER = "order of schedules of one job"
+OVERLAP = "gain of a setting"
+PASSES = "milliseconds of a pass"
+SIZES = "order of sizes and microbatches"
+
+
+def evaluate_all(
+    steps: Sequence[PublishedStep], stages: Sequence[PublishedStage], report: Callable[[], None]
+) -> Evaluation:
+    """Return all figures; ``report`` is called after each step and each of `OTHER_PARTS` others."""
+    found = predict(steps, report)
+    lines = [*of_steps(found), *of_gains(found), *with_papers_times(steps, stages)]
+    report()
+    ordered, sizes = of_sizes()
+    lines += [*of_passes(stages), *ordered]
+    report()
+    return Evaluation(found, lines, sizes)
+
+
+OTHER_PARTS = 2
+
+
+def of_steps(found: Sequence[PredictedStep]) -> Iterator[FigureLine]:
+    groups = by_group(found)
+    for name, rows in groups.items():
+        known = sum(is_in_view(one.step) for one in rows)
+        yield _line(SECONDS, name, [one.ratio for one in rows], known)
+    for name, rows in groups.items():
+        ratios = [one.peak_ratio for one in rows if one.peak_ratio is not None]
+        if ratios:
+            yield _line(PEAKS, name, ratios)
+
+
+def of_gains(found: Sequence[PredictedStep]) -> Iterator[FigureLine]:
+    for name, pairs in over_1f1b(found).items():
+        yield _gain(GAINS, name, pairs)
+    for prefix, name in (("zb ", "zero bubble"), ("vocab ", "vocabulary parallelism")):
+        rows = [one for one in found if one.step.job.startswith(prefix)]
+        right, pairs_of_job = pairs_in_order(rows)
+        yield FigureLine(ORDER, name, pairs_of_job, 0, order=(right, pairs_of_job))
+    for name, pair in overlaps(found):
+        yield _line(OVERLAP, name, [1 + pair.error])
+
+
+def _gain(kind: str, name: str, pairs: Sequence[StepRatio]) -> FigureLine:
+    return _line(kind, name, [1 + pair.error for pair in pairs])
+
+
+def with_papers_times(
+    steps: Sequence[PublishedStep], stages: Sequence[PublishedStage]
+) -> Iterator[FigureLine]:
+    for launch in (True, False):
+        made = over_1f1b(simulated(steps, stages, launch=launch))
+        for name, pairs in made.items():
+            more = "and LAUNCH" if launch else "alone"
+            yield _gain(GAINS_GIVEN, f"{name}, {more}", pairs)
+
+
+def of_passes(stages: Sequence[PublishedStage]) -> Iterator[FigureLine]:
+    for (method, pass_), ratios in ratios_by_pass(stages).items():
+        yield _line(PASSES, f"{pass_}, {method}", ratios)
+
+
+def of_sizes() -> tuple[list[FigureLine], list[float]]:
+    """Return the lines of the A100 layouts, and predicted over measured ratios of their pairs."""
+    gpu = GPUS["a100"]
+    rows = layout_order.read(layout_order.MEASURED)
+    predicted = {row: layout_order.predict(row, gpu, gpu.rates()) for row in rows}
+    bars = layout_order.bars(rows, predicted)
+    name = "Llama 13B to 65B on A100s, pairs over "
+    lines = [
+        FigureLine(
+            SIZES, f"{name}{percent} %", order.all, order.all, order=(order.right, order.all)
+        )
+        for percent, order in ((2, bars.over_2), (10, bars.over_10))
+    ]
+    ran = [row for row in rows if row.seconds is not None]
+    ratios = [
+        (predicted[a].seconds / predicted[b].seconds) / (a.seconds / b.seconds)
+        for a, b in itertools.permutations(ran, 2)
+        if a.group == b.group and a.seconds and b.seconds and a.seconds > 1.02 * b.seconds
+    ]
+    lines.append(_line(SIZES, "the slower over the faster of them", ratios, len(ratios)))
+    return lines, ratios
+
+
+def as_data(made: Evaluation) -> Mapping[str, object]:
+    """Return all figures as data for other programs."""
+    return {
+        "steps": [
+            {
+                "id": one.step.number,
+                "job": one.step.job,
+                "schedule": one.step.schedule,
+                "measured_seconds": one.step.seconds,
+                "predicted_seconds": one.seconds,
+                "measured_peak": one.step.peak,
+                "predicted_peak": one.peak,
+                "in_view": is_in_view(one.step),
+            }
+            for one in made.steps
+        ],
+        "lines": [
+            {
+                "kind": line.kind,
+                "name": line.name,
+                "rows": line.rows,
+                "in_view": line.in_view,
+                "median": line.spread and line.spread.median,
+                "p10": line.spread and line.spread.p10,
+                "p90": line.spread and line.spread.p90,
+                "worst": line.worst,
+                "right": line.order and line.order[0],
+            }
+            for line in made.lines
+        ],
+    }
