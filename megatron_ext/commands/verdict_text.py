@@ -7,12 +7,14 @@ from collections.abc import Iterator
 
 from megatron_ext.cost_model.gpus import USABLE
 from megatron_ext.planner.job_plan import JobPlan
+from megatron_ext.planner.spread import doubt
 from megatron_ext.planner.unequal import UnequalGains
 from megatron_ext.planner.verdict import (
     ALIKE,
     WORTH,
     Alternative,
     Verdict,
+    differences,
     is_stock,
     shortest_of_others,
 )
@@ -29,7 +31,7 @@ def verdict_lines(made: JobPlan) -> Iterator[str]:
     if taken is None:
         return
     if found.keeps:
-        yield f"verdict:   keep it: {_no_gain(found)}"
+        yield f"verdict:   keep it: {_no_gain(found)}{_not_compared(made)}"
     else:
         yield from _change(made, taken)
     for microbatches, seconds in taken.other_steps.items():
@@ -52,6 +54,9 @@ def _change(made: JobPlan, taken: Alternative) -> Iterator[str]:
     yield f"verdict:   {made.written or 'Megatron 1f1b'}{_by_megatron(made, taken)}"
     if found.baseline is not None:
         yield f"gain:      {_gain(made, taken)}"
+        doubted = _doubted(found) if made.is_estimate else ""
+        if doubted:
+            yield f"spread:    {doubted}"
     else:
         yield f"step:      {_step(made, taken)}"
     yield f"memory:    {_memory_of_rank(made, taken)}"
@@ -105,6 +110,31 @@ def _no_gain(found: Verdict) -> str:
     if not runner_up:
         return "nothing that fits takes less time"
     return f"nothing that fits saves {WORTH:.0%} of a step{runner_up}"
+
+
+def _not_compared(made: JobPlan) -> str:
+    """Name what was not compared to its end because the time of the plan was over; return "" if
+    everything was."""
+    if not made.is_short:
+        return ""
+    kinds = f": {', '.join(made.left_out)}" if made.left_out else ""
+    return f"; the time of the plan ended before all was compared{kinds}"
+
+
+def _doubted(found: Verdict) -> str:
+    """Say whether the gain, or the part of it that ours add to Megatron's own flags, is within the
+    spread of its kind of comparison; return "" if neither is."""
+    own, taken, stock = found.baseline, found.taken, found.stock
+    assert own is not None and taken is not None
+    if found.gain <= 0:
+        return ""
+    doubted = doubt(found.gain, differences(own, taken))
+    if doubted:
+        return f"the gain {doubted}"
+    if stock is None or stock is taken or taken.seconds >= stock.seconds:
+        return ""
+    doubted = doubt(1 - taken.seconds / stock.seconds, differences(stock, taken))
+    return f"the part by ours {doubted}" if doubted else ""
 
 
 def _is_most(made: JobPlan, stock: Alternative) -> bool:

@@ -38,7 +38,15 @@ from megatron_ext.planner.job_plan import Others, PlannedJob
 from megatron_ext.planner.layouts.comparison import LayoutComparison
 from megatron_ext.planner.layouts.layout import Layout
 from megatron_ext.planner.long_sequences import LongSequences
-from megatron_ext.planner.planning_time import begin, until_end, within
+from megatron_ext.planner.planning_time import (
+    LAYOUTS,
+    PAIRS,
+    RECOMPUTE,
+    SLICES,
+    begin,
+    until_end,
+    within,
+)
 from megatron_ext.planner.verdict import NOTHING, WORTH, Alternative, Written
 from megatron_ext.schedule.microbatch_costs import BatchSize
 from megatron_ext.words import bytes_text
@@ -101,16 +109,15 @@ class LaunchJob(PlannedJob):
         variants, room = self.parsed.variants, self.room
         long = is_long(self.parsed.validated)
         with within(_LAYOUTS):
-            layouts = until_end(partial(_layouts, self.parsed), None)
+            layouts = until_end(partial(_layouts, self.parsed), None, LAYOUTS)
         changes: list[Changed | None] = []
         with within(_CHANGES):
             if self.is_estimate:
                 in_pairs = partial(other_pairs, variants, plan, room, is_long=long)
-                changes.append(
-                    until_end(partial(without_full_recompute, variants, plan, room), None)
-                )
-                changes.append(until_end(in_pairs, None))
-            slices = until_end(partial(long_sequences, self.parsed, plan), None)
+                less = partial(without_full_recompute, variants, plan, room)
+                changes.append(until_end(less, None, RECOMPUTE))
+                changes.append(until_end(in_pairs, None, PAIRS))
+            slices = until_end(partial(long_sequences, self.parsed, plan), None, SLICES)
         made = [
             self._changed(candidate, changed)
             for changed in changes

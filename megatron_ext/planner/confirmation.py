@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from megatron_ext.compile.program.repeating_part import SAME
 from megatron_ext.planner.candidate import Candidate, Plan, by_time
 from megatron_ext.planner.fitting import built_whole, check_room
-from megatron_ext.planner.planning_time import until_end
+from megatron_ext.planner.planning_time import WHOLE_STEPS, until_end
 from megatron_ext.planner.verdict import Alternative, Verdict, eligible, verdict
 from megatron_ext.progress import remark
 
@@ -125,7 +125,7 @@ def _close(pool: Sequence[Alternative]) -> list[Alternative]:
 def _built_in_time(estimated: Alternative, free: float | None) -> tuple[Alternative | None, bool]:
     """Return the result of `_built`, and whether planning time was left for it."""
     without: tuple[Alternative | None, bool] = (None, False)
-    return until_end(lambda: (_built(estimated, free), True), without)
+    return until_end(lambda: (_built(estimated, free), True), without, WHOLE_STEPS)
 
 
 def _built(estimated: Alternative, free: float | None) -> Alternative | None:

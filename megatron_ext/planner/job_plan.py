@@ -18,7 +18,7 @@ from megatron_ext.planner.candidate import Candidate, Plan, Variant, VocabMethod
 from megatron_ext.planner.confirmation import confirmed_verdict, with_whole_step
 from megatron_ext.planner.curves import Curves, curves_of
 from megatron_ext.planner.long_sequences import LongSequences
-from megatron_ext.planner.planning_time import has_ended_early
+from megatron_ext.planner.planning_time import has_ended_early, left_out
 from megatron_ext.planner.unequal import UnequalGains, unequal_gains
 from megatron_ext.planner.verdict import NOTHING, Alternative, Verdict, Written
 from megatron_ext.schedule.microbatch_costs import BatchSize, read_loads
@@ -149,6 +149,7 @@ class JobPlan:
         curves: for the picture; None if none was requested.
         nothing_fits: error message if nothing fits.
         is_short: whether not all alternatives were compared, since the time of the plan was over.
+        left_out: kinds of alternatives that were not compared to their end because of that.
     """
 
     plan: Plan
@@ -170,6 +171,7 @@ class JobPlan:
     curves: Curves | None = field(default=None, repr=False)
     nothing_fits: str = field(default="", repr=False)
     is_short: bool = field(default=False, repr=False)
+    left_out: tuple[str, ...] = ()
 
 
 def plan_job(job: PlannedJob, *, with_curves: bool = False, lengths: Path | None = None) -> JobPlan:
@@ -225,5 +227,6 @@ def plan_job(job: PlannedJob, *, with_curves: bool = False, lengths: Path | None
         waits=job.waits,
         unequal=unequal,
         is_short=has_ended_early(),
+        left_out=left_out(),
         curves=curves_of(plan, job.variant, job.room) if with_curves else None,
     )

@@ -19,7 +19,7 @@ from megatron_ext.planner.candidate import (
 )
 from megatron_ext.planner.fitting import TooFull, consider
 from megatron_ext.planner.limits import is_close, least_time
-from megatron_ext.planner.planning_time import until_end
+from megatron_ext.planner.planning_time import SCHEDULES, until_end
 from megatron_ext.progress import Task, task
 from megatron_ext.schedule.limit import MemoryLimit
 
@@ -83,7 +83,7 @@ def make_plan(
                 comparison.add_searched([pair for pair in searched if pair[1] is method], work)
         return True
 
-    if not until_end(compare, otherwise=False):
+    if not until_end(compare, False, SCHEDULES):
         comparison.leave_out(pairs)
     return Plan(tuple(sorted(comparison.candidates, key=by_time)), comparison.refusals)
 

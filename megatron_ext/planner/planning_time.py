@@ -14,8 +14,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
+
+# Kinds of alternatives that a plan compares, as its text names those that it left out.
+SCHEDULES, LAYOUTS = "schedules", "layouts of the layers"
+RECOMPUTE, PAIRS, SLICES = "other recompute", "passes in pairs", "slices"
+WHOLE_STEPS = "whole steps of long ones"
 
 LIMIT = 50.0  # CPU seconds of the comparison: the winner is built whole after it
 _AGAIN = 0.5  # CPU seconds: an exception that a destructor has swallowed is raised again
@@ -40,6 +45,7 @@ class PlanningTime:
         first_answer: CPU seconds from then to the first answer; None: there is none yet.
         is_interrupted: whether Ctrl-C ended it.
         is_short: whether some of the comparison was ignored because the time was over.
+        left_out: the kinds of alternatives that were not compared to their end because of that.
         share: of the limit, after which work ends now.
     """
 
@@ -48,12 +54,19 @@ class PlanningTime:
     first_answer: float | None = None
     is_interrupted: bool = False
     is_short: bool = False
+    left_out: list[str] = field(default_factory=list)
     share: float = 1.0
 
     @property
     def seconds(self) -> float:
         """CPU seconds since `began`."""
         return 0.0 if self.began is None else time.process_time() - self.began
+
+    def end_early(self, kind: str) -> None:
+        """Note that work on alternatives of a ``kind`` has not ended; "": of no kind of its own."""
+        self.is_short = True
+        if kind:
+            self.left_out.append(kind)
 
     @property
     def why_short(self) -> str:
@@ -100,6 +113,12 @@ def has_ended_early() -> bool:
     return plan is not None and plan.is_short
 
 
+def left_out() -> tuple[str, ...]:
+    """Return the kinds of alternatives that the plan has not compared to their end."""
+    plan = _TIME.get()
+    return () if plan is None else tuple(dict.fromkeys(plan.left_out))
+
+
 @contextmanager
 def within(share: float) -> Iterator[None]:
     """End work of the block when so large a ``share`` of the plan's time is over."""
@@ -114,11 +133,15 @@ def within(share: float) -> Iterator[None]:
         plan.share = before
 
 
-def until_end[T](work: Callable[[], T], otherwise: T) -> T:
+def until_end[T](work: Callable[[], T], otherwise: T, kind: str = "") -> T:
     """Return what ``work`` returns, or ``otherwise`` if it has not ended when the time is over, or
     at Ctrl-C. Work around other work that has ended early goes on, with what that one returned.
 
     A second Ctrl-C is a KeyboardInterrupt.
+
+    Args:
+        kind: the kind of alternatives that ``work`` compares, in words; "": other work around it or
+            in it names them.
     """
     plan = _TIME.get()
     is_main = threading.current_thread() is threading.main_thread()
@@ -127,7 +150,7 @@ def until_end[T](work: Callable[[], T], otherwise: T) -> T:
     around, _ = signal.getitimer(signal.ITIMER_PROF)
     left = 0.0 if plan.is_interrupted else plan.share * plan.limit - plan.seconds
     if left <= 0:
-        plan.is_short = True
+        plan.end_early(kind)
         return otherwise
     is_running = True
 
@@ -145,7 +168,8 @@ def until_end[T](work: Callable[[], T], otherwise: T) -> T:
         signal.setitimer(signal.ITIMER_PROF, left, _AGAIN)
         return work()
     except PlanningEnd:
-        plan.is_short, around = True, 0.0
+        plan.end_early(kind)
+        around = 0.0
         return otherwise
     finally:
         is_running = False

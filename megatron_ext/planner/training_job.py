@@ -18,7 +18,7 @@ from megatron_ext.planner.layouts.layout import Layout, even_layout, evenly
 from megatron_ext.planner.layouts.work import Work
 from megatron_ext.planner.long_sequences import long_sequences
 from megatron_ext.planner.planner import make_plan
-from megatron_ext.planner.planning_time import until_end
+from megatron_ext.planner.planning_time import LAYOUTS, until_end
 from megatron_ext.planner.training import Training
 from megatron_ext.planner.verdict import NOTHING, Alternative, Written, is_stock
 from megatron_ext.schedule.microbatch_costs import BatchSize
@@ -91,7 +91,7 @@ class TrainingJob(PlannedJob):
         slices = long_sequences(self.training, plan, self.room)
         made = [] if slices is None or slices.best is None else [self.alternative(slices.best)]
         none: list[Alternative] = []
-        made += until_end(partial(_layouts, self.training, self.room), none)
+        made += until_end(partial(_layouts, self.training, self.room), none, LAYOUTS)
         return Others(tuple(made), slices)
 
     def why_not(self, plan: Plan) -> str:

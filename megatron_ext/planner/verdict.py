@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_ext.planner.candidate import Candidate, VocabMethod, stable_of
+from megatron_ext.planner.spread import ComparisonKind
 from megatron_ext.schedule.problem import Offload, Recompute
 from megatron_ext.words import counted
 
@@ -106,6 +107,20 @@ class Verdict:
         if self.baseline is None:
             return 0.0
         return 1 - other.seconds / self.baseline.seconds
+
+
+def differences(one: Alternative, other: Alternative) -> set[ComparisonKind]:
+    """Return what differs between two ways to train a job, as far as errors of predictions depend
+    on it: at least the schedule."""
+    first, second = one.candidate, other.candidate
+    kinds = {ComparisonKind.SCHEDULES}
+    if one.layout != other.layout or first.report.vpp != second.report.vpp:
+        kinds.add(ComparisonKind.LAYOUTS)
+    if first.method.vocabulary is not second.method.vocabulary:
+        kinds.add(ComparisonKind.VOCABULARY)
+    if bool(first.report.pairs) is not bool(second.report.pairs):
+        kinds.add(ComparisonKind.OVERLAP)
+    return kinds
 
 
 def is_stock(candidate: Candidate) -> bool:

@@ -81,15 +81,17 @@ def pairs_in_order(found: Iterable[PredictedStep]) -> tuple[int, int]:
     return sum(pair.is_right for pair in different), len(different)
 
 
-def of_rows(found: Sequence[PredictedStep], first: int, second: int) -> StepRatio:
-    """Return the comparison of two rows by their numbers."""
-    numbered = {one.step.number: one for one in found}
-    return StepRatio(numbered[first], numbered[second])
+_OF_6311 = {
+    "full recompute": (329, 330),
+    "overlap of experts, 1 connection": (330, 331),
+    "overlap of experts, 32 connections": (330, 332),
+}
 
 
 def overlaps(found: Sequence[PredictedStep]) -> Iterator[tuple[str, StepRatio]]:
-    """Yield what Megatron-LM #6311 measured in pairs: recompute of whole layers, and on top of it
-    experts' messages that other microbatches hide."""
-    yield "full recompute", of_rows(found, 329, 330)
-    yield "overlap of experts, 1 connection", of_rows(found, 330, 331)
-    yield "overlap of experts, 32 connections", of_rows(found, 330, 332)
+    """Yield what Megatron-LM #6311 measured in pairs, if ``found`` has its rows: recompute of whole
+    layers, and on top of it experts' messages that other microbatches hide."""
+    numbered = {one.step.number: one for one in found}
+    for name, (first, second) in _OF_6311.items():
+        if {first, second} <= set(numbered):
+            yield name, StepRatio(numbered[first], numbered[second])

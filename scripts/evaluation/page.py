@@ -27,7 +27,11 @@ def text_of(lines: Sequence[FigureLine], errors: Mapping[ComparisonKind, Sequenc
             _SPREADS,
             table(
                 ("steps that differ in", "pairs", "90 % are off by at most"),
-                [(kind, len(all_), f"{spread_of(all_):.1%}") for kind, all_ in errors.items()],
+                [
+                    (kind, len(all_), f"{spread_of(all_):.1%}")
+                    for kind, all_ in errors.items()
+                    if all_
+                ],
             ),
             _BARS,
             "".join(f"- {bar.text}\n" for bar in BARS),
@@ -35,7 +39,9 @@ def text_of(lines: Sequence[FigureLine], errors: Mapping[ComparisonKind, Sequenc
     )
 
 
-_SPREADS = """The **spread** of a kind of comparison is how far predicted ratios of two steps are
+_SPREADS = """<a id="spread"></a>
+
+The **spread** of a kind of comparison is how far predicted ratios of two steps are
 off the measured ones. `plan` says of a gain within its spread that it may be none.
 """
 _BARS = "At night a test runs all this and fails unless:\n"

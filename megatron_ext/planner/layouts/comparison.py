@@ -16,7 +16,7 @@ from megatron_ext.planner.candidate import VocabMethod
 from megatron_ext.planner.layouts.candidates import Candidates, Permits, Rule
 from megatron_ext.planner.layouts.layout import Layout
 from megatron_ext.planner.layouts.work import Evaluated, Work, evaluate
-from megatron_ext.planner.planning_time import until_end
+from megatron_ext.planner.planning_time import LAYOUTS, until_end
 from megatron_ext.progress import task
 
 _MOST_CHUNKS = 8
@@ -115,7 +115,8 @@ def compare_layouts(
 
 def _best_by_rule(candidates: Candidates, specs: Sequence[str], own: Evaluated) -> Evaluated:
     """Return the best of ``own`` and the schedules ``specs`` with Megatron's own layouts."""
-    until_end(partial(candidates.by_rule, specs), None)  # what was evaluated is in `made`
+    # What was evaluated is in `made`.
+    until_end(partial(candidates.by_rule, specs), None, LAYOUTS)
     return _best(own, *candidates.made)
 
 
@@ -137,7 +138,7 @@ def _best_by_layout(
         if further:
             candidates.further(made, own)
 
-    until_end(work, None)
+    until_end(work, None, LAYOUTS)
     return _best(before, *candidates.made)
 
 

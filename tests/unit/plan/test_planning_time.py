@@ -14,7 +14,16 @@ import pytest
 from megatron_ext.planner import planner
 from megatron_ext.planner.candidate import Candidate, Variant, VocabMethod
 from megatron_ext.planner.planner import NO_TIME, make_plan
-from megatron_ext.planner.planning_time import answered, begin, planning, until_end, within
+from megatron_ext.planner.planning_time import (
+    LAYOUTS,
+    SLICES,
+    answered,
+    begin,
+    left_out,
+    planning,
+    until_end,
+    within,
+)
 from megatron_ext.planner.training import Training
 from megatron_ext.schedule.costs import uniform
 
@@ -38,12 +47,14 @@ def work_for(seconds: float) -> str:
 def test_work_ends_after_its_cpu_seconds() -> None:
     with planning(limit=0.5) as plan:
         begin()
-        assert until_end(lambda: work_for(60), "ended") == "ended"
+        assert until_end(lambda: work_for(60), "ended", LAYOUTS) == "ended"
         assert 0.25 <= plan.seconds < 10  # a timer counts in ticks, and too many on a busy machine
-        assert plan.is_short
+        assert plan.is_short and left_out() == (LAYOUTS,)
         assert "0.5 CPU seconds" in plan.why_short
         work_for(0.5)
         assert until_end(lambda: work_for(0), "ended") == "ended", "nothing begins after the end"
+        until_end(lambda: work_for(0), "ended", SLICES)
+        assert left_out() == (LAYOUTS, SLICES)
 
 
 def test_a_compiler_is_left_to_end() -> None:

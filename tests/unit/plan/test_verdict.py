@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,15 @@ from megatron_ext.compile.registry import Mark
 from megatron_ext.cost_model.gpus import FreeMemory
 from megatron_ext.planner.candidate import Plan, VocabMethod
 from megatron_ext.planner.job_plan import JobPlan
-from megatron_ext.planner.verdict import NOTHING, Alternative, Verdict, Written, verdict
+from megatron_ext.planner.spread import SPREADS, ComparisonKind
+from megatron_ext.planner.verdict import (
+    NOTHING,
+    Alternative,
+    Verdict,
+    Written,
+    differences,
+    verdict,
+)
 from megatron_ext.schedule.problem import Offload
 from tests.helpers.few_families import only_families
 
@@ -51,7 +60,13 @@ def way(
 
 
 def told(
-    found: Verdict, of_stock: Written = NOTHING, free: float = 72.0, *, is_short: bool = False
+    found: Verdict,
+    of_stock: Written = NOTHING,
+    free: float = 72.0,
+    *,
+    is_short: bool = False,
+    left_out: tuple[str, ...] = (),
+    is_estimate: bool = True,
 ) -> list[str]:
     """Return the printed lines of ``found``."""
     taken = found.taken
@@ -66,6 +81,8 @@ def told(
         "COMMAND",
         free=memory,
         is_short=is_short,
+        left_out=left_out,
+        is_estimate=is_estimate,
     )
     return "\n".join(verdict_lines(made)).splitlines()
 
@@ -120,6 +137,58 @@ def test_a_change_of_less_than_two_percent_is_not_told_to_be_written() -> None:
     text = "\n".join(told(found))
     assert "keep it" in text and "zb-v, 0.4%" in text
     assert "write" not in text and "COMMAND" not in text
+
+
+def spread_line(rows: list[str]) -> str:
+    return next((row for row in rows if row.startswith("spread:")), "")
+
+
+def test_a_gain_within_its_spread_says_so() -> None:
+    """A gain of 3 % was told like one of 30 %, although predicted ratios of schedules were up to
+    5 % off the measured ones."""
+    own, spread = way("1f1b", 1.0, 50), SPREADS[ComparisonKind.SCHEDULES]
+    small, large = 1 - 0.9 * spread.share, 1 - 1.1 * spread.share
+    text = spread_line(told(verdict(own, [way("zb-h1", small, 50)])))
+    assert text.startswith("spread:    the gain may be none")
+    assert f"{spread.share:.1%}" in text and f"{spread.pairs} measured pairs" in text
+    assert "differed in the schedule" in text
+    assert spread_line(told(verdict(own, [way("zb-h1", large, 50)]))) == ""
+    # What a command measured is not estimated.
+    measured = told(verdict(own, [way("zb-h1", small, 50)]), is_estimate=False)
+    assert spread_line(measured) == ""
+
+
+def test_the_widest_spread_of_what_differs_counts() -> None:
+    own = way("1f1b", 1.0, 50)
+    divided: Any = way("zb-h1", 0.9, 50)
+    divided.candidate.method = VocabMethod.ONE
+    assert differences(own, divided) == {ComparisonKind.SCHEDULES, ComparisonKind.VOCABULARY}
+    assert "a divided vocabulary" in spread_line(told(verdict(own, [divided])))
+    in_pairs = way("zb-h1", 0.9, 50, pairs=8)
+    assert ComparisonKind.OVERLAP in differences(own, in_pairs)
+    moved = replace(way("1f1b", 0.9, 50), layout="Et|ttL")
+    assert differences(own, moved) == {ComparisonKind.SCHEDULES, ComparisonKind.LAYOUTS}
+
+
+def test_what_ours_add_may_be_none_where_the_gain_is_not() -> None:
+    """Megatron's own flags bring 20 %, and ours 3 % more."""
+    own, flags = way("1f1b", 1.0, 50), way("interleaved:vpp=4", 0.8, 50)
+    found = verdict(own, [flags, way("zb-v", 0.775, 50)])
+    assert found.stock is flags and found.taken is not flags
+    assert spread_line(told(found, Written(("x",)))).startswith(
+        "spread:    the part by ours may be"
+    )
+
+
+def test_a_plan_that_ended_early_names_what_it_left_out() -> None:
+    """It was said that nothing saves 2 %, of a plan that had compared half of the layouts."""
+    found = verdict(way("1f1b", 1.0, 50), [way("zb-v", 0.99, 50)])
+    whole, short = (
+        "\n".join(told(found, is_short=is_short, left_out=("layouts", "slices")[: 2 * is_short]))
+        for is_short in (False, True)
+    )
+    assert "nothing that fits saves 2% of a step" in whole and "ended" not in whole
+    assert "the time of the plan ended before all was compared: layouts, slices" in short
 
 
 def test_megatrons_own_flag_comes_first_where_it_is_most_of_the_gain() -> None:
