@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +41,9 @@ from megatron_ext.rehearsal.record import (
 )
 from megatron_ext.rehearsal.request import RECORD, RankRequest
 from megatron_ext.rehearsal.values import BACKWARD, FORWARD, Values
+from megatron_ext.runtime.device_progress import DeviceProgress
 from megatron_ext.runtime.messages.peers import rehearse_with
+from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.recording import DeviceClock, HostClock, Recording
 
 # At which gradients of 16 neither overflow nor vanish; Megatron begins with 2 ** 32, and skips
@@ -60,8 +62,9 @@ def rehearse_rank(request: RankRequest) -> RankRecord:
 
     Raises:
         RehearsalError: the rank cannot be rehearsed, or its values are not finite.
+        ValueError: the neighbour's record cannot be read.
     """
-    rehearsed = _RehearsedRank(request, _scale_and_neighbours(request))
+    rehearsed = _RehearsedRank(request)
     os.environ.update(request.environment)
     os.environ.update(_environment(request))
     name = ["-m", request.script] if request.is_module else [request.script]
@@ -74,7 +77,7 @@ def rehearse_rank(request: RankRequest) -> RankRecord:
         save_record(record, request.folder / RECORD)
         return record
     except SystemExit as end:  # after a mistake that the launch has told
-        why = end.__cause__ or RuntimeError(f"the script has ended with status {end.code}")
+        why = end.__cause__ or RuntimeError(f"its script exits with {end.code}, see its output")
         raise rehearsed.failed(why) from end.__cause__
     except Exception as error:
         raise rehearsed.failed(error) from error
@@ -105,24 +108,19 @@ def _refuse_plan(words: Sequence[str], config: PipelineConfig, world_size: int) 
     )
 
 
-def _scale_and_neighbours(request: RankRequest) -> tuple[float, Mapping[str, float]]:
-    """Return the factor of gradients, and the sizes of values that a neighbour has sent."""
-    neighbours: dict[str, float] = {}
-    if request.neighbour is not None:
-        neighbours = {sent.direction: sent.rms for sent in load_record(request.neighbour).sent}
-    words = request.arguments
-    if "--fp16" not in words:
-        return 1.0, neighbours
-    fixed = words[words.index("--loss-scale") + 1] if "--loss-scale" in words else LOSS_SCALE
-    return float(fixed), neighbours
-
-
 @dataclass
 class _TimedStep:
-    """Timed step that runs: its recording, once its passes begin, and the host's time of marks."""
+    """Timed step that runs.
+
+    Attributes:
+        recording: its passes; None until the first one begins.
+        marks: the host's times of the begins and ends of passes.
+        waited: seconds for which the host has waited for its device before passes.
+    """
 
     recording: Recording | None = None
     marks: list[float] = field(default_factory=list)
+    waited: float = 0.0
 
 
 class _Marks:
@@ -147,19 +145,18 @@ class _DeviceMarks(_Marks, DeviceClock):
 class _RehearsedRank(StepObserver[ObservedStep]):
     """Rank that trains alone: it counts and times its steps, and ends after the last one."""
 
-    def __init__(
-        self, request: RankRequest, scale_and_neighbours: tuple[float, Mapping[str, float]]
-    ) -> None:
+    def __init__(self, request: RankRequest) -> None:
         if request.warm_up < 1 or request.steps < 1:
             raise RehearsalError(
                 f"rank {request.rank}: {request.warm_up} steps of warm-up and {request.steps} "
                 f"timed ones: at least one of each is needed"
             )
-        scale, neighbours = scale_and_neighbours
+        neighbour = () if request.neighbour is None else load_record(request.neighbour).sent
         self._request = request
-        self._values = Values(neighbours, scale)
+        self._values = Values({sent.direction: sent.rms for sent in neighbour})
         self._begun = self._trained = 0  # training steps
         self._timed: _TimedStep | None = None  # the step that runs
+        self._recorder: Recorder | None = None
         self._steps: list[RehearsedStep] = []
         self._pipeline_rank = 0
         self._schedule = self._digest = ""
@@ -180,10 +177,7 @@ class _RehearsedRank(StepObserver[ObservedStep]):
         apply(rehearsal.patches(self))
         rehearse_with(rehearsed_peers(self._values, _vocabulary))
         of_all_steps.append(self)
-        words = ["--fake-process-group"]
-        if self._values.loss_scale != 1.0:
-            words += ["--initial-loss-scale", str(self._values.loss_scale)]
-        return words
+        return ["--fake-process-group", "--initial-loss-scale", str(LOSS_SCALE)]
 
     def failed(self, error: BaseException) -> RehearsalError:
         """Return ``error`` with the rank and the step in which it was raised."""
@@ -213,7 +207,10 @@ class _RehearsedRank(StepObserver[ObservedStep]):
 
     def set_up(self, model: Any) -> None:
         """Refuse a ``model`` with a stage that is not trained: the program depends on which stages
-        are, on other ranks too."""
+        are, on other ranks too. Gradients of peers have the scale of this rank's loss."""
+        args = training_global("_GLOBAL_ARGS")
+        if args.fp16:
+            self._values.loss_scale = args.loss_scale or args.initial_loss_scale
         if not all(is_trained(chunk) for chunk in model):
             raise ValueError(
                 "a stage without trained weights is not rehearsed: other ranks would have to tell "
@@ -262,6 +259,21 @@ class _RehearsedRank(StepObserver[ObservedStep]):
         marks = self._timed.marks
         clock = _DeviceMarks(marks) if torch.cuda.is_available() else _HostMarks(marks)
         self._timed.recording = step.recorder.record(clock)
+        if self._recorder is not step.recorder:
+            self._recorder = step.recorder
+            self._time_waits(step.recorder.device)
+
+    def _time_waits(self, device: DeviceProgress) -> None:
+        """Count the seconds for which the host waits for its ``device`` before passes."""
+        hold_back = device.hold_back
+
+        def timed() -> None:
+            began = time.perf_counter()
+            hold_back()
+            if self._timed is not None:
+                self._timed.waited += time.perf_counter() - began
+
+        device.hold_back = timed  # type: ignore[method-assign]
 
     # ---- Messages of Megatron's own schedules
 
@@ -301,7 +313,7 @@ def _step_of(timed: _TimedStep, began: float, seconds: float) -> RehearsedStep:
     events, _ = timed.recording.read()
     passes = [RehearsedPass(one.action, one.start - began, one.end - began) for one in events]
     between = sum(timed.marks[2::2]) - sum(timed.marks[1:-1:2])
-    return RehearsedStep(tuple(passes), seconds, between)
+    return RehearsedStep(tuple(passes), seconds, between - timed.waited)
 
 
 def _check_finite(result: Sequence[Any], model: Any) -> None:

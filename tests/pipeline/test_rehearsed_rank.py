@@ -7,6 +7,7 @@ first and the last one had a loss or a norm of NaN.
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from megatron_ext.rehearsal.record import RankRecord, load_record
 from megatron_ext.rehearsal.request import RECORD
 from megatron_ext.rehearsal.values import BACKWARD, FORWARD, Values
+from megatron_ext.runtime.device_progress import DeviceProgress
 from tests.helpers.combinations import at_night
 from tests.helpers.megatron_runs import model_flags
 from tests.helpers.rehearsals import rehearsed, rehearsed_or_fail
@@ -118,3 +120,10 @@ def test_what_fails_names_the_rank_and_the_step(overrides: dict[str, object], wo
     result = rehearsed_or_fail(3, RANKS, flags(None, **overrides))
     assert result.exit_code == 1
     assert f"RehearsalError: {words}" in result.error
+
+
+def test_waits_for_the_device_are_no_time_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that is held back before a pass costs nothing; what it does between passes may."""
+    monkeypatch.setattr(DeviceProgress, "hold_back", lambda progress: time.sleep(0.05))
+    (step,) = rehearsed(1, RANKS, flags("1f1b")).steps
+    assert 0 < step.host_seconds < 0.05 * len(step.passes)
