@@ -115,7 +115,7 @@ class _TimedStep:
     Attributes:
         recording: its passes; None until the first one begins.
         marks: the host's times of the begins and ends of passes.
-        waited: seconds for which the host has waited for its device before passes.
+        waited: seconds for which the host has waited for its device between passes.
     """
 
     recording: Recording | None = None
@@ -264,13 +264,13 @@ class _RehearsedRank(StepObserver[ObservedStep]):
             self._time_waits(step.recorder.device)
 
     def _time_waits(self, device: DeviceProgress) -> None:
-        """Count the seconds for which the host waits for its ``device`` before passes."""
+        """Count the seconds for which the host waits for its ``device`` between passes."""
         hold_back = device.hold_back
 
         def timed() -> None:
             began = time.perf_counter()
             hold_back()
-            if self._timed is not None:
+            if self._timed is not None and self._timed.marks:
                 self._timed.waited += time.perf_counter() - began
 
         device.hold_back = timed  # type: ignore[method-assign]
