@@ -12,6 +12,7 @@ from megatron_ext import __version__
 from megatron_ext.commands.doctor import doctor
 from megatron_ext.commands.parity import app as parity
 from megatron_ext.commands.plan import plan
+from megatron_ext.commands.rehearse import rehearse
 from megatron_ext.commands.schedules import schedules
 from megatron_ext.commands.simulate import simulate
 from megatron_ext.commands.trace import trace
@@ -71,4 +72,9 @@ app.command(
     epilog="Give --pipeline-* flags to see the patches a launch with them would apply, or, behind "
     "--, a whole launch command: megatron-ext doctor --world-size 16 -- SCRIPT ARGS.",
 )(doctor)
+app.command(
+    context_settings={"allow_extra_args": True},
+    epilog="Behind -- a launch command: megatron-ext rehearse --schedules 'stock zb-v' -- torchrun "
+    "... SCRIPT ARGS.",
+)(rehearse)
 app.add_typer(parity, name="parity")

@@ -204,7 +204,7 @@ def runs_one_way(module: str, use: Use) -> bool:
 def in_base(module: str) -> bool:
     inner = (
         *("runtime", "patches", "adapter", "doctor", "launch_planner", "launch_command"),
-        *("rehearsal.rank", "rehearsal.peers", "rehearsal.values"),  # in a rank's own process
+        "rehearsal",
     )
     names = (*PURE, *(f"megatron_ext.{name}" for name in inner))
     return in_package(module) and not within(module, *names)

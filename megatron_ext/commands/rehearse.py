@@ -1,0 +1,165 @@
+"""``megatron-ext rehearse``: a pipeline rehearsed on one GPU, rank by rank."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from megatron_ext.commands.options import Json
+from megatron_ext.commands.output import fail, print_table
+from megatron_ext.commands.progress import showing_progress
+from megatron_ext.patches.engine import PatchError
+from megatron_ext.viz.trace_text import milliseconds
+from megatron_ext.words import bytes_text
+
+if TYPE_CHECKING:
+    from megatron_ext.rehearsal.report import RankResult, RehearsalReport
+
+
+def rehearse(
+    context: typer.Context,
+    schedules: Annotated[
+        str,
+        typer.Option(
+            metavar="'NAME ...'",
+            help="Schedules to rehearse, between blanks. stock is the launch command without our "
+            "flags. The other steps are compared with the first schedule's.",
+        ),
+    ] = "stock zb-h1",
+    cpu: Annotated[
+        bool,
+        typer.Option(
+            "--cpu", help="Run on the CPU. It shows that the ranks run, and nothing of their speed."
+        ),
+    ] = False,
+    folder: Annotated[
+        Path,
+        typer.Option(
+            "--dir", metavar="DIR", help="Folder to write records, costs and traces into."
+        ),
+    ] = Path("rehearsal"),
+    steps: Annotated[int, typer.Option(min=1, help="Number of timed steps of each rank.")] = 3,
+    warm_up: Annotated[
+        int, typer.Option(min=1, help="Number of steps of each rank before the timed ones.")
+    ] = 2,
+    world_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Number of ranks. Default: the number in torchrun's flags, or the ranks of one "
+            "copy of the model.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Rehearse a launch command on one GPU: each rank runs alone, and the simulator composes the
+    step of the whole pipeline.
+
+    Ranks with equal stages run once. What other ranks would send is made up.
+    """
+    try:
+        from megatron_ext.launch_command.words import read_launch
+        from megatron_ext.rehearsal.prepare import schedules_of
+        from megatron_ext.rehearsal.processes import rank_processes
+        from megatron_ext.rehearsal.rehearse import RehearsalRequest
+        from megatron_ext.rehearsal.rehearse import rehearse as run
+
+        request = RehearsalRequest(
+            launch=read_launch(context.args),
+            names=schedules_of(schedules),
+            folder=folder,
+            warm_up=warm_up,
+            steps=steps,
+            world_size=world_size,
+            is_cpu=cpu,
+        )
+        with showing_progress():
+            report = run(request, rank_processes, _tell)
+    except (ValueError, OSError, PatchError) as error:
+        fail(error)
+    if as_json:
+        typer.echo(json.dumps(asdict(report), indent=2))
+        return
+    _print(report, folder)
+
+
+def _tell(text: str) -> None:
+    typer.echo(f"megatron-ext: {text}", err=True)
+
+
+def _print(report: RehearsalReport, folder: Path) -> None:
+    typer.echo(f"{report.facts}, rehearsed on {report.device}")
+    typer.echo("\na step, measured: passes of ranks that ran alone, composed")
+    print_table(
+        [
+            {
+                "": one.name,
+                "first to last pass": milliseconds(one.passes),
+                "outside passes": milliseconds(one.outside),
+                "step": milliseconds(one.seconds),
+                f"of {report.schedules[0].name}'s": f"{one.of_first:.3f}",
+                "bubble": f"{one.bubble:.1%}",
+                "longest rank": milliseconds(one.span),
+            }
+            for one in report.schedules
+        ]
+    )
+    typer.echo(f"\nestimated for {report.estimated_for}, and in no figure above")
+    groups = dict.fromkeys(group for one in report.schedules for group in one.estimate.waiting)
+    print_table(
+        [
+            {
+                "": one.name,
+                "whole step, as plan has it": milliseconds(one.estimate.seconds),
+                "messages add": milliseconds(one.estimate.messages),
+                **{
+                    f"{group} waiting": milliseconds(one.estimate.waiting.get(group, 0.0))
+                    for group in groups
+                },
+                "data-parallel reductions": milliseconds(one.estimate.reductions),
+            }
+            for one in report.schedules
+        ]
+    )
+    typer.echo("\nranks that ran, measured but for the predicted bytes")
+    print_table(list(_rank_rows(report.ranks)))
+    typer.echo("\nwritten")
+    for one in report.schedules:
+        costs, trace = shlex.quote(one.costs), shlex.quote(str(Path(one.trace).parent))
+        typer.echo(f"{one.name}: --pipeline-costs {costs}; megatron-ext trace {trace}")
+    for text in report.remarks:
+        typer.echo(text)
+    typer.echo("\nnot rehearsed")
+    for text in report.not_rehearsed:
+        typer.echo(f"- {text}")
+
+
+def _rank_rows(ranks: tuple[RankResult, ...]) -> Iterator[dict[str, Any]]:
+    """Yield a row for each rank that ran, without columns that no row fills."""
+    kinds = dict.fromkeys(kind for one in ranks for kind in one.seconds)
+    has_bytes = any(one.allocated is not None for one in ranks)
+    for one in ranks:
+        row: dict[str, Any] = {
+            "": one.schedule,
+            "pipeline rank": one.pipeline_rank,
+            "stands for": ",".join(map(str, one.stands_for)),
+            "steps": one.trained,
+        }
+        for kind in kinds:
+            row[kind] = milliseconds(one.seconds[kind]) if kind in one.seconds else None
+        row["between passes"] = milliseconds(one.between)
+        if has_bytes:
+            row["most allocated"] = _bytes(one.allocated)
+            row["reserved"] = _bytes(one.reserved)
+        row["allocated, predicted"] = _bytes(one.predicted)
+        yield row
+
+
+def _bytes(amount: float | None) -> str | None:
+    return None if amount is None else bytes_text(amount)

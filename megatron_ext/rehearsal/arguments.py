@@ -1,0 +1,118 @@
+"""Words of a launch command for a rank that runs alone, and what such a rank cannot run yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.adapter.pairs.overlap_setting import FLAG as PAIRS
+from megatron_ext.adapter.pairs.overlap_setting import requests_pairs
+from megatron_ext.config import PipelineConfig, flag
+from megatron_ext.launch import without
+from megatron_ext.words import argument_flag
+
+MOCK_DATA = "--mock-data"
+BALANCED, BIASED = "--moe-router-force-load-balancing", "--moe-router-force-biased"
+
+_DATA = (
+    *("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path"),
+    *("--data-args-path", "--per-split-data-args-path", "--split"),
+)
+_FILES = (
+    *("--load", "--pretrained-checkpoint", "--save", "--save-interval", "--async-save"),
+    *("--tensorboard-dir", "--wandb-project", "--exit-duration-in-mins"),
+)
+_LENGTH = ("--rampup-batch-size", "--exit-interval", "--eval-iters")
+# What a rank alone must not do: watch other ranks, search, write.
+_OURS = ("costs", "trace", "trace_iters", "metrics", "report_split")
+_UNTRIED = "is not tried in a rehearsal"
+
+
+# Switches of Megatron, with what they bring along.
+_SWITCHES = {
+    "variable_seq_lengths": "microbatches of varying lengths",
+    "use_sharp": "SHARP",
+    "use_nccl_ub": "NCCL's user buffers",
+    "nccl_ub": "NCCL's user buffers",
+    "tp_comm_overlap": "user buffers",
+    "enable_cuda_graph": "CUDA graphs",
+    "external_cuda_graph": "CUDA graphs",
+}
+
+
+def refuse_untried(args: Any, config: PipelineConfig) -> None:
+    """Raise ValueError if a rank of validated ``args`` under ``config`` cannot run alone yet."""
+    for refusal in (*_of_megatron(args), *_of_ours(config)):
+        raise ValueError(refusal)
+
+
+def _of_megatron(args: Any) -> Iterator[str]:
+    if args.pipeline_model_parallel_size < 2:
+        yield (
+            "--pipeline-model-parallel-size is 1: a rehearsal composes the ranks of a pipeline; "
+            "write 2 or more"
+        )
+    if args.context_parallel_size > 1:
+        yield (
+            f"--context-parallel-size {args.context_parallel_size} {_UNTRIED}; write "
+            f"--context-parallel-size 1 and more pipeline ranks"
+        )
+    if requests_pairs(args):
+        yield f"{PAIRS} {_UNTRIED}; drop it"
+    for name, what in _SWITCHES.items():
+        if getattr(args, name, False):
+            yield f"{argument_flag(name)} {_UNTRIED} ({what}); drop it"
+    graphs = getattr(args, "cuda_graph_impl", None)
+    if graphs not in (None, "none"):
+        yield f"--cuda-graph-impl {graphs} {_UNTRIED} (CUDA graphs); write none"
+    if getattr(args, "num_experts", None) and args.moe_token_dispatcher_type == "flex":
+        yield (
+            f"--moe-token-dispatcher-type flex {_UNTRIED} (DeepEP and HybridEP write into other "
+            f"ranks' memory); write alltoall"
+        )
+
+
+def _of_ours(config: PipelineConfig) -> Iterator[str]:
+    if config.post_validation:
+        yield f"{flag('post_validation')} {_UNTRIED}; drop it"
+    if config.race is not None:
+        yield f"{flag('race')} {_UNTRIED}; name its schedules in --schedules"
+    if config.arranges_microbatches:
+        yield (
+            f"{flag('microbatch_order')} or {flag('deal_microbatches')} {_UNTRIED}, whose data are "
+            f"made up; drop it"
+        )
+    if config.rank_speeds is not None:
+        yield f"{flag('rank_speeds')} {_UNTRIED}: all ranks run on one device; drop it"
+
+
+def replaced_flags(words: Sequence[str]) -> tuple[str, ...]:
+    """Return the flags for data and checkpoints in ``words``, which made-up data and random
+    weights replace."""
+    given = {word.split("=")[0] for word in words}
+    return tuple(name for name in (*_DATA, "--load", "--pretrained-checkpoint") if name in given)
+
+
+def words_alone(
+    words: Sequence[str], costs: Path | None, *, balances_experts: bool, is_cpu: bool
+) -> tuple[str, ...]:
+    """Return the ``words`` after a script for a rank that runs alone.
+
+    Args:
+        costs: file of the costs that the program is made for; None under Megatron's own schedule.
+        balances_experts: whether each expert gets equally many tokens.
+        is_cpu: whether its passes take the cores that workers of a loader would take.
+    """
+    dropped = [*_DATA, *_FILES, *_LENGTH, *map(flag, _OURS)]
+    left = without(words, dropped)
+    added = ["--eval-iters", "0"]
+    if is_cpu:
+        added += ["--num-workers", "0"]
+    if MOCK_DATA not in left:
+        added.append(MOCK_DATA)
+    if balances_experts and BALANCED not in left:
+        added.append(BALANCED)
+    if costs is not None:
+        added += [flag("costs"), str(costs)]
+    return (*left, *added)

@@ -1,0 +1,66 @@
+"""Classes of pipeline ranks with equal stages, of which one rank each is rehearsed.
+
+Ranks 1 to 6 of a line of 8 have equal layers, so their passes take equally long: rank 1 stands for
+them, because it stores the most activations. The ends of the model make classes of their own.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.schedule import Schedule, is_compute
+
+
+@dataclass(frozen=True)
+class RankClass:
+    """Pipeline ranks with equal stages.
+
+    Attributes:
+        rank: the rank that runs, which has the largest predicted peak of the class.
+        members: all ranks of the class, in order.
+        sends_both: whether ``rank`` sends activations as well as gradients.
+    """
+
+    rank: int
+    members: tuple[int, ...]
+    sends_both: bool
+
+
+def classes_of(
+    schedule: Schedule, stages: Sequence[Hashable], peaks: Sequence[float]
+) -> tuple[RankClass, ...]:
+    """Return the classes of ranks, in the order in which they run. Ranks of a class have equal
+    stages and passes of the same kinds.
+
+    Ranks that send in both directions run first: what they sent is the size of the values in a
+    direction in which a later rank sends none.
+
+    Args:
+        stages: description of each stage; equal ones take equally long.
+        peaks: predicted bytes or microbatches of each rank.
+    """
+    placement = schedule.placement
+    members: dict[Hashable, list[int]] = defaultdict(list)
+    for rank, own in enumerate(placement.stages_of):
+        passes = filter(is_compute, schedule.rows[rank])
+        kinds = frozenset((own.index(action.stage), action.kind) for action in passes)
+        members[tuple(stages[stage] for stage in own), kinds].append(rank)
+    made = []
+    for ranks in members.values():
+        fullest = max(ranks, key=lambda rank: peaks[rank])  # the first of equals
+        made.append(RankClass(fullest, tuple(ranks), _sends_both(placement, fullest)))
+    return tuple(sorted(made, key=lambda one: (not one.sends_both, one.rank)))
+
+
+def _sends_both(placement: Placement, rank: int) -> bool:
+    """Return whether a stage of ``rank`` has a next stage elsewhere, and a stage a previous one."""
+    own = placement.stages_of[rank]
+
+    def is_elsewhere(stage: int) -> bool:
+        return 0 <= stage <= placement.last and placement.rank_of[stage] != rank
+
+    forward = any(is_elsewhere(stage + 1) for stage in own)
+    return forward and any(is_elsewhere(stage - 1) for stage in own)

@@ -1,0 +1,38 @@
+"""GPU of this machine, found without CUDA: what has used CUDA cannot fork a process that does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import dataclass
+
+_QUERY = ("--query-gpu=name,memory.free", "--format=csv,noheader,nounits")
+_SECONDS = 20.0  # limit for a driver that does not answer
+
+
+@dataclass(frozen=True)
+class GpuHere:
+    """A GPU: its name by the driver, and its free bytes; None if the driver does not tell."""
+
+    name: str
+    free: float | None
+
+
+def gpu_here() -> GpuHere | None:
+    """Return the first GPU that a process here would use; None if there is none."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and not visible.strip(" ,"):
+        return None
+    which = [] if visible is None else [f"--id={visible.split(',')[0].strip()}"]
+    try:
+        ran = subprocess.run(
+            ["nvidia-smi", *which, *_QUERY], capture_output=True, text=True, timeout=_SECONDS
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = ran.stdout.strip().splitlines()
+    if ran.returncode or not lines:
+        return None
+    name, _, free = lines[0].rpartition(",")
+    mebibytes = free.strip()
+    return GpuHere(name.strip(), 2.0**20 * int(mebibytes) if mebibytes.isdecimal() else None)

@@ -1,0 +1,337 @@
+"""Launch command made ready to be rehearsed: programs, costs and words of each schedule.
+
+Nothing here runs a rank. Programs and costs are those of the launch command's judgement, and
+travel to the ranks in files, so that no rank searches or asks another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.compile.registry import choose
+from megatron_ext.config import CostsSource, flag
+from megatron_ext.cost_model.estimate import waiting_shares
+from megatron_ext.cost_model.measured.layer_costs import Basis
+from megatron_ext.launch_planner.parsed_launch import LaunchRequest, ParsedLaunch, with_launch
+from megatron_ext.planner.candidate import RankMemory, VocabMethod
+from megatron_ext.planner.outside_passes import seconds_outside_passes
+from megatron_ext.planner.verdict import Written
+from megatron_ext.rehearsal.classes import RankClass, classes_of
+from megatron_ext.rehearsal.compose import without_transfers
+from megatron_ext.schedule.costs import Costs
+from megatron_ext.schedule.costs_text import save_costs
+from megatron_ext.schedule.kinds import RULES
+from megatron_ext.schedule.schedule import is_compute
+from megatron_ext.words import shown
+from megatron_ext.written_settings import given_in, words_of
+
+if TYPE_CHECKING:
+    from megatron_ext.adapter.job import Job
+    from megatron_ext.launch_command.judgement import Judgement
+
+STOCK = "stock"
+ESTIMATE = "estimate.json"  # costs of the programs, in the folder of a schedule
+_EXAMPLE = 'write schedules between blanks, such as --schedules "stock zb-h1 zb-v"'
+
+
+@dataclass(frozen=True)
+class EstimatedStep:
+    """Estimated seconds of a step.
+
+    Attributes:
+        seconds: seconds of the whole step, as plan estimates it.
+        messages: the part by which messages between pipeline ranks make it longer.
+        waiting: the most seconds that a rank's passes wait for its tensor- and expert-parallel
+            ranks, by the name of the group.
+        reductions: seconds of the data-parallel reductions and gathers that no pass hides.
+    """
+
+    seconds: float
+    messages: float
+    waiting: Mapping[str, float]
+    reductions: float
+
+
+@dataclass(frozen=True)
+class PreparedSchedule:
+    """A schedule of a rehearsal.
+
+    Attributes:
+        name: as the user wrote it.
+        spec: schedule of the program.
+        is_stock: whether Megatron's own functions run it.
+        program: program of the steps with most samples.
+        costs: estimated costs, with the links of the launch.
+        classes: classes of ranks, in the order in which they run.
+        arguments: words after the script, without those of a rank that is alone.
+        estimate: estimated seconds of a step.
+        memory: predicted bytes of each pipeline rank; None: not known.
+        basis: basis of the estimate by layer type; None: layers are not known.
+    """
+
+    name: str
+    spec: str
+    is_stock: bool
+    program: Program
+    costs: Costs
+    classes: tuple[RankClass, ...]
+    arguments: tuple[str, ...]
+    estimate: EstimatedStep
+    memory: tuple[RankMemory, ...] | None
+    basis: Basis | None
+
+    def work(self, rank: int) -> float:
+        """Return the estimated seconds of all passes of pipeline ``rank`` in a step."""
+        row = self.program.schedule.rows[rank]
+        return sum(self.costs.of(action) for action in row if is_compute(action))
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """A launch command that is ready to be rehearsed.
+
+    Attributes:
+        facts: model, ranks and microbatches in words.
+        world_size: ranks of the launch.
+        stride: ranks from one pipeline rank to the next.
+        data_parallel, tensor_parallel, expert_parallel: sizes of these groups.
+        experts: whether the model has experts, and the command leaves their routing open.
+        train_iterations: iterations of the training; None: it is given in samples.
+        loads: flags of the command for data and checkpoints, which a rehearsal replaces.
+        remarks: assumptions of the estimate, a sentence each.
+        schedules: in the order of the request.
+    """
+
+    facts: str
+    world_size: int
+    stride: int
+    data_parallel: int
+    tensor_parallel: int
+    expert_parallel: int
+    experts: bool
+    train_iterations: int | None
+    loads: tuple[str, ...]
+    remarks: tuple[str, ...]
+    schedules: tuple[PreparedSchedule, ...]
+
+
+def schedules_of(text: str) -> tuple[str, ...]:
+    """Return the schedules that ``text``, the value of --schedules, names: ``stock`` is what the
+    launch command runs without our flags.
+
+    Raises:
+        ValueError: it names none, one twice, or no schedule.
+    """
+    names = tuple(text.split())
+    if not names:
+        raise ValueError(f"--schedules {shown(text)!r} names no schedule; {_EXAMPLE}")
+    for number, name in enumerate(names):
+        if name in names[:number]:
+            raise ValueError(f"--schedules {shown(text)!r} names {name} twice; {_EXAMPLE}")
+        if name in ("plan", "auto"):
+            raise ValueError(
+                f"--schedules: {name} stands for a choice, and a rehearsal runs what is named; "
+                f"{_EXAMPLE}"
+            )
+        if name != STOCK:
+            try:
+                choose(name)
+            except ValueError as error:
+                raise ValueError(f"--schedules: {error}") from None
+    return names
+
+
+def folder_of(folder: Path, name: str) -> Path:
+    """Return the folder of the schedule ``name`` within that of a rehearsal."""
+    return folder / "".join(c if c.isalnum() or c in "-_." else "-" for c in name)
+
+
+def prepare(request: LaunchRequest, names: Sequence[str], folder: Path) -> Preparation:
+    """Return the launch of ``request`` under the schedules ``names``. Costs are written below
+    ``folder``.
+
+    Raises:
+        ValueError: a training so would be refused, or a rehearsal cannot run it yet.
+        PatchError: there is no Megatron to ask.
+    """
+    return with_launch(request, partial(_prepared, request, names, folder))
+
+
+def _prepared(
+    request: LaunchRequest, names: Sequence[str], folder: Path, parsed: ParsedLaunch
+) -> Preparation:
+    from megatron_ext.adapter.job import of_arguments
+    from megatron_ext.rehearsal.arguments import BALANCED, BIASED, replaced_flags
+
+    assert request.launch is not None
+    words = request.launch.arguments
+    made = []
+    for name in names:
+        try:
+            made.append(_schedule(request, parsed, name, folder_of(folder, name)))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+    args = parsed.validated
+    stride = of_arguments(args, choose("1f1b").place(args.pipeline_model_parallel_size)).stride
+    routed = {BALANCED, BIASED} & set(words)
+    return Preparation(
+        facts=parsed.facts,
+        world_size=parsed.variants.world_size,
+        stride=stride,
+        data_parallel=args.data_parallel_size,
+        tensor_parallel=args.tensor_model_parallel_size,
+        expert_parallel=args.expert_model_parallel_size if args.num_experts else 1,
+        experts=bool(args.num_experts) and not routed,
+        train_iterations=args.train_iters,
+        loads=replaced_flags(words),
+        remarks=parsed.remarks,
+        schedules=tuple(made),
+    )
+
+
+def _schedule(
+    request: LaunchRequest, parsed: ParsedLaunch, name: str, folder: Path
+) -> PreparedSchedule:
+    from megatron_ext.launch_planner.command_line import arguments_with
+    from megatron_ext.launch_planner.launch_job import judgement_of
+
+    assert request.launch is not None
+    is_stock = name == STOCK
+    written = _written(request, parsed, name)
+    variants = parsed.variants
+    if not is_stock:
+        path = folder / ESTIMATE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_costs(_costs_of(parsed, name), path)
+        # The file rounds, so the program is made from it, as each rank makes it.
+        source = CostsSource(str(path))
+        parsed = replace(
+            parsed, variants=replace(variants, config=replace(variants.config, costs=source))
+        )
+    judged = judgement_of(request, parsed, written)
+    words = arguments_with(request.launch, written)
+    return _of_judgement(name, judged, words, is_stock=is_stock)
+
+
+def _written(request: LaunchRequest, parsed: ParsedLaunch, name: str) -> Written:
+    """Return what makes the launch run the schedule ``name`` with the options that it has."""
+    from megatron_ext.launch_planner.stage_arguments import rewritten
+
+    assert request.launch is not None
+    if name == STOCK:
+        return Written(dropped=(flag("schedule"),))
+    given = given_in(request.launch.arguments)
+    options = {key: given[key] for key in _OPTIONS if key in given}
+    changed = rewritten(parsed.variants.args, name)
+    return Written((flag("schedule"), name, *words_of(options), *changed.added), changed.dropped)
+
+
+# Options of a schedule that the launch command keeps under each one that is rehearsed.
+_OPTIONS = (
+    *("memory_limit", "vocab_parallel", "activation_offload", "recompute"),
+    *("slices", "slice_lengths", "post_validation"),
+)
+
+
+def _costs_of(parsed: ParsedLaunch, name: str) -> Costs:
+    """Return the costs for which the launch makes the program of the schedule ``name``."""
+    variants = parsed.variants
+    variant = variants.variant(name, VocabMethod.of(variants.config.vocab_parallel))
+    if variant is None:
+        raise ValueError(
+            f"{flag('vocab_parallel')} {variants.config.vocab_parallel} needs the size of the "
+            f"vocabulary: add --padded-vocab-size N"
+        )
+    return variant.problem.costs
+
+
+def _of_judgement(
+    name: str, judged: Judgement, words: tuple[str, ...], *, is_stock: bool
+) -> PreparedSchedule:
+    from megatron_ext.adapter.job import basis_of, of_arguments
+    from megatron_ext.rehearsal.arguments import refuse_untried
+    from megatron_ext.written_settings import from_argv
+
+    args, program = judged.args, judged.program
+    config = from_argv(words)
+    refuse_untried(args, config)
+    placement = program.schedule.placement
+    job = of_arguments(args, placement)
+    candidate = judged.candidate()
+    memory = candidate.memory
+    peaks = [rank.total for rank in memory] if memory else list(range(placement.ranks, 0, -1))
+    return PreparedSchedule(
+        name=name,
+        spec=judged.choice.spec,
+        is_stock=is_stock,
+        program=program,
+        costs=program.problem.costs,
+        classes=classes_of(program.schedule, _descriptions(job), peaks),
+        arguments=words,
+        estimate=_estimate(judged, job),
+        memory=memory,
+        basis=basis_of(job),
+    )
+
+
+def _descriptions(job: Job) -> list[Any]:
+    """Return a description of each stage; stages of unknown layers differ from all others."""
+    if job.layers is None:
+        return list(range(job.placement.stages))
+    return list(job.layers.stages)
+
+
+def _estimate(judged: Judgement, job: Job) -> EstimatedStep:
+    from megatron_ext.adapter.dimensions import execution, rates
+    from megatron_ext.adapter.model_bytes import state_of
+    from megatron_ext.launch_planner.alternatives.written import alternative_of
+    from megatron_ext.planner.verdict import NOTHING
+
+    args, program = judged.args, judged.program
+    costs = program.problem.costs
+    whole = simulate(program, costs).makespan
+    without = simulate(program, replace(without_transfers(costs), host=costs.host)).makespan
+    run, state = execution(args, args.seq_length, args.micro_batch_size), state_of(args)
+    reached = rates(run.precision)
+    alone = replace(state, data_parallel=1, expert_data_parallel=1)
+    reductions = [
+        seconds_outside_passes(model, state, run, reached)
+        - seconds_outside_passes(model, alone, run, reached)
+        for model in judged.model or ()
+    ]
+    waiting: dict[str, float] = {}
+    if job.layers is not None:
+        shares = waiting_shares(job.layers.model, job.layers.execution, reached)
+        waiting = {group.value: _most_waiting(program, of) for group, of in shares.items()}
+    return EstimatedStep(
+        seconds=alternative_of(args, judged.candidate(), lambda: NOTHING).seconds,
+        messages=whole - without,
+        waiting=waiting,
+        reductions=max(reductions, default=0.0),
+    )
+
+
+def _most_waiting(program: Program, shares: Mapping[str, float]) -> float:
+    """Return the most seconds that the passes of a rank wait, if ``shares`` of the passes of layers
+    are spent so, by kind."""
+    layers = program.problem.costs.layers_alone
+
+    def of_row(row: Sequence[Any]) -> float:
+        return (
+            sum(
+                shares.get(part.value, 0.0) * layers.seconds[part][action.stage]
+                for action in row
+                if is_compute(action)
+                for part in RULES[action.kind].covers or (action.kind,)
+                if part in layers.seconds
+            )
+            / program.problem.slices.count
+        )
+
+    return max(map(of_row, program.schedule.rows))

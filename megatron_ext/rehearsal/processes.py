@@ -1,0 +1,139 @@
+"""Processes of rehearsed ranks, one after another: they share one GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_ext.rehearsal.record import RankRecord, load_record
+from megatron_ext.rehearsal.request import FAILURE, RECORD, RankRequest, save_request
+from megatron_ext.rehearsal.server import LOG
+from megatron_ext.text_file import read_text_file
+
+_SERVER = ("-m", "megatron_ext.rehearsal.server")
+_LAST_SECONDS = 5.0  # for a process to end by itself
+_SHOWN = 2**12  # bytes at the end of a log
+
+
+class RunsRanks(Protocol):
+    """Runs the rank of a request to its end, and returns its record.
+
+    Raises:
+        ValueError: the rank has failed; the error has its reason and its log.
+    """
+
+    def __call__(self, request: RankRequest) -> RankRecord: ...
+
+
+class RankProcesses:
+    """Ranks that run in forks of one process, or in processes of their own if that one has used
+    CUDA.
+
+    Attributes:
+        used_cuda: how the forking process has used CUDA; "" if it has not.
+    """
+
+    def __init__(self, server: subprocess.Popen[str], environment: Mapping[str, str]) -> None:
+        self._server = server
+        self._environment = environment
+        self.used_cuda = str(self._answer()["used_cuda"])
+        if self.used_cuda:
+            _end(server)
+
+    def __call__(self, request: RankRequest) -> RankRecord:
+        path = save_request(request)
+        for name in (RECORD, FAILURE):
+            (request.folder / name).unlink(missing_ok=True)
+        if self.used_cuda:
+            status = _run_apart(path, self._environment)
+        else:
+            assert self._server.stdin is not None
+            self._server.stdin.write(f"{path}\n")
+            self._server.stdin.flush()
+            status = int(self._answer()["status"])
+        return _record_of(request, status)
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._server.stdout is not None
+        line = self._server.stdout.readline()
+        if not line:
+            status = self._server.wait()
+            raise ValueError(f"the process that forks ranks has ended with status {status}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+@contextlib.contextmanager
+def rank_processes(environment: Mapping[str, str], log: Path) -> Iterator[RankProcesses]:
+    """Start the process that forks ranks, with ``environment`` in addition to this process's, and
+    end it with the block. Its own output goes to ``log``.
+
+    Raises:
+        ValueError: it cannot import what ranks need.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    whole = {**os.environ, **environment}
+    with log.open("w") as output:
+        server = subprocess.Popen(
+            [sys.executable, *_SERVER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=output,
+            text=True,
+            env=whole,
+        )
+        try:
+            yield RankProcesses(server, whole)
+        except ValueError as error:
+            if server.poll():  # it has ended by an error
+                raise ValueError(f"{error}; {_last_line(log)} ({log})") from None
+            raise
+        finally:
+            _end(server)
+
+
+def _end(server: subprocess.Popen[str]) -> None:
+    for pipe in (server.stdin, server.stdout):
+        if pipe is not None:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+    try:
+        server.wait(_LAST_SECONDS)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()
+
+
+def _run_apart(path: Path, environment: Mapping[str, str]) -> int:
+    return subprocess.run(
+        [sys.executable, *_SERVER, str(path)], env=environment, stdin=subprocess.DEVNULL
+    ).returncode
+
+
+def _record_of(request: RankRequest, status: int) -> RankRecord:
+    folder = request.folder
+    if status == 0 and (folder / RECORD).is_file():
+        return load_record(folder / RECORD)
+    reason = f"ended with status {status} and no record"
+    if (folder / FAILURE).is_file():
+        reason = read_text_file(folder / FAILURE, "failure").strip()
+    elif last := _last_line(folder / LOG):
+        reason += f": {last}"
+    raise ValueError(f"rank {request.rank}: {reason} (log: {folder / LOG})")
+
+
+def _last_line(log: Path) -> str:
+    """Return the last line of ``log`` that is not empty; "" if there is none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _SHOWN))
+            lines = file.read().decode(errors="replace").strip().splitlines()
+    except OSError:
+        return ""
+    return lines[-1].strip() if lines else ""

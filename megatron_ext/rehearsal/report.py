@@ -1,0 +1,221 @@
+"""Report of a rehearsal. Measured and estimated seconds are never in one number."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_ext.cost_model.operations.operation import Group
+from megatron_ext.rehearsal.classes import RankClass
+from megatron_ext.rehearsal.compose import ComposedStep, measured_passes, seconds_outside
+from megatron_ext.rehearsal.prepare import EstimatedStep, Preparation, PreparedSchedule
+from megatron_ext.rehearsal.record import RankRecord
+from megatron_ext.schedule.action import Kind
+from megatron_ext.words import bytes_text
+
+
+@dataclass(frozen=True)
+class ScheduleFigures:
+    """Figures of a schedule.
+
+    Attributes:
+        schedule: schedule of the program.
+        passes: seconds from the first pass to the last of the pipeline, composed of measured ones.
+        span: the longest time from a rank's own first pass to its own last.
+        outside: measured seconds of a step outside the passes.
+        seconds: ``passes`` and ``outside``: a step with nothing estimated in it.
+        bubble: idle share of ``passes`` over the ranks.
+        of_first: ``seconds`` over those of the first schedule.
+        estimate: estimated seconds, none of which are in the figures above.
+        costs, trace: files that were written.
+    """
+
+    name: str
+    schedule: str
+    passes: float
+    span: float
+    outside: float
+    seconds: float
+    bubble: float
+    of_first: float
+    estimate: EstimatedStep
+    costs: str
+    trace: str
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """Figures of a rank that ran.
+
+    Attributes:
+        rank: global rank.
+        stands_for: pipeline ranks with equal stages, itself included.
+        trained: steps that it trained.
+        seconds: mean seconds of a pass, by kind.
+        between: seconds between passes in a step.
+        outside: seconds of a step outside its first to its last pass.
+        host: seconds of the host between passes in a step.
+        allocated, reserved: most bytes of tensors, and of its allocator; None without a GPU.
+        predicted: predicted bytes of tensors; None: not known.
+        digest: digest of its program; "" for Megatron's own.
+    """
+
+    schedule: str
+    rank: int
+    pipeline_rank: int
+    stands_for: tuple[int, ...]
+    trained: int
+    seconds: Mapping[str, float]
+    between: float
+    outside: float
+    host: float
+    allocated: int | None
+    reserved: int | None
+    predicted: float | None
+    digest: str
+
+
+@dataclass(frozen=True)
+class RehearsalReport:
+    """Report of a rehearsal.
+
+    Attributes:
+        facts: model, ranks and microbatches.
+        device: the GPU, or "the CPU".
+        estimated_for: GPU of the estimates.
+        used_cuda: why ranks ran in processes of their own; "" if they were forked.
+        remarks: assumptions of the estimate.
+        not_rehearsed: what no figure here shows.
+    """
+
+    facts: str
+    device: str
+    estimated_for: str
+    used_cuda: str
+    schedules: tuple[ScheduleFigures, ...]
+    ranks: tuple[RankResult, ...]
+    remarks: tuple[str, ...]
+    not_rehearsed: tuple[str, ...]
+
+
+def schedule_figures(
+    prepared: PreparedSchedule, step: ComposedStep, first: float | None, costs: str, trace: str
+) -> ScheduleFigures:
+    """Return the figures of a composed ``step``. ``first``: seconds of the first schedule; None if
+    this is the first."""
+    timeline = step.timeline
+    return ScheduleFigures(
+        name=prepared.name,
+        schedule=prepared.spec,
+        passes=timeline.makespan,
+        span=timeline.span,
+        outside=step.outside,
+        seconds=step.seconds,
+        bubble=timeline.bubble_share_makespan,
+        of_first=1.0 if first is None else step.seconds / first,
+        estimate=prepared.estimate,
+        costs=costs,
+        trace=trace,
+    )
+
+
+def rank_result(prepared: PreparedSchedule, own: RankClass, record: RankRecord) -> RankResult:
+    """Return the figures of ``record``, the rank that stands for the class ``own``."""
+    measured = measured_passes(prepared.program, record)
+    by_kind: dict[Kind, list[float]] = defaultdict(list)
+    for (_, kind, _), found in measured.items():
+        by_kind[kind].append(found.seconds)
+    predicted = None
+    if prepared.memory is not None:
+        bytes_of = prepared.memory[own.rank]
+        predicted = bytes_of.total - bytes_of.model.context  # which no tensor takes
+    return RankResult(
+        schedule=prepared.name,
+        rank=record.rank,
+        pipeline_rank=record.pipeline_rank,
+        stands_for=own.members,
+        trained=record.trained,
+        seconds={str(kind): sum(all_of) / len(all_of) for kind, all_of in by_kind.items()},
+        between=sum(found.after for found in measured.values()),
+        outside=seconds_outside(record),
+        host=max(step.host_seconds for step in record.steps),
+        allocated=record.allocated,
+        reserved=record.reserved,
+        predicted=predicted,
+        digest=record.digest,
+    )
+
+
+def not_rehearsed(prepared: Preparation, *, is_cpu: bool) -> Iterator[str]:
+    """Yield what the measured figures of a rehearsal do not have, a sentence each."""
+    if is_cpu:
+        yield (
+            "the GPU: passes took the time of this CPU, so their seconds say nothing about a "
+            "cluster; order, programs and steps are as there"
+        )
+    yield (
+        "messages between pipeline ranks: what a rank receives is made up and there at once; their "
+        "seconds are estimated"
+    )
+    yield (
+        "multiprocessors that waiting receives occupy, which can make passes longer on a cluster"
+    )
+    if prepared.tensor_parallel > 1:
+        yield (f"collectives of {Group.TENSOR} ranks: they copy locally; the waiting is estimated")
+    if prepared.expert_parallel > 1:
+        yield f"the all-to-all of {Group.EXPERT} ranks: it copies locally; the waiting is estimated"
+    if prepared.experts:
+        yield (
+            "the balance of experts: each gets equally many tokens "
+            "(--moe-router-force-load-balancing)"
+        )
+    if prepared.data_parallel > 1:
+        yield "data-parallel reductions and gathers: they are no work here, and estimated"
+    yield "other ranks on the same host, stragglers, and NCCL's memory"
+    yield "data and checkpoints: data are mock data, weights are random" + (
+        f" ({', '.join(prepared.loads)} replaced)" if prepared.loads else ""
+    )
+
+
+def check_record(record: RankRecord, prepared: PreparedSchedule, iterations: int) -> None:
+    """Raise ValueError if ``record`` is none of a rank that trained the schedule."""
+    where = f"{prepared.name}, rank {record.rank}"
+    if record.trained != iterations:
+        raise ValueError(
+            f"{where} trained {record.trained} of {iterations} steps: its record shows nothing; "
+            f"report this with the launch command"
+        )
+    for number, step in enumerate(record.steps, 1):
+        if not step.is_finite:
+            raise ValueError(
+                f"{where}: values in timed step {number} are not finite, so its kernels may have "
+                f"taken another time; write --bf16, or a lower --lr"
+            )
+    if record.digest and record.digest != prepared.program.digest:
+        raise ValueError(
+            f"{where} made another program ({record.digest[:12]}) than the launch command's "
+            f"({prepared.program.digest[:12]}): report this with the launch command"
+        )
+
+
+def bytes_refusal(prepared: Sequence[PreparedSchedule], free: float) -> str:
+    """Return which ranks do not fit into ``free`` bytes and which do, in one line; "" if all of
+    them do."""
+    too_large, fitting = [], []
+    for schedule in prepared:
+        for one in schedule.classes if schedule.memory is not None else ():
+            assert schedule.memory is not None
+            needed = schedule.memory[one.rank].total
+            text = f"pipeline rank {one.rank} of {schedule.name}"
+            if needed > free:
+                too_large.append(f"{text} ({bytes_text(needed)})")
+            else:
+                fitting.append(text)
+    if not too_large:
+        return ""
+    others = f"; {', '.join(fitting)} would fit" if fitting else "; no rank would fit"
+    return (
+        f"{bytes_text(free)} are free on this GPU, and predicted are more for "
+        f"{', '.join(too_large)}{others}: rehearse on a larger GPU, or name other --schedules"
+    )

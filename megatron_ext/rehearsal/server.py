@@ -1,0 +1,116 @@
+"""Process that has imported everything, and forks each rank of a rehearsal.
+
+    python -m megatron_ext.rehearsal.server            requests come as lines of paths
+    python -m megatron_ext.rehearsal.server REQUEST    one rank, in this process
+
+Importing torch, Megatron and Transformer Engine takes 20 s, and a fork none. A forked process can
+use CUDA only if this one never has, which is checked before the first fork. Each line of the output
+is a JSON object: first how the process is, then the exit status of each rank.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import IO
+
+from megatron_ext.rehearsal.request import FAILURE, load_request
+from megatron_ext.text_file import write_text_file
+from megatron_ext.words import shown
+
+# Between them these import torch, Megatron and Transformer Engine as a training does.
+_RANK = "megatron_ext.rehearsal.rank"
+_EVERYTHING = (
+    _RANK,
+    "megatron_ext.launch_command.megatron_arguments",
+    "megatron_ext.adapter.step.training",
+)
+LOG = "log.txt"  # output of a rank, in its folder
+_DEVICES = "/dev/nvidia"
+_LONGEST = 2000  # characters of a failure
+
+
+def serve() -> None:
+    """Import everything, then fork a rank for each line of stdin."""
+    replies = _apart_from_output()
+    for name in _EVERYTHING:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # or each rank would copy the pages of everything that was imported
+    _reply(replies, {"used_cuda": cuda_use()})
+    for line in sys.stdin:
+        _reply(replies, {"status": _in_fork(Path(line.rstrip("\n")))})
+
+
+def _apart_from_output() -> IO[str]:
+    """Return the pipe of replies. All else that is printed goes to stderr."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return replies
+
+
+def _reply(replies: IO[str], data: dict[str, object]) -> None:
+    replies.write(json.dumps(data) + "\n")
+    replies.flush()
+
+
+def cuda_use(open_files: Path = Path("/proc/self/fd")) -> str:
+    """Return how this process has used CUDA, in words; "" if it has not.
+
+    torch does not know of a driver that a library has begun to use by itself, but the open devices
+    tell.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "torch has started CUDA"
+    for link in sorted(open_files.iterdir()) if open_files.is_dir() else ():
+        try:
+            device = os.readlink(link)
+        except OSError:  # it was closed meanwhile
+            continue
+        if device.startswith(_DEVICES):
+            return f"{device} is open"
+    return ""
+
+
+def _in_fork(path: Path) -> int:
+    """Run the rank of the request ``path`` in a fork. Return its exit status."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    status = 1
+    try:
+        status = run_rank(path)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def run_rank(path: Path) -> int:
+    """Run the rank of the request ``path`` here, with its output in its folder. Return the exit
+    status; a failure is written where the command reads it."""
+    request = load_request(path)
+    log = os.open(request.folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    try:
+        importlib.import_module(_RANK).rehearse_rank(request)
+    except BaseException as error:
+        traceback.print_exc()
+        text = " ".join(str(error).split()) or "no reason given"
+        failure = f"{type(error).__name__}: {shown(text, _LONGEST)}"
+        write_text_file(request.folder / FAILURE, failure + "\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        sys.exit(run_rank(Path(sys.argv[1])))
+    serve()

@@ -1,0 +1,326 @@
+"""`megatron-ext rehearse`: a launch command prepared, its ranks run one by one, and the report.
+
+Ranks are run by a stand-in here, which records the passes of the launch command's own program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from megatron_ext.cli import app
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.cost_model.measured.file import load_measured
+from megatron_ext.launch_command.words import read_launch
+from megatron_ext.launch_planner.parsed_launch import LaunchRequest
+from megatron_ext.rehearsal import rehearse as module
+from megatron_ext.rehearsal.compose import without_transfers
+from megatron_ext.rehearsal.gpu_here import GpuHere
+from megatron_ext.rehearsal.prepare import Preparation, prepare, schedules_of
+from megatron_ext.rehearsal.processes import RunsRanks
+from megatron_ext.rehearsal.record import RankRecord, RehearsedPass, RehearsedStep
+from megatron_ext.rehearsal.rehearse import RehearsalRequest, rehearse
+from megatron_ext.rehearsal.report import RehearsalReport
+from megatron_ext.rehearsal.request import RankRequest
+from megatron_ext.schedule.action import Action
+from megatron_ext.schedule.schedule import is_compute
+from megatron_ext.viz.trace import read_trace
+from megatron_ext.viz.trace_report import trace_report
+from tests.helpers.megatron_runs import SCRIPT, model_flags
+
+FLAGS: dict[str, Any] = {
+    "pipeline_model_parallel_size": 4,
+    "num_layers": 8,
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "seq_length": 2048,
+    "max_position_embeddings": 2048,
+    "micro_batch_size": 1,
+    "global_batch_size": 8,
+    "bf16": True,
+    "transformer_impl": "local",
+}
+OUTSIDE, BETWEEN = 0.05, 1e-4  # seconds
+FACTOR = 1.1  # of the estimate that the stand-in takes
+
+
+@pytest.fixture(autouse=True)
+def login_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def words(ranks: int = 4, **overrides: object) -> list[str]:
+    flags = model_flags(**{**FLAGS, **overrides})
+    return ["torchrun", "--nproc-per-node", str(ranks), str(SCRIPT), *flags]
+
+
+def prepared(tmp_path: Path, schedules: str, ranks: int = 4, **overrides: object) -> Preparation:
+    request = LaunchRequest(read_launch(words(ranks, **overrides)))
+    return prepare(request, schedules_of(schedules), tmp_path)
+
+
+def seconds(program: Program, action: Action) -> float:
+    """Return the seconds of a pass: more than estimated, and +-5 % by microbatch."""
+    return program.problem.costs.of(action) * (FACTOR + 0.1 * (action.microbatch % 3 - 1) / 2)
+
+
+@dataclass
+class StandIn:
+    """Runs ranks by the programs of ``known``, and keeps the requests."""
+
+    known: Mapping[str, Program]
+    stride: int
+    requests: list[RankRequest]
+    change: Callable[[RankRecord], RankRecord] = lambda record: record
+
+    def __call__(self, request: RankRequest) -> RankRecord:
+        self.requests.append(request)
+        program = self.known[request.folder.parent.name]
+        rank = request.rank // self.stride
+        step = RehearsedStep(tuple(self._passes(program, rank)), 0.0)
+        step = replace(step, seconds=step.passes[-1].end - step.passes[0].start + OUTSIDE)
+        is_ours = "--pipeline-schedule" in request.arguments
+        record = RankRecord(
+            rank=request.rank,
+            world_size=request.world_size,
+            pipeline_rank=rank,
+            schedule=program.schedule.name,
+            digest=program.digest if is_ours else "",
+            trained=request.warm_up + request.steps,
+            steps=(step,) * request.steps,
+            allocated=3 << 30,
+            reserved=4 << 30,
+        )
+        return self.change(record)
+
+    @staticmethod
+    def _passes(program: Program, rank: int) -> Iterator[RehearsedPass]:
+        now = 0.0
+        for action in filter(is_compute, program.schedule.rows[rank]):
+            yield RehearsedPass(action, now, now + seconds(program, action))
+            now += seconds(program, action) + BETWEEN
+
+    @contextlib.contextmanager
+    def start(self, environment: Mapping[str, str], log: Path) -> Iterator[RunsRanks]:
+        yield self
+
+
+def stand_in(tmp_path: Path, schedules: str, ranks: int = 4, **overrides: object) -> StandIn:
+    made = prepared(tmp_path / "known", schedules, ranks, **overrides)
+    programs = {one.name: one.program for one in made.schedules}
+    return StandIn(programs, made.stride, [])
+
+
+def request(tmp_path: Path, schedules: str, ranks: int = 4, **overrides: object) -> Any:
+    launch = read_launch(words(ranks, **overrides))
+    return RehearsalRequest(launch, schedules_of(schedules), tmp_path, is_cpu=True)
+
+
+def rehearsed(
+    tmp_path: Path, schedules: str, ranks: int = 4, **overrides: object
+) -> tuple[RehearsalReport, StandIn, list[str]]:
+    run, told = stand_in(tmp_path, schedules, ranks, **overrides), list[str]()
+    report = rehearse(request(tmp_path, schedules, ranks, **overrides), run.start, told.append)
+    return report, run, told
+
+
+def test_a_launch_command_is_rehearsed(tmp_path: Path) -> None:
+    report, run, told = rehearsed(tmp_path, "stock zb-h1 zb-v", 8, global_batch_size=16)
+    assert told == [
+        "8 of 12 ranks run alone on the CPU, one after another: about 1 min 32 s to start them, "
+        "and their steps at the CPU's speed"
+    ]
+    stock, zb_h1, zb_v = report.schedules
+    assert [one.schedule for one in report.schedules] == ["1f1b", "zb-h1", "zb-v"]
+    assert stock.of_first == 1 and zb_h1.seconds < stock.seconds and zb_v.of_first < 1
+    assert stock.seconds == pytest.approx(stock.passes + OUTSIDE)
+    for one in report.schedules:  # the passes take 1.05 to 1.15 of the estimate
+        assert 1.0 < one.passes / (one.estimate.seconds - one.estimate.messages) < 1.2
+        assert one.estimate.reductions > 0  # two replicas
+    # Pipeline ranks with equal stages run once, those of the first replica.
+    assert [(r.folder.parent.name, r.rank) for r in run.requests] == [
+        *(("stock", 2), ("stock", 0), ("stock", 6)),
+        *(("zb-h1", 2), ("zb-h1", 0), ("zb-h1", 6)),
+        *(("zb-v", 2), ("zb-v", 6)),
+    ]
+    assert [one.stands_for for one in report.ranks[:3]] == [(1, 2), (0,), (3,)]
+    assert all(one.trained == 5 and one.allocated == 3 << 30 for one in report.ranks)
+
+
+def test_programs_and_costs_travel_as_files(tmp_path: Path) -> None:
+    _, run, _ = rehearsed(tmp_path, "stock zb-v", load="there", data_path="text", mock_data=False)
+    middle, first, last, *ours = run.requests
+    assert "--pipeline-costs" not in middle.arguments
+    for own in ours:
+        assert own.arguments[-2:] == ("--pipeline-costs", str(tmp_path / "zb-v" / "estimate.json"))
+    for own in run.requests:
+        given = own.arguments
+        assert "--mock-data" in given
+        assert "--load" not in given and "--data-path" not in given
+    # Ends of a line send in one direction: what the middle has sent is the size of the other.
+    assert middle.neighbour is None
+    assert first.neighbour == last.neighbour == middle.folder / "record.json"
+
+
+def test_the_costs_file_is_a_profile_of_layers(tmp_path: Path) -> None:
+    report, _, _ = rehearsed(tmp_path, "zb-h1")
+    file = Path(report.schedules[0].costs)
+    measured = load_measured(file)
+    assert measured is not None
+    scales = measured.rates.measured
+    assert scales is not None
+    layer = dict(scales.scales)["*-"]
+    assert layer.forward == pytest.approx(FACTOR, abs=0.02)
+    assert layer.weight_gradient == pytest.approx(FACTOR, abs=0.02)
+    planned = CliRunner().invoke(app, ["plan", "--costs", str(file), "--json", "--", *words()])
+    assert planned.exit_code == 0, planned.output
+    assert str(file) in planned.output
+
+
+def test_the_trace_of_the_composed_step_can_be_explained(tmp_path: Path) -> None:
+    report, _, _ = rehearsed(tmp_path, "stock zb-v")
+    for one in report.schedules:
+        steps = read_trace(Path(one.trace))
+        explained = trace_report(steps)
+        assert explained.measured.makespan == pytest.approx(one.passes)
+        assert explained.cost_factor == pytest.approx(FACTOR, abs=0.05)
+    assert trace_report(read_trace(Path(report.schedules[0].trace))).what_if is not None
+
+
+def test_experts_are_balanced_unless_the_command_says_otherwise(tmp_path: Path) -> None:
+    experts: dict[str, Any] = {
+        "num_experts": 4,
+        "expert_model_parallel_size": 2,
+        "moe_token_dispatcher_type": "alltoall",
+        "disable_bias_linear": True,
+    }
+    report, run, _ = rehearsed(tmp_path, "zb-h1", 8, **experts, global_batch_size=16)
+    assert "--moe-router-force-load-balancing" in run.requests[0].arguments
+    assert any("balance of experts" in text for text in report.not_rehearsed)
+    assert report.schedules[0].estimate.waiting["expert-parallel"] > 0
+    biased = {"moe_router_force_biased": 0.5}
+    report, run, _ = rehearsed(tmp_path, "zb-h1", 8, **experts, **biased, global_batch_size=16)
+    assert "--moe-router-force-load-balancing" not in run.requests[0].arguments
+    assert not any("balance of experts" in text for text in report.not_rehearsed)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"trained": 0}, "zb-h1, rank 1 trained 0 of 5 steps"),
+        ({"digest": "another"}, "made another program"),
+    ],
+)
+def test_a_record_that_shows_nothing_ends_the_rehearsal(
+    tmp_path: Path, change: dict[str, Any], told: str
+) -> None:
+    run = stand_in(tmp_path, "zb-h1")
+    run.change = lambda record: replace(record, **change)
+    with pytest.raises(ValueError, match=told):
+        rehearse(request(tmp_path, "zb-h1"), run.start, print)
+
+
+def test_values_that_are_not_finite_end_the_rehearsal(tmp_path: Path) -> None:
+    run = stand_in(tmp_path, "zb-h1")
+
+    def change(record: RankRecord) -> RankRecord:
+        first, second, third = record.steps
+        return replace(record, steps=(first, replace(second, is_finite=False), third))
+
+    run.change = change
+    with pytest.raises(ValueError, match="values in timed step 2 are not finite"):
+        rehearse(request(tmp_path, "zb-h1"), run.start, print)
+
+
+@pytest.mark.parametrize(
+    ("schedules", "ranks", "number"), [("stock", 16, 3), ("zb-h1", 16, 3), ("zb-v v-half", 16, 4)]
+)
+def test_so_many_ranks_run(tmp_path: Path, schedules: str, ranks: int, number: int) -> None:
+    made = prepared(
+        *(tmp_path, schedules, ranks),
+        pipeline_model_parallel_size=16,
+        num_layers=32,
+        global_batch_size=32,
+    )
+    assert sum(len(one.classes) for one in made.schedules) == number
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ({"context_parallel_size": 2}, "--context-parallel-size 2 is not tried in a rehearsal"),
+        (
+            {"tp_comm_overlap": True, "tensor_model_parallel_size": 2, "sequence_parallel": True},
+            "--tp-comm-overlap",
+        ),
+        ({"use_sharp": True}, "--use-sharp is not tried in a rehearsal"),
+        (
+            {"pipeline_schedule": "zb-h1", "pipeline_post_validation": True},
+            "--pipeline-post-validation",
+        ),
+        (
+            {"pipeline_schedule": "zb-h1", "pipeline_rank_speeds": "1,1,0.8,1"},
+            "--pipeline-rank-speeds is not tried",
+        ),
+        ({"pipeline_race": "1f1b zb-h1"}, "--pipeline-race is not tried"),
+        ({"pipeline_model_parallel_size": 1}, "--pipeline-model-parallel-size"),
+    ],
+)
+def test_what_is_not_tried_is_refused(tmp_path: Path, overrides: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told) as error:
+        prepared(tmp_path, "zb-h1", 8, **overrides, global_batch_size=16)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("schedules", "told"),
+    [
+        (" ", "names no schedule"),
+        ("stock stock", "names stock twice"),
+        ("stock plan", "plan stands for a choice"),
+        ("zb-w", "zb-w"),
+    ],
+)
+def test_schedules_are_named(schedules: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        schedules_of(schedules)
+
+
+def test_more_steps_than_the_training_has_are_refused(tmp_path: Path) -> None:
+    longer = replace(request(tmp_path, "zb-h1", train_iters=9), warm_up=7)
+    with pytest.raises(ValueError, match="--train-iters 9: a rehearsal of 7 steps of --warm-up"):
+        rehearse(longer, stand_in(tmp_path, "zb-h1").start, print)
+
+
+def test_without_a_gpu_one_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(module, "gpu_here", lambda: None)
+    made = CliRunner().invoke(app, ["rehearse", "--dir", str(tmp_path), "--", *words()])
+    assert made.exit_code == 2
+    assert made.output.count("\n") == 1 and "--cpu: no GPU is here" in made.output
+
+
+def test_ranks_that_do_not_fit_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(module, "gpu_here", lambda: GpuHere("NVIDIA H200", 5.0 * 2**30))
+    gpu = replace(request(tmp_path, "stock", vocab_size=128000), is_cpu=False)
+    with pytest.raises(ValueError, match="5 GiB are free on this GPU, and predicted are") as error:
+        rehearse(gpu, stand_in(tmp_path, "stock").start, print)
+    text = str(error.value)
+    assert "pipeline rank 0 of stock" in text and "\n" not in text
+    assert "pipeline rank 1 of stock would fit" in text
+
+
+def test_a_json_report_has_measured_and_estimated_apart(tmp_path: Path) -> None:
+    report, _, _ = rehearsed(tmp_path, "zb-h1")
+    (one,) = report.schedules
+    program = stand_in(tmp_path, "zb-h1").known["zb-h1"]
+    assert without_transfers(program.problem.costs).links.hop == 0
+    assert one.seconds == one.passes + one.outside
+    assert json.dumps(one.estimate.waiting) == "{}"

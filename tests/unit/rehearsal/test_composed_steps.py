@@ -1,0 +1,162 @@
+"""Composition of a step from ranks that ran alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import pytest
+
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.program.simulate import simulate, simulate_passes
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.compile.registry import choose
+from megatron_ext.rehearsal.classes import RankClass, classes_of
+from megatron_ext.rehearsal.compose import compose
+from megatron_ext.rehearsal.record import RankRecord, RehearsedPass, RehearsedStep
+from megatron_ext.schedule.action import Action, parse
+from megatron_ext.schedule.costs import uniform
+from megatron_ext.schedule.problem import Extras, Problem, Recompute
+from megatron_ext.schedule.schedule import is_compute
+
+BETWEEN = 0.25  # seconds of a rank between two passes
+OUTSIDE = 7.0
+
+
+def program_of(spec: str, ranks: int = 4, microbatches: int = 8, comm: float = 1.0) -> Program:
+    choice = choose(spec)
+    placement = choice.place(ranks)
+    costs = uniform(placement, 40.0, 50.0, 30.0, comm)
+    return build_program(choice, Problem(placement, microbatches, costs))
+
+
+def stages_of(program: Program) -> list[str]:
+    """A description of each stage: the ends differ from all others."""
+    last = program.schedule.placement.last
+    return ["first", *["middle"] * (last - 1), "last"]
+
+
+def classes(program: Program) -> tuple[RankClass, ...]:
+    ranks = program.schedule.placement.ranks
+    return classes_of(program.schedule, stages_of(program), range(ranks, 0, -1))
+
+
+def record_of(
+    program: Program, rank: int, seconds: Callable[[Action], float], *, between: float = 0.0
+) -> RankRecord:
+    """Return the record of ``rank``, which runs its passes one behind the other."""
+    now, passes = 100.0, []
+    for action in program.schedule.rows[rank]:
+        if is_compute(action):
+            passes.append(RehearsedPass(action, now, now + seconds(action)))
+            now = passes[-1].end + between
+    whole = passes[-1].end - passes[0].start + OUTSIDE
+    step = RehearsedStep(tuple(passes), whole)
+    return RankRecord(rank, 4, rank, program.schedule.name, program.digest, 3, (step,) * 3)
+
+
+def records_of(
+    program: Program, seconds: Callable[[Action], float], *, between: float = 0.0
+) -> Mapping[int, RankRecord]:
+    return {
+        one.rank: record_of(program, one.rank, seconds, between=between) for one in classes(program)
+    }
+
+
+def by_microbatch(program: Program) -> Callable[[Action], float]:
+    """Passes that differ by their stage's class, and by +-10 % by microbatch."""
+    draws = random.Random(1)
+    kinds = {"first": 0.9, "middle": 1.0, "last": 1.25}
+    factors = [draws.uniform(0.9, 1.1) for _ in range(program.problem.microbatches)]
+    described, costs = stages_of(program), program.problem.costs
+
+    def seconds(action: Action) -> float:
+        factor = kinds[described[action.stage]] * factors[action.microbatch]
+        return costs.of(action) * factor
+
+    return seconds
+
+
+@pytest.mark.parametrize("spec", ["1f1b", "zb-h1", "zb-v", "v-half", "interleaved-zb", "gis"])
+def test_the_step_is_as_long_as_if_each_rank_had_been_measured(spec: str) -> None:
+    program = program_of(spec)
+    seconds = by_microbatch(program)
+    step = compose(program, classes(program), records_of(program, seconds))
+    passes = {a: seconds(a) for row in program.schedule.rows for a in row if is_compute(a)}
+    free = replace(program.problem.costs, links=replace(program.problem.costs.links, hop=0.0))
+    assert step.timeline.makespan == pytest.approx(simulate_passes(program, free, passes).makespan)
+    assert step.outside == pytest.approx(OUTSIDE)
+    assert step.seconds == pytest.approx(step.timeline.makespan + OUTSIDE)
+
+
+def test_messages_are_in_no_measured_figure() -> None:
+    """Their seconds are estimated, so a slow link must not change the composed step."""
+    near, far = (program_of("zb-h1", comm=comm) for comm in (0.0, 20.0))
+    made = [
+        compose(program, classes(program), records_of(program, near.problem.costs.of))
+        for program in (near, far)
+    ]
+    assert simulate(far, far.problem.costs).makespan > simulate(near, near.problem.costs).makespan
+    assert made[1].timeline.makespan == pytest.approx(made[0].timeline.makespan, rel=0.05)
+
+
+def test_time_between_passes_holds_up_a_rank_and_is_no_pass() -> None:
+    program = program_of("1f1b")
+    of = program.problem.costs.of
+    step = compose(program, classes(program), records_of(program, of, between=BETWEEN))
+    row = step.timeline.compute[0]
+    assert all(event.end - event.start == pytest.approx(of(event.action)) for event in row)
+    tight = compose(program, classes(program), records_of(program, of)).timeline.makespan
+    number = len(row)
+    assert tight + (number - 1) * BETWEEN <= step.timeline.makespan < tight + 2 * number * BETWEEN
+
+
+def test_ranks_that_recompute_are_a_class_of_their_own() -> None:
+    """Rank 1 has the pass R and rank 2 has not, though their stages are equal."""
+    choice = choose("zb-h1")
+    placement = choice.place(4)
+    extras = Extras(recompute=Recompute(first=2))
+    problem = Problem(placement, 8, uniform(placement, 40.0, 50.0, 30.0), extras=extras)
+    program = build_program(choice, problem)
+    assert sorted(one.members for one in classes(program)) == [(0,), (1,), (2,), (3,)]
+    of = program.problem.costs.of
+    step = compose(program, classes(program), records_of(program, of))
+    whole = simulate(program, program.problem.costs).makespan
+    assert step.timeline.makespan == pytest.approx(whole)
+
+
+def test_a_rank_that_ran_another_order_is_no_part_of_the_step() -> None:
+    program = program_of("1f1b")
+    records = dict(records_of(program, program.problem.costs.of))
+    first, second, *others = records[3].steps[0].passes
+    swapped = replace(records[3].steps[0], passes=(second, first, *others))
+    records[3] = replace(records[3], steps=(records[3].steps[0], swapped))
+    with pytest.raises(ValueError, match="rank 3, timed step 2: pass 1 is 3B0, and 3F0 in"):
+        compose(program, classes(program), records)
+
+
+@pytest.mark.parametrize(
+    ("spec", "ranks", "number"),
+    [("1f1b", 16, 3), ("zb-h1", 16, 3), ("zb-v", 16, 2), ("1f1b", 2, 2), ("v-half", 8, 2)],
+)
+def test_ranks_with_equal_stages_run_once(spec: str, ranks: int, number: int) -> None:
+    program = program_of(spec, ranks, 2 * ranks)
+    made = classes(program)
+    assert len(made) == number
+    assert sorted(rank for one in made for rank in one.members) == list(range(ranks))
+
+
+def test_the_fullest_rank_of_a_class_runs() -> None:
+    program = program_of("1f1b", ranks=5)
+    made = classes_of(program.schedule, stages_of(program), [9, 1, 3, 2, 9])
+    assert [one.rank for one in made] == [2, 0, 4]  # those that send both ways first
+    assert [one.sends_both for one in made] == [True, False, False]
+
+
+def test_passes_without_seconds_of_their_own_take_what_costs_say() -> None:
+    program = program_of("1f1b", comm=0.0)
+    costs = program.problem.costs
+    longer = {parse("3B7"): costs.of(parse("3B7")) + 11.0}
+    before, after = simulate(program, costs), simulate_passes(program, costs, longer)
+    assert after.makespan == pytest.approx(before.makespan + 11.0)
