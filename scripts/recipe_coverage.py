@@ -1,7 +1,7 @@
 """How many public recipes are accepted under our schedules, shown by tests, and gain by a plan.
 
     python scripts/recipe_coverage.py                                       writes docs/recipes.md,
-    and scripts/recipes/coverage.md behind it
+    scripts/recipes/coverage.md behind it, and the headline of README.md
     python scripts/recipe_coverage.py --recipes FILE.json [--models FILE.json] [--output PAGE.md]
 
 FILE has recipes as they are public: by name, each with its settings by dotted names or nested, with
@@ -29,13 +29,14 @@ from rich.progress import Progress, TaskID  # noqa: E402
 
 from scripts.recipes.accepting import as_on_gpus, judge, judge_on_v, others  # noqa: E402
 from scripts.recipes.configured import configuration_of  # noqa: E402
-from scripts.recipes.counting import as_json, count, rows  # noqa: E402
+from scripts.recipes.counting import Row, as_json, count, rows  # noqa: E402
 from scripts.recipes.gains import Configuration, Found, all_gains  # noqa: E402
 from scripts.recipes.gains_page import TABLE, gains_table  # noqa: E402
 from scripts.recipes.markers import collect  # noqa: E402
 from scripts.recipes.page import details, own, page, plans_of, summary  # noqa: E402
 from scripts.recipes.prospects import Prospect, prospects_of  # noqa: E402
 from scripts.recipes.public_form import read_recipes  # noqa: E402
+from scripts.recipes.readme import write_headline  # noqa: E402
 from scripts.recipes.recipe import RECIPES, read_models  # noqa: E402
 from scripts.recipes.tested import Evidence  # noqa: E402
 
@@ -76,21 +77,34 @@ def main(words: Sequence[str]) -> int:
             plans = partial(_plans, progress, planned)
             prospects = prospects_of(understood, configuration_of, plans)
     if output is not None:
-        kept = plans_of(output.read_text()) if arguments.keep_plans else None
-        text = page(made, prospects, kept)
-        if output == PAGE:
-            DETAILS.write_text(details(made, evidence))
-        else:
-            text += details(made, evidence)
-        output.write_text(text)
-        if prospects:
-            output.with_name(TABLE).write_text(gains_table(prospects, made))
+        _write(output, made, prospects, evidence, keep_plans=arguments.keep_plans)
     if arguments.json is not None:
         of_recipes = {prospect.recipe.name: prospect.as_data() for prospect in prospects}
         data = [{**as_json(row), "plan": of_recipes.get(row.name)} for row in made]
         arguments.json.write_text(json.dumps(data, indent=1) + "\n")
     print("\n".join(summary(made)))
     return int(count(made, own).unknown > 0)
+
+
+def _write(
+    output: Path,
+    made: Sequence[Row],
+    prospects: Sequence[Prospect],
+    evidence: Evidence,
+    *,
+    keep_plans: bool,
+) -> None:
+    """Write the page ``output``, and what belongs to it: tables, and the headline of README.md."""
+    text = page(made, prospects, plans_of(output.read_text()) if keep_plans else None)
+    if output == PAGE:
+        DETAILS.write_text(details(made, evidence))
+    else:
+        text += details(made, evidence)
+    output.write_text(text)
+    if prospects:
+        output.with_name(TABLE).write_text(gains_table(prospects, made))
+    if output == PAGE:
+        write_headline()
 
 
 def _plans(

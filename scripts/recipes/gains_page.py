@@ -23,7 +23,8 @@ one. All of this is estimated, nothing measured:
 
 - Seconds and bytes are those of [estimated costs](estimated-costs.md): from the model's dimensions
   and the GPU's data sheet. Every step includes the optimizer and the part of the gradients'
-  reduction that no pass hides. The estimate may be wrong by 5%: do not rely on smaller gains.
+  reduction that no pass hides. A gain may be none if it is within the
+  [spread](estimated-costs.md#spread) of its kind of comparison.
 - One memory bound holds for all: the larger of what a rank [may take](estimated-costs.md#memory),
   and what the fullest rank of the recipe's own command takes. A gain that is gone with 2 GiB less
   has an asterisk.

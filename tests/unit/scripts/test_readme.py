@@ -1,0 +1,31 @@
+"""Figures of README.md are those of the pages and commands that it names."""
+
+from __future__ import annotations
+
+import pytest
+
+from scripts.recipes.readme import README, RECIPES_PAGE, headline, part, with_part
+
+GAINS = """
+| m <= 2p | 33 | 1.140 [1.53] | 1.264 [1.72] | 31 | 26 | 14 |
+| all | 210 | 1.041 [1.67] | 1.055 [1.85] | 139 | 64 | 30 |
+"""
+
+
+def test_the_headline_has_the_medians_of_the_recipes_page() -> None:
+    """README said 5.0, 6.0, 21.3 and 33.2 %, and docs/recipes.md 4.1, 5.5, 14.0 and 26.4."""
+    written = part(README.read_text(), "headline")
+    assert " ".join(written.split()) == headline(RECIPES_PAGE.read_text())
+
+
+def test_the_headline_follows_the_page() -> None:
+    text = headline(GAINS)
+    assert "On 210 public" in text and "median of 4.1 % from" in text and "gain 5.5 % (" in text
+    with pytest.raises(ValueError, match="no gains in a row 'all'"):
+        headline("| m <= 2p | 33 | 1.140 [1.53] | 1.264 [1.72] |")
+
+
+def test_a_part_is_written_between_its_marks() -> None:
+    page = "a\n<!-- one: written by a script -->\nold\n<!-- end of one -->\nb\n"
+    made = with_part(page, "one", "new")
+    assert part(made, "one") == "new" and made.startswith("a\n") and made.endswith("-->\nb\n")
