@@ -219,12 +219,14 @@ class Programs:
         """Return the first stage with trained parameters; 0 if none has any.
 
         Collective over ``pipeline`` the first time that ``models``, this rank's chunks, take a
-        training step.
+        training step. A rank that is alone rehearses models that are trained as a whole.
 
         Raises:
             ValueError: parameters that were frozen then are trained now.
         """
         stages = self.choice.place(pipeline.size()).stages_of
+        if is_alone():
+            return 0
         if models[0] not in self._first_trained:
             of_ranks = gather(pipeline, [is_trained(chunk) for chunk in models])
             trained = (

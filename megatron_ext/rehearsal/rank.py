@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext.adapter.model_parts import is_trained
 from megatron_ext.adapter.observers.observer import (
     ObservedStep,
     StepObserver,
@@ -69,8 +68,8 @@ def rehearse_rank(request: RankRequest) -> RankRecord:
     os.environ.update(_environment(request))
     name = ["-m", request.script] if request.is_module else [request.script]
     try:
-        if request.is_cpu and torch.cuda.is_available():
-            raise ValueError("torch has found a GPU before it was to be rehearsed on the CPU")
+        if request.is_cpu:
+            _use_cpu()
         launch([*name, *request.arguments], _refuse_plan, prepare_rehearsal=rehearsed.prepare)
     except _Ended:
         record = rehearsed.record()
@@ -99,6 +98,15 @@ def _environment(request: RankRequest) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29500",  # no process listens there
     }
+
+
+def _use_cpu() -> None:
+    """Make torch, which is imported already, do what the variables of `patches.cpu` make it do
+    when it is imported: it compiles nothing, and uses one thread."""
+    if torch.cuda.is_available():
+        raise ValueError("torch has found a GPU before it was to be rehearsed on the CPU")
+    torch.compiler.set_stance("force_eager")
+    torch.set_num_threads(1)
 
 
 def _refuse_plan(words: Sequence[str], config: PipelineConfig, world_size: int) -> Chosen:
@@ -206,15 +214,15 @@ class _RehearsedRank(StepObserver[ObservedStep]):
     # ---- Megatron's training loop (`rehearsal.StepWatcher`)
 
     def set_up(self, model: Any) -> None:
-        """Refuse a ``model`` with a stage that is not trained: the program depends on which stages
-        are, on other ranks too. Gradients of peers have the scale of this rank's loss."""
+        """Refuse a ``model`` with frozen weights: the program depends on which stages are trained,
+        on other ranks too. Gradients of peers have the scale of this rank's loss."""
         args = training_global("_GLOBAL_ARGS")
         if args.fp16:
             self._values.loss_scale = args.loss_scale or args.initial_loss_scale
-        if not all(is_trained(chunk) for chunk in model):
+        if not all(weight.requires_grad for chunk in model for weight in chunk.parameters()):
             raise ValueError(
-                "a stage without trained weights is not rehearsed: other ranks would have to tell "
-                "which stages need no backward pass"
+                "frozen weights are not rehearsed: other ranks would have to tell which stages "
+                "need no backward pass"
             )
 
     def step(self, run: Callable[[], Any], model: Any) -> Any:

@@ -53,15 +53,6 @@ class SentValues:
     dtype: str
 
 
-class BytesAfter(NamedTuple):
-    """Bytes of activations that a rank holds after ``action``, and bytes of messages that are on
-    their way."""
-
-    action: str
-    held: int
-    on_way: int
-
-
 @dataclass(frozen=True)
 class RankRecord:
     """Record of a rehearsed rank.
@@ -80,7 +71,6 @@ class RankRecord:
         lasting: bytes of tensors between steps, such as weights and optimizer states, without the
             pool; None without a GPU.
         sent: by direction.
-        bytes_after: each action of the last timed step, if it was requested.
     """
 
     rank: int
@@ -95,7 +85,6 @@ class RankRecord:
     pool: int = 0
     lasting: int | None = None
     sent: tuple[SentValues, ...] = ()
-    bytes_after: tuple[BytesAfter, ...] = ()
 
     @property
     def is_finite(self) -> bool:
@@ -137,7 +126,6 @@ def load_record(path: Path) -> RankRecord:
         pool=record.count("pool"),
         lasting=_optional(record, "lasting"),
         sent=tuple(map(_sent, record.objects("sent"))),
-        bytes_after=tuple(_bytes_after(record)),
     )
 
 
@@ -179,10 +167,3 @@ def _passes(rows: Sequence[Any], where: str) -> tuple[RehearsedPass, ...]:
 def _sent(record: Record) -> SentValues:
     shape = tuple(int(size) for size in record.amounts("shape"))
     return SentValues(record.text("direction"), record.number("rms"), shape, record.text("dtype"))
-
-
-def _bytes_after(record: Record) -> Sequence[BytesAfter]:
-    rows = record.data.get("bytes_after")
-    if not isinstance(rows, list) or not all(_is_row(row, 3) for row in rows):
-        raise ValueError(f"{record.where}: bytes_after is no list of actions with two numbers")
-    return [BytesAfter(text, int(held), int(on_way)) for text, held, on_way in rows]

@@ -32,7 +32,6 @@ class RankRequest:
         is_module: whether ``script`` is the name of a module.
         neighbour: record of a rank that ran before, whose sent values give the size of values in a
             direction in which this rank sends none; None: there is none.
-        with_bytes: whether the bytes after every action are recorded.
         environment: variables that the launch command sets.
     """
 
@@ -46,7 +45,6 @@ class RankRequest:
     is_cpu: bool = False
     is_module: bool = False
     neighbour: Path | None = None
-    with_bytes: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -84,6 +82,5 @@ def load_request(path: Path) -> RankRequest:
         is_cpu=record.truth("is_cpu"),
         is_module=record.truth("is_module"),
         neighbour=None if data.get("neighbour") is None else Path(record.text("neighbour")),
-        with_bytes=record.truth("with_bytes"),
         environment=record.texts_by_name("environment"),
     )

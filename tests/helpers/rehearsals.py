@@ -6,8 +6,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from megatron_ext.rehearsal.rank import rehearse_rank
 from megatron_ext.rehearsal.record import RankRecord
 from megatron_ext.rehearsal.request import RankRequest
@@ -50,7 +48,6 @@ def rehearsed_or_fail(
         )
 
         def run(_: int) -> RankRecord:
-            torch.compiler.set_stance("force_eager")
             take_prepared_parsers()
             return rehearse_rank(request)
 

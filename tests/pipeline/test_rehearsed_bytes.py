@@ -85,7 +85,7 @@ def test_bytes_after_every_action_are_those_among_others(
         assert own.digest == real.digest
 
 
-@pytest.mark.parametrize("overrides", [{}, *at_night((STOCKS_LOOP,))])
+@pytest.mark.parametrize("overrides", [{}, *at_night(STOCKS_LOOP)])
 def test_peaks_of_megatrons_own_are_those_among_others(overrides: dict[str, object]) -> None:
     among, alone = among_others_and_alone(flags(None, **overrides), range(RANKS))
     print([(real.peak, own.peak) for real, own in zip(among, alone, strict=True)])

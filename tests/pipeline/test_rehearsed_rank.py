@@ -59,6 +59,7 @@ def passes(record: RankRecord) -> str:
             ("zb-h1", 0, {"fp16": True, "loss_scale": 128}),
             ("interleaved-zb", 2, {"pipeline_p2p": "batched"}),
             ("zb-v", 1, {"pipeline_vocab_parallel": 1}),
+            ("zb-v", 1, {"num_layers": 6, "pipeline_model_parallel_layout": "Et|t||t|t|t|t|L"}),
         ),
     ],
 )

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from megatron_ext.rehearsal.record import (
-    BytesAfter,
     RankRecord,
     RehearsedPass,
     RehearsedStep,
@@ -37,7 +36,6 @@ RECORD = RankRecord(
     allocated=1 << 40,
     pool=7,
     sent=(SentValues("forward", 0.25, (16, 2, 8), "torch.bfloat16"),),
-    bytes_after=(BytesAfter("0F0.1", 10, 4),),
 )
 
 
@@ -80,7 +78,6 @@ def _passes(data: dict[str, Any], passes: Any) -> None:
         (lambda data: _passes(data, [["0X0", 0, 1]]), "'0X0' is no action"),
         (lambda data: _passes(data, [["0F0", 2, 1]]), "not in the order of time"),
         (lambda data: _passes(data, [["0F0", 2, 3], ["0B0", 1, 4]]), "not in the order of time"),
-        (lambda data: data.update(bytes_after=[["0F0"]]), "no list of actions with two numbers"),
     ],
 )
 def test_a_damaged_record_names_its_mistake(tmp_path: Path, damage: Any, told: str) -> None:
