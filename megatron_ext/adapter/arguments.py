@@ -10,7 +10,6 @@ from typing import Any
 
 from megatron_ext.adapter.compatibility import refuse, refuse_order
 from megatron_ext.adapter.handled_settings.groups import with_megatrons_group
-from megatron_ext.adapter.impossible_sizes import refuse_sizes
 from megatron_ext.adapter.job import job_costs, of_arguments
 from megatron_ext.adapter.layers import SEGMENT_END, predicts_apart, segments_of_stages
 from megatron_ext.adapter.layout_arguments import ENDS, PATTERN, VIRTUAL_STAGES
@@ -29,7 +28,7 @@ from megatron_ext.config import COSTS_FILE, TRACED_OF_RUN, PipelineConfig, flag
 from megatron_ext.logger import logger, telling_of_long_work
 from megatron_ext.runtime.measure import profile
 from megatron_ext.schedule.placement import Placement
-from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.problem import Problem, VocabularyParallel
 from megatron_ext.words import argument_flag, counted
 
 _PATTERNS = (PATTERN, "hybrid_override_pattern")
@@ -90,7 +89,6 @@ def check(args: Any, config: PipelineConfig, prove: Prove) -> list[Program]:
             limits and some number of microbatches that steps will have.
     """
     check_settings(args, config)
-    refuse_sizes(args)
     made = programs(args, config, prove)
     for program in made:
         refuse_order(args, program.schedule)
@@ -351,6 +349,21 @@ def pad_vocabulary(args: Any) -> None:
             f"the vocabulary is padded to {words}{sizes[1]}, not {sizes[0]}, so that it divides "
             f"over {ranks} pipeline x {tensor_parallel} tensor parallel ranks"
         )
+
+
+def settle_vocabulary(args: Any, config: PipelineConfig, tokens: int | None = None) -> None:
+    """Set the padded vocabulary of validated ``args`` to that of a run whose tokenizer has so many
+    ``tokens``. If that is None, ``--vocab-size`` counts; without one it stays unknown.
+
+    Raises:
+        ValueError: it cannot be split over the ranks as ``config`` requires.
+    """
+    if config.vocab_parallel is not VocabularyParallel.NONE:
+        pad_vocabulary(args)
+    tokens = args.vocab_size if tokens is None else tokens
+    if args.padded_vocab_size is None and tokens is not None:
+        multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+        args.padded_vocab_size = -(-tokens // multiple) * multiple
 
 
 def _refuse_checkpoints_of_one_placement(args: Any, placement: Placement) -> None:

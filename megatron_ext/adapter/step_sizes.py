@@ -10,7 +10,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
+from megatron.core.num_microbatches_calculator import (
+    ConstantNumMicroBatchesCalculator,
+    StepBatchsizeNumMicroBatchesCalculator,
+)
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,30 @@ class StepSize:
     batch: int
     microbatches: int
     share: float
+
+
+def count_microbatches(args: Any) -> int:
+    """Return the number of microbatches of the first step of validated ``args``.
+
+    Raises:
+        ValueError: batches do not divide; the text is Megatron's.
+    """
+    replicas, decreases = args.data_parallel_size, args.decrease_batch_size_if_needed
+    kind, batch = ConstantNumMicroBatchesCalculator, {"global_batch_size": args.global_batch_size}
+    if args.step_batch_size_schedule is not None:
+        kind = StepBatchsizeNumMicroBatchesCalculator
+        batch = {"schedule": args.step_batch_size_schedule, "seq_length": args.seq_length}
+    try:
+        calculator = kind(
+            micro_batch_size=args.micro_batch_size,
+            data_parallel_size=replicas,
+            decrease_batch_size_if_needed=decreases,
+            rank=1,  # rank 0 would log
+            **batch,
+        )
+    except AssertionError as error:
+        raise ValueError(str(error)) from error
+    return int(calculator.get())
 
 
 def step_sizes(args: Any) -> list[StepSize]:

@@ -520,13 +520,11 @@ def _check_of_recipe(recipe: BridgeRecipe, args: Any, config: PipelineConfig) ->
 
 
 def _check_watching(report: Report, args: Any, config: PipelineConfig) -> None:
-    """Check that a trace or metrics of Megatron's own step would record something."""
-    from megatron_ext.adapter import arguments
+    """Remark on a trace or metrics of Megatron's own step that would record nothing."""
     from megatron_ext.adapter.stock.order import why_unseen
 
     if not config.watches_stock:
         return
-    report.attempt("trace", lambda: arguments.check_trace(args, config))
     why = why_unseen(args.pipeline_model_parallel_size, args)
     if why is not None:
         report.add(Severity.REMARK, "trace", f"nothing of Megatron's step will be seen: {why}")

@@ -1,19 +1,20 @@
 """One judgement of a launch command, for doctor, for plan, and for each command that plan writes.
 
-Checks run in one order and refuse with one sentence. Doctor notes all of them, plan ends with the
-first. The launch itself runs Megatron's and, in `adapter.arguments`, ours.
+Its checks are those of the launch (`adapter.launch_checks`), in the same order and with the same
+sentences, and after them those of Megatron's set-up. Doctor notes all refusals, plan ends with the
+first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_ext.adapter import arguments
-from megatron_ext.adapter.batches.refusals import check_arrangement
 from megatron_ext.adapter.handled_settings.groups import with_megatrons_group
 from megatron_ext.adapter.impossible_sizes import refuse_stock_steps
+from megatron_ext.adapter.launch_checks import Attempt, check_batches, check_schedule, raising
 from megatron_ext.adapter.model_bytes import model_bytes_of_ranks
 from megatron_ext.compile.long_step import simulated
 from megatron_ext.compile.program.verify import Program
@@ -24,32 +25,8 @@ from megatron_ext.launch_command import megatron_arguments
 from megatron_ext.planner.candidate import Candidate, Variant, VocabMethod
 from megatron_ext.planner.fitting import candidate_of
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.words import counted
 
 _STOPS = "Megatron stops here, and so does this check: correct it, then check again"
-
-
-class Attempt(Protocol):
-    """Runs a check of a command about ``subject``, and returns its result.
-
-    ``fix`` says what to do if the check refuses with a ValueError. ``right`` words the result; ""
-    is not worth a word.
-    """
-
-    def __call__[T](
-        self,
-        subject: str,
-        work: Callable[[], T],
-        fix: str = "",
-        right: Callable[[T], str] | None = None,
-    ) -> T | None: ...
-
-
-def raising[T](
-    subject: str, work: Callable[[], T], fix: str = "", right: Callable[[T], str] | None = None
-) -> T | None:
-    """Run a check, and let its refusal end the judgement."""
-    return work()
 
 
 @dataclass(frozen=True)
@@ -108,9 +85,12 @@ def judge(
     Raises:
         ValueError: ``attempt`` lets a refusal end the judgement.
     """
-    if not check_arguments(args, config, ranks, tokens, attempt, check_recipe, is_whole=is_whole):
+    if not _is_valid(args, config, ranks, attempt):
         return None
-    return _judged(args, config, attempt)
+    is_known = _check_batches(args, config, tokens, attempt, check_recipe)
+    made = _judged(args, config, attempt) if is_known else None
+    _check_set_up(args, config, attempt, is_whole=is_whole and is_known)
+    return made
 
 
 def judged(
@@ -133,42 +113,47 @@ def judged(
 
 
 def check_arguments(
-    args: Any,
-    config: PipelineConfig,
-    ranks: int,
-    tokens: int | None,
-    attempt: Attempt = raising,
-    check_recipe: Callable[[], object] | None = None,
-    *,
-    is_whole: bool = True,
-) -> bool:
-    """Check ``args`` without a program, and return whether the number of microbatches is known.
-    Arguments as in `judge`."""
+    args: Any, config: PipelineConfig, ranks: int, tokens: int | None, *, is_whole: bool = True
+) -> None:
+    """Raise ValueError if ``args`` cannot run under any schedule. Arguments as in `judge`."""
+    _is_valid(args, config, ranks, raising)
+    _check_batches(args, config, tokens, raising, None)
+    _check_set_up(args, config, raising, is_whole=is_whole)
+
+
+def _is_valid(args: Any, config: PipelineConfig, ranks: int, attempt: Attempt) -> bool:
+    """Validate ``args`` in place."""
     valid = attempt(
         "arguments",
         lambda: megatron_arguments.validate(args, config, ranks),
         _STOPS,
         lambda valid: f"Megatron takes them: data-parallel size {valid.data_parallel_size}",
     )
-    if valid is None:
-        return False
-    attempt(
-        "tokenizer",
-        lambda: megatron_arguments.settle_vocabulary(args, config, tokens),
-        right=lambda settled: (
+    return valid is not None
+
+
+def _check_batches(
+    args: Any,
+    config: PipelineConfig,
+    tokens: int | None,
+    attempt: Attempt,
+    check_recipe: Callable[[], object] | None,
+) -> bool:
+    return check_batches(
+        args,
+        config,
+        lambda: arguments.settle_vocabulary(args, config, tokens),
+        attempt,
+        check_recipe,
+        lambda settled: (
             f"{args.tokenizer_type} loads, {args.padded_vocab_size} tokens padded" if tokens else ""
         ),
     )
-    if check_recipe is None:
-        attempt("microbatches", lambda: check_arrangement(args, config))
-    else:
-        attempt("megatron_ext.bridge.use", check_recipe)
-    microbatches = attempt(
-        "batch size",
-        lambda: megatron_arguments.count_microbatches(args),
-        right=lambda number: f"{counted(number, 'microbatch')} in the first step",
-    )
-    if microbatches is not None and is_whole:
+
+
+def _check_set_up(args: Any, config: PipelineConfig, attempt: Attempt, *, is_whole: bool) -> None:
+    """Check what Megatron checks when it has built the model, and when it begins to train."""
+    if is_whole:
         attempt(
             "training",
             lambda: megatron_arguments.check_course(args),
@@ -181,35 +166,32 @@ def check_arguments(
         lambda: megatron_arguments.check_model(args, config),
         right=lambda model: f"{args.num_layers} layers can be split over the ranks",
     )
-    return microbatches is not None
 
 
 def _judged(args: Any, config: PipelineConfig, attempt: Attempt) -> Judgement | None:
     """Judge the schedule of a command whose arguments were checked."""
-    is_ours = config.schedule is not None
-    settings = config if is_ours else replace(config, schedule=_megatrons_own(args))
-    prove = arguments.check if is_ours else _stock_programs
-    programs = attempt("schedule", lambda: prove(args, settings, arguments.search_for_first))
-    if programs is None:
+    checked = check_schedule(args, config, arguments.search_for_first, attempt)
+    if checked is None:
         return None
-    contenders: Mapping[str, Sequence[Program]] | None = {}
-    if config.race is not None:
-        contenders = attempt(
-            "race", lambda: arguments.check_race(args, config, arguments.search_for_first)
-        )
+    settings, (programs, contenders) = config, checked
+    if config.schedule is None:
+        settings = replace(config, schedule=_megatrons_own(args))
+        programs = attempt("schedule", lambda: _stock_programs(args, settings)) or []
+        if not programs:
+            return None
     return Judgement(
         args,
         with_megatrons_group(settings.choice, args),
         arguments.problems(args, settings)[0],
         programs,
         model_bytes_of_ranks(args, programs[0].problem.placement, settings.vocab_parallel),
-        contenders or {},
+        contenders,
     )
 
 
-def _stock_programs(args: Any, config: PipelineConfig, prove: arguments.Prove) -> list[Program]:
+def _stock_programs(args: Any, config: PipelineConfig) -> list[Program]:
     refuse_stock_steps(args)
-    return arguments.programs(args, config, prove)
+    return arguments.programs(args, config)
 
 
 def _megatrons_own(args: Any) -> str:

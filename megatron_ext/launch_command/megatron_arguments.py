@@ -24,11 +24,9 @@ from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import arguments, global_vars, training
 from packaging.version import Version
 
-from megatron_ext.adapter.arguments import add_virtual_stages, pad_vocabulary
 from megatron_ext.adapter.checkpoints.loading import LoadJudgement, command_of, judge_loading
-from megatron_ext.adapter.impossible_sizes import refuse_counts, refuse_sizes
-from megatron_ext.adapter.layers import layers_of_stages
-from megatron_ext.adapter.layout_arguments import CHUNKS, NAMES_IN_CONFIGS
+from megatron_ext.adapter.launch_checks import validated
+from megatron_ext.adapter.layout_arguments import NAMES_IN_CONFIGS
 from megatron_ext.adapter.transformer_engine import installed
 from megatron_ext.config import PipelineConfig
 from megatron_ext.cost_model.execution import Precision
@@ -37,8 +35,6 @@ from megatron_ext.cost_model.rates import Rates
 from megatron_ext.launch_command.list_expressions import bounded
 from megatron_ext.patches.engine import Patch, apply, replace
 from megatron_ext.patches.megatron.core.transformer import transformer_config
-from megatron_ext.schedule.placement import line, loop
-from megatron_ext.schedule.problem import VocabularyParallel
 from megatron_ext.text_file import LARGEST_JSON, parse_json
 from megatron_ext.words import meant_by, shown
 from megatron_ext.written_settings import add_flags
@@ -274,38 +270,7 @@ def validate(args: Any, config: PipelineConfig, world_size: int) -> Any:
     """
     args.rank, args.world_size = 0, world_size
     with _as_value_error():
-        refuse_counts(args)
-        if config.schedule is not None:
-            add_virtual_stages(args, config)
-        try:
-            args = arguments.validate_args(args, {})
-        except AssertionError as error:
-            if "divisible" in str(error):
-                _suggest_layout(args, config)
-            raise
-        refuse_sizes(args)
-        return args
-
-
-def _suggest_layout(args: Any, config: PipelineConfig) -> None:
-    """Raise ValueError with a layout that works if the layers of ``args``, which Megatron refuses,
-    cannot be split evenly over the stages."""
-    ranks, chunks = args.pipeline_model_parallel_size, getattr(args, CHUNKS) or 1
-    placement = loop(ranks, vpp=chunks) if chunks > 1 else line(ranks)
-    if config.schedule is not None:
-        placement = config.choice.place(ranks)
-    if args.num_layers is not None:
-        layers_of_stages(args, placement)
-
-
-def count_microbatches(args: Any) -> int:
-    """Return the number of microbatches of the first step.
-
-    Raises:
-        ValueError: batches do not divide; the text is as in `validate`.
-    """
-    with _as_value_error(), _counting_microbatches(args):
-        return int(num_microbatches_calculator.get_num_microbatches())
+        return validated(args, config, lambda args: arguments.validate_args(args, {}))
 
 
 def check_course(args: Any) -> tuple[int, int, int]:
@@ -438,22 +403,6 @@ def count_tokens(args: Any, *, may_run_code: bool = True) -> int | None:
         return load_tokenizer(args)
     except ValueError:
         return None
-
-
-def settle_vocabulary(args: Any, config: PipelineConfig, tokens: int | None) -> None:
-    """Set the padded vocabulary of validated ``args`` to that of a run whose tokenizer has so many
-    ``tokens``. If that is None, ``--vocab-size`` counts; without one it stays unknown.
-
-    Raises:
-        ValueError: it cannot be split over the ranks as ``config`` requires.
-    """
-    with _as_value_error():
-        if config.vocab_parallel is not VocabularyParallel.NONE:
-            pad_vocabulary(args)
-    tokens = args.vocab_size if tokens is None else tokens
-    if args.padded_vocab_size is None and tokens is not None:
-        multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
-        args.padded_vocab_size = -(-tokens // multiple) * multiple
 
 
 def data_prefixes(args: Any) -> list[str]:

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from megatron_ext.adapter.arguments import check, search_for_first
+from megatron_ext.adapter.arguments import search_for_first
+from megatron_ext.adapter.launch_checks import check_batches, check_schedule
 from megatron_ext.compile.auto_spec import auto_searches
 from megatron_ext.compile.registry import choose, entry_of
 from megatron_ext.config import PLAN, PipelineConfig, flag
@@ -219,7 +220,9 @@ class LaunchChoice(PlannedJob):
                 other batch sizes may be impossible.
         """
         args, config = self._validated(one.candidate)
-        check(args, replace(config, recompute=one.candidate.recompute), search_for_first)
+        config = replace(config, recompute=one.candidate.recompute)
+        check_batches(args, config, lambda: None)  # the vocabulary is settled
+        check_schedule(args, config, search_for_first)
         return with_whole_step(one, self.room)
 
     def _limit_of(self, made: Candidate) -> str | None:

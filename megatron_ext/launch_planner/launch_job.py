@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
+from megatron_ext.adapter.arguments import settle_vocabulary
 from megatron_ext.adapter.dimensions import execution
 from megatron_ext.adapter.pairs.overlap_setting import FLAG
 from megatron_ext.adapter.step_sizes import main_size
@@ -323,5 +324,5 @@ def on_loading(request: LaunchRequest, parsed: ParsedLaunch, written: Written) -
         config = replace(config, schedule=str(variants.own))
     with megatron_arguments.one_connection(args):
         args = megatron_arguments.validate(args, config, variants.world_size)
-    megatron_arguments.settle_vocabulary(args, config, variants.tokens)
+    settle_vocabulary(args, config, variants.tokens)
     yield str(megatron_arguments.judge_checkpoint(args, config))

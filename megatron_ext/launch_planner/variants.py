@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_ext.adapter import model_bytes
-from megatron_ext.adapter.arguments import check_settings, problems
+from megatron_ext.adapter.arguments import check_settings, problems, settle_vocabulary
 from megatron_ext.adapter.compatibility import refuse
 from megatron_ext.adapter.handled_settings.groups import with_megatrons_group
 from megatron_ext.adapter.slices.lengths import lengths_in
@@ -83,8 +83,14 @@ class LaunchVariants:
             ValueError: it cannot run, whatever its schedule.
         """
         args = copy.deepcopy(self.args)
-        with megatron_arguments.one_connection(args):
-            check_arguments(args, self.config, self.world_size, self.tokens, is_whole=self.is_whole)
+        try:
+            with megatron_arguments.one_connection(args):
+                check_arguments(
+                    args, self.config, self.world_size, self.tokens, is_whole=self.is_whole
+                )
+        except ValueError:
+            self.judgement()  # raises the reason that the launch would end with, its first
+            raise
         return args
 
     def judgement(self) -> Judgement:
@@ -136,7 +142,7 @@ class LaunchVariants:
         # The launch need not have set the variable if it has no tensor or context parallelism.
         with megatron_arguments.one_connection(args):
             megatron_arguments.validate(args, config, self.world_size)
-        megatron_arguments.settle_vocabulary(args, config, self.tokens)
+        settle_vocabulary(args, config, self.tokens)
         return args, config
 
     def written(self, made: Candidate) -> Written:

@@ -47,6 +47,7 @@ with quickly():
     from megatron_ext.adapter import arguments
     from megatron_ext.adapter.dimensions import equal_costs
     from megatron_ext.adapter.layers import layout_of
+    from megatron_ext.adapter.step_sizes import count_microbatches
     from megatron_ext.launch_command import megatron_arguments
 
 # Flags of a launch that no recipe gives.
@@ -256,7 +257,7 @@ def _validate(
         name = _ARGUMENTS.get(name, name)
         if name in _NOT_VALIDATED or not hasattr(args, name):  # the latter have no flag
             setattr(args, name, value)
-    megatron_arguments.count_microbatches(args)
+    count_microbatches(args)
     return megatron_arguments.check_model(args, config)
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from megatron_ext.adapter.step_sizes import count_microbatches
 from megatron_ext.cli import app
 from megatron_ext.compile.registry import choose
 from megatron_ext.cost_model.gpus import parse_gpu
@@ -99,7 +100,7 @@ def sizes_of(launch: Launch) -> tuple[Sizes, int]:
     args = megatron_arguments.parse(launch.arguments).args
     with megatron_arguments.on_gpus(args):
         args = megatron_arguments.validate(args, config, 8)
-    return any_sizes._sizes_of(args), megatron_arguments.count_microbatches(args)
+    return any_sizes._sizes_of(args), count_microbatches(args)
 
 
 # Reductions that overlap, and take longer than the passes beside them.

@@ -197,7 +197,7 @@ def test_nothing_is_left_behind() -> None:
         ),
         ({"num_layers": "four"}, (), "flags", "--num-layers: invalid int value: 'four'"),
         ({"pipeline_schedule": "zb-h9"}, (), "flags", "did you mean zb-h1"),
-        ({"num_layers": 6}, (), "model", "6 layers cannot be split evenly over 8 stages"),
+        ({"num_layers": 6}, (), "schedule", "6 layers cannot be split evenly over 8 stages"),
         (
             {"pipeline_schedule": None, "num_layers": 6},
             (),

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.adapter.arguments import Prove, check, search_for_first
+from megatron_ext.adapter.arguments import Prove, check, search_for_first, settle_vocabulary
 from megatron_ext.compile.program.simulate import simulate
-from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import Mark, entries
 from megatron_ext.config import PipelineConfig
 from megatron_ext.cost_model.gpus import RESERVED_SHARE, USABLE
@@ -60,7 +59,7 @@ def makespan(words: list[str], *more: str) -> float:
     args = megatron_arguments.parse(argv).args
     with megatron_arguments.on_gpus(args):
         megatron_arguments.validate(args, config, 2)
-        megatron_arguments.settle_vocabulary(args, config, megatron_arguments.count_tokens(args))
+        settle_vocabulary(args, config, megatron_arguments.count_tokens(args))
         (program,) = check(args, config, search_for_first)
     return simulate(program, program.problem.costs).makespan
 
@@ -116,14 +115,14 @@ def test_what_fits_in_the_memory_of_1f1b(sequence: int, tokens: int, schedules: 
 
 def test_a_choice_that_a_rank_would_refuse_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformer Engine may refuse an order, which only the whole program shows."""
-    real, refused = launch_choice.check, chosen(**LAYER_EACH)[1].flags[1]
+    real, refused = launch_choice.check_schedule, chosen(**LAYER_EACH)[1].flags[1]
 
-    def checked(args: Any, config: PipelineConfig, prove: Prove) -> list[Program]:
+    def checked(args: Any, config: PipelineConfig, prove: Prove) -> object:
         if config.schedule == refused:
             raise ValueError("graphs are captured in another order")
         return real(args, config, prove)
 
-    monkeypatch.setattr(launch_choice, "check", checked)
+    monkeypatch.setattr(launch_choice, "check_schedule", checked)
     assert refused not in chosen(**LAYER_EACH)[1].flags
 
 

@@ -17,6 +17,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from megatron_ext.adapter import model_bytes
+from megatron_ext.adapter.arguments import settle_vocabulary
 from megatron_ext.adapter.dimensions import execution
 from megatron_ext.adapter.layers import depths_of_stages, layers_of_stages
 from megatron_ext.compile.registry import choose
@@ -149,7 +150,7 @@ def validated(parsed: megatron_arguments.ParsedArguments, world_size: int, token
     args = parsed.args
     with megatron_arguments.on_gpus(args):
         megatron_arguments.validate(args, PipelineConfig(), world_size)
-        megatron_arguments.settle_vocabulary(args, PipelineConfig(), tokens)
+        settle_vocabulary(args, PipelineConfig(), tokens)
     return args
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_ext.adapter.arguments import settle_vocabulary
 from megatron_ext.compile.registry import choose
 from megatron_ext.config import PipelineConfig
 from megatron_ext.launch_command import megatron_arguments
@@ -91,7 +92,7 @@ def test_held_bytes_are_those_of_a_training(
     args = megatron_arguments.parse(model_flags(**flags)).args
     with megatron_arguments.on_gpus(args):
         megatron_arguments.validate(args, PipelineConfig(), 2)
-        megatron_arguments.settle_vocabulary(args, PipelineConfig(), args.vocab_size)
+        settle_vocabulary(args, PipelineConfig(), args.vocab_size)
         estimated = costs_of_arguments(args, placement).held_bytes
     assert counted is not None and estimated is not None
     waits, holds = Held.WEIGHT_INPUTS, Held.ACTIVATION

@@ -7,21 +7,14 @@ in checkpoints, where Megatron ignores them).
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from megatron_ext.adapter.arguments import (
-    add_virtual_stages,
-    check,
-    check_race,
-    check_trace,
-    pad_vocabulary,
-    prove_without_search,
-)
-from megatron_ext.adapter.batches.refusals import check_arrangement
+from megatron_ext.adapter.arguments import pad_vocabulary, prove_without_search, settle_vocabulary
 from megatron_ext.adapter.handled_settings.settings import apply_handled_settings
-from megatron_ext.adapter.impossible_sizes import refuse_counts
+from megatron_ext.adapter.launch_checks import check_batches, check_schedule, validated
 from megatron_ext.adapter.post_validation.commit_points import warn_if_steps_cannot_overlap
 from megatron_ext.config import PipelineConfig
 from megatron_ext.errors import exit_for
@@ -40,25 +33,17 @@ def patches(config: PipelineConfig) -> tuple[Patch, ...]:
         return _suggesting(add_flags(_printable(original(parser))))
 
     def validate(original: Callable[..., Any], args: Any, defaults: dict[str, Any]) -> Any:
-        if config.schedule is None:
-            args = original(args, defaults)
-            try:
-                check_trace(args, config)
-                check_arrangement(args, config)
-            except ValueError as error:
-                exit_for(error)
-            return args
         try:
-            refuse_counts(args)
-            add_virtual_stages(args, config)
-            args = original(args, defaults)
-            apply_handled_settings(args, config)
-            # Every rank runs this; at the first step one of them searches for all.
-            check(args, config, prove_without_search)
-            check_race(args, config, prove_without_search)
-            check_arrangement(args, config)
+            args = validated(args, config, lambda args: original(args, defaults))
+            if config.schedule is not None:
+                apply_handled_settings(args, config)
             if config.vocab_parallel is not VocabularyParallel.NONE:
                 pad_vocabulary(args)
+            # Megatron pads the vocabulary itself, when it has built the tokenizer.
+            seen = copy.copy(args)
+            check_batches(seen, config, lambda: settle_vocabulary(seen, config))
+            # Every rank runs this; at the first step one of them searches for all.
+            check_schedule(seen, config, prove_without_search)
             if config.post_validation:
                 warn_if_steps_cannot_overlap(args)
         except ValueError as error:

@@ -1,0 +1,130 @@
+"""Checks of a launch, in the one order in which the launch, doctor and plan run them.
+
+A launch runs them on every rank, before any process group exists, and ends with the first refusal.
+Doctor notes all refusals, and plan ends with the first. What Megatron itself checks later, in the
+set-up of the model and of the training, doctor and plan check after these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from megatron_ext.adapter.arguments import (
+    Prove,
+    add_virtual_stages,
+    check,
+    check_race,
+    check_trace,
+)
+from megatron_ext.adapter.batches.refusals import check_arrangement
+from megatron_ext.adapter.impossible_sizes import refuse_counts, refuse_sizes
+from megatron_ext.adapter.layers import layers_of_stages
+from megatron_ext.adapter.layout_arguments import CHUNKS
+from megatron_ext.adapter.step_sizes import count_microbatches
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.config import PipelineConfig
+from megatron_ext.schedule.placement import line, loop
+from megatron_ext.words import counted
+
+
+class Attempt(Protocol):
+    """Runs a check of a command about ``subject``, and returns its result.
+
+    ``fix`` says what to do if the check refuses with a ValueError. ``right`` words the result; ""
+    is not worth a word.
+    """
+
+    def __call__[T](
+        self,
+        subject: str,
+        work: Callable[[], T],
+        fix: str = "",
+        right: Callable[[T], str] | None = None,
+    ) -> T | None: ...
+
+
+def raising[T](
+    subject: str, work: Callable[[], T], fix: str = "", right: Callable[[T], str] | None = None
+) -> T | None:
+    """Run a check, and let its refusal end the checks."""
+    return work()
+
+
+def validated(args: Any, config: PipelineConfig, validate: Callable[[Any], Any]) -> Any:
+    """Return ``args``, completed by Megatron's ``validate``, with the schedule's virtual stages.
+
+    Raises:
+        ValueError: sizes are impossible, or cannot be split over the schedule's stages.
+        AssertionError: Megatron refuses the arguments.
+    """
+    refuse_counts(args)
+    if config.schedule is not None:
+        add_virtual_stages(args, config)
+    try:
+        args = validate(args)
+    except AssertionError as error:
+        if "divisible" in str(error):
+            _suggest_layout(args, config)
+        raise
+    refuse_sizes(args)
+    return args
+
+
+def _suggest_layout(args: Any, config: PipelineConfig) -> None:
+    """Raise ValueError with a layout that works if the layers of ``args``, which Megatron refuses,
+    cannot be split evenly over the stages."""
+    ranks, chunks = args.pipeline_model_parallel_size, getattr(args, CHUNKS) or 1
+    placement = loop(ranks, vpp=chunks) if chunks > 1 else line(ranks)
+    if config.schedule is not None:
+        placement = config.choice.place(ranks)
+    if args.num_layers is not None:
+        layers_of_stages(args, placement)
+
+
+def check_batches(
+    args: Any,
+    config: PipelineConfig,
+    settle_vocabulary: Callable[[], object],
+    attempt: Attempt = raising,
+    check_recipe: Callable[[], object] | None = None,
+    tokenizer: Callable[[object], str] | None = None,
+) -> bool:
+    """Check the vocabulary and the microbatches of validated ``args``. Return whether the number of
+    microbatches is known.
+
+    Args:
+        settle_vocabulary: pads the vocabulary as ``config`` requires.
+        check_recipe: checks the config of Megatron-Bridge that ``args`` were read from; None for a
+            command.
+        tokenizer: words the result of ``settle_vocabulary``.
+    """
+    attempt("tokenizer", settle_vocabulary, right=tokenizer)
+    if check_recipe is None:
+        attempt("microbatches", lambda: check_arrangement(args, config))
+    else:
+        attempt("megatron_ext.bridge.use", check_recipe)
+    microbatches = attempt(
+        "batch size",
+        lambda: count_microbatches(args),
+        right=lambda number: f"{counted(number, 'microbatch')} in the first step",
+    )
+    return microbatches is not None
+
+
+def check_schedule(
+    args: Any, config: PipelineConfig, prove: Prove, attempt: Attempt = raising
+) -> tuple[list[Program], dict[str, list[Program]]] | None:
+    """Check the schedule of ``config``, after `check_batches`. Return its programs, and by schedule
+    those of a race's other contenders; none under Megatron's own schedule. Return None if
+    ``attempt`` has noted why there are none."""
+    if config.schedule is None:
+        attempt("trace", lambda: check_trace(args, config))
+        return [], {}
+    programs = attempt("schedule", lambda: check(args, config, prove))
+    if programs is None:
+        return None
+    if config.race is None:
+        return programs, {}
+    contenders = attempt("race", lambda: check_race(args, config, prove))
+    return programs, contenders or {}
