@@ -18,6 +18,15 @@ FIRST_SECONDS = 3.0  # that a node's other ranks give its first rank to say what
 RECENT_SECONDS = 60.0  # in which all ranks of a launch come to the same mistake
 
 
+def without_torch(what_needs: str, error: Exception) -> ValueError:
+    """Return the refusal of what needs torch, as "a training needs", if torch cannot be
+    imported."""
+    return ValueError(
+        f"{what_needs} torch, which cannot be imported here: {error}; run this where torch is "
+        f"installed, such as in the container of the training"
+    )
+
+
 def exit_for(error: Exception) -> NoReturn:
     """Exit with status 2, like a command line's parser.
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megatron_ext.compile.program.verify import InvalidSchedule
 from megatron_ext.config import PipelineConfig
-from megatron_ext.errors import exit_for
+from megatron_ext.errors import exit_for, without_torch
 from megatron_ext.installation import install
 from megatron_ext.logger import logger, telling_of_long_work
 from megatron_ext.patches.engine import PatchError, apply
@@ -261,10 +261,7 @@ def _has_gpu() -> bool:
     try:
         import torch
     except (ImportError, OSError) as error:  # OSError: its libraries are not found
-        raise ValueError(
-            f"a training needs torch, which cannot be imported here: {error}; launch it where "
-            f"torch is installed, such as in the container of the training"
-        ) from error
+        raise without_torch("a training needs", error) from error
     return torch.cuda.is_available()
 
 

@@ -28,8 +28,8 @@ from megatron_ext.doctor.doctor import diagnose
 from megatron_ext.doctor.environment.dataset_helpers import check_dataset_helpers
 from megatron_ext.doctor.flags import (
     check_installation,
+    check_words,
     settings_of,
-    unknown_words,
     with_variables,
 )
 from megatron_ext.doctor.paths import check_checkpoints, check_data, check_tokenizer_files
@@ -257,7 +257,7 @@ def _parsed(report: Report, launch: Launch, script: str | None, megatron_argumen
     )
     if parsed is None:
         return None
-    report.findings += unknown_words(launch.arguments, parsed.unknown, parsed.flags, script)
+    report.findings += check_words(launch.arguments, parsed.unknown, parsed.flags, script)
     return parsed.args
 
 

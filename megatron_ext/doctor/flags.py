@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
-import itertools
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
-from megatron_ext.config import PipelineConfig, flag, variable
+from megatron_ext.config import PipelineConfig, variable
 from megatron_ext.doctor.report import Finding, Severity
+from megatron_ext.launch_command.unknown_words import unknown_words
 from megatron_ext.launch_command.words import Launch
 from megatron_ext.launch_planner.command_line import IMPORTS_US
-from megatron_ext.secrets import masked
-from megatron_ext.words import meant_by
 from megatron_ext.written_settings import (
     from_argv,
     from_environment,
@@ -23,8 +20,6 @@ from megatron_ext.written_settings import (
     settings_given,
     words_of,
 )
-
-SURELY_MEANT = 0.9  # difflib's likeness from which an unknown flag is one of Megatron's misspelt
 
 _AUTO = "megatron_ext.auto"
 
@@ -95,59 +90,15 @@ def check_installation(launch: Launch, script: str | None) -> list[Finding]:
     return [Finding(Severity.WRONG, "script", text, fix)]
 
 
-def unknown_words(
+def check_words(
     argv: Sequence[str], unknown: Sequence[str], flags: Sequence[str], script: str | None
 ) -> list[Finding]:
-    """Return a finding for each of the ``unknown`` words of ``argv``, given the known ``flags``.
-
-    A word that is nearly a flag of Megatron's or of ours is that flag misspelt. Any other word may
-    be the script's own.
-    """
-    findings = []
-    for word in unknown:
-        name = word.split("=")[0]
-        if not name.startswith("--"):
-            before = [argv[i - 1] for i in range(1, len(argv)) if argv[i] == word]
-            if not any(other in unknown for other in before):
-                text = f"{word!r} belongs to no flag"
-                fix = _quoted(argv, word) or "drop it: the flag before it takes no value"
-                findings.append(Finding(Severity.WRONG, "flags", text, fix))
-        elif script is not None and name in script:
-            findings.append(Finding(Severity.RIGHT, "flags", f"{name} is the script's own"))
-        else:
-            findings.append(_unknown_flag(name, flags))
+    """Return a finding for each of the ``unknown`` words of ``argv``, as `unknown_words` has it."""
+    findings = [
+        Finding(Severity(word.verdict), "flags", word.text, word.fix)
+        for word in unknown_words(argv, unknown, flags, script)
+    ]
     if not any(finding.verdict is Severity.WRONG for finding in findings):
         text = "all others are Megatron's or ours" if findings else "all are Megatron's or ours"
         findings.append(Finding(Severity.RIGHT, "flags", text))
     return findings
-
-
-def _quoted(argv: Sequence[str], word: str) -> str:
-    """Return what to do about ``word`` if it stands behind a flag that has a value already: a shell
-    splits a value at its spaces. Empty if it stands behind a flag without a value."""
-    at = argv.index(word)
-    flag_at = max((i for i in range(at) if argv[i].startswith("--")), default=None)
-    if flag_at is None:
-        return ""
-    name, equals, first = argv[flag_at].partition("=")
-    values = [first] if equals else []
-    values += itertools.takewhile(lambda other: not other.startswith("--"), argv[flag_at + 1 :])
-    if values[0] == word:
-        return ""
-    value = " ".join(values)
-    words = masked([name, value]).replace(" ", equals or " ", 1)
-    return f"write {words}, quoted for the shell, if the value goes on with it; or drop it"
-
-
-def _unknown_flag(name: str, flags: Sequence[str]) -> Finding:
-    ours = meant_by(name, (flag(setting.name) for setting in fields(PipelineConfig)))
-    meant = " or ".join(meant_by(name, flags) or ours)
-    surely = difflib.get_close_matches(name.replace("_", "-"), flags, cutoff=SURELY_MEANT)
-    if ours or surely or name.startswith(flag("")):
-        fix = f"did you mean {meant}?" if meant else ""
-        return Finding(Severity.WRONG, "flags", f"there is no flag {name}", fix)
-    text = f"{name} is neither Megatron's nor ours: the script's own, perhaps"
-    fix = "drop it if the script does not add it: Megatron would refuse it"
-    return Finding(
-        Severity.REMARK, "flags", text, f"did you mean {meant}? If not, {fix}" if meant else fix
-    )

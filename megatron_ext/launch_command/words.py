@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron_ext.errors import without_torch
 from megatron_ext.secrets import masked
 
 _TORCHRUN = ("torchrun", "ft_launcher")
@@ -171,10 +172,7 @@ def _read_torchrun(words: Sequence[str]) -> Launch:
     try:
         from torch.distributed.run import get_args_parser, parse_min_max_nnodes
     except (ImportError, OSError) as error:  # OSError: its libraries are not found
-        raise ValueError(
-            f"torchrun's own words are read by torch, which cannot be imported here: {error}; run "
-            f"this where the training runs, such as in its container"
-        ) from error
+        raise without_torch("torchrun's own words need", error) from error
 
     def refuse(message: str) -> NoReturn:
         raise ValueError(f"torchrun's own words: {message}")

@@ -74,8 +74,17 @@ def _is_installed(launch: Launch) -> bool:
     """Return whether the command or its script brings our flags along already."""
     if launch.installs and launch.words:
         return True
+    script = text_of_script(launch)
+    return script is not None and IMPORTS_US.search(script) is not None
+
+
+def text_of_script(launch: Launch) -> str | None:
+    """Return the text of the script or module of ``launch``; None if it cannot be read here."""
+    path = Path(launch.script)
+    if launch.is_module:
+        path = Path(*launch.script.split(".")).with_suffix(".py")
     try:
-        with Path(launch.script).open() as file:
-            return IMPORTS_US.search(file.read(LARGEST_SCRIPT)) is not None
+        with path.open() as file:
+            return file.read(LARGEST_SCRIPT)
     except (OSError, UnicodeDecodeError):
-        return False
+        return None

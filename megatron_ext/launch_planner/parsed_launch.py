@@ -16,7 +16,9 @@ from megatron_ext.cost_model.gpus import FreeMemory, Gpu, free_memory, short_nam
 from megatron_ext.cost_model.measured.file import MeasuredFile, load_measured
 from megatron_ext.cost_model.model_memory import least_lasting
 from megatron_ext.launch_command.importing import as_on, quickly, silently
+from megatron_ext.launch_command.unknown_words import unknown_words
 from megatron_ext.launch_command.words import Launch
+from megatron_ext.launch_planner.command_line import text_of_script
 from megatron_ext.launch_planner.vision import take_vision, vision_of_launch
 from megatron_ext.patches.engine import PatchError
 from megatron_ext.planner.candidate import VocabMethod
@@ -26,7 +28,7 @@ from megatron_ext.words import counted
 from megatron_ext.written_settings import from_argv, says
 
 if TYPE_CHECKING:
-    from megatron_ext.launch_command.megatron_arguments import RatesOf
+    from megatron_ext.launch_command.megatron_arguments import ParsedArguments, RatesOf
     from megatron_ext.launch_planner.variants import LaunchVariants
 
 _METHODS = frozenset([VocabMethod.NAIVE, VocabMethod.ONE, VocabMethod.TWO])
@@ -131,10 +133,37 @@ def with_launch[T](request: LaunchRequest, work: Callable[[ParsedLaunch], T]) ->
         of_tower = vision_of_launch(
             parsed.args, parsed.unknown, given, request.vision, request.vision_tokens
         )
+        if launch is not None:
+            _refuse_words(launch, parsed)
         vars(parsed.args).update(of_tower)
         rates = _rates(request)
         with megatron_arguments.on_gpus(parsed.args, rates):
             return work(_read(request, parsed.args, of_tower, megatron_arguments))
+
+
+def _refuse_words(launch: Launch, parsed: ParsedArguments) -> None:
+    """Raise ValueError for a word that is surely a mistake: what it was to change is not timed."""
+    words = unknown_words(launch.arguments, parsed.unknown, parsed.flags, text_of_script(launch))
+    for word in words:
+        if word.verdict == "wrong":
+            raise ValueError(f"{word.text}; {word.fix}" if word.fix else word.text)
+
+
+def _absent(launch: Launch | None, args: Any, megatron_arguments: Any) -> Iterator[str]:
+    """Name the files of the command that are not on this machine. A plan needs none of them."""
+    if launch is None or launch.log is not None or launch.recipe is not None:
+        return
+    prefixes: list[str] = []
+    with contextlib.suppress(ValueError):  # a list of datasets is not here either
+        prefixes = [name for name in megatron_arguments.data_prefixes(args) if "://" not in name]
+    names = [] if launch.is_module else [launch.script]
+    names += prefixes if args.sft else [f"{prefix}.bin" for prefix in prefixes]
+    absent = [name for name in names if not Path(name).exists()]
+    if absent:
+        yield (
+            f"not on this machine, and not needed for a plan: {', '.join(absent)}; doctor looks "
+            f"for them where the training will run"
+        )
 
 
 @contextlib.contextmanager
@@ -197,6 +226,7 @@ def _read(
         validated = variants.checked()  # raises ValueError: no schedule helps
     free = _free(request, validated, own, reserved)
     remarks += _on_costs(validated, given, measured)
+    remarks += _absent(request.launch, validated, megatron_arguments)
     is_written = measured is None or str(given.costs) in words
     costs: tuple[str, ...] = () if is_written else (flag("costs"), str(given.costs))
     speeds = _speeds(request, validated, config)

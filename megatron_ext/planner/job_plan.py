@@ -163,14 +163,14 @@ class JobPlan:
     why_not: str = ""
     free: FreeMemory | None = None
     is_estimate: bool = True
-    in_seconds: bool = field(default=True, repr=False)
+    in_seconds: bool = True
     others: tuple[Alternative, ...] = ()
     long_sequences: LongSequences | None = None
     waits: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     unequal: UnequalGains | None = None
     curves: Curves | None = field(default=None, repr=False)
     nothing_fits: str = field(default="", repr=False)
-    is_short: bool = field(default=False, repr=False)
+    is_short: bool = False
     left_out: tuple[str, ...] = ()
 
 

@@ -64,7 +64,7 @@ class Alternative:
     seconds: float
     write: Callable[[], Written] = field(repr=False)
     layout: str = ""
-    other_steps: Mapping[int, float] = field(default_factory=dict, repr=False)
+    other_steps: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

@@ -312,6 +312,35 @@ def test_plan_says_of_a_command_what_doctor_says(ranks: int, flags: Flags) -> No
         assert set(plans.whys) <= set(doctors.whys) and plans.whys
 
 
+def test_a_misspelt_flag_gets_no_time() -> None:
+    """Plan ignored it, and timed another training than the one that was meant."""
+    launch = launch_of_words(4, [*model_flags(**_MODEL), "--recompute-granularty", "full"])
+    (why,) = by_doctor(launch).whys
+    assert why == "there is no flag --recompute-granularty"
+    (plans,) = plan_of(launch).whys
+    assert plans == f"{why}; did you mean --recompute-granularity?"
+    own = launch_of_words(4, [*model_flags(**_MODEL), "--of-the-script", "1"])
+    assert not by_doctor(own).whys and plan_of(own).ranks
+
+
+def test_files_of_the_cluster_need_not_be_here() -> None:
+    """Doctor, which checks a launch on this machine, calls absent files wrong. Plan names them."""
+    flags = model_flags(**_MODEL, mock_data=None, data_path="/cluster/books_text_document")
+    launch = replace(launch_of_words(4, flags), script="/cluster/pretrain_gpt.py")
+    wrong = {
+        (finding.subject, finding.text)
+        for finding in check_launch(launch, None, None).findings
+        if finding.verdict is Severity.WRONG
+    }
+    assert ("datasets", "there is no /cluster/books_text_document.bin") in wrong
+    assert "script" in {subject for subject, _ in wrong}
+    request = LaunchRequest(launch, gpu=parse_gpu(GPU))
+    remarks = with_launch(request, lambda parsed: parsed.remarks)
+    (remark,) = (text for text in remarks if text.startswith("not on this machine"))
+    assert "/cluster/pretrain_gpt.py, /cluster/books_text_document.bin" in remark
+    assert by_plan(request).ranks
+
+
 def test_a_command_has_one_answer_however_it_is_written(tmp_path: Path) -> None:
     """As flags and values, as --flag=value, in another order, as a file of arguments, and as the
     log of its start."""
