@@ -57,7 +57,33 @@ def _marks(name: str) -> tuple[str, str]:
     return f"<!-- {name}: written by a script -->", f"<!-- end of {name} -->"
 
 
+def accepted(page: str) -> tuple[int, int]:
+    """Return how many recipes ``page``, docs/recipes.md, counts, and how many are accepted.
+
+    Raises:
+        ValueError: the page has no such row.
+    """
+    found = re.search(r"^\| all, own stages \| (\d+) \| (\d+) \(", page, re.M)
+    if found is None:
+        raise ValueError("docs/recipes.md has no row 'all, own stages'")
+    return int(found[1]), int(found[2])
+
+
+# The sentence of README.md on what is accepted, of which the numbers are written.
+_ACCEPTED = re.compile(r"(Of )\d+( public recipes with a\s+pipeline )\d+( are)")
+
+
+def with_accepted(readme: str, page: str) -> str:
+    """Return ``readme`` with the numbers of ``page`` in its sentence on accepted recipes."""
+    recipes, number = accepted(page)
+    text, count = _ACCEPTED.subn(rf"\g<1>{recipes}\g<2>{number}\g<3>", readme)
+    assert count == 1, "README.md has no sentence on accepted recipes"
+    return text
+
+
 def write_headline() -> None:
-    """Write the medians of docs/recipes.md into README.md."""
-    text = headline(RECIPES_PAGE.read_text())
-    README.write_text(with_part(README.read_text(), _HEADLINE, textwrap.fill(text, _WIDTH)))
+    """Write the medians and the counts of docs/recipes.md into README.md."""
+    page = RECIPES_PAGE.read_text()
+    text = textwrap.fill(headline(page), _WIDTH, break_on_hyphens=False)
+    made = with_part(README.read_text(), _HEADLINE, text)
+    README.write_text(with_accepted(made, page))

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.recipes.readme import README, RECIPES_PAGE, headline, part, with_part
+from scripts.recipes.readme import (
+    README,
+    RECIPES_PAGE,
+    headline,
+    part,
+    with_accepted,
+    with_part,
+)
 
 GAINS = """
 | m <= 2p | 33 | 1.140 [1.53] | 1.264 [1.72] | 31 | 26 | 14 |
@@ -29,3 +36,14 @@ def test_a_part_is_written_between_its_marks() -> None:
     page = "a\n<!-- one: written by a script -->\nold\n<!-- end of one -->\nb\n"
     made = with_part(page, "one", "new")
     assert part(made, "one") == "new" and made.startswith("a\n") and made.endswith("-->\nb\n")
+
+
+def test_the_counts_of_recipes_are_those_of_their_page() -> None:
+    """README said that 197 recipes are accepted, a day after 12 of these were found to have experts
+    on more ranks than there are."""
+    readme, page = README.read_text(), RECIPES_PAGE.read_text()
+    assert with_accepted(readme, page) == readme
+    row = "| all, own stages | 7 | 5 (71%) | 6 | **5 (71%)** | 0 | 5 | 0 | 0 |"
+    assert "Of 7 public recipes with a\npipeline 5 are [accepted" in with_accepted(readme, row)
+    with pytest.raises(ValueError, match="no row 'all, own stages'"):
+        with_accepted(readme, "")
