@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ext.adapter.observers.observer import (
@@ -224,6 +225,8 @@ class _RehearsedRank(StepObserver[ObservedStep]):
                 "frozen weights are not rehearsed: other ranks would have to tell which stages "
                 "need no backward pass"
             )
+        if args.world_size > args.pipeline_model_parallel_size:  # other groups have peers too
+            _refuse_uninitialised()
 
     def step(self, run: Callable[[], Any], model: Any) -> Any:
         """Run one training step, and end the training after the last one."""
@@ -300,6 +303,24 @@ def _refuse(config: PipelineConfig) -> None:
     if config.costs.profile is not None:
         raise ValueError(
             f"{flag('costs')} {config.costs} is not rehearsed: name a costs file, or write estimate"
+        )
+
+
+def _refuse_uninitialised() -> None:
+    """Raise ValueError if torch's fake process group leaves the results of collectives
+    uninitialised, as older ones do."""
+    size = dist.get_world_size()
+    own = torch.ones(size, device=torch.cuda.current_device())
+    gathered, exchanged, part = (torch.full_like(own, math.nan) for _ in range(3))
+    dist.all_gather_into_tensor(gathered, own[:1])
+    dist.all_to_all_single(exchanged, own, [1] * size, [1] * size)
+    dist.reduce_scatter_tensor(part[:1], own)
+    results = {"gather": gathered, "all-to-all": exchanged, "reduce-scatter": part[:1]}
+    left = [name for name, result in results.items() if not bool(result.isfinite().all())]
+    if left:
+        raise ValueError(
+            f"torch {torch.__version__}: its fake process group leaves the result of "
+            f"{' and '.join(left)} uninitialised; a later torch does not"
         )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_ext.rehearsal.record import RankRecord, load_record
 from megatron_ext.rehearsal.request import RECORD
@@ -128,3 +129,13 @@ def test_waits_for_the_device_are_no_time_of_the_host(monkeypatch: pytest.Monkey
     monkeypatch.setattr(DeviceProgress, "hold_back", lambda progress: time.sleep(0.05))
     (step,) = rehearsed(1, RANKS, flags("1f1b")).steps
     assert 0 < step.host_seconds < 0.05 * len(step.passes) / 2
+
+
+def test_a_torch_whose_fake_group_leaves_results_uninitialised_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Experts would get whatever the memory holds, which may be finite."""
+    monkeypatch.setattr(dist, "all_to_all_single", lambda *tensors: None)
+    result = rehearsed_or_fail(0, 2 * RANKS, flags("1f1b"))
+    words = "its fake process group leaves the result of all-to-all uninitialised"
+    assert result.exit_code == 1 and words in result.error
