@@ -73,12 +73,14 @@ def held_by_component(
     boundary = tokens * model.hidden_size * size
     split = execution.split_tokens * model.hidden_size * size  # on one rank, between layers
     if stage.depths:
-        # The projection's input, and the inputs of the norms before and after it and of the layer;
-        # only the embeddings if the rest is recomputed.
-        projection = boundary if execution.recompute else 4 * split
+        # The projection's input of twice the width, and what the norms of embeddings, of hidden
+        # states and behind the layer keep; only the embeddings if the rest is recomputed.
+        of_norms = 3 * (_norms(model, execution) - 1)
+        projection = boundary if execution.recompute else (2 + of_norms) * split
         yield DEPTH, stage.depths * projection, stage.depths * 3 * split
-    if stage.head:  # the final norm's, and what enters the output layer
-        yield OUTPUT_LAYER, _norms(model, execution) * split, 0.0
+    if stage.head or stage.final_norm:  # what enters the output layer, and the final norm's
+        of_norm = stage.final_norm * (_norms(model, execution) - 1)
+        yield OUTPUT_LAYER, (stage.output_runs + of_norm) * split, 0.0
     layers = [(layer, layer) for layer in stage.layers] + [(DEPTH, model.mtp_layer)] * stage.depths
     for position, (component, layer) in enumerate(layers):
         kept = _kept_of_layer(layer, model, execution)

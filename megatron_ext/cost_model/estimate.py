@@ -6,7 +6,10 @@ seconds. The bytes that it keeps are counted in activations.py.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
 
 from megatron_ext.cost_model.activations import held_of_stage, keys_values_of_stage
 from megatron_ext.cost_model.execution import Execution, Framework
@@ -55,7 +58,7 @@ def estimate(model: Model, stages: Sequence[Stage], execution: Execution, rates:
             },
             held_bytes={Held.ACTIVATION: kept, Held.WEIGHT_INPUTS: left},
         ),
-        LinkCosts(message / speed, message_bytes=message, latency=min(latency, message / speed)),
+        _links(stages, message, speed, latency),
         slices=SliceCosts(
             attention=tuple(map(_attention_share, layers)),
             keys_values=tuple(keys_values_of_stage(model, stage, execution) for stage in stages),
@@ -84,6 +87,24 @@ def estimate(model: Model, stages: Sequence[Stage], execution: Execution, rates:
 def _attention_share(stage: PassSeconds) -> float:
     """Return the share of F, I and W together that grows with the square of the sequence."""
     return sum(stage.squared) / (sum(stage.totals) or 1.0)
+
+
+def _links(stages: Sequence[Stage], message: float, speed: float, latency: float) -> LinkCosts:
+    """Return the costs of messages of so many bytes. Behind multi-token prediction they have the
+    hidden states of its depths too."""
+    of_one = message / speed
+    links = LinkCosts(of_one, message_bytes=message, latency=min(latency, of_one))
+    states = tuple(1 + depths for depths in accumulate(stage.depths for stage in stages[:-1]))
+    if set(states) <= {1}:
+        return links
+    hops = tuple(number * of_one for number in states)
+    return replace(
+        links,
+        hop=statistics.fmean(hops),
+        hops=hops,
+        latencies=tuple(min(latency, hop) for hop in hops),
+        states=states,
+    )
 
 
 def _to_neighbour(execution: Execution, rates: Rates) -> tuple[float, float]:

@@ -20,7 +20,7 @@ def with_links(costs: Costs, placement: Placement, rates: Rates, ranks: int, str
     if not remote or not costs.links.message_bytes or stride < 1:  # a launch with too few ranks
         return costs
     seconds = [costs.links.message_bytes / speed for speed in rates.to_neighbours]
-    near, far = zip(seconds, map(min, seconds, rates.latencies), strict=True)
+    near, far = zip(seconds, rates.latencies, strict=True)
     hops, latencies = [0.0] * placement.last, [0.0] * placement.last
     of_pairs: dict[frozenset[int], tuple[float, float]] = {}
     for stage in remote:
@@ -28,12 +28,14 @@ def with_links(costs: Costs, placement: Placement, rates: Rates, ranks: int, str
         if pair not in of_pairs:
             crosses = crosses_a_node(pair, rates.ranks_of_node, placement.ranks, ranks, stride)
             of_pairs[pair] = far if crosses else near
-        hops[stage], latencies[stage] = of_pairs[pair]
+        of_one, latency = of_pairs[pair]
+        hops[stage] = costs.links.states_behind(stage) * of_one
+        latencies[stage] = min(hops[stage], latency)
     hop, latency = (
         statistics.fmean(figures[stage] for stage in remote) for figures in (hops, latencies)
     )
     costs = costs.with_links(hop=hop, latency=latency)
-    if len(set(of_pairs.values())) == 1:
+    if len({(hops[stage], latencies[stage]) for stage in remote}) == 1:
         return costs.with_links(hops=(), latencies=())
     return costs.with_links(hops=tuple(hops), latencies=tuple(latencies))
 

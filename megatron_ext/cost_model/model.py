@@ -137,6 +137,8 @@ class Stage:
             multi-token prediction, and one more run of the output layer.
         head: whether it has the output layer and the loss.
         earlier_depths: depths on stages before the output layer's, which predicts their tokens too.
+        ends_layers: whether it has the last layer, and only multi-token prediction and the output
+            layer are behind it.
     """
 
     layers: tuple[str, ...]
@@ -144,6 +146,14 @@ class Stage:
     depths: int = 0
     head: bool = False
     earlier_depths: int = 0
+    ends_layers: bool = False
+
+    @property
+    def final_norm(self) -> bool:
+        """Whether it has the norm behind the last layer. That is the stage of the output layer, or
+        with multi-token prediction the stage of the last layer."""
+        is_behind = not self.layers and self.output_runs > 1
+        return self.ends_layers or (self.head and not is_behind)
 
     @property
     def output_runs(self) -> int:
@@ -164,6 +174,7 @@ def stages_of(
     last = len(counts) - 1
     if depths is None:
         depths = [0] * last + [model.mtp_num_layers]
+    last_with_layers = max((number for number, count in enumerate(counts) if count), default=last)
     return tuple(
         Stage(
             layers=model.layers[start:end],
@@ -171,6 +182,7 @@ def stages_of(
             depths=depths[number],
             head=number == last,
             earlier_depths=sum(depths[:-1]) if number == last else 0,
+            ends_layers=model.mtp_num_layers > 0 and number == last_with_layers != last,
         )
         for number, (start, end) in enumerate(pairwise(ends))
     )

@@ -20,7 +20,6 @@ from megatron_ext.cost_model.model import Model, Stage
 from megatron_ext.cost_model.operations.temporaries import temporary_bytes
 from megatron_ext.cost_model.parameters import (
     Parameter,
-    has_final_norm,
     parameters_of_stage,
     table_elements,
 )
@@ -114,7 +113,6 @@ def bytes_of_ranks(
     state: TrainingState,
 ) -> list[ModelBytes]:
     """Return the bytes of each rank of ``placement``, on which ``stages`` are placed."""
-    final_norms = has_final_norm(model, stages)
     tables_of = tables_of_chunks(placement, vocabulary)
     is_divided = vocabulary is not VocabularyParallel.NONE
     loss_share = 1 / placement.ranks if is_divided else None
@@ -132,7 +130,6 @@ def bytes_of_ranks(
                 stages[stage],
                 execution,
                 state,
-                final_norm=final_norms[stage],
                 tables=tables,
                 bucket=state.bucket if stage == 0 else 0,
             )
@@ -170,11 +167,10 @@ def _bytes_of_chunk(
     execution: Execution,
     state: TrainingState,
     *,
-    final_norm: bool,
     tables: int,
     bucket: int,
 ) -> ModelBytes:
-    parameters = parameters_of_chunk(model, stage, execution, final_norm=final_norm, tables=tables)
+    parameters = parameters_of_chunk(model, stage, execution, tables=tables)
     frozen = sum(p.elements for p in parameters if p.is_frozen) * state.weight_bytes
     parameters = [p for p in parameters if not p.is_frozen]
     parts = [ModelBytes(frozen, 0.0, 0.0)]
@@ -191,11 +187,11 @@ def _bytes_of_chunk(
 
 
 def parameters_of_chunk(
-    model: Model, stage: Stage, execution: Execution, *, final_norm: bool, tables: int
+    model: Model, stage: Stage, execution: Execution, *, tables: int
 ) -> list[Parameter]:
     """Return the parameters of ``stage`` on one rank. ``tables`` is an entry of
     `tables_of_chunks`."""
-    parameters = list(parameters_of_stage(model, stage, execution, final_norm=final_norm))
+    parameters = list(parameters_of_stage(model, stage, execution))
     if tables != 1:
         parameters = [p for p in parameters if not p.is_table]
     if tables > 1:

@@ -7,7 +7,7 @@ Every symbol includes the norm before it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from megatron_ext.cost_model.execution import Execution
@@ -35,25 +35,18 @@ class Parameter:
     is_frozen: bool = False
 
 
-def parameters_of_stage(
-    model: Model, stage: Stage, execution: Execution, *, final_norm: bool
-) -> Iterator[Parameter]:
-    """Yield the parameters of ``stage`` on one rank, without vocabulary parallelism.
-
-    ``final_norm``: whether it has the norm behind the last layer (`has_final_norm`).
-    """
+def parameters_of_stage(model: Model, stage: Stage, execution: Execution) -> Iterator[Parameter]:
+    """Yield the parameters of ``stage`` on one rank, without vocabulary parallelism."""
     if stage.embedding and model.tower is not None:
         for matrices, others, is_trained in tower_matrices(model.tower):
             share = matrices // execution.tensor_parallel
             yield Parameter(share, is_matrix=True, is_frozen=not is_trained)
             yield Parameter(others, is_frozen=not is_trained)
-    own = _of_language_model(model, stage, execution, final_norm=final_norm)
+    own = _of_language_model(model, stage, execution)
     yield from (replace(one, is_frozen=True) for one in own) if model.is_frozen else own
 
 
-def _of_language_model(
-    model: Model, stage: Stage, execution: Execution, *, final_norm: bool
-) -> Iterator[Parameter]:
+def _of_language_model(model: Model, stage: Stage, execution: Execution) -> Iterator[Parameter]:
     is_tied = not model.untie_embeddings_and_output_weights
     has_both = stage.embedding and stage.head
     is_shared = (is_tied or model.mtp_num_layers > 0) and not has_both
@@ -65,7 +58,7 @@ def _of_language_model(
             yield Parameter(model.max_position_embeddings * model.hidden_size)
     for layer in stage.layers:
         yield from _of_layer(model, layer, execution)
-    if final_norm:
+    if stage.final_norm:
         yield from _norm(model, model.hidden_size)
     for _ in range(min(stage.depths, 1) if model.mtp_use_repeated_layer else stage.depths):
         yield from _of_depth(model, execution)
@@ -73,15 +66,6 @@ def _of_language_model(
         # If multi-token prediction on this stage is tied, the output layer uses the table of
         # look-ups above; Megatron still allocates its own, which is unused.
         yield replace(table, is_alone=is_tied and not stage.depths)
-
-
-def has_final_norm(model: Model, stages: Sequence[Stage]) -> list[bool]:
-    """Return for each of ``stages`` whether it has the final norm. That is the stage of the output
-    layer, or with multi-token prediction the stage of the last layer."""
-    number = len(stages) - 1
-    if model.mtp_num_layers:
-        number = max((at for at, stage in enumerate(stages) if stage.layers), default=number)
-    return [at == number for at in range(len(stages))]
 
 
 def table_elements(model: Model) -> int:

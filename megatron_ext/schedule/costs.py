@@ -138,6 +138,8 @@ class LinkCosts(CostPart):
         hops: seconds of a message between each stage and the next; () if all take ``hop``.
         latencies: latency of each of ``hops``; () if all have ``latency``.
         message_bytes: size of a message from stage to stage, in bytes; 0 if not known.
+        states: hidden states in a message from each stage to the next: with multi-token prediction
+            those of its depths go on to the loss; () if all messages have one.
     """
 
     hop: float = 0.0
@@ -145,6 +147,11 @@ class LinkCosts(CostPart):
     hops: tuple[float, ...] = ()
     latencies: tuple[float, ...] = ()
     message_bytes: float = 0.0
+    states: tuple[int, ...] = ()
+
+    def states_behind(self, stage: int) -> int:
+        """Return the number of hidden states in a message between ``stage`` and the next."""
+        return self.states[stage] if 0 <= stage < len(self.states) else 1
 
     def joined(self, rows: Sequence[Sequence[int]], costs: Costs) -> LinkCosts:
         """Return the links between neighbouring ``rows``: for each two of them the first link that
@@ -154,11 +161,13 @@ class LinkCosts(CostPart):
             for row, following in pairwise(rows)
         ]
 
-        def picked(figures: tuple[float, ...], mean: float) -> tuple[float, ...]:
+        def picked[Amount: (int, float)](
+            figures: tuple[Amount, ...], mean: Amount
+        ) -> tuple[Amount, ...]:
             return figures and tuple(mean if at is None else figures[at] for at in between)
 
         hops, latencies = picked(self.hops, self.hop), picked(self.latencies, self.latency)
-        return replace(self, hops=hops, latencies=latencies)
+        return replace(self, hops=hops, latencies=latencies, states=picked(self.states, 1))
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from megatron_ext.planner.verdict import Written
 from megatron_ext.written_settings import from_argv
 from tests.helpers.combinations import at_night
 from tests.helpers.megatron_runs import SCRIPT, model_flags
+from tests.patches.test_one_judgement import plan_of
 
 FLAGS: dict[str, Any] = {
     "pipeline_model_parallel_size": 2,
@@ -45,6 +46,14 @@ LAUNCHES: dict[str, dict[str, Any]] = {
     "ends": {"decoder_first_pipeline_num_layers": 5},
     "layout": {"num_layers": 7, "pipeline_model_parallel_layout": "Et|t|t|t|t|t|t|L"},
     "depths": {"mtp_num_layers": 1, "position_embedding_type": "rope"},
+    "depths before the loss": {
+        "pipeline_model_parallel_size": 4,
+        "mtp_num_layers": 1,
+        "position_embedding_type": "rope",
+        "pipeline_model_parallel_layout": "Et*6|t|tm|L",
+        "padded_vocab_size": 8000,
+        "vocab_size": 7999,
+    },
     "full recompute": {
         "recompute_granularity": "full",
         "recompute_method": "uniform",
@@ -125,6 +134,24 @@ def test_a_launch_takes_what_is_written_for_it(name: str, monkeypatch: pytest.Mo
         chunks = args.virtual_pipeline_model_parallel_size or 1
         assert chunks == other.candidate.report.vpp
         assert config.schedule in (None, other.schedule)
+
+
+def test_a_launch_is_compared_as_its_layout_has_multi_token_prediction() -> None:
+    """It was compared as if that were on the last stage, with other bytes and seconds than the
+    launch has. What is written has it there: our schedules train it nowhere else."""
+    name = "depths before the loss"
+    made, all_written = laid_out(name)
+    assert made.own.layout.text() == LAUNCHES[name]["pipeline_model_parallel_layout"]
+    as_it_is = plan_of(Launch(str(SCRIPT), False, words_of(name), world_size=WORLD))
+    assert made.own.rank_bytes == pytest.approx(as_it_is.ranks)
+    changed = [
+        (other.layout, written)
+        for other, written in zip(made.others.values(), all_written, strict=True)
+        if other is not made.own
+    ]
+    assert changed
+    for layout, written in changed:
+        assert not layout.depths and "--pipeline-model-parallel-layout" in written.dropped
 
 
 def test_recompute_is_chosen_beside_the_layout() -> None:

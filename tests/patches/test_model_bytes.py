@@ -24,7 +24,7 @@ from megatron_ext.compile.registry import choose
 from megatron_ext.config import PipelineConfig
 from megatron_ext.cost_model.description import describe
 from megatron_ext.cost_model.model import stages_of
-from megatron_ext.cost_model.parameters import has_final_norm, parameters_of_stage
+from megatron_ext.cost_model.parameters import parameters_of_stage
 from megatron_ext.launch_command import megatron_arguments
 from tests.helpers import meta_models
 from tests.helpers.combinations import at_night, nightly
@@ -161,7 +161,6 @@ def assert_to_the_byte(args: Any) -> None:
     placement = choose(spec).place(args.pipeline_model_parallel_size)
     model = describe(args)
     stages = stages_of(model, layers_of_stages(args, placement), depths_of_stages(args))
-    norms = has_final_norm(model, stages)
     run, state = execution(args, args.seq_length, args.micro_batch_size), model_bytes.state_of(args)
     counted = model_bytes.model_bytes_of_ranks(args, placement)
     assert counted is not None
@@ -170,9 +169,7 @@ def assert_to_the_byte(args: Any) -> None:
         with meta_models.fake_ranks(args, rank):
             for stage, chunk in zip(own, meta_models.chunks_of(args), strict=True):
                 built = [(p.numel(), meta_models.of_experts(p)) for p in chunk.parameters()]
-                parameters = list(
-                    parameters_of_stage(model, stages[stage], run, final_norm=norms[stage])
-                )
+                parameters = list(parameters_of_stage(model, stages[stage], run))
                 assert [(p.elements, p.of_experts) for p in parameters] == built, stage
                 bucket = state.bucket if stage == 0 else None
                 in_buffers, shared = meta_models.elements_kept(args, chunk, bucket or None)

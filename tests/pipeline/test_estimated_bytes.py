@@ -13,6 +13,8 @@ dropout keeps a mask of booleans on a GPU, but on the CPU a tensor of its input'
 
 from __future__ import annotations
 
+import gc
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,16 @@ import pytest
 import torch
 
 from megatron_ext.adapter.arguments import settle_vocabulary
+from megatron_ext.adapter.stock.passes import StockPasses
 from megatron_ext.compile.registry import choose
 from megatron_ext.config import PipelineConfig
 from megatron_ext.launch_command import megatron_arguments
+from megatron_ext.runtime.held_bytes import SavedTensors
 from megatron_ext.runtime.measure.profile import STEPS
+from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.schedule.costs_text import load_costs
 from megatron_ext.schedule.kinds import Held
+from megatron_ext.schedule.placement import Placement
 from tests.helpers.combinations import at_night
 from tests.helpers.estimated import costs_of_arguments
 from tests.helpers.latent_attention import take_local_attention
@@ -99,3 +105,58 @@ def test_held_bytes_are_those_of_a_training(
     assert estimated[waits] == pytest.approx(counted[waits], rel=1e-3)
     of_layers = [held - DATA for held in counted[holds]]
     assert estimated[holds] == pytest.approx(of_layers, rel=0.03)
+
+
+def count_in_stock(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have each rank of Megatron's own schedule write what its stage holds of a microbatch."""
+    begin, end = StockPasses.__init__, Recorder.end
+
+    def counting(self: StockPasses, recorder: Recorder, placement: Placement) -> None:
+        begin(self, recorder, placement)
+        weights = (held for held in gc.get_objects() if isinstance(held, torch.nn.Parameter))
+        recorder.counting = SavedTensors(weights)
+
+    def write(self: Recorder) -> None:
+        if isinstance(self.counting, SavedTensors):
+            ((_, held),) = self.counting.per_microbatch().items()
+            (folder / str(self.rank)).write_text(str(held))
+            self.counting = None
+        end(self)
+
+    monkeypatch.setattr(StockPasses, "__init__", counting)
+    monkeypatch.setattr(Recorder, "end", write)
+
+
+@pytest.mark.skipif("MEGATRON_LM_DIR" not in os.environ, reason="MEGATRON_LM_DIR is not set")
+@pytest.mark.parametrize(
+    "layout", ["Et|tm|L", *at_night("Et|tmL", "Et|t|mmL", "Et|mmL", "Et|t|mm|L")]
+)
+def test_multi_token_prediction_holds_what_a_training_does(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last norm was not counted, nor the inputs of the output layer's further runs; and the
+    final norm on the stage of the loss, where it is on that of the last layer."""
+    count_in_stock(tmp_path, monkeypatch)
+    ranks = layout.count("|") + 1
+    flags: dict[str, Any] = COMMON | {
+        "pipeline_model_parallel_size": ranks,
+        "pipeline_model_parallel_layout": layout,
+        "mtp_num_layers": layout.count("m"),
+        "num_layers": layout.count("t"),
+        "position_embedding_type": "none",
+        "train_iters": 2,
+    }
+    script = Path(os.environ["MEGATRON_LM_DIR"]) / "pretrain_gpt.py"
+    traced = {"pipeline_trace": tmp_path / "traces", "pipeline_trace_iters": "1:2"}
+    train(ranks, model_flags(**flags | traced), script)
+    counted = [float((tmp_path / str(rank)).read_text()) for rank in range(ranks)]
+    args = megatron_arguments.parse(model_flags(**flags)).args
+    with megatron_arguments.on_gpus(args):
+        megatron_arguments.validate(args, PipelineConfig(), ranks)
+        settle_vocabulary(args, PipelineConfig(), args.vocab_size)
+        estimated = costs_of_arguments(args, choose("1f1b").place(ranks)).held_bytes
+    assert estimated is not None
+    # What each depth shifts (tokens, positions, a mask) are no activations; a hidden state has
+    # 49,152 bytes.
+    for held, told in zip(counted, estimated[Held.ACTIVATION], strict=True):
+        assert 0 <= held - told <= 3 * DATA

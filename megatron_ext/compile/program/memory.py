@@ -137,16 +137,19 @@ def in_microbatches(schedule: Schedule) -> Amount:
 
 def in_bytes(costs: Costs) -> Amount:
     """Return the measure in bytes, by ``costs``."""
-    held_bytes, message = costs.held_bytes, costs.links.message_bytes
+    held_bytes, links = costs.held_bytes, costs.links
     assert held_bytes is not None
 
+    def message(behind: int) -> float:
+        return links.states_behind(behind) * links.message_bytes
+
     def amount(held: Held, stage: int) -> float:
-        if held is Held.MESSAGE:
-            return message
+        if held is Held.MESSAGE:  # towards the stage before or the next
+            return max(message(stage - 1), message(stage))
         if held is Held.KEYS_VALUES:
             return costs.slices.keys_values[stage] if costs.slices.keys_values else 0.0
         if held is Held.INPUT:
-            return _input_bytes(stage, held_bytes[Held.ACTIVATION][stage], message)
+            return _input_bytes(stage, held_bytes[Held.ACTIVATION][stage], message(stage - 1))
         return held_bytes[held][stage]
 
     return amount

@@ -13,6 +13,7 @@ from megatron_ext.adapter.dimensions import execution, rates
 from megatron_ext.adapter.job import job_costs, of_arguments
 from megatron_ext.adapter.layers import (
     SEGMENT_END,
+    depths_of_stages,
     layers_of_stages,
 )
 from megatron_ext.adapter.layout_arguments import PATTERN
@@ -74,7 +75,10 @@ def work_of(args: Any, config: PipelineConfig | None = None) -> Work:
 def own_layout(args: Any, spec: str) -> tuple[str, Layout]:
     """Return the schedule ``spec`` with the layout that ``args`` have."""
     placement = choose(spec).place(args.pipeline_model_parallel_size)
-    return spec, Layout(tuple(layers_of_stages(args, placement)))
+    depths = depths_of_stages(args) or ()
+    if not any(depths[:-1]):
+        depths = ()
+    return spec, Layout(tuple(layers_of_stages(args, placement)), tuple(depths))
 
 
 def rule_of(args: Any) -> Rule:

@@ -103,7 +103,7 @@ class Candidates:
                 even = with_even_ranks(balanced, placement, microbatches, balanced_by)
                 made += [even, balanced]
             of_known = [
-                candidate.layout
+                Layout(candidate.layout.layers)  # multi-token prediction on the last stage
                 for candidate in known
                 if candidate.layout.stages == placement.stages
             ]

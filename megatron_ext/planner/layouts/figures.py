@@ -116,11 +116,13 @@ class StageFigures:
 
     def _row(self, is_first: int, is_last: int, start: int, end: int) -> int:
         model = self.work.model
+        has_all = model.mtp_num_layers > 0 and end == len(model.layers) > start
         stage = Stage(
             model.layers[start:end],
             embedding=bool(is_first),
             depths=model.mtp_num_layers if is_last else 0,
             head=bool(is_last),
+            ends_layers=has_all and not is_last,
         )
         if stage not in self._row_of:
             self._row_of[stage] = len(self._table)

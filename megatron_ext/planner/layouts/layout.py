@@ -15,11 +15,14 @@ _BEFORE_DEPTHS = "/"  # of multi-token prediction, in a hybrid model's pattern
 class Layout:
     """Number of layers of each stage, in order.
 
-    The embedding is on the first stage; multi-token prediction, the output layer and the loss are
-    on the last one.
+    The embedding is on the first stage, the output layer and the loss on the last one.
+
+    Attributes:
+        depths: of multi-token prediction on each stage; (): all are on the last one.
     """
 
     layers: tuple[int, ...]
+    depths: tuple[int, ...] = ()
 
     @property
     def stages(self) -> int:
@@ -31,14 +34,18 @@ class Layout:
 
     def of(self, model: Model) -> tuple[Stage, ...]:
         """Return the part of ``model`` on each stage."""
-        return stages_of(model, self.layers)
+        return stages_of(model, self.layers, self.depths or None)
 
     def text(self, depths: int = 0) -> str:
         """Return the value of ``--pipeline-model-parallel-layout``: ``Et*4|(t*5|)*6t*3mL``, with so
-        many ``depths`` of multi-token prediction."""
-        segments = [_repeated("t", count) for count in self.layers]
+        many ``depths`` of multi-token prediction on the last stage if the layout does not say."""
+        numbers = self.depths or [0] * (self.stages - 1) + [depths]
+        segments = [
+            _repeated("t", count) + "m" * number
+            for count, number in zip(self.layers, numbers, strict=True)
+        ]
         segments[0] = "E" + segments[0]
-        segments[-1] += "m" * depths + "L"
+        segments[-1] += "L"
         *before, last = segments
         text = ""
         for segment, alike in groupby(before):

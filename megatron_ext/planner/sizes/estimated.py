@@ -382,7 +382,7 @@ def _parameters(
     execution = job.execution_of(sizes, job.recompute[0])
 
     def of(stage: Stage) -> Elements:
-        parameters = list(parameters_of_stage(model, stage, execution, final_norm=False))
+        parameters = list(parameters_of_stage(model, stage, execution))
         return _counted(parameters)
 
     types = Counter(model.layers)

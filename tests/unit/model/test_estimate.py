@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.compile.build import build_program
+from megatron_ext.compile.program.memory import in_bytes
 from megatron_ext.compile.registry import choose
 from megatron_ext.cost_model import gpus
 from megatron_ext.cost_model.assumptions import not_checked
@@ -31,6 +32,7 @@ from megatron_ext.cost_model.gpus import (
     assumed_rates,
     gpu_named,
 )
+from megatron_ext.cost_model.links import with_links
 from megatron_ext.cost_model.model import Model, Stage, stages_of
 from megatron_ext.cost_model.operations.attention import attended_tokens
 from megatron_ext.cost_model.operations.operation import Group
@@ -330,6 +332,23 @@ def test_multi_token_prediction_is_where_a_layout_has_it() -> None:
     assert before.held_bytes is not None and without.held_bytes is not None
     for held, other in zip(before.held_bytes.values(), without.held_bytes.values(), strict=True):
         assert held[2] - other[2] == pytest.approx(other[3] - held[3]) and held[2] > other[2]
+
+
+def test_messages_behind_multi_token_prediction_have_all_its_hidden_states() -> None:
+    """They were counted with one, in seconds and in bytes. Messages before it have one."""
+    model = replace(gpt(16, 50304), mtp_num_layers=2)
+    stages = stages_of(model, [4, 4, 8, 0], [0, 0, 2, 0])
+    costs = estimate(model, stages, replace(RUN, tensor_parallel=1), WHOLE)
+    plain = estimate(model, stages_of(model, [4, 4, 8, 0]), RUN, WHOLE).links
+    assert not plain.hops and costs.links.message_bytes == plain.message_bytes
+    assert costs.links.hops == pytest.approx((plain.hop, plain.hop, 3 * plain.hop))
+    linked = with_links(costs, line(4), WHOLE, ranks=4, stride=1)
+    first, *others = linked.links.hops
+    assert others == pytest.approx([first, 3 * first]) and first > 0
+    amounts = [in_bytes(costs)(Held.MESSAGE, stage) for stage in range(4)]
+    assert amounts == [plain.message_bytes * states for states in (1, 1, 3, 3)]
+    joined = costs.links.joined([(0, 1), (2,), (3,)], costs)
+    assert joined.states == (1, 3)
 
 
 # ---- Ranks that wait for one another
