@@ -12,6 +12,7 @@ from megatron_ext.adapter.checkpoints.folder import (
     TRACKER,
     is_iteration,
     iteration_in,
+    loading_flag,
     name_of,
 )
 from megatron_ext.doctor.report import Finding, Severity
@@ -91,11 +92,11 @@ def check_checkpoints(
             and it is only looked for.
     """
     findings = []
-    starts = args.load is None or not (Path(args.load) / TRACKER).exists()
     if args.pretrained_checkpoint is not None:  # taken if there is nothing to resume
         flag = "--pretrained-checkpoint"
         pretrained = _check_load(flag, args.pretrained_checkpoint, None)
-        findings.append(_judged(pretrained, flag, judge if starts else None))
+        is_loaded = loading_flag(args) == flag
+        findings.append(_judged(pretrained, flag, judge if is_loaded else None))
     if args.load is not None:
         load = _judged(_check_load("--load", args.load, args.ckpt_step), "--load", judge)
         resumes = args.load == args.save and not args.exit_on_missing_checkpoint

@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from megatron_ext.adapter.arguments import settle_vocabulary
+from megatron_ext.adapter.checkpoints.folder import loading_flag
 from megatron_ext.adapter.dimensions import execution
 from megatron_ext.adapter.pairs.overlap_setting import FLAG
 from megatron_ext.adapter.step_sizes import main_size
@@ -316,8 +317,8 @@ def _what_slices_would(made: LongSequences | None) -> Iterator[str]:
 
 def on_loading(request: LaunchRequest, parsed: ParsedLaunch, written: Written) -> Iterator[str]:
     """Say whether the launch with what is ``written`` loads the checkpoint that it names."""
-    variants = parsed.variants
-    if parsed.validated.load is None:
+    variants, flag = parsed.variants, loading_flag(parsed.validated)
+    if flag is None:
         return
     args, config, _ = _command_with(request, parsed, written)
     if config.is_chosen_later:
@@ -325,4 +326,4 @@ def on_loading(request: LaunchRequest, parsed: ParsedLaunch, written: Written) -
     with megatron_arguments.one_connection(args):
         args = megatron_arguments.validate(args, config, variants.world_size)
     settle_vocabulary(args, config, variants.tokens)
-    yield str(megatron_arguments.judge_checkpoint(args, config))
+    yield str(megatron_arguments.judge_checkpoint(args, config, flag))

@@ -518,6 +518,15 @@ def test_the_checkpoint_of_a_kept_command_is_judged(
     assert kept.verdict.keeps and "does not load" in kept.remarks[0]
 
 
+def test_weights_of_a_pretrained_checkpoint_are_judged(tmp_path: Path) -> None:
+    """The plan said nothing of --pretrained-checkpoint, which doctor judged."""
+    folder = saved(tmp_path / "a", "dp_reshardable")
+    (remark,) = made(pretrained_checkpoint=folder, load=tmp_path / "new").remarks
+    assert remark.startswith("--pretrained-checkpoint") and "loads weights only" in remark
+    (remark,) = made(pretrained_checkpoint=folder, load=folder).remarks
+    assert remark.startswith("--load") and "does not load" in remark
+
+
 def test_a_layout_alone_moves_optimizer_states(tmp_path: Path) -> None:
     """A verdict that changed the layout, and no schedule, said nothing of the checkpoint."""
     flags = {"load": saved(tmp_path, "dp_reshardable", **NO_VIRTUAL), **NO_VIRTUAL}

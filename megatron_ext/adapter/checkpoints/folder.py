@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _MOST_BYTES = 50  # of its content
@@ -23,6 +24,15 @@ def iteration_in(tracker: Path) -> str:
 def is_iteration(text: str) -> bool:
     """Return whether ``text`` names an iteration."""
     return text == "release" or (text.isascii() and text.isdecimal())
+
+
+def loading_flag(args: Any) -> str | None:
+    """Return the flag of the checkpoint that a training loads: ``--pretrained-checkpoint`` if
+    ``--load`` has nothing to resume. None if it loads none."""
+    resumes = args.load is not None and (Path(args.load) / TRACKER).exists()
+    if args.pretrained_checkpoint is not None and not resumes:
+        return "--pretrained-checkpoint"
+    return None if args.load is None else "--load"
 
 
 def iteration_to_load(folder: str, step: int | None) -> Path | None:
