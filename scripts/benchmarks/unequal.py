@@ -169,6 +169,23 @@ def gain(spec: str, ranks: int, microbatches: int, name: str, *, tied: bool = Fa
     return Gain(float(ratios[0]), float(ratios[1]), profile, left, seconds)
 
 
+def over_another(
+    spec: str, base: str, ranks: int, microbatches: int, name: str
+) -> tuple[float, float]:
+    """Return the steps of ``spec`` over those of ``base`` in order of arrival: in order of arrival,
+    and with each replica in order and all dealt. Medians as of `gain`."""
+    under = UnequalSteps(_program(spec, ranks, microbatches), 1)
+    reference = UnequalSteps(_program(base, ranks, microbatches), 1)
+    ratios = np.empty((STEPS, 2))
+    for number, costs in enumerate(_steps(name, microbatches, FIRST_SEED)):
+        arrival = _rows(costs, order=False, deal=False)
+        whole = reference.slowest(reference.factors(costs, arrival))
+        for column, rows in enumerate((arrival, _rows(costs, order=True, deal=True))):
+            ratios[number, column] = under.slowest(under.factors(costs, rows)) / whole
+    arrived, dealt = np.median(ratios, axis=0)
+    return float(arrived), float(dealt)
+
+
 def worst_cell(gains: Mapping[tuple[str, str], Sequence[Gain]]) -> tuple[float, str]:
     """Return by how much the worst of ``gains`` is behind `TRIAL`, and its name."""
     behind = [

@@ -133,7 +133,7 @@ def main(words: Sequence[str]) -> int:
     ranks = parser.parse_args(words).ranks
     table = Table("", "schedule", "even layers", "laid out", "layers of the stages")
     for trained in TOWERS:
-        for spec in (LINE, V):
+        for spec in ("1f1b", LINE, V):
             _add(table, f"tower of 10 %, {trained}, m = 16", spec, with_tower(trained, spec))
     for rank in ranks:
         for spec in (LINE, V):
