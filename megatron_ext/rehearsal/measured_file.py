@@ -30,7 +30,8 @@ def write_costs(
 ) -> Costs:
     """Write the costs that ``records``, by pipeline rank, have measured on ``device`` to ``path``,
     and return them. Bytes, messages and copies are as estimated. Raises OSError."""
-    program, estimate = prepared.program, prepared.costs
+    program = prepared.program
+    estimate = prepared.costs.whole or prepared.costs  # before the vocabulary was partitioned
     ranks = [
         figures
         for one in prepared.classes

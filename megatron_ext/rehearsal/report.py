@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from megatron_ext.cost_model.operations.operation import Group
 from megatron_ext.rehearsal.classes import RankClass
@@ -12,6 +13,7 @@ from megatron_ext.rehearsal.compose import ComposedStep, measured_passes, second
 from megatron_ext.rehearsal.prepare import EstimatedStep, Preparation, PreparedSchedule
 from megatron_ext.rehearsal.record import RankRecord
 from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.schedule import is_compute
 from megatron_ext.words import bytes_text
 
 
@@ -53,11 +55,13 @@ class RankResult:
         stands_for: pipeline ranks with equal stages, itself included.
         trained: steps that it trained.
         seconds: mean seconds of a pass, by kind.
+        estimated: the estimated ones.
         between: seconds between passes in a step.
         outside: seconds of a step outside its first to its last pass.
         host: seconds of the host between passes in a step.
         allocated, reserved: most bytes of tensors, and of its allocator; None without a GPU.
         predicted: predicted bytes of tensors; None: not known.
+        activations: part of ``predicted`` that is stored activations.
         digest: digest of its program; "" for Megatron's own.
     """
 
@@ -67,12 +71,14 @@ class RankResult:
     stands_for: tuple[int, ...]
     trained: int
     seconds: Mapping[str, float]
+    estimated: Mapping[str, float]
     between: float
     outside: float
     host: float
     allocated: int | None
     reserved: int | None
     predicted: float | None
+    activations: float | None
     digest: str
 
 
@@ -126,23 +132,29 @@ def rank_result(prepared: PreparedSchedule, own: RankClass, record: RankRecord) 
     by_kind: dict[Kind, list[float]] = defaultdict(list)
     for (_, kind, _), found in measured.items():
         by_kind[kind].append(found.seconds)
-    predicted = None
+    predicted, activations = None, None
+    estimated: dict[Kind, list[float]] = defaultdict(list)
+    for action in filter(is_compute, prepared.program.schedule.rows[own.rank]):
+        estimated[action.kind].append(prepared.costs.of(action))
     if prepared.memory is not None:
         bytes_of = prepared.memory[own.rank]
         predicted = bytes_of.total - bytes_of.model.context  # which no tensor takes
+        activations = bytes_of.activations
     return RankResult(
         schedule=prepared.name,
         rank=record.rank,
         pipeline_rank=record.pipeline_rank,
         stands_for=own.members,
         trained=record.trained,
-        seconds={str(kind): sum(all_of) / len(all_of) for kind, all_of in by_kind.items()},
+        seconds={str(kind): fmean(all_of) for kind, all_of in by_kind.items()},
+        estimated={str(kind): fmean(all_of) for kind, all_of in estimated.items()},
         between=sum(found.after for found in measured.values()),
         outside=seconds_outside(record),
         host=max(step.host_seconds for step in record.steps),
         allocated=record.allocated,
         reserved=record.reserved,
         predicted=predicted,
+        activations=activations,
         digest=record.digest,
     )
 

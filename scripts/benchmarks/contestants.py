@@ -19,7 +19,7 @@ from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import Choice, choose
 from megatron_ext.runtime.executor import execute
 from megatron_ext.runtime.host.offload import ActivationOffload
-from megatron_ext.runtime.messages.channels import Channels
+from megatron_ext.runtime.messages.peers import peers
 from megatron_ext.runtime.messages.transport import Boundary, Transport
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.stage import Backward
@@ -175,8 +175,9 @@ class EmulatedRank:
         world, self.placement = dist.group.WORLD, schedule.placement
         assert world is not None
         self.world = world
-        self.channels = Channels(world, channels(schedule), CPU)
         self.recorder = Recorder(world.rank())
+        made = channels(schedule)
+        self.channels = peers().channels(world, made, CPU, None, self.recorder)
         self.stages = {
             number: stage(
                 number, EmulatedChunk(number, costs), has_loss and self.placement.is_last(number)

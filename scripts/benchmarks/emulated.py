@@ -50,18 +50,40 @@ def take(seconds: float) -> None:
     """Let a pass last ``seconds``: asleep, but for the last moment, so that it ends on time."""
     if not _clock.runs:
         return
-    end = time.monotonic() + seconds
+    end = time.monotonic() + seconds + _clock.seconds_after_wait()
     if seconds > WAKES_LATE:
         time.sleep(seconds - WAKES_LATE)
     while time.monotonic() < end:
         pass
+    _clock.ended = time.monotonic()
+
+
+WAIT = 0.002  # seconds between two passes from which the rank has waited
 
 
 @dataclass
 class _Clock:
-    """Emulated clock of a rank. ``runs``: passes last as long as they cost, else no time."""
+    """Emulated clock of a rank.
+
+    Attributes:
+        runs: whether passes last as long as they cost, else no time.
+        slower_after_wait: seconds that a pass takes longer after a wait, as after caches and clocks
+            of a device have cooled.
+        ended: when the last pass ended.
+    """
 
     runs: bool = True
+    slower_after_wait: float = 0.0
+    ended: float = 0.0
+
+    def seconds_after_wait(self) -> float:
+        """Return the seconds that the pass which begins now takes longer."""
+        return self.slower_after_wait if time.monotonic() - self.ended > WAIT else 0.0
+
+
+def slow_after_waits(seconds: float) -> None:
+    """Let passes of this rank take ``seconds`` longer after a wait."""
+    _clock.slower_after_wait = seconds
 
 
 _clock = _Clock()

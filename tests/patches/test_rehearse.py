@@ -185,6 +185,23 @@ def test_the_costs_file_is_a_profile_of_layers(tmp_path: Path) -> None:
     assert str(file) in planned.output
 
 
+def test_options_of_a_schedule_are_those_of_the_launch_command(tmp_path: Path) -> None:
+    """The costs file of a partitioned vocabulary ended in an assertion."""
+    options: dict[str, Any] = {
+        "pipeline_schedule": "zb-h1",
+        "pipeline_vocab_parallel": 1,
+        "vocab_size": 4096,
+    }
+    report, run, _ = rehearsed(tmp_path, "stock zb-v", **options)
+    assert "--pipeline-vocab-parallel" not in run.requests[0].arguments
+    given = run.requests[-1].arguments
+    assert given[given.index("--pipeline-vocab-parallel") + 1] == "1"
+    assert given[given.index("--pipeline-schedule") + 1] == "zb-v"
+    assert set(report.ranks[-1].seconds) == {"F", "I", "W", "S", "SI", "SW", "L", "E", "EW"}
+    measured = load_measured(Path(report.schedules[1].costs))
+    assert measured is not None
+
+
 def test_the_trace_of_the_composed_step_can_be_explained(tmp_path: Path) -> None:
     report, _, _ = rehearsed(tmp_path, "stock zb-v")
     for one in report.schedules:

@@ -15,6 +15,7 @@ import pytest
 
 from tests.gpu.one_gpu import host_calls, spinning
 from tests.gpu.one_gpu.cases import CALLS, SANITIZER, parts
+from tests.gpu.one_gpu.rehearsal import CRITERIA, GAIN, TRUTH
 from tests.gpu.one_gpu.rows import Row, State, names_error, parse, table
 from tests.gpu.one_gpu.runner import Case, Part, run_part
 from tests.gpu.one_gpu.wheels import unpack
@@ -96,13 +97,14 @@ def test_a_ranks_error_is_named() -> None:
 
 def test_nothing_is_missing_and_the_time_is_bounded() -> None:
     all_parts = parts("cuda")
-    assert list(all_parts) == ["calls", "executor", "nccl", "gpt", "engine", "streams", "layers"]
+    known = ["calls", "executor", "nccl", "gpt", "engine", "streams", "layers", "rehearsal"]
+    assert list(all_parts) == known
     assert set(CALLS) == set(host_calls.CALLS)
     for part in all_parts.values():
         names = [case.name for case in part.cases]
         assert len(set(names)) == len(names)
         assert part.seconds < 9 * 60
-    assert sum(part.seconds for part in all_parts.values()) < 40 * 60
+    assert sum(part.seconds for part in all_parts.values()) < 48 * 60
     names = [case.name for case in all_parts["gpt"].cases]
     for words in ("zb-h1 async", "zb-v async", "v-half async", "zb-v batched"):
         assert f"gpt schedule local {words}" in names
@@ -113,6 +115,12 @@ def test_nothing_is_missing_and_the_time_is_bounded() -> None:
     assert {case.words[0].rpartition(".")[2] for case in checked} == {"streams", "two_ranks"}
     assert "streams capture" in [case.name for case in all_parts["streams"].cases]
     assert not any(SANITIZER in case.environment for case in parts("cpu")["streams"].cases)
+
+
+def test_criteria_of_a_rehearsal_name_their_figures() -> None:
+    assert len(CRITERIA) == 9
+    assert GAIN.told(4.9).endswith("4.9 points, limit 5: holds")
+    assert TRUTH.told(2.1).endswith("2.1 %, limit 2: DOES NOT HOLD")
 
 
 def test_what_is_not_here_is_said_at_once(tmp_path: Path) -> None:

@@ -1,0 +1,173 @@
+"""A step composed of ranks that ran alone, compared with the step of all ranks together.
+
+    python -m scripts.benchmarks.rehearsed [--slower-after-wait 4] [--schedules "1f1b zb-v"]
+
+On emulated clocks: passes sleep as long as they cost, on unequal stages, and differ by up to 10 %
+between microbatches. Together, four ranks exchange messages over gloo. Alone, each rank runs as
+`megatron-ext rehearse` runs it, with made-up peers under torch's fake process group.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from rich.console import Console
+from rich.table import Table
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.program.verify import Program
+from megatron_ext.compile.registry import choose
+from megatron_ext.rehearsal.classes import RankClass
+from megatron_ext.rehearsal.compose import compose
+from megatron_ext.rehearsal.peers import rehearsed_peers
+from megatron_ext.rehearsal.record import (
+    RankRecord,
+    RehearsedPass,
+    RehearsedStep,
+    load_record,
+    save_record,
+)
+from megatron_ext.rehearsal.values import Values
+from megatron_ext.runtime.messages.peers import rehearse_with
+from megatron_ext.runtime.recording import clock_of
+from megatron_ext.runtime.world import gather_from_all
+from megatron_ext.schedule.action import Kind
+from megatron_ext.schedule.costs import Costs, PassCosts
+from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.timeline import Event
+from scripts.benchmarks.contestants import CPU, EmulatedRank
+from scripts.benchmarks.emulated import slow_after_waits
+from scripts.benchmarks.runs import before_everything_else, on_forked_ranks
+from scripts.benchmarks.unequal_clocks import UnequalStage
+
+SCHEDULES = "1f1b zb-h1 zb-v v-half interleaved-zb gis"
+RANKS, MICROBATCHES, STEPS = 4, 8, 3
+SECONDS = {  # of a pass, of a mean microbatch
+    Kind.FORWARD: 0.040,
+    Kind.BACKWARD_INPUT: 0.050,
+    Kind.BACKWARD_WEIGHT: 0.030,
+}
+ENDS = 0.9, 1.25  # what the first and the last stage take over another one
+UNEQUAL = 0.1  # by which microbatches differ at most
+VOCABULARY = 8  # tokens; no stage has any
+
+
+@dataclass(frozen=True)
+class Composed:
+    """Seconds of a step: composed of ranks alone, and the median of real ones."""
+
+    spec: str
+    composed: float
+    real: float
+
+    @property
+    def error(self) -> float:
+        return self.composed / self.real - 1
+
+
+def costs_of(placement: Placement) -> Costs:
+    """Return the costs of unequal stages."""
+    factors = [1.0] * placement.stages
+    factors[0], factors[-1] = ENDS
+    return Costs(
+        PassCosts(
+            {
+                kind: tuple(seconds * factor for factor in factors)
+                for kind, seconds in SECONDS.items()
+            }
+        )
+    )
+
+
+def measure(spec: str, slower_after_wait: float = 0.0) -> Composed:
+    """Run the schedule ``spec`` on all ranks together, and on each alone.
+
+    Args:
+        slower_after_wait: seconds that a pass takes longer after a wait.
+    """
+    placement = choose(spec).place(RANKS)
+    problem = Problem(placement, MICROBATCHES, costs_of(placement))
+    program = build_program(choose(spec), problem)
+    real = on_forked_ranks(RANKS, lambda: _together(program, spec, slower_after_wait))
+    with tempfile.TemporaryDirectory() as folder:
+        own = program, spec, slower_after_wait, folder  # ranks sleep, so they do not slow others
+        torch.multiprocessing.start_processes(_alone, own, nprocs=RANKS, start_method="fork")
+        records = {rank: load_record(Path(folder, f"{rank}.json")) for rank in range(RANKS)}
+    classes = [RankClass(rank, (rank,), True) for rank in range(RANKS)]
+    return Composed(spec, compose(program, classes, records).timeline.makespan, real)
+
+
+def _steps(program: Program, spec: str, slower_after_wait: float) -> list[list[Event]]:
+    """Run some steps of this rank, and return the passes of each, without the first step's."""
+    slow_after_waits(slower_after_wait)
+    emulated = EmulatedRank(program.schedule, program.problem.costs, UnequalStage)
+    draws = random.Random(0)
+    factors = torch.tensor([1 + draws.uniform(-UNEQUAL, UNEQUAL) for _ in range(MICROBATCHES)])
+    for stage in emulated.stages.values():
+        assert isinstance(stage, UnequalStage)
+        stage.factors = {kind: factors.numpy() for kind in SECONDS}
+    made = []
+    for _ in range(STEPS + 1):
+        dist.barrier()
+        recording = emulated.recorder.record(clock_of(CPU))
+        emulated.step(program, choose(spec).traits.splits_backward)
+        made.append(recording.read()[0])
+        emulated.recorder.end()
+    return made[1:]
+
+
+def _together(program: Program, spec: str, slower_after_wait: float) -> float:
+    """Return the median seconds of a step, from the first pass of all ranks to the last."""
+    own = [(step[0].start, step[-1].end) for step in _steps(program, spec, slower_after_wait)]
+    steps = zip(*gather_from_all(own), strict=True)
+    return statistics.median(
+        max(end for _, end in ranks) - min(start for start, _ in ranks) for ranks in steps
+    )
+
+
+def _alone(rank: int, program: Program, spec: str, slower_after_wait: float, folder: str) -> None:
+    torch.set_num_threads(1)
+    before_everything_else()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=RANKS)
+    rehearse_with(rehearsed_peers(Values({}), lambda: VOCABULARY))
+    gc.collect()
+    gc.disable()
+    steps = tuple(
+        RehearsedStep(
+            tuple(RehearsedPass(one.action, one.start, one.end) for one in step),
+            step[-1].end - step[0].start,
+        )
+        for step in _steps(program, spec, slower_after_wait)
+    )
+    record = RankRecord(rank, RANKS, rank, spec, program.digest, STEPS + 1, steps)
+    save_record(record, Path(folder, f"{rank}.json"))
+
+
+def main(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--schedules", default=SCHEDULES)
+    parser.add_argument("--slower-after-wait", type=float, default=0.0, help="milliseconds")
+    given = parser.parse_args(words)
+    table = Table("schedule", "composed, s", "real, s", "error")
+    for spec in given.schedules.split():
+        found = measure(spec, given.slower_after_wait / 1000)
+        table.add_row(spec, f"{found.composed:.3f}", f"{found.real:.3f}", f"{found.error:+.1%}")
+    Console().print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
