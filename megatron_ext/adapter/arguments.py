@@ -29,6 +29,7 @@ from megatron_ext.logger import logger, telling_of_long_work
 from megatron_ext.runtime.measure import profile
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem, VocabularyParallel
+from megatron_ext.schedule.stock_executor import StockExecutor
 from megatron_ext.words import argument_flag, counted
 
 _PATTERNS = (PATTERN, "hybrid_override_pattern")
@@ -202,23 +203,43 @@ def check_settings(args: Any, config: PipelineConfig) -> None:
     _refuse_checkpoints_of_one_placement(args, choice.place(ranks))
 
 
-def programs(args: Any, config: PipelineConfig, prove: Prove = search_for_first) -> list[Program]:
+def programs(
+    args: Any,
+    config: PipelineConfig,
+    prove: Prove = search_for_first,
+    stock: StockExecutor | None = None,
+) -> list[Program]:
     """Return programs of ``config``'s schedule, for the numbers of microbatches that steps have.
+
+    Args:
+        prove: makes the programs.
+        stock: how Megatron runs the schedule, if Megatron itself runs it.
 
     Raises:
         ValueError: the schedule cannot be made for these sizes and limits.
     """
-    return _programs_of(config.choice, args, config, prove)
+    return _programs_of(config.choice, args, config, prove, stock)
 
 
-def _programs_of(choice: Choice, args: Any, config: PipelineConfig, prove: Prove) -> list[Program]:
+def _programs_of(
+    choice: Choice,
+    args: Any,
+    config: PipelineConfig,
+    prove: Prove,
+    stock: StockExecutor | None = None,
+) -> list[Program]:
     with telling_of_long_work(args.rank):
-        return prove(with_megatrons_group(choice, args), problems(args, config))
+        return prove(with_megatrons_group(choice, args), problems(args, config, stock))
 
 
-def problems(args: Any, config: PipelineConfig) -> list[Problem]:
+def problems(
+    args: Any, config: PipelineConfig, stock: StockExecutor | None = None
+) -> list[Problem]:
     """Return the problems of all numbers of microbatches that steps will have, that of the steps
     with most samples first.
+
+    Args:
+        stock: as in `programs`.
 
     Raises:
         ValueError: as `programs`, as far as no program is needed to tell.
@@ -228,7 +249,7 @@ def problems(args: Any, config: PipelineConfig) -> list[Problem]:
     costs = job_costs(config.costs, job, config.slices, speeds=speeds)
     pairs = requests_pairs(args)
     return [
-        config.problem(placement, size.microbatches, costs, pairs=pairs)
+        replace(config.problem(placement, size.microbatches, costs, pairs=pairs), stock=stock)
         for size in step_sizes(args)
     ]
 

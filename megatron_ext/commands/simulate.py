@@ -29,6 +29,7 @@ from megatron_ext.commands.output import fail, print_table
 from megatron_ext.commands.progress import showing_progress
 from megatron_ext.commands.simulation_files import SimulationFiles
 from megatron_ext.compile.auto_spec import auto_searches
+from megatron_ext.compile.build import prove_built
 from megatron_ext.compile.overlap import what_overlapping_gains
 from megatron_ext.compile.program.graph import Device
 from megatron_ext.compile.program.noise import Spread, spread
@@ -39,6 +40,7 @@ from megatron_ext.compile.registry import Choice, choose, with_option
 from megatron_ext.compile.report import ScheduleReport, report
 from megatron_ext.planner.auto import AS_1F1B, take
 from megatron_ext.planner.candidate import Variant
+from megatron_ext.planner.stock import run_by_stock
 from megatron_ext.progress import task
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import parse_limit
@@ -53,6 +55,7 @@ from megatron_ext.schedule.problem import (
 )
 from megatron_ext.schedule.rank_speeds import at_speeds, parse_rank_speeds
 from megatron_ext.schedule.slices import Lengths, Slices, parse_lengths
+from megatron_ext.schedule.stock_executor import STOCK_EXECUTOR
 from megatron_ext.search.certify import Certificate
 from megatron_ext.search.certify import certify as certify_program
 from megatron_ext.search.for_places import at_places_of, judged_for_places
@@ -66,6 +69,7 @@ _EXACT = "stock Megatron's to the last bit"
 _AMONG_SLICES = (
     "stock Megatron's but for rounding; to the last bit those of other schedules of these slices"
 )
+_UNDER_MEGATRON = "makespan under Megatron"
 _ROUNDED = "stock Megatron's but for rounding: sums are made in another order"
 
 
@@ -217,6 +221,8 @@ def simulate(
     The makespan is the time from the first start to the last end over all ranks: the time of a
     step. The span is the longest time of a single rank: the time of a step if steps overlap. The
     makespan if passes wait is the worst case: every pass waits for all messages posted before it.
+    All are those under our executor. For 1f1b and interleaved, the makespan under Megatron's own
+    executor, which waits for messages more often, is printed too.
     With --noise the times of passes vary, and their order stays.
     """
     try:
@@ -245,6 +251,7 @@ def simulate(
                 waiting = simulate_program(program, program.problem.costs, Device.WAITS_AT_PASSES)
             unequal, drawn = _with_unequal(program, differing, deal)
             more = _More(
+                makespan_under_megatron=_under_megatron(program, choice),
                 certificate=certify_program(program, seconds) if certify else None,
                 noise=None if varying is None else spread(program, varying),
                 unequal_microbatches=unequal,
@@ -270,10 +277,20 @@ def simulate(
     files.name(program)
 
 
+def _under_megatron(program: Program, choice: Choice) -> float | None:
+    """Return the makespan of ``program`` if Megatron itself runs it, with its default settings;
+    None if it cannot."""
+    problem = run_by_stock(program.problem, choice.spec, STOCK_EXECUTOR)
+    if problem.executor is None:
+        return None
+    return simulate_program(prove_built(program.schedule, problem), problem.costs).makespan
+
+
 @dataclass(frozen=True)
 class _More:
     """Figures that options add to the report; None for those that were not requested."""
 
+    makespan_under_megatron: float | None
     certificate: Certificate | None
     noise: Spread | None
     unequal_microbatches: UnequalMicrobatches | None
@@ -281,11 +298,16 @@ class _More:
     def as_data(self) -> dict[str, Any]:
         others = {"noise": self.noise, "unequal_microbatches": self.unequal_microbatches}
         made = {name: asdict(one) for name, one in others.items() if one is not None}
-        return _certified(self.certificate) | made
+        under_megatron = {"makespan_under_megatron": self.makespan_under_megatron}
+        return under_megatron | _certified(self.certificate) | made
 
     def rows(self) -> dict[str, Any]:
         """Return the printed rows, by name."""
-        rows = {} if self.noise is None else rows_of_spread(self.noise)
+        rows: dict[str, Any] = {}
+        if self.makespan_under_megatron is not None:
+            rows[_UNDER_MEGATRON] = self.makespan_under_megatron
+        if self.noise is not None:
+            rows |= rows_of_spread(self.noise)
         return rows | _of_unequal(self.unequal_microbatches)
 
 

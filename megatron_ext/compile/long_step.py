@@ -157,7 +157,7 @@ def _by_repeating_part(
     part = repeating_part(program, (1, period))
     if part is None:
         return None
-    schedule, costs = program.schedule, program.problem.costs
+    schedule, costs = program.as_run[0], program.problem.costs
     amounts = [in_microbatches(schedule)]
     if costs.held_bytes is not None:
         amounts.append(in_bytes(costs))
@@ -174,7 +174,7 @@ def _with_periods(
     more = times * part.seconds
     makespan, span = made.makespan + more, made.span + more
     work = made.work + times * part.work / made.pp
-    schedule = program.schedule
+    schedule, _ = program.as_run
     recomputes, originals = (flags[schedule.columns.kind] for flags in (_RECOMPUTES, _MADE))
     counts = [
         int(flags.sum() + times * (flags & part.is_in_period).sum())

@@ -16,6 +16,7 @@ from megatron_ext.adapter.handled_settings.groups import with_megatrons_group
 from megatron_ext.adapter.impossible_sizes import refuse_stock_steps
 from megatron_ext.adapter.launch_checks import Attempt, check_batches, check_schedule, raising
 from megatron_ext.adapter.model_bytes import model_bytes_of_ranks
+from megatron_ext.adapter.stock.executor import stock_executor
 from megatron_ext.compile.long_step import simulated
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import Choice
@@ -25,6 +26,7 @@ from megatron_ext.launch_command import megatron_arguments
 from megatron_ext.planner.candidate import Candidate, Variant, VocabMethod
 from megatron_ext.planner.fitting import candidate_of
 from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.stock_executor import StockExecutor
 
 _STOPS = "Megatron stops here, and so does this check: correct it, then check again"
 
@@ -173,25 +175,25 @@ def _judged(args: Any, config: PipelineConfig, attempt: Attempt) -> Judgement | 
     checked = check_schedule(args, config, arguments.search_for_first, attempt)
     if checked is None:
         return None
-    settings, (programs, contenders) = config, checked
+    settings, stock, (programs, contenders) = config, None, checked
     if config.schedule is None:
-        settings = replace(config, schedule=_megatrons_own(args))
-        programs = attempt("schedule", lambda: _stock_programs(args, settings)) or []
+        settings, stock = replace(config, schedule=_megatrons_own(args)), stock_executor(args)
+        programs = attempt("schedule", lambda: _stock_programs(args, settings, stock)) or []
         if not programs:
             return None
     return Judgement(
         args,
         with_megatrons_group(settings.choice, args),
-        arguments.problems(args, settings)[0],
+        arguments.problems(args, settings, stock)[0],
         programs,
         model_bytes_of_ranks(args, programs[0].problem.placement, settings.vocab_parallel),
         contenders,
     )
 
 
-def _stock_programs(args: Any, config: PipelineConfig) -> list[Program]:
+def _stock_programs(args: Any, config: PipelineConfig, stock: StockExecutor) -> list[Program]:
     refuse_stock_steps(args)
-    return arguments.programs(args, config)
+    return arguments.programs(args, config, stock=stock)
 
 
 def _megatrons_own(args: Any) -> str:

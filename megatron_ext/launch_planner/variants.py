@@ -12,6 +12,7 @@ from megatron_ext.adapter.arguments import check_settings, problems, settle_voca
 from megatron_ext.adapter.compatibility import refuse
 from megatron_ext.adapter.handled_settings.groups import with_megatrons_group
 from megatron_ext.adapter.slices.lengths import lengths_in
+from megatron_ext.adapter.stock.executor import stock_executor
 from megatron_ext.compile.registry import Mark, entry_of
 from megatron_ext.config import PipelineConfig
 from megatron_ext.launch_command import megatron_arguments
@@ -19,6 +20,7 @@ from megatron_ext.launch_command.judgement import Judgement, check_arguments, ju
 from megatron_ext.launch_planner.stage_arguments import rewritten, with_chunks
 from megatron_ext.planner.candidate import Candidate, Variant, VocabMethod
 from megatron_ext.planner.figures import flags_of
+from megatron_ext.planner.stock import run_by_stock
 from megatron_ext.planner.verdict import Written
 from megatron_ext.schedule.problem import Recompute, VocabularyParallel
 from megatron_ext.schedule.slices import Slices
@@ -67,7 +69,8 @@ class LaunchVariants:
         is_stock = self.config.schedule is None and spec == self.own
         if not is_stock or method is not VocabMethod.NAIVE or is_cut:
             check_settings(args, config)
-        problem = problems(args, config)[0]
+        stock = stock_executor(self.args)  # validation changes the flags
+        problem = run_by_stock(problems(args, config)[0], spec, stock)
         if is_cut:
             lengths_in(problem, args, args.seq_length)  # raises ValueError
         model = None

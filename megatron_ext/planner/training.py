@@ -24,11 +24,13 @@ from megatron_ext.planner.redistribution import (
     redistributed_layers,
     tells_vocabulary,
 )
+from megatron_ext.planner.stock import run_by_stock
 from megatron_ext.schedule.costs import Costs, VocabularyCosts
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Extras, Problem
 from megatron_ext.schedule.rank_speeds import RankSpeeds, at_speeds
+from megatron_ext.schedule.stock_executor import STOCK_EXECUTOR
 
 _NO_EXTRAS = Extras()
 
@@ -112,6 +114,7 @@ class Training:
         pairs = self.extras.pairs and keeps_pairs(choice, method.vocabulary)
         extras = replace(self.extras, vocab_parallel=method.vocabulary, pairs=pairs)
         problem = Problem(placement, self.microbatches, costs, self.limit, extras=extras)
+        problem = run_by_stock(problem, name, STOCK_EXECUTOR)
         trained = self.trained
         if trained is None:
             return Variant(choice, problem, may_recompute=True, layers=self.layers)

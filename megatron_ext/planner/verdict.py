@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 
 from megatron_ext.planner.candidate import Candidate, VocabMethod, stable_of
 from megatron_ext.planner.spread import ComparisonKind
+from megatron_ext.planner.stock import STOCK
 from megatron_ext.schedule.problem import Offload, Recompute
 from megatron_ext.words import counted
 
 ALIKE = 0.01  # of a step, or of a rank's bytes: two estimates that differ by less are a tie
 WORTH = 0.02  # of a step: less is below what an estimate can tell
-STOCK = ("1f1b", "interleaved")  # families that Megatron has itself
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.slices import UNCUT, Slices, lengths_of
+from megatron_ext.schedule.stock_executor import StockExecutor
 
 
 class P2P(enum.StrEnum):
@@ -206,6 +207,8 @@ class Problem:
         first_trained: the first stage with anything to train. Earlier stages have only forward
             passes, which hold nothing. (Families do not see it: `transforms.omitted_backward`
             removes the other passes.)
+        stock: Megatron's own pipeline functions, if they and not our executor run the step
+            (`executor`). Only the times of a step depend on it: not its program, nor its memory.
     """
 
     placement: Placement
@@ -215,6 +218,7 @@ class Problem:
     forward_only: bool = False
     extras: Extras = Extras()
     first_trained: int = 0
+    stock: StockExecutor | None = None
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
@@ -268,6 +272,16 @@ class Problem:
     @property
     def ranks(self) -> int:
         return self.placement.ranks
+
+    @property
+    def executor(self) -> StockExecutor | None:
+        """Megatron's own pipeline functions, if they run this problem (`stock`); None: our executor
+        does. Only ours has `extras` but for overlapped passes, leaves backward passes out, and
+        takes a last group of fewer microbatches than ranks in loops."""
+        is_plain = not {*self.extras.requested} - {"p2p", "pairs"}
+        is_whole = not (self.forward_only or self.first_trained)
+        has_groups = self.placement.chunks == 1 or self.microbatches % self.ranks == 0
+        return self.stock if is_plain and is_whole and has_groups else None
 
     @property
     def slices(self) -> Slices:

@@ -24,14 +24,15 @@ from megatron_ext.schedule.costs_text import outline_costs
 from megatron_ext.schedule.kinds import RULES, Held, Lane
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Offload, Problem
+from megatron_ext.schedule.stock_executor import STOCK_EXECUTOR
 from megatron_ext.schedule.timeline import Timeline
 from megatron_ext.words import bytes_text, counted
 
 
 def program_of_1f1b(problem: Problem) -> Program:
-    """Return the program of plain 1F1B on the same ranks, microbatches and whole costs."""
+    """Return the program of Megatron's own 1F1B on the same ranks, microbatches and whole costs."""
     costs = (problem.costs.whole or problem.costs).per_rank(problem.placement)
-    on_line = Problem(line(problem.ranks), problem.microbatches, costs)
+    on_line = Problem(line(problem.ranks), problem.microbatches, costs, stock=STOCK_EXECUTOR)
     return build_program(choose("1f1b"), on_line)
 
 

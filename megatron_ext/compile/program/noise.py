@@ -63,7 +63,7 @@ class Spread:
 def spread(program: Program, noise: Noise, samples: int = SAMPLES) -> Spread:
     """Return the spread over ``samples`` steps of ``program`` with its own costs under
     ``noise``."""
-    columns = program.schedule.columns
+    columns = program.as_run[0].columns
     times = RankTimes(program)
     makespans, spans = [], []
     for factors in factors_of(columns, noise, samples):

@@ -25,7 +25,7 @@ from megatron_ext.schedule.schedule import Schedule
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PassGraph(Precedence):
-    """The passes of a schedule; two that run as one are one node.
+    """The passes of a schedule; two that run as one are one node. Other nodes take no time.
 
     Attributes:
         nodes: the node of each pass.

@@ -17,12 +17,12 @@ class RankTimes:
     """Start and end of each rank in samples of a step of ``program``, under its own costs."""
 
     def __init__(self, program: Program) -> None:
-        self._graph = program.graph
+        schedule, self._graph = program.as_run
         costs = program.problem.costs.alike
-        self._seconds = np.array(seconds_of(program.graph, program.schedule, costs))
-        self._links = links_of(program.graph, costs)
-        self._times = None if self._links else BatchedTimes(program.graph)
-        columns = program.schedule.columns
+        self._seconds = np.array(seconds_of(self._graph, schedule, costs))
+        self._links = links_of(self._graph, costs)
+        self._times = None if self._links else BatchedTimes(self._graph)
+        columns = schedule.columns
         passes = columns.numbers[IS_PASS[columns.kind]]
         _, self._first = np.unique(columns.rank[passes], return_index=True)
         self._last = np.append(self._first[1:], len(passes)) - 1

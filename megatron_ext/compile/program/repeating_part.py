@@ -38,7 +38,8 @@ class RepeatingPart:
     Attributes:
         microbatches: number of microbatches in the period: L.
         seconds: seconds by which one more period lengthens the step: d.
-        cuts: for each rank, the positions in its row at which the period begins and ends.
+        cuts: for each rank, the positions in its row of `Program.as_run` at which the period begins
+            and ends.
         is_in_period: for each action, whether it is in the period.
         work: seconds of the passes in the period, summed over all ranks.
     """
@@ -74,9 +75,9 @@ class _Cuts:
     """The actions of a program and their times, to try cuts."""
 
     def __init__(self, program: Program) -> None:
-        self._problem, self._graph = program.problem, program.graph
-        self._columns = program.schedule.columns
-        starts, ends = times(program.graph, program.schedule, program.problem.costs)
+        schedule, self._graph = program.as_run
+        self._problem, self._columns = program.problem, schedule.columns
+        starts, ends = times(self._graph, schedule, program.problem.costs)
         self._starts, self._ends = np.array(starts), np.array(ends)
         self._rounding = SAME * float(self._ends.max())
         place = {pair: number for number, pair in enumerate(self._columns.pairs)}

@@ -30,14 +30,15 @@ def simulate(program: Program, costs: Costs, device: Device = Device.PARALLEL) -
     has ended (`graph`).
 
     A message takes its hop from the time when both ends are ready, a collective from the time when
-    all ranks are; messages of one channel follow one another. The simulation is one pass over the
-    actions.
+    all ranks are; messages of one channel follow one another. Megatron's own pipeline functions
+    post and await messages in their own order (`program.stock`), and ``device`` is then that of
+    parallel streams. The simulation is one pass over the actions.
     """
-    graph = program.graph
+    schedule, graph = program.as_run
     if device is not Device.PARALLEL:
-        p2p = program.problem.extras.p2p
-        graph = build_graph(program.schedule, p2p, device, program.known_order)
-    return _run(graph, program.schedule, costs)
+        p2p, schedule = program.problem.extras.p2p, program.schedule
+        graph = build_graph(schedule, p2p, device, program.known_order)
+    return _run(graph, schedule, costs)
 
 
 def simulate_passes(program: Program, costs: Costs, seconds: Mapping[Action, float]) -> Timeline:
@@ -77,8 +78,9 @@ def step_seconds(program: Program, costs: Costs) -> float:
 
 def _makespan(program: Program, costs: Costs) -> float:
     """Return `Timeline.makespan` without making the events, for searches that need nothing else."""
-    starts, ends = map(np.array, times(program.graph, program.schedule, costs))
-    is_pass = IS_PASS[program.schedule.columns.kind]
+    schedule, graph = program.as_run
+    starts, ends = map(np.array, times(graph, schedule, costs))
+    is_pass = IS_PASS[schedule.columns.kind]
     return float(ends[is_pass].max() - starts[is_pass].min())
 
 
@@ -86,8 +88,9 @@ def _one_after_the_other(program: Program, costs: Costs) -> Iterator[tuple[Timel
     """Yield the timelines of endless steps, with the time at which each rank is free for the
     next."""
     free = [0.0] * program.problem.ranks
+    schedule, graph = program.as_run
     while True:
-        timeline = _run(program.graph, program.schedule, costs, free)
+        timeline = _run(graph, schedule, costs, free)
         free = list(free)
         for event in timeline.events:
             if RULES[event.action.kind].holds_up:

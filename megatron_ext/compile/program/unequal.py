@@ -62,7 +62,7 @@ class UnequalSteps:
 
     def __init__(self, program: Program, expert_replicas: int = 1) -> None:
         self._expert_replicas = expert_replicas
-        columns = program.schedule.columns
+        columns = program.as_run[0].columns
         self._microbatch = columns.microbatch // columns.slices
         self._of_kind = {
             kind: np.flatnonzero(columns.kind == code)

@@ -29,6 +29,7 @@ from megatron_ext.compile.program.graph import (
 from megatron_ext.compile.program.memory import Amount, amount_of, held_during, peaks
 from megatron_ext.compile.program.pairs import what_is_wrong
 from megatron_ext.compile.program.speculation import can_be_undone, first_crossing, settles_at
+from megatron_ext.compile.program.stock import as_stock_runs
 from megatron_ext.schedule.action import Action, Kind, Slice, whole_of
 from megatron_ext.schedule.columns import IS_COLLECTIVE, IS_RECEIVE, IS_SEND, Flags, Ints
 from megatron_ext.schedule.kinds import (
@@ -95,6 +96,15 @@ class Program:
         """The graph of waits between the actions."""
         p2p = self.problem.extras.p2p
         return build_graph(self.schedule, p2p, known_order=self.known_order)
+
+    @cached_property
+    def as_run(self) -> tuple[Schedule, Graph]:
+        """The schedule with its messages as its executor posts them, and its graph: those of the
+        program itself, unless Megatron's own pipeline functions run it (`Problem.executor`)."""
+        executor = self.problem.executor
+        if executor is None:
+            return self.schedule, self.graph
+        return as_stock_runs(self.schedule, executor)
 
     @property
     def text(self) -> str:
@@ -174,7 +184,7 @@ def within_limit(program: Program, problem: Problem) -> Program:
     assert replace(problem, memory_limit=before.memory_limit) == before
     _check_memory(program.schedule, problem)
     made = Program(program.schedule, problem, _SEAL, program.known_order)
-    vars(made)["graph"] = program.graph
+    vars(made).update(graph=program.graph, as_run=program.as_run)
     return made
 
 

@@ -20,6 +20,7 @@ from megatron_ext.adapter.layout_arguments import PATTERN
 from megatron_ext.adapter.model_bytes import state_of
 from megatron_ext.adapter.pairs.overlap_setting import requests_pairs
 from megatron_ext.adapter.step_sizes import main_size
+from megatron_ext.adapter.stock.executor import stock_executor
 from megatron_ext.compile.registry import choose
 from megatron_ext.config import ESTIMATE, CostsSource, PipelineConfig
 from megatron_ext.cost_model.description import describe
@@ -37,16 +38,22 @@ from megatron_ext.planner.layouts.comparison import LayoutComparison, compare_la
 from megatron_ext.planner.layouts.estimated import estimated_work
 from megatron_ext.planner.layouts.layout import Layout
 from megatron_ext.planner.layouts.work import Evaluated, Work
-from megatron_ext.planner.verdict import STOCK, Written
+from megatron_ext.planner.stock import STOCK
+from megatron_ext.planner.verdict import Written
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.placement import Placement, line, loop
+from megatron_ext.schedule.stock_executor import STOCK_EXECUTOR, StockExecutor
 
 
-def work_of(args: Any, config: PipelineConfig | None = None) -> Work:
+def work_of(
+    args: Any, config: PipelineConfig | None = None, stock: StockExecutor = STOCK_EXECUTOR
+) -> Work:
     """Return the training of ``args`` (validated, with their vocabulary), for any layout.
 
-    ``config``: settings of schedules.
+    Args:
+        config: settings of schedules.
+        stock: how Megatron runs its own schedules.
     """
     model, run = describe(args), execution(args, args.seq_length, args.micro_batch_size)
     ranks = args.pipeline_model_parallel_size
@@ -69,7 +76,7 @@ def work_of(args: Any, config: PipelineConfig | None = None) -> Work:
         post_validation=config is not None and config.post_validation,
     )
     speeds = () if config is None or config.rank_speeds is None else config.rank_speeds.values
-    return replace(work, costs_of=costs_of, pairs=requests_pairs(args), speeds=speeds)
+    return replace(work, costs_of=costs_of, pairs=requests_pairs(args), speeds=speeds, stock=stock)
 
 
 def own_layout(args: Any, spec: str) -> tuple[str, Layout]:
@@ -155,10 +162,12 @@ def lay_out(
     Raises:
         ValueError: the unchanged launch cannot train.
     """
-    works = [work_of(args, variants.config)]
+    stock = stock_executor(variants.args)  # validation changes the flags
+    works = [work_of(args, variants.config, stock)]
     if tries_recompute:
         _, *others = recompute_of_launch(variants, args)
-        works += [work_of(with_recompute(args, option), variants.config) for option in others]
+        recomputing = (with_recompute(args, option) for option in others)
+        works += [work_of(changed, variants.config, stock) for changed in recomputing]
     return compare_layouts(
         works,
         own_layout(args, own),

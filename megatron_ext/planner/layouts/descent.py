@@ -83,7 +83,7 @@ class Timed:
         )
         limit = work.limit or limit_left(variant, room)
         self.schedule = _ordered(variant.choice.without_search, problem, limit)
-        self._order = Order(self.schedule, problem.costs)
+        self._order = Order(self.schedule, problem.costs, problem.executor)
 
     def in_less(self, share: float) -> Timed:
         """Return the same order, with a ``share`` of the memory."""

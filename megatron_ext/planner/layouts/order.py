@@ -1,8 +1,8 @@
 """An order of passes, timed for many layouts at once.
 
-Times are those of `simulate`, except that no message waits for another. Memory is that of `peaks`,
-except for messages, whose memory is estimated. That is precise enough for a choice, at a hundredth
-of the work.
+Times are those of `simulate`, except that under our executor no message waits for another. Memory
+is that of `peaks`, except for messages, whose memory is estimated. That is precise enough for a
+choice, at a hundredth of the work.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from megatron_ext.compile.program.longest_paths import BatchedTimes
 from megatron_ext.compile.program.pass_graph import pass_graph
+from megatron_ext.compile.program.stock import stock_pass_graph
 from megatron_ext.planner.layouts.figures import Counts, Figure, Floats, StageFigures
 from megatron_ext.planner.layouts.hidden import PairedStages
 from megatron_ext.schedule.action import Action, Kind
@@ -21,6 +22,7 @@ from megatron_ext.schedule.columns import KINDS, Columns, Ints
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.schedule import Schedule, right_behind_own_input
+from megatron_ext.schedule.stock_executor import StockExecutor
 
 _KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.FULL_BACKWARD)
 _CODES = np.array([_KINDS.index(kind) if kind in _KINDS else -1 for kind in KINDS])
@@ -36,20 +38,28 @@ _MIDDLE = (0, 1)
 
 class Order:
     """Order of the passes of ``schedule``, all of `_KINDS`, timed with the seconds of many layouts.
-    Messages between ranks take the time that ``costs`` give."""
+    Messages between ranks take the time that ``costs`` give, and wait as ``executor`` has it: our
+    executor if it is None."""
 
-    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+    def __init__(
+        self, schedule: Schedule, costs: Costs, executor: StockExecutor | None = None
+    ) -> None:
         self._placement = schedule.placement
         self._sent = _share_under_way(self._placement) * costs.links.message_bytes
         pairs = zip(schedule.rows, self._placement.stages_of, strict=True)
         self._held = [_held_by(row, stages) for row, stages in pairs]
-        graph = pass_graph(schedule, costs)
+        if executor is None:
+            graph = pass_graph(schedule, costs)
+        else:
+            graph = stock_pass_graph(schedule, costs, executor)
         self._times = BatchedTimes(graph, graph.lags)
         places, codes = self._times.place[graph.nodes], _codes(schedule.columns)
         second = schedule.paired + 1
         is_first = np.ones(len(codes), dtype=bool)
         is_first[second] = False
-        self._codes = codes[is_first][self._times.order]
+        of_nodes = np.full(len(graph.before), _no_time(self._placement), dtype=np.intp)
+        of_nodes[graph.nodes[is_first]] = codes[is_first]
+        self._codes = of_nodes[self._times.order]
         self._seconds = places[second], codes[second]
         self._pairs, self._pair_of = _paired_stages(schedule)
         # In pairs a rank's work is not the sum of its passes'.
@@ -81,7 +91,8 @@ class Order:
         earlier, later = times[self._ways_back]
         by_microbatch = (later - earlier) / self._placement.ranks
         if self._shares is not None:
-            by_microbatch = np.maximum(by_microbatch, (self._shares @ of_passes).max(axis=0))
+            of_ranks = self._shares @ of_passes[: _no_time(self._placement)]
+            by_microbatch = np.maximum(by_microbatch, of_ranks.max(axis=0))
         return np.asarray(whole + more * by_microbatch)
 
     def rank_bytes(self, figures: Floats) -> Floats:
@@ -138,15 +149,21 @@ def _share_under_way(placement: Placement) -> float:
     return 1.0 if placement.chunks == 1 else 0.7
 
 
+def _no_time(placement: Placement) -> int:
+    """Return the code of nodes that take no time: it follows those of all passes."""
+    return placement.stages * _PER_STAGE
+
+
 def _seconds_of_passes(figures: Floats) -> Floats:
-    """Return the seconds by stage and kind of pass, and by layout."""
+    """Return the seconds by stage and kind of pass, and of what takes no time, by layout."""
     forward, inputs, weights, spared = (
         figures[..., figure]
         for figure in (Figure.FORWARD, Figure.INPUT, Figure.WEIGHT, Figure.SPARED)
     )
     kinds = [forward, inputs, weights, inputs + weights - spared, weights - spared]
     by_stage = np.stack(kinds, axis=-1)
-    return np.ascontiguousarray(by_stage.reshape(len(figures), -1).T)
+    of_passes = by_stage.reshape(len(figures), -1).T
+    return np.concatenate([of_passes, np.zeros((1, len(figures)))])
 
 
 def _held_by(row: Sequence[Action], stages: Sequence[int]) -> Floats:

@@ -14,12 +14,14 @@ from megatron_ext.planner.fitting import consider
 from megatron_ext.planner.layouts.layout import Layout
 from megatron_ext.planner.layouts.recompute import NO_RECOMPUTE, LayerRecompute
 from megatron_ext.planner.limits import is_close
+from megatron_ext.planner.stock import run_by_stock
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Extras, Problem, VocabularyParallel
 from megatron_ext.schedule.rank_speeds import at_speeds
 from megatron_ext.schedule.slices import UNCUT, Slices
+from megatron_ext.schedule.stock_executor import STOCK_EXECUTOR, StockExecutor
 
 CostsOf = Callable[[Sequence[Stage], Placement], Costs]
 BytesOf = Callable[[Sequence[Stage], Placement, VocabularyParallel], Sequence[ModelBytes]]
@@ -42,6 +44,7 @@ class Work:
         pairs: whether forward and backward passes overlap if a rank has several stages.
         speeds: of the ranks, relative to those that ``costs_of`` is for; () if all are alike.
         slices: slices of each microbatch.
+        stock: how Megatron runs its own schedules.
     """
 
     model: Model
@@ -56,6 +59,7 @@ class Work:
     pairs: bool = False
     speeds: tuple[float, ...] = ()
     slices: Slices = UNCUT
+    stock: StockExecutor = STOCK_EXECUTOR
 
     def variant(
         self, spec: str, layout: Layout, method: VocabMethod = VocabMethod.NAIVE
@@ -85,6 +89,7 @@ class Work:
                 pairs=self.pairs and placement.chunks > 1,
             ),
         )
+        problem = run_by_stock(problem, spec, self.stock)
         return Variant(choice, problem, self.bytes_of(stages, placement, method.vocabulary))
 
 

@@ -84,15 +84,15 @@ def title_of(name: str, extras: Extras) -> str:
 
 def simulated(title: str, program: Program, steps: int = 1, remarks: Sequence[str] = ()) -> Run:
     """Return a run of ``steps`` simulated steps of ``program``."""
-    schedule, problem = program.schedule, program.problem
+    (schedule, graph), problem = program.as_run, program.problem
     timelines = simulate_steps(program, problem.costs, steps)
     begins = min(event.start for event in timelines[0].events)
     held = _held(schedule, problem.costs)
     boxes: list[Box] = []
     for number, timeline in enumerate(timelines):
-        events = _with_whole_collectives(program.graph, timeline.events)
+        events = _with_whole_collectives(graph, timeline.events)
         tracks = [_track(event, schedule.placement) for event in events]
-        waits = waits_of_program(program.graph, events, [track is not None for track in tracks])
+        waits = waits_of_program(graph, events, [track is not None for track in tracks])
         of_step = _boxes(events, tracks, waits, _costs_in(events, program), held, schedule.pairs)
         moved = [
             replace(

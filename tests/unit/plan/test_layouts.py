@@ -150,7 +150,7 @@ def test_an_order_is_timed_as_it_is_simulated(
     assert as_it_is.candidate.step <= exact.candidate.step
     figures = StageFigures(training)
     problem = training.variant(spec, layout).problem
-    order = Order(choose(spec).build(problem), problem.costs)
+    order = Order(choose(spec).build(problem), problem.costs, problem.executor)
     counts = np.array([layout.layers])
     assert order.seconds(figures, counts)[0] == pytest.approx(exact.candidate.step, rel=0.03)
     assert order.rank_bytes(figures.of(counts, placement))[0] == pytest.approx(

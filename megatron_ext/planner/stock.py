@@ -1,0 +1,17 @@
+"""Schedules that Megatron runs by itself, and how it then sends their messages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.stock_executor import StockExecutor
+
+STOCK = ("1f1b", "interleaved")  # families that Megatron has itself
+
+
+def run_by_stock(problem: Problem, spec: str, executor: StockExecutor) -> Problem:
+    """Return ``problem`` of the schedule ``spec``, run by Megatron's own ``executor`` if Megatron
+    has the schedule itself."""
+    is_stock = spec.partition(":")[0] in STOCK
+    return replace(problem, stock=executor) if is_stock else problem
