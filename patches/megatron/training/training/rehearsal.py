@@ -9,6 +9,8 @@ Not patched: train, evaluate, and all computation.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -18,6 +20,12 @@ from megatron.training.global_vars import get_args
 from megatron_ext.patches.engine import Patch, wrap
 
 _TRAINING = "megatron.training.training"
+
+# Megatron imports these as it sets up a training: half of the time of a forked rank. Versions
+# differ in what there is.
+for _name in ("tokenizers.text", "models.mimo", "dist_checkpointing.strategies.torch"):
+    with contextlib.suppress(ImportError):
+        importlib.import_module(f"megatron.core.{_name}")
 
 
 class StepWatcher(Protocol):
