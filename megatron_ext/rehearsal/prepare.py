@@ -16,11 +16,12 @@ from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import choose
 from megatron_ext.config import CostsSource, flag
+from megatron_ext.cost_model.description import describe
 from megatron_ext.cost_model.estimate import waiting_shares
 from megatron_ext.cost_model.measured.layer_costs import Basis
 from megatron_ext.launch_planner.parsed_launch import LaunchRequest, ParsedLaunch, with_launch
 from megatron_ext.planner.candidate import RankMemory, VocabMethod
-from megatron_ext.planner.outside_passes import seconds_outside_passes
+from megatron_ext.planner.outside_passes import rank_passes, seconds_outside_passes
 from megatron_ext.planner.verdict import Written
 from megatron_ext.rehearsal.classes import RankClass, classes_of
 from megatron_ext.rehearsal.compose import without_transfers
@@ -300,9 +301,10 @@ def _estimate(judged: Judgement, job: Job) -> EstimatedStep:
     run, state = execution(args, args.seq_length, args.micro_batch_size), state_of(args)
     reached = rates(run.precision)
     alone = replace(state, data_parallel=1, expert_data_parallel=1)
+    passes = rank_passes(describe(args), run, reached, program.schedule.placement.ranks)
     reductions = [
-        seconds_outside_passes(model, state, run, reached)
-        - seconds_outside_passes(model, alone, run, reached)
+        seconds_outside_passes(model, state, run, reached, passes)
+        - seconds_outside_passes(model, alone, run, reached, passes)
         for model in judged.model or ()
     ]
     waiting: dict[str, float] = {}

@@ -155,6 +155,16 @@ def test_a_launch_command_is_rehearsed(tmp_path: Path) -> None:
     assert all(one.trained == 5 and one.allocated == 3 << 30 for one in report.ranks)
 
 
+def test_reductions_that_overlap_passes_are_estimated_as_plan_does(tmp_path: Path) -> None:
+    """With overlapped reductions the estimate needs the passes that hide them, and the command
+    ended in an AssertionError."""
+    overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+    settings = {"use_distributed_optimizer": True, "global_batch_size": 16}
+    (bare,) = prepared(tmp_path, "stock", 8, **settings).schedules
+    (hidden,) = prepared(tmp_path, "stock", 8, **settings, **overlap).schedules
+    assert 0 < hidden.estimate.reductions < bare.estimate.reductions
+
+
 def test_programs_and_costs_travel_as_files(tmp_path: Path) -> None:
     _, run, _ = rehearsed(tmp_path, "stock zb-v", load="there", data_path="text", mock_data=False)
     middle, first, last, *ours = run.requests
