@@ -37,9 +37,10 @@ from megatron_ext.schedule.stock_executor import StockExecutor
 _WAIT_FOR = {Kind.SEND_F: Kind.WAIT_F, Kind.SEND_B: Kind.WAIT_B}
 
 
-def as_stock_runs(schedule: Schedule, executor: StockExecutor) -> tuple[Schedule, Graph]:
+def as_stock_runs(schedule: Schedule, executor: StockExecutor) -> tuple[Schedule, Graph] | None:
     """Return ``schedule``, which has stock's order of passes, with messages and waits as
-    ``executor`` has them, and its graph."""
+    ``executor`` has them, and its graph. Return None if pairs gave the passes another order, which
+    Megatron's loops do not have."""
     placement, rows = schedule.placement, schedule.compute_rows
     programs = [_Program() for _ in rows]
     passes = [_Passes.of(rank, rows, schedule) for rank in range(len(rows))]
@@ -49,15 +50,20 @@ def as_stock_runs(schedule: Schedule, executor: StockExecutor) -> tuple[Schedule
         else:
             _interleaved(program, of_rank, executor)
     made = replace(schedule, rows=tuple(tuple(program.actions) for program in programs))
-    assert made.compute_rows == rows, f"{schedule.name} has not stock's order of passes"
+    if made.compute_rows != rows:
+        assert schedule.pairs, f"{schedule.name} has not stock's order of passes"
+        return None
     is_alone = placement.chunks > 1 and executor.overlaps
     return made, _graph(made, programs, are_posted_alone=is_alone)
 
 
-def stock_pass_graph(schedule: Schedule, costs: Costs, executor: StockExecutor) -> PassGraph:
+def stock_pass_graph(schedule: Schedule, costs: Costs, executor: StockExecutor) -> PassGraph | None:
     """Return the graph of the passes of ``schedule`` as ``executor`` runs them. Messages and waits
-    are further nodes, which take no time themselves."""
-    made, graph = as_stock_runs(schedule, executor)
+    are further nodes, which take no time themselves. Return None as `as_stock_runs` does."""
+    run = as_stock_runs(schedule, executor)
+    if run is None:
+        return None
+    made, graph = run
     columns = made.columns
     is_second = np.zeros(len(columns), dtype=bool)
     is_second[made.paired + 1] = True

@@ -102,9 +102,8 @@ class Program:
         """The schedule with its messages as its executor posts them, and its graph: those of the
         program itself, unless Megatron's own pipeline functions run it (`Problem.executor`)."""
         executor = self.problem.executor
-        if executor is None:
-            return self.schedule, self.graph
-        return as_stock_runs(self.schedule, executor)
+        run = None if executor is None else as_stock_runs(self.schedule, executor)
+        return (self.schedule, self.graph) if run is None else run
 
     @property
     def text(self) -> str:

@@ -48,10 +48,8 @@ class Order:
         self._sent = _share_under_way(self._placement) * costs.links.message_bytes
         pairs = zip(schedule.rows, self._placement.stages_of, strict=True)
         self._held = [_held_by(row, stages) for row, stages in pairs]
-        if executor is None:
-            graph = pass_graph(schedule, costs)
-        else:
-            graph = stock_pass_graph(schedule, costs, executor)
+        by_stock = None if executor is None else stock_pass_graph(schedule, costs, executor)
+        graph = pass_graph(schedule, costs) if by_stock is None else by_stock
         self._times = BatchedTimes(graph, graph.lags)
         places, codes = self._times.place[graph.nodes], _codes(schedule.columns)
         second = schedule.paired + 1
