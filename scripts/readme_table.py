@@ -18,11 +18,13 @@ from megatron_ext.compile.report import report
 from megatron_ext.planner.layouts.comparison import compare_layouts
 from megatron_ext.planner.layouts.given import given_work
 from megatron_ext.planner.layouts.layout import Layout
+from megatron_ext.planner.stock import run_by_stock
 from megatron_ext.schedule.costs_text import parse_costs
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.placement import line
 from megatron_ext.schedule.problem import Extras, Problem, VocabularyParallel
 from megatron_ext.schedule.slices import Lengths, Slices
+from megatron_ext.schedule.stock_executor import STOCK_EXECUTOR
 from scripts.benchmarks.unequal import over_another
 from scripts.benchmarks.uneven import V, with_tower
 from scripts.recipes.readme import README, part, with_part
@@ -72,7 +74,10 @@ class Step:
 def _step(
     spec: str, costs: str, ranks: int, microbatches: int, extras: Extras = _PLAIN, limit: str = ""
 ) -> Step:
-    """Return the step of ``spec`` at ``costs``, within a memory ``limit`` if one is given."""
+    """Return the step of ``spec`` at ``costs``, within a memory ``limit`` if one is given.
+
+    Schedules that Megatron has itself run under its own executor.
+    """
     choice = choose(spec)
     placement = choice.place(ranks)
     problem = Problem(
@@ -82,7 +87,7 @@ def _step(
         parse_limit(limit, ranks, microbatches) if limit else None,
         extras=extras,
     )
-    _, made = report(choice, problem)
+    _, made = report(choice, run_by_stock(problem, spec, STOCK_EXECUTOR))
     return Step(made.makespan, made.peak)
 
 
