@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 
+from megatron_ext.cost_model.execution import Execution
 from megatron_ext.cost_model.rates import Rates
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.placement import Neighbour, Placement
@@ -38,6 +39,15 @@ def with_links(costs: Costs, placement: Placement, rates: Rates, ranks: int, str
     if len({(hops[stage], latencies[stage]) for stage in remote}) == 1:
         return costs.with_links(hops=(), latencies=())
     return costs.with_links(hops=tuple(hops), latencies=tuple(latencies))
+
+
+def with_links_of_span(
+    costs: Costs, placement: Placement, rates: Rates, execution: Execution
+) -> Costs:
+    """Return ``costs`` as `with_links`, for a pipeline whose ranks lie evenly over its span, in
+    Megatron's default order of ranks; unchanged if the span is not known."""
+    span = execution.pipeline_span
+    return with_links(costs, placement, rates, span, span // placement.ranks)
 
 
 def crosses_a_node(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from megatron_ext.compile.registry import choose
 from megatron_ext.cost_model.estimate import estimate
 from megatron_ext.cost_model.execution import Execution
+from megatron_ext.cost_model.links import with_links_of_span
 from megatron_ext.cost_model.model import Model, Stage, stages_of
 from megatron_ext.cost_model.model_memory import TrainingState, bytes_of_ranks
 from megatron_ext.cost_model.rates import Rates
@@ -133,7 +134,9 @@ class Training:
         trained, estimated = self.trained, None
         if trained is not None:
             stages = trained.stages(placement, method)
-            estimated = estimate(trained.model, stages, trained.execution, trained.rates)
+            run, rates = trained.execution, trained.rates
+            estimated = estimate(trained.model, stages, run, rates)
+            estimated = with_links_of_span(estimated, placement, rates, run)
         if self.costs is None:
             return estimated
         given = self.costs(placement)

@@ -7,12 +7,14 @@ from functools import partial
 
 from megatron_ext.cost_model.estimate import estimate
 from megatron_ext.cost_model.execution import Execution
+from megatron_ext.cost_model.links import with_links_of_span
 from megatron_ext.cost_model.model import Model, Stage
 from megatron_ext.cost_model.model_memory import ModelBytes, TrainingState, bytes_of_ranks
 from megatron_ext.cost_model.rates import Rates
 from megatron_ext.planner.layouts.recompute import LayerRecompute
 from megatron_ext.planner.layouts.work import Work
 from megatron_ext.planner.outside_passes import rank_passes, seconds_outside_passes
+from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.limit import MemoryLimit
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import VocabularyParallel
@@ -36,11 +38,15 @@ def estimated_work(
     ) -> list[ModelBytes]:
         return bytes_of_ranks(model, stages, execution, placement, vocabulary, state)
 
+    def costs_of(stages: Sequence[Stage], placement: Placement) -> Costs:
+        costs = estimate(model, stages, execution, rates)
+        return with_links_of_span(costs, placement, rates, execution)
+
     return Work(
         model,
         ranks,
         microbatches,
-        costs_of=lambda stages, placement: estimate(model, stages, execution, rates),
+        costs_of=costs_of,
         bytes_of=bytes_of,
         seconds_outside_passes=partial(
             seconds_outside_passes,

@@ -18,7 +18,7 @@ import pytest
 from megatron_ext.compile.output_layer import with_input_gradient
 from megatron_ext.compile.registry import choose
 from megatron_ext.cost_model.gpus import GPUS
-from megatron_ext.cost_model.model import Model, Stage
+from megatron_ext.cost_model.model import Model, Stage, stages_of
 from megatron_ext.cost_model.model_memory import ModelBytes, TrainingState
 from megatron_ext.cost_model.short_form import parse_model
 from megatron_ext.planner import limits
@@ -35,6 +35,7 @@ from megatron_ext.planner.layouts.order import Order
 from megatron_ext.planner.layouts.work import Work, evaluate
 from megatron_ext.planner.outside_passes import RankPasses, seconds_outside_passes
 from megatron_ext.planner.planning_time import PlanningEnd, begin, planning
+from megatron_ext.planner.training import TrainedModel, Training
 from megatron_ext.progress import Task
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.placement import Placement, line, loop
@@ -60,6 +61,25 @@ def work(model: Model = GPT.model, **changes: Any) -> Work:
     return estimated_work(
         model, execution, TrainingState(), GPUS["h100"].rates(), **(given | changes)
     )
+
+
+@pytest.mark.parametrize(("span", "far"), [(128, {3, 4}), (64, set()), (0, set(range(7)))])
+def test_messages_take_the_link_between_their_ranks(span: int, far: set[int]) -> None:
+    """All messages of a pipeline over two domains of 72 GPUs counted as messages over the network,
+    though five of seven neighbours share a domain; a launch command's did not."""
+    rates = GPUS["gb200"].rates()
+    execution = replace(GPT.execution(), pipeline_span=span)
+    trained = TrainedModel(GPT.model, execution, TrainingState(), rates)
+    variant = Training(8, 16, trained=trained).variant("1f1b", VocabMethod.NAIVE)
+    assert variant is not None
+    described = estimated_work(
+        GPT.model, execution, TrainingState(), rates, ranks=8, microbatches=16
+    ).costs_of(stages_of(GPT.model, GPT.model.evenly(8)), line(8))
+    for costs in (variant.problem.costs, described):
+        near_seconds, far_seconds = (costs.links.message_bytes / s for s in rates.to_neighbours)
+        for stage in range(7):
+            seconds = far_seconds if stage in far else near_seconds
+            assert costs.hop_behind(stage) == pytest.approx(seconds)
 
 
 def even(stages: int) -> Layout:
