@@ -141,6 +141,8 @@ _OTHERS = {
     "recordings/writing.py",  # a recording grows with its run, and its last line is its end
     "parity/runs.py",  # the output of a run
     "search/disk_cache.py",  # a cache, as a whole
+    "rehearsal/processes.py",  # the log of the process that starts ranks, while it runs
+    "rehearsal/server.py",  # replies to a pipe; the log of a rank is that process's own output
     "viz/trace.py",  # a training's trace grows, and is whole after each step
 }
 

@@ -260,6 +260,7 @@ NO_TENSORS = {
     ("megatron_ext/runtime/rank_identity.py", "_this_process"),
     ("megatron_ext/adapter/layers.py", "layers_of_stages"),
     ("megatron_ext/adapter/post_validation/commit_points.py", "microbatches_will_change"),
+    ("megatron_ext/adapter/step_sizes.py", "count_microbatches"),
     ("megatron_ext/adapter/training_globals.py", "ramps_up_to"),
     ("patches/engine.py", "Patch.is_needless"),
     ("patches/sources.py", "versions_of"),

@@ -42,7 +42,12 @@ FULL = Costs(
         spared=(0.25, 0.5, 0.75, 1.0),
     ),
     LinkCosts(
-        2.0, latency=0.5, hops=(1.0, 2.0, 3.0), latencies=(0.25, 0.5, 0.75), message_bytes=64.0
+        2.0,
+        latency=0.5,
+        hops=(1.0, 2.0, 3.0),
+        latencies=(0.25, 0.5, 0.75),
+        message_bytes=64.0,
+        states=(1, 1, 2),
     ),
     SliceCosts(
         attention=(0.25, 0.5, 0.5, 0.25),
@@ -114,7 +119,7 @@ def test_what_is_joined_is_summed_up_and_links_are_those_between() -> None:
         recompute=(12.0, 20.0),
         spared=(0.75, 1.75),
     )
-    assert joined.links == replace(FULL.links, hops=(2.0,), latencies=(0.5,))
+    assert joined.links == replace(FULL.links, hops=(2.0,), latencies=(0.5,), states=(1,))
     assert joined.slices == SliceCosts((0.3, 1 / 3), (0.375, 0.875), (3.0, 7.0), sharing=2)
     assert joined.host is not None and joined.host.seconds[Kind.OFFLOAD_I] == (3.0, 9.0)
     assert (joined.host.ranks_per_link, joined.host.duplex) == (2, False)
