@@ -42,9 +42,10 @@ def simulate(program: Program, costs: Costs, device: Device = Device.PARALLEL) -
 
 
 def simulate_passes(program: Program, costs: Costs, seconds: Mapping[Action, float]) -> Timeline:
-    """Return the timeline in which each pass takes its own ``seconds``. All other actions, and
-    passes without seconds of their own, take what ``costs`` say."""
-    return _run(program.graph, program.schedule, costs, seconds=seconds)
+    """Return the timeline of `simulate` in which each pass takes its own ``seconds``. All other
+    actions, and passes without seconds of their own, take what ``costs`` say."""
+    schedule, graph = program.as_run
+    return _run(graph, schedule, costs, seconds=seconds)
 
 
 def simulate_steps(program: Program, costs: Costs, steps: int) -> tuple[Timeline, ...]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_ext.compile.build import build_program
+from megatron_ext.compile.build import build_program, prove_built
 from megatron_ext.compile.program.simulate import simulate, simulate_passes
 from megatron_ext.compile.program.verify import Program
 from megatron_ext.compile.registry import choose
@@ -19,6 +19,7 @@ from megatron_ext.schedule.action import Action, parse
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.problem import Extras, Problem, Recompute
 from megatron_ext.schedule.schedule import is_compute
+from megatron_ext.schedule.stock_executor import STOCK_EXECUTOR
 
 BETWEEN = 0.25  # seconds of a rank between two passes
 OUTSIDE = 7.0
@@ -160,3 +161,16 @@ def test_passes_without_seconds_of_their_own_take_what_costs_say() -> None:
     longer = {parse("3B7"): costs.of(parse("3B7")) + 11.0}
     before, after = simulate(program, costs), simulate_passes(program, costs, longer)
     assert after.makespan == pytest.approx(before.makespan + 11.0)
+
+
+def test_megatrons_own_ranks_wait_as_megatron_does() -> None:
+    """A composed step of Megatron's own schedule was one that our executor would run."""
+    ours = program_of("interleaved:vpp=2", microbatches=16, comm=0.0)
+    problem = replace(ours.problem, stock=STOCK_EXECUTOR)
+    stock = prove_built(ours.schedule, problem)
+    seconds = by_microbatch(ours)
+    each = {action: seconds(action) for row in ours.schedule.compute_rows for action in row}
+    expected = simulate_passes(stock, stock.problem.costs, each).makespan
+    composed = compose(stock, classes(stock), records_of(stock, seconds))
+    assert composed.timeline.makespan == pytest.approx(expected)
+    assert expected > 1.005 * simulate_passes(ours, ours.problem.costs, each).makespan
