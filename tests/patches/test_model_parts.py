@@ -163,11 +163,12 @@ def test_one_line_says_what_is_not_estimated(per_stage: list[ChunkSize], told: s
         assert told in text and "--pipeline-costs profile measures them" in text
 
 
-def test_what_was_frozen_in_the_first_step_stays_so() -> None:
+def test_what_was_frozen_in_the_first_step_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """No backward pass runs there: without a word its gradients would be missing."""
     programs = Programs(PipelineConfig(schedule="zb-h1"))
     pipeline: Any = SimpleNamespace(size=lambda: 3, rank=lambda: 1)
     frozen, other = linear().requires_grad_(False), linear()
+    monkeypatch.setattr(programs_module, "is_alone", lambda: False)
     with mock.patch.object(programs_module, "gather", return_value=[[False], [False], [True]]):
         assert programs.first_trained(pipeline, [frozen]) == 2
         assert programs.first_trained(pipeline, [frozen]) == 2

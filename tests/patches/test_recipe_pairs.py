@@ -70,7 +70,7 @@ def test_a_layout_is_made_for_passes_in_pairs() -> None:
     in_pairs = with_overlap(configuration, RATES, 1.0, is_stock=False)
     steps = []
     for work in (in_pairs, replace(in_pairs, pairs=False)):
-        make = partial(Timed, "interleaved:vpp=2", figures=StageFigures(work), room=None)
+        make = partial(Timed, "interleaved-zb:vpp=2", figures=StageFigures(work), room=None)
         made = descend(make, evenly(12, 4), Task(""))
         steps.append(evaluate(in_pairs, made.spec, made.layout, search=False).seconds)
     assert steps[0] < 0.9 * steps[1]

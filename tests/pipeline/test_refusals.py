@@ -94,7 +94,7 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
     ),
     "a layout for another number of stages": (
         {"pipeline_schedule": "zb-v", "pipeline_model_parallel_layout": "Et|t|t|tL"},
-        "zb-v puts 2 stages on each rank, and Megatron's virtual-stage flags or the layout set 1",
+        "the layout Et|t|t|tL has 4 stages, and schedule zb-v has 8 on 4 pipeline ranks",
     ),
     "a layout with a layer too few": (
         {"pipeline_model_parallel_layout": "Et|t|t|L"},
