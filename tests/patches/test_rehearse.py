@@ -34,6 +34,7 @@ from megatron_ext.schedule.action import Action
 from megatron_ext.schedule.schedule import is_compute
 from megatron_ext.viz.trace import read_trace
 from megatron_ext.viz.trace_report import trace_report
+from tests.helpers.few_families import only_families
 from tests.helpers.megatron_runs import SCRIPT, model_flags
 
 FLAGS: dict[str, Any] = {
@@ -180,7 +181,10 @@ def test_programs_and_costs_travel_as_files(tmp_path: Path) -> None:
     assert first.neighbour == last.neighbour == middle.folder / "record.json"
 
 
-def test_the_costs_file_is_a_profile_of_layers(tmp_path: Path) -> None:
+def test_the_costs_file_is_a_profile_of_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only_families(monkeypatch, "1f1b", "zb-h1")
     report, _, _ = rehearsed(tmp_path, "zb-h1")
     file = Path(report.schedules[0].costs)
     measured = load_measured(file)
