@@ -185,6 +185,7 @@ def _answer_ranks(case: str, ranks: Sequence[RankResult]) -> None:
         100 * abs(seconds / one.estimated[kind] - 1)
         for one in ranks
         for kind, seconds in one.seconds.items()
+        if one.estimated[kind]  # the CPU has no bandwidth, and lookups in tables no time
     ]
     answer(case, ESTIMATED, max(off))
     for criterion, figure in ((ALLOCATED, _off_account), (RESERVED, _above_prediction)):
