@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_ext.schedule.problem import Problem
-from megatron_ext.schedule.stock_executor import StockExecutor
-
-STOCK = ("1f1b", "interleaved")  # families that Megatron has itself
+from megatron_ext.schedule.stock_executor import STOCK, StockExecutor
 
 
 def run_by_stock(problem: Problem, spec: str, executor: StockExecutor) -> Problem:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 
 from megatron_ext.planner.candidate import Candidate, VocabMethod, stable_of
 from megatron_ext.planner.spread import ComparisonKind
-from megatron_ext.planner.stock import STOCK
 from megatron_ext.schedule.problem import Offload, Recompute
+from megatron_ext.schedule.stock_executor import STOCK
 from megatron_ext.words import counted
 
 ALIKE = 0.01  # of a step, or of a rank's bytes: two estimates that differ by less are a tie

@@ -9,11 +9,11 @@ from functools import cached_property
 
 from megatron_ext.compile.registry import Choice, choose
 from megatron_ext.schedule.placement import Placement
+from megatron_ext.schedule.stock_executor import STOCK
 from megatron_ext.words import counted
 
 # The plainest schedule of each placement; the baseline is the first on the same placement.
 _BASELINES = ("1f1b", "interleaved", "interleaved:vpp={chunks}", "1f1b-v", "hanayo:waves={waves}")
-STOCK = ("1f1b", "interleaved")  # families that run Megatron's own order
 
 
 class RaceThen(enum.StrEnum):

@@ -102,7 +102,8 @@ def words_alone(
     Args:
         costs: file of the costs that the program is made for; None under Megatron's own schedule.
         balances_experts: whether each expert gets equally many tokens.
-        is_cpu: whether its passes take the cores that workers of a loader would take.
+        is_cpu: whether the rank runs on the CPU: its loader then has no workers, which would take
+            the cores of its passes.
     """
     dropped = [*_DATA, *_FILES, *_LENGTH, *map(flag, _OURS)]
     left = without(words, dropped)

@@ -121,7 +121,7 @@ def seconds_outside(record: RankRecord) -> float:
 
 def without_transfers(costs: Costs) -> Costs:
     """Return ``costs`` with messages and copies that take no time."""
-    costs = costs.with_links(hop=0.0, latency=0.0, hops=(), latencies=())
+    costs = costs.without_messages()
     if costs.host is None:
         return costs
     free = {kind: (0.0,) * len(figures) for kind, figures in costs.host.seconds.items()}

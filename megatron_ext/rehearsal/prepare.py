@@ -24,7 +24,6 @@ from megatron_ext.planner.candidate import RankMemory, VocabMethod
 from megatron_ext.planner.outside_passes import rank_passes, seconds_outside_passes
 from megatron_ext.planner.verdict import Written
 from megatron_ext.rehearsal.classes import RankClass, classes_of
-from megatron_ext.rehearsal.compose import without_transfers
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.costs_text import save_costs
 from megatron_ext.schedule.kinds import RULES
@@ -297,7 +296,7 @@ def _estimate(judged: Judgement, job: Job) -> EstimatedStep:
     args, program = judged.args, judged.program
     costs = program.problem.costs
     whole = simulate(program, costs).makespan
-    without = simulate(program, replace(without_transfers(costs), host=costs.host)).makespan
+    without = simulate(program, costs.without_messages()).makespan
     run, state = execution(args, args.seq_length, args.micro_batch_size), state_of(args)
     reached = rates(run.precision)
     alone = replace(state, data_parallel=1, expert_data_parallel=1)

@@ -177,8 +177,8 @@ def _requests(
     schedule: PreparedSchedule,
     folder: Path,
 ) -> Iterator[tuple[RankClass, RankRequest]]:
-    """Yield the ranks to run, in order. The values that a rank sends nothing of have the size of
-    those that a rank before it sent."""
+    """Yield the ranks to run, in order. In a direction in which a rank sends nothing, it receives
+    values as large as those that the first rank sent there."""
     own = folder_of(folder, schedule.name)
     arguments = words_alone(
         schedule.arguments,

@@ -216,8 +216,9 @@ def bytes_refusal(prepared: Sequence[PreparedSchedule], free: float) -> str:
     them do."""
     too_large, fitting = [], []
     for schedule in prepared:
-        for one in schedule.classes if schedule.memory is not None else ():
-            assert schedule.memory is not None
+        if schedule.memory is None:
+            continue
+        for one in schedule.classes:
             needed = schedule.memory[one.rank].total
             text = f"pipeline rank {one.rank} of {schedule.name}"
             if needed > free:

@@ -320,6 +320,10 @@ class Costs:
         """Return these costs with fields of `links` replaced."""
         return replace(self, links=replace(self.links, **changes))
 
+    def without_messages(self) -> Costs:
+        """Return these costs with messages that take no time."""
+        return self.with_links(hop=0.0, latency=0.0, hops=(), latencies=())
+
     def with_slices(self, **changes: Any) -> Costs:
         """Return these costs with fields of `slices` replaced."""
         return replace(self, slices=replace(self.slices, **changes))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+STOCK = ("1f1b", "interleaved")  # families that Megatron has itself
+
 
 @dataclass(frozen=True)
 class StockExecutor:

@@ -1,5 +1,4 @@
-"""What tests need beside the packages installed: other packages, each in a folder of its own, and
-Megatron-LM's sources."""
+"""Packages that only tests need, each in a folder of its own, and Megatron-LM's sources."""
 
 from __future__ import annotations
 

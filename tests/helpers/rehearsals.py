@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_ext.rehearsal.rank import rehearse_rank
 from megatron_ext.rehearsal.record import RankRecord
@@ -13,18 +14,10 @@ from tests.helpers.megatron_runs import SCRIPT, take_prepared_parsers
 from tests.helpers.ranks import RankResult, run_ranks, values
 
 
-def rehearsed(
-    rank: int,
-    ranks: int,
-    flags: Sequence[str],
-    script: Path = SCRIPT,
-    neighbour: Path | None = None,
-    folder: Path | None = None,
-    steps: int = 1,
-) -> RankRecord:
-    """The record of ``rank`` of ``ranks``, after a step of warm-up; fails unless it ends well."""
-    result = rehearsed_or_fail(rank, ranks, flags, script, neighbour, folder, steps)
-    record: RankRecord = values([result])[0]
+def rehearsed(rank: int, ranks: int, flags: Sequence[str], **settings: Any) -> RankRecord:
+    """The record of ``rank`` of ``ranks``, after a step of warm-up; fails unless it ends well.
+    ``settings``: as `rehearsed_or_fail` takes them."""
+    record: RankRecord = values([rehearsed_or_fail(rank, ranks, flags, **settings)])[0]
     return record
 
 

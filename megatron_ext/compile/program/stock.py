@@ -23,18 +23,17 @@ from itertools import chain, pairwise
 
 import numpy as np
 
-from megatron_ext.compile.program.graph import Graph, partner_of, partners_of
+from megatron_ext.compile.program.graph import Graph, has_place, partner_of, partners_of
 from megatron_ext.compile.program.node_lists import NodeLists
 from megatron_ext.compile.program.pass_graph import PassGraph
+from megatron_ext.compile.program.waits import wait_of
 from megatron_ext.schedule.action import Action, Kind, Pair
 from megatron_ext.schedule.columns import IS_PASS, IS_SEND
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.kinds import RULES, Lane
-from megatron_ext.schedule.placement import Neighbour, Placement
+from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.schedule import Schedule
 from megatron_ext.schedule.stock_executor import StockExecutor
-
-_WAIT_FOR = {Kind.SEND_F: Kind.WAIT_F, Kind.SEND_B: Kind.WAIT_B}
 
 
 def as_stock_runs(schedule: Schedule, executor: StockExecutor) -> tuple[Schedule, Graph] | None:
@@ -115,8 +114,8 @@ class _Program:
             if message is None:
                 continue
             self._holding.append(self.posts[message])
-            if message.kind in _WAIT_FOR:
-                place = self._add(message._replace(kind=_WAIT_FOR[message.kind]))
+            if RULES[message.kind].lane is Lane.SEND:
+                place = self._add(wait_of(message))
                 self._holding[:] = [place]
 
     def exchange(self, *messages: Action | None) -> None:
@@ -174,19 +173,15 @@ class _Passes:
 
     def sent(self, one: Action) -> Action | None:
         """Return the send of what the pass ``one`` makes; None if nothing is sent."""
-        if one.kind is Kind.FORWARD:
-            kind, to = Kind.SEND_F, Neighbour.NEXT
-        else:
-            kind, to = Kind.SEND_B, Neighbour.PREVIOUS
-        return one._replace(kind=kind) if self.placement.is_remote(one.stage, to) else None
+        return self._message(one, Kind.SEND_F if one.kind is Kind.FORWARD else Kind.SEND_B)
 
     def received(self, one: Action) -> Action | None:
         """Return the receive of what the pass ``one`` takes; None if nothing is received."""
-        if one.kind is Kind.FORWARD:
-            kind, source = Kind.RECV_F, Neighbour.PREVIOUS
-        else:
-            kind, source = Kind.RECV_B, Neighbour.NEXT
-        return one._replace(kind=kind) if self.placement.is_remote(one.stage, source) else None
+        return self._message(one, Kind.RECV_F if one.kind is Kind.FORWARD else Kind.RECV_B)
+
+    def _message(self, one: Action, kind: Kind) -> Action | None:
+        is_sent = has_place(kind, one.stage, self.placement)
+        return one._replace(kind=kind) if is_sent else None
 
     def next_input(self, number: int) -> Action | None:
         """Return the receive that follows forward pass ``number``: the input of the next one, or on

@@ -87,12 +87,12 @@ def await_sends(schedule: Schedule, problem: Problem) -> Schedule:
             if is_compute(action) and node not in second_of_two:
                 for sends in pending.values():
                     while sends and can_be_waited_for(sends, node):
-                        new_row.append(_wait(graph.actions[sends.popleft()]))
+                        new_row.append(wait_of(graph.actions[sends.popleft()]))
             new_row.append(action)
             way = ways[next(pair)]
             if way is not None:
                 pending[way].append(node)
-        new_row += [_wait(graph.actions[send]) for sends in pending.values() for send in sends]
+        new_row += [wait_of(graph.actions[send]) for sends in pending.values() for send in sends]
         rows.append(tuple(new_row))
     return replace(schedule, rows=tuple(rows))
 
@@ -130,7 +130,8 @@ def _in_step(graph: Graph, schedule: Schedule) -> list[int]:
     return sorted(graph.order.tolist(), key=begins.__getitem__)
 
 
-def _wait(send: Action) -> Action:
+def wait_of(send: Action) -> Action:
+    """Return the wait for ``send``."""
     return Action(send.stage, _WAIT_FOR[send.kind], send.microbatch)
 
 

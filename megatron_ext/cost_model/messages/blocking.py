@@ -22,5 +22,4 @@ def with_blocking_messages(costs: Costs) -> Costs:
         (Kind.BACKWARD_INPUT, [0.0, *behind]),
     ):
         seconds[kind] = tuple(map(sum, zip(seconds[kind], waits, strict=True)))
-    without = costs.with_passes(seconds=seconds)
-    return without.with_links(hop=0.0, latency=0.0, hops=(), latencies=())
+    return costs.with_passes(seconds=seconds).without_messages()

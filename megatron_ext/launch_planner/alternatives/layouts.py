@@ -38,12 +38,11 @@ from megatron_ext.planner.layouts.comparison import LayoutComparison, compare_la
 from megatron_ext.planner.layouts.estimated import estimated_work
 from megatron_ext.planner.layouts.layout import Layout
 from megatron_ext.planner.layouts.work import Evaluated, Work
-from megatron_ext.planner.stock import STOCK
 from megatron_ext.planner.verdict import Written
 from megatron_ext.schedule.costs import Costs
 from megatron_ext.schedule.limit import parse_limit
 from megatron_ext.schedule.placement import Placement, line, loop
-from megatron_ext.schedule.stock_executor import STOCK_EXECUTOR, StockExecutor
+from megatron_ext.schedule.stock_executor import STOCK, STOCK_EXECUTOR, StockExecutor
 
 
 def work_of(

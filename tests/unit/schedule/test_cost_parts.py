@@ -139,6 +139,10 @@ _OF_TOWER = {"passes.seconds", "passes.held_bytes", "passes.recompute", "slices.
 _CHANGES: dict[str, tuple[Callable[[Costs], Costs], set[str]]] = {
     "with_passes": (lambda costs: costs.with_passes(spared=(9.0,) * 4), {"passes.spared"}),
     "with_links": (lambda costs: costs.with_links(hop=9.0), {"links.hop"}),
+    "without_messages": (
+        Costs.without_messages,
+        {"links.hop", "links.latency", "links.hops", "links.latencies"},
+    ),
     "with_slices": (lambda costs: costs.with_slices(sharing=9), {"slices.sharing"}),
     "with_attention_of": (
         lambda costs: costs.with_slices(attention=(), launch=()).with_attention_of(
