@@ -1,9 +1,11 @@
 """Places in Python sources whose words break the project's rules for plain English.
 
 Counted are, as `RULES` names them, docstring summaries that do not begin with their subject,
-phrases that have a plain word instead, names of public classes that exist more than once, and
-sentences of help texts with more than `MOST_WORDS` words. A comment ``# plain words: REASON`` makes
-an exception: on a line of the string or of the class, or alone on the line before it.
+phrases that have a plain word instead, names of public classes and aliases that exist more than
+once, sentences of help texts with more than `MOST_WORDS` words, and old words of the project in
+identifiers and in strings of fewer than `_FEWEST_WORDS` words, as keys, labels and titles are. A
+comment ``# plain words: REASON`` makes an exception: on a line of the string, of the name or of
+the class, or alone on the line before it.
 """
 
 from __future__ import annotations
@@ -17,11 +19,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-OPENINGS, PHRASES, LONG_HELP, CLASS_NAMES = RULES = (
+OPENINGS, PHRASES, LONG_HELP, CLASS_NAMES, OLD_NAMES, OLD_LABELS = RULES = (
     "openings",
     "phrases",
     "long_help",
     "class_names",
+    "old_names",
+    "old_labels",
 )
 MOST_WORDS = 35  # of a sentence in a help text
 
@@ -38,6 +42,38 @@ _PLAIN = {  # by phrase, words to write instead
     r"wants?|wanted": "requires, requested",
     r"nobody": "the one who does",
 }
+# Words that had several meanings, or none to a newcomer. Compared are the words of a name in lower
+# case. "Pairs" is not among them: the feature's public name is that of --pipeline-pairs.
+_OLD = {  # by pattern, words to write instead
+    r"again": "recompute, repeat",
+    r"dice|hangs": "rng, deadlock",
+    r"extras|clash(es)?": "schedule options, conflict",
+    r"handovers?": "stage_io",
+    r"holds_up|held_up": "is_blocking",
+    r"hops?": "p2p_seconds",
+    r"noted_call|call_to_repeat": "checkpointed_call",
+    r"once_for_all|last_words|whereabouts": "leader, failure_report, rank_identity",
+    r"pair": "overlapped passes, or a word for what the two are",
+    r"rooms?": "free memory, package",
+    r"spared|saved_by": "fused_backward_saving",
+    r"taken_over": "handled_settings",
+    r"untrained|first_trained(?!_stage)": "first_trained_stage",
+    r"ways?": "alternative, fallback",
+}
+_OLD_WHOLE = {  # the same, of a whole name or label
+    r"choice": "resolved_spec",
+    r"head": "output_layer, earliest_start",
+    r"hidden": "overlap_saving",
+    r"marks?": "maturity, event",
+    r"(\w+_)?(apart|asked|beside|instead|left_out|own|seen|whole)": "a noun for what is meant",
+}
+_OLD_NAME = re.compile(
+    rf"_(?:{'|'.join(f'(?:{words})' for words in _OLD)})_"
+    rf"|^_(?:{'|'.join(f'(?:{words})' for words in _OLD_WHOLE)})_$"
+)
+_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+_NO_WORD = re.compile(r"\W+|_+")
+_ALIAS = re.compile(r"[A-Z]\w*[a-z]\w*")  # no constant, no type variable
 # "Held" and "kept" are not among them: the memory account has a right to both.
 _PHRASE = re.compile(rf"\b({'|'.join(_PLAIN)})\b", re.IGNORECASE)
 _CODE = re.compile(r"``.*?``|`[^`]*`", re.DOTALL)
@@ -88,6 +124,16 @@ def read_source(text: str, *, strings: bool = True) -> SourceWords:
     return SourceWords(tuple(counted), tuple(errors))
 
 
+def old_words(name: str) -> str | None:
+    """Return what to write instead of the old word in ``name``, an identifier or a label."""
+    words = f"_{_NO_WORD.sub('_', _CAMEL.sub('_', name)).strip('_').lower()}_"
+    found = _OLD_NAME.search(words)
+    if found is None:
+        return None
+    both = _OLD | _OLD_WHOLE
+    return next(plain for old, plain in both.items() if re.fullmatch(old, found[0].strip("_")))
+
+
 def repeated_classes(sources: Mapping[Path, SourceWords]) -> dict[str, list[Path]]:
     """Return, by name, the files of the public classes that exist more than once."""
     files = defaultdict(list)
@@ -115,15 +161,47 @@ def _places(tree: ast.Module, strings: bool, may_help: bool) -> Iterator[Place]:
             yield Place(OPENINGS, docstring.lineno, text.splitlines()[0], lines)
         yield from _phrases(docstring, text, lines)
     for top in tree.body:
-        if isinstance(top, ast.ClassDef) and not top.name.startswith("_"):
-            yield Place(CLASS_NAMES, top.lineno, top.name, range(top.lineno, top.lineno + 1))
+        if (name := _type_named_by(top)) and not name.startswith("_"):
+            yield Place(CLASS_NAMES, top.lineno, name, range(top.lineno, top.lineno + 1))
     if strings:
         for node, text in _strings(tree, set(docstrings)):
-            yield from _phrases(node, text, _lines_of(node))
+            if len(text.split()) >= _FEWEST_WORDS:
+                yield from _phrases(node, text, _lines_of(node))
+            elif plain := old_words(text):
+                yield Place(OLD_LABELS, node.lineno, f"{text!r}: write {plain}", _lines_of(node))
+        yield from _old_names(tree)
     for node, text in _help_texts(tree) if may_help else ():
         for sentence in _SENTENCE_END.split(text):
             if len(sentence.split()) > MOST_WORDS:
                 yield Place(LONG_HELP, node.lineno, sentence, _lines_of(node))
+
+
+def _type_named_by(node: ast.stmt) -> str | None:
+    match node:
+        case ast.ClassDef(name=name) | ast.TypeAlias(name=ast.Name(id=name)):
+            return name
+        case ast.Assign(targets=[ast.Name(id=name)]) if _ALIAS.fullmatch(name):
+            return name
+    return None
+
+
+def _old_names(tree: ast.Module) -> Iterator[Place]:
+    """Yield the first place of each name that the file binds and that has an old word."""
+    known = set[str]()
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                pass
+            case ast.ClassDef(name=name) | ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()):
+                pass
+            case ast.Attribute(attr=name, ctx=ast.Store()):
+                pass
+            case _:
+                continue
+        if name not in known and (plain := old_words(name)):
+            known.add(name)
+            lines = range(node.lineno, node.lineno + 1)
+            yield Place(OLD_NAMES, node.lineno, f"{name}: write {plain}", lines)
 
 
 def _lines_of(node: ast.expr) -> range:
@@ -153,7 +231,7 @@ def _docstrings(tree: ast.Module) -> Iterator[tuple[ast.Constant, str]]:
 
 
 def _strings(node: ast.AST, without: set[ast.Constant]) -> Iterator[tuple[ast.expr, str]]:
-    """Yield the strings of several words below ``node``; a value in an f-string counts as one."""
+    """Yield the strings below ``node``; a value in an f-string counts as one word."""
     nodes = [*ast.iter_child_nodes(node)]
     while nodes:
         match nodes.pop():
@@ -162,7 +240,7 @@ def _strings(node: ast.AST, without: set[ast.Constant]) -> Iterator[tuple[ast.ex
             case ast.Constant() | ast.JoinedStr() as found if (
                 text := _words_of(found)
             ) is not None:
-                if found not in without and len(text.split()) >= _FEWEST_WORDS:
+                if found not in without:
                     yield found, text
                 if isinstance(found, ast.JoinedStr):
                     values = (v for v in found.values if isinstance(v, ast.FormattedValue))
