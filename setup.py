@@ -92,6 +92,7 @@ setup(
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10"],
         "dev": [
             "check-jsonschema",  # GitHub's schema of workflows, for test_workflows
+            "coverage>=7.10",  # the first that counts ranks, which end by os._exit
             "hypothesis",
             "markdown-it-py",  # Markdown as GitHub reads it, for test_site
             "mypy>=2.4,<3",
