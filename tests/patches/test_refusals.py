@@ -15,11 +15,9 @@ from tests.helpers.documents import check_written, table
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
-from megatron_ext.adapter import compatibility
 from megatron_ext.adapter.compatibility import refuse
 from megatron_ext.adapter.refusals import REFUSALS, RefusalGroup, RefusedSetting
 from megatron_ext.adapter.untried import UNTRIED
-from tests.behaviour import refusals as behaviour
 
 
 def who(refusal: RefusedSetting) -> str:
@@ -139,27 +137,6 @@ def test_what_is_refused_says_what_to_write_instead(
 def test_no_feature_refuses_a_setting_twice(group: RefusalGroup) -> None:
     lines = [(refusal.setting, refusal.instead) for refusal in group.refusals]
     assert len(lines) == len(set(lines))
-
-
-def test_a_new_refusal_is_picked_up_by_checks_page_and_records(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A refusal is declared in one file; the other is the page that is written from it. It touched
-    four, and a new feature with refusals six."""
-    dummy = RefusedSetting("dummy_setting", bool, "drop --dummy-setting")
-    slices = next(group for group in REFUSALS if group.name == "slices refusals")
-    more = replace(slices, refusals=(*slices.refusals, dummy))
-    alone = RefusalGroup("dummies", (dummy,), lambda settings, choice, extras: "--dummy-feature")
-    for group, words in ((more, "--pipeline-slices 4"), (alone, "--dummy-feature")):
-        groups = (*(other for other in REFUSALS if other.name != group.name), group)
-        for module in (compatibility, behaviour):
-            monkeypatch.setattr(module, "REFUSALS", groups)
-        refused(dummy, group)
-        assert "| `dummy_setting` | drop --dummy-setting |" in listed(group)
-        record = behaviour.refusals_by_feature()[f"{group.name}: dummy_setting"]
-        assert record().endswith(
-            f"by all\n{words} does not go with dummy_setting=True: drop --dummy-setting"
-        )
 
 
 @pytest.mark.parametrize(

@@ -1,27 +1,19 @@
-"""Adding something touches few files: probes that add a dummy to a copy of the package.
+"""Adding something touches few files: probes that add a dummy to a copy of the repository.
 
-A GPU is probed in test_estimate.py, a refusal in tests/patches/test_refusals.py.
+The lists of files, pages and tests among them, are in docs/architecture.md.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
 from pathlib import Path
 
 import pytest
 
-import megatron_ext
-from tests.helpers.forked import run_forked
+from tests.helpers.probes import Edit, check_listed, touched
 
-ROOT = Path(megatron_ext.__file__).parent
-
-# A file, the text before which something is inserted, and the insertion; of a new file all of it.
-Edit = tuple[str, str, str]
-
+# Of the package; then of pages and tests.
 _KIND: tuple[Edit, ...] = (
-    ("schedule/action.py", "    SEND_F = ", '    DUMMY = "DUMMY"\n'),
+    ("schedule/action.py", "    SEND_F = ", '    DUMMY = "D"\n'),
     (
         "schedule/kinds.py",
         "    Rule(\n        Kind.SEND_F,",
@@ -58,7 +50,8 @@ def with_costs_of_dummies(costs):
         "compile/build.py",
         "    return replace(problem, costs=costs)\n\n\ndef _transformed",
         "    from megatron_ext.compile.transforms.dummy import with_costs_of_dummies\n"
-        "    costs = with_costs_of_dummies(costs)\n",
+        "    if problem.extras.recompute != Recompute():\n"
+        "        costs = with_costs_of_dummies(costs)\n",
     ),
     (
         "runtime/dummy.py",
@@ -82,7 +75,25 @@ class Dummies(Owner):
         "compile/build.py",
         "    for transform in transforms:\n        schedule = transform(",
         "    from megatron_ext.compile.transforms.dummy import with_dummies\n"
-        "    transforms.insert(transforms.index(communicate), with_dummies)\n",
+        "    if problem.extras.recompute != Recompute():\n"
+        "        transforms.insert(transforms.index(communicate), with_dummies)\n",
+    ),
+)
+_LISTS_OF_KINDS: tuple[Edit, ...] = (
+    (
+        "docs/your-own-schedule.md",
+        "\n[Other kinds](architecture.md#actions-of-a-row)",
+        "| `Kind.DUMMY` | `D` | dummy pass |\n",
+    ),
+    (
+        "tests/unit/schedule/test_action.py",
+        '    Kind.SEND_F: "3SEND_F7",',
+        '    Kind.DUMMY: "3D7",\n',
+    ),
+    (
+        "tests/unit/schedule/test_csv.py",
+        ']\n\n\n@pytest.mark.parametrize(\n    ("text", "mess',
+        ', "D"',
     ),
 )
 _RUN_KIND = """
@@ -217,6 +228,26 @@ def late_weights(schedule, problem):
         '    if made.late_weights:\n        words.append("--pipeline-late-weights")\n',
     ),
 )
+_LISTS_OF_FLAGS: tuple[Edit, ...] = (
+    (
+        "docs/comparison.md",
+        "| `--enable-zb-runtime` alone |",
+        "| `--dummy` | `--pipeline-late-weights` |\n",
+    ),
+    (
+        "docs/compatibility.md",
+        "## Passes in pairs",
+        "<!-- late weights refusals: written by a test -->\n"
+        "<!-- end of late weights refusals -->\n",
+    ),
+    (
+        "tests/unit/launch/test_auto.py",
+        '"post_validation", "activation_offload", "race", "race_then"}',
+        '"late_weights", ',
+    ),
+    ("tests/unit/schedule/test_conflicts.py", "    pairs=True,\n", "    late_weights=True,\n"),
+    ("tests/unit/schedule/test_conflicts.py", '        "pairing of', '        "late weights",\n'),
+)
 _RUN_FLAG = """
 import argparse
 import json
@@ -287,58 +318,103 @@ for of_model in ((), ("--model", model, "--gpu", "h100")):
 """
 
 
-# In plain Python: numba would compile the searches anew.
-_SHORT_SEARCH = """
-import pytest
-from tests.helpers.few_families import only_families
-from tests.helpers.short_search import shorten_search
-patch = pytest.MonkeyPatch()
-shorten_search(patch)
-only_families(patch, "1f1b", "zb-h1", "zb-v")
+_GPU: tuple[Edit, ...] = (
+    (
+        "cost_model/gpus.toml",
+        "",
+        """
+[d1000]
+bf16 = 1e15
+fp8 = 2e15
+fp4 = 0
+bandwidth = 4e12
+memory_gib = 99
+peers = 450e9
+domain = 8
+network = 50e9
+host = 64e9
+sms = 100
+matrices = 0.8
+source = "https://dummy/"
+""",
+    ),
+)
+_RUN_GPU = """
+from megatron_ext.cost_model.gpus import GPUS, gpu_named, parse_gpu
+assert parse_gpu("D1000") is gpu_named("NVIDIA D1000 99GB") is GPUS["d1000"]
+try:
+    parse_gpu("d2000")
+except ValueError as error:
+    assert "mi355x, d1000, or" in str(error), error
+"""
+
+_REFUSAL: tuple[Edit, ...] = (
+    (
+        "adapter/refusals.py",
+        '    _drop("moe_enable_routing_replay", "a replay is of whole',
+        '    _drop("moe_dummy", "this is a dummy"),\n',
+    ),
+)
+_RUN_REFUSAL = """
+from types import SimpleNamespace
+from megatron_ext.adapter.compatibility import refuse
+from megatron_ext.compile.registry import choose
+from megatron_ext.schedule.problem import Extras
+from megatron_ext.schedule.slices import Slices
+settings = SimpleNamespace(
+    pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=None,
+    transformer_impl="local", moe_dummy=True,
+)
+refuse(settings, choose("1f1b"))
+try:
+    refuse(settings, choose("1f1b"), Extras(slices=Slices(4)))
+except ValueError as error:
+    assert str(error).endswith("does not go with moe_dummy=True: drop --moe-dummy: this is a dummy")
+else:
+    raise AssertionError("accepted")
 """
 
 
-def _run_with(edits: tuple[Edit, ...], code: str, folder: Path) -> None:
-    """Run ``code`` in ``folder`` with a copy of the package that has ``edits``."""
-    package = folder / "megatron_ext"
-    # What is compiled is kept, but for what another process is just writing.
-    shutil.copytree(ROOT, package, ignore=shutil.ignore_patterns("*.pyc.*"))
-    for name, before, inserted in edits:
-        file = package / name
-        text = file.read_text() if before else ""
-        assert text.count(before) == 1 or not before, f"{name} has changed"
-        file.write_text(text.replace(before, inserted + before) if before else inserted)
-
-    def run() -> None:
-        for module in list(sys.modules):
-            if module.partition(".")[0] in ("megatron_ext", "tests"):
-                del sys.modules[module]
-        os.chdir(folder)
-        sys.path.insert(0, str(folder))
-        exec(_SHORT_SEARCH + code, {"__name__": "__main__"})
-        assert sys.modules["megatron_ext"].__file__ == str(package / "__init__.py")
-
-    log = folder / "log"
-    assert run_forked(run, log) == 0, log.read_text()
+def of_package(edits: tuple[Edit, ...]) -> tuple[Edit, ...]:
+    return tuple((f"megatron_ext/{name}", before, inserted) for name, before, inserted in edits)
 
 
-def _files(edits: tuple[Edit, ...]) -> int:
-    return len({name for name, *_ in edits})
-
-
-def test_a_kind_touches_six_files(tmp_path: Path) -> None:
+def test_a_kind_touches_ten_files(tmp_path: Path) -> None:
     """Its member, its rule with cost, colour and legend, a transform, which is named, and a
-    handler, whose owner is named. It touched 16: proof, simulation, memory and pictures had tables
-    of their own."""
-    assert _files(_KIND) == 6
-    _run_with(_KIND, _RUN_KIND, tmp_path)
+    handler, whose owner is named. It touched 16 of the package: proof, simulation, memory and
+    pictures had tables of their own."""
+    edits = of_package(_KIND) + _LISTS_OF_KINDS
+    files = touched(edits, _RUN_KIND, tmp_path)
     picture = (tmp_path / "picture.svg").read_text()
     assert "#123456" in picture and "dummy" in picture
+    assert len(files) == 10
+    check_listed("a kind", files, edits)
 
 
 @pytest.mark.search
-def test_a_flag_that_changes_a_schedule_touches_ten_files(tmp_path: Path) -> None:
+def test_a_flag_that_changes_a_schedule_touches_18_files(tmp_path: Path) -> None:
     """The setting, the option with its conflict, a transform, which is named, refusals, figures,
-    and the commands that simulate and plan. It touched 33."""
-    assert _files(_FLAG) <= 10
-    _run_with(_FLAG, _RUN_FLAG, tmp_path)
+    and the commands that simulate and plan. It touched 33 of the package, and touches ten."""
+    edits = of_package(_FLAG) + _LISTS_OF_FLAGS
+    files = touched(edits, _RUN_FLAG, tmp_path)
+    assert len(files) == 18
+    check_listed("a setting", files, edits)
+
+
+def test_a_gpu_touches_two_files(tmp_path: Path) -> None:
+    """Its name, its plan, errors and the page come from the data file. It touched five of the
+    package."""
+    files = touched(of_package(_GPU), _RUN_GPU, tmp_path)
+    assert len(files) == 2
+    assert "| `d1000` | 1,000 |" in (tmp_path / "docs" / "estimated-costs.md").read_text()
+    check_listed("a GPU", files, of_package(_GPU))
+
+
+def test_a_refusal_touches_three_files(tmp_path: Path) -> None:
+    """Checks, page and records come from the line that declares it. It touched four of the
+    package, and a new feature with refusals six."""
+    files = touched(of_package(_REFUSAL), _RUN_REFUSAL, tmp_path)
+    assert len(files) == 3
+    record = (tmp_path / "tests" / "records" / "refusals.txt").read_text()
+    assert "slices refusals: moe_dummy\n    whatever is true, by all\n" in record
+    check_listed("a refusal", files, of_package(_REFUSAL))

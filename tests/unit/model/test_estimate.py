@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +15,6 @@ import pytest
 from megatron_ext.compile.build import build_program
 from megatron_ext.compile.program.memory import in_bytes
 from megatron_ext.compile.registry import choose
-from megatron_ext.cost_model import gpus
 from megatron_ext.cost_model.assumptions import not_checked
 from megatron_ext.cost_model.estimate import estimate, waiting_shares
 from megatron_ext.cost_model.execution import Execution, Precision
@@ -598,53 +593,6 @@ def test_the_table_of_gpus_is_that_of_the_data_sheets() -> None:
     check_written("gpus", table_of(DATA_SHEETS), PAGE)
     shares = {name: f"{share:.2f}" for name, share in vars(ACHIEVED).items()}
     check_written("achieved", table([*shares], [[*shares.values()]]), PAGE)
-
-
-def test_a_new_gpu_is_a_table_in_the_data_file(tmp_path: Path) -> None:
-    """Its name, its plan, errors and the page come from there. It touched five files."""
-    package = tmp_path / "megatron_ext"
-    ignored = shutil.ignore_patterns("patches", "__pycache__")
-    shutil.copytree(Path(gpus.__file__).parents[1], package, ignore=ignored)
-    own = """
-[d1000]
-bf16 = 1e15
-fp8 = 2e15
-fp4 = 0
-bandwidth = 4e12
-memory_gib = 99
-peers = 450e9
-domain = 8
-network = 50e9
-host = 64e9
-sms = 100
-matrices = 0.8
-source = "https://dummy/"
-"""
-    with (package / "cost_model" / "gpus.toml").open("a") as file:
-        file.write(own)
-    code = """
-from megatron_ext.cost_model.gpus import DATA_SHEETS, GPUS, gpu_named, parse_gpu
-from tests.unit.model.test_estimate import table_of
-print(table_of(DATA_SHEETS).splitlines()[-1])
-assert parse_gpu("D1000") is gpu_named("NVIDIA D1000 99GB") is GPUS["d1000"]
-try:
-    parse_gpu("d2000")
-except ValueError as error:
-    assert "mi355x, d1000, or" in str(error), error
-"""
-    root = Path(__file__).parents[3]
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.strip() == (
-        "| `d1000` | 1,000 | 2,000 | - | 4,000 | 450 | 8 | 50 | 64 | 99 GiB | 100 | 0.80 "
-        "| https://dummy/ |"
-    )
 
 
 def test_no_other_file_lists_the_gpus() -> None:

@@ -1,0 +1,121 @@
+"""Probes add a dummy in a copy of the repository and list the files that whoever adds one touches:
+those that are edited by hand, and those that commands then write."""
+
+from __future__ import annotations
+
+import filecmp
+import importlib
+import os
+import shutil
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import documents
+from tests.helpers.documents import check_written
+from tests.helpers.forked import run_forked
+
+ROOT = Path(__file__).resolve().parents[2]
+_COPIED = ("megatron_ext", "docs", "scripts", "tests")
+
+# A file, the text before which something is inserted, and the insertion. Without such a text it is
+# put at the end, of a new file too.
+Edit = tuple[str, str, str]
+
+# Tests that compare lists of what there is with code, pages and other tests. They run in seconds;
+# of trainings, pictures, plain words and outputs of commands nothing is compared.
+COMPARISONS = (
+    "tests/patches/test_refusals.py::test_the_docs_tell_what_is_refused",
+    "tests/patches/test_refusals.py::test_the_docs_tell_what_is_untried",
+    "tests/unit/house/test_documented_names.py::test_who_comes_from_zero_bubble_finds_each_feature",
+    "tests/unit/house/test_flags_page.py",
+    "tests/unit/launch/test_auto.py::test_every_setting_has_a_variable",
+    "tests/unit/model/test_estimate.py::test_the_table_of_gpus_is_that_of_the_data_sheets",
+    "tests/unit/model/test_estimate.py::test_no_other_file_lists_the_gpus",
+    "tests/unit/schedule/test_action.py::test_text_form",
+    "tests/unit/schedule/test_conflicts.py",
+    "tests/unit/schedule/test_csv.py::test_an_error_lists_the_kinds_that_a_file_may_have",
+    "tests/unit/schedule/test_own_schedule.py::test_the_page_names_the_kinds_that_one_may_write",
+)
+
+# In plain Python: numba would compile the searches anew.
+_SHORT_SEARCH = """
+import pytest
+from tests.helpers.few_families import only_families
+from tests.helpers.short_search import shorten_search
+patch = pytest.MonkeyPatch()
+shorten_search(patch)
+only_families(patch, "1f1b", "zb-h1", "zb-v")
+"""
+
+
+def touched(edits: Iterable[Edit], code: str, folder: Path) -> set[str]:
+    """Return the files, by path from the root, that differ once ``edits`` are made and pages and
+    records are written, in a copy that ``folder`` takes. ``code`` runs with the dummy in it."""
+    importlib.import_module("tests.behaviour.refusals")  # imports Megatron, once for all probes
+    for name in _COPIED:
+        # What is compiled is kept, but for what another process is just writing.
+        ignored = shutil.ignore_patterns("*.pyc.*")
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    for file in ROOT.glob("*.*"):
+        if file.suffix in (".md", ".toml"):
+            shutil.copy2(file, folder)
+    for name, before, inserted in edits:
+        file = folder / name
+        text = file.read_text() if file.exists() else ""
+        assert text.count(before) == 1 or not before, f"{name} has changed"
+        file.write_text(text.replace(before, inserted + before) if before else text + inserted)
+    log = folder / "log"
+    assert run_forked(lambda: _run(code, folder), log) == 0, log.read_text()
+    copies = (path for name in _COPIED for path in (folder / name).rglob("*.*"))
+    return {
+        str(path.relative_to(folder))
+        for path in copies
+        if path.suffix in (".md", ".py", ".toml", ".txt") and not _is_as_it_was(path, folder)
+    }
+
+
+def _is_as_it_was(path: Path, folder: Path) -> bool:
+    before = ROOT / path.relative_to(folder)
+    return before.exists() and filecmp.cmp(path, before)
+
+
+def _run(code: str, folder: Path) -> None:
+    """Run ``code``, write pages and records, and fail unless `COMPARISONS` then pass."""
+    for module in list(sys.modules):
+        if module.partition(".")[0] in ("megatron_ext", "scripts", "tests"):
+            del sys.modules[module]
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    exec(f"{_SHORT_SEARCH}{code}\npatch.undo()", {"__name__": "__main__"})
+    package = sys.modules["megatron_ext"].__file__
+    assert package == str(folder / "megatron_ext" / "__init__.py")
+    plugins = [word for name in ("cacheprovider", "xdist") for word in ("-p", f"no:{name}")]
+    assert not pytest.main(["-q", "-s", *plugins, documents.WRITE_PAGES, *COMPARISONS])
+
+    from tests.behaviour.__main__ import main
+    from tests.behaviour.record import from_text, taken, to_text
+    from tests.behaviour.refusals import refusals_by_feature
+
+    assert not main(["write", "tests/records", "help", "names"])
+    record = Path("tests/records/refusals.txt")
+    new = taken(refusals_by_feature())  # the rest of the record takes longer
+    record.write_text(to_text(from_text(record.read_text()) | new))
+
+
+def check_listed(what: str, files: set[str], edits: Iterable[Edit]) -> None:
+    """Compare ``files``, which whoever adds ``what`` touches, with the page that lists them."""
+    by_hand = {name for name, *_ in edits}
+    assert by_hand <= files
+    edited, written = (
+        ", ".join(sorted(map(_named, names))) for names in (by_hand, files - by_hand)
+    )
+    text = f"{len(files)} files: {edited}; and what these commands write: {written}."
+    check_written(f"files of {what}", text, "architecture.md")
+
+
+def _named(file: str) -> str:
+    is_new = not (ROOT / file).exists()
+    return f"a new one in `{Path(file).parent}`" if is_new else f"`{file}`"
