@@ -31,7 +31,7 @@ from megatron_ext.schedule.slices import Lengths, Slices, parse_lengths
 ESTIMATE = "estimate"
 PLAN = "plan"
 PROFILE = "profile"
-COSTS_FILE = "costs.json"  # default file of measured costs, in the working directory
+COSTS_FILE = "costs.json"  # default name of the file of measured costs
 
 VARIABLES = "MEGATRON_EXT_"
 PREFIX = "pipeline_"  # of our settings among Megatron's arguments
@@ -189,7 +189,8 @@ class PipelineConfig:
             "COSTS",
             "Costs for which the schedule is made: estimate, profile, profile:FILE, FILE, or "
             "times. estimate (the default) takes them from the model's dimensions. profile "
-            "measures them in the first iterations, writes FILE (costs.json), and rebuilds the "
+            "measures them in the first iterations, writes FILE (costs.json in the folder of "
+            "--save, else of --pipeline-trace, else in the working directory), and rebuilds the "
             "schedule. FILE is such a file. Times are in any unit: f=10,i=12,w=8,comm=1 are "
             "forward pass, input gradient and weight gradient of a microbatch on one rank, and one "
             "message.",
@@ -463,7 +464,7 @@ class PipelineConfig:
         if self.costs.text == f"{PROFILE}:":
             raise ValueError(
                 f"{flag('costs')} {self.costs} names no file: write {PROFILE}:FILE, or {PROFILE} "
-                f"for {COSTS_FILE} in the working directory"
+                f"for {COSTS_FILE} in the folder of --save"
             )
         if self.post_validation and self.costs.profile is not None:
             self._refuse(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 from megatron.core import num_microbatches_calculator
@@ -52,6 +53,13 @@ def ramps_up_to(microbatches: int) -> bool:
     if calculator is None or isinstance(calculator, constant):
         return False
     return bool(calculator.get() == microbatches)
+
+
+def checkpoint_folder(args: Any, name: str) -> Path | None:
+    """Return Megatron's folder of checkpoints to ``load`` or ``save``, if it was given and is one
+    of a file system: an address such as ``msc://bucket`` is none."""
+    folder = getattr(args, name, None)
+    return None if folder is None or "://" in str(folder) else Path(folder)
 
 
 def training_global(name: str) -> Any:

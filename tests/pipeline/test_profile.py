@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typer.testing import CliRunner
 import megatron_ext
 from megatron_ext.adapter import programs as programs_module
 from megatron_ext.adapter.observers import profile as observer
+from megatron_ext.adapter.observers.profile import costs_path
 from megatron_ext.adapter.programs import Programs
 from megatron_ext.cli import app
 from megatron_ext.compile.output_layer import place_output_layer
@@ -259,15 +261,39 @@ def test_layers_of_two_types_are_told_apart(
     assert len(losses(run(2, profiled(path, "zb-h1", 2) | more))) == 2
 
 
+@pytest.mark.parametrize(
+    ("costs", "save", "trace", "path"),
+    [
+        ("profile", "checkpoints", "traces", "checkpoints/costs.json"),
+        ("profile", "msc://bucket/checkpoints", "traces", "traces/costs.json"),
+        ("profile", None, None, "costs.json"),
+        ("profile:new/file", "checkpoints", "traces", "new/file"),
+        ("estimate", "checkpoints", "traces", None),
+    ],
+)
+def test_measured_costs_lie_beside_the_checkpoints(
+    costs: str, save: str | None, trace: str | None, path: str | None
+) -> None:
+    """They lay in the working directory, where two jobs write one file."""
+    config = PipelineConfig.parse(schedule="zb-h1", costs=costs, trace=trace)
+    found = costs_path(config, Namespace(save=save))
+    assert found == (None if path is None else Path(path))
+
+
 # ---- When it ends
 
 
 def test_a_training_that_ends_early_compares_too(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """By --exit-interval, after which Megatron leaves without ado."""
-    run(2, profiled(tmp_path / "costs.json", "zb-h1", 2) | {"exit_interval": STEPS + 1})
+    """By --exit-interval, after which Megatron leaves without ado. The file of costs, which nobody
+    has named, lies in the folder of the trace."""
+    in_trace = {"pipeline_costs": "profile", "pipeline_trace": tmp_path}
+    flags = profiled(tmp_path, "zb-h1", 2) | in_trace
+    run(2, flags | {"exit_interval": STEPS + 1, "pipeline_trace_iters": "2:3"})
     out = capfd.readouterr().out
+    assert f"their costs written to {tmp_path}/costs.json" in out
+    assert costs_in(tmp_path / "costs.json", "zb-h1", 2).links.hop > 0
     assert out.count("step predicted") == 2 and "median of 1 step" in out
 
 

@@ -23,8 +23,10 @@ from megatron.core.utils import log_single_rank
 from megatron_ext.adapter.observers.observer import Step, StepObserver
 from megatron_ext.adapter.observers.writers import log_step
 from megatron_ext.adapter.programs import Programs, Shape
+from megatron_ext.adapter.training_globals import checkpoint_folder
 from megatron_ext.adapter.transformer_engine.captured import captures
 from megatron_ext.compile.program.verify import Program
+from megatron_ext.config import COSTS_FILE, PROFILE, PipelineConfig
 from megatron_ext.cost_model.execution import Precision
 from megatron_ext.cost_model.measured.file import as_data
 from megatron_ext.cost_model.measured.layer_costs import (
@@ -69,6 +71,20 @@ _Collectives = Mapping[Group, Mapping[float, float]]
 _SELDOMER = 8  # all ranks meet again after 1/8 as many further training steps
 
 
+def costs_path(config: PipelineConfig, args: Any) -> Path | None:
+    """Return the file for measured costs; None if none are measured.
+
+    Without a file in the setting it is `COSTS_FILE` in the folder of checkpoints, where the next
+    start finds it; else in that of the trace; else in the working directory.
+
+    Args:
+        args: Megatron's arguments; None if its training loop does not run.
+    """
+    if config.costs.text != PROFILE:
+        return config.costs.profile
+    return (checkpoint_folder(args, "save") or config.trace or Path()) / COSTS_FILE
+
+
 @dataclass(frozen=True)
 class _Measured:
     """Measurements of this rank in steps of one shape.
@@ -108,6 +124,8 @@ class StepProfile(StepObserver[Step]):
         self._steps: MeasuredSteps | None = None  # since the costs were measured
         self._pipeline: dist.ProcessGroup | None = None
         self._is_written = False
+        told = f"iterations 2 to {STEPS} are timed, and their costs written to {path}"
+        log_single_rank(logger, logging.INFO, told)
 
     def begin(self, step: Step) -> None:
         device = torch.device(torch.cuda.current_device())
@@ -244,6 +262,7 @@ class StepProfile(StepObserver[Step]):
 
     def _write(self, costs: Costs, measured: Mapping[str, Any]) -> None:
         try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)  # Megatron makes it at a save
             save_costs(costs, self._path, measured)
         except OSError as error:  # a full disk is no reason to end a training
             self._is_written = False

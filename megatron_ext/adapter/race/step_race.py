@@ -25,7 +25,7 @@ from megatron_ext.adapter.race.order import check_order
 from megatron_ext.adapter.race.turn import Turn
 from megatron_ext.adapter.step.call import Call
 from megatron_ext.adapter.step.connections import Connections
-from megatron_ext.adapter.training_globals import training_global
+from megatron_ext.adapter.training_globals import checkpoint_folder, training_global
 from megatron_ext.compile.program.memory import in_bytes, in_microbatches, peaks
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.program.verify import Program
@@ -391,10 +391,7 @@ def _device() -> torch.device:
 
 
 def _folder(name: str) -> Path | None:
-    """Return Megatron's folder of checkpoints to ``load`` or ``save``, if it was given and is one
-    of a file system: an address such as ``msc://bucket`` is none."""
-    folder = getattr(training_global("_GLOBAL_ARGS"), name, None)
-    return None if folder is None or "://" in str(folder) else Path(folder)
+    return checkpoint_folder(training_global("_GLOBAL_ARGS"), name)
 
 
 def _say(text: str) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_ext.adapter.observers.metrics import StepMetrics
 from megatron_ext.adapter.observers.observer import Step, StepObserver, of_all_steps
-from megatron_ext.adapter.observers.profile import StepProfile
+from megatron_ext.adapter.observers.profile import StepProfile, costs_path
 from megatron_ext.adapter.observers.split_report import SplitReport
 from megatron_ext.adapter.observers.trace import StepTrace
 from megatron_ext.adapter.pairs.callers import refuse_unplanned
@@ -41,7 +41,11 @@ from megatron_ext.adapter.step.model_stage import ModelStage
 from megatron_ext.adapter.step.passes import run_passes
 from megatron_ext.adapter.step.token_shifts import connect_token_shifts
 from megatron_ext.adapter.tied import refuse_different_copies
-from megatron_ext.adapter.training_globals import current_iteration, restarts_in_process
+from megatron_ext.adapter.training_globals import (
+    current_iteration,
+    restarts_in_process,
+    training_global,
+)
 from megatron_ext.adapter.transformer_engine.captured import captures, left_to_w
 from megatron_ext.adapter.transformer_engine.layer_graphs import layer_graphs
 from megatron_ext.adapter.vocabulary_rows import shard_of
@@ -320,7 +324,7 @@ def _observers(config: PipelineConfig, programs: Programs) -> list[StepObserver[
     if config.trace is not None:
         overlap = config.post_validation
         observers.append(StepTrace(config.trace, config.trace_iters, overlap=overlap))
-    if (path := config.costs.profile) is not None:
+    if (path := costs_path(config, training_global("_GLOBAL_ARGS"))) is not None:
         by_place = config.microbatch_order is not MicrobatchOrder.ARRIVAL
         observers.append(StepProfile(path, programs, by_place=by_place))
     return observers
