@@ -5,7 +5,7 @@
 #   scripts/test.sh --quick     for work in progress: no searches, one training of each placement
 #   scripts/test.sh --nightly K/N  the K-th of N pieces of the night: whole files with every combination
 #                                  of settings, without lint and types; results go into
-#                                  tests/records/night.txt
+#                                  tests/records/night.txt. Names of files in place of K/N run these
 #
 # All checks run, the quick ones first, also after one has failed; the exit code is 0 only when
 # none has. With arguments pytest runs once, with these and on one core.

@@ -1,6 +1,7 @@
-"""Run the K-th of N pieces of the night, and write its lines into the record.
+"""Run a piece of the night, and write its lines into the record.
 
-    python -m tests.night K/N
+    python -m tests.night K/N                           the K-th of N pieces, 1/1 the whole night
+    python -m tests.night tests/pipeline/test_a.py ...  these files
 
 `scripts/test.sh --nightly K/N` calls it. Without lint and types, on all cores.
 """
@@ -23,12 +24,10 @@ from tests.night.record import NightLine
 
 
 def main(words: Sequence[str]) -> int:
-    if len(words) != 1 or not (numbers := _numbers(words[0])):
-        print("python -m tests.night K/N: runs the K-th of N pieces, 1/1 the whole night")
+    piece = piece_of(words)
+    if not piece:
+        print(f"{' '.join(words)}: neither a piece nor files of the night\n{__doc__}")
         return 2
-    number, pieces = numbers
-    known = {name: float(line.seconds) for name, line in record.read_committed().items()}
-    piece = pieces_of(night_files(), known, pieces)[number - 1]
     files = [name for name in piece if name not in COMMANDS]
     lines = run_files(files)
     record.write(lines)
@@ -37,17 +36,22 @@ def main(words: Sequence[str]) -> int:
         record.write(lines[-1:])
     cases = dict.fromkeys(piece, 1) | night_cases(files)
     wrong = record.problems({line.name: line for line in lines}, cases)
-    print(f"night {number}/{pieces}: {len(lines)} lines written to {record.RECORD.name}")
+    print(f"night: {len(lines)} lines written to {record.RECORD.name}")
     for text in wrong:
-        print(f"night {number}/{pieces}: {text}")
+        print(f"night: {text}")
     return bool(wrong)
 
 
-def _numbers(text: str) -> tuple[int, int] | None:
-    number, _, pieces = text.partition("/")
+def piece_of(words: Sequence[str]) -> list[str]:
+    """Return the files and commands that ``words`` name; an empty list if these are no such."""
+    files = night_files()
+    if words and set(words) <= {*files, *COMMANDS}:
+        return list(words)
+    number, _, pieces = " ".join(words).partition("/")
     if not (number.isdecimal() and pieces.isdecimal() and 1 <= int(number) <= int(pieces)):
-        return None
-    return int(number), int(pieces)
+        return []
+    known = {name: float(line.seconds) for name, line in record.read_committed().items()}
+    return pieces_of(files, known, int(pieces))[int(number) - 1]
 
 
 def run_files(files: Sequence[str]) -> list[NightLine]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.night import record
-from tests.night.__main__ import lines_of
+from tests.night.__main__ import lines_of, piece_of
 from tests.night.pieces import COMMANDS, deal, night_cases, night_files, pieces_of
 from tests.night.record import NightLine, parse, problems
 
@@ -69,6 +69,14 @@ def test_pieces_take_about_the_same_time() -> None:
     assert pieces_of(seconds, seconds, 6) == [["a", "d"], ["b", "c"], *commands]
     (whole,) = pieces_of(seconds, seconds, 1)
     assert sorted(whole) == sorted([*seconds, *COMMANDS])
+
+
+def test_what_runs_is_a_piece_or_files_of_the_night() -> None:
+    files = ["tests/pipeline/test_matrix.py", COMMANDS[0]]
+    assert piece_of(files) == files
+    assert set(piece_of(["1/1"])) == {*night_files(), *COMMANDS}
+    for words in ([], ["2/1"], ["0/1"], ["1"], ["tests/unit/schedule/test_action.py"]):
+        assert piece_of(words) == []
 
 
 def test_a_night_has_each_file_with_night_cases() -> None:
