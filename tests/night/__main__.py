@@ -54,15 +54,15 @@ def piece_of(words: Sequence[str]) -> list[str]:
     return pieces_of(files, known, int(pieces))[int(number) - 1]
 
 
-def run_files(files: Sequence[str]) -> list[NightLine]:
-    """Run all tests of ``files`` as at night, one file a core."""
+def run_files(files: Sequence[str], *, workers: str = "auto") -> list[NightLine]:
+    """Run all tests of ``files`` as at night, one file a worker."""
     if not files:
         return []
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.xml"
         subprocess.run(
             [
-                *(sys.executable, "-m", "pytest", *files, "-n", "auto", "--maxprocesses", "4"),
+                *(sys.executable, "-m", "pytest", *files, "-n", workers, "--maxprocesses", "4"),
                 *("--dist", "loadfile", "--no-loadscope-reorder", "-rfE", "--durations", "20"),
                 *("-o", "junit_family=xunit1", "--junit-xml", str(results)),
             ],

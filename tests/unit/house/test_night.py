@@ -9,6 +9,7 @@ import pytest
 
 from tests.night import record
 from tests.night.__main__ import lines_of, piece_of
+from tests.night.drawn import drawn
 from tests.night.pieces import COMMANDS, deal, night_cases, night_files, pieces_of
 from tests.night.record import NightLine, parse, problems
 
@@ -77,6 +78,14 @@ def test_what_runs_is_a_piece_or_files_of_the_night() -> None:
     assert set(piece_of(["1/1"])) == {*night_files(), *COMMANDS}
     for words in ([], ["2/1"], ["0/1"], ["1"], ["tests/unit/schedule/test_action.py"]):
         assert piece_of(words) == []
+
+
+def test_each_commit_draws_another_part_of_the_night() -> None:
+    seconds = {f"test_{n}.py": 60.0 for n in range(12)}
+    parts = [list(drawn(seconds, commit, 180.0)) for commit in ("a1", "b2", "c3", "d4")]
+    assert all(len(set(part)) == 3 for part in parts)
+    assert len({tuple(part) for part in parts}) == 4
+    assert list(drawn(seconds, "a1", 180.0)) == parts[0]
 
 
 def test_a_night_has_each_file_with_night_cases() -> None:

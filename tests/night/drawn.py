@@ -1,0 +1,59 @@
+"""Run night files that a commit's hash draws, after the day's tests. `.ci/run` calls it.
+
+    python -m tests.night.drawn SECONDS     seconds since .ci/run began
+
+No machine runs the whole night for us: each change sees a part of it. Only files whose recorded
+night was green are drawn, and nothing is recorded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from tests.night import record
+from tests.night.__main__ import commit, run_files
+from tests.night.pieces import COMMANDS, night_cases, night_files
+from tests.night.record import NightLine
+
+AT_MOST = 25 * 60.0  # seconds on all cores, by the record
+LATEST = 65 * 60.0  # seconds after .ci/run began, at which the last file may begin
+
+
+def main(words: Sequence[str]) -> int:
+    begin = time.monotonic() - float(words[0])
+    cores = os.cpu_count() or 1
+    lines, green = record.read(), {}
+    cases = night_cases([name for name in night_files() if name in lines])
+    for name, line in lines.items():
+        if name not in COMMANDS and not record.problems({name: line}, {name: cases[name]}):
+            green[name] = float(line.seconds)
+    names = list(drawn(green, commit(), AT_MOST * cores))
+    print(f"== {len(names)} of {len(lines)} files of the night", flush=True)
+
+    def run(name: str) -> list[NightLine]:
+        return run_files([name], workers="0") if time.monotonic() - begin < LATEST else []
+
+    with ThreadPoolExecutor(cores) as pool:
+        ran = {line.name: line for lines in pool.map(run, names) for line in lines}
+    wrong = record.problems(ran, {name: cases[name] for name in ran})
+    print("\n".join(f"night: {text}" for text in wrong), end="\n" if wrong else "")
+    return bool(wrong)
+
+
+def drawn(seconds: Mapping[str, float], by: str, at_most: float) -> Iterator[str]:
+    """Yield the names of ``seconds`` in the order that ``by`` draws, until they add up."""
+    total = 0.0
+    for name in sorted(seconds, key=lambda name: hashlib.sha256(f"{by} {name}".encode()).digest()):
+        total += seconds[name]
+        if total > at_most:
+            return
+        yield name
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
