@@ -271,7 +271,7 @@ def test_layers_of_two_types_are_told_apart(
         ("estimate", "checkpoints", "traces", None),
     ],
 )
-def test_measured_costs_lie_beside_the_checkpoints(
+def test_measured_costs_lie_with_the_checkpoints(
     costs: str, save: str | None, trace: str | None, path: str | None
 ) -> None:
     """They lay in the working directory, where two jobs write one file."""
@@ -286,8 +286,8 @@ def test_measured_costs_lie_beside_the_checkpoints(
 def test_a_training_that_ends_early_compares_too(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """By --exit-interval, after which Megatron leaves without ado. The file of costs, which nobody
-    has named, lies in the folder of the trace."""
+    """By --exit-interval, after which Megatron leaves without ado. The file of costs, which has no
+    name, lies in the folder of the trace."""
     in_trace = {"pipeline_costs": "profile", "pipeline_trace": tmp_path}
     flags = profiled(tmp_path, "zb-h1", 2) | in_trace
     run(2, flags | {"exit_interval": STEPS + 1, "pipeline_trace_iters": "2:3"})
