@@ -59,6 +59,7 @@ from megatron_ext.planner.mixed_gpus import (
     speeds_of_gpus,
 )
 from megatron_ext.planner.planning_time import planning
+from megatron_ext.planner.sizes.plan import SizesPlan
 from megatron_ext.planner.training import TrainedModel, Training
 from megatron_ext.planner.training_job import TrainingJob, job_of
 from megatron_ext.schedule.costs_text import parse_costs
@@ -259,8 +260,8 @@ def _print(made: JobPlan, show_all: bool) -> None:
         print_refusals(made.plan)
 
 
-def _echo(data: object) -> None:
-    typer.echo(json.dumps(as_data(data), indent=2))
+def _echo(made: JobPlan | SizesPlan) -> None:
+    typer.echo(json.dumps(as_data(made) | {"spread": as_data(made.spread)}, indent=2))
 
 
 def _refuse_with_sizes(pictures: PlanPictures, *, show_all: bool, lengths: Path | None) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_ext.planner.sizes.plan import SizedAlternative, SizesPlan
-from megatron_ext.planner.spread import ComparisonKind, doubt
 from megatron_ext.planner.verdict import ALIKE, WORTH, name_of
 from megatron_ext.schedule.problem import Offload
 from megatron_ext.words import bytes_text, counted
@@ -36,13 +35,8 @@ def sizes_lines(made: SizesPlan) -> Iterator[str]:
             f"doubt it:   above 1.3 times is rare for a tuned launch. A rank computes for "
             f"{own.passes:.4g} s of a step now, for {best.passes:.4g} s then"
         )
-    doubted = (
-        ""
-        if made.keeps or own is None or made.gain <= 0
-        else doubt(made.gain, {ComparisonKind.SIZES})
-    )
-    if doubted:
-        yield f"spread:     the gain {doubted}"
+    if made.spread is not None and made.spread.is_within:
+        yield f"spread:     {made.spread.text}"
     if made.keeps:
         yield f"verdict:    keep it: nothing saves {WORTH:.0%} of a step"
     elif made.command:

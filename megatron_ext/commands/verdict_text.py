@@ -7,14 +7,12 @@ from collections.abc import Iterator
 
 from megatron_ext.cost_model.gpus import USABLE
 from megatron_ext.planner.job_plan import JobPlan
-from megatron_ext.planner.spread import doubt
 from megatron_ext.planner.unequal import UnequalGains
 from megatron_ext.planner.verdict import (
     ALIKE,
     WORTH,
     Alternative,
     Verdict,
-    differences,
     is_stock,
     shortest_of_others,
 )
@@ -54,9 +52,8 @@ def _change(made: JobPlan, taken: Alternative) -> Iterator[str]:
     yield f"verdict:   {made.written or 'Megatron 1f1b'}{_by_megatron(made, taken)}"
     if found.baseline is not None:
         yield f"gain:      {_gain(made, taken)}"
-        doubted = _doubted(found) if made.is_estimate else ""
-        if doubted:
-            yield f"spread:    {doubted}"
+        if made.spread is not None and made.spread.is_within:
+            yield f"spread:    {made.spread.text}"
     else:
         yield f"step:      {_step(made, taken)}"
     yield f"memory:    {_memory_of_rank(made, taken)}"
@@ -119,22 +116,6 @@ def _not_compared(made: JobPlan) -> str:
         return ""
     kinds = f": {', '.join(made.left_out)}" if made.left_out else ""
     return f"; the time of the plan ended before all was compared{kinds}"
-
-
-def _doubted(found: Verdict) -> str:
-    """Say whether the gain, or the part of it that ours add to Megatron's own flags, is within the
-    spread of its kind of comparison; return "" if neither is."""
-    own, taken, stock = found.baseline, found.taken, found.stock
-    assert own is not None and taken is not None
-    if found.gain <= 0:
-        return ""
-    doubted = doubt(found.gain, differences(own, taken))
-    if doubted:
-        return f"the gain {doubted}"
-    if stock is None or stock is taken or taken.seconds >= stock.seconds:
-        return ""
-    doubted = doubt(1 - taken.seconds / stock.seconds, differences(stock, taken))
-    return f"the part by ours {doubted}" if doubted else ""
 
 
 def _is_most(made: JobPlan, stock: Alternative) -> bool:

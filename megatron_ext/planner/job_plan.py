@@ -19,8 +19,9 @@ from megatron_ext.planner.confirmation import confirmed_verdict, with_whole_step
 from megatron_ext.planner.curves import Curves, curves_of
 from megatron_ext.planner.long_sequences import LongSequences
 from megatron_ext.planner.planning_time import has_ended_early, left_out
+from megatron_ext.planner.spread import GainSpread
 from megatron_ext.planner.unequal import UnequalGains, unequal_gains
-from megatron_ext.planner.verdict import NOTHING, Alternative, Verdict, Written
+from megatron_ext.planner.verdict import NOTHING, Alternative, Verdict, Written, spread_of
 from megatron_ext.schedule.microbatch_costs import BatchSize, read_loads
 
 
@@ -172,6 +173,11 @@ class JobPlan:
     nothing_fits: str = field(default="", repr=False)
     is_short: bool = False
     left_out: tuple[str, ...] = ()
+
+    @property
+    def spread(self) -> GainSpread | None:
+        """The spread of the gain; None without a gain, or if it was not estimated."""
+        return spread_of(self.verdict) if self.is_estimate else None
 
 
 def plan_job(job: PlannedJob, *, with_curves: bool = False, lengths: Path | None = None) -> JobPlan:

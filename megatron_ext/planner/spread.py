@@ -54,13 +54,39 @@ def widest(kinds: Iterable[ComparisonKind]) -> tuple[ComparisonKind, ErrorSpread
     return max(((kind, SPREADS[kind]) for kind in kinds), key=lambda one: one[1].share)
 
 
-def doubt(gain: float, kinds: Iterable[ComparisonKind]) -> str:
-    """Return, in words, that a ``gain`` may be none, since it is within the spread of its kind of
-    comparison: the widest of ``kinds``. Return "" if it is larger."""
-    kind, spread = widest(kinds)
-    if abs(gain) > spread.share:
-        return ""
-    return (
-        f"may be none: of {counted(spread.pairs, 'measured pair')} that differed in {kind}, one "
-        f"in ten was predicted {spread.share:.1%} off or more"
-    )
+@dataclass(frozen=True)
+class GainSpread:
+    """A predicted gain with the spread of its kind of comparison.
+
+    Attributes:
+        part: "the gain" over the unchanged job, or "the part by ours" that is added to Megatron's
+            own flags.
+        gain: share of the longer step.
+        kind: the difference between the two trainings whose spread is the widest.
+        share, pairs, source: as `ErrorSpread` has them.
+        is_within: whether the gain may be none, since it is within the spread.
+    """
+
+    part: str
+    gain: float
+    kind: ComparisonKind
+    share: float
+    pairs: int
+    source: str
+    is_within: bool
+
+    @classmethod
+    def of(cls, part: str, gain: float, kinds: Iterable[ComparisonKind]) -> GainSpread:
+        """Return the spread of a ``gain`` between trainings that differ in ``kinds``."""
+        kind, spread = widest(kinds)
+        is_within = abs(gain) <= spread.share
+        return cls(part, gain, kind, spread.share, spread.pairs, spread.source, is_within)
+
+    @property
+    def text(self) -> str:
+        """Words on a gain that may be none."""
+        assert self.is_within
+        return (
+            f"{self.part} may be none: of {counted(self.pairs, 'measured pair')} that differed in "
+            f"{self.kind}, one in ten was predicted {self.share:.1%} off or more"
+        )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_ext.planner.candidate import Candidate, VocabMethod, stable_of
-from megatron_ext.planner.spread import ComparisonKind
+from megatron_ext.planner.spread import ComparisonKind, GainSpread
 from megatron_ext.schedule.problem import Offload, Recompute
 from megatron_ext.schedule.stock_executor import STOCK
 from megatron_ext.words import counted
@@ -121,6 +121,20 @@ def differences(one: Alternative, other: Alternative) -> set[ComparisonKind]:
     if bool(first.report.pairs) is not bool(second.report.pairs):
         kinds.add(ComparisonKind.OVERLAP)
     return kinds
+
+
+def spread_of(found: Verdict) -> GainSpread | None:
+    """Return the spread of the gain of ``found``, or of the part that ours add to Megatron's own
+    flags if only that part is within its spread; None without a gain."""
+    own, taken, stock = found.baseline, found.taken, found.stock
+    if own is None or taken is None or found.gain <= 0:
+        return None
+    of_gain = GainSpread.of("the gain", found.gain, differences(own, taken))
+    if of_gain.is_within or stock is None or stock is taken or taken.seconds >= stock.seconds:
+        return of_gain
+    added = 1 - taken.seconds / stock.seconds
+    of_ours = GainSpread.of("the part by ours", added, differences(stock, taken))
+    return of_ours if of_ours.is_within else of_gain
 
 
 def is_stock(candidate: Candidate) -> bool:

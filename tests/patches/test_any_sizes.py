@@ -211,6 +211,8 @@ def test_what_is_printed() -> None:
     data = json.loads(command("--gpu", "h100", "--json").stdout)
     assert data["control"]["candidate"]["schedule"] in ("1f1b", "interleaved")
     assert data["best"]["sizes"]["pipeline"] >= 1
+    is_doubted = data["spread"] is not None and data["spread"]["is_within"]
+    assert is_doubted is any(text.startswith("spread:") for text in lines)
 
 
 def test_ctrl_c_prints_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:

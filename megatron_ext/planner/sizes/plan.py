@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_ext.planner.sizes.sizes import Sizes
+from megatron_ext.planner.spread import ComparisonKind, GainSpread
 from megatron_ext.planner.verdict import ALIKE, NOTHING, WORTH, Alternative, Written
 
 _NONE = Sizes()
@@ -92,6 +93,13 @@ class SizesPlan:
         """Whether nothing is worth a change."""
         fits = self.own is not None and not self.excess
         return self.best is None or (fits and self.gain < WORTH)
+
+    @property
+    def spread(self) -> GainSpread | None:
+        """The spread of the gain; None without a gain that is worth a change."""
+        if self.keeps or self.gain <= 0:
+            return None
+        return GainSpread.of("the gain", self.gain, {ComparisonKind.SIZES})
 
 
 _LARGE = 1.3  # times: public lines were tuned, so more is suspicious

@@ -102,3 +102,13 @@ def test_large_gain_is_doubted_with_its_causes() -> None:
     assert "doubt it:" in made
     assert "computes for 8 s of a step now, for 5.6 s then" in made
     assert "doubt it:" not in text(SizesPlan("job", OWN, OWN, CONTROL, BEST, command="torchrun"))
+
+
+def test_gain_within_its_spread_says_so() -> None:
+    near = SizesPlan("job", OWN, OWN, CONTROL, CONTROL, command="torchrun")
+    far = SizesPlan("job", OWN, OWN, CONTROL, BEST, command="torchrun")
+    assert near.spread is not None and near.spread.is_within
+    assert "spread:     the gain may be none" in text(near)
+    assert far.spread is not None and not far.spread.is_within
+    assert "spread:" not in text(far)
+    assert SizesPlan("job", OWN, OWN, OWN, OWN).spread is None

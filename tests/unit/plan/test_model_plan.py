@@ -555,6 +555,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first["optimizer"] == pytest.approx(first["gradients"] * 12 / 4 / 4)
     text = command(*words)
     assert " ".join(report["written"]["added"]) in text and "makespan" not in text
+    assert report["spread"] is None  # without a gain: 15 layers cannot be trained as they are
     assert "memory under" in command(*words, "--all")
     # as for a launch command that names no GPU
     assert "times are an H100's, and its memory is not compared" in command("--model", TEXT)

@@ -69,22 +69,20 @@ def told(
     is_estimate: bool = True,
 ) -> list[str]:
     """Return the printed lines of ``found``."""
+    made = plan_of(
+        found, of_stock, free, is_short=is_short, left_out=left_out, is_estimate=is_estimate
+    )
+    return "\n".join(verdict_lines(made)).splitlines()
+
+
+def plan_of(
+    found: Verdict, of_stock: Written = NOTHING, free: float = 72.0, **about: Any
+) -> JobPlan:
     taken = found.taken
     written = Written() if taken is None or found.keeps else taken.write()
     memory = FreeMemory(free * GIB, 5 * GIB, True)
-    made = JobPlan(
-        Plan((), {}),
-        found,
-        "32 layers on 32 ranks, under 1f1b",
-        written,
-        of_stock,
-        "COMMAND",
-        free=memory,
-        is_short=is_short,
-        left_out=left_out,
-        is_estimate=is_estimate,
-    )
-    return "\n".join(verdict_lines(made)).splitlines()
+    job = "32 layers on 32 ranks, under 1f1b"
+    return JobPlan(Plan((), {}), found, job, written, of_stock, "COMMAND", free=memory, **about)
 
 
 def test_a_tie_takes_the_least_memory() -> None:
@@ -156,6 +154,20 @@ def test_a_gain_within_its_spread_says_so() -> None:
     # What a command measured is not estimated.
     measured = told(verdict(own, [way("zb-h1", small, 50)]), is_estimate=False)
     assert spread_line(measured) == ""
+
+
+def test_the_spread_is_data_too() -> None:
+    """Programs that read --json saw a gain without what it rests on."""
+    own = way("1f1b", 1.0, 50)
+    small, large = (plan_of(verdict(own, [way("zb-h1", step, 50)])).spread for step in (0.97, 0.8))
+    assert small is not None and small.is_within and small.gain == pytest.approx(0.03)
+    assert small.kind is ComparisonKind.SCHEDULES and small.part == "the gain"
+    assert large is not None and not large.is_within
+    assert large.share == SPREADS[ComparisonKind.SCHEDULES].share
+    assert plan_of(verdict(own, [])).spread is None
+    found = verdict(own, [way("interleaved:vpp=4", 0.8, 50), way("zb-v", 0.775, 50)])
+    ours = plan_of(found).spread
+    assert ours is not None and ours.part == "the part by ours" and ours.is_within
 
 
 def test_the_widest_spread_of_what_differs_counts() -> None:
