@@ -32,6 +32,7 @@ from megatron_ext.adapter.job import Job, basis_of, job_costs, of_arguments, of_
 from megatron_ext.adapter.model_parts import is_trained, size_of
 from megatron_ext.adapter.pairs.overlap_setting import has_pairs
 from megatron_ext.adapter.rank_settings.launch_facts import refuse_other_models
+from megatron_ext.adapter.stock.executor import stock_executor
 from megatron_ext.adapter.training_globals import ramps_up_to, training_global
 from megatron_ext.compile.build import prove_built
 from megatron_ext.compile.output_layer import better_of, place_output_layer
@@ -107,8 +108,10 @@ class Programs:
         described: makes the job of each shape that this rank has seen.
     """
 
-    def __init__(self, config: PipelineConfig) -> None:
+    def __init__(self, config: PipelineConfig, *, is_stock: bool = False) -> None:
+        """Build no program yet. ``is_stock``: Megatron's own pipeline functions run them."""
         self._config = config
+        self._is_stock = is_stock
         self.choice = config.choice
         self._programs: dict[_Key, Program] = {}  # latest last
         self._for_places: dict[_Key, Program] = {}  # which take the place of those
@@ -308,6 +311,7 @@ class Programs:
                 pairs=has_pairs(config, microbatches),
             ),
             first_trained=first_trained,
+            stock=stock_executor(config) if self._is_stock else None,
         )
         with telling_of_long_work(dist.get_rank()):
             choice = self.choice

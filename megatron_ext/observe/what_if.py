@@ -29,6 +29,7 @@ from megatron_ext.schedule.limit import MemoryLimit, fits
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.problem import Problem
 from megatron_ext.schedule.schedule import Schedule
+from megatron_ext.schedule.stock_executor import StockExecutor
 
 SHARES = (0.3, 0.5)  # least and largest share of B that is W
 SECONDS = 60.0
@@ -57,6 +58,7 @@ class TracedCosts:
         schedule: the order of passes in the step, without messages. Backward passes are whole (B).
         weight_shares: estimated share of W in B.
         message: seconds of a message.
+        executor: how Megatron sends the messages of the step.
         parts: what the stages are made of; None: not known, and a stage's work is cut evenly.
     """
 
@@ -66,6 +68,7 @@ class TracedCosts:
     backward: tuple[float, ...]
     weight_shares: tuple[float, ...]
     message: float
+    executor: StockExecutor
     parts: ModelParts | None = None
 
     def costs(self, stages: int, share: float | None = None) -> Costs | None:
@@ -155,7 +158,7 @@ class Prospect:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """Megatron's own schedule and ours, all simulated with the measured costs.
+    """Megatron's own schedule, which Megatron runs, and ours, simulated with the measured costs.
 
     Attributes:
         within: schedules that hold no more than Megatron's own, shortest first.
@@ -185,7 +188,7 @@ def what_if(traced: TracedCosts, seconds: float = SECONDS) -> WhatIf:
     own = traced.costs(placement.stages)
     assert own is not None
     passes = traced.schedule
-    problem = Problem(placement, traced.microbatches, own)
+    problem = Problem(placement, traced.microbatches, own, stock=traced.executor)
     program = complete(passes, problem)
     stock = _prospect(passes.name, program, traced, None)
     within: list[Prospect] = []

@@ -86,7 +86,9 @@ def write_trace(prepared: PreparedSchedule, step: ComposedStep, folder: Path) ->
     predicted = simulate(prepared.program, prepared.costs)
     traced = beside(1, step.timeline, predicted, clock_error=0.0)
     if prepared.is_stock:
-        traced = replace(traced, weight_shares=weight_shares(prepared.costs))
+        shares = weight_shares(prepared.costs)
+        executor = prepared.program.problem.stock
+        traced = replace(traced, weight_shares=shares, executor=executor)
     path = folder / NAME
     TraceFile(path).add(traced)
     return path

@@ -25,13 +25,14 @@ from megatron_ext.schedule.action import Action, Kind, Pair, Slice, parse, slice
 from megatron_ext.schedule.kinds import HOST_LANES, RULES, Lane, Where
 from megatron_ext.schedule.placement import Placement
 from megatron_ext.schedule.schedule import Schedule
+from megatron_ext.schedule.stock_executor import StockExecutor
 from megatron_ext.schedule.timeline import Event, GradientReduction, Timeline
 from megatron_ext.text_file import parse_json, read_text_file, whole_file, write_text_file
 from megatron_ext.viz.json_record import Record
 from megatron_ext.words import bytes_text, shown
 
 NAME = "trace.json"  # in the folder that a training run is given
-_VERSION = 1
+_VERSION = 2
 _BEGIN = f'{{"displayTimeUnit": "ms", "version": {_VERSION}, "traceEvents": ['
 _END = "\n]}\n"
 _LARGEST = 2**31  # bytes of a trace that is read
@@ -42,6 +43,8 @@ _PASS, _PREDICTED_PASS, _REDUCTION = "compute", "predicted compute", "reduction"
 _STOCK = "a step of Megatron's own"  # the event that says so
 _PARTS = "parts of the model"  # the event that has them
 _RESERVED = "reserved beyond allocated"  # the event that has it
+
+_OfStock = tuple[tuple[float, ...], StockExecutor]  # `weight_shares` and `executor` of a step
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class TracedStep:
         clock_error: seconds by which a rank's clock may be off rank 0's, at most.
         weight_shares: for a step of Megatron's own, the estimated share of W in each stage's
             backward pass; None for a step of ours.
+        executor: for a step of Megatron's own, how Megatron sends its messages; None for ours.
         parts: for a step of Megatron's own, what its stages are made of; None: not known.
         reserved: bytes of each rank that its allocator had reserved beyond the most that it had
             allocated; None without such an allocator, as on a CPU.
@@ -67,6 +71,7 @@ class TracedStep:
     cost_factor: float
     clock_error: float
     weight_shares: tuple[float, ...] | None = None
+    executor: StockExecutor | None = None
     parts: ModelParts | None = None
     reserved: tuple[float, ...] | None = None
 
@@ -246,7 +251,7 @@ def read_trace(path: Path) -> list[TracedStep]:
             f"--pipeline-trace DIR"
         )
     iterations: dict[int, list[_Slice]] = {}
-    of_stock: dict[int, tuple[float, ...]] = {}  # `weight_shares`, by iteration
+    of_stock: dict[int, _OfStock] = {}  # by iteration
     parts: dict[int, ModelParts] = {}
     reserved: dict[int, tuple[float, ...]] = {}
     for number, event in enumerate(events):
@@ -256,7 +261,7 @@ def read_trace(path: Path) -> list[TracedStep]:
             iterations.setdefault(slice_.args.count("iteration"), []).append(slice_)
         elif _has_args(event) and event.get("name") == _STOCK:
             about = Record(event["args"], f"{where}, args")
-            of_stock[about.count("iteration")] = about.shares("weight_shares")
+            of_stock[about.count("iteration")] = _read_of_stock(about)
         elif _has_args(event) and event.get("name") == _PARTS:
             about = Record(event["args"], f"{where}, args")
             parts[about.count("iteration")] = _read_parts(about)
@@ -312,8 +317,9 @@ def _read_slice(event: dict[str, Any], where: str) -> _Slice:
 
 
 def _step(
-    iteration: int, slices: Sequence[_Slice], shares: tuple[float, ...] | None, where: str
+    iteration: int, slices: Sequence[_Slice], of_stock: _OfStock | None, where: str
 ) -> TracedStep:
+    shares, executor = of_stock or (None, None)
     about = slices[0].args
     measured = _timeline(slices, _PASS, f"{where}, measured")
     predicted = _timeline(slices, _PREDICTED_PASS, f"{where}, predicted")
@@ -329,6 +335,7 @@ def _step(
         about.number("cost_factor"),
         about.number("clock_error_us") / 1e6,
         shares,
+        executor,
     )
 
 
@@ -441,16 +448,22 @@ def _held(timeline: Timeline) -> Iterator[dict[str, Any]]:
 
 def _step_metadata(step: TracedStep) -> Iterator[dict[str, Any]]:
     """Yield metadata events of ``step`` with the figures that no slice of the trace has."""
-    for name, key, figures in (
-        (_STOCK, "weight_shares", step.weight_shares),
-        (_RESERVED, "bytes", step.reserved),
-    ):
-        if figures is not None:
-            args = {"iteration": step.iteration, key: figures}
-            yield {"ph": "M", "pid": 0, "name": name, "ts": step.measured.start, "args": args}
+    about: dict[str, dict[str, Any]] = {}
+    if step.weight_shares is not None:
+        assert step.executor is not None
+        about[_STOCK] = {"weight_shares": step.weight_shares, **asdict(step.executor)}
+    if step.reserved is not None:
+        about[_RESERVED] = {"bytes": step.reserved}
     if step.parts is not None:
-        args = {"iteration": step.iteration, **asdict(step.parts)}
-        yield {"ph": "M", "pid": 0, "name": _PARTS, "ts": step.measured.start, "args": args}
+        about[_PARTS] = asdict(step.parts)
+    for name, facts in about.items():
+        args = {"iteration": step.iteration, **facts}
+        yield {"ph": "M", "pid": 0, "name": name, "ts": step.measured.start, "args": args}
+
+
+def _read_of_stock(about: Record) -> _OfStock:
+    executor = StockExecutor(about.truth("overlaps"), about.truth("overlaps_ends"))
+    return about.shares("weight_shares"), executor
 
 
 def _read_parts(about: Record) -> ModelParts:

@@ -21,6 +21,7 @@ def traced_costs(steps: Sequence[TracedStep]) -> TracedCosts | None:
     latest = steps[-1]
     if latest.weight_shares is None:
         return None
+    assert latest.executor is not None
     schedule = latest.measured.schedule
     schedule = replace(schedule, rows=schedule.compute_rows)
     alike = [
@@ -38,6 +39,7 @@ def traced_costs(steps: Sequence[TracedStep]) -> TracedCosts | None:
         forward=tuple(medians[Kind.FORWARD, stage] for stage in stages),
         backward=tuple(medians[Kind.FULL_BACKWARD, stage] for stage in stages),
         weight_shares=latest.weight_shares,
+        executor=latest.executor,
         message=max(delays[len(delays) // _QUICK], 0.0) if delays else 0.0,
         parts=latest.parts,
     )

@@ -2,7 +2,8 @@
 
 All else is Megatron's own loop and, under a schedule of ours, the runtime. A rank's clock stands
 still but for what passes take and for the messages that they wait for, so a busy machine does not
-matter. Time that a rank is blocked in a send is not emulated.
+matter. Messages of Megatron's own pipeline functions end when NCCL's would, and hold up whoever
+waits for them. Under a schedule of ours, time that a rank is blocked in a send is not emulated.
 """
 
 from __future__ import annotations
@@ -10,16 +11,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import mmap
-from collections.abc import Callable, Iterator
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import p2p_communication
 from torch import Tensor
 
 from megatron_ext.adapter.model_parts import language_model
+from megatron_ext.adapter.observers import trace
+from megatron_ext.runtime.measure.clocks import Offset
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.recording import HostClock
 from megatron_ext.runtime.weight_gradients import WeightGradients, queue
@@ -27,9 +34,11 @@ from megatron_ext.schedule.action import Action, Kind
 from scripts.pretrain_gpt import model_provider
 
 PassTriple = tuple[float, float, float]  # seconds of F, I and W
+_Queue = tuple[int, int]  # ranks whose messages follow one another
 
 _SIZE = 64  # at most so many stages, and microbatches
 _STEP = 1e3  # seconds: longer than any step
+_RANKS, _MESSAGES = 4, 1024  # at most so many, of a pipeline and between two ranks
 _OF_W = "seconds_of_w"  # attribute of a weight
 
 
@@ -67,6 +76,78 @@ class _RankClock:
         yield
         if kind is not Kind.BACKWARD_WEIGHT:
             self._ends[is_backward, stage, microbatch] = self.now
+
+
+class _StockMessages:
+    """Messages of Megatron's own pipeline functions, whose posts and waits are Megatron's.
+
+    A message moves when both its ranks have posted it. Those that are not batched follow one
+    another: NCCL has a communicator for each two ranks, and Megatron one for each direction between
+    two ranks alone.
+    """
+
+    def __init__(self, clock: _RankClock, seconds: float) -> None:
+        self._clock, self._seconds = clock, seconds
+        self._numbers: dict[_Queue, int] = defaultdict(int)  # of messages that this rank posted
+        self._ends: dict[_Queue, list[float]] = defaultdict(list)
+        shape = _RANKS, _RANKS, 2, _MESSAGES
+        shared = mmap.mmap(-1, int(np.prod(shape)) * np.dtype(np.float64).itemsize)
+        # When the message of a number was posted, by its queue and by the side of the queue.
+        self._posts = np.frombuffer(shared, np.float64).reshape(shape)
+        self._posts[:] = np.nan
+
+    def posted_alone(self, original: Callable[..., Any], **call: Any) -> dict[str, Any]:
+        """Stand-in for `_p2p_ops`, whose works are in the order of their posts."""
+        return {
+            name: _Work(self._clock, [work], [self._post(name, call, is_alone=True)])
+            for name, work in original(**call).items()
+        }
+
+    def posted_together(self, original: Callable[..., Any], **call: Any) -> list[Any]:
+        """Stand-in for `_batched_p2p_ops`."""
+        ends = [
+            self._post(name, call, is_alone=False)
+            for name in ("send_prev", "recv_prev", "send_next", "recv_next")
+            if call[f"tensor_{name}"] is not None
+        ]
+        works = original(**call)
+        return [_Work(self._clock, works, ends)] if ends else []
+
+    def _post(self, name: str, call: dict[str, Any], *, is_alone: bool) -> Callable[[], float]:
+        """Note that this rank posts a message now. Return what tells when it ends."""
+        end, side = name.split("_")
+        own, other = dist.get_rank(), call[f"{side}_pipeline_rank"]
+        queue = (own, other) if end == "send" else (other, own)
+        if is_alone and call["group"].size() > 2:
+            queue = min(queue), max(queue)
+        number = self._numbers[queue]
+        self._numbers[queue] += 1
+        self._posts[(*queue, queue.index(own), number)] = self._clock.now
+        return lambda: self._end(queue, number, is_alone=is_alone)
+
+    def _end(self, queue: _Queue, number: int, *, is_alone: bool) -> float:
+        ends = self._ends[queue]
+        while len(ends) <= number:
+            posts = self._posts[(*queue, slice(None), len(ends))]
+            while np.isnan(posts).any():  # gloo may send what is not to be received yet
+                time.sleep(1e-4)
+            begins = [*posts.tolist(), *(ends[-1:] if is_alone else [])]
+            ends.append(max(begins) + self._seconds)
+        return ends[number]
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Handle of messages that were posted at once."""
+
+    clock: _RankClock
+    works: Sequence[Any]
+    ends: Sequence[Callable[[], float]]
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+        self.clock.now = max(self.clock.now, *(end() for end in self.ends))
 
 
 class _Pass(torch.autograd.Function):
@@ -113,6 +194,14 @@ def timed_models(times: PartTimes, patch: pytest.MonkeyPatch) -> Callable[..., A
     patch.setattr(Recorder, "record", record_timed)
     patch.setattr(Recorder, "computing", computing_timed)
     patch.setattr(HostClock, "mark", lambda self: clock.now)
+    patch.setattr(trace, "clock_offsets", lambda group, device: [Offset(0.0, 0.0)] * group.size())
+    messages = _StockMessages(clock, times.message)
+    for name, posted in (
+        ("_p2p_ops", messages.posted_alone),
+        ("_batched_p2p_ops", messages.posted_together),
+    ):
+        original = getattr(p2p_communication, name)
+        patch.setattr(p2p_communication, name, functools.partial(posted, original))
     return functools.partial(_provided, clock, times)
 
 

@@ -1,4 +1,5 @@
-"""Promises of a trace of Megatron's own step, held against the trainings that it speaks of.
+"""Promises of a trace of Megatron's own step, held against the trainings that it speaks of, and the
+executor of Megatron's own step, held against Megatron's pipeline functions.
 
 Layers and output layer run by emulated clocks (`tests.helpers.timed_model`), and the output layer
 takes as long as four of the eight layers; all else are trainings. The estimate takes it for less
@@ -12,9 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.viz.trace import read_trace
+from megatron_ext.compile.build import build_program
+from megatron_ext.compile.program.simulate import simulate
+from megatron_ext.compile.registry import choose
+from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.stock_executor import StockExecutor
+from megatron_ext.schedule.timeline import Timeline
+from megatron_ext.viz.trace import TracedStep, read_trace
 from megatron_ext.viz.trace_report import TraceReport, trace_report
-from tests.helpers.combinations import at_night
+from megatron_ext.viz.traced_costs import traced_costs
+from tests.helpers.combinations import at_night, nightly
 from tests.helpers.megatron_runs import model_flags, train
 from tests.helpers.timed_model import PartTimes, timed_models
 
@@ -28,6 +36,7 @@ FLAGS: Flags = {
     "pipeline_trace_iters": "1:2",
 }
 CHUNKS: Flags = {"num_virtual_stages_per_pipeline_rank": 2}
+AT_ENDS: Flags = {"overlap_p2p_communication_warmup_flush": True}
 TRAININGS: dict[str, Flags] = {
     "line": {},
     "loop": CHUNKS,
@@ -37,6 +46,17 @@ TRAININGS: dict[str, Flags] = {
     "v-half": {"pipeline_schedule": "v-half"},
 }
 TIMES = PartTimes(layer=(10e-3, 12e-3, 8e-3), output_layer=(40e-3, 45e-3, 35e-3), message=0.5e-3)
+ALIKE = PartTimes(layer=(10e-3, 12e-3, 8e-3), output_layer=(0.0, 0.0, 0.0), message=3e-3)
+
+
+def traced_step(ranks: int, flags: Flags, folder: Path, times: PartTimes = TIMES) -> TracedStep:
+    """Return the step of a training with ``flags`` on ``ranks`` ranks, whose clocks take
+    ``times``."""
+    with pytest.MonkeyPatch.context() as patch:
+        words = model_flags(**FLAGS | flags, pipeline_trace=folder)
+        train(ranks, words, model_provider=timed_models(times, patch))
+    (step,) = read_trace(folder)
+    return step
 
 
 class Traces:
@@ -48,11 +68,7 @@ class Traces:
 
     def of(self, name: str) -> TraceReport:
         if name not in self._made:
-            folder = self._folder / name
-            flags = model_flags(**FLAGS, **TRAININGS[name], pipeline_trace=folder)
-            with pytest.MonkeyPatch.context() as patch:
-                train(2, flags, model_provider=timed_models(TIMES, patch))
-            self._made[name] = trace_report(read_trace(folder))
+            self._made[name] = trace_report([traced_step(2, TRAININGS[name], self._folder / name)])
         return self._made[name]
 
 
@@ -83,3 +99,53 @@ def test_a_training_takes_what_the_trace_promised(traced: str, spec: str, traces
     took = traces.of(spec).measured.makespan
     assert said.step == pytest.approx(took, rel=0.05)
     assert 0.95 * said.low < took < 1.05 * said.high
+
+
+@nightly("the simulated executor alone, in tests/unit/program/test_stock.py")
+@pytest.mark.parametrize(
+    ("ranks", "flags", "executor"),
+    [
+        (2, {}, StockExecutor(overlaps=False)),
+        (4, {}, StockExecutor(overlaps=False)),
+        (2, CHUNKS, StockExecutor()),
+        (4, CHUNKS, StockExecutor()),
+        (2, CHUNKS | AT_ENDS, StockExecutor(overlaps_ends=True)),
+        (4, CHUNKS | AT_ENDS, StockExecutor(overlaps_ends=True)),
+        (4, CHUNKS | {"no_overlap_p2p_communication": True}, StockExecutor(overlaps=False)),
+    ],
+    ids=[
+        "2-1f1b",
+        "4-1f1b",
+        "2-overlap",
+        "4-overlap",
+        "2-overlap-at-ends",
+        "4-overlap-at-ends",
+        "4-no-overlap",
+    ],
+)
+def test_megatron_waits_for_messages_as_its_simulated_executor_does(
+    ranks: int, flags: Flags, executor: StockExecutor, tmp_path: Path
+) -> None:
+    """Megatron's waits were read in its sources, and nothing had run them: posts and waits are
+    Megatron's here, and only the clocks are emulated."""
+    step = traced_step(ranks, flags | {"pipeline_model_parallel_size": ranks}, tmp_path, ALIKE)
+    assert step.executor == executor
+    costs = traced_costs([step])
+    assert costs is not None and costs.message == pytest.approx(ALIKE.message)
+    spec = "interleaved:vpp=2" if flags else "1f1b"
+    placement = choose(spec).place(ranks)
+    of_passes = costs.costs(placement.stages)
+    assert of_passes is not None
+
+    def simulated(stock: StockExecutor | None) -> Timeline:
+        problem = Problem(placement, costs.microbatches, of_passes, stock=stock)
+        return simulate(build_program(choose(spec), problem), of_passes)
+
+    assert starts(simulated(executor)) == pytest.approx(starts(step.measured), abs=1e-6)
+    assert simulated(None).makespan < 0.998 * step.measured.makespan
+
+
+def starts(timeline: Timeline) -> dict[str, float]:
+    """Return when each pass started, from the start of the step."""
+    events = (event for row in timeline.compute for event in row)
+    return {str(event.action): event.start - timeline.start for event in events}

@@ -11,6 +11,7 @@ import pytest
 from megatron_ext.compile.registry import choose
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.stock_executor import StockExecutor
 from megatron_ext.viz.trace import NAME, TracedStep, read_trace
 from tests.helpers.megatron_runs import assert_same, model_flags, train
 
@@ -67,6 +68,9 @@ def test_the_flag_alone_traces_megatrons_own_step(
         assert measured_rows(traced) == family_rows(spec, 2, microbatches)
         assert traced.weight_shares is not None and all(0 < s < 1 for s in traced.weight_shares)
         stages = len(traced.weight_shares)
+        assert traced.executor == StockExecutor(overlaps=spec != "1f1b")
+        first, second, *_ = traced.predicted.compute[0]
+        assert second.start > first.end  # as a rank waits for the send of its first output
         assert traced.parts is not None
         assert traced.parts.layers == (("*-",) * (4 // stages),) * stages
         assert min(traced.parts.last["output layer"]) > 0

@@ -134,8 +134,9 @@ class StepTrace(StepObserver[ObservedStep]):
     def _as_stocks(self, traced: TracedStep, step: ObservedStep) -> TracedStep:
         if not isinstance(step, StocksStep):
             return traced
-        shares = weight_shares(step.program.problem.costs)
-        return replace(traced, weight_shares=shares, parts=step.parts)
+        problem = step.program.problem
+        shares = weight_shares(problem.costs)
+        return replace(traced, weight_shares=shares, executor=problem.stock, parts=step.parts)
 
     def _write(self, step: TracedStep) -> None:
         if self._of_stock and len(self._traced) < _MOST_STEPS:

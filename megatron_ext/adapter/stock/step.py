@@ -154,7 +154,8 @@ class StockTraining:
         """Return the program with Megatron's order. The first call is collective over the world."""
         spec = family_of(function, config, pipeline.size(), len(models))
         if spec not in self._programs:
-            self._programs[spec] = Programs(replace(self._config, schedule=spec))
+            config_of_order = replace(self._config, schedule=spec)
+            self._programs[spec] = Programs(config_of_order, is_stock=True)
         programs = self._programs[spec]
         sequence, micro_batch = arguments["seq_length"], arguments["micro_batch_size"]
         step = arguments["num_microbatches"], False

@@ -14,24 +14,33 @@ from megatron_ext.compile.build import build_program
 from megatron_ext.compile.program.simulate import simulate
 from megatron_ext.compile.registry import choose
 from megatron_ext.observe.what_if import TracedCosts, WhatIf, weight_shares, what_if
+from megatron_ext.planner.stock import run_by_stock
 from megatron_ext.schedule.costs import uniform
 from megatron_ext.schedule.problem import Problem
+from megatron_ext.schedule.stock_executor import STOCK_EXECUTOR, StockExecutor
 from megatron_ext.search import best
 from megatron_ext.viz.trace import TracedStep, TraceFile, beside, read_trace
 from megatron_ext.viz.traced_costs import traced_costs
 
 
-def seen(spec: str, ranks: int, microbatches: int, hop: float = 0.0) -> TracedStep:
+def seen(
+    spec: str,
+    ranks: int,
+    microbatches: int,
+    hop: float = 0.0,
+    executor: StockExecutor = STOCK_EXECUTOR,
+) -> TracedStep:
     """A step as simulated: of a full rank F takes 1 s and B 2 s, of which W is said to be 0.4."""
     choice = choose(spec)
     placement = choice.place(ranks)
     costs = uniform(placement, 1.0, 1.2, 0.8, comm=hop)
-    program = build_program(choice, Problem(placement, microbatches, costs))
+    problem = run_by_stock(Problem(placement, microbatches, costs), spec, executor)
+    program = build_program(choice, problem)
     timeline = simulate(program, costs)
     compute = tuple(event for row in timeline.compute for event in row)
     measured = replace(timeline, events=compute)
     traced = beside(7, measured, timeline, clock_error=0.0)
-    return replace(traced, weight_shares=weight_shares(costs))
+    return replace(traced, weight_shares=weight_shares(costs), executor=executor)
 
 
 def costs_of(step: TracedStep) -> TracedCosts:
@@ -76,6 +85,25 @@ def test_a_step_of_1f1b() -> None:
     names = {p.schedule for p in (*told.within, *told.with_more)}
     assert "zb-h2" in names and not any(name.startswith("interleaved") for name in names)
     assert "needs more memory and is no faster" in told.left_out["gpipe"]
+
+
+@pytest.mark.parametrize("spec", ["1f1b", "interleaved:vpp=2"])
+@pytest.mark.parametrize(
+    "executor",
+    [STOCK_EXECUTOR, StockExecutor(overlaps_ends=True), StockExecutor(overlaps=False)],
+)
+def test_megatrons_own_step_waits_as_it_did(
+    spec: str, executor: StockExecutor, tmp_path: Path
+) -> None:
+    """It was predicted as our executor would run it, and so shorter than it had been measured:
+    gains of ours were compared with a step that Megatron does not have."""
+    step = seen(spec, 4, 8, hop=0.1, executor=executor)
+    TraceFile(tmp_path / "trace.json").add(step)
+    told = what_if(costs_of(read_trace(tmp_path)[0]), seconds=0.0)
+    assert told.stock.step == pytest.approx(step.measured.makespan)
+    costs = uniform(choose(spec).place(4), 1.0, 1.2, 0.8, comm=0.1)
+    ours = build_program(choose(spec), Problem(choose(spec).place(4), 8, costs))
+    assert told.stock.step > 1.005 * simulate(ours, costs).makespan
 
 
 def test_a_step_of_two_chunks_a_rank() -> None:
